@@ -1,0 +1,96 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What an environment is: tasks in three disjoint splits, and episodes that speak messages."""
+
+import abc
+import dataclasses
+import enum
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import draccus
+
+from marin_rl.types import Message, Task
+
+
+class Split(enum.StrEnum):
+    """Which tasks: the three never share a problem text."""
+
+    TRAIN = "train"
+    """What warm start and RL train on."""
+    VALIDATION = "validation"
+    """What warm start's stopping rule and tuning may look at."""
+    HELD_OUT = "held_out"
+    """What the reported accuracy is measured on, and nothing else."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An environment's answer to one reply of the policy."""
+
+    rewards: Mapping[str, float]
+    """Reward by component name, earned by this reply."""
+    messages: tuple[Message, ...] = ()
+    """What the policy is shown next; empty where the episode is over."""
+    done: bool = True
+    """Whether the episode is over."""
+
+
+class Episode(Protocol):
+    """One attempt at one task; used once."""
+
+    def step(self, reply: str) -> Step:
+        """Answer the policy's reply. Whatever this raises marks the rollout as failed."""
+        ...
+
+
+class Environment(Protocol):
+    """A source of tasks and the judge of attempts at them."""
+
+    @property
+    def name(self) -> str:
+        """Name under which its metrics are logged."""
+        ...
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """The tasks of a split, always in the same order; no problem text occurs in two splits."""
+        ...
+
+    def start(self, task: Task, seed: int) -> Episode:
+        """Begin an attempt. Equal tasks and seeds begin equally."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvironmentConfig(draccus.ChoiceRegistry, abc.ABC):
+    """Chooses an environment by `type`."""
+
+    @abc.abstractmethod
+    def build(self) -> Environment:
+        """Make the environment.
+
+        Raises:
+            ValueError: if it would have no tasks; the message names the source.
+        """
+
+
+def split_of(problem: str, held_out: float, validation: float) -> Split:
+    """The split that a problem text belongs to, by its hash: stable across runs, seeds and machines.
+
+    Args:
+        problem: the complete text of the problem; equal texts always share a split.
+        held_out: share of all problems that are held out, in [0, 1).
+        validation: share of all problems kept for validation, in [0, 1).
+
+    >>> split_of("2+3=", 0.1, 0.1) is split_of("2+3=", 0.1, 0.1)
+    True
+    """
+    digest = hashlib.sha256(problem.encode()).digest()
+    position = int.from_bytes(digest[:8], "big") / 2**64
+    if position < held_out:
+        return Split.HELD_OUT
+    if position < held_out + validation:
+        return Split.VALIDATION
+    return Split.TRAIN

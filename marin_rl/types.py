@@ -1,0 +1,200 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The records that flow through marin_rl, and who makes and consumes each of them.
+
+| stage | record | made by | consumed by |
+|---|---|---|---|
+| 1 task | [`Task`][marin_rl.types.Task] | an environment's dataset | environment, rollout runner |
+| 2 answer | [`Generation`][marin_rl.types.Generation] | the sampler, and nothing else | rollout runner |
+| 3 step | [`Turn`][marin_rl.types.Turn] | rollout runner | rewards, batching |
+| 4 attempt | [`Rollout`][marin_rl.types.Rollout] | rollout runner | rewards, batching, store |
+| 5 group | [`RolloutGroup`][marin_rl.types.RolloutGroup] | rollout runner | advantages |
+| 6 signal | one advantage per rollout | `objectives/`, called by the loop | batching |
+| 7 arrays | `ProcessedRollout`, numpy `[batch, position]` | `batching/` | `RlExample` |
+| 8 batch | `RlExample`, haliax `{batch, position}` | `batching/` | learner |
+| 9 update | new weights, a new `WeightVersion` | learner | sampler |
+
+Nothing flows backwards except weights. Importing this module loads no jax.
+
+A worked example with two turns, the tokens written as words:
+
+```
+Task.messages            [user: "2+3="]
+Turn 0  observation      <user> 2 + 3 = <end> <assistant>      (no loss)
+        generation       6 <end>                                (loss)
+Turn 1  observation      <user> wrong <end> <assistant>        (no loss; continues turn 0)
+        generation       5 <end>                                (loss)
+```
+
+One rollout, one sequence: the observation and generation tokens of its turns, one after the other.
+If the chat template had rewritten the history before turn 1, that turn would carry
+`starts_sequence=True` and its observation would be the complete rewritten context: the rollout
+then becomes two sequences, and still no token is trained on that was not sampled.
+"""
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+WeightVersion = int
+"""The number of updates that made a set of weights: 0 before the first. The only clock there is."""
+
+
+class Message(TypedDict):
+    """One chat message, as Hugging Face chat templates take it."""
+
+    role: str
+    """`system`, `user`, `assistant` or `tool`."""
+    content: str
+    """The message's text."""
+
+
+class StopReason(enum.StrEnum):
+    """Why the sampler stopped a generation."""
+
+    STOP = "stop"
+    """A stop token was sampled; it is the generation's last token."""
+    LENGTH = "length"
+    """The limit on new tokens, or the end of the context, was reached first."""
+
+
+class RolloutStatus(enum.StrEnum):
+    """How a rollout ended."""
+
+    COMPLETED = "completed"
+    """The environment ended it, and it was graded."""
+    TRUNCATED = "truncated"
+    """A generation hit its length limit, or the turns ran out; graded as it stands."""
+    FAILED = "failed"
+    """Its environment or its reward function raised; it has no reward and carries no signal."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One problem to be attempted."""
+
+    id: str
+    """Unique within its environment; equal for equal problems."""
+    environment: str
+    """Name of the environment that made it and can grade it."""
+    messages: tuple[Message, ...]
+    """The prompt: what the policy sees before its first turn. At least one message."""
+    answer: str
+    """The ground truth that the environment grades against."""
+    worked_answer: str | None = None
+    """A reply that would earn full reward, for a supervised warm start; None where there is none."""
+
+    def __post_init__(self) -> None:
+        if not self.messages:
+            raise ValueError(f"Task {self.id!r} has no messages; a prompt needs at least one")
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What the sampler produced in one call: exact tokens, and how likely they were."""
+
+    token_ids: tuple[int, ...]
+    """`[length]`, the sampled tokens, the stop token included."""
+    logprobs: tuple[float, ...]
+    """`[length]`, log-probability (nats) of each sampled token at the sampling temperature. Greedy
+    samples (temperature 0) carry those at temperature 1."""
+    stop_reason: StopReason
+    """Why it ended."""
+    first_version: WeightVersion
+    """Version of the weights that produced the first token."""
+    last_version: WeightVersion
+    """Version of the weights that produced the last token; never less than `first_version`."""
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError(
+                f"Generation: token_ids has length {len(self.token_ids)} but logprobs has length {len(self.logprobs)}"
+            )
+        for index, value in enumerate(self.logprobs):
+            if not math.isfinite(value) or value > 0.0:
+                raise ValueError(f"Generation: logprobs[{index}] is {value}; a log-probability is finite and <= 0")
+        if self.last_version < self.first_version:
+            raise ValueError(
+                f"Generation: last_version {self.last_version} is older than first_version {self.first_version}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One step of a rollout: what the policy was shown, and what it answered."""
+
+    observation_tokens: tuple[int, ...]
+    """`[length]`, tokens put before the policy since its last answer (the whole prompt in turn 0).
+    They never carry loss."""
+    generation: Generation
+    """The policy's answer."""
+    messages: tuple[Message, ...]
+    """The turn in words: the observation's messages, then the assistant's."""
+    reward: float = 0.0
+    """Reward of this step alone; the rollout's return is the sum of `Rollout.rewards`."""
+    starts_sequence: bool = False
+    """True where `observation_tokens` is the complete context instead of a continuation: in turn 0,
+    and wherever the chat template rewrote the history."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """One complete attempt at a task (elsewhere: an episode, a trajectory)."""
+
+    id: str
+    """Unique within the run."""
+    group_id: str
+    """The group it belongs to: all attempts at one prompt in one step."""
+    task: Task
+    """What was attempted."""
+    turns: tuple[Turn, ...]
+    """In order. At least one, unless the rollout failed before its first."""
+    status: RolloutStatus
+    """How it ended."""
+    rewards: Mapping[str, float]
+    """Reward by component name; empty exactly when `status` is failed."""
+    error: str | None = None
+    """What went wrong, where the status is failed."""
+
+    def __post_init__(self) -> None:
+        if self.status is RolloutStatus.FAILED:
+            if self.rewards:
+                raise ValueError(f"Rollout {self.id}: status is failed but rewards has length {len(self.rewards)}")
+            return
+        if not self.turns:
+            raise ValueError(f"Rollout {self.id}: status is {self.status.value} but turns has length 0")
+        if not self.turns[0].starts_sequence:
+            raise ValueError(f"Rollout {self.id}: turns[0].starts_sequence is False; the first turn starts a sequence")
+        if not self.rewards:
+            raise ValueError(f"Rollout {self.id}: status is {self.status.value} but it has no reward")
+        for name, value in self.rewards.items():
+            if not math.isfinite(value):
+                raise ValueError(f"Rollout {self.id}: reward {name!r} is {value}; rewards must be finite")
+
+    @property
+    def total_reward(self) -> float | None:
+        """The scalar return: the sum of its rewards, or None where it failed."""
+        return sum(self.rewards.values()) if self.rewards else None
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens that the policy sampled, over all turns."""
+        return sum(len(turn.generation.token_ids) for turn in self.turns)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutGroup:
+    """The attempts at one prompt, compared with one another."""
+
+    id: str
+    """Unique within the run."""
+    rollouts: Sequence[Rollout]
+    """All attempts, failed ones included."""
+
+    def __post_init__(self) -> None:
+        for rollout in self.rollouts:
+            if rollout.group_id != self.id:
+                raise ValueError(f"RolloutGroup {self.id}: rollout {rollout.id} belongs to group {rollout.group_id}")
