@@ -1,0 +1,147 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""From rollouts to padded arrays."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int32
+
+from marin_rl.tokenization.chat import ChatTokenizer, truncate_at_reply
+from marin_rl.types import Message, Rollout
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessedRollout:
+    """One rollout as arrays: a row for each of its sequences, padded to a common length.
+
+    Almost every rollout is one sequence. Where a chat template rewrote the history it is several, and
+    still counts as one rollout. Entry `t` of every array belongs to token `t` (see
+    `marin_rl.batching.alignment`).
+    """
+
+    source: str
+    """Name of the environment it comes from."""
+    id: str
+    """The rollout's id."""
+    input_ids: Int32[np.ndarray, "batch position"]
+    """Token ids; the tokenizer's padding token where `segment_ids` is 0."""
+    loss_mask: Bool[np.ndarray, "batch position"]
+    """True exactly on tokens that the policy sampled (or, for supervised text, should have written)."""
+    segment_ids: Int32[np.ndarray, "batch position"]
+    """1 on tokens, 0 on padding."""
+    policy_logprobs: Float32[np.ndarray, "batch position"]
+    """Log-probabilities under the policy that sampled; 0 where there is no loss."""
+    reference_logprobs: Float32[np.ndarray, "batch position"]
+    """Log-probabilities under the frozen reference; 0 where there is no loss, and 0 until scored."""
+    returns: Float32[np.ndarray, " batch"]
+    """The rollout's return, the same in each of its rows; 0 where it has none."""
+
+    def __post_init__(self) -> None:
+        shape = self.input_ids.shape
+        expected: Mapping[str, tuple[np.ndarray, type]] = {
+            "input_ids": (self.input_ids, np.int32),
+            "loss_mask": (self.loss_mask, np.bool_),
+            "segment_ids": (self.segment_ids, np.int32),
+            "policy_logprobs": (self.policy_logprobs, np.float32),
+            "reference_logprobs": (self.reference_logprobs, np.float32),
+        }
+        for name, (array, dtype) in expected.items():
+            if array.ndim != 2 or array.shape != shape:
+                raise ValueError(f"ProcessedRollout {self.id}: {name} has shape {array.shape}, input_ids has {shape}")
+            if array.dtype != dtype:
+                raise ValueError(f"ProcessedRollout {self.id}: {name} is {array.dtype}, expected {np.dtype(dtype)}")
+        if self.returns.shape != shape[:1] or self.returns.dtype != np.float32:
+            raise ValueError(
+                f"ProcessedRollout {self.id}: returns is {self.returns.dtype}{self.returns.shape}, "
+                f"expected float32{shape[:1]}"
+            )
+        if np.any(self.loss_mask & (self.segment_ids == 0)):
+            raise ValueError(f"ProcessedRollout {self.id}: loss_mask covers padding")
+        if np.any(self.loss_mask[:, 0]):
+            raise ValueError(f"ProcessedRollout {self.id}: loss_mask covers a first token, which nothing predicts")
+        for name, array in (("policy_logprobs", self.policy_logprobs), ("reference_logprobs", self.reference_logprobs)):
+            if not np.all(np.isfinite(array)) or np.any(array > 0):
+                raise ValueError(f"ProcessedRollout {self.id}: {name} has values that are not finite or above 0")
+
+
+def process_rollout(rollout: Rollout, *, length: int, pad_token_id: int) -> ProcessedRollout:
+    """Lay a sampled rollout out as arrays, token for token as it was sampled.
+
+    Args:
+        rollout: what was sampled. A failed rollout keeps the turns it got to; it has no return.
+        length: positions of a row.
+        pad_token_id: what fills a row's tail.
+
+    Raises:
+        ValueError: if a sequence is longer than `length`, naming the rollout and both lengths.
+    """
+    sequences: list[_Sequence] = []
+    for turn in rollout.turns:
+        if turn.starts_sequence:
+            sequences.append(_Sequence([], [], []))
+        observed, sampled = turn.observation_tokens, turn.generation
+        sequences[-1].token_ids.extend([*observed, *sampled.token_ids])
+        sequences[-1].loss_mask.extend([False] * len(observed) + [True] * len(sampled.token_ids))
+        sequences[-1].logprobs.extend([*[0.0] * len(observed), *sampled.logprobs])
+    return _lay_out(sequences, rollout.task.environment, rollout.id, rollout.total_reward or 0.0, length, pad_token_id)
+
+
+def process_conversation(
+    messages: Sequence[Message], *, id: str, source: str, length: int, tokenizer: ChatTokenizer
+) -> ProcessedRollout | None:
+    """Lay a written conversation out as arrays: loss on what the assistant says, and nowhere else.
+
+    The text is tokenized through the chat template with assistant masks. Assistant messages that do
+    not fit whole into `length` are dropped whole, so that half of one is never trained on.
+
+    Returns:
+        The arrays, or None where no assistant message fits.
+    """
+    token_ids, mask = tokenizer.encode_conversation(messages)
+    fitted = truncate_at_reply(token_ids, mask, length)
+    if fitted is None:
+        return None
+    fitted_ids, fitted_mask = fitted
+    sequence = _Sequence(list(fitted_ids), list(fitted_mask), [0.0] * len(fitted_ids))
+    return _lay_out([sequence], source, id, 0.0, length, tokenizer.pad_token_id)
+
+
+class _Sequence(NamedTuple):
+    token_ids: list[int]
+    loss_mask: list[bool]
+    logprobs: list[float]
+
+
+def _lay_out(
+    sequences: Sequence[_Sequence], source: str, id: str, total_return: float, length: int, pad_token_id: int
+) -> ProcessedRollout:
+    rows = len(sequences)
+    input_ids = np.full((rows, length), pad_token_id, dtype=np.int32)
+    loss_mask = np.zeros((rows, length), dtype=np.bool_)
+    segment_ids = np.zeros((rows, length), dtype=np.int32)
+    policy_logprobs = np.zeros((rows, length), dtype=np.float32)
+    for row, sequence in enumerate(sequences):
+        used = len(sequence.token_ids)
+        if used > length:
+            raise ValueError(
+                f"rollout {id}: a sequence of {used} tokens does not fit into rows of {length} positions; "
+                "raise rollouts.max_length"
+            )
+        input_ids[row, :used] = sequence.token_ids
+        loss_mask[row, :used] = sequence.loss_mask
+        policy_logprobs[row, :used] = sequence.logprobs
+        segment_ids[row, :used] = 1
+    return ProcessedRollout(
+        source=source,
+        id=id,
+        input_ids=input_ids,
+        loss_mask=loss_mask,
+        segment_ids=segment_ids,
+        policy_logprobs=policy_logprobs,
+        reference_logprobs=np.zeros((rows, length), dtype=np.float32),
+        returns=np.full((rows,), total_return, dtype=np.float32),
+    )

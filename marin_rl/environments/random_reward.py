@@ -1,0 +1,120 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The control of an experiment: rewards that say nothing, evaluated by the true grader."""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from marin_rl.environments.base import Environment, EnvironmentConfig, Episode, Split, Step
+from marin_rl.types import Task
+
+RANDOM = "random"
+"""Reward component: a coin's."""
+
+
+@runtime_checkable
+class InnerEnvironmentConfig(Protocol):
+    """Every registered environment but the random control itself, by `type`.
+
+    A registry that holds itself would send the command line's parser round for ever.
+    """
+
+    def build(self) -> Environment:
+        """Make the environment."""
+        ...
+
+    @classmethod
+    def get_choice_class(cls, name: str) -> Any:
+        """The config class registered under a name."""
+        return InnerEnvironmentConfig.get_known_choices()[name]
+
+    @classmethod
+    def get_known_choices(cls) -> dict[str, Any]:
+        """Config classes by name."""
+        known = EnvironmentConfig.get_known_choices()
+        return {name: choice for name, choice in known.items() if choice is not RandomRewardConfig}
+
+    @classmethod
+    def get_choice_name(cls, subcls: type) -> str:
+        """The name under which a config class is registered."""
+        return EnvironmentConfig.get_choice_name(subcls)
+
+    @classmethod
+    def default_choice_name(cls) -> str | None:
+        """No default: a control is a control of something."""
+        return None
+
+
+@EnvironmentConfig.register_subclass("random_control")
+@dataclasses.dataclass(frozen=True)
+class RandomRewardConfig(EnvironmentConfig):
+    """Another environment whose training rewards are random; validation and held-out tasks are graded truly.
+
+    A lift under random rewards is not learning from rewards: run it beside every result.
+    """
+
+    environment: InnerEnvironmentConfig
+    """The environment whose tasks are attempted."""
+    probability: float = 0.5
+    """Probability that an attempt earns 1 and not 0; at best the share that the true grader would give."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.probability <= 1.0:
+            raise ValueError(f"probability is {self.probability}; it is at least 0 and at most 1")
+
+    def build(self) -> Environment:
+        """Make the inner environment and put the coin before its grader."""
+        inner = self.environment.build()
+        return RandomRewardEnvironment(inner, self.probability, frozenset(task.id for task in inner.tasks(Split.TRAIN)))
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomRewardEnvironment:
+    """Random rewards on the training split, true ones elsewhere."""
+
+    inner: Environment
+    """Makes the tasks, and grades those that are not trained on."""
+    probability: float
+    """Probability of a reward of 1."""
+    train_ids: frozenset[str]
+    """Ids of the tasks with random rewards."""
+
+    @property
+    def name(self) -> str:
+        """The inner environment's name: the metrics are those of its experiment."""
+        return self.inner.name
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """The inner environment's tasks."""
+        return self.inner.tasks(split)
+
+    def start(self, task: Task, seed: int) -> Episode:
+        """Begin an attempt; on a training task its reward is a function of task, seed and reply alone."""
+        episode = self.inner.start(task, seed)
+        if task.id not in self.train_ids:
+            return episode
+        return RandomRewardEpisode(episode, self.probability, f"{task.id}\x1f{seed}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomRewardEpisode:
+    """An attempt that the inner environment plays and a coin rewards."""
+
+    inner: Episode
+    """Says what follows a reply, and when the episode is over."""
+    probability: float
+    """Probability of a reward of 1."""
+    key: str
+    """Names the attempt; with the reply it decides the coin."""
+
+    def step(self, reply: str) -> Step:
+        """Play the reply, and toss the coin where the episode is over."""
+        step = self.inner.step(reply)
+        return dataclasses.replace(step, rewards={RANDOM: self._toss(reply) if step.done else 0.0})
+
+    def _toss(self, reply: str) -> float:
+        digest = hashlib.sha256(f"{self.key}\x1f{reply}".encode("utf-8", "surrogatepass")).digest()
+        return float(int.from_bytes(digest[:8], "big") < self.probability * 2**64)

@@ -1,0 +1,211 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Any of reasoning-gym's procedural tasks, by name, verified by reasoning-gym itself."""
+
+import dataclasses
+import difflib
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from marin_rl.environments.base import Environment, EnvironmentConfig
+from marin_rl.environments.single_turn import SingleTurnEnvironment
+from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
+from marin_rl.rewards.patterns import FormatConfig, check_pattern, extract_last
+from marin_rl.types import Message, Task
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
+
+logger = logging.getLogger(__name__)
+
+FULL_SCORE = 1.0
+"""The score that reasoning-gym gives a right answer."""
+
+
+@EnvironmentConfig.register_subclass("reasoning_gym")
+@dataclasses.dataclass(frozen=True)
+class ReasoningGymConfig(EnvironmentConfig):
+    """A reasoning-gym task. Problems are drawn once, deduplicated by text and split by text.
+
+    How many distinct problems there are depends on the task and its options; the log says how many
+    were drawn. `chain_sum` with two terms of one or two digits has 16,400: 10,000 draws give 4,500 and
+    100,000 give 13,700, since half of the draws fall on the 200 sums of one digit.
+
+    Some scorers (`countdown`, `puzzle24`, …) evaluate the reply as an expression in this process:
+    train on those only with models whose replies you would run.
+    """
+
+    task: str
+    """Name of the task, as reasoning-gym registers it: `chain_sum`, `gcd`, `spell_backward`, …"""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The task's own options, such as `{min_terms: 2, max_terms: 2}`; the rest keep the task's defaults."""
+    size: int = 10_000
+    """How many problems to draw, over all splits, repetitions included."""
+    seed: int = 0
+    """Problem i is drawn from seed + i, so seeds closer than `size` share problems; never split by seed.
+    The split of a problem does not depend on it."""
+    system_prompt: str | None = None
+    """Optional system message before the question."""
+    prompt_regex: str | None = None
+    """Optional regular expression whose group 1 in the question becomes the prompt:
+    `: (.*=)$` makes `12 + 34 =` of chain_sum's sentence."""
+    remove_whitespace: bool = False
+    """Whether white space is removed from the prompt: `12 + 34 =` becomes `12+34=`."""
+    reply_regex: str | None = None
+    """Optional regular expression whose group 1, at its last match in the reply, is scored; a reply
+    without a match scores 0. Example: `(?s)<answer>(.*?)</answer>`."""
+    reverse_answer: bool = False
+    """Whether the reply's characters are reversed before scoring (`64` for 46)."""
+    exact_answer: bool = False
+    """Whether the scored reply must also be the task's answer character for character. Scorers of number
+    tasks give the full score to `046` and `46.0`. Only for tasks with a single right answer."""
+    partial_credit: bool = False
+    """Whether scores below the full one are rewards too; many scorers pay for an answer padded with
+    other text. Otherwise the reward is 1 for the full score and 0 for any other."""
+    held_out: float = 0.1
+    """Share of problems held out, by hash of the prompt; at least 0, below 1."""
+    validation: float = 0.05
+    """Share of problems for validation, by hash of the prompt; at least 0, below 1."""
+    format: FormatConfig | None = None
+    """Optional reward for the reply's form."""
+    name: str | None = None
+    """Name under which metrics are logged; the task's name by default."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size is {self.size}; draw at least 1 problem")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; it is at least 0")
+        for field in ("seed", "size"):
+            if field in self.options:
+                raise ValueError(f"options holds {field!r}; give it as the environment's own `{field}` instead")
+        if self.exact_answer and self.partial_credit:
+            raise ValueError("exact_answer and partial_credit exclude one another; switch one off")
+        if self.prompt_regex is not None:
+            check_pattern("prompt_regex", self.prompt_regex, groups=1)
+        if self.reply_regex is not None:
+            check_pattern("reply_regex", self.reply_regex, groups=1)
+        check_shares(self.held_out, self.validation)
+
+    def build(self) -> Environment:
+        """Draw the problems and split them.
+
+        Raises:
+            ValueError: for a task or option that reasoning-gym does not have, or values it refuses.
+        """
+        dataset = _create_dataset(self.task, self.options, self.seed, self.size)
+        name = self.task if self.name is None else self.name
+        source = f"reasoning-gym task {self.task!r}"
+        entries: dict[str, Mapping[str, Any]] = {}
+        problems = without_duplicates(self._problems(dataset, name, entries), source)
+        return SingleTurnEnvironment(
+            name=name,
+            splits=split_problems(problems, self.held_out, self.validation, source),
+            score=_Scorer(self, dataset, entries).score,
+            format=self.format,
+            reply_regex=self.reply_regex,
+        )
+
+    def _problems(
+        self, dataset: "ProceduralDataset", name: str, entries: dict[str, Mapping[str, Any]]
+    ) -> Iterator[Problem]:
+        for index in range(self.size):
+            entry = _draw(dataset, index, self.task, self.options)
+            text = self._prompt(entry["question"])
+            kept = entries.setdefault(problem_id(text), entry)
+            if kept["question"] != entry["question"] and kept["answer"] != entry["answer"]:
+                raise ValueError(
+                    f"prompt_regex {self.prompt_regex!r} makes one prompt {text!r} of two problems with the answers "
+                    f"{kept['answer']!r} and {entry['answer']!r}; let group 1 keep what tells them apart"
+                )
+            yield Problem(text, self._task(name, text, entry), where=f"{self.task} item {index}")
+
+    def _prompt(self, question: str) -> str:
+        prompt = question if self.prompt_regex is None else extract_last(self.prompt_regex, question)
+        if prompt is None:
+            raise ValueError(
+                f"prompt_regex {self.prompt_regex!r} does not match the question {question!r} of {self.task!r}"
+            )
+        return re.sub(r"\s", "", prompt) if self.remove_whitespace else prompt
+
+    def _task(self, name: str, text: str, entry: Mapping[str, Any]) -> Task:
+        system = () if self.system_prompt is None else (Message(role="system", content=self.system_prompt),)
+        # Tasks with many right answers (rubiks_cube, …) come without one.
+        answer = "" if entry["answer"] is None else str(entry["answer"])
+        return Task(
+            id=problem_id(text),
+            environment=name,
+            messages=(*system, Message(role="user", content=text)),
+            answer=answer,
+            worked_answer=self._worked_answer(answer),
+        )
+
+    def _worked_answer(self, answer: str) -> str | None:
+        worked = answer[::-1] if self.reverse_answer else answer
+        if self.reply_regex is not None and extract_last(self.reply_regex, worked) != worked:
+            return None
+        return worked or None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scorer:
+    config: ReasoningGymConfig
+    dataset: "ProceduralDataset"
+    entries: Mapping[str, Mapping[str, Any]]
+
+    def score(self, task: Task, reply: str) -> float:
+        entry = self.entries[task.id]
+        answer = reply[::-1] if self.config.reverse_answer else reply
+        if self.config.exact_answer and answer != task.answer:
+            return 0.0
+        score = self._ask(answer, entry)
+        if self.config.partial_credit:
+            return score
+        return float(score >= FULL_SCORE)
+
+    def _ask(self, answer: str, entry: Mapping[str, Any]) -> float:
+        try:
+            return float(self.dataset.score_answer(answer, dict(entry)))
+        except Exception as error:
+            # Some scorers raise on text that is not of the expected form (`int("hello")`). That is a wrong
+            # reply and not a failed one, provided that the scorer does work on this problem's own answer.
+            if entry["answer"] is None:
+                raise
+            self.dataset.score_answer(entry["answer"], dict(entry))
+            logger.debug("%s: the scorer refused %.200r, scored 0: %r", self.config.task, answer, error)
+            return 0.0
+
+
+def _create_dataset(task: str, options: Mapping[str, Any], seed: int, size: int) -> "ProceduralDataset":
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        raise ValueError(f"reasoning-gym has no task {task!r}; {_nearest(task, DATASETS)}")
+    known = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"seed", "size"}
+    for option in options:
+        if option not in known:
+            raise ValueError(f"reasoning-gym task {task!r} has no option {option!r}; {_nearest(option, known)}")
+    try:
+        return reasoning_gym.create_dataset(task, seed=seed, size=size, **options)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"reasoning-gym task {task!r} refuses the options {dict(options)}: {error}") from error
+
+
+def _draw(dataset: "ProceduralDataset", index: int, task: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        return dataset[index]
+    except Exception as error:
+        raise ValueError(
+            f"reasoning-gym task {task!r} with the options {dict(options)} cannot make item {index}: {error!r}"
+        ) from error
+
+
+def _nearest(name: str, known: Any) -> str:
+    near = difflib.get_close_matches(name, known, n=3)
+    if near:
+        return "did you mean " + " or ".join(repr(match) for match in near) + "?"
+    return "it has: " + ", ".join(sorted(known))

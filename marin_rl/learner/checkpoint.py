@@ -1,0 +1,245 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Atomic checkpoints: a checkpoint is complete and verified, or it does not exist.
+
+```
+checkpoints/
+  step-00000040/
+    state/          weights, optimizer moments and random key (TensorStore, restorable on any mesh)
+    manifest.json   format, step, host-side progress, and size and checksum of every file
+```
+
+A checkpoint is written into a folder whose name starts with a dot, then synced to disk and renamed. A
+process that dies on the way leaves such a folder behind, which the next save removes.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from haliax.partitioning import ResourceMapping
+from jax.sharding import Mesh
+from levanter.checkpoint import load_checkpoint as levanter_load
+from levanter.checkpoint import save_checkpoint as levanter_save
+from levanter.models.lm_model import LmHeadModel
+from levanter.trainer_state import TrainerState
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read; names the folder and what is wrong with it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, and what to keep."""
+
+    every: int = 50
+    """Save after every so many updates, and at the end. 0 saves at the end alone."""
+    keep_last: int = 2
+    """How many of the newest checkpoints to keep; at least 2, so that one that turns out to be damaged
+    leaves another."""
+    keep_every: int = 0
+    """Keep the checkpoints of updates divisible by this for good; 0 keeps none beyond `keep_last`."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.keep_every < 0:
+            raise ValueError("checkpoint.every and checkpoint.keep_every count updates and cannot be negative")
+        if self.keep_last < 2:
+            raise ValueError(f"checkpoint.keep_last is {self.keep_last}; keep at least 2, one to fall back to")
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    folder: Path
+    """Where they lie."""
+    config: CheckpointConfig
+    """What to keep."""
+    keep_first: bool = False
+    """Whether to keep the checkpoint of step 0 for good, because its weights are the KL reference."""
+
+    def save(self, state: TrainerState, step: int, progress: Mapping[str, Any]) -> Path:
+        """Save a checkpoint and delete those that need not be kept.
+
+        Args:
+            state: the training state; written whole.
+            step: updates done so far; names the checkpoint.
+            progress: the host's share of the state, as JSON.
+
+        Raises:
+            CheckpointError: if it cannot be written (disk full, no permission); earlier ones are untouched.
+        """
+        target = self._path(step)
+        partial = self.folder / f".{target.name}.partial"
+        try:
+            self._remove_partials()
+            partial.mkdir(parents=True)
+            levanter_save(state, step, partial / "state", is_temporary=False)
+            manifest = {"format": FORMAT, "step": step, "progress": dict(progress), "files": _describe(partial)}
+            (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+            _sync_tree(partial)
+            if target.exists():
+                shutil.rmtree(target)
+            partial.rename(target)
+            _sync(self.folder)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"could not write checkpoint {target}: {error}. Earlier checkpoints are untouched; free disk space or "
+                "fix the permissions, then run the same command again"
+            ) from error
+        self._prune(newest=step)
+        return target
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints there are, oldest first, damaged ones included."""
+        return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
+
+    def open(self, step: int) -> "Checkpoint":
+        """The checkpoint of one step.
+
+        Raises:
+            CheckpointError: if it is missing or damaged.
+        """
+        return open_checkpoint(self._path(step))
+
+    def newest_good(self) -> "Checkpoint | None":
+        """The newest checkpoint whose files are all as they were written, or None where there is none.
+
+        Damaged ones are passed over with a warning that names the damage.
+
+        Raises:
+            CheckpointError: if there are checkpoints and every one is damaged.
+        """
+        damages = []
+        for step in reversed(self.steps()):
+            try:
+                return self.open(step)
+            except CheckpointError as error:
+                logger.warning("%s; falling back to the one before it", error)
+                damages.append(str(error))
+        if damages:
+            raise CheckpointError(
+                f"every checkpoint in {self.folder} is damaged: {'; '.join(damages)}. "
+                "Delete the run directory to start over"
+            )
+        return None
+
+    def _remove_partials(self) -> None:
+        for leftover in self.folder.glob(".step-*.partial"):
+            shutil.rmtree(leftover)
+
+    def _prune(self, newest: int) -> None:
+        steps = self.steps()
+        kept = set(steps[-self.config.keep_last :]) | {newest}
+        if self.keep_first:
+            kept.add(0)
+        if self.config.keep_every:
+            kept |= {step for step in steps if step % self.config.keep_every == 0}
+        for step in steps:
+            if step not in kept:
+                shutil.rmtree(self._path(step))
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """One complete checkpoint, its files verified."""
+
+    path: Path
+    """Its folder."""
+    step: int
+    """Updates done when it was saved."""
+    progress: Mapping[str, Any]
+    """The host's share of the state."""
+
+    def restore(self, like: TrainerState, *, axis_mapping: ResourceMapping, mesh: Mesh) -> TrainerState:
+        """The training state, sharded for `mesh` whatever mesh it was saved from.
+
+        Args:
+            like: a state, or its shapes, of the same structure.
+            axis_mapping: where parameters are sharded.
+            mesh: the mesh to load onto.
+
+        Raises:
+            CheckpointError: if it holds another model or optimizer than `like`.
+        """
+        return self._load(like, None, axis_mapping, mesh)
+
+    def restore_model(self, like: LmHeadModel, *, axis_mapping: ResourceMapping, mesh: Mesh) -> LmHeadModel:
+        """The weights alone; arguments and errors as `restore`."""
+        return self._load(like, "model", axis_mapping, mesh)
+
+    def _load(self, like: T, subpath: str | None, axis_mapping: ResourceMapping, mesh: Mesh) -> T:
+        state = str(self.path / "state")
+        try:
+            return levanter_load(
+                like, state, subpath=subpath, discover_latest=False, axis_mapping=axis_mapping, mesh=mesh
+            )
+        except (FileNotFoundError, ValueError) as error:
+            raise CheckpointError(
+                f"checkpoint {self.path} does not fit the configured model and optimizer: {error}"
+            ) from error
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Verify a checkpoint's files and read its manifest.
+
+    Raises:
+        CheckpointError: if it is incomplete, altered, or of an unknown format.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {path} has no readable {MANIFEST}: {error}") from error
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"checkpoint {path} has format {manifest.get('format')}, this version reads {FORMAT}")
+    found = _describe(path)
+    for name, expected in manifest["files"].items():
+        if found.get(name) != expected:
+            state = "is missing" if name not in found else "differs from what was written"
+            raise CheckpointError(f"checkpoint {path} is damaged: {name} {state}")
+    return Checkpoint(path, manifest["step"], manifest["progress"])
+
+
+def _describe(folder: Path) -> dict[str, dict[str, Any]]:
+    return {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _checksum(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

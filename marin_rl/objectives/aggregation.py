@@ -1,0 +1,274 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Loss weights: how per-token terms become one loss.
+
+The denominators are counted here, on the host, over the whole global batch, and travel with the
+batch as one weight per token. The device then computes `loss = Σ weights · terms`, a plain sum: any
+number of microbatches, any packing, any padding and any mesh give the same gradient.
+
+A rollout is known by its id, not by its row: spread over several rows it is still one rollout, and
+several rollouts may share a row. A rollout without a single loss token does not count.
+
+Plain numpy; importing this module loads no jax.
+"""
+
+import abc
+import dataclasses
+
+import draccus
+import numpy as np
+from jaxtyping import Bool, Float, Float32, Float64, Integer
+
+NO_ROLLOUT = -1
+"""The rollout id of a token that belongs to none (padding)."""
+
+
+def row_rollout_ids(rows: Integer[np.ndarray, " rows"], positions: int) -> Integer[np.ndarray, "rows positions"]:
+    """Rollout ids per token, where every row belongs to one rollout.
+
+    Args:
+        rows: `[rows]`, the rollout of each row; -1 for a row of padding.
+        positions: length of a row in tokens.
+
+    Returns:
+        `[rows, positions]`, a read-only view.
+
+    >>> row_rollout_ids(np.array([0, -1]), 3).tolist()
+    [[0, 0, 0], [-1, -1, -1]]
+    """
+    return np.broadcast_to(rows[:, None], (rows.size, positions))
+
+
+def sum_per_rollout(
+    values: Float[np.ndarray, "rows positions"],
+    loss_mask: Bool[np.ndarray, "rows positions"],
+    rollout_ids: Integer[np.ndarray, "rows positions"],
+    num_rollouts: int,
+) -> Float64[np.ndarray, " rollouts"]:
+    """Sum a per-token value over the loss tokens of each rollout, in float64.
+
+    Args:
+        values: the value of each token; ignored where there is no loss.
+        loss_mask: True on the tokens that carry loss.
+        rollout_ids: the rollout of each token, in [0, num_rollouts); -1 for none.
+        num_rollouts: rollouts in the batch.
+
+    Returns:
+        `[rollouts]`, 0 for a rollout without loss tokens.
+
+    Raises:
+        ValueError: if a loss token has an id outside [0, num_rollouts); the message names row, position and id.
+
+    >>> sum_per_rollout(np.array([[1.0, 2.0, 4.0]]), np.array([[True, False, True]]), np.array([[0, 0, 0]]), 2).tolist()
+    [5.0, 0.0]
+    """
+    _check_ids(loss_mask, rollout_ids, num_rollouts)
+    ids = rollout_ids[loss_mask]
+    return np.bincount(ids, weights=values[loss_mask], minlength=num_rollouts).astype(np.float64)
+
+
+def token_mean_weights(
+    loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
+) -> Float32[np.ndarray, "rows positions"]:
+    """Mean over all loss tokens: `w_t = 1/Σ_i T_i`. Long rollouts weigh more.
+
+    Args:
+        loss_mask: True on the tokens that carry loss.
+        rollout_ids: the rollout of each token; -1 for none.
+
+    Returns:
+        The weight of each token, 0 off the loss mask.
+
+    Raises:
+        ValueError: if a loss token belongs to no rollout; the message names row and position.
+
+    >>> mask = np.array([[True, True, True, False], [True, False, False, False]])
+    >>> token_mean_weights(mask, row_rollout_ids(np.array([0, 1]), 4)).tolist()
+    [[0.25, 0.25, 0.25, 0.0], [0.25, 0.0, 0.0, 0.0]]
+
+    Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, equation 12.
+    """
+    tokens, _ = _count(loss_mask, rollout_ids)
+    return _spread(np.full(tokens.shape, 1.0 / max(tokens.size, 1)), loss_mask)
+
+
+def sequence_mean_weights(
+    loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
+) -> Float32[np.ndarray, "rows positions"]:
+    """Mean over rollouts of their token mean: `w_t = 1/(N·T_i)`. Every rollout weighs the same.
+
+    Args:
+        loss_mask: True on the tokens that carry loss.
+        rollout_ids: the rollout of each token; -1 for none.
+
+    Returns:
+        The weight of each token, 0 off the loss mask.
+
+    Raises:
+        ValueError: if a loss token belongs to no rollout; the message names row and position.
+
+    >>> mask = np.array([[True, True, False, False], [True, False, False, False]])
+    >>> sequence_mean_weights(mask, row_rollout_ids(np.array([0, 1]), 4)).tolist()
+    [[0.25, 0.25, 0.0, 0.0], [0.5, 0.0, 0.0, 0.0]]
+
+    Source: Shao et al. 2024 (GRPO), arXiv 2402.03300, equation 3.
+    """
+    tokens, rollouts = _count(loss_mask, rollout_ids)
+    return _spread(1.0 / (tokens * max(rollouts, 1)), loss_mask)
+
+
+def sequence_sum_weights(
+    loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
+) -> Float32[np.ndarray, "rows positions"]:
+    """Mean over rollouts of their token sum: `w_t = 1/N`. The unbiased gradient of the expected return.
+
+    Args:
+        loss_mask: True on the tokens that carry loss.
+        rollout_ids: the rollout of each token; -1 for none.
+
+    Returns:
+        The weight of each token, 0 off the loss mask.
+
+    Raises:
+        ValueError: if a loss token belongs to no rollout; the message names row and position.
+
+    >>> mask = np.array([[True, True, False, False], [True, False, False, False]])
+    >>> sequence_sum_weights(mask, row_rollout_ids(np.array([0, 1]), 4)).tolist()
+    [[0.5, 0.5, 0.0, 0.0], [0.5, 0.0, 0.0, 0.0]]
+
+    Source: Ahmadian et al. 2024 (RLOO), arXiv 2402.14740, section 3.
+    """
+    tokens, rollouts = _count(loss_mask, rollout_ids)
+    return _spread(np.full(tokens.shape, 1.0 / max(rollouts, 1)), loss_mask)
+
+
+def constant_weights(
+    loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"], length: int
+) -> Float32[np.ndarray, "rows positions"]:
+    """Token sum over a constant length: `w_t = 1/(N·L)`. As `sequence_sum`, scaled to the size of a mean.
+
+    Args:
+        loss_mask: True on the tokens that carry loss.
+        rollout_ids: the rollout of each token; -1 for none.
+        length: L, in tokens; at least 1.
+
+    Returns:
+        The weight of each token, 0 off the loss mask.
+
+    Raises:
+        ValueError: if a loss token belongs to no rollout; the message names row and position.
+
+    >>> mask = np.array([[True, True, False, False], [True, False, False, False]])
+    >>> constant_weights(mask, row_rollout_ids(np.array([0, 1]), 4), length=4).tolist()
+    [[0.125, 0.125, 0.0, 0.0], [0.125, 0.0, 0.0, 0.0]]
+
+    Source: Liu et al. 2025 (Dr. GRPO), arXiv 2503.20783, section 3.2.
+    """
+    tokens, rollouts = _count(loss_mask, rollout_ids)
+    return _spread(np.full(tokens.shape, 1.0 / (max(rollouts, 1) * length)), loss_mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class AggregationConfig(draccus.ChoiceRegistry, abc.ABC):
+    """Chooses how per-token terms are averaged into one loss, by `type`."""
+
+    @abc.abstractmethod
+    def loss_weights(
+        self, loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
+    ) -> Float32[np.ndarray, "rows positions"]:
+        """Weight of each token of the global batch, such that the loss is Σ weights · terms.
+
+        Raises:
+            ValueError: if a loss token belongs to no rollout; the message names row and position.
+        """
+
+
+@AggregationConfig.register_subclass("token_mean")
+@dataclasses.dataclass(frozen=True)
+class TokenMeanConfig(AggregationConfig):
+    """Mean over all loss tokens of the global batch."""
+
+    def loss_weights(
+        self, loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
+    ) -> Float32[np.ndarray, "rows positions"]:
+        """See [`token_mean_weights`][marin_rl.objectives.aggregation.token_mean_weights]."""
+        return token_mean_weights(loss_mask, rollout_ids)
+
+
+@AggregationConfig.register_subclass("sequence_mean")
+@dataclasses.dataclass(frozen=True)
+class SequenceMeanConfig(AggregationConfig):
+    """Mean over rollouts of their token mean."""
+
+    def loss_weights(
+        self, loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
+    ) -> Float32[np.ndarray, "rows positions"]:
+        """See [`sequence_mean_weights`][marin_rl.objectives.aggregation.sequence_mean_weights]."""
+        return sequence_mean_weights(loss_mask, rollout_ids)
+
+
+@AggregationConfig.register_subclass("sequence_sum")
+@dataclasses.dataclass(frozen=True)
+class SequenceSumConfig(AggregationConfig):
+    """Mean over rollouts of their token sum: the unbiased gradient of the expected return."""
+
+    def loss_weights(
+        self, loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
+    ) -> Float32[np.ndarray, "rows positions"]:
+        """See [`sequence_sum_weights`][marin_rl.objectives.aggregation.sequence_sum_weights]."""
+        return sequence_sum_weights(loss_mask, rollout_ids)
+
+
+@AggregationConfig.register_subclass("constant")
+@dataclasses.dataclass(frozen=True)
+class ConstantConfig(AggregationConfig):
+    """Mean over rollouts of their token sum, divided by a constant length."""
+
+    length: int
+    """L in tokens, at least 1; usually the limit on new tokens."""
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ValueError(f"aggregation.length is {self.length}; it must be at least 1 token")
+
+    def loss_weights(
+        self, loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
+    ) -> Float32[np.ndarray, "rows positions"]:
+        """See [`constant_weights`][marin_rl.objectives.aggregation.constant_weights]."""
+        return constant_weights(loss_mask, rollout_ids, self.length)
+
+
+def _count(
+    loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
+) -> tuple[Integer[np.ndarray, " loss_tokens"], int]:
+    """T_i of the rollout that each loss token belongs to, and N, the number of rollouts that have one."""
+    _check_ids(loss_mask, rollout_ids)
+    _, rollout, lengths = np.unique(rollout_ids[loss_mask], return_inverse=True, return_counts=True)
+    return lengths[rollout], lengths.size
+
+
+def _spread(
+    weights: Float64[np.ndarray, " loss_tokens"], loss_mask: Bool[np.ndarray, "rows positions"]
+) -> Float32[np.ndarray, "rows positions"]:
+    spread = np.zeros(loss_mask.shape, np.float32)
+    spread[loss_mask] = weights
+    return spread
+
+
+def _check_ids(
+    loss_mask: Bool[np.ndarray, "rows positions"],
+    rollout_ids: Integer[np.ndarray, "rows positions"],
+    num_rollouts: int | None = None,
+) -> None:
+    if loss_mask.shape != rollout_ids.shape:
+        raise ValueError(f"loss_mask has shape {loss_mask.shape} but rollout_ids has shape {rollout_ids.shape}")
+    limit = np.inf if num_rollouts is None else num_rollouts
+    bad = np.argwhere(loss_mask & ((rollout_ids < 0) | (rollout_ids >= limit)))
+    if bad.size:
+        row, position = bad[0].tolist()
+        allowed = "at least 0" if num_rollouts is None else f"in [0, {num_rollouts})"
+        raise ValueError(
+            f"the loss token at row {row}, position {position} has rollout id {rollout_ids[row, position]}; "
+            f"the id of a token that carries loss must be {allowed}"
+        )

@@ -1,0 +1,72 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What a batch of rollouts says about the policy: the host's share of the metrics."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from marin_rl.metrics import Metric, Reduction, mean, total
+from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, StopReason, WeightVersion
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup], version: WeightVersion) -> dict[str, Metric]:
+    """Metrics of the rollouts that one update trains on.
+
+    Failed rollouts count in the shares of statuses and nowhere else.
+
+    Args:
+        groups: all groups of the batch.
+        version: the weights that are about to be updated; staleness is counted from them.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    graded = [rollout for rollout in rollouts if rollout.rewards]
+    scores = [rollout.total_reward or 0.0 for rollout in graded]
+    generations = [turn.generation for rollout in rollouts for turn in rollout.turns]
+    ages = [version - generation.first_version for generation in generations]
+    return {
+        "objective/scores": mean(scores),
+        "train/rewards": mean(scores),
+        **_components(graded),
+        **_groups(groups),
+        "train/output_length": mean([rollout.num_generated_tokens for rollout in rollouts]),
+        "val/num_eos_tokens": total(generation.stop_reason is StopReason.STOP for generation in generations),
+        "rollouts/turns": mean([len(rollout.turns) for rollout in rollouts]),
+        "rollouts/truncated_share": _share(rollout.status is RolloutStatus.TRUNCATED for rollout in rollouts),
+        "rollouts/failed": total(rollout.status is RolloutStatus.FAILED for rollout in rollouts),
+        "staleness/min": Metric(min(ages), reduction=Reduction.MIN),
+        "staleness/mean": mean(ages),
+        "staleness/max": Metric(max(ages), reduction=Reduction.MAX),
+    }
+
+
+def is_correct(rollout: Rollout) -> bool:
+    """Whether the task was solved: the `correct` component where there is one, else any reward above 0."""
+    if "correct" in rollout.rewards:
+        return rollout.rewards["correct"] > 0
+    return (rollout.total_reward or 0.0) > 0
+
+
+def _components(graded: Sequence[Rollout]) -> dict[str, Metric]:
+    metrics: dict[str, Metric] = {}
+    for name in sorted({name for rollout in graded for name in rollout.rewards}):
+        values = [rollout.rewards[name] for rollout in graded if name in rollout.rewards]
+        metrics[f"reward/{name}/mean"] = mean(values)
+        metrics[f"reward/{name}/std"] = Metric(statistics.stdev(values) if len(values) > 1 else 0.0)
+        if name in ("correct", "format"):
+            metrics[f"train/{name}_rewards"] = mean(values)
+    return metrics
+
+
+def _groups(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
+    graded = [[rollout for rollout in group.rollouts if rollout.rewards] for group in groups]
+    graded = [rollouts for rollouts in graded if rollouts]
+    return {
+        "groups/zero_spread_share": _share(len({r.total_reward for r in rollouts}) == 1 for rollouts in graded),
+        "groups/all_good_share": _share(all(map(is_correct, rollouts)) for rollouts in graded),
+        "groups/all_bad_share": _share(not any(map(is_correct, rollouts)) for rollouts in graded),
+    }
+
+
+def _share(flags: Iterable[bool]) -> Metric:
+    return mean([float(flag) for flag in flags])

@@ -1,0 +1,394 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""From plain YAML values to config dataclasses and back, naming every key that does not fit.
+
+The types are draccus's: dataclasses, choice registries and whatever has a decoder registered with it
+(`jmp.Policy`, `timedelta`, …). Three things differ from `draccus.decode`, and are why this file exists:
+
+- every wrong key is reported at once, under its full dotted name and with the nearest valid ones;
+- in a union the member that has the value's own type wins, where draccus takes the first that can be
+  built (`str | bool` reads `true` as `"True"`, so levanter's `jax_config` would not survive a file);
+- a section that is given in part keeps its field's default for the rest, instead of its class's.
+"""
+
+import dataclasses
+import difflib
+import enum
+import functools
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import draccus
+from draccus.choice_types import CHOICE_TYPE_KEY
+from draccus.utils import is_choice_type
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be read; each problem names its key, the value and the remedy."""
+
+    def __init__(self, *problems: str):
+        self.problems = problems
+        ValueError.__init__(self, "\n".join(problems))
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """The end of an error message: what was probably meant, and what else there is.
+
+    >>> nearest("sede", ["seed", "steps"])
+    "did you mean 'seed'? Valid here: seed, steps"
+    """
+    names = [str(candidate) for candidate in valid]
+    listing = f"Valid here: {', '.join(names)}" if names else "Nothing is valid here"
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(map(repr, close))}? {listing}" if close else listing
+
+
+def dotted(path: Sequence[str]) -> str:
+    """The full name of a key."""
+    return ".".join(path) or "the config"
+
+
+def is_section(annotation: Any) -> bool:
+    """Whether values of this type are written as a mapping with fixed keys."""
+    plain = typing.get_origin(annotation) or annotation
+    return is_choice_type(plain) or (
+        isinstance(plain, type) and dataclasses.is_dataclass(plain) and draccus.decode.dispatch(plain) is None
+    )
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """The types that a union offers, None left out; a type that is no union is its own only member.
+
+    >>> members(int | None)
+    (<class 'int'>,)
+    """
+    if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+        return (annotation,)
+    return tuple(
+        inner for member in typing.get_args(annotation) if member is not type(None) for inner in members(member)
+    )
+
+
+def section_of(annotation: Any) -> Any:
+    """The one section type among a union's members, or None where there is none."""
+    return next((member for member in members(annotation) if is_section(member)), None)
+
+
+def _choice(registry: Any, raw: Mapping[str, Any], path: Sequence[str], base: Any = None) -> tuple[Any, dict[str, Any]]:
+    """The class that a choice's mapping selects, and the mapping without its `type`."""
+    fields = {key: value for key, value in raw.items() if key != CHOICE_TYPE_KEY}
+    options = list(registry.get_known_choices())
+    name = raw.get(CHOICE_TYPE_KEY)
+    if name is None and isinstance(base, registry):
+        return type(base), fields
+    name = registry.default_choice_name() if name is None else name
+    if name is None:
+        raise ConfigError(f"{dotted(path)} needs a type: {CHOICE_TYPE_KEY} is one of {', '.join(options)}")
+    if name not in options:
+        raise ConfigError(
+            f"{dotted((*path, CHOICE_TYPE_KEY))} is {name!r}, which is not one of its types; "
+            + nearest(str(name), options)
+        )
+    return registry.get_choice_class(name), fields
+
+
+def resolve_section(section: Any, raw: Mapping[str, Any], path: Sequence[str], base: Any = None) -> tuple[Any, dict]:
+    """The concrete dataclass behind a section, and the values given for its fields.
+
+    Raises:
+        ConfigError: if it is a choice and its `type` is missing or unknown.
+    """
+    if is_choice_type(typing.get_origin(section) or section):
+        return _choice(typing.get_origin(section) or section, raw, path, base)
+    return section, dict(raw)
+
+
+@functools.cache
+def field_types(section: Any) -> dict[str, Any]:
+    """The type of each field that a section's dataclass takes, its type variables filled in."""
+    origin = typing.get_origin(section) or section
+    known = dict(zip(getattr(origin, "__parameters__", ()), typing.get_args(section), strict=False))
+    hints = typing.get_type_hints(origin)
+    return {
+        field.name: known.get(hints[field.name], hints[field.name])
+        for field in dataclasses.fields(origin)
+        if field.init
+    }
+
+
+def default_of(section: Any, name: str, base: Any = None) -> Any:
+    """A field's value where nothing is given: `base`'s, else its default; MISSING where it has none."""
+    if isinstance(base, typing.get_origin(section) or section):
+        return getattr(base, name)
+    field = next(field for field in dataclasses.fields(typing.get_origin(section) or section) if field.name == name)
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def decode(annotation: Any, raw: Any, path: Sequence[str] = (), base: Any = None) -> Any:
+    """Build a value of a type from what YAML gave.
+
+    Args:
+        annotation: the type: a dataclass, a choice registry, a container, a union or a scalar.
+        raw: mappings, lists and scalars.
+        path: the key's name, part by part, for messages.
+        base: a value of the type, or None; a section takes from it whatever `raw` leaves out.
+
+    Raises:
+        ConfigError: naming every key that is unknown, missing or of the wrong type.
+    """
+    options = members(annotation)
+    if raw is None and _allows_none(annotation):
+        return None
+    if len(options) > 1:
+        return _decode_union(annotation, raw, path, base)
+    target = options[0]
+    if is_section(target):
+        return _decode_section(target, raw, path, base)
+    plain = typing.get_origin(target) or target
+    if plain is typing.Literal:
+        return _decode_literal(target, raw, path)
+    if isinstance(plain, type) and issubclass(plain, Mapping):
+        return _decode_mapping(target, raw, path)
+    if isinstance(plain, type) and issubclass(plain, Sequence | set | frozenset) and not issubclass(plain, str | bytes):
+        return _decode_items(target, raw, path)
+    return _decode_scalar(plain, raw, path)
+
+
+def _allows_none(annotation: Any) -> bool:
+    return annotation in (Any, None, type(None)) or type(None) in typing.get_args(annotation)
+
+
+def _wrong(annotation: Any, raw: Any, path: Sequence[str], reason: str = "") -> ConfigError:
+    given = f"{raw!r} ({'null' if raw is None else type(raw).__name__})"
+    return ConfigError(f"{dotted(path)} is {given}, but it takes {describe(annotation)}{reason and f': {reason}'}")
+
+
+def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> Any:
+    if not isinstance(raw, Mapping):
+        raise _wrong(section, raw, path)
+    concrete, given = resolve_section(section, raw, path, base)
+    base = base if type(base) is (typing.get_origin(concrete) or concrete) else None
+    known = field_types(concrete)
+    problems = [
+        f"unknown key {dotted((*path, str(key)))}; " + nearest(str(key), known) for key in given if key not in known
+    ]
+    values: dict[str, Any] = {}
+    for name, annotation in known.items():
+        default = default_of(concrete, name, base)
+        if name in given:
+            try:
+                values[name] = decode(annotation, given[name], (*path, name), default)
+            except ConfigError as error:
+                problems.extend(error.problems)
+        elif default is dataclasses.MISSING:
+            problems.append(f"{dotted((*path, name))} is missing; it takes {describe(annotation)} and has no default")
+        elif base is not None:
+            values[name] = default
+    if problems:
+        raise ConfigError(*problems)
+    try:
+        return concrete(**values)
+    except (ValueError, TypeError, AssertionError) as error:
+        reason = str(error) or type(error).__name__
+        raise ConfigError(f"{dotted(path)}: {reason}" if path else reason) from error
+
+
+def _decode_union(annotation: Any, raw: Any, path: Sequence[str], base: Any) -> Any:
+    options = members(annotation)
+    candidates = [option for option in options if _has_form(option, raw)] or list(options)
+    if len(candidates) == 1:
+        return decode(candidates[0], raw, path, base)
+    exact = sorted(candidates, key=lambda option: option is not type(raw))
+    for option in exact:
+        try:
+            return decode(option, raw, path, base)
+        except ConfigError:
+            continue
+    raise _wrong(annotation, raw, path)
+
+
+def _has_form(annotation: Any, raw: Any) -> bool:
+    """Whether a value is written the way values of a type are: as a mapping, a list or a scalar."""
+    plain = typing.get_origin(annotation) or annotation
+    is_class = isinstance(plain, type)
+    if isinstance(raw, Mapping):
+        return is_class and (issubclass(plain, Mapping) or dataclasses.is_dataclass(plain) or is_choice_type(plain))
+    if isinstance(raw, list | tuple):
+        return is_class and issubclass(plain, Sequence | set | frozenset) and not issubclass(plain, str)
+    return plain is type(raw)
+
+
+def _decode_literal(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
+    for value in typing.get_args(annotation):
+        if value == raw and type(value) is type(raw):
+            return value
+    raise _wrong(annotation, raw, path)
+
+
+def _decode_mapping(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
+    if not isinstance(raw, Mapping):
+        raise _wrong(annotation, raw, path)
+    key_type, value_type = typing.get_args(annotation) or (Any, Any)
+    return {
+        decode(key_type, key, (*path, str(key))): decode(value_type, value, (*path, str(key)))
+        for key, value in raw.items()
+    }
+
+
+def _decode_items(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
+    if not isinstance(raw, list | tuple):
+        raise _wrong(annotation, raw, path)
+    plain = typing.get_origin(annotation) or annotation
+    arguments = typing.get_args(annotation) or (Any,)
+    constructor: Callable[[Iterable[Any]], Any] = plain if plain in (tuple, set, frozenset) else list
+    if plain is tuple and len(arguments) > 1 and arguments[1] is not Ellipsis:
+        if len(arguments) != len(raw):
+            raise _wrong(annotation, raw, path, f"{len(arguments)} items, not {len(raw)}")
+        item_types = arguments
+    else:
+        item_types = (arguments[0],) * len(raw)
+    return constructor(
+        decode(item_type, item, (*path, str(index)))
+        for index, (item_type, item) in enumerate(zip(item_types, raw, strict=True))
+    )
+
+
+def _decode_scalar(plain: Any, raw: Any, path: Sequence[str]) -> Any:
+    if plain is Any:
+        return raw
+    if plain is str and type(raw) in (int, float):
+        return str(raw)
+    if plain is float and type(raw) is int:
+        return float(raw)
+    if plain in (str, int, float, bool):
+        if type(raw) is not plain:
+            raise _wrong(plain, raw, path, _scalar_hint(plain, raw))
+        return raw
+    if isinstance(plain, type) and issubclass(plain, enum.Enum):
+        return _decode_enum(plain, raw, path)
+    if plain is Path and not isinstance(raw, str):
+        raise _wrong(plain, raw, path)
+    try:
+        return draccus.decode(plain, raw)
+    except Exception as error:
+        raise _wrong(plain, raw, path, str(error)) from error
+
+
+def _scalar_hint(plain: type, raw: Any) -> str:
+    if plain is str and isinstance(raw, bool):
+        return "YAML reads yes, no, on, off, true and false as booleans; put quotes around a word"
+    return ""
+
+
+def _decode_enum(plain: type[enum.Enum], raw: Any, path: Sequence[str]) -> enum.Enum:
+    for member in plain:
+        if raw in (member.value, member.name):
+            return member
+    raise _wrong(plain, raw, path)
+
+
+_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", Any: "anything", Path: "a path"}
+
+
+def describe(annotation: Any) -> str:
+    """A type in words, for messages and help.
+
+    >>> describe(int | None)
+    'an integer or null'
+    >>> describe(list[str] | str)
+    'a list (each item: text) or text'
+    """
+    options = members(annotation)
+    if len(options) > 1 or options[0] is not annotation:
+        words = [describe(option) for option in options]
+        return " or ".join([*dict.fromkeys(words), *(["null"] if _allows_none(annotation) else [])])
+    plain = typing.get_origin(annotation) or annotation
+    if plain in _WORDS:
+        return _WORDS[plain]
+    if plain is typing.Literal:
+        return f"one of {', '.join(map(str, typing.get_args(annotation)))}"
+    if not isinstance(plain, type):
+        return str(annotation)
+    if is_choice_type(plain):
+        return f"a section with a {CHOICE_TYPE_KEY} (one of {', '.join(plain.get_known_choices())})"
+    if is_section(plain):
+        return f"a section with {', '.join(field_types(annotation))}"
+    if issubclass(plain, enum.Enum):
+        return f"one of {', '.join(str(member.value) for member in plain)}"
+    if issubclass(plain, Mapping):
+        return f"a mapping (each value: {describe((typing.get_args(annotation) or (Any, Any))[1])})"
+    if issubclass(plain, Sequence | set | frozenset):
+        return _describe_items(plain, typing.get_args(annotation) or (Any,))
+    return f"a {plain.__name__}"
+
+
+def _describe_items(plain: type, arguments: tuple[Any, ...]) -> str:
+    if plain is tuple and len(arguments) > 1 and arguments[1] is not Ellipsis:
+        return f"a list of {len(arguments)} ({', '.join(map(describe, arguments))})"
+    return f"a list (each item: {describe(arguments[0])})"
+
+
+def encode(config: Any, annotation: Any = None) -> Any:
+    """A config as mappings, lists and scalars that YAML can hold; the inverse of `decode`.
+
+    Args:
+        config: a config dataclass or one of its values.
+        annotation: its declared type, where that is a choice or a union.
+    """
+    return _plain(draccus.encode(config, annotation))
+
+
+def _plain(value: Any) -> Any:
+    """What draccus leaves as it is: enums of strings, dataclasses with an encoder of their own."""
+    match value:
+        case enum.Enum():
+            return _plain(value.value)
+        case bool() | int() | float() | None:
+            return value
+        case str():
+            return str(value)
+        case Mapping():
+            return {_plain(key): _plain(item) for key, item in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [_plain(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return str(value)
+
+
+def merge(annotation: Any, lower: Any, upper: Any) -> Any:
+    """Lay one layer of raw values over another, key by key.
+
+    Where the upper layer selects another `type` of a choice, the lower layer's keys for the old one go.
+
+    Args:
+        annotation: the type that both describe, or Any.
+        lower: the values beneath.
+        upper: the values on top; they win.
+    """
+    if not isinstance(lower, Mapping) or not isinstance(upper, Mapping):
+        return upper
+    section = section_of(annotation)
+    known: Mapping[str, Any] = {}
+    if section is not None:
+        is_choice = is_choice_type(typing.get_origin(section) or section)
+        if is_choice and lower.get(CHOICE_TYPE_KEY) != upper.get(CHOICE_TYPE_KEY, lower.get(CHOICE_TYPE_KEY)):
+            # Keys given without any type stay: where they do not fit the new one, decoding says so.
+            lower = {} if CHOICE_TYPE_KEY in lower else lower
+        known = _types_if_known(section, {**lower, **upper})
+    merged = dict(lower)
+    for key, value in upper.items():
+        merged[key] = merge(known.get(key, Any), lower[key], value) if key in lower else value
+    return merged
+
+
+def _types_if_known(section: Any, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The field types of a section; nothing where its type is wrong, which decoding will report."""
+    try:
+        return field_types(resolve_section(section, raw, ())[0])
+    except ConfigError:
+        return {}

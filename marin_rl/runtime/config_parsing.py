@@ -1,0 +1,268 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Command lines and YAML files into a checked config object, before any device is touched.
+
+```
+python -m marin_rl.train --config experiments/rloo.yaml --rollouts.group_size 16 --model '{num_layers: 2}'
+```
+
+Layers, later ones on top: the class's defaults, the caller's `defaults`, the file, the overrides.
+"""
+
+import dataclasses
+import difflib
+import re
+import sys
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import yaml
+
+from marin_rl.runtime.config_decoding import ConfigError, decode, encode, merge, nearest
+from marin_rl.runtime.config_help import all_keys, help_text
+
+ConfigT = TypeVar("ConfigT")
+
+CONFIG_OPTIONS = ("config", "config_path")
+"""Names of the option that takes the file; the second is levanter's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ParsedConfig(Generic[ConfigT]):
+    """What a command line said."""
+
+    config: ConfigT
+    """The checked config."""
+    raw: Mapping[str, Any]
+    """Defaults, file and overrides merged, as plain values, before anything was filled in from the class."""
+    flags: frozenset[str]
+    """The flags that were given, without dashes."""
+    config_path: Path | None
+    """The file, where one was named."""
+
+
+def parse_config(
+    config_class: type[ConfigT],
+    argv: Sequence[str],
+    defaults: Mapping[str, Any],
+    flags: Mapping[str, str] | None = None,
+) -> ParsedConfig[ConfigT]:
+    """Read a config from a command line.
+
+    Args:
+        config_class: the dataclass to build.
+        argv: the arguments, without the program's name: `--config FILE`, `--a.b value`, `--a.b=value`,
+            flags, and `--help`, alone or followed by a section (`--help model.qwen3`).
+        defaults: nested plain values beneath the file's.
+        flags: options without a value that the command knows, and what each does.
+
+    Raises:
+        ConfigError: naming every key that does not fit, the file or the argument.
+        SystemExit: with status 0, after `--help` has printed its text.
+    """
+    flags = flags or {}
+    arguments = _read_arguments(list(argv), frozenset(flags))
+    if arguments.help_section is not None:
+        sys.stdout.write(help_text(config_class, defaults, flags=flags, section=arguments.help_section))
+        raise SystemExit(0)
+    layers = [] if arguments.config_path is None else [load_yaml(arguments.config_path)]
+    raw: Mapping[str, Any] = dict(defaults)
+    for layer in [*layers, arguments.overrides]:
+        raw = merge(config_class, raw, layer)
+    return ParsedConfig(_decode_or_explain(config_class, raw), raw, arguments.flags, arguments.config_path)
+
+
+def to_yaml(config: Any) -> str:
+    """The complete config as YAML, every default written out; reads back to an equal config.
+
+    Args:
+        config: a config dataclass.
+    """
+    return yaml.dump(encode(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def from_yaml(config_class: type[ConfigT], text: str, source: str) -> ConfigT:
+    """The config that `to_yaml` wrote.
+
+    Args:
+        config_class: the dataclass to build.
+        text: the YAML.
+        source: where it came from, for messages.
+
+    Raises:
+        ConfigError: if it is not YAML, or does not describe this class.
+    """
+    try:
+        return decode(config_class, parse_yaml(text, source))
+    except ConfigError as error:
+        raise ConfigError(*(f"{source}: {problem}" for problem in error.problems)) from error
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: if there is no such file (naming the nearest one), it is not YAML (naming the line), it
+            repeats a key, or it holds no mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"config file {str(path)!r} does not exist; {_nearest_file(path)}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from error
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, source: str) -> dict[str, Any]:
+    """The mapping that YAML text holds; empty text is an empty mapping.
+
+    Args:
+        text: the YAML.
+        source: where it came from, for messages.
+    """
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+        raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {error}") from error
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{source} holds a {type(value).__name__}; a config is a mapping of keys to values")
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arguments:
+    config_path: Path | None
+    overrides: dict[str, Any]
+    flags: frozenset[str]
+    help_section: str | None
+
+
+def _read_arguments(argv: list[str], known_flags: frozenset[str]) -> _Arguments:
+    config_path: Path | None = None
+    overrides: dict[str, Any] = {}
+    flags: set[str] = set()
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
+        if argument in ("-h", "--help"):
+            section = rest[0] if rest and not rest[0].startswith("-") else ""
+            return _Arguments(None, {}, frozenset(), section)
+        if not argument.startswith("--") or argument == "--":
+            raise ConfigError(f"unexpected argument {argument!r}; overrides are written --key value, see --help")
+        name, equals, value = argument[2:].partition("=")
+        if name.replace("-", "_") in known_flags:
+            if equals:
+                raise ConfigError(f"--{name} is a flag and takes no value, but {value!r} was given")
+            flags.add(name.replace("-", "_"))
+            continue
+        if not equals:
+            value = _following_value(name, rest, known_flags)
+        if name.replace("-", "_") in CONFIG_OPTIONS:
+            if config_path is not None:
+                raise ConfigError(f"two config files were given, {str(config_path)!r} and {value!r}; give one")
+            config_path = Path(value)
+        else:
+            _put(overrides, name, _override_value(name, value))
+    return _Arguments(config_path, overrides, frozenset(flags), None)
+
+
+def _following_value(name: str, rest: list[str], known_flags: frozenset[str]) -> str:
+    if rest and not rest[0].startswith("--"):
+        return rest.pop(0)
+    options = [*CONFIG_OPTIONS, *sorted(known_flags)]
+    close = difflib.get_close_matches(name.replace("-", "_"), options, n=1, cutoff=0.75)
+    hint = f"; did you mean --{close[0]}?" if close else f"; write --{name} VALUE (for a switch: --{name} true)"
+    raise ConfigError(f"--{name} needs a value{hint}")
+
+
+def _override_value(name: str, text: str) -> Any:
+    if text == "":
+        return ""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
+        raise ConfigError(f"--{name}: {text!r} is not valid YAML: {problem}; quote it as text if it is meant so") from error
+
+
+def _put(overrides: dict[str, Any], name: str, value: Any) -> None:
+    """Store a dotted override in the nested mapping of all of them; the last one for a key wins."""
+    *sections, leaf = name.split(".")
+    if not all([*sections, leaf]):
+        raise ConfigError(f"--{name} is not a key: between dots there must be a name")
+    place = overrides
+    for section in sections:
+        inner = place.get(section)
+        place[section] = dict(inner) if isinstance(inner, dict) else {}
+        place = place[section]
+    place[leaf] = merge(Any, place[leaf], value) if leaf in place else value
+
+
+def _decode_or_explain(config_class: type[ConfigT], raw: Mapping[str, Any]) -> ConfigT:
+    """Decode, and tell where in the config a misplaced key would have been right."""
+    try:
+        return decode(config_class, raw)
+    except ConfigError as error:
+        known = all_keys(config_class, raw)
+        raise ConfigError(*(_with_place(problem, known) for problem in error.problems)) from error
+
+
+def _with_place(problem: str, known: Sequence[str]) -> str:
+    match = re.match(r"unknown key (\S+);", problem)
+    if match is None or "did you mean" in problem:
+        return problem
+    leaf = match[1].rsplit(".", 1)[-1]
+    elsewhere = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
+    if not elsewhere:
+        elsewhere = difflib.get_close_matches(match[1], known, n=2, cutoff=0.75)
+    return problem.replace("; ", f"; did you mean {' or '.join(elsewhere[:3])}? ", 1) if elsewhere else problem
+
+
+def _nearest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"neither does its folder {str(path.parent)!r}"
+    found = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml"))
+    if not found:
+        return f"there is no YAML file in {str(path.parent)!r}"
+    return nearest(path.name, found).replace("Valid here", f"In {str(path.parent)!r}")
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML without repeated keys and dates, in which `1e-4` is a number."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text so that both `_Loader` and a plain YAML reader take it for text."""
+
+
+def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: dict[Hashable, int] = {}
+    for key_node, _ in node.value:
+        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+        if key in seen:
+            problem = f"key {key!r} is given twice, first in line {seen[key]}; keep one of them"
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key_node.start_mark)
+        if key is not None:
+            seen[key] = key_node.start_mark.line + 1
+    loader.flatten_mapping(node)
+    return loader.construct_mapping(node, deep=True)
+
+
+_NUMBER = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))

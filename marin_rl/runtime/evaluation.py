@@ -1,0 +1,90 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Held-out accuracy; changes no parameter."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from marin_rl.environments.base import Split
+from marin_rl.metrics import mean
+from marin_rl.objectives.pass_at_k import pass_at_k
+from marin_rl.rollouts.rollout_metrics import is_correct
+from marin_rl.rollouts.run_rollouts import Player, run_groups
+from marin_rl.types import RolloutGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """How held-out accuracy is measured."""
+
+    every: int = 50
+    """Evaluate after every so many updates, and before and after RL. 0: only before and after."""
+    tasks: int = 512
+    """Held-out tasks to evaluate on: the first so many, always the same."""
+    samples: int = 1
+    """Attempts at each task at the sampling temperature; pass@k needs at least k."""
+    pass_at: tuple[int, ...] = (1,)
+    """The k of pass@k."""
+    greedy: bool = True
+    """Also make one attempt at each task at temperature 0."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.tasks < 1 or self.samples < 1:
+            raise ValueError("evaluation.every cannot be negative; evaluation.tasks and .samples must be at least 1")
+        for k in self.pass_at:
+            if not 1 <= k <= self.samples:
+                raise ValueError(
+                    f"evaluation.pass_at asks for k = {k} with evaluation.samples = {self.samples}; "
+                    "k must be between 1 and the number of samples"
+                )
+
+
+def evaluate(
+    player: Player, config: EvaluationConfig, *, temperature: float, seed: int, split: Split = Split.HELD_OUT
+) -> dict[str, float]:
+    """Accuracy on held-out tasks, per environment.
+
+    The same tasks and sampling seeds every time, so that two evaluations differ by the weights alone.
+    A rollout that fails counts as wrong.
+
+    Args:
+        player: plays the tasks; its sampler holds the weights that are evaluated.
+        config: how many tasks and samples.
+        temperature: of the sampled attempts; above 0.
+        seed: the run's seed.
+        split: which tasks.
+
+    Returns:
+        `eval/<environment>/accuracy_sampled`, `…/accuracy_greedy`, `…/pass@k` for each k, and the number
+        of tasks as `…/tasks`.
+    """
+    tasks = player.environment.tasks(split)[: config.tasks]
+    name = f"evaluate-{split.value}"
+    sampled = run_groups(
+        player, tasks, group_size=config.samples, temperature=temperature, seed_parts=(seed, name, "sampled")
+    )
+    metrics: dict[str, float] = {}
+    for environment, groups in _by_environment(sampled).items():
+        prefix = f"eval/{environment}"
+        metrics[f"{prefix}/tasks"] = float(len(groups))
+        metrics[f"{prefix}/accuracy_sampled"] = _accuracy(groups)
+        for k in config.pass_at:
+            correct = [sum(map(is_correct, group.rollouts)) for group in groups]
+            metrics[f"{prefix}/pass@{k}"] = mean(pass_at_k(config.samples, number, k) for number in correct).value
+    if config.greedy:
+        greedy = run_groups(player, tasks, group_size=1, temperature=0.0, seed_parts=(seed, name, "greedy"))
+        for environment, groups in _by_environment(greedy).items():
+            metrics[f"eval/{environment}/accuracy_greedy"] = _accuracy(groups)
+    return metrics
+
+
+def _by_environment(groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
+    found: dict[str, list[RolloutGroup]] = {}
+    for group in groups:
+        found.setdefault(group.rollouts[0].task.environment, []).append(group)
+    return found
+
+
+def _accuracy(groups: Sequence[RolloutGroup]) -> float:
+    return mean(float(is_correct(rollout)) for group in groups for rollout in group.rollouts).value

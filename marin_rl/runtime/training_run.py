@@ -1,0 +1,265 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Puts the parts of a run together, and starts it or takes it up where it stopped."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from haliax import Axis
+from levanter.models.lm_model import LmConfig, LmHeadModel
+from levanter.trainer import TrainerConfig
+from levanter.trainer_state import TrainerState
+
+from marin_rl.batching.rl_example import BatchShape
+from marin_rl.environments.base import Environment
+from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
+from marin_rl.learner.loss import RlLoss
+from marin_rl.learner.policy_model import initialize_policy, load_hf_policy, model_shape, read_hf_architecture
+from marin_rl.learner.reference import ReferencePolicy
+from marin_rl.learner.train_step import Learner
+from marin_rl.rollouts.run_rollouts import Limits, Player
+from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.devices import start_devices
+from marin_rl.runtime.evaluation import evaluate
+from marin_rl.runtime.warm_start import warm_start
+from marin_rl.sampling.levanter_sampler import LevanterSampler
+from marin_rl.seeds import derive_seed
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import WeightVersion
+
+logger = logging.getLogger(__name__)
+
+Report = Callable[[str], None]
+
+
+@dataclasses.dataclass
+class Progress:
+    """The host's share of a run's state; saved in every checkpoint, as JSON."""
+
+    step: int = 0
+    """Updates done."""
+    episodes: int = 0
+    """Rollouts trained on."""
+    sampled_tokens: int = 0
+    """Tokens sampled for training."""
+    trained_tokens: int = 0
+    """Tokens that carried loss."""
+    vocab_size: int = 0
+    """The model's vocabulary, which may be larger than the tokenizer's."""
+    evaluations: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    """Held-out accuracy at the run's landmarks: `before warm start`, `before RL`, and the latest."""
+
+
+@dataclasses.dataclass
+class TrainingRun:
+    """A run, ready to go on."""
+
+    config: TrainConfig
+    """What was asked for."""
+    trainer: TrainerConfig
+    """Levanter's section, completed for the devices at hand."""
+    environment: Environment
+    """Tasks and judge."""
+    tokenizer: ChatTokenizer
+    """Text to tokens and back."""
+    sampler: LevanterSampler
+    """Holds the current weights."""
+    learner: Learner
+    """Makes new ones."""
+    reference: ReferencePolicy | None
+    """The frozen reference, where the KL coefficient is above 0."""
+    checkpoints: Checkpoints
+    """Where state is saved."""
+    state: TrainerState
+    """Weights, optimizer moments, random key."""
+    progress: Progress
+    """The host's share of the state."""
+
+    @property
+    def player(self) -> Player:
+        """What plays episodes under the current weights, with a timer of its own."""
+        return make_player(self.config, self.environment, self.tokenizer, self.sampler)
+
+    def publish(self) -> None:
+        """Hand the learner's weights to the sampler, without a copy."""
+        self.sampler.update_weights(self.trainer.mp.cast_to_compute(self.state.model), self.progress.step)
+
+    def save(self) -> Path:
+        """Write a checkpoint of everything that a resume needs."""
+        return self.checkpoints.save(self.state, self.progress.step, dataclasses.asdict(self.progress))
+
+
+def make_player(
+    config: TrainConfig, environment: Environment, tokenizer: ChatTokenizer, sampler: LevanterSampler
+) -> Player:
+    """A player with the configured limits."""
+    limits = Limits(config.rollouts.max_length, config.sampling.max_new_tokens, config.rollouts.max_turns)
+    return Player(environment, tokenizer, sampler, limits)
+
+
+def make_sampler(
+    config: TrainConfig, model: LmHeadModel, tokenizer: ChatTokenizer, trainer: TrainerConfig, version: WeightVersion
+) -> LevanterSampler:
+    """A sampler on the learner's weights and mesh."""
+    return LevanterSampler(
+        trainer.mp.cast_to_compute(model),
+        config=config.sampling,
+        stop_token_ids=tokenizer.stop_token_ids,
+        max_context=config.rollouts.max_length,
+        version=version,
+    )
+
+
+def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
+    """Start a run, or take it up from its newest good checkpoint.
+
+    Args:
+        config: what is asked for; its `model` filled in.
+        folder: the run directory.
+        report: is told of progress, a line at a time.
+
+    Raises:
+        ValueError: if parts do not fit one another (batch and mesh, tokenizer and model).
+        CheckpointError: if there are checkpoints and none is usable.
+    """
+    assert config.model is not None
+    trainer = start_devices(config.trainer_config(), rows=config.rollouts.rollouts_per_step)
+    tokenizer = config.tokenizer.build()
+    environment = config.environment.build()
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
+    learner = Learner(trainer, config.optimizer, make_loss(config, trainer), num_steps=config.num_steps)
+    if (checkpoint := checkpoints.newest_good()) is not None:
+        progress = Progress(**checkpoint.progress)
+        state = _restore(checkpoint, learner, config, progress.vocab_size)
+        report(f"resuming after update {progress.step}, from {checkpoint.path}")
+        sampler = make_sampler(config, state.model, tokenizer, trainer, progress.step)
+    else:
+        state, sampler, progress = _start(config, learner, trainer, tokenizer, environment, report)
+    run = TrainingRun(
+        config, trainer, environment, tokenizer, sampler, learner, None, checkpoints, state, progress
+    )
+    if checkpoint is None:
+        run.save()
+    if config.kl.needs_reference:
+        run.reference = _make_reference(run)
+    return run
+
+
+def make_loss(config: TrainConfig, trainer: TrainerConfig) -> RlLoss:
+    """The configured loss, scaled for the trainer's microbatches."""
+    rows = config.rollouts.rollouts_per_step
+    return RlLoss(
+        policy_loss=config.policy_loss,
+        kl=config.kl,
+        temperature=config.sampling.temperature,
+        block_size=config.logprob_block_size,
+        num_microbatches=rows // (trainer.microbatch_size or rows),
+    )
+
+
+def batch_shape(config: TrainConfig) -> BatchShape:
+    """The fixed shape of every batch of the run."""
+    return BatchShape(config.rollouts.rollouts_per_step, config.rollouts.max_length)
+
+
+def resolve_model(config: TrainConfig) -> TrainConfig:
+    """Fill in `model` from the weights that the run starts from, where it is left out."""
+    if config.model is not None or config.initialize_from is None:
+        return config
+    return dataclasses.replace(config, model=read_architecture(config.initialize_from))
+
+
+def read_architecture(source: str) -> LmConfig:
+    """The architecture of weights in a run directory or in Hugging Face format."""
+    return read_hf_architecture(hf_folder(source))
+
+
+def hf_folder(source: str) -> str:
+    """Where weights named by `initialize_from` lie in Hugging Face format: a run directory's `hf/`, or the name itself."""
+    folder = Path(source)
+    if (folder / "config.yaml").exists():
+        if not (folder / "hf" / "config.json").exists():
+            raise ValueError(
+                f"initialize_from: the run in {source!r} has not finished: it has no hf/ folder yet. "
+                "Rerun its command to finish it, or export a checkpoint with python -m marin_rl.export"
+            )
+        return str(folder / "hf")
+    return source
+
+
+def _start(
+    config: TrainConfig,
+    learner: Learner,
+    trainer: TrainerConfig,
+    tokenizer: ChatTokenizer,
+    environment: Environment,
+    report: Report,
+) -> tuple[TrainerState, LevanterSampler, Progress]:
+    assert config.model is not None
+    if config.initialize_from is None:
+        key = jax.random.PRNGKey(derive_seed(config.seed, "weights") % 2**32)
+        model = initialize_policy(config.model, tokenizer, trainer, key=key)
+    else:
+        model = load_hf_policy(hf_folder(config.initialize_from), tokenizer, trainer, config.model)
+    sampler = make_sampler(config, model, tokenizer, trainer, version=0)
+    player = make_player(config, environment, tokenizer, sampler)
+    progress = Progress(vocab_size=model.vocab_size)
+
+    def use_weights(model: LmHeadModel) -> None:
+        sampler.update_weights(trainer.mp.cast_to_compute(model), 0)
+
+    def measure(landmark: str) -> None:
+        progress.evaluations[landmark] = evaluate(
+            player, config.evaluation, temperature=config.sampling.temperature, seed=config.seed
+        )
+        report(f"{landmark}: {describe_accuracy(progress.evaluations[landmark])}")
+
+    if config.warm_start.max_steps:
+        measure("before warm start")
+        model = warm_start(
+            config.warm_start,
+            model,
+            player,
+            trainer,
+            seed=config.seed,
+            block_size=config.logprob_block_size,
+            temperature=config.sampling.temperature,
+            use_weights=use_weights,
+            report=report,
+        )
+    state = learner.initial_state(model, jax.random.PRNGKey(derive_seed(config.seed, "training") % 2**32))
+    use_weights(state.model)
+    measure("before RL")
+    return state, sampler, progress
+
+
+def describe_accuracy(evaluation: dict[str, float]) -> str:
+    """One line about an evaluation."""
+    parts = [
+        f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.items() if "accuracy" in name
+    ]
+    return "held-out " + ", ".join(parts)
+
+
+def _restore(checkpoint: Checkpoint, learner: Learner, config: TrainConfig, vocab_size: int) -> TrainerState:
+    assert config.model is not None
+    like = learner.state_shape(model_shape(config.model, Axis("vocab", vocab_size), learner.trainer.config))
+    return checkpoint.restore(like, axis_mapping=learner.parameter_mapping, mesh=learner.mesh)
+
+
+def _make_reference(run: TrainingRun) -> ReferencePolicy:
+    assert run.config.model is not None
+    first = run.checkpoints.open(0)
+    like = model_shape(run.config.model, Axis("vocab", run.progress.vocab_size), run.trainer)
+    model = first.restore_model(like, axis_mapping=run.learner.parameter_mapping, mesh=run.learner.mesh)
+    return ReferencePolicy(
+        model,
+        run.trainer,
+        shape=batch_shape(run.config),
+        temperature=run.config.sampling.temperature,
+        block_size=run.config.logprob_block_size,
+    )

@@ -1,0 +1,154 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A supervised start, so that a model from scratch has something to reinforce."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from levanter.models.lm_model import LmHeadModel
+from levanter.optim import AdamConfig
+from levanter.trainer import TrainerConfig
+
+from marin_rl.batching.processed_rollout import ProcessedRollout, process_conversation
+from marin_rl.batching.rl_example import BatchShape, make_batch
+from marin_rl.environments.base import Split
+from marin_rl.learner.loss import RlLoss
+from marin_rl.learner.train_step import Learner
+from marin_rl.objectives.aggregation import TokenMeanConfig
+from marin_rl.objectives.kl import NoKlConfig
+from marin_rl.objectives.policy_loss import ReinforceLossConfig
+from marin_rl.rollouts.rollout_metrics import is_correct
+from marin_rl.rollouts.run_rollouts import Player, run_groups
+from marin_rl.seeds import derive_seed
+from marin_rl.types import Message, Task
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised training on the environment's own worked answers, before RL.
+
+    A model from scratch gets nothing right, so nothing can be reinforced; this gives it a start and
+    stops early, at an accuracy that leaves room.
+    """
+
+    max_steps: int = 0
+    """Most supervised updates; 0 does no warm start."""
+    batch_size: int = 64
+    """Worked answers in each update."""
+    learning_rate: float = 1e-3
+    """Constant learning rate of AdamW."""
+    target_accuracy: float = 0.25
+    """Stop once the accuracy sampled at temperature 1 on validation tasks reaches this."""
+    check_every: int = 25
+    """Measure that accuracy after every so many updates."""
+    check_tasks: int = 256
+    """Validation tasks to measure it on."""
+
+    def __post_init__(self) -> None:
+        if self.max_steps < 0:
+            raise ValueError(f"warm_start.max_steps is {self.max_steps}; it counts updates and cannot be negative")
+        for name in ("batch_size", "check_every", "check_tasks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"warm_start.{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 < self.target_accuracy <= 1:
+            raise ValueError(f"warm_start.target_accuracy is {self.target_accuracy}; it must be in (0, 1]")
+
+
+class WarmStartError(ValueError):
+    """A warm start that cannot be made from this environment; says what is missing."""
+
+
+def warm_start(
+    config: WarmStartConfig,
+    model: LmHeadModel,
+    player: Player,
+    trainer: TrainerConfig,
+    *,
+    seed: int,
+    block_size: int,
+    temperature: float,
+    use_weights: Callable[[LmHeadModel], None],
+    report: Callable[[str], None],
+) -> LmHeadModel:
+    """Train `model` on worked answers until it gets some of them right.
+
+    The loss is the policy term of REINFORCE with an advantage of 1 on every token that the assistant
+    should write: cross-entropy, by the same code that RL trains with.
+
+    Args:
+        config: how long, how fast, and when to stop.
+        model: **donated**; use the returned one.
+        player: its environment gives worked answers and validation tasks.
+        trainer: mesh, precision and microbatches.
+        seed: the run's seed.
+        block_size: positions whose logits exist at the same time.
+        temperature: of the accuracy that decides when to stop.
+        use_weights: puts weights into the player's sampler.
+        report: is told of progress, a line at a time.
+
+    Returns:
+        The trained model.
+
+    Raises:
+        WarmStartError: if no training task has a worked answer, or none of a batch fits.
+    """
+    tasks = _worked_tasks(player)
+    shape = BatchShape(config.batch_size, player.limits.max_length)
+    optimizer = AdamConfig(learning_rate=config.learning_rate, lr_schedule="constant", warmup=0, weight_decay=0.0)
+    trainer = dataclasses.replace(trainer, train_batch_size=config.batch_size, per_device_parallelism=-1)
+    loss = RlLoss(ReinforceLossConfig(), NoKlConfig(), temperature=1.0, block_size=block_size, num_microbatches=1)
+    learner = Learner(trainer, optimizer, loss, num_steps=config.max_steps)
+    state = learner.initial_state(model, jax.random.PRNGKey(derive_seed(seed, "warm start") % 2**32))
+    for step in range(1, config.max_steps + 1):
+        rng = np.random.default_rng(derive_seed(seed, "warm start", step))
+        drawn = [_worked_example(tasks[index], player) for index in rng.integers(len(tasks), size=config.batch_size)]
+        chosen = [example for example in drawn if example is not None]
+        if not chosen:
+            raise WarmStartError(
+                f"environment {player.environment.name!r}: not one of {len(drawn)} worked answers fits into "
+                f"{player.limits.max_length} tokens; raise rollouts.max_length, or set warm_start.max_steps: 0"
+            )
+        batch = make_batch(chosen, [1.0] * len(chosen), TokenMeanConfig(), shape)
+        state, measured = learner.step(state, batch)
+        if step % config.check_every == 0 or step == config.max_steps:
+            use_weights(state.model)
+            accuracy = _validation_accuracy(config, player, temperature, seed)
+            report(f"warm start {step}: loss {measured['loss/total']:.3f}, validation accuracy {accuracy:.3f}")
+            if accuracy >= config.target_accuracy:
+                break
+    return state.model
+
+
+def _worked_tasks(player: Player) -> Sequence[Task]:
+    tasks = [task for task in player.environment.tasks(Split.TRAIN) if task.worked_answer is not None]
+    if not tasks:
+        raise WarmStartError(
+            f"environment {player.environment.name!r} has no worked answers to train on; set warm_start.max_steps: 0 "
+            "and start from weights that get some tasks right (initialize_from)"
+        )
+    return tasks
+
+
+def _worked_example(task: Task, player: Player) -> ProcessedRollout | None:
+    reply: Message = {"role": "assistant", "content": task.worked_answer or ""}
+    return process_conversation(
+        [*task.messages, reply],
+        id=task.id,
+        source=task.environment,
+        length=player.limits.max_length,
+        tokenizer=player.tokenizer,
+    )
+
+
+def _validation_accuracy(config: WarmStartConfig, player: Player, temperature: float, seed: int) -> float:
+    tasks = player.environment.tasks(Split.VALIDATION)[: config.check_tasks]
+    groups = run_groups(
+        player, tasks, group_size=1, temperature=temperature, seed_parts=(seed, "warm-start-check")
+    )
+    return sum(is_correct(group.rollouts[0]) for group in groups) / len(groups)

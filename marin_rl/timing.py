@@ -1,0 +1,31 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Wall-clock time by phase."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+
+class PhaseTimer:
+    """Adds up the seconds spent in each named phase; phases may be entered many times, and nested ones count in both.
+
+    >>> timer = PhaseTimer()
+    >>> with timer.phase("sample"):
+    ...     pass
+    >>> sorted(timer.seconds)
+    ['sample']
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time inside the `with` block towards `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

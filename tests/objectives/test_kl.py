@@ -1,0 +1,177 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import math
+
+import draccus
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from marin_rl.objectives.aggregation import row_rollout_ids
+from marin_rl.objectives.kl import (
+    KlConfig,
+    KlEstimator,
+    LossKlConfig,
+    NoKlConfig,
+    RewardKlConfig,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    kl_per_rollout,
+)
+
+LOGPROBS = np.array([-1.0, -2.0, -0.5])
+REFERENCE = np.array([-1.5, -1.0, -0.5])
+WORKED = {
+    "k1": (kl_k1, [0.5, -1.0, 0.0]),
+    "k2": (kl_k2, [0.125, 0.5, 0.0]),
+    "k3": (kl_k3, [0.106531, 0.718282, 0.0]),
+}
+
+
+def oracle(name, logprob, reference):
+    d = max(-20.0, min(20.0, reference - logprob))
+    return {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[name]
+
+
+@pytest.mark.parametrize("name", WORKED)
+def test_worked_example(name):
+    estimator, expected = WORKED[name]
+    np.testing.assert_allclose(estimator(jnp.array(LOGPROBS), jnp.array(REFERENCE)), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", WORKED)
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.floats(-60, 0), st.floats(-60, 0)), min_size=4, max_size=4))
+def test_matches_the_formula(name, pairs):
+    logprobs, reference = np.array(pairs).T
+    with jax.enable_x64(True):
+        actual = WORKED[name][0](jnp.array(logprobs), jnp.array(reference))
+    np.testing.assert_allclose(actual, [oracle(name, *pair) for pair in pairs], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("difference", [1e-3, 1e-4, 1e-5, 1e-6])
+def test_k3_keeps_its_precision_where_the_policies_are_close(difference):
+    # exp(d) - 1 - d in float32 is off by about 6e-8, which is more than k3 itself below d = 3e-4.
+    k3 = kl_k3(jnp.float32(0.0), jnp.float32(difference))
+    assert abs(float(k3) - difference**2 / 2) < 1e-7 * difference + difference**3
+
+
+@pytest.mark.parametrize("name", WORKED)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_extreme_differences_are_clamped_with_their_sign(name, sign):
+    estimator = WORKED[name][0]
+    far = estimator(jnp.float32(-500 if sign > 0 else 0), jnp.float32(0 if sign > 0 else -500))
+    assert float(far) == pytest.approx(oracle(name, 0.0, 20.0 * sign), rel=1e-5)
+    assert math.isfinite(far)
+
+
+class TestExpectedGradients:
+    """On a categorical policy, summed over all actions: what each estimator's gradient is, exactly."""
+
+    logits = np.array([0.3, -0.7, 1.1, 0.2])
+    reference = np.log(np.array([0.4, 0.3, 0.2, 0.1]))
+
+    def expected_gradient(self, estimator):
+        with jax.enable_x64(True):
+            probabilities = jax.nn.softmax(jnp.array(self.logits))
+
+            def loss(logits):
+                return jnp.sum(probabilities * estimator(jax.nn.log_softmax(logits), jnp.array(self.reference)))
+
+            return np.array(jax.grad(loss)(jnp.array(self.logits)))
+
+    def kl_gradient(self, reverse):
+        """Closed form: ∇KL(π‖ref)_a = π_a (log π_a/ref_a - KL);  ∇KL(ref‖π)_a = π_a - ref_a."""
+        policy = np.exp(self.logits) / np.exp(self.logits).sum()
+        if not reverse:
+            return policy - np.exp(self.reference)
+        log_ratio = np.log(policy) - self.reference
+        return policy * (log_ratio - np.sum(policy * log_ratio))
+
+    def test_k1_has_none(self):
+        np.testing.assert_allclose(self.expected_gradient(kl_k1), 0.0, atol=1e-12)
+
+    def test_k2_has_the_reverse_kls(self):
+        np.testing.assert_allclose(self.expected_gradient(kl_k2), self.kl_gradient(reverse=True), atol=1e-12)
+
+    def test_k3_has_the_forward_kls_and_not_the_reverse_kls(self):
+        actual = self.expected_gradient(kl_k3)
+        np.testing.assert_allclose(actual, self.kl_gradient(reverse=False), atol=1e-12)
+        assert np.abs(actual - self.kl_gradient(reverse=True)).max() > 0.01
+
+    def test_k1_and_k3_estimate_the_reverse_kl_without_bias_and_k2_does_not(self):
+        policy = np.exp(self.logits) / np.exp(self.logits).sum()
+        exact = np.sum(policy * (np.log(policy) - self.reference))
+        with jax.enable_x64(True):
+            values = [np.sum(policy * f(jnp.log(policy), jnp.array(self.reference))) for f in (kl_k1, kl_k3, kl_k2)]
+        assert values[0] == pytest.approx(exact, abs=1e-12)
+        assert values[1] == pytest.approx(exact, abs=1e-12)
+        assert abs(values[2] - exact) > 0.01
+
+
+def test_kl_per_rollout_sums_over_rows_and_skips_masked_tokens():
+    policy = np.array([[-1.0, -2.0, -9.0], [-0.5, -9.0, -9.0], [-3.0, -3.0, -3.0]], np.float32)
+    reference = np.array([[-1.5, -1.0, 0.0], [-0.25, 0.0, 0.0], [-4.0, -4.0, 0.0]], np.float32)
+    mask = np.array([[True, True, False], [True, False, False], [True, True, False]])
+    ids = row_rollout_ids(np.array([0, 0, 2]), 3)
+    # (0.5 - 1) + (-0.25); nothing; 1 + 1
+    assert kl_per_rollout(policy, reference, mask, ids, 3).tolist() == [-0.75, 0.0, 2.0]
+
+
+def test_kl_per_rollout_clamps_each_token():
+    both = kl_per_rollout(
+        np.array([[0.0, -500.0]]), np.array([[-500.0, -500.0]]), np.ones((1, 2), bool), np.zeros((1, 2), int), 1
+    )
+    assert both.tolist() == [20.0]
+
+
+def test_in_reward_lowers_the_return_and_leaves_the_loss_alone():
+    config = RewardKlConfig(beta=0.1)
+    np.testing.assert_allclose(config.reward_penalty(np.array([5.0, -1.0])), [0.5, -0.1])
+    assert config.loss_terms(jnp.array(LOGPROBS), jnp.array(REFERENCE)).tolist() == [0.0] * 3
+    assert config.needs_reference
+
+
+@pytest.mark.parametrize("name", WORKED)
+def test_in_loss_adds_the_estimator_and_leaves_the_reward_alone(name):
+    config = LossKlConfig(beta=0.5, estimator=KlEstimator(name))
+    terms = config.loss_terms(jnp.array(LOGPROBS), jnp.array(REFERENCE))
+    np.testing.assert_allclose(terms, np.multiply(0.5, WORKED[name][1]), atol=1e-6)
+    assert config.reward_penalty(np.array([5.0, -1.0])).tolist() == [0.0, 0.0]
+    assert config.needs_reference
+
+
+@pytest.mark.parametrize("estimator", [KlEstimator.K2, KlEstimator.K3])
+def test_in_loss_pulls_towards_the_reference(estimator):
+    config = LossKlConfig(beta=1.0, estimator=estimator)
+    pull = jax.grad(lambda x: config.loss_terms(x, jnp.array(REFERENCE)).sum())(jnp.array(LOGPROBS))
+    # Descent lowers the first (above its reference), raises the second (below it), leaves the third.
+    assert np.sign(pull).tolist() == [1.0, -1.0, 0.0]
+
+
+@pytest.mark.parametrize("config", [NoKlConfig(), RewardKlConfig(beta=0.0), LossKlConfig(beta=0.0)])
+def test_without_a_coefficient_no_reference_is_needed(config):
+    assert not config.needs_reference
+    assert config.coefficient == 0.0
+    assert config.loss_terms(jnp.array(LOGPROBS), jnp.full(3, jnp.nan)).tolist() == [0.0] * 3
+    assert config.reward_penalty(np.array([5.0])).tolist() == [0.0]
+
+
+def test_configs_are_chosen_by_type():
+    assert draccus.decode(KlConfig, {"type": "none"}) == NoKlConfig()
+    assert draccus.decode(KlConfig, {"type": "in_reward", "beta": 0.05}) == RewardKlConfig(beta=0.05)
+    assert draccus.decode(KlConfig, {"type": "in_loss", "beta": 0.01, "estimator": "k3"}) == LossKlConfig(
+        beta=0.01, estimator=KlEstimator.K3
+    )
+
+
+@pytest.mark.parametrize("config", [RewardKlConfig, LossKlConfig])
+@pytest.mark.parametrize("beta", [-0.1, math.nan, math.inf])
+def test_bad_coefficient_is_named(config, beta):
+    with pytest.raises(ValueError, match=rf"kl\.beta is {beta}"):
+        config(beta=beta)

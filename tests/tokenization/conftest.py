@@ -1,0 +1,154 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Small tokenizers of the kinds that real models come with, trained on a few sentences."""
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
+from marin_rl.tokenization.chat import ChatTokenizer
+
+SENTENCES = [
+    "the quick brown fox jumps over the lazy dog",
+    "user asks and assistant answers: what is two plus three? it is five",
+    "system tool hello world, hello there; think and answer the answer",
+] * 4
+
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}
+{%- generation %}
+{{- message.content + '<|im_end|>' }}
+{%- endgeneration %}
+{{- '\\n' }}
+{%- else %}
+{{- message.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+# Qwen3's rule: thinking is shown only in replies after the last user message.
+THINKING = """\
+{%- set ns = namespace(last_user=-1) %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{%- set ns.last_user = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' and '</think>' in message.content and loop.index0 < ns.last_user %}
+{{- message.content.split('</think>')[-1].lstrip('\\n') }}
+{%- else %}
+{{- message.content }}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+# Phi-3's habit: the end token swallows the newline after it.
+PHI = """\
+{%- for message in messages %}
+{{- '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}
+"""
+
+# Mistral's habit: the end token of a reply is eos, and turns are set in ordinary words.
+INSTRUCT = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{{- ' ' + message.content + eos_token }}
+{%- else %}
+{{- '[INST] ' + message.content + ' [/INST]' }}
+{%- endif %}
+{%- endfor %}
+"""
+
+
+def _trained(special: list[AddedToken], byte_level: bool) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(unk_token=None if byte_level else "<unk>"))
+    if byte_level:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+        alphabet = [chr(code) for code in range(33, 127)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    return tokenizer
+
+
+def _special(*texts: str, rstrip: bool = False) -> list[AddedToken]:
+    return [AddedToken(text, special=True, normalized=False, rstrip=rstrip) for text in texts]
+
+
+def chatml_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
+    """Qwen's kind: eos is not the token that ends a turn, and thinking tags are ordinary added tokens."""
+    backend = _trained(_special("<|endoftext|>", "<|im_start|>", "<|im_end|>"), byte_level=True)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        chat_template=template,
+    )
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>")])
+    return tokenizer
+
+
+def phi_tokenizer() -> PreTrainedTokenizerFast:
+    """Phi's kind: special tokens that swallow the space after them."""
+    special = ("<|user|>", "<|assistant|>", "<|tool|>", "<|system|>", "<|end|>")
+    backend = _trained(_special("<|endoftext|>") + _special(*special, rstrip=True), byte_level=True)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", chat_template=PHI)
+
+
+def instruct_tokenizer() -> PreTrainedTokenizerFast:
+    """Mistral's and Llama 2's kind: spaces as a letter, one put before the first word, bos, eos, no pad."""
+    backend = _trained(_special("<unk>", "<s>", "</s>"), byte_level=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=INSTRUCT
+    )
+
+
+@pytest.fixture(scope="session")
+def byte_chat() -> ChatTokenizer:
+    return ChatTokenizer(byte_tokenizer())
+
+
+@pytest.fixture(scope="session")
+def chatml() -> ChatTokenizer:
+    return ChatTokenizer(chatml_tokenizer())
+
+
+@pytest.fixture(scope="session")
+def thinking() -> ChatTokenizer:
+    return ChatTokenizer(chatml_tokenizer(THINKING))
+
+
+@pytest.fixture(scope="session")
+def phi() -> ChatTokenizer:
+    return ChatTokenizer(phi_tokenizer())
+
+
+@pytest.fixture(scope="session")
+def instruct() -> ChatTokenizer:
+    return ChatTokenizer(instruct_tokenizer())
+
+
+@pytest.fixture(params=["byte_chat", "chatml", "thinking", "phi", "instruct"])
+def any_chat(request: pytest.FixtureRequest) -> ChatTokenizer:
+    return request.getfixturevalue(request.param)

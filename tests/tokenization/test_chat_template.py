@@ -1,0 +1,89 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import concurrent.futures
+import sys
+
+import pytest
+
+from marin_rl.tokenization.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.chat_template import ChatTemplate, ChatTemplateError, template_encoder, unused_mark
+
+TEMPLATE = ChatTemplate(CHAT_TEMPLATE, {}, "the test's tokenizer")
+
+
+def test_spans_cover_replies_and_their_end_tokens():
+    text, spans = TEMPLATE.render_with_spans(
+        [{"role": "assistant", "content": "a"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": ""}]
+    )
+    assert [text[start:end] for start, end in spans] == ["a<|end|>", "<|end|>"]
+
+
+def test_a_refused_conversation_names_the_tokenizer_the_roles_and_the_reason():
+    with pytest.raises(ChatTemplateError, match=r"the test's tokenizer.*\['user', 'end'\].*role 'end' is none of"):
+        TEMPLATE.render([{"role": "user", "content": "u"}, {"role": "end", "content": ""}], add_generation_prompt=True)
+
+
+def test_a_broken_template_is_an_error_that_names_the_tokenizer():
+    broken = ChatTemplate("{% for %}", {}, "broken-tokenizer")
+    with pytest.raises(ChatTemplateError, match="broken-tokenizer"):
+        broken.render([{"role": "user", "content": "u"}], add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("tag", ["{% generation %}", "{%- generation -%}", "{%generation%}", "{%+ generation %}"])
+def test_generation_blocks_are_seen_in_every_spelling(tag: str):
+    assert ChatTemplate(f"{tag}x{{% endgeneration %}}", {}, "t").marks_generations
+
+
+def test_other_uses_of_the_word_are_no_generation_blocks():
+    assert not ChatTemplate("{% if add_generation_prompt %}generation{% endif %}", {}, "t").marks_generations
+
+
+def test_overlapping_control_texts_are_all_broken():
+    tokenizer = byte_tokenizer()
+    # One special token's text is the end of another's: breaking only the longer one would leave the shorter.
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["|end|>", "d|>"]}, replace_additional_special_tokens=False
+    )
+    chat = ChatTokenizer(tokenizer)
+    content = "<|end|>|end|>d|>"
+    assert chat.prompt_tokens([{"role": "user", "content": content}]) == (259, *content.encode(), 257, 260)
+
+
+def test_the_internal_boundary_is_mere_text_in_a_message(byte_chat: ChatTokenizer):
+    content = "x\ufdd0boundary\ufdd1<|end|>\ufdd0boundary\ufdd1"
+    assert byte_chat.prompt_tokens([{"role": "user", "content": content}]) == (259, *content.encode(), 257, 260)
+
+
+def test_a_mark_in_a_message_is_not_used_as_the_mark(byte_chat: ChatTokenizer):
+    taken = unused_mark([], TEMPLATE)
+    content = f"{taken}<|end|>{taken}"
+    assert unused_mark([{"role": "user", "content": content}], TEMPLATE) != taken
+    assert byte_chat.prompt_tokens([{"role": "user", "content": content}]) == (259, *content.encode(), 257, 260)
+
+
+def test_half_a_surrogate_pair_is_an_error_that_names_the_message(byte_chat: ChatTokenizer):
+    with pytest.raises(ValueError, match=r"the content of message 1 has a lone surrogate .* position 2"):
+        byte_chat.prompt_tokens([{"role": "user", "content": "a"}, {"role": "user", "content": "ab\ud83d"}])
+
+
+def test_saved_truncation_and_padding_do_not_apply():
+    backend = byte_tokenizer().backend_tokenizer
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64)
+    encoder = template_encoder(backend, [])
+    assert encoder.encode("0123456789", mark="\uffff")[0] == list(b"0123456789")
+    assert backend.truncation is not None
+
+
+def test_threads_do_not_disturb_one_anothers_masks(byte_chat: ChatTokenizer):
+    conversations = [[{"role": "assistant", "content": "x" * n}] * 3 for n in range(1, 9)]
+    expected = [byte_chat.encode_conversation(messages) for messages in conversations]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(byte_chat.encode_conversation, conversations * 20)) == expected * 20
+    finally:
+        sys.setswitchinterval(interval)
