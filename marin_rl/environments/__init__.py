@@ -1,2 +1,23 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
+
+"""What can be attempted. Importing this registers every environment, and loads no jax."""
+
+from marin_rl.environments.arithmetic import ArithmeticConfig
+from marin_rl.environments.base import Environment, EnvironmentConfig, Episode, Split, Step
+from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig
+from marin_rl.environments.random_reward import RandomRewardConfig
+from marin_rl.environments.reasoning_gym import ReasoningGymConfig
+
+__all__ = [
+    "ArithmeticConfig",
+    "Environment",
+    "EnvironmentConfig",
+    "Episode",
+    "HuggingFaceConfig",
+    "JsonlConfig",
+    "RandomRewardConfig",
+    "ReasoningGymConfig",
+    "Split",
+    "Step",
+]

@@ -31,8 +31,8 @@ class ReasoningGymConfig(EnvironmentConfig):
     """A reasoning-gym task. Problems are drawn once, deduplicated by text and split by text.
 
     How many distinct problems there are depends on the task and its options; the log says how many
-    were drawn. `chain_sum` with two terms of one or two digits has 16,400: 10,000 draws give 4,500 and
-    100,000 give 13,700, since half of the draws fall on the 200 sums of one digit.
+    were drawn. `chain_sum` with two terms of one or two digits has 16,400: 10,000 draws give
+    4,500 and 100,000 give 15,700, since half of the draws fall on the 200 sums of one digit.
 
     Some scorers (`countdown`, `puzzle24`, …) evaluate the reply as an expression in this process:
     train on those only with models whose replies you would run.
@@ -118,8 +118,9 @@ class ReasoningGymConfig(EnvironmentConfig):
             kept = entries.setdefault(problem_id(text), entry)
             if kept["question"] != entry["question"] and kept["answer"] != entry["answer"]:
                 raise ValueError(
-                    f"prompt_regex {self.prompt_regex!r} makes one prompt {text!r} of two problems with the answers "
-                    f"{kept['answer']!r} and {entry['answer']!r}; let group 1 keep what tells them apart"
+                    f"prompt_regex {self.prompt_regex!r} and remove_whitespace {self.remove_whitespace} make one "
+                    f"prompt {text!r} of two problems with the answers {kept['answer']!r} and {entry['answer']!r}; "
+                    "keep what tells them apart"
                 )
             yield Problem(text, self._task(name, text, entry), where=f"{self.task} item {index}")
 

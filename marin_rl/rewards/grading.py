@@ -56,9 +56,9 @@ class GraderConfig(draccus.ChoiceRegistry, abc.ABC):
 
 
 def exact_match(reply: str, answer: str) -> bool:
-    """Whether the reply is the answer, character for character, white space around both aside.
+    r"""Whether the reply is the answer, character for character, white space around both aside.
 
-    >>> exact_match(" 46\\n", "46"), exact_match("046", "46")
+    >>> exact_match(" 46\n", "46"), exact_match("046", "46")
     (True, False)
     """
     return reply.strip() == answer.strip()
@@ -104,7 +104,7 @@ class ExactGrader:
 @GraderConfig.register_subclass("math_verify")
 @dataclasses.dataclass(frozen=True)
 class MathVerifyConfig(GraderConfig):
-    """The last expression of the reply must equal the answer mathematically (`0.5` is `\\frac{1}{2}`)."""
+    r"""The last expression of the reply must equal the answer mathematically (`0.5` is `\frac{1}{2}`)."""
 
     timeout: float = 5.0
     """Seconds of processor time for one reply; a reply that needs more counts as wrong."""
@@ -177,7 +177,8 @@ class MathVerifyGrader:
 
     def _exchange(self, request: str) -> str:
         worker = self._worker if self._worker is not None else self._start()
-        assert worker.stdin is not None and worker.stdout is not None
+        assert worker.stdin is not None
+        assert worker.stdout is not None
         worker.stdin.write(request + "\n")
         worker.stdin.flush()
         return worker.stdout.readline()
@@ -213,7 +214,8 @@ class MathVerifyGrader:
 def _end(worker: subprocess.Popen[str]) -> None:
     worker.kill()
     worker.wait()
-    assert worker.stdin is not None and worker.stdout is not None
+    assert worker.stdin is not None
+    assert worker.stdout is not None
     worker.stdout.close()
     # What was not read before it ended cannot be flushed.
     with contextlib.suppress(BrokenPipeError):

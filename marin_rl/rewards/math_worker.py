@@ -48,8 +48,10 @@ def math_verify_match(reply: str, answer: str) -> bool:
     """
     from math_verify import parse, verify
 
-    _quieten()
     gold = parse_answer(answer)
+    if reply.strip() == answer.strip():
+        # A word is no expression to math-verify, not even where it is the answer.
+        return True
     return verify(list(gold), parse(reply, parsing_timeout=_NO_TIMEOUT), timeout_seconds=_NO_TIMEOUT)
 
 
@@ -66,6 +68,8 @@ def parse_answer(answer: str) -> tuple[Any, ...]:
     """
     from math_verify import parse
 
+    # math-verify warns that its timeout is off, and then at every reply it cannot parse.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     # Without an anchor math-verify takes only plain numbers; a bare `\sqrt{2}` needs its dollars.
     anchored = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
     found = parse(anchored, parsing_timeout=_NO_TIMEOUT)
@@ -75,11 +79,6 @@ def parse_answer(answer: str) -> tuple[Any, ...]:
             "so that only the result is taken, or use `grader: {type: exact}`"
         )
     return tuple(found)
-
-
-def _quieten() -> None:
-    # math-verify warns once that its timeout is off, and then at every reply it cannot parse.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def _answer(request: dict[str, str]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ def check_pattern(field: str, pattern: str, groups: int = 0) -> None:
         raise ValueError(f"{field}: {pattern!r} is not a regular expression: {error}") from error
     if compiled.groups < groups:
         raise ValueError(
-            f"{field}: {pattern!r} has {compiled.groups} groups but needs {groups}; put parentheses around the part to use"
+            f"{field}: {pattern!r} has {compiled.groups} groups but needs {groups}; "
+            "put parentheses around the part to use"
         )
 
 

@@ -44,6 +44,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     names = [str(candidate) for candidate in valid]
     listing = f"Valid here: {', '.join(names)}" if names else "Nothing is valid here"
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    close += [full for full in names if full not in close and name == "".join(word[:1] for word in full.split("_"))]
     return f"did you mean {' or '.join(map(repr, close))}? {listing}" if close else listing
 
 
@@ -52,9 +53,14 @@ def dotted(path: Sequence[str]) -> str:
     return ".".join(path) or "the config"
 
 
+def _plain_type(annotation: Any) -> Any:
+    """A type without its arguments."""
+    return typing.get_origin(annotation) or annotation
+
+
 def is_section(annotation: Any) -> bool:
     """Whether values of this type are written as a mapping with fixed keys."""
-    plain = typing.get_origin(annotation) or annotation
+    plain = _plain_type(annotation)
     return is_choice_type(plain) or (
         isinstance(plain, type) and dataclasses.is_dataclass(plain) and draccus.decode.dispatch(plain) is None
     )
@@ -81,7 +87,7 @@ def section_of(annotation: Any) -> Any:
 def _choice(registry: Any, raw: Mapping[str, Any], path: Sequence[str], base: Any = None) -> tuple[Any, dict[str, Any]]:
     """The class that a choice's mapping selects, and the mapping without its `type`."""
     fields = {key: value for key, value in raw.items() if key != CHOICE_TYPE_KEY}
-    options = list(registry.get_known_choices())
+    options = _option_names(registry)
     name = raw.get(CHOICE_TYPE_KEY)
     if name is None and isinstance(base, registry):
         return type(base), fields
@@ -102,15 +108,15 @@ def resolve_section(section: Any, raw: Mapping[str, Any], path: Sequence[str], b
     Raises:
         ConfigError: if it is a choice and its `type` is missing or unknown.
     """
-    if is_choice_type(typing.get_origin(section) or section):
-        return _choice(typing.get_origin(section) or section, raw, path, base)
+    if is_choice_type(_plain_type(section)):
+        return _choice(_plain_type(section), raw, path, base)
     return section, dict(raw)
 
 
 @functools.cache
 def field_types(section: Any) -> dict[str, Any]:
     """The type of each field that a section's dataclass takes, its type variables filled in."""
-    origin = typing.get_origin(section) or section
+    origin = _plain_type(section)
     known = dict(zip(getattr(origin, "__parameters__", ()), typing.get_args(section), strict=False))
     hints = typing.get_type_hints(origin)
     return {
@@ -122,9 +128,9 @@ def field_types(section: Any) -> dict[str, Any]:
 
 def default_of(section: Any, name: str, base: Any = None) -> Any:
     """A field's value where nothing is given: `base`'s, else its default; MISSING where it has none."""
-    if isinstance(base, typing.get_origin(section) or section):
+    if isinstance(base, _plain_type(section)):
         return getattr(base, name)
-    field = next(field for field in dataclasses.fields(typing.get_origin(section) or section) if field.name == name)
+    field = next(field for field in dataclasses.fields(_plain_type(section)) if field.name == name)
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
@@ -148,7 +154,7 @@ def decode(annotation: Any, raw: Any, path: Sequence[str] = (), base: Any = None
     target = options[0]
     if is_section(target):
         return _decode_section(target, raw, path, base)
-    plain = typing.get_origin(target) or target
+    plain = _plain_type(target)
     if plain is typing.Literal:
         return _decode_literal(target, raw, path)
     if isinstance(plain, type) and issubclass(plain, Mapping):
@@ -171,7 +177,7 @@ def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> A
     if not isinstance(raw, Mapping):
         raise _wrong(section, raw, path)
     concrete, given = resolve_section(section, raw, path, base)
-    base = base if type(base) is (typing.get_origin(concrete) or concrete) else None
+    base = base if type(base) is (_plain_type(concrete)) else None
     known = field_types(concrete)
     problems = [
         f"unknown key {dotted((*path, str(key)))}; " + nearest(str(key), known) for key in given if key not in known
@@ -213,7 +219,7 @@ def _decode_union(annotation: Any, raw: Any, path: Sequence[str], base: Any) -> 
 
 def _has_form(annotation: Any, raw: Any) -> bool:
     """Whether a value is written the way values of a type are: as a mapping, a list or a scalar."""
-    plain = typing.get_origin(annotation) or annotation
+    plain = _plain_type(annotation)
     is_class = isinstance(plain, type)
     if isinstance(raw, Mapping):
         return is_class and (issubclass(plain, Mapping) or dataclasses.is_dataclass(plain) or is_choice_type(plain))
@@ -242,7 +248,7 @@ def _decode_mapping(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
 def _decode_items(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
     if not isinstance(raw, list | tuple):
         raise _wrong(annotation, raw, path)
-    plain = typing.get_origin(annotation) or annotation
+    plain = _plain_type(annotation)
     arguments = typing.get_args(annotation) or (Any,)
     constructor: Callable[[Iterable[Any]], Any] = plain if plain in (tuple, set, frozenset) else list
     if plain is tuple and len(arguments) > 1 and arguments[1] is not Ellipsis:
@@ -306,7 +312,7 @@ def describe(annotation: Any) -> str:
     if len(options) > 1 or options[0] is not annotation:
         words = [describe(option) for option in options]
         return " or ".join([*dict.fromkeys(words), *(["null"] if _allows_none(annotation) else [])])
-    plain = typing.get_origin(annotation) or annotation
+    plain = _plain_type(annotation)
     if plain in _WORDS:
         return _WORDS[plain]
     if plain is typing.Literal:
@@ -314,7 +320,7 @@ def describe(annotation: Any) -> str:
     if not isinstance(plain, type):
         return str(annotation)
     if is_choice_type(plain):
-        return f"a section with a {CHOICE_TYPE_KEY} (one of {', '.join(plain.get_known_choices())})"
+        return f"a section with a {CHOICE_TYPE_KEY} (one of {', '.join(_option_names(plain))})"
     if is_section(plain):
         return f"a section with {', '.join(field_types(annotation))}"
     if issubclass(plain, enum.Enum):
@@ -326,69 +332,53 @@ def describe(annotation: Any) -> str:
     return f"a {plain.__name__}"
 
 
+def _option_names(registry: Any) -> list[str]:
+    return list(registry.get_known_choices())
+
+
 def _describe_items(plain: type, arguments: tuple[Any, ...]) -> str:
     if plain is tuple and len(arguments) > 1 and arguments[1] is not Ellipsis:
         return f"a list of {len(arguments)} ({', '.join(map(describe, arguments))})"
     return f"a list (each item: {describe(arguments[0])})"
 
 
-def encode(config: Any, annotation: Any = None) -> Any:
+def encode(value: Any, annotation: Any = Any) -> Any:
     """A config as mappings, lists and scalars that YAML can hold; the inverse of `decode`.
 
     Args:
-        config: a config dataclass or one of its values.
-        annotation: its declared type, where that is a choice or a union.
+        value: a config dataclass or one of its values.
+        annotation: its declared type; where that is a choice, the mapping says which `type` it is.
     """
-    return _plain(draccus.encode(config, annotation))
+    plain = type(value)
+    if value is None or plain in (bool, int, float, str):
+        return value
+    if isinstance(value, enum.Enum):
+        return encode(value.value)
+    if dataclasses.is_dataclass(plain):
+        # What levanter registers as encoder of a dataclass returns it unchanged, so fields come first.
+        registered = draccus.encode.dispatch(plain)
+        encoded = value if registered is None else draccus.encode(value)
+        return encode(encoded) if encoded is not value else _encode_fields(value, annotation)
+    if isinstance(value, Mapping):
+        key_type, value_type = _arguments(annotation, Mapping) or (Any, Any)
+        return {encode(key, key_type): encode(item, value_type) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        item_type = (_arguments(annotation, type(value)) or (Any,))[0]
+        return [encode(item, item_type) for item in value]
+    return encode(draccus.encode(value))
 
 
-def _plain(value: Any) -> Any:
-    """What draccus leaves as it is: enums of strings, dataclasses with an encoder of their own."""
-    match value:
-        case enum.Enum():
-            return _plain(value.value)
-        case bool() | int() | float() | None:
-            return value
-        case str():
-            return str(value)
-        case Mapping():
-            return {_plain(key): _plain(item) for key, item in value.items()}
-        case list() | tuple() | set() | frozenset():
-            return [_plain(item) for item in value]
-    if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return str(value)
+def _encode_fields(value: Any, annotation: Any) -> dict[str, Any]:
+    registries = (option for option in map(_plain_type, members(annotation)) if is_choice_type(option))
+    registry = next((option for option in registries if isinstance(value, option)), None)
+    encoded = {} if registry is None else {CHOICE_TYPE_KEY: registry.get_choice_name(type(value))}
+    return encoded | {name: encode(getattr(value, name), hint) for name, hint in field_types(type(value)).items()}
 
 
-def merge(annotation: Any, lower: Any, upper: Any) -> Any:
-    """Lay one layer of raw values over another, key by key.
-
-    Where the upper layer selects another `type` of a choice, the lower layer's keys for the old one go.
-
-    Args:
-        annotation: the type that both describe, or Any.
-        lower: the values beneath.
-        upper: the values on top; they win.
-    """
-    if not isinstance(lower, Mapping) or not isinstance(upper, Mapping):
-        return upper
-    section = section_of(annotation)
-    known: Mapping[str, Any] = {}
-    if section is not None:
-        is_choice = is_choice_type(typing.get_origin(section) or section)
-        if is_choice and lower.get(CHOICE_TYPE_KEY) != upper.get(CHOICE_TYPE_KEY, lower.get(CHOICE_TYPE_KEY)):
-            # Keys given without any type stay: where they do not fit the new one, decoding says so.
-            lower = {} if CHOICE_TYPE_KEY in lower else lower
-        known = _types_if_known(section, {**lower, **upper})
-    merged = dict(lower)
-    for key, value in upper.items():
-        merged[key] = merge(known.get(key, Any), lower[key], value) if key in lower else value
-    return merged
-
-
-def _types_if_known(section: Any, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The field types of a section; nothing where its type is wrong, which decoding will report."""
-    try:
-        return field_types(resolve_section(section, raw, ())[0])
-    except ConfigError:
-        return {}
+def _arguments(annotation: Any, container: type) -> tuple[Any, ...]:
+    """The type arguments of the member of a union that is a container like the given one."""
+    for option in members(annotation):
+        plain = _plain_type(option)
+        if isinstance(plain, type) and (issubclass(container, plain) or issubclass(plain, container)):
+            return typing.get_args(option)
+    return ()

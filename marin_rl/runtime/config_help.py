@@ -8,19 +8,13 @@ or the `Args` of the class. Choices made here are shown with all their options; 
 hundreds of fields between them, with the selected option, and any other on request (`--help model.gemma`).
 """
 
-import ast
 import dataclasses
-import functools
-import inspect
-import io
+import difflib
 import json
-import re
 import shutil
 import textwrap
-import tokenize
 import typing
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from draccus.choice_types import CHOICE_TYPE_KEY
@@ -32,11 +26,10 @@ from marin_rl.runtime.config_decoding import (
     describe,
     encode,
     field_types,
-    members,
-    nearest,
     resolve_section,
     section_of,
 )
+from marin_rl.runtime.config_meanings import meaning_of, summary_of
 
 MAX_WIDTH = 110
 """Lines longer than this are hard to read, however wide the terminal."""
@@ -54,6 +47,8 @@ class _Entry:
     """Options of choices that it lies within."""
     is_key: bool = True
     """Whether it can be set; False for an option's heading."""
+    registry: Any = None
+    """Where its value is a choice, what it chooses from."""
 
 
 def help_text(
@@ -99,13 +94,17 @@ def _entries_of(section: str, config_class: Any, defaults: Mapping[str, Any]) ->
     wanted = [entry for entry in entries if entry.key == section or entry.key.startswith(f"{section}.")]
     if wanted:
         return wanted
-    key, _, option = section.rpartition(".")
-    registry = _choices(config_class).get(key)
-    if registry is not None and option in registry.get_known_choices():
-        return list(_walk_option(registry, option, key, {}, None, 0, ()))
-    names = [entry.key for entry in entries] + [f"{key}.{name}" for name in (registry or _NO_CHOICE).get_known_choices()]
-    close = difflib.get_close_matches(section, names, n=3, cutoff=0.6)
-    hint = f"did you mean {' or '.join(close)}?" if close else "--help lists them all"
+    options = {
+        f"{entry.key}.{name}": (entry, name)
+        for entry in entries
+        if entry.registry is not None
+        for name in entry.registry.get_known_choices()
+    }
+    if section in options:
+        entry, name = options[section]
+        return list(_walk_option(entry.registry, name, entry.key, None, None, 0, (entry.registry,)))
+    close = difflib.get_close_matches(section, [*(entry.key for entry in entries), *options], n=3, cutoff=0.6)
+    hint = f"did you mean {' or '.join(close)}?" if close else "--help alone lists them all"
     raise ConfigError(f"--help {section}: there is no such key or option; {hint}")
 
 
@@ -117,18 +116,29 @@ def _walk(
         default = default_of(section, name, base)
         given = raw.get(name, default)
         key, meaning = f"{prefix}{name}", meaning_of(section, name)
-        inner, place = section_within(annotation)
-        is_only_section = inner is annotation and not _is_choice(inner)
-        yield _Entry(key, "" if is_only_section else f"{describe_kind(annotation)}{_default(given)}", meaning, depth)
+        inner, place = _section_within(annotation)
+        registry = inner if _is_choice(inner) else None
+        note = (
+            ""
+            if inner is annotation and registry is None
+            else f"{_kind(annotation)}{_default(given if name in raw else _encoded(default, annotation))}"
+        )
+        yield _Entry(key, note, meaning, depth, registry=registry)
         if inner is None or inner in within:
             continue
-        values, value_base = (given, default) if not place else (None, None)
-        if _is_choice(inner):
-            yield from _walk_choice(inner, f"{key}{place}", values, value_base, depth, (*within, inner))
+        value, value_default = (None, None) if place else (given, default)
+        if registry is not None:
+            yield from _walk_choice(inner, f"{key}{place}", value, value_default, depth, (*within, inner))
         else:
-            inner_raw = values if isinstance(values, Mapping) else {}
-            inner_base = next((value for value in (values, value_base) if _is_instance(value, inner)), None)
-            yield from _walk(inner, f"{key}{place}.", inner_raw, inner_base, depth, (*within, inner))
+            yield from _walk_section(inner, f"{key}{place}", value, value_default, depth, (*within, inner))
+
+
+def _walk_section(
+    section: Any, key: str, given: Any, default: Any, depth: int, within: tuple[Any, ...]
+) -> Iterator[_Entry]:
+    plain = typing.get_origin(section) or section
+    base = next((value for value in (given, default) if isinstance(value, plain)), None)
+    yield from _walk(section, f"{key}.", given if isinstance(given, Mapping) else {}, base, depth, within)
 
 
 def _walk_choice(
@@ -149,5 +159,76 @@ def _walk_option(
     choice = registry.get_choice_class(name)
     raw = {k: v for k, v in given.items() if k != CHOICE_TYPE_KEY} if isinstance(given, Mapping) else {}
     base = next((value for value in (given, default) if type(value) is choice), None)
-    yield _Entry(f"{key}.{CHOICE_TYPE_KEY} {name}", "", _summary(choice), depth, is_key=False)
+    yield _Entry(f"{key}.{CHOICE_TYPE_KEY} {name}", "", summary_of(choice), depth, is_key=False)
     yield from _walk(choice, f"{key}.", raw, base, depth + 1, within)
+
+
+def _is_choice(section: Any) -> bool:
+    return section is not None and is_choice_type(typing.get_origin(section) or section)
+
+
+def _section_within(annotation: Any) -> tuple[Any, str]:
+    """The section that a field holds, and `.N` where it holds a list or mapping of them."""
+    inner = section_of(annotation)
+    if inner is not None:
+        return inner, ""
+    for argument in typing.get_args(annotation):
+        inner, place = _section_within(argument)
+        if inner is not None:
+            is_container = typing.get_origin(annotation) in (list, tuple, set, dict, Sequence, Mapping)
+            return inner, f".N{place}" if is_container else place
+    return None, ""
+
+
+def _selected(registry: Any, given: Any, default: Any) -> str | None:
+    """The option that a choice's value selects, or None where nothing does."""
+    if isinstance(given, registry):
+        return registry.get_choice_name(type(given))
+    if not isinstance(given, Mapping):
+        return None
+    try:
+        return registry.get_choice_name(resolve_section(registry, given, (), default)[0])
+    except ConfigError:
+        return None
+
+
+def _kind(annotation: Any) -> str:
+    """A type in words, short where its fields follow anyway."""
+    inner, _ = _section_within(annotation)
+    if inner is None:
+        return describe(annotation)
+    options = f"type: {', '.join(inner.get_known_choices())}" if _is_choice(inner) else "a section"
+    return describe(annotation).replace(describe(inner), options)
+
+
+def _encoded(default: Any, annotation: Any) -> Any:
+    return default if default is dataclasses.MISSING else encode(default, annotation)
+
+
+def _default(value: Any) -> str:
+    if value is dataclasses.MISSING:
+        return "; required"
+    if isinstance(value, Mapping) and CHOICE_TYPE_KEY in value:
+        return f"; default type: {value[CHOICE_TYPE_KEY]}"
+    return f"; default: {json.dumps(value, ensure_ascii=False)}"
+
+
+def _render(entries: Iterable[_Entry], width: int) -> str:
+    """The entries as text, each line at most `width` characters where its words allow."""
+    lines: list[str] = []
+    for entry in entries:
+        if lines and entry.is_key and "." not in entry.key:
+            lines.append("")
+        indent = "  " * (entry.depth + 1)
+        note = f" ({entry.note})" if entry.note else ""
+        lines += textwrap.wrap(
+            f"{entry.key}{note}",
+            width,
+            initial_indent=indent,
+            subsequent_indent=f"{indent}    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        body = f"{indent}    "
+        lines += textwrap.wrap(entry.meaning, width, initial_indent=body, subsequent_indent=body)
+    return "".join(f"{line}\n" for line in lines)

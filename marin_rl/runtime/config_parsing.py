@@ -14,13 +14,24 @@ import dataclasses
 import difflib
 import re
 import sys
+import typing
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import yaml
+from draccus.choice_types import CHOICE_TYPE_KEY
+from draccus.utils import is_choice_type
 
-from marin_rl.runtime.config_decoding import ConfigError, decode, encode, merge, nearest
+from marin_rl.runtime.config_decoding import (
+    ConfigError,
+    decode,
+    encode,
+    field_types,
+    nearest,
+    resolve_section,
+    section_of,
+)
 from marin_rl.runtime.config_help import all_keys, help_text
 
 ConfigT = TypeVar("ConfigT")
@@ -138,6 +149,40 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
     return value
 
 
+def merge(annotation: Any, lower: Any, upper: Any) -> Any:
+    """Lay one layer of raw values over another, key by key.
+
+    Where the upper layer selects another `type` of a choice, the lower layer's keys for the old one go.
+
+    Args:
+        annotation: the type that both describe, or Any.
+        lower: the values beneath.
+        upper: the values on top; they win.
+    """
+    if not isinstance(lower, Mapping) or not isinstance(upper, Mapping):
+        return upper
+    section = section_of(annotation)
+    known: Mapping[str, Any] = {}
+    if section is not None:
+        is_choice = is_choice_type(typing.get_origin(section) or section)
+        if is_choice and lower.get(CHOICE_TYPE_KEY) != upper.get(CHOICE_TYPE_KEY, lower.get(CHOICE_TYPE_KEY)):
+            # Keys given without any type stay: where they do not fit the new one, decoding says so.
+            lower = {} if CHOICE_TYPE_KEY in lower else lower
+        known = _types_if_known(section, {**lower, **upper})
+    merged = dict(lower)
+    for key, value in upper.items():
+        merged[key] = merge(known.get(key, Any), lower[key], value) if key in lower else value
+    return merged
+
+
+def _types_if_known(section: Any, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The field types of a section; nothing where its type is wrong, which decoding will report."""
+    try:
+        return field_types(resolve_section(section, raw, ())[0])
+    except ConfigError:
+        return {}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Arguments:
     config_path: Path | None
@@ -191,7 +236,9 @@ def _override_value(name: str, text: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
-        raise ConfigError(f"--{name}: {text!r} is not valid YAML: {problem}; quote it as text if it is meant so") from error
+        raise ConfigError(
+            f"--{name}: {text!r} is not valid YAML: {problem}; quote it as text if it is meant so"
+        ) from error
 
 
 def _put(overrides: dict[str, Any], name: str, value: Any) -> None:
@@ -223,7 +270,8 @@ def _with_place(problem: str, known: Sequence[str]) -> str:
     leaf = match[1].rsplit(".", 1)[-1]
     elsewhere = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
     if not elsewhere:
-        elsewhere = difflib.get_close_matches(match[1], known, n=2, cutoff=0.75)
+        close = difflib.get_close_matches(leaf, {key.rsplit(".", 1)[-1] for key in known}, n=1, cutoff=0.75)
+        elsewhere = [key for key in known if key.rsplit(".", 1)[-1] in close]
     return problem.replace("; ", f"; did you mean {' or '.join(elsewhere[:3])}? ", 1) if elsewhere else problem
 
 

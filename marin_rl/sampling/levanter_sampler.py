@@ -1,58 +1,343 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A sampler on levanter's inference engine, in the learner's process and on the learner's arrays."""
+"""A sampler on levanter's inference engine, in the learner's process and on the learner's own arrays.
+
+The engine is fast but has sharp edges: it answers short without an error when it is asked for too
+much, gives clones of a long prompt a wrong cache, and cannot be used again after `reset` or after
+an exception. [`LevanterSampler`][marin_rl.sampling.levanter_sampler.LevanterSampler] keeps every
+call inside what works, and checks every answer all the same.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, cast
 
+import equinox as eqx
 import haliax as hax
+import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
-from levanter.inference.engine import InferenceEngine, InferenceEngineConfig, Request
+from levanter.inference.engine import GenerationResult, InferenceEngine, InferenceEngineConfig, Request
 from levanter.inference.jit_scheduler import SeqDecodingParams
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.types import Generation, StopReason, WeightVersion
 
+# The engine writes a line with every slot's number at each call.
+logging.getLogger("levanter.inference.engine").setLevel(logging.WARNING)
+
+_LOGPROB_ROUNDING = 1e-5
+"""Nats by which rounding may push the log-probability of a near-certain token above 0."""
+
+_DEFAULT_PREFILL_TOKENS = 4096
+"""Cap on the default of `max_prefill_tokens`: the engine makes logits for every one of them."""
+
+
+class SamplerError(RuntimeError):
+    """The engine answered something it should not have; the message names the request."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
+    """How training data is sampled, and how large the engine is.
+
+    There is no `top_p` and no `top_k`: truncated sampling biases every log-ratio that the
+    objectives are made of.
+    """
+
     max_new_tokens: int = 64
+    """Most tokens that any request may ask for, the stop token included. At least 1."""
     temperature: float = 1.0
-    max_seqs: int = 128
+    """Temperature of the training samples, above 0."""
+    max_seqs: int = 64
+    """Sequences that are decoded together. The KV cache holds `max_seqs` times the maximal context, and
+    every round costs as much as a full one; more requests than this are answered in several rounds."""
     page_size: int = 16
-    max_prefill_tokens: int = 4096
+    """Tokens in a page of the KV cache. 128 on TPU; elsewhere small pages keep short contexts cheap."""
+    max_prefill_tokens: int | None = None
+    """Prompt tokens that are read together; the engine always pays for this many. At least the maximal
+    context. By default as many as `max_seqs` prompts that leave room for `max_new_tokens` can have, at
+    most 4096."""
     kv_cache_dtype: str = "float32"
+    """Floating-point type of the KV cache. float32 makes log-probabilities agree with the learner's to
+    about 1e-6, bfloat16 to about 1e-2 at half the memory."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "max_seqs", "page_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"sampling.{name} is {getattr(self, name)}; it must be at least 1")
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ValueError(f"sampling.temperature is {self.temperature}; training samples need one above 0")
+        if self.kv_cache_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"sampling.kv_cache_dtype is {self.kv_cache_dtype!r}; use float32 or bfloat16")
+
+    def prefill_tokens(self, max_context: int) -> int:
+        """Prompt tokens read together, for a model whose context holds `max_context` tokens.
+
+        Raises:
+            ValueError: if the longest prompt would not fit.
+
+        >>> SamplingConfig(max_new_tokens=6, max_seqs=512).prefill_tokens(14)
+        4096
+        """
+        if self.max_prefill_tokens is None:
+            prompt_room = max(max_context - self.max_new_tokens, 1)
+            return max(max_context, min(self.max_seqs * prompt_room, _DEFAULT_PREFILL_TOKENS))
+        if self.max_prefill_tokens < max_context:
+            raise ValueError(
+                f"sampling.max_prefill_tokens is {self.max_prefill_tokens}, but a prompt may have up to "
+                f"{max_context} tokens (the context); raise it to at least that"
+            )
+        return self.max_prefill_tokens
+
+
+class _DecodeParams(NamedTuple):
+    """What the engine reads of a `SeqDecodingParams`, without the cost of 512 equinox modules a call."""
+
+    max_num_tokens: int
+    stop_tokens: NamedArray | None
+    temperature: float
+    key: np.ndarray
 
 
 class LevanterSampler:
-    def __init__(self, model, *, config, stop_token_ids, max_context, version=0):
+    """Continues prompts with levanter's paged, batched inference engine.
+
+    Generations are equal to the bit for equal requests, weights and `SamplingConfig`, whatever was
+    sampled before. Call it inside the mesh and axis-mapping contexts that the model was made in.
+    """
+
+    def __init__(
+        self,
+        model: LmHeadModel,
+        *,
+        config: SamplingConfig,
+        stop_token_ids: Sequence[int],
+        max_context: int,
+        version: WeightVersion = 0,
+    ) -> None:
+        """Make the engine and its KV cache; nothing is compiled yet.
+
+        Args:
+            model: weights to start with. They are shared, not copied: after the learner donates
+                them, call `update_weights` before the next `sample`.
+            config: sizes.
+            stop_token_ids: each of them alone ends a generation. May be empty.
+            max_context: most tokens of prompt and answer together, at least 2.
+            version: number of updates behind `model`.
+
+        Raises:
+            ValueError: if the sizes contradict one another.
+        """
+        if max_context < 2:
+            raise ValueError(f"max_context is {max_context}; a prompt token and a new one need at least 2")
+        stop_ids = sorted(set(stop_token_ids))
+        vocab_size = model.Vocab.size
+        if stop_ids and not 0 <= stop_ids[0] <= stop_ids[-1] < vocab_size:
+            raise ValueError(f"stop_token_ids {stop_ids} are not all in the model's vocabulary of {vocab_size}")
+        self._config = config
+        self._prefill_tokens = config.prefill_tokens(max_context)
+        self._max_context = max_context
+        self._stop_ids = frozenset(stop_ids)
+        self._stop_tokens = _stop_sequences(stop_ids)
+        self._engine_config = _engine_config(config, max_context, len(stop_ids))
         self._model = model
         self._version = version
-        self._stop = frozenset(stop_token_ids)
-        self.config = config
-        self.max_context = max_context
-        pages = -(-max_context // config.page_size)
-        self.engine_config = InferenceEngineConfig(
-            max_seq_len=max_context, page_size=config.page_size, max_rounds=max(config.max_new_tokens - 1, 1),
-            max_stop_seqs=len(self._stop), max_stop_tokens=1, max_seqs=config.max_seqs,
-            max_pages=pages * config.max_seqs, compute_dtype=jnp.dtype(config.kv_cache_dtype),
-            max_queued_tokens=config.max_seqs, max_seqs_in_prefill=config.max_seqs,
-            max_prefill_size=config.max_prefill_tokens, max_tokens_per_round=config.max_seqs)
-        self.stops = NamedArray(np.asarray(sorted(self._stop), np.int32)[:, None], (hax.Axis("stop_seq", len(self._stop)), hax.Axis("position", 1)))
-        self.engine = InferenceEngine.from_model_with_config(model, None, self.engine_config)
+        self._engine: InferenceEngine | None = self._build_engine()
 
-    def sample(self, requests):
-        out = []
-        B = self.config.max_seqs
-        for s in range(0, len(requests), B):
-            chunk = requests[s:s + B]
-            self.engine.free_slots = sorted(self.engine.free_slots, reverse=True)
-            reqs = [Request(list(r.prompt_tokens), i, SeqDecodingParams(np.int32(len(r.prompt_tokens) + r.max_new_tokens), self.stops, np.float32(r.temperature), np.array([r.seed >> 32, r.seed & 0xffffffff], np.uint32)), 1) for i, r in enumerate(chunk)]
-            res = self.engine.generate(reqs)
-            for t, l in zip(res.tokens, res.logprobs):
-                out.append((tuple(t), tuple(l)))
-        return out
+    @property
+    def version(self) -> WeightVersion:
+        """Version of the weights that the next call samples from."""
+        return self._version
+
+    def update_weights(self, model: LmHeadModel, version: WeightVersion) -> None:
+        """Sample from `model` from now on; nothing is copied and nothing is compiled.
+
+        Args:
+            model: same structure, shapes and dtypes as before.
+            version: number of updates behind it.
+
+        Raises:
+            ValueError: if the model has another structure, or a shape or dtype differs.
+        """
+        if _signature(model) != _signature(self._model):
+            raise ValueError(
+                f"update_weights to version {version}: the model's structure, shapes or dtypes differ from those "
+                "that the sampler was made with; make a new LevanterSampler for it"
+            )
+        self._model = model
+        self._version = version
+        if self._engine is not None:
+            self._engine.model = model
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+        """Continue every prompt; the answers come in the order of the requests.
+
+        Raises:
+            PromptTooLongError: if a prompt leaves no room for a single new token; nothing was sampled.
+            ValueError: if a request is malformed; nothing was sampled.
+            SamplerError: if the engine returned an incomplete answer or a log-probability that is
+                none (the weights may hold NaN).
+        """
+        allowed = [self._allowed_tokens(index, request) for index, request in enumerate(requests)]
+        generations: list[Generation] = []
+        for start, stop in self._chunks(requests):
+            result = self._generate(requests[start:stop], allowed[start:stop])
+            generations += self._check(result, start, allowed[start:stop])
+        return generations
+
+    def _build_engine(self) -> InferenceEngine:
+        return InferenceEngine.from_model_with_config(self._model, tokenizer=None, config=self._engine_config)
+
+    def _allowed_tokens(self, index: int, request: SampleRequest) -> int:
+        """Most tokens that request number `index` can get, after checking it."""
+        length = len(request.prompt_tokens)
+        if length >= self._max_context:
+            raise PromptTooLongError(
+                f"request {index}: the prompt has {length} tokens, but the limit is {self._max_context - 1} (a context "
+                f"of {self._max_context} less one new token); shorten the prompt or enlarge the context"
+            )
+        if length == 0:
+            raise ValueError(f"request {index}: prompt_tokens is empty; a prompt needs at least one token")
+        low, high = min(request.prompt_tokens), max(request.prompt_tokens)
+        if low < 0 or high >= self._model.Vocab.size:
+            raise ValueError(
+                f"request {index}: prompt token {low if low < 0 else high} is not in the model's vocabulary of "
+                f"{self._model.Vocab.size}"
+            )
+        if not 1 <= request.max_new_tokens <= self._config.max_new_tokens:
+            raise ValueError(
+                f"request {index}: max_new_tokens is {request.max_new_tokens}; it must be between 1 and "
+                f"sampling.max_new_tokens, which is {self._config.max_new_tokens}"
+            )
+        if not (math.isfinite(request.temperature) and request.temperature >= 0):
+            raise ValueError(f"request {index}: temperature is {request.temperature}; it must be 0 (greedy) or above")
+        if not 0 <= request.seed < 2**63:
+            raise ValueError(f"request {index}: seed is {request.seed}; it must be at least 0 and below 2**63")
+        return min(request.max_new_tokens, self._max_context - length)
+
+    def _chunks(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[int, int]]:
+        """Spans of requests that the engine can take with one prefill and without queueing.
+
+        The engine reads prompts once per call of its decode loop, and gives up on what is still
+        queued after `max_seq_len` rounds. So nothing is ever left to its queue.
+        """
+        start, tokens = 0, 0
+        for index, request in enumerate(requests):
+            length = len(request.prompt_tokens)
+            if index - start == self._config.max_seqs or tokens + length > self._prefill_tokens:
+                yield start, index
+                start, tokens = index, 0
+            tokens += length
+        if requests:
+            yield start, len(requests)
+
+    def _generate(self, requests: Sequence[SampleRequest], allowed: Sequence[int]) -> GenerationResult:
+        engine = self._engine or self._build_engine()
+        # Whatever raises below, an interrupt included, leaves donated buffers and held slots behind:
+        # the engine is then dropped, and the next call makes another (its programs stay compiled).
+        self._engine = None
+        # The engine takes slots from the end and gives them back in the order in which sequences end.
+        # Request i always gets slot i, so that no earlier call can show in a result.
+        engine.free_slots.sort(reverse=True)
+        seeds = np.array([request.seed for request in requests], dtype=np.uint64)
+        keys = np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32)
+        result = engine.generate(
+            [
+                Request(
+                    prompt_tokens=list(request.prompt_tokens),
+                    request_id=index,
+                    decode_params=cast(
+                        SeqDecodingParams,
+                        _DecodeParams(
+                            max_num_tokens=len(request.prompt_tokens) + allowed[index],
+                            stop_tokens=self._stop_tokens,
+                            temperature=request.temperature,
+                            key=keys[index],
+                        ),
+                    ),
+                    # More than one would clone the prompt's cache, wrongly if it is longer than a page.
+                    n_generations=1,
+                )
+                for index, request in enumerate(requests)
+            ]
+        )
+        self._engine = engine
+        return result
+
+    def _check(self, result: GenerationResult, first: int, allowed: Sequence[int]) -> Iterator[Generation]:
+        """The engine's answers as generations, request number `first` the first of them."""
+        if result.logprobs is None:
+            raise SamplerError(f"requests from {first}: the engine returned no log-probabilities")
+        _check_logprobs(result.logprobs, first)
+        for offset, (tokens, logprobs) in enumerate(zip(result.tokens, result.logprobs, strict=True)):
+            stopped = bool(tokens) and tokens[-1] in self._stop_ids
+            if not (stopped and len(tokens) <= allowed[offset]) and len(tokens) != allowed[offset]:
+                raise SamplerError(
+                    f"request {first + offset}: the engine returned {len(tokens)} tokens that end in no stop token, "
+                    f"where {allowed[offset]} were allowed; it dropped or cut the request"
+                )
+            yield Generation(
+                token_ids=tuple(tokens),
+                logprobs=tuple([min(value, 0.0) for value in logprobs]),
+                stop_reason=StopReason.STOP if stopped else StopReason.LENGTH,
+                first_version=self._version,
+                last_version=self._version,
+            )
+
+
+def _check_logprobs(logprobs: Sequence[Sequence[float]], first: int) -> None:
+    flat = np.fromiter(itertools.chain.from_iterable(logprobs), dtype=np.float64)
+    good = flat <= _LOGPROB_ROUNDING
+    good &= flat > -np.inf
+    if good.all():
+        return
+    owners = np.repeat(np.arange(len(logprobs)), [len(values) for values in logprobs])
+    bad = int(np.argmin(good))
+    raise SamplerError(
+        f"request {first + int(owners[bad])}: the engine returned log-probability {flat[bad]}; it must be finite and "
+        "at most 0. Check the weights for NaN"
+    )
+
+
+def _stop_sequences(stop_ids: Sequence[int]) -> NamedArray | None:
+    """One stop sequence of one token each: as one sequence, all would have to follow one another."""
+    if not stop_ids:
+        return None
+    return NamedArray(
+        cast(jax.Array, np.asarray(stop_ids, dtype=np.int32)[:, None]),
+        (hax.Axis("stop_seq", len(stop_ids)), hax.Axis("position", 1)),
+    )
+
+
+def _engine_config(config: SamplingConfig, max_context: int, num_stop_ids: int) -> InferenceEngineConfig:
+    pages_per_seq = -(-max_context // config.page_size)
+    return InferenceEngineConfig(
+        max_seq_len=max_context,
+        page_size=config.page_size,
+        # Every slot can reach the full context; without a number the engine would ask the device for
+        # its free memory, which a CPU does not tell.
+        max_pages=config.max_seqs * pages_per_seq,
+        max_seqs=config.max_seqs,
+        max_tokens_per_round=config.max_seqs,
+        max_queued_tokens=config.max_seqs,
+        # All prompts of a call are read at once, and its first token comes with that ...
+        max_seqs_in_prefill=config.max_seqs,
+        max_prefill_size=config.prefill_tokens(max_context),
+        # ... so that one call of the decode loop (which ends early when all have ended) does the rest.
+        max_rounds=max(min(config.max_new_tokens, max_context - 1) - 1, 1),
+        max_stop_seqs=num_stop_ids,
+        max_stop_tokens=min(num_stop_ids, 1),
+        compute_dtype=jnp.dtype(config.kv_cache_dtype),
+    )
+
+
+def _signature(model: LmHeadModel) -> tuple[object, ...]:
+    leaves, structure = jax.tree.flatten(eqx.filter(model, eqx.is_array))
+    return structure, *((leaf.shape, leaf.dtype) for leaf in leaves)

@@ -1,6 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import itertools
 import math
 import subprocess
 import sys
@@ -130,7 +131,7 @@ def test_baselined_advantages_sum_to_zero_and_keep_the_order(compute, rewards):
     advantages = compute(rewards)
     assert abs(advantages.sum()) < 1e-9
     ranked = sorted((r, a) for r, a in zip(rewards, advantages.tolist(), strict=True) if r is not None)
-    assert all(low[1] <= high[1] for low, high in zip(ranked, ranked[1:], strict=False))
+    assert all(low[1] <= high[1] for low, high in itertools.pairwise(ranked))
 
 
 @given(rewards=st.lists(st.integers(0, 9).map(float), min_size=2, max_size=8))

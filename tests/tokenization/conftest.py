@@ -4,7 +4,7 @@
 """Small tokenizers of the kinds that real models come with, trained on a few sentences."""
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
@@ -33,7 +33,7 @@ CHATML = """\
 {%- endif %}
 """
 
-# Qwen3's rule: thinking is shown only in replies after the last user message.
+# Qwen3's rule: replies after the last user message show their thinking, in one layout; earlier ones do not.
 THINKING = """\
 {%- set ns = namespace(last_user=-1) %}
 {%- for message in messages %}
@@ -41,12 +41,16 @@ THINKING = """\
 {%- endfor %}
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.role == 'assistant' and '</think>' in message.content and loop.index0 < ns.last_user %}
-{{- message.content.split('</think>')[-1].lstrip('\\n') }}
-{%- else %}
-{{- message.content }}
+{%- set thoughts = '' %}
+{%- set content = message.content %}
+{%- if message.role == 'assistant' and '</think>' in content %}
+{%- set thoughts = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}
 {%- endif %}
-{{- '<|im_end|>\\n' }}
+{%- if message.role == 'assistant' and loop.index0 > ns.last_user and (loop.last or thoughts) %}
+{{- '<think>\\n' + thoughts + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- content + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n' }}
@@ -98,6 +102,8 @@ def _special(*texts: str, rstrip: bool = False) -> list[AddedToken]:
 def chatml_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
     """Qwen's kind: eos is not the token that ends a turn, and thinking tags are ordinary added tokens."""
     backend = _trained(_special("<|endoftext|>", "<|im_start|>", "<|im_end|>"), byte_level=True)
+    # As GPT-2's family has it; trimmed offsets would hide tokens of spaces from the mask.
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|endoftext|>",

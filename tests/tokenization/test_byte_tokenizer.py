@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -22,6 +22,7 @@ def test_vocabulary_is_bytes_then_special_tokens():
     assert (TOKENIZER.eos_token, TOKENIZER.eos_token_id) == ("<|end|>", 257)
 
 
+@settings(deadline=None)
 @given(TEXTS)
 def test_ids_are_utf8_bytes_and_decode_back(text: str):
     ids = TOKENIZER(text, split_special_tokens=True)["input_ids"]

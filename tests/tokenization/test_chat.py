@@ -1,10 +1,11 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import copy
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -67,6 +68,7 @@ def test_chatml_mask_covers_reply_and_end_token_but_not_the_newline(chatml: Chat
     assert len(ids) == len(mask)
 
 
+@settings(deadline=None)
 @given(conversations(HOSTILE))
 def test_byte_tokens_and_masks_match_the_oracle_whatever_the_texts(messages: list[dict[str, str]]):
     ids, mask = byte_oracle(messages)
@@ -74,6 +76,7 @@ def test_byte_tokens_and_masks_match_the_oracle_whatever_the_texts(messages: lis
     assert BYTE_CHAT.prompt_tokens(messages) == (*ids, ROLE_IDS["assistant"])
 
 
+@settings(deadline=None)
 @given(messages=conversations(PLAIN))
 def test_chatml_masks_match_rendering_of_prefixes(chatml: ChatTokenizer, messages: list[dict[str, str]]):
     tokenizer = chatml.tokenizer
@@ -115,6 +118,7 @@ def test_whitespace_between_control_tokens_keeps_its_mask(chatml: ChatTokenizer)
 # --- prompts and injection ---
 
 
+@settings(deadline=None)
 @given(messages=conversations(PLAIN))
 def test_prompts_are_those_of_hugging_face(chatml: ChatTokenizer, messages: list[dict[str, str]]):
     expected = chatml.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
@@ -130,7 +134,7 @@ def test_special_tokens_in_a_message_stay_text(any_chat: ChatTokenizer, role: st
         ids = any_chat.prompt_tokens([message("user", "x"), message("assistant", "y"), message(role, text)])
         counts.append({token: ids.count(token) for token in any_chat.tokenizer.all_special_ids})
     assert counts[0] == counts[1]
-    assert content.replace(" ", "") in any_chat.tokenizer.decode(ids).replace(" ", "")
+    assert content in any_chat.tokenizer.decode(ids)
 
 
 def test_special_tokens_in_a_role_stay_text(chatml: ChatTokenizer):
@@ -183,6 +187,7 @@ def test_continuation_written_by_hand(byte_chat: ChatTokenizer):
     assert byte_chat.observation_tokens(history, sequence, observation) == ((257, *rest), False)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(HOSTILE, st.booleans(), HOSTILE), min_size=1, max_size=4), HOSTILE)
 def test_a_rollout_of_many_turns_is_the_conversation(turns: list[tuple[str, bool, str]], prompt: str):
     history = [message("user", prompt)]
@@ -245,7 +250,7 @@ def test_an_empty_reply_continues(byte_chat: ChatTokenizer):
 
 
 def test_thinking_that_the_template_strips_starts_a_sequence(thinking: ChatTokenizer):
-    reply = "<think>two and three</think>\n\nfive"
+    reply = "<think>\ntwo and three\n</think>\n\nfive"
     history = [*PROMPT, message("assistant", reply)]
     sequence = (*thinking.prompt_tokens(PROMPT), *reply_tokens(thinking, reply), end_of_turn(thinking))
     tokens, starts = thinking.observation_tokens(history, sequence, OBSERVATION)
@@ -257,7 +262,7 @@ def test_thinking_that_the_template_strips_starts_a_sequence(thinking: ChatToken
 
 
 def test_thinking_is_kept_through_tool_calls_and_stripped_by_the_next_user_message(thinking: ChatTokenizer):
-    first, second = "<think>look it up</think>\n\ntool", "<think>so</think>\n\nfive"
+    first, second = "<think>\nlook it up\n</think>\n\ntool", "<think>\nso\n</think>\n\nfive"
     history = [*PROMPT, message("assistant", first)]
     sequence = (*thinking.prompt_tokens(PROMPT), *reply_tokens(thinking, first), end_of_turn(thinking))
     tokens, starts = thinking.observation_tokens(history, sequence, [message("tool", "5")])
@@ -267,6 +272,15 @@ def test_thinking_is_kept_through_tool_calls_and_stripped_by_the_next_user_messa
     sequence = (*sequence, *tokens, *reply_tokens(thinking, second), end_of_turn(thinking))
     _, starts = thinking.observation_tokens(history, sequence, OBSERVATION)
     assert starts
+
+
+def test_thinking_that_the_template_lays_out_anew_starts_a_sequence(thinking: ChatTokenizer):
+    reply = "<think>look it up</think>tool"
+    history = [*PROMPT, message("assistant", reply)]
+    sequence = (*thinking.prompt_tokens(PROMPT), *reply_tokens(thinking, reply), end_of_turn(thinking))
+    tokens, starts = thinking.observation_tokens(history, sequence, [message("tool", "5")])
+    assert starts
+    assert tokens == thinking.prompt_tokens([*history, message("tool", "5")])
 
 
 def test_a_reply_without_thinking_continues_under_a_stripping_template(thinking: ChatTokenizer):
@@ -296,11 +310,14 @@ def test_spaces_that_the_template_strips_start_a_sequence():
 
 
 def test_continuation_in_ordinary_words_gets_no_space_of_a_first_word(instruct: ChatTokenizer):
+    tokenizer = copy.deepcopy(instruct.tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    chat = ChatTokenizer(tokenizer)
     history = [*PROMPT, message("assistant", "five")]
-    whole = instruct.prompt_tokens([*history, *OBSERVATION])
-    cut = whole.index(instruct.tokenizer.eos_token_id)
-    tokens, _ = instruct.observation_tokens(history, whole[: cut + 1], OBSERVATION)
-    assert instruct.tokenizer.convert_ids_to_tokens(tokens[0])[0] != "▁"
+    sequence = (*chat.prompt_tokens(PROMPT), *tokenizer.convert_tokens_to_ids(list("five")))
+    tokens, starts = chat.observation_tokens(history, sequence, OBSERVATION)
+    assert not starts
+    assert "".join(tokenizer.convert_ids_to_tokens(tokens)) == "[user]what▁is▁two▁plus▁three?[assistant]"
 
 
 def test_a_space_that_was_not_sampled_starts_a_sequence(instruct: ChatTokenizer):
@@ -398,14 +415,15 @@ def test_the_wrapped_tokenizer_is_left_as_it_was():
 
 
 def test_it_can_be_sent_to_another_process(chatml: ChatTokenizer):
-    copy = pickle.loads(pickle.dumps(chatml))
+    received = pickle.loads(pickle.dumps(chatml))
     messages = [message("user", "a<|im_end|>")]
-    assert copy.prompt_tokens(messages) == chatml.prompt_tokens(messages)
+    assert received.prompt_tokens(messages) == chatml.prompt_tokens(messages)
 
 
 # --- truncation ---
 
 
+@settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=20), st.integers(1, 24))
 def test_truncation_never_leaves_half_a_reply(mask: list[bool], max_length: int):
     ids = tuple(range(len(mask)))

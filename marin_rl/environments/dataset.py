@@ -1,0 +1,234 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Question-and-answer datasets: JSONL files, and Hugging Face datasets from the hub or a folder."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from marin_rl.environments.base import Environment, EnvironmentConfig, Split
+from marin_rl.environments.rows import Row, RowFormat
+from marin_rl.environments.single_turn import SingleTurnEnvironment
+from marin_rl.environments.splits import Problem, TaskSplits, check_shares, split_problems, without_duplicates
+from marin_rl.rewards.grading import ExactConfig, Grader, GraderConfig
+from marin_rl.rewards.math_worker import GroundTruthError
+from marin_rl.rewards.patterns import FormatConfig, check_pattern
+from marin_rl.types import Task
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+DEFAULT_HELD_OUT = 0.1
+"""Share that is held out where nothing else is said."""
+CHECKED_ANSWERS = 100
+"""How many ground truths are tried at the start. Parsing all of a large dataset would take minutes; an
+answer column that does not fit its grader shows in the first few, and a single bad row when it is met."""
+
+
+@EnvironmentConfig.register_subclass("jsonl")
+@dataclasses.dataclass(frozen=True)
+class JsonlConfig(EnvironmentConfig):
+    """A file with one JSON object a line: `{"prompt": "3+4=", "answer": "7"}`."""
+
+    path: str
+    """The file. Relative paths start at the working directory."""
+    held_out_path: str | None = None
+    """Optional second file with the held-out problems; without it a share of the first is held out."""
+    rows: RowFormat = dataclasses.field(default_factory=RowFormat)
+    """What the columns mean."""
+    grader: GraderConfig = dataclasses.field(default_factory=ExactConfig)
+    """How a reply is compared with the answer."""
+    reply_regex: str | None = None
+    """Optional regular expression whose group 1, at its last match in the reply, is graded; a reply
+    without a match is wrong."""
+    held_out: float | None = None
+    """Share of problems held out, by hash of their text; 0.1 by default. Not together with `held_out_path`."""
+    validation: float = 0.05
+    """Share of the (other) problems for validation, by hash of their text; at least 0, below 1."""
+    format: FormatConfig | None = None
+    """Optional reward for the reply's form."""
+    name: str | None = None
+    """Name under which metrics are logged; the file's name without its ending by default."""
+
+    def __post_init__(self) -> None:
+        _check(self, "held_out_path", self.held_out_path)
+
+    def build(self) -> Environment:
+        """Read the file or files.
+
+        Raises:
+            ValueError: for a broken line (file and line number), a missing column or a problem that is both
+                trained on and held out.
+            FileNotFoundError: if a file is missing.
+        """
+        name = Path(self.path).stem if self.name is None else self.name
+        held_out = None if self.held_out_path is None else (self.held_out_path, _read_jsonl(self.held_out_path))
+        return _environment(self, name, (self.path, _read_jsonl(self.path)), held_out)
+
+
+@EnvironmentConfig.register_subclass("hf")
+@dataclasses.dataclass(frozen=True)
+class HuggingFaceConfig(EnvironmentConfig):
+    """A Hugging Face dataset: from the hub, from a folder of data files, or as `save_to_disk` left it."""
+
+    path: str
+    """Name on the hub (`openai/gsm8k`) or a local folder."""
+    subset: str | None = None
+    """The dataset's configuration, where it has several (`main`)."""
+    split: str = "train"
+    """The dataset's split to train on."""
+    held_out_split: str | None = None
+    """The dataset's split with the held-out problems (`test`); without it a share of `split` is held out."""
+    revision: str | None = None
+    """Commit or tag on the hub; pin it so that the data cannot change under an experiment."""
+    rows: RowFormat = dataclasses.field(default_factory=RowFormat)
+    """What the columns mean."""
+    grader: GraderConfig = dataclasses.field(default_factory=ExactConfig)
+    """How a reply is compared with the answer."""
+    reply_regex: str | None = None
+    """Optional regular expression whose group 1, at its last match in the reply, is graded; a reply
+    without a match is wrong."""
+    held_out: float | None = None
+    """Share of problems held out, by hash of their text; 0.1 by default. Not together with `held_out_split`."""
+    validation: float = 0.05
+    """Share of the (other) problems for validation, by hash of their text; at least 0, below 1."""
+    format: FormatConfig | None = None
+    """Optional reward for the reply's form."""
+    name: str | None = None
+    """Name under which metrics are logged; the last part of `path` by default."""
+
+    def __post_init__(self) -> None:
+        _check(self, "held_out_split", self.held_out_split)
+
+    def build(self) -> Environment:
+        """Load the dataset.
+
+        Raises:
+            ValueError: if it, its subset or its split cannot be found, a column is missing, or a problem is
+                both trained on and held out.
+        """
+        name = Path(self.path).name if self.name is None else self.name
+        held_out = None if self.held_out_split is None else self._read(self.held_out_split)
+        return _environment(self, name, self._read(self.split), held_out)
+
+    def _read(self, split: str) -> tuple[str, Iterable[Row]]:
+        source = f"dataset {self.path!r}, split {split!r}"
+        dataset = _load_dataset(self, split)
+        return source, (Row(values, f"{source}, row {index}") for index, values in enumerate(dataset))
+
+
+def _check(config: JsonlConfig | HuggingFaceConfig, field: str, explicit: str | None) -> None:
+    if explicit is not None and config.held_out is not None:
+        raise ValueError(f"held_out {config.held_out} and {field} {explicit!r} exclude one another; drop one")
+    if config.reply_regex is not None:
+        check_pattern("reply_regex", config.reply_regex, groups=1)
+    check_shares(_held_out_share(config), config.validation)
+
+
+def _held_out_share(config: JsonlConfig | HuggingFaceConfig) -> float:
+    return DEFAULT_HELD_OUT if config.held_out is None else config.held_out
+
+
+def _environment(
+    config: JsonlConfig | HuggingFaceConfig,
+    name: str,
+    rows: tuple[str, Iterable[Row]],
+    held_out: tuple[str, Iterable[Row]] | None,
+) -> Environment:
+    source, problems = rows[0], _problems(config, name, rows)
+    if held_out is None:
+        splits = split_problems(problems, _held_out_share(config), config.validation, source)
+    else:
+        splits = _with_held_out(problems, _problems(config, name, held_out), config.validation, source)
+    grader = config.grader.build()
+    for problem in problems[:CHECKED_ANSWERS]:
+        _check_answer(grader, problem)
+    return SingleTurnEnvironment(
+        name=name,
+        splits=splits,
+        score=_GradeWith(grader).score,
+        format=config.format,
+        reply_regex=config.reply_regex,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _GradeWith:
+    grader: Grader
+
+    def score(self, task: Task, reply: str) -> float:
+        return self.grader.grade(reply, task.answer)
+
+
+def _problems(config: JsonlConfig | HuggingFaceConfig, name: str, rows: tuple[str, Iterable[Row]]) -> Sequence[Problem]:
+    source, values = rows
+    return without_duplicates((config.rows.problem(row, name) for row in values), source)
+
+
+def _with_held_out(
+    problems: Sequence[Problem], held_out: Sequence[Problem], validation: float, source: str
+) -> TaskSplits:
+    known = {problem.text: problem for problem in problems}
+    shared = [problem for problem in held_out if problem.text in known]
+    if shared:
+        first = shared[0]
+        raise ValueError(
+            f"{len(shared)} held-out problems are also trained on, the first being {first.text[:200]!r} "
+            f"({first.where} and {known[first.text].where}); remove them from one side, or hold out a share instead"
+        )
+    ids = {problem.task.id: problem for problem in problems}
+    for problem in held_out:
+        if problem.task.id in ids:
+            raise ValueError(
+                f"{problem.where}: id {problem.task.id!r} is already taken by another problem at "
+                f"{ids[problem.task.id].where}; make ids unique, or leave them out"
+            )
+    splits = split_problems(problems, held_out=0.0, validation=validation, source=source)
+    return {**splits, Split.HELD_OUT: [problem.task for problem in held_out]}
+
+
+def _check_answer(grader: Grader, problem: Problem) -> None:
+    try:
+        grader.check(problem.task.answer)
+    except GroundTruthError as error:
+        raise GroundTruthError(f"{problem.where}: {error}") from error
+
+
+def _read_jsonl(path: str) -> Iterator[Row]:
+    # utf-8-sig: editors on Windows put a mark before the first line.
+    with open(path, encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                values = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}: {line[:200]!r}") from error
+            if not isinstance(values, dict):
+                raise ValueError(f"{where}: {line[:200]!r} is not a JSON object; write {{...}} on one line")
+            yield Row(values, where)
+
+
+def _load_dataset(config: HuggingFaceConfig, split: str) -> "Dataset":
+    import datasets
+
+    folder = Path(config.path)
+    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+        saved = datasets.load_from_disk(config.path)
+        # A single dataset that was saved has no splits of its own.
+        found = {"train": saved} if isinstance(saved, datasets.Dataset) else dict(saved)
+        if split not in found:
+            there = ", ".join(repr(name) for name in found)
+            raise ValueError(f"dataset {config.path!r} has no split {split!r}; it has {there}")
+        return found[split]
+    try:
+        return datasets.load_dataset(config.path, config.subset, split=split, revision=config.revision)
+    except (ValueError, FileNotFoundError, ConnectionError) as error:
+        raise ValueError(
+            f"cannot load dataset {config.path!r} (subset {config.subset!r}, split {split!r}, revision "
+            f"{config.revision!r}): {error}"
+        ) from error

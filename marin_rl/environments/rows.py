@@ -1,0 +1,159 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""From a row of somebody's dataset to a task."""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from marin_rl.environments.splits import Problem, problem_id
+from marin_rl.rewards.patterns import check_pattern, extract_last
+from marin_rl.types import Message, Task
+
+_ROLES = ("system", "user", "assistant", "tool")
+_PLACEHOLDER = "{prompt}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row, and where it stands."""
+
+    values: Mapping[str, Any]
+    """Value by column."""
+    where: str
+    """File and line, or dataset and row, for messages."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowFormat:
+    """What the columns of a dataset mean. The optional columns may be missing under their default names."""
+
+    prompt_column: str = "prompt"
+    """Column with the question as text. A row has this one or `messages_column`."""
+    messages_column: str = "messages"
+    """Column with the question as a list of messages, each `{role: ..., content: ...}`."""
+    answer_column: str = "answer"
+    """Column with the ground truth: text or a whole number."""
+    answer_regex: str | None = None
+    """Optional regular expression whose group 1, at its last match in the answer column, is the ground
+    truth. GSM8K's: `#### (-?[0-9.,]+)`."""
+    worked_answer_column: str = "worked_answer"
+    """Optional column with a reply that would earn full reward, for a supervised warm start. It may be
+    the answer column itself; `answer_regex` is not applied to it."""
+    id_column: str = "id"
+    """Optional column with a unique id; by default the id is a hash of the question."""
+    system_prompt: str | None = None
+    """Optional system message before the question."""
+    prompt_template: str | None = None
+    """Optional text around the prompt column, which stands for `{prompt}` in it:
+    `{prompt} Put the final answer within \\boxed{}.`"""
+
+    def __post_init__(self) -> None:
+        if self.answer_regex is not None:
+            check_pattern("rows.answer_regex", self.answer_regex, groups=1)
+        if self.prompt_template is not None and _PLACEHOLDER not in self.prompt_template:
+            raise ValueError(
+                f"rows.prompt_template {self.prompt_template!r} has no {_PLACEHOLDER}; the question is lost"
+            )
+
+    def problem(self, row: Row, environment: str) -> Problem:
+        """The problem of a row.
+
+        Args:
+            row: the row.
+            environment: name of the environment that grades it.
+
+        Raises:
+            ValueError: if a column is missing or holds something else than it should; the message names
+                the row, the column and the columns that there are.
+        """
+        text, messages = self._question(row)
+        if self.system_prompt is not None:
+            if messages[0]["role"] == "system":
+                raise ValueError(f"{row.where}: the row brings a system message already; drop rows.system_prompt")
+            messages = (Message(role="system", content=self.system_prompt), *messages)
+        given_id = _optional(row, self.id_column, default="id")
+        task = Task(
+            id=problem_id(text) if given_id is None else given_id,
+            environment=environment,
+            messages=messages,
+            answer=self._answer(row),
+            worked_answer=_optional(row, self.worked_answer_column, default="worked_answer"),
+        )
+        return Problem(text, task, row.where)
+
+    def _question(self, row: Row) -> tuple[str, tuple[Message, ...]]:
+        if row.values.get(self.prompt_column) is None and row.values.get(self.messages_column) is not None:
+            messages = _messages(row, self.messages_column)
+            if self.prompt_template is not None:
+                raise ValueError(
+                    f"{row.where}: rows.prompt_template needs a {self.prompt_column!r} column; this row has messages"
+                )
+            return json.dumps(messages, sort_keys=True), messages
+        prompt = _text(row, self.prompt_column)
+        shown = prompt if self.prompt_template is None else self.prompt_template.replace(_PLACEHOLDER, prompt)
+        # Copies of a question often differ in white space alone; they must not end in two splits.
+        return " ".join(prompt.split()), (Message(role="user", content=shown),)
+
+    def _answer(self, row: Row) -> str:
+        text = _text(row, self.answer_column)
+        if self.answer_regex is None:
+            return text
+        answer = extract_last(self.answer_regex, text)
+        if answer is None:
+            raise ValueError(
+                f"{row.where}: rows.answer_regex {self.answer_regex!r} does not match the answer {text[-200:]!r}"
+            )
+        return answer
+
+
+def _optional(row: Row, column: str, default: str) -> str | None:
+    if column == default and row.values.get(column) is None:
+        return None
+    return _text(row, column)
+
+
+def _text(row: Row, column: str) -> str:
+    if column not in row.values:
+        raise ValueError(f"{row.where}: there is no column {column!r}; {_columns(row, column)}")
+    value = row.values[column]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise ValueError(
+            f"{row.where}: column {column!r} holds {value!r} of type {type(value).__name__}; "
+            "it should be text or a whole number"
+        )
+    if not value.strip():
+        raise ValueError(f"{row.where}: column {column!r} is empty; fill it or drop the row")
+    return value
+
+
+def _columns(row: Row, column: str) -> str:
+    near = difflib.get_close_matches(column, row.values, n=1)
+    there = "the columns are " + ", ".join(repr(name) for name in row.values)
+    return f"did you mean {near[0]!r}? ({there})" if near else there
+
+
+def _messages(row: Row, column: str) -> tuple[Message, ...]:
+    value = row.values[column]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{row.where}: column {column!r} holds {value!r:.200}; it should be a list of messages")
+    messages = tuple(_message(item, f"{row.where}: column {column!r}, message {i}") for i, item in enumerate(value))
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(
+            f"{row.where}: column {column!r} ends with an assistant message; end with the question, and give the "
+            "reply as a worked answer"
+        )
+    return messages
+
+
+def _message(item: Any, where: str) -> Message:
+    if not isinstance(item, Mapping) or not isinstance(item.get("content"), str):
+        raise ValueError(f"{where} is {item!r:.200}; it should be {{role: ..., content: text}}")
+    if item.get("role") not in _ROLES:
+        raise ValueError(f"{where} has the role {item.get('role')!r}; choose one of {', '.join(_ROLES)}")
+    return Message(role=item["role"], content=item["content"])

@@ -1,0 +1,99 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""`metrics.jsonl`: one JSON object per model update, in the order of `step`.
+
+JSON has no numbers for NaN and the infinities; they are written as the texts `"NaN"`, `"Infinity"` and
+`"-Infinity"`, so that any JSON reader takes the file and none of them is lost.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from marin_rl.runtime.run_directory import RunDirectoryError, write_atomically, writing
+
+
+def format_record(step: int, metrics: Mapping[str, float]) -> str:
+    """One line of the file, without its newline.
+
+    >>> format_record(3, {"train/rewards": 0.5, "loss/policy_avg": float("nan")})
+    '{"step": 3, "train/rewards": 0.5, "loss/policy_avg": "NaN"}'
+    """
+    return json.dumps({"step": step, **{name: _writable(float(value)) for name, value in metrics.items()}})
+
+
+def _writable(value: float) -> float | str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def append_record(path: Path, step: int, metrics: Mapping[str, float]) -> None:
+    """Add the record of one update; it is on the disk when this returns.
+
+    Raises:
+        RunDirectoryError: if it cannot be written.
+    """
+    with writing(path), path.open("ab", buffering=0) as file:
+        rest = f"{format_record(step, metrics)}\n".encode()
+        while rest:
+            rest = rest[file.write(rest) or 0 :]
+        os.fsync(file.fileno())
+
+
+def read_records(path: Path) -> list[dict[str, float]]:
+    """All complete records; none where there is no file.
+
+    A last line that was cut off while it was written is left out.
+
+    Raises:
+        RunDirectoryError: if any other line is not a record; the message names it.
+    """
+    return [record for _, record in _complete_lines(path)]
+
+
+def truncate_records(path: Path, after_step: int) -> None:
+    """Drop the records of updates after `after_step`, and a last line that was cut off.
+
+    A run that is taken up at a checkpoint makes those updates again; this way its file becomes that of a run
+    that was never interrupted.
+
+    Args:
+        path: the file; it may be absent.
+        after_step: the checkpoint's step.
+
+    Raises:
+        RunDirectoryError: if a line is not a record, or the file cannot be written.
+    """
+    if not path.exists():
+        return
+    kept = b"".join(line for line, record in _complete_lines(path) if record["step"] <= after_step)
+    if kept != path.read_bytes():
+        write_atomically(path, kept)
+
+
+def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, float]]]:
+    if not path.exists():
+        return []
+    lines = path.read_bytes().splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):
+        del lines[-1]
+    return [(line, _parse(line, path, number)) for number, line in enumerate(lines, start=1)]
+
+
+def _parse(line: bytes, path: Path, number: int) -> dict[str, float]:
+    try:
+        record: Any = json.loads(line)
+        step = int(record["step"])
+        return {**{name: float(value) for name, value in record.items()}, "step": step}
+    except (ValueError, TypeError, KeyError) as error:
+        raise RunDirectoryError(
+            f"{path}:{number} is not the record of an update ({error}); restore the line, or delete the file to "
+            "go on without the records of earlier updates"
+        ) from error

@@ -1,0 +1,254 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The folder that holds everything about a run, and what protects it.
+
+```
+config.yaml     the resolved config, every default written out
+metrics.jsonl   one JSON object per update
+rollouts/       what was sampled
+checkpoints/    what a resume needs
+hf/             the trained model in Hugging Face format
+log.txt         what was said
+curves.png      reward, accuracy and the like over updates
+```
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from marin_rl.runtime.config_parsing import parse_yaml
+
+
+class RunDirectoryError(RuntimeError):
+    """A run directory cannot be used; the message names it and the remedy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDirectory:
+    """The paths of a run, relative to one folder."""
+
+    path: Path
+    """The folder itself."""
+
+    @property
+    def config(self) -> Path:
+        """The resolved config."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per update."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        """What was sampled."""
+        return self.path / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        """What a resume needs."""
+        return self.path / "checkpoints"
+
+    @property
+    def hf(self) -> Path:
+        """The trained model in Hugging Face format."""
+        return self.path / "hf"
+
+    @property
+    def log(self) -> Path:
+        """What was said."""
+        return self.path / "log.txt"
+
+    @property
+    def curves(self) -> Path:
+        """Reward, accuracy and the like over updates."""
+        return self.path / "curves.png"
+
+
+def create_or_open(path: Path, config_yaml: str, may_differ: Sequence[str] = ()) -> RunDirectory:
+    """Make a run directory, or open the one of an earlier start of the same run.
+
+    Args:
+        path: the folder.
+        config_yaml: the resolved config.
+        may_differ: dotted keys, or sections, that do not change what the run computes; where they differ, the
+            new values are written.
+
+    Raises:
+        RunDirectoryError: if the folder belongs to another config, holds something else, or cannot be written.
+    """
+    directory = RunDirectory(path)
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        if directory.config.exists():
+            _require_same_config(directory, config_yaml, may_differ)
+        elif directory.metrics.exists() or directory.checkpoints.exists():
+            raise RunDirectoryError(
+                f"run directory {str(path)!r} holds a run but no config.yaml, so it cannot be told whose it is; "
+                "choose another run_dir, or delete it"
+            )
+        for folder in (directory.rollouts, directory.checkpoints):
+            folder.mkdir(exist_ok=True)
+    if not directory.config.exists() or directory.config.read_text(encoding="utf-8") != config_yaml:
+        write_atomically(directory.config, config_yaml)
+    return directory
+
+
+def open_existing(path: Path) -> RunDirectory:
+    """The run directory of an earlier run.
+
+    Raises:
+        RunDirectoryError: if it is none.
+    """
+    directory = RunDirectory(path)
+    if not directory.config.is_file():
+        raise RunDirectoryError(f"{str(path)!r} is not a run directory: it has no config.yaml")
+    return directory
+
+
+def _require_same_config(directory: RunDirectory, config_yaml: str, may_differ: Sequence[str]) -> None:
+    there = _flatten(parse_yaml(directory.config.read_text(encoding="utf-8"), str(directory.config)))
+    here = _flatten(parse_yaml(config_yaml, "the new config"))
+    differences = [
+        f"  {key}: {_shown(there, key)} there, {_shown(here, key)} now"
+        for key in dict.fromkeys([*there, *here])
+        if (key not in there or key not in here or there[key] != here[key])
+        and not any(key == free or key.startswith(f"{free}.") for free in may_differ)
+    ]
+    if differences:
+        raise RunDirectoryError(
+            f"run directory {str(directory.path)!r} belongs to a run with another config:\n"
+            + "\n".join(differences)
+            + "\nchoose another run_dir, make these keys equal to go on with that run, or delete the directory"
+        )
+
+
+def _flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        if isinstance(inner, Mapping) and inner:
+            flat |= _flatten(inner, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = inner
+    return flat
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key], ensure_ascii=False, default=str) if key in values else "not set"
+
+
+@contextlib.contextmanager
+def lock(directory: RunDirectory) -> Iterator[None]:
+    """Keep a second process out of the run directory; released when the process ends, however it ends.
+
+    Raises:
+        RunDirectoryError: if a process holds it already; the message names its id.
+    """
+    path = directory.path / ".lock"
+    with contextlib.ExitStack() as stack:
+        with writing(path):
+            file = stack.enter_context(path.open("a+", encoding="utf-8"))
+            _take(file, directory)
+        yield
+
+
+def _take(file: TextIO, directory: RunDirectory) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        raise RunDirectoryError(
+            f"run directory {str(directory.path)!r} is in use by process {file.read().strip()}; "
+            "wait for it to end, stop it, or choose another run_dir"
+        ) from error
+    file.truncate(0)
+    file.write(f"{os.getpid()} on {socket.gethostname()}")
+    file.flush()
+
+
+@contextlib.contextmanager
+def open_log(directory: RunDirectory, level: int = logging.INFO) -> Iterator[None]:
+    """Append what this package's loggers say to `log.txt`.
+
+    Args:
+        directory: the run directory.
+        level: the least severe messages to keep.
+    """
+    logger = logging.getLogger("marin_rl")
+    with writing(directory.log):
+        handler = logging.FileHandler(directory.log, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setLevel(level)
+    former_level = logger.level
+    logger.setLevel(min(level, former_level or level))
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(former_level)
+        handler.close()
+
+
+def write_atomically(path: Path, data: str | bytes) -> None:
+    """Write a file so that at every moment it is absent, the old one or the new one, and never a part.
+
+    Args:
+        path: the file.
+        data: its complete content; text is written as UTF-8.
+
+    Raises:
+        RunDirectoryError: if it cannot be written; an old file is untouched.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    with writing(path):
+        try:
+            with partial.open("wb") as file:
+                file.write(data.encode() if isinstance(data, str) else data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
+        _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in the folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an operating system's refusal to write into an error that says what to do.
+
+    Raises:
+        RunDirectoryError: naming the path, the reason and the remedy.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            reason = "the disk is full; free some space and rerun the same command, which goes on from the last checkpoint"
+        elif error.errno in (errno.ENOTDIR, errno.EEXIST):
+            reason = f"{error.filename or path} is a file and not a folder; choose another run_dir"
+        else:
+            reason = f"{error.strerror or error}; choose a run_dir on a disk that you may write to"
+        raise RunDirectoryError(f"cannot write {str(path)!r}: {reason}") from error

@@ -1,0 +1,85 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""One record per model update, to every place that keeps them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from levanter.tracker import CompositeTracker, Tracker, TrackerConfig
+
+from marin_rl.runtime.metrics_file import append_record, read_records
+
+
+class StepRecords:
+    """Writes each update's record to `metrics.jsonl`, and to trackers such as TensorBoard and wandb.
+
+    A tracker's failure stops the run like any other error: a record is in all places or the run says why not.
+    """
+
+    def __init__(self, path: Path, tracker: Tracker, last_step: int | None = None):
+        """Begin, or go on, recording.
+
+        Args:
+            path: `metrics.jsonl`, already without records of updates that will be made again.
+            tracker: what else gets the records; see `make_tracker`.
+            last_step: the update that was recorded last; None looks it up in the file.
+        """
+        self._path = path
+        self._tracker = tracker
+        if last_step is None:
+            last_step = max((int(record["step"]) for record in read_records(path)), default=-1)
+        self._last_step = last_step
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the complete record of one update.
+
+        Args:
+            step: the update's number; greater than that of every record before it.
+            metrics: name to value.
+
+        Raises:
+            ValueError: if the update has a record already.
+            RunDirectoryError: if the file cannot be written.
+        """
+        if step <= self._last_step:
+            raise ValueError(
+                f"update {step} cannot be recorded: update {self._last_step} has been, and each has one record"
+            )
+        append_record(self._path, step, metrics)
+        self._tracker.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
+        self._last_step = step
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Hand the trackers the run's summary, and close them."""
+        self._tracker.log_summary(dict(summary))
+        self._tracker.finish()
+
+
+def make_tracker(
+    configs: TrackerConfig | Sequence[TrackerConfig], run_id: str, hyperparameters: Mapping[str, Any]
+) -> Tracker:
+    """Start the configured trackers; none at all is fine.
+
+    Args:
+        configs: levanter's tracker section: one, or several.
+        run_id: under which a resumed run goes on in the same place.
+        hyperparameters: the resolved config, as plain values.
+
+    Raises:
+        ImportError: if a tracker's package is missing; the message names the extra to install.
+    """
+    trackers = []
+    for config in [configs] if isinstance(configs, TrackerConfig) else configs:
+        name = TrackerConfig.get_choice_name(type(config))
+        try:
+            trackers.append(config.init(run_id))
+        except ImportError as error:
+            raise ImportError(
+                f"tracker {name!r} needs a package that is not installed ({error}); pip install 'marin_rl[{name}]'"
+            ) from error
+    tracker = CompositeTracker(trackers)
+    tracker.log_hyperparameters(dict(hyperparameters))
+    return tracker

@@ -1,0 +1,107 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marin_rl.environments.arithmetic import ArithmeticConfig
+from marin_rl.environments.base import Environment, Split
+from marin_rl.rewards.patterns import FormatConfig
+
+
+def all_tasks(environment: Environment):
+    return [task for split in Split for task in environment.tasks(split)]
+
+
+def prompts(environment: Environment, split: Split) -> list[str]:
+    return [task.messages[-1]["content"] for task in environment.tasks(split)]
+
+
+@given(
+    terms=st.integers(2, 4),
+    digits=st.integers(1, 3),
+    operations=st.sampled_from(["+", "-", "+-"]),
+    reverse=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_answers_are_right_and_worked_answers_earn_full_reward(terms, digits, operations, reverse, seed):
+    config = ArithmeticConfig(
+        terms=terms,
+        digits=digits,
+        operations=operations,
+        reverse_answer=reverse,
+        seed=seed,
+        size=20,
+        held_out=0.0,
+        validation=0.0,
+    )
+    environment = config.build()
+    for task in all_tasks(environment):
+        text = task.messages[-1]["content"]
+        numbers = text.rstrip("=").replace("-", "+").split("+")
+        assert len(numbers) == terms
+        assert all(len(number) <= digits for number in numbers)
+        # eval is the oracle; leading zeros never occur.
+        assert task.answer == str(eval(text.rstrip("=")))
+        assert task.worked_answer is not None
+        assert environment.start(task, 0).step(task.worked_answer).rewards == {"correct": 1.0}
+
+
+def test_every_problem_can_be_drawn():
+    config = ArithmeticConfig(terms=2, digits=1)
+    environment = ArithmeticConfig(terms=2, digits=1, size=config_size(config)).build()
+    expected = {f"{a}{sign}{b}=" for a in range(10) for b in range(10) for sign in "+-"}
+    assert {task.messages[-1]["content"] for task in all_tasks(environment)} == expected
+
+
+def config_size(config: ArithmeticConfig) -> int:
+    return config.num_distinct
+
+
+def test_exact_reply_is_required():
+    environment = ArithmeticConfig(size=200, reverse_answer=True).build()
+    task = next(task for task in environment.tasks(Split.TRAIN) if len(task.answer) == 2 and len(set(task.answer)) == 2)
+    for reply in (task.answer, task.answer[::-1] + "0", " " + task.answer[::-1], ""):
+        assert environment.start(task, 0).step(reply).rewards == {"correct": 0.0}
+
+
+def test_splits_are_disjoint_and_do_not_depend_on_the_seed():
+    first, second = ArithmeticConfig(seed=1, size=5000).build(), ArithmeticConfig(seed=2, size=5000).build()
+    texts = {split: set(prompts(first, split)) | set(prompts(second, split)) for split in Split}
+    assert all(len(texts[split]) > 0 for split in Split)
+    assert not texts[Split.TRAIN] & texts[Split.HELD_OUT]
+    assert not texts[Split.TRAIN] & texts[Split.VALIDATION]
+    assert not texts[Split.VALIDATION] & texts[Split.HELD_OUT]
+
+
+def test_same_config_gives_the_same_tasks():
+    first, second = ArithmeticConfig(size=300).build(), ArithmeticConfig(size=300).build()
+    assert [first.tasks(split) for split in Split] == [second.tasks(split) for split in Split]
+
+
+def test_format_reward():
+    environment = ArithmeticConfig(size=200, format=FormatConfig(regex=r"-?\d+", weight=0.1)).build()
+    task = environment.tasks(Split.TRAIN)[0]
+    assert environment.start(task, 0).step("99999").rewards == {"correct": 0.0, "format": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"terms": 1}, "terms is 1"),
+        ({"digits": 0}, "digits is 0"),
+        ({"operations": "*"}, r"operations is '\*'"),
+        ({"size": 0}, "size is 0"),
+        ({"digits": 1, "size": 201}, "size is 201; .* 1 to 200 distinct"),
+        ({"held_out": 1.5}, "held_out is 1.5"),
+    ],
+)
+def test_bad_settings(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ArithmeticConfig(**fields)
+
+
+def test_default_draw_is_nearly_the_size_of_a_large_space():
+    assert ArithmeticConfig(terms=5, digits=9, size=10).num_distinct == 10**45 * 16
+    assert len(all_tasks(ArithmeticConfig(terms=5, digits=9, size=10, held_out=0.0, validation=0.0).build())) == 10

@@ -1,0 +1,151 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import pytest
+
+from marin_rl.environments.base import Environment, Split
+from marin_rl.environments.reasoning_gym import ReasoningGymConfig
+
+TWO_TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+COMPACT = {"prompt_regex": ": (.*=)$", "remove_whitespace": True}
+
+
+def chain_sum(**fields) -> Environment:
+    return ReasoningGymConfig(**{"task": "chain_sum", "options": TWO_TERMS, "size": 400, **fields}).build()
+
+
+def reward(environment: Environment, task, reply: str) -> float:
+    return environment.start(task, 0).step(reply).rewards["correct"]
+
+
+def two_digit_task(environment: Environment):
+    return next(
+        task
+        for task in environment.tasks(Split.TRAIN)
+        if len(task.answer) == 2 and task.answer[1] not in task.answer[0] + "0"
+    )
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        "base_conversion", "basic_arithmetic", "caesar_cipher", "chain_sum", "count_bits", "countdown", "gcd", "lcm",
+        "letter_counting", "number_sorting", "prime_factorization", "simple_equations", "spell_backward", "word_sorting",
+    ],
+)  # fmt: skip
+def test_tasks_by_name_grade_their_own_answers(task: str):
+    environment = ReasoningGymConfig(task=task, size=60, seed=5).build()
+    assert environment.name == task
+    for split in Split:
+        for drawn in environment.tasks(split):
+            assert drawn.worked_answer == drawn.answer
+            assert reward(environment, drawn, drawn.worked_answer) == 1.0
+            assert reward(environment, drawn, "") == 0.0
+            assert reward(environment, drawn, "certainly not this") == 0.0
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_compact_prompts_and_worked_answers(reverse: bool):
+    environment = chain_sum(**COMPACT, reverse_answer=reverse)
+    for split in Split:
+        for task in environment.tasks(split):
+            text = task.messages[-1]["content"]
+            assert task.answer == str(eval(text.rstrip("=")))
+            assert task.worked_answer == (task.answer[::-1] if reverse else task.answer)
+            assert reward(environment, task, task.worked_answer) == 1.0
+
+
+def test_reversed_replies_are_reversed_before_scoring():
+    environment = chain_sum(reverse_answer=True)
+    task = two_digit_task(environment)
+    assert reward(environment, task, task.answer[::-1]) == 1.0
+    assert reward(environment, task, task.answer) == 0.0
+
+
+def test_padding_earns_nothing_unless_asked_for():
+    plain, partial = chain_sum(), chain_sum(partial_credit=True)
+    task = two_digit_task(plain)
+    padded = f"the answer is {task.answer}"
+    assert reward(plain, task, padded) == 0.0
+    assert 0.0 < reward(partial, task, padded) < 1.0
+    assert reward(partial, task, task.answer) == 1.0
+
+
+@pytest.mark.parametrize("spell", ["0{}", "{}.0", "+{}", " {}", "{} "])
+def test_exact_answer_refuses_other_spellings_of_the_number(spell: str):
+    full, exact = chain_sum(), chain_sum(exact_answer=True)
+    task = two_digit_task(full)
+    assert reward(full, task, spell.format(task.answer)) == 1.0
+    assert reward(exact, task, spell.format(task.answer)) == 0.0
+    assert reward(exact, task, task.answer) == 1.0
+
+
+def test_reply_regex():
+    environment = chain_sum(reply_regex="<a>(.*?)</a>", system_prompt="Answer within <a></a>.")
+    task = two_digit_task(environment)
+    assert task.messages[0] == {"role": "system", "content": "Answer within <a></a>."}
+    assert task.worked_answer is None
+    assert reward(environment, task, f"well, <a>{task.answer}</a>") == 1.0
+    assert reward(environment, task, task.answer) == 0.0
+
+
+def test_splits_are_disjoint_by_text_over_neighbouring_seeds():
+    environments = [chain_sum(seed=seed, **COMPACT) for seed in (0, 7, 1000)]
+    texts = {
+        split: {task.messages[-1]["content"] for made in environments for task in made.tasks(split)} for split in Split
+    }
+    assert all(texts.values())
+    assert not texts[Split.TRAIN] & (texts[Split.VALIDATION] | texts[Split.HELD_OUT])
+    assert not texts[Split.VALIDATION] & texts[Split.HELD_OUT]
+
+
+def test_problems_are_distinct_and_repeatable():
+    first, second = chain_sum(), chain_sum()
+    tasks = [task for split in Split for task in first.tasks(split)]
+    assert len({task.messages for task in tasks}) == len({task.id for task in tasks}) == len(tasks) < 400
+    assert tasks == [task for split in Split for task in second.tasks(split)]
+
+
+def test_tasks_without_one_right_answer_have_no_worked_answer():
+    environment = ReasoningGymConfig(task="rubiks_cube", size=60, name="cube").build()
+    task = environment.tasks(Split.TRAIN)[0]
+    assert (task.environment, task.answer, task.worked_answer) == ("cube", "", None)
+    assert reward(environment, task, "no moves") == 0.0
+
+
+def test_a_scorer_that_fails_on_the_right_answer_propagates(monkeypatch):
+    environment = chain_sum()
+    task = environment.tasks(Split.TRAIN)[0]
+    dataset = type(environment.score.__self__.dataset)
+
+    def broken(self, answer, entry):
+        raise RuntimeError("broken scorer")
+
+    monkeypatch.setattr(dataset, "score_answer", broken)
+    with pytest.raises(RuntimeError, match="broken scorer"):
+        environment.start(task, 0).step("1")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"task": "chain_sums"}, "no task 'chain_sums'; did you mean 'chain_sum'"),
+        ({"task": "zzzzzzzz"}, "no task 'zzzzzzzz'; it has: ab, "),
+        ({"options": {"max_term": 2}}, "no option 'max_term'; did you mean 'max_terms'"),
+        ({"options": {"min_terms": 9, "max_terms": 2}}, "refuses the options .* max_terms must be >= min_terms"),
+        ({"options": {"max_terms": "two"}}, "refuses the options .*'two'"),
+        ({"options": {"min_terms": 2.5, "max_terms": 2.5}}, "cannot make item 0"),
+        ({"options": {"seed": 3}}, "options holds 'seed'; give it as the environment's own `seed`"),
+        ({"size": 0}, "size is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"exact_answer": True, "partial_credit": True}, "exclude one another"),
+        ({"prompt_regex": "no such text (.*)"}, "does not match the question 'State the final answer"),
+        ({"prompt_regex": "(State)"}, "make one prompt 'State' of two problems with the answers"),
+        ({"prompt_regex": "State"}, "prompt_regex: 'State' has 0 groups"),
+        ({"reply_regex": "("}, r"reply_regex: '\(' is not a regular expression"),
+        ({"validation": 2.0}, "validation is 2.0"),
+    ],
+)
+def test_bad_settings(fields, message):
+    with pytest.raises(ValueError, match=message):
+        chain_sum(**fields)

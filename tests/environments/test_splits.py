@@ -1,0 +1,92 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marin_rl.environments.base import Split, split_of
+from marin_rl.environments.splits import Problem, check_shares, split_problems, without_duplicates
+from marin_rl.types import Message, Task
+
+
+def problem(text: str, answer: str = "1", id: str | None = None) -> Problem:
+    task = Task(
+        id=text if id is None else id,
+        environment="test",
+        messages=(Message(role="user", content=text),),
+        answer=answer,
+    )
+    return Problem(text, task, where=f"row {text}")
+
+
+@given(st.lists(st.text(), min_size=1, unique=True))
+def test_split_depends_on_the_text_alone(texts: list[str]):
+    def placed(problems: list[str]) -> dict[str, Split]:
+        return {text: split_of(text, 0.3, 0.2) for text in problems}
+
+    assert placed(texts) == placed(texts[::-1])
+
+
+def test_splits_of_known_texts_never_move():
+    # A change here would let held-out problems of finished runs leak into training.
+    texts = [f"{a}+{b}=" for a in range(5) for b in range(5)]
+    held_out = [text for text in texts if split_of(text, 0.1, 0.1) is Split.HELD_OUT]
+    validation = [text for text in texts if split_of(text, 0.1, 0.1) is Split.VALIDATION]
+    assert (held_out, validation) == (HELD_OUT, VALIDATION)
+
+
+HELD_OUT: list[str] = []
+VALIDATION: list[str] = []
+
+
+def test_shares_are_met():
+    splits = split_problems([problem(str(i)) for i in range(4000)], 0.1, 0.05, "test")
+    assert len(splits[Split.HELD_OUT]) == pytest.approx(400, abs=60)
+    assert len(splits[Split.VALIDATION]) == pytest.approx(200, abs=45)
+    assert sum(len(tasks) for tasks in splits.values()) == 4000
+
+
+def test_share_zero_means_an_empty_split():
+    splits = split_problems([problem("a")], 0.0, 0.0, "test")
+    assert [len(splits[split]) for split in Split] == [1, 0, 0]
+
+
+def test_empty_split_is_an_error():
+    with pytest.raises(ValueError, match=r"test: none of its 1 problems fell into the \w+ split"):
+        split_problems([problem("a")], 0.1, 0.1, "test")
+
+
+def test_duplicates_are_dropped_and_logged(caplog):
+    with caplog.at_level(logging.INFO):
+        kept = without_duplicates([problem("a"), problem("b"), problem("a"), problem("a", "2")], "test")
+    assert [kept_one.text for kept_one in kept] == ["a", "b"]
+    assert kept[0].task.answer == "1"
+    assert "2 distinct problems, 2 repetitions dropped" in caplog.text
+    assert "1 repeated problems give another answer" in caplog.text
+
+
+def test_shared_id_is_an_error():
+    with pytest.raises(ValueError, match="row b: id 'x' is already taken by another problem at row a"):
+        without_duplicates([problem("a", id="x"), problem("b", id="x")], "test")
+
+
+def test_nothing_is_an_error():
+    with pytest.raises(ValueError, match="the source is empty"):
+        without_duplicates([], "the source")
+
+
+@pytest.mark.parametrize(
+    ("held_out", "validation", "message"),
+    [
+        (-0.1, 0.0, "held_out is -0.1"),
+        (1.0, 0.0, "held_out is 1.0"),
+        (0.1, float("nan"), "validation is nan"),
+        (0.5, 0.5, "leaves nothing to train on"),
+    ],
+)
+def test_bad_shares(held_out: float, validation: float, message: str):
+    with pytest.raises(ValueError, match=message):
+        check_shares(held_out, validation)

@@ -1,0 +1,121 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import gc
+import threading
+
+import draccus
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marin_rl.rewards.grading import ExactConfig, GraderConfig, MathVerifyConfig, MathVerifyGrader, exact_match
+from marin_rl.rewards.math_worker import GroundTruthError
+
+
+@pytest.fixture
+def grader():
+    made = MathVerifyConfig(timeout=1.0).build()
+    yield made
+    made.close()
+
+
+@given(st.text(), st.text())
+def test_exact_match_is_equality_of_stripped_text(reply: str, answer: str):
+    assert exact_match(reply, answer) is (reply.strip() == answer.strip())
+
+
+@pytest.mark.parametrize("reply", ["046", "46.0", "+46", "46!", "4 6", "64", ""])
+def test_exact_refuses_padding(reply: str):
+    assert ExactConfig().build().grade(reply, "46") == 0.0
+
+
+def test_exact_case():
+    assert ExactConfig().build().grade("paris", "Paris") == 0.0
+    assert ExactConfig(ignore_case=True).build().grade("paris", "Paris") == 1.0
+
+
+def test_exact_refuses_an_empty_ground_truth():
+    with pytest.raises(GroundTruthError, match="' ' is empty"):
+        ExactConfig().build().grade("", " ")
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "reward"),
+    [
+        ("46", "46", 1.0),
+        ("it is 46", "46", 1.0),
+        ("47", "46", 0.0),
+        ("0.5", r"\frac{1}{2}", 1.0),
+        ("\ud800\0", "46", 0.0),
+    ],
+)
+def test_math_verify(grader: MathVerifyGrader, reply: str, answer: str, reward: float):
+    assert grader.grade(reply, answer) == reward
+
+
+@pytest.mark.parametrize("reply", ["9**9**9**9", "$9^{387420489}$"])
+def test_endless_reply_is_wrong_and_the_next_is_graded(grader: MathVerifyGrader, reply: str, caplog):
+    assert grader.grade(reply, "46") == 0.0
+    assert "gave up on a reply" in caplog.text
+    assert grader.grade("it is 46", "46") == 1.0
+
+
+def test_math_verify_names_a_broken_ground_truth(grader: MathVerifyGrader):
+    with pytest.raises(GroundTruthError, match="cannot parse the ground truth"):
+        grader.grade("46", r"\frac{1")
+    with pytest.raises(GroundTruthError, match="cannot parse the ground truth"):
+        grader.check(r"\frac{1")
+    assert grader.grade("it is 46", "46") == 1.0
+
+
+def test_math_verify_from_many_threads(grader: MathVerifyGrader):
+    rewards: dict[int, float] = {}
+
+    def grade(number: int) -> None:
+        rewards[number] = grader.grade(f"it is {number}", str(number - number % 2))
+
+    threads = [threading.Thread(target=grade, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert rewards == {number: float(number % 2 == 0) for number in range(8)}
+
+
+def test_interrupted_exchange_does_not_shift_the_answers(grader: MathVerifyGrader, monkeypatch):
+    exchange = MathVerifyGrader._exchange
+
+    def interrupted(self: MathVerifyGrader, request: str) -> str:
+        worker = self._worker if self._worker is not None else self._start()
+        worker.stdin.write(request + "\n")
+        worker.stdin.flush()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MathVerifyGrader, "_exchange", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        grader.grade("it is 46", "46")
+    monkeypatch.setattr(MathVerifyGrader, "_exchange", exchange)
+    assert grader.grade("it is 47", "46") == 0.0
+
+
+def test_worker_ends_with_its_grader():
+    made = MathVerifyConfig().build()
+    made.grade("it is 46", "46")
+    worker = made._worker
+    assert worker is not None
+    assert worker.poll() is None
+    del made
+    gc.collect()
+    assert worker.poll() is not None
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan")])
+def test_timeout_must_be_positive(timeout: float):
+    with pytest.raises(ValueError, match=r"grader\.timeout is"):
+        MathVerifyConfig(timeout=timeout)
+
+
+def test_grader_is_chosen_by_type():
+    assert draccus.decode(GraderConfig, {"type": "math_verify", "timeout": 2}) == MathVerifyConfig(timeout=2.0)
+    assert draccus.decode(GraderConfig, {"type": "exact"}) == ExactConfig()
