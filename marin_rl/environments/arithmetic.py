@@ -64,18 +64,23 @@ class ArithmeticConfig(EnvironmentConfig):
 
     def build(self) -> Environment:
         """Draw the problems."""
-        # randrange instead of sample(range(...)): the number of problems may exceed what len() can hold.
-        drawn: dict[int, None] = {}
-        generator = random.Random(self.seed)
-        while len(drawn) < self.size:
-            drawn[generator.randrange(self.num_distinct)] = None
-        problems = [self._problem(index) for index in drawn]
+        problems = [self._problem(index) for index in self._draw()]
         return SingleTurnEnvironment(
             name=self.name,
             splits=split_problems(problems, self.held_out, self.validation, f"environment {self.name!r}"),
             score=self._score,
             format=self.format,
         )
+
+    def _draw(self) -> list[int]:
+        generator = random.Random(self.seed)
+        if 2 * self.size > self.num_distinct:
+            return generator.sample(range(self.num_distinct), self.size)
+        # sample() cannot take a range longer than a machine word counts; here a repetition is at most an even chance.
+        drawn: dict[int, None] = {}
+        while len(drawn) < self.size:
+            drawn[generator.randrange(self.num_distinct)] = None
+        return list(drawn)
 
     def _problem(self, index: int) -> Problem:
         index, number = divmod(index, 10**self.digits)

@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import draccus
 
@@ -38,6 +38,7 @@ class Step:
     """Whether the episode is over."""
 
 
+@runtime_checkable
 class Episode(Protocol):
     """One attempt at one task; used once."""
 
@@ -46,6 +47,7 @@ class Episode(Protocol):
         ...
 
 
+@runtime_checkable
 class Environment(Protocol):
     """A source of tasks and the judge of attempts at them."""
 

@@ -198,12 +198,17 @@ def _check_answer(grader: Grader, problem: Problem) -> None:
 
 
 def _read_jsonl(path: str) -> Iterator[Row]:
-    # utf-8-sig: editors on Windows put a mark before the first line.
-    with open(path, encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
+    # Bytes, so that a line that is no text can be named too.
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, start=1):
             where = f"{path}:{number}"
+            try:
+                # -sig: editors on Windows put a mark before the first line.
+                line = raw.decode("utf-8-sig").strip()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: not UTF-8 text: {raw[:200]!r}; save the file as UTF-8") from error
+            if not line:
+                continue
             try:
                 values = json.loads(line)
             except json.JSONDecodeError as error:

@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import draccus
 
@@ -26,6 +26,7 @@ _PLAIN_NUMBER = re.compile(r"-?(0|[1-9]\d*)")
 _WORKER = Path(__file__).with_name("math_worker.py")
 
 
+@runtime_checkable
 class Grader(Protocol):
     """Compares replies with ground truths. Safe to use from any thread."""
 

@@ -246,7 +246,9 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            reason = "the disk is full; free some space and rerun the same command, which goes on from the last checkpoint"
+            reason = (
+                "the disk is full; free some space and rerun the same command, which goes on from the last checkpoint"
+            )
         elif error.errno in (errno.ENOTDIR, errno.EEXIST):
             reason = f"{error.filename or path} is a file and not a folder; choose another run_dir"
         else:

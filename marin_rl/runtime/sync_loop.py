@@ -78,10 +78,10 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
         metrics |= signal | loss_metrics(measured) | _rates(run, groups, batch, timer.seconds, elapsed)
         last = step == config.num_steps or sink.stop_requested()
         if step == config.num_steps or (config.evaluation.every and step % config.evaluation.every == 0):
-            progress.evaluations["latest"] = evaluate(
+            progress.evaluations["after RL"] = evaluate(
                 run.player, config.evaluation, temperature=config.sampling.temperature, seed=config.seed
             )
-            metrics |= progress.evaluations["latest"]
+            metrics |= progress.evaluations["after RL"]
         sink.record(step, metrics)
         if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
             run.save()

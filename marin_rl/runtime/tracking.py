@@ -3,12 +3,13 @@
 
 """One record per model update, to every place that keeps them."""
 
-import math
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from levanter.tracker import CompositeTracker, Tracker, TrackerConfig
+from levanter.tracker.tensorboard import TensorboardConfig
 
 from marin_rl.runtime.metrics_file import append_record, read_records
 
@@ -49,7 +50,7 @@ class StepRecords:
                 f"update {step} cannot be recorded: update {self._last_step} has been, and each has one record"
             )
         append_record(self._path, step, metrics)
-        self._tracker.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
+        self._tracker.log(metrics, step=step)
         self._last_step = step
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -59,7 +60,10 @@ class StepRecords:
 
 
 def make_tracker(
-    configs: TrackerConfig | Sequence[TrackerConfig], run_id: str, hyperparameters: Mapping[str, Any]
+    configs: TrackerConfig | Sequence[TrackerConfig],
+    run_id: str,
+    hyperparameters: Mapping[str, Any],
+    last_step: int = 0,
 ) -> Tracker:
     """Start the configured trackers; none at all is fine.
 
@@ -67,6 +71,8 @@ def make_tracker(
         configs: levanter's tracker section: one, or several.
         run_id: under which a resumed run goes on in the same place.
         hyperparameters: the resolved config, as plain values.
+        last_step: the update that the run goes on after; TensorBoard then hides what it was told of later
+            ones before the interruption.
 
     Raises:
         ImportError: if a tracker's package is missing; the message names the extra to install.
@@ -74,6 +80,8 @@ def make_tracker(
     trackers = []
     for config in [configs] if isinstance(configs, TrackerConfig) else configs:
         name = TrackerConfig.get_choice_name(type(config))
+        if isinstance(config, TensorboardConfig) and config.purge_step is None and last_step:
+            config = dataclasses.replace(config, purge_step=last_step + 1)
         try:
             trackers.append(config.init(run_id))
         except ImportError as error:
@@ -81,5 +89,16 @@ def make_tracker(
                 f"tracker {name!r} needs a package that is not installed ({error}); pip install 'marin_rl[{name}]'"
             ) from error
     tracker = CompositeTracker(trackers)
-    tracker.log_hyperparameters(dict(hyperparameters))
+    tracker.log_hyperparameters(_flat(hyperparameters))
     return tracker
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+    """Dotted names and scalars, which is all that TensorBoard takes."""
+    flat: dict[str, bool | int | float | str] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flat

@@ -51,7 +51,7 @@ class Progress:
     vocab_size: int = 0
     """The model's vocabulary, which may be larger than the tokenizer's."""
     evaluations: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
-    """Held-out accuracy at the run's landmarks: `before warm start`, `before RL`, and the latest."""
+    """Held-out accuracy at the run's landmarks: `before warm start`, `before RL`, and `after RL`, the latest."""
 
 
 @dataclasses.dataclass

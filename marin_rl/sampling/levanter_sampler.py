@@ -188,8 +188,13 @@ class LevanterSampler:
         allowed = [self._allowed_tokens(index, request) for index, request in enumerate(requests)]
         generations: list[Generation] = []
         for start, stop in self._chunks(requests):
-            result = self._generate(requests[start:stop], allowed[start:stop])
+            engine = self._engine or self._build_engine()
+            # Whatever raises below, an interrupt included, may leave donated buffers, held slots or NaN in the
+            # cache behind: the engine is then dropped, and the next call makes another (its programs stay compiled).
+            self._engine = None
+            result = self._generate(engine, requests[start:stop], allowed[start:stop])
             generations += self._check(result, start, allowed[start:stop])
+            self._engine = engine
         return generations
 
     def _build_engine(self) -> InferenceEngine:
@@ -238,29 +243,22 @@ class LevanterSampler:
         if requests:
             yield start, len(requests)
 
-    def _generate(self, requests: Sequence[SampleRequest], allowed: Sequence[int]) -> GenerationResult:
-        engine = self._engine or self._build_engine()
-        # Whatever raises below, an interrupt included, leaves donated buffers and held slots behind:
-        # the engine is then dropped, and the next call makes another (its programs stay compiled).
-        self._engine = None
+    def _generate(
+        self, engine: InferenceEngine, requests: Sequence[SampleRequest], allowed: Sequence[int]
+    ) -> GenerationResult:
         # The engine takes slots from the end and gives them back in the order in which sequences end.
         # Request i always gets slot i, so that no earlier call can show in a result.
         engine.free_slots.sort(reverse=True)
         seeds = np.array([request.seed for request in requests], dtype=np.uint64)
         keys = np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32)
-        result = engine.generate(
+        return engine.generate(
             [
                 Request(
                     prompt_tokens=list(request.prompt_tokens),
                     request_id=index,
-                    decode_params=cast(
-                        SeqDecodingParams,
-                        _DecodeParams(
-                            max_num_tokens=len(request.prompt_tokens) + allowed[index],
-                            stop_tokens=self._stop_tokens,
-                            temperature=request.temperature,
-                            key=keys[index],
-                        ),
+                    # The engine counts the prompt among the tokens that it limits.
+                    decode_params=self._decode_params(
+                        len(request.prompt_tokens) + allowed[index], request.temperature, keys[index]
                     ),
                     # More than one would clone the prompt's cache, wrongly if it is longer than a page.
                     n_generations=1,
@@ -268,8 +266,9 @@ class LevanterSampler:
                 for index, request in enumerate(requests)
             ]
         )
-        self._engine = engine
-        return result
+
+    def _decode_params(self, max_num_tokens: int, temperature: float, key: np.ndarray) -> SeqDecodingParams:
+        return cast(SeqDecodingParams, _DecodeParams(max_num_tokens, self._stop_tokens, temperature, key))
 
     def _check(self, result: GenerationResult, first: int, allowed: Sequence[int]) -> Iterator[Generation]:
         """The engine's answers as generations, request number `first` the first of them."""

@@ -49,14 +49,9 @@ def test_answers_are_right_and_worked_answers_earn_full_reward(terms, digits, op
 
 
 def test_every_problem_can_be_drawn():
-    config = ArithmeticConfig(terms=2, digits=1)
-    environment = ArithmeticConfig(terms=2, digits=1, size=config_size(config)).build()
+    environment = ArithmeticConfig(terms=2, digits=1, size=200).build()
     expected = {f"{a}{sign}{b}=" for a in range(10) for b in range(10) for sign in "+-"}
     assert {task.messages[-1]["content"] for task in all_tasks(environment)} == expected
-
-
-def config_size(config: ArithmeticConfig) -> int:
-    return config.num_distinct
 
 
 def test_exact_reply_is_required():
@@ -102,6 +97,6 @@ def test_bad_settings(fields, message):
         ArithmeticConfig(**fields)
 
 
-def test_default_draw_is_nearly_the_size_of_a_large_space():
+def test_the_space_may_exceed_a_machine_word():
     assert ArithmeticConfig(terms=5, digits=9, size=10).num_distinct == 10**45 * 16
     assert len(all_tasks(ArithmeticConfig(terms=5, digits=9, size=10, held_out=0.0, validation=0.0).build())) == 10

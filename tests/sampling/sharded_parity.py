@@ -5,7 +5,6 @@
 
 import dataclasses
 import json
-import os
 import sys
 
 
@@ -96,6 +95,4 @@ def _largest_error(model, requests, generations) -> float:
 
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-    os.environ["JAX_PLATFORMS"] = "cpu"
     print(json.dumps(measure(int(sys.argv[1]))))

@@ -1,0 +1,261 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What a run shows while it works, and the table it closes with.
+
+On a terminal, two live lines at the bottom; in a pipe or under CI, plain lines, at most about fifty a run.
+"""
+
+import collections
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TextIO
+
+from rich.bar import Bar
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+MAX_PLAIN_LINES = 50
+"""About how many lines of progress a run prints where there is no terminal."""
+
+SHOWN = ("reward", "KL", "length", "tok/s", "held-out", "greedy", "entropy")
+"""What progress shows, the most important first: what does not fit on the line is left out."""
+
+EVALUATED = {"held-out": "/accuracy_sampled", "greedy": "/accuracy_greedy"}
+"""What of it comes from evaluation, and the ends of the metrics' names."""
+
+SEPARATOR = "   "
+
+
+def is_live(stream: TextIO, environment: Mapping[str, str]) -> bool:
+    """Whether lines can be redrawn: on a terminal that is not dumb and not a CI job's.
+
+    Args:
+        stream: where output goes.
+        environment: environment variables.
+    """
+    return stream.isatty() and environment.get("TERM") != "dumb" and not environment.get("CI")
+
+
+class Progress:
+    """Shows how far a run is, used as a context manager."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        stream: TextIO,
+        *,
+        live: bool | None = None,
+        width: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Prepare; nothing is shown before the first update, message or phase.
+
+        Args:
+            total_steps: updates in the whole run.
+            stream: where to write.
+            live: whether to redraw; None decides by the stream and the environment.
+            width: characters in a line; None takes the terminal's.
+            clock: seconds, for the remaining time.
+        """
+        self._live_lines = is_live(stream, os.environ) if live is None else live
+        self.console = Console(file=stream, width=width, highlight=False)
+        self._total = total_steps
+        self._every = max(1, math.ceil(total_steps / MAX_PLAIN_LINES))
+        self._clock = clock
+        self._times: collections.deque[float] = collections.deque(maxlen=MAX_PLAIN_LINES)
+        self._step = 0
+        self._phase = ""
+        self._shown: dict[str, str] = {}
+        self._live = Live(console=self.console, get_renderable=self._draw, refresh_per_second=4)
+
+    def __enter__(self) -> "Progress":
+        if self._live_lines:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._phase = ""
+        if self._live_lines:
+            self._live.stop()
+
+    def say(self, message: str) -> None:
+        """Print a line that stays."""
+        self.console.print(Text(message), soft_wrap=True)
+
+    def phase(self, name: str) -> None:
+        """Say what the run is doing now, such as `sampling`; shown on terminals only."""
+        self._phase = name
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show one update.
+
+        Args:
+            step: its number, from 1.
+            metrics: its record.
+        """
+        self._step = step
+        self._times.append(self._clock())
+        shown = self._shown | _shown_metrics(metrics)
+        self._shown = {name: shown[name] for name in SHOWN if name in shown}
+        evaluated = any(name.startswith("eval/") for name in metrics)
+        if self._live_lines:
+            self._live.refresh()
+        elif evaluated or step in (1, self._total) or step % self._every == 0:
+            parts = [f"{name} {text}" for name, text in self._shown.items() if evaluated or name not in EVALUATED]
+            self.say(SEPARATOR.join([f"update {step}/{self._total}", *parts, f"left {self._remaining()}"]))
+
+    def _remaining(self) -> str:
+        """Time to go at the pace of the last updates, the first of which compiled and does not count."""
+        if len(self._times) < 2:
+            return "?"
+        pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+        return format_seconds(pace * (self._total - self._step))
+
+    def _draw(self) -> RenderableType:
+        width = self.console.width
+        ends = f"update {self._step}/{self._total}", f"{self._remaining()} left"
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True, justify="right")
+        bar.add_row(Text(ends[0], "bold"), Bar(max(self._total, 1), 0, self._step, color="green"), Text(ends[1], "dim"))
+        line = Text(no_wrap=True, overflow="ellipsis")
+        for name, text in self._shown.items():
+            part = Text.assemble((f"{name} ", "dim"), (text, "bold"))
+            if line.cell_len + len(SEPARATOR) + part.cell_len <= width:
+                line.append_text(Text(SEPARATOR if line else "")).append_text(part)
+        if self._phase and line.cell_len + len(SEPARATOR) + len(self._phase) <= width:
+            line.append(f"{SEPARATOR}{self._phase}" if line else self._phase, "cyan")
+        return Group(bar, line)
+
+
+def _shown_metrics(metrics: Mapping[str, float]) -> dict[str, str]:
+    """What progress shows of a record, by the names in `SHOWN`."""
+    shown = {}
+    for name, key, form in (
+        ("reward", "train/rewards", format_fraction),
+        ("KL", "objective/kl", format_fraction),
+        ("length", "train/output_length", lambda value: f"{value:.1f}"),
+        ("tok/s", "tokens/sampled_per_second", format_count),
+        ("entropy", "policy/entropy_avg", format_fraction),
+    ):
+        if key in metrics:
+            shown[name] = form(metrics[key])
+    for name, kind in EVALUATED.items():
+        if values := [value for key, value in metrics.items() if key.startswith("eval/") and key.endswith(kind)]:
+            shown[name] = " ".join(map(format_fraction, values))
+    return shown
+
+
+@dataclasses.dataclass(frozen=True)
+class ClosingSummary:
+    """What the closing table says."""
+
+    run_directory: Path
+    """Where everything lies."""
+    evaluations: Mapping[str, Mapping[str, float]]
+    """Metrics by moment (`before RL`, …), in order; their accuracies and pass@k are shown."""
+    seconds: Mapping[str, float]
+    """Time by phase, over the whole run."""
+    totals: Mapping[str, float]
+    """What was counted, by name: updates, episodes, tokens."""
+    next_commands: Mapping[str, str]
+    """Commands to go on with, by what each does."""
+
+
+def print_closing_table(console: Console, summary: ClosingSummary) -> None:
+    """Show the run in one look: accuracy before and after, where the time went, what to do next.
+
+    Commands are never broken into lines, so that they can be copied.
+    """
+    console.print()
+    if summary.evaluations:
+        console.print(_accuracy_table(summary.evaluations))
+    if any(summary.seconds.values()):
+        console.print(_time_table(summary.seconds))
+    facts = {name: f"{value:,.0f}" for name, value in summary.totals.items()}
+    facts["run directory"] = str(summary.run_directory)
+    column = max(map(len, facts))
+    for name, text in facts.items():
+        console.print(Text.assemble((f"{name:{column}}  ", "dim"), text), soft_wrap=True)
+    for purpose, command in summary.next_commands.items():
+        console.print(Text.assemble((f"\n{purpose}\n", "dim"), (f"  {command}", "bold")), soft_wrap=True)
+
+
+def _accuracy_table(evaluations: Mapping[str, Mapping[str, float]]) -> Table:
+    names = dict.fromkeys(
+        name
+        for metrics in evaluations.values()
+        for name in metrics
+        if name.startswith("eval/") and ("accuracy" in name or "pass@" in name)
+    )
+    environments = {name.split("/")[1] for name in names}
+    table = Table(title="Held-out accuracy", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for name in names:
+        _, environment, *kind = name.split("/")
+        label = "/".join(kind).removeprefix("accuracy_")
+        table.add_column(f"{environment} {label}" if len(environments) > 1 else label, justify="right")
+    for moment, metrics in evaluations.items():
+        cells = [format_fraction(metrics[name]) if name in metrics else "" for name in names]
+        table.add_row(moment, *cells)
+    if len(evaluations) > 1:
+        *_, before, after = evaluations.values()
+        changes = [f"{after[name] - before[name]:+.3f}" if name in before and name in after else "" for name in names]
+        table.add_section()
+        table.add_row("change", *changes, style="bold")
+    return table
+
+
+def _time_table(seconds: Mapping[str, float]) -> Table:
+    whole = sum(seconds.values())
+    table = Table(title="Time", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("phase", "time", "share"):
+        table.add_column(name, justify="left" if name == "phase" else "right")
+    for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
+        table.add_row(name, format_seconds(value), f"{value / whole:.0%}")
+    table.add_section()
+    table.add_row("together", format_seconds(whole), "", style="bold")
+    return table
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration as people write it.
+
+    >>> format_seconds(7.4), format_seconds(83), format_seconds(7384)
+    ('7.4s', '1:23', '2:03:04')
+    """
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_count(value: float) -> str:
+    """A count in three digits or so.
+
+    >>> format_count(950), format_count(8123), format_count(1.25e6)
+    ('950', '8.1k', '1.2M')
+    """
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{suffix}"
+    return f"{value:.0f}"
+
+
+def format_fraction(value: float) -> str:
+    """A reward, probability or nats: three decimals, or the exponent where these would be zeros.
+
+    >>> format_fraction(0.53125), format_fraction(0.00021), format_fraction(0.0)
+    ('0.531', '2.1e-04', '0.000')
+    """
+    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.3f}"

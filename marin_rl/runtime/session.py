@@ -1,0 +1,168 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A training run from its first line of output to its last: directory, log, signals, records, export."""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from marin_rl.learner.policy_model import save_hf_policy
+from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.config_decoding import encode
+from marin_rl.runtime.config_parsing import to_yaml
+from marin_rl.runtime.console import ClosingSummary, Progress, print_closing_table
+from marin_rl.runtime.curves import plot_curves
+from marin_rl.runtime.metrics_file import read_records, truncate_records
+from marin_rl.runtime.run_directory import RunDirectory, create_or_open, lock, open_log
+from marin_rl.runtime.sync_loop import train
+from marin_rl.runtime.tracking import StepRecords, make_tracker
+from marin_rl.runtime.training_run import TrainingRun, open_run
+
+logger = logging.getLogger(__name__)
+
+MAY_DIFFER = ("evaluation.every", "checkpoint", "trainer.tracker", "trainer.jax_compilation_cache_dir")
+"""Settings that may change between two starts of one run, because they do not change what is computed."""
+
+
+def run_session(config: TrainConfig, stream: TextIO) -> None:
+    """Train in the configured run directory, from the beginning or from where it stopped.
+
+    Args:
+        config: what to run; its `model` filled in.
+        stream: where the user watches.
+
+    Raises:
+        RunDirectoryError: if the directory belongs to another config, is in use, or cannot be written.
+        CheckpointError: if its checkpoints cannot be used, or a new one cannot be written.
+        NonFiniteUpdateError: if training diverged; the last checkpoint is from before that.
+    """
+    directory = create_or_open(Path(config.run_dir), to_yaml(config), MAY_DIFFER)
+    with lock(directory), open_log(directory), logged_errors(), Progress(config.num_steps, stream) as progress:
+        say = functools.partial(_say, progress)
+        with stop_on_signals(say) as stop:
+            run = open_run(config, directory.path, say)
+            sink = _Sink(_open_records(run, directory), progress, stop)
+            complete = train(run, sink)
+        plot_curves(directory.metrics, directory.curves)
+        if not complete:
+            say(
+                f"stopped after update {run.progress.step} of {config.num_steps}; everything is saved in "
+                f"{directory.path}. Run the same command again to go on"
+            )
+            return
+        _export(run, directory)
+        sink.records.finish({"episodes": run.progress.episodes})
+    print_closing_table(progress.console, _summary(run, directory))
+
+
+def _say(progress: Progress, message: str) -> None:
+    logger.info("%s", message)
+    progress.say(message)
+
+
+@contextlib.contextmanager
+def logged_errors() -> Iterator[None]:
+    """Leave the traceback of whatever ends the run in its log."""
+    try:
+        yield
+    except BaseException:
+        logger.exception("the run ended with an error")
+        raise
+
+
+@dataclasses.dataclass
+class StopRequest:
+    """Whether somebody asked the run to stop."""
+
+    requested: bool = False
+    """Set by the first interrupt."""
+
+
+@contextlib.contextmanager
+def stop_on_signals(say: Callable[[str], None]) -> Iterator[StopRequest]:
+    """Turn the first Ctrl-C, or a SIGTERM, into a request to finish the update, save and stop.
+
+    A second one ends the process at once, as it would without this.
+    """
+    stop = StopRequest()
+    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stop.requested = True
+        restore()
+        say(f"{signal.Signals(number).name}: finishing this update, then saving (once more to stop at once)")
+
+    for number in former:
+        signal.signal(number, on_signal)
+    try:
+        yield stop
+    finally:
+        restore()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sink:
+    records: StepRecords
+    progress: Progress
+    stop: StopRequest
+
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        self.records.record(step, metrics)
+        self.progress.update(step, metrics)
+
+    def stop_requested(self) -> bool:
+        return self.stop.requested
+
+
+def _open_records(run: TrainingRun, directory: RunDirectory) -> StepRecords:
+    """The records of the updates that the run's state has behind it; the record of step 0 is its starting point."""
+    step = run.progress.step
+    truncate_records(directory.metrics, step if step else -1)
+    tracker = make_tracker(run.config.trainer.tracker, directory.path.name, encode(run.config))
+    records = StepRecords(directory.metrics, tracker)
+    if step == 0:
+        before = run.progress.evaluations.get("before warm start", {})
+        start = {f"before_warm_start/{name}": value for name, value in before.items()}
+        records.record(0, {**start, **run.progress.evaluations["before RL"]})
+    return records
+
+
+def _export(run: TrainingRun, directory: RunDirectory) -> None:
+    """The final weights in Hugging Face format; complete, or not there."""
+    partial = directory.path / ".hf.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    save_hf_policy(run.state.model, run.tokenizer, partial, run.trainer)
+    shutil.rmtree(directory.hf, ignore_errors=True)
+    partial.rename(directory.hf)
+
+
+def _summary(run: TrainingRun, directory: RunDirectory) -> ClosingSummary:
+    records = read_records(directory.metrics)
+    prefix = "seconds/"
+    phases = [name for name in records[-1] if name.startswith(prefix) and name != "seconds/total"]
+    return ClosingSummary(
+        run_directory=directory.path,
+        evaluations={landmark: run.progress.evaluations[landmark] for landmark in run.progress.evaluations},
+        seconds={name.removeprefix(prefix): sum(record.get(name, 0.0) for record in records) for name in phases},
+        totals={
+            "updates": run.progress.step,
+            "rollouts": run.progress.episodes,
+            "tokens sampled": run.progress.sampled_tokens,
+        },
+        next_commands={
+            "Evaluate it again": f"python -m marin_rl.evaluate --run {directory.path}",
+            "Go on from its weights": f"python -m marin_rl.train --config CONFIG --initialize_from {directory.path}",
+        },
+    )

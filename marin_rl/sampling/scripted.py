@@ -1,0 +1,81 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A sampler that says what it is told to, for tests of what is built on samplers."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.types import Generation, StopReason, WeightVersion
+
+Script = Mapping[tuple[int, ...], Sequence[int]] | Callable[[SampleRequest], Sequence[int]]
+"""Reply tokens by prompt tokens, or a function that makes them from the request."""
+
+
+class ScriptedSampler:
+    """Answers every prompt from a script, and keeps the requests it was asked.
+
+    >>> sampler = ScriptedSampler({(1, 2): (3, 0)}, stop_token_ids=[0])
+    >>> [generation] = sampler.sample([SampleRequest((1, 2), seed=0, max_new_tokens=8)])
+    >>> generation.token_ids, generation.stop_reason.value
+    ((3, 0), 'stop')
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        stop_token_ids: Sequence[int],
+        logprob: float = -1.0,
+        version: WeightVersion = 0,
+    ) -> None:
+        """Take the script.
+
+        Args:
+            script: replies; they are cut behind their first stop token and at `max_new_tokens`.
+            stop_token_ids: each of them alone ends a reply.
+            logprob: log-probability (nats) of every token, at most 0.
+            version: weight version that the generations carry.
+        """
+        self.version = version
+        self.requests: list[SampleRequest] = []
+        self._script = script
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._logprob = logprob
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+        """Answer every prompt, in order.
+
+        Raises:
+            ValueError: if the script has no reply to a prompt, or one that ends before a stop token
+                and before `max_new_tokens`, as no sampler's does.
+        """
+        self.requests += requests
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: SampleRequest) -> Generation:
+        tokens: list[int] = []
+        for token in self._reply(request)[: request.max_new_tokens]:
+            tokens.append(token)
+            if token in self._stop_token_ids:
+                break
+        stopped = bool(tokens) and tokens[-1] in self._stop_token_ids
+        if not stopped and len(tokens) < request.max_new_tokens:
+            raise ValueError(
+                f"the scripted reply {tuple(tokens)} to prompt {request.prompt_tokens} ends in no stop token and is "
+                f"shorter than max_new_tokens ({request.max_new_tokens}); add a stop token"
+            )
+        return Generation(
+            token_ids=tuple(tokens),
+            logprobs=(self._logprob,) * len(tokens),
+            stop_reason=StopReason.STOP if stopped else StopReason.LENGTH,
+            first_version=self.version,
+            last_version=self.version,
+        )
+
+    def _reply(self, request: SampleRequest) -> Sequence[int]:
+        if not isinstance(self._script, Mapping):
+            return self._script(request)
+        if request.prompt_tokens not in self._script:
+            raise ValueError(f"the script has no reply to prompt {request.prompt_tokens}; add one")
+        return self._script[request.prompt_tokens]

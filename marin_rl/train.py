@@ -1,0 +1,51 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Train a policy: `python -m marin_rl.train --config experiments/rloo.yaml`."""
+
+import sys
+from collections.abc import Sequence
+
+from marin_rl.environments.base import Split
+from marin_rl.learner.checkpoint import CheckpointError
+from marin_rl.learner.train_step import NonFiniteUpdateError
+from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError
+from marin_rl.runtime.arithmetic import describe_run
+from marin_rl.runtime.config import TrainConfig, levanter_defaults
+from marin_rl.runtime.config_parsing import parse_config, to_yaml
+from marin_rl.runtime.run_directory import RunDirectoryError
+from marin_rl.runtime.session import run_session
+from marin_rl.runtime.training_run import resolve_model
+
+FLAGS = {"dry_run": "Check the config, print it in full with what each update amounts to, and stop."}
+
+USER_ERRORS = (ValueError, RunDirectoryError, CheckpointError, NonFiniteUpdateError, AllRolloutsFailedError)
+"""Errors whose message says what to do; a traceback would only hide it."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program's name; None takes the process's own.
+
+    Returns:
+        The exit status: 0 when the run is complete or was stopped on request, 1 after an error.
+    """
+    try:
+        parsed = parse_config(TrainConfig, sys.argv[1:] if argv is None else argv, levanter_defaults(), FLAGS)
+        config = resolve_model(parsed.config)
+        if "dry_run" in parsed.flags:
+            print(to_yaml(config))
+            tasks = config.environment.build().tasks(Split.TRAIN)
+            print(describe_run(config, config.tokenizer.build(), len(tasks)))
+            return 0
+        run_session(config, sys.stdout)
+    except USER_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

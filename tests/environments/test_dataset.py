@@ -1,0 +1,244 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marin_rl.environments.base import Environment, Split
+from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig
+from marin_rl.environments.rows import RowFormat
+from marin_rl.rewards.grading import ExactConfig, MathVerifyConfig
+from marin_rl.rewards.math_worker import GroundTruthError
+
+SAMPLE = Path(__file__).parents[2] / "experiments" / "data" / "arithmetic_words.jsonl"
+
+
+def sums(count: int, start: int = 0) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"{n}+1=", "answer": str(n + 1), "worked_answer": str(n + 1)} for n in range(start, start + count)
+    ]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def prompts(environment: Environment, split: Split) -> set[str]:
+    return {task.messages[-1]["content"] for task in environment.tasks(split)}
+
+
+def assert_sound(environment: Environment, count: int) -> None:
+    """The splits are disjoint and complete, and every worked answer and no wrong one is rewarded."""
+    texts = [prompts(environment, split) for split in Split]
+    assert sum(len(text) for text in texts) == len(set.union(*texts)) == count
+    for split in Split:
+        for task in environment.tasks(split):
+            assert task.worked_answer is not None
+            assert environment.start(task, 0).step(task.worked_answer).rewards == {"correct": 1.0}
+            assert environment.start(task, 0).step("no idea").rewards == {"correct": 0.0}
+
+
+@pytest.mark.parametrize("grader", [ExactConfig(), MathVerifyConfig()])
+def test_sample_file(grader):
+    environment = JsonlConfig(path=str(SAMPLE), grader=grader).build()
+    assert environment.name == "arithmetic_words"
+    assert_sound(environment, 200)
+
+
+def test_sample_file_is_what_its_script_writes():
+    made = runpy.run_path(str(SAMPLE.with_name("make_arithmetic_words.py")))["problems"]()
+    assert [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()] == list(made)
+
+
+def test_jsonl_order_is_the_files_and_repeats(tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", sums(100))
+    first, second = JsonlConfig(path=path).build(), JsonlConfig(path=path).build()
+    numbers = [int(task.answer) for task in first.tasks(Split.TRAIN)]
+    assert numbers == sorted(numbers)
+    assert [first.tasks(split) for split in Split] == [second.tasks(split) for split in Split]
+
+
+def test_a_problem_stays_in_its_split_when_the_file_grows(tmp_path: Path):
+    small = JsonlConfig(path=write(tmp_path / "a.jsonl", sums(100))).build()
+    large = JsonlConfig(path=write(tmp_path / "b.jsonl", sums(300)[::-1])).build()
+    for split in Split:
+        assert prompts(small, split) <= prompts(large, split)
+
+
+def test_explicit_held_out_file(tmp_path: Path):
+    train, held_out = write(tmp_path / "a.jsonl", sums(100)), write(tmp_path / "b.jsonl", sums(10, start=100))
+    environment = JsonlConfig(path=train, held_out_path=held_out).build()
+    assert prompts(environment, Split.HELD_OUT) == {f"{n}+1=" for n in range(100, 110)}
+    assert prompts(environment, Split.VALIDATION)
+    assert_sound(environment, 110)
+
+
+def test_overlap_with_the_held_out_file_is_an_error(tmp_path: Path):
+    train, held_out = write(tmp_path / "a.jsonl", sums(50)), write(tmp_path / "b.jsonl", sums(10, start=47))
+    with pytest.raises(
+        ValueError, match=r"3 held-out problems are also trained on.*'47\+1='.*b\.jsonl:1 .*a\.jsonl:48"
+    ):
+        JsonlConfig(path=train, held_out_path=held_out).build()
+
+
+def test_shared_ids_over_two_files_are_an_error(tmp_path: Path):
+    train = write(tmp_path / "a.jsonl", [{**row, "id": i} for i, row in enumerate(sums(50))])
+    held_out = write(tmp_path / "b.jsonl", [{**row, "id": i} for i, row in enumerate(sums(10, start=50))])
+    with pytest.raises(ValueError, match=r"b\.jsonl:1: id '0' is already taken by another problem at .*a\.jsonl:1"):
+        JsonlConfig(path=train, held_out_path=held_out).build()
+
+
+def test_blank_lines_and_a_byte_order_mark_are_passed_over(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\ufeff\n" + "".join(json.dumps(row) + "\n\n" for row in sums(100)), encoding="utf-8")
+    assert_sound(JsonlConfig(path=str(path)).build(), 100)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a", "answer": ', r"a\.jsonl:3: not JSON: Expecting value at column 26"),
+        ("[1, 2]", r"a\.jsonl:3: '\[1, 2\]' is not a JSON object"),
+        ('{"prompt": "a", "anwser": "1"}', r"a\.jsonl:3: there is no column 'answer'; did you mean 'anwser'"),
+        ('{"prompt": "a", "answer": [1]}', r"a\.jsonl:3: column 'answer' holds \[1\] of type list"),
+    ],
+)
+def test_broken_lines_name_file_and_line(tmp_path: Path, line: str, message: str):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in sums(2)) + line + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        JsonlConfig(path=str(path)).build()
+
+
+def test_bytes_that_are_no_text_name_file_and_line(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "a", "answer": "1"}\n{"prompt": "\xff", "answer": "1"}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: not UTF-8 text"):
+        JsonlConfig(path=str(path)).build()
+
+
+def test_empty_and_missing_files(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl is empty: it has no problem"):
+        JsonlConfig(path=str(tmp_path / "a.jsonl")).build()
+    with pytest.raises(FileNotFoundError, match=r"b\.jsonl"):
+        JsonlConfig(path=str(tmp_path / "b.jsonl")).build()
+
+
+def test_a_ground_truth_that_its_grader_cannot_parse_stops_the_build(tmp_path: Path):
+    rows = [*sums(30), {"prompt": "half of one third", "answer": r"\frac{1"}]
+    path = write(tmp_path / "a.jsonl", rows)
+    assert JsonlConfig(path=path).build()
+    with pytest.raises(GroundTruthError, match=r"a\.jsonl:31: math_verify cannot parse the ground truth"):
+        JsonlConfig(path=path, grader=MathVerifyConfig()).build()
+
+
+def test_a_bad_ground_truth_met_later_propagates_from_the_step(tmp_path: Path):
+    rows = [*sums(150), *({"prompt": f"bad {n}", "answer": r"\frac{1"} for n in range(20))]
+    environment = JsonlConfig(path=write(tmp_path / "a.jsonl", rows), grader=MathVerifyConfig()).build()
+    bad = next(task for task in environment.tasks(Split.TRAIN) if task.answer == r"\frac{1")
+    with pytest.raises(GroundTruthError, match="cannot parse the ground truth"):
+        environment.start(bad, 0).step("1")
+
+
+def test_reply_regex(tmp_path: Path):
+    environment = JsonlConfig(path=write(tmp_path / "a.jsonl", sums(100)), reply_regex="#### (.*)").build()
+    task = environment.tasks(Split.TRAIN)[0]
+    assert environment.start(task, 0).step(f"so\n#### {task.answer}").rewards == {"correct": 1.0}
+    assert environment.start(task, 0).step(task.answer).rewards == {"correct": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"held_out_path": "b.jsonl", "held_out": 0.2}, "held_out 0.2 and held_out_path 'b.jsonl' exclude one another"),
+        ({"held_out": 1.0}, "held_out is 1.0"),
+        ({"validation": -1.0}, "validation is -1.0"),
+        ({"reply_regex": "a"}, "reply_regex: 'a' has 0 groups"),
+    ],
+)
+def test_bad_settings(fields, message):
+    with pytest.raises(ValueError, match=message):
+        JsonlConfig(path="a.jsonl", **fields)
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    datasets.disable_progress_bars()
+    return datasets
+
+
+GSM8K = RowFormat(prompt_column="question", answer_regex=r"#### (-?[0-9.,]+)", worked_answer_column="answer")
+
+
+def word_problems(count: int, start: int = 0) -> list[dict[str, str]]:
+    return [{"question": f"{n} plus 1?", "answer": f"{n}+1={n + 1}\n#### {n + 1}"} for n in range(start, start + count)]
+
+
+def test_hf_saved_dataset_dict(tmp_path: Path, offline):
+    splits = {"train": word_problems(100), "test": word_problems(20, start=100)}
+    saved = offline.DatasetDict({split: offline.Dataset.from_list(rows) for split, rows in splits.items()})
+    saved.save_to_disk(str(tmp_path / "words"))
+    config = HuggingFaceConfig(
+        path=str(tmp_path / "words"), held_out_split="test", rows=GSM8K, reply_regex="#### (.*)", validation=0.1
+    )
+    environment = config.build()
+    assert environment.name == "words"
+    assert prompts(environment, Split.HELD_OUT) == {f"{n} plus 1?" for n in range(100, 120)}
+    assert_sound(environment, 120)
+
+
+def test_hf_saved_dataset(tmp_path: Path, offline):
+    offline.Dataset.from_list(sums(100)).save_to_disk(str(tmp_path / "sums"))
+    assert_sound(HuggingFaceConfig(path=str(tmp_path / "sums"), grader=MathVerifyConfig()).build(), 100)
+    with pytest.raises(ValueError, match="has no split 'test'; it has 'train'"):
+        HuggingFaceConfig(path=str(tmp_path / "sums"), held_out_split="test").build()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_hf_folder_of_files(tmp_path: Path, offline, kind: str):
+    (tmp_path / "data").mkdir()
+    for split, rows in (("train", sums(100)), ("test", sums(20, start=100))):
+        data = offline.Dataset.from_list(rows)
+        path = str(tmp_path / "data" / f"{split}.{kind}")
+        data.to_parquet(path) if kind == "parquet" else data.to_json(path)
+    assert_sound(HuggingFaceConfig(path=str(tmp_path / "data"), held_out_split="test").build(), 120)
+
+
+def test_hf_messages_column(tmp_path: Path, offline):
+    rows = [{"messages": [{"role": "user", "content": f"{n}+1="}], "answer": n + 1} for n in range(100)]
+    offline.Dataset.from_list(rows).save_to_disk(str(tmp_path / "chat"))
+    environment = HuggingFaceConfig(path=str(tmp_path / "chat")).build()
+    task = environment.tasks(Split.TRAIN)[0]
+    assert task.messages[0]["role"] == "user"
+    assert environment.start(task, 0).step(task.answer).rewards == {"correct": 1.0}
+
+
+def test_hf_missing_column_names_the_row(tmp_path: Path, offline):
+    offline.Dataset.from_list(word_problems(10)).save_to_disk(str(tmp_path / "words"))
+    with pytest.raises(
+        ValueError, match="split 'train', row 0: there is no column 'prompt'; the columns are 'question'"
+    ):
+        HuggingFaceConfig(path=str(tmp_path / "words")).build()
+
+
+def test_hf_missing_split_and_dataset(tmp_path: Path, offline):
+    write(tmp_path / "train.jsonl", sums(10))
+    with pytest.raises(ValueError, match=r"cannot load dataset .* split 'tset'.*Should be one of \['train'\]"):
+        HuggingFaceConfig(path=str(tmp_path), split="tset").build()
+    with pytest.raises(ValueError, match="cannot load dataset 'nobody/nothing-of-this-name'"):
+        HuggingFaceConfig(path="nobody/nothing-of-this-name").build()
+
+
+def test_hf_held_out_excludes_a_share():
+    with pytest.raises(ValueError, match=r"held_out 0\.2 and held_out_split 'test' exclude one another"):
+        HuggingFaceConfig(path="a", held_out_split="test", held_out=0.2)

@@ -1,0 +1,99 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+
+import draccus
+import pytest
+
+from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, RandomRewardConfig, Split
+from marin_rl.environments.base import Step
+from marin_rl.environments.random_reward import InnerEnvironmentConfig, RandomRewardEpisode
+
+INNER = ArithmeticConfig(size=2000)
+
+
+def rewards(probability: float, seed: int = 0) -> list[float]:
+    environment = RandomRewardConfig(environment=INNER, probability=probability).build()
+    return [
+        environment.start(task, seed).step(task.answer).rewards["random"] for task in environment.tasks(Split.TRAIN)
+    ]
+
+
+@pytest.mark.parametrize("split", [Split.VALIDATION, Split.HELD_OUT])
+def test_other_splits_are_graded_truly(split: Split):
+    environment = RandomRewardConfig(environment=INNER).build()
+    for task in environment.tasks(split):
+        assert environment.start(task, 0).step(task.answer).rewards == {"correct": 1.0}
+        assert environment.start(task, 0).step("wrong").rewards == {"correct": 0.0}
+
+
+def test_training_rewards_follow_the_probability_and_not_the_answer():
+    environment = RandomRewardConfig(environment=INNER, probability=0.3).build()
+    tasks = environment.tasks(Split.TRAIN)
+    for reply_of in (lambda task: task.answer, lambda task: "wrong"):
+        given = [environment.start(task, 1).step(reply_of(task)).rewards for task in tasks]
+        assert all(set(reward) == {"random"} for reward in given)
+        # Four standard deviations of 1,700 coins.
+        assert sum(reward["random"] for reward in given) / len(given) == pytest.approx(0.3, abs=0.045)
+
+
+def test_rewards_repeat_and_change_with_the_seed():
+    assert rewards(0.5) == rewards(0.5)
+    assert rewards(0.5, seed=0) != rewards(0.5, seed=1)
+
+
+def test_rewards_change_with_the_reply():
+    environment = RandomRewardConfig(environment=INNER).build()
+    task = environment.tasks(Split.TRAIN)[0]
+    assert {environment.start(task, 0).step(str(reply)).rewards["random"] for reply in range(64)} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("probability", [0.0, 1.0])
+def test_certain_coins(probability: float):
+    assert set(rewards(probability)) == {probability}
+
+
+def test_tasks_and_name_are_the_inner_ones():
+    inner, control = INNER.build(), RandomRewardConfig(environment=INNER).build()
+    assert control.name == inner.name
+    assert [control.tasks(split) for split in Split] == [inner.tasks(split) for split in Split]
+
+
+def test_only_the_last_step_of_an_episode_is_rewarded():
+    @dataclasses.dataclass
+    class Dialogue:
+        steps: int = 0
+
+        def step(self, reply: str) -> Step:
+            self.steps += 1
+            return Step({"correct": 0.0}, messages=({"role": "user", "content": "more"},), done=self.steps == 2)
+
+    episode = RandomRewardEpisode(Dialogue(), probability=1.0, key="k")
+    first, second = episode.step("a"), episode.step("b")
+    assert (first.rewards["random"], first.done, second.rewards["random"], second.done) == (0.0, False, 1.0, True)
+    assert first.messages[0]["content"] == "more"
+
+
+@pytest.mark.parametrize("probability", [-0.1, 1.1, float("nan")])
+def test_probability_is_checked(probability: float):
+    with pytest.raises(ValueError, match="probability is"):
+        RandomRewardConfig(environment=INNER, probability=probability)
+
+
+def test_config_round_trip():
+    raw = {
+        "type": "random_control",
+        "environment": {"type": "arithmetic", "digits": 1, "size": 50},
+        "probability": 0.25,
+    }
+    config = draccus.decode(EnvironmentConfig, raw)
+    assert config == RandomRewardConfig(environment=ArithmeticConfig(digits=1, size=50), probability=0.25)
+    assert draccus.decode(EnvironmentConfig, draccus.encode(config, EnvironmentConfig)) == config
+
+
+def test_a_control_does_not_wrap_a_control():
+    assert "random_control" not in InnerEnvironmentConfig.get_known_choices()
+    assert set(EnvironmentConfig.get_known_choices()) - set(InnerEnvironmentConfig.get_known_choices()) == {
+        "random_control"
+    }

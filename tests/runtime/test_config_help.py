@@ -1,0 +1,160 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+
+import draccus
+import pytest
+from levanter.models.lm_model import LmConfig
+from levanter.optim import AdamConfig, OptimizerConfig
+from levanter.trainer import TrainerConfig
+
+from marin_rl.runtime.config_decoding import ConfigError, field_types
+from marin_rl.runtime.config_help import all_keys, help_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Advantage(draccus.ChoiceRegistry):
+    """How rewards become advantages."""
+
+
+@Advantage.register_subclass("rloo")
+@dataclasses.dataclass(frozen=True)
+class Rloo(Advantage):
+    """Leave-one-out baseline.
+
+    More about it.
+    """
+
+    normalize: str = "none"
+    """What advantages are divided by."""
+
+
+@Advantage.register_subclass("mixed")
+@dataclasses.dataclass(frozen=True)
+class Mixed(Advantage):
+    """A mixture of others."""
+
+    parts: tuple[Advantage, ...] = ()
+    """What is mixed."""
+    share: float = 0.5
+    """How much of the first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Bounds."""
+
+    length: int = 7
+    """Most tokens, a long explanation that has to be broken into several lines where the terminal is narrow."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    name: str
+    """Name of the run."""
+    limits: Limits = Limits(9)
+    """Bounds on rollouts."""
+    extra: Limits | None = None
+    """More bounds."""
+    stages: tuple[Limits, ...] = ()
+    """Bounds by stage."""
+    advantage: Advantage = Rloo("group")
+    """How advantages are made."""
+    model: LmConfig | None = None
+    """The architecture."""
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamConfig)
+    """The optimizer."""
+    trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
+    """The trainer."""
+
+
+def entry(text: str, key: str) -> str:
+    """The lines of help from one key to the next."""
+    lines = text.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.strip().split(" (")[0] == key)
+    indent = len(lines[start]) - len(lines[start].lstrip())
+    end = next(
+        (i for i in range(start + 1, len(lines)) if len(lines[i]) - len(lines[i].lstrip()) <= indent), len(lines)
+    )
+    return " ".join(line.strip() for line in lines[start:end])
+
+
+def test_every_field_has_name_type_default_and_meaning():
+    text = help_text(RunConfig, {}, width=100)
+    assert entry(text, "name") == "name (text; required) Name of the run."
+    assert entry(text, "limits") == "limits Bounds on rollouts."
+    assert entry(text, "limits.length").startswith("limits.length (an integer; default: 9) Most tokens")
+    assert entry(text, "extra") == "extra (a section or null; default: null) More bounds."
+    assert entry(text, "extra.length").startswith("extra.length (an integer; default: 7)")
+    assert entry(text, "stages.N.length").startswith("stages.N.length (an integer; default: 7)")
+    assert entry(text, "advantage") == "advantage (type: rloo, mixed; default type: rloo) How advantages are made."
+    assert entry(text, "advantage.normalize") == (
+        'advantage.normalize (text; default: "group") What advantages are divided by.'
+    )
+    assert entry(text, "advantage.share") == "advantage.share (a number; default: 0.5) How much of the first."
+    assert "advantage.type rloo\n      Leave-one-out baseline.\n" in text
+
+
+def test_the_callers_defaults_are_shown():
+    text = help_text(RunConfig, {"name": "a", "limits": {"length": 3}, "trainer": {"seed": 5}}, width=100)
+    assert entry(text, "name").startswith('name (text; default: "a")')
+    assert entry(text, "limits.length").startswith("limits.length (an integer; default: 3)")
+    assert entry(text, "trainer.seed").startswith("trainer.seed (an integer; default: 5)")
+
+
+def test_levanters_sections_are_there_field_by_field():
+    text = help_text(RunConfig, {"model": {"type": "llama"}}, width=100)
+    for section, config in (("trainer", TrainerConfig), ("optimizer", AdamConfig)):
+        for name in field_types(config):
+            assert f"{section}.{name}" in text
+    assert "trainer.distributed.num_processes" in text
+    assert entry(text, "model.seq_len").endswith("maximum length of the input sequence. Defaults to 2048.")
+    assert "model.n_embd" not in text
+
+
+def test_no_field_of_the_default_sections_lacks_a_meaning():
+    lines = help_text(RunConfig, {"model": {"type": "qwen3"}}, width=1000).splitlines()
+    bare = [
+        line.strip()
+        for line, following in zip(lines, [*lines[1:], ""], strict=True)
+        if " (" in line
+        and "default" in line
+        and not following.startswith(line[: len(line) - len(line.lstrip())] + "    ")
+    ]
+    assert bare == []
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_lines_fit_the_terminal(width):
+    lines = help_text(RunConfig, {}, width=width).splitlines()
+    assert [line for line in lines if len(line) > width and " " in line.strip()] == []
+
+
+def test_a_section_or_an_option_alone():
+    assert help_text(RunConfig, {}, section="limits", width=100).splitlines()[0] == "  limits"
+    assert "limits" not in help_text(RunConfig, {}, section="trainer.ray", width=100)
+    text = help_text(RunConfig, {}, section="model.gemma", width=100)
+    assert text.startswith("  model.type gemma\n")
+    assert "model.hidden_dim" in text
+
+
+@pytest.mark.parametrize(
+    ("section", "hint"),
+    [("limit", "did you mean limits"), ("model.lama", "did you mean model.llama"), ("zzz", "lists")],
+)
+def test_help_of_what_is_not_there(section, hint):
+    with pytest.raises(ConfigError, match=f"--help {section}: there is no such key or option; .*{hint}"):
+        help_text(RunConfig, {}, section=section)
+
+
+def test_flags_are_listed():
+    assert "  --dry_run\n      Only check.\n" in help_text(RunConfig, {}, flags={"dry_run": "Only check."}, width=80)
+
+
+def test_all_keys_follow_the_choices_that_were_made():
+    keys = all_keys(RunConfig, {"model": {"type": "gpt2"}})
+    assert {"name", "limits.length", "advantage.share", "optimizer.beta1", "model.embed_pdrop"} <= set(keys)
+    assert "model.rope" not in keys
+    assert "model.rope" in all_keys(RunConfig, {"model": {"type": "llama"}})
+    assert all_keys(RunConfig, {"model": {"type": "nonsense"}, "trainer": 3})

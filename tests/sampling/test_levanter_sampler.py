@@ -1,0 +1,484 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis, NamedArray
+from jax import monitoring
+from levanter.inference import engine as engine_module
+from levanter.inference.engine import GenerationResult, InferenceEngine
+from levanter.layers.attention import AttentionMask
+from levanter.models.llama import LlamaConfig
+from levanter.models.lm_model import LmHeadModel
+from levanter.models.qwen import Qwen3Config
+
+import marin_rl
+from marin_rl.sampling.levanter_sampler import LevanterSampler, SamplerError, SamplingConfig
+from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
+from marin_rl.types import Generation, StopReason
+
+VOCAB = 64
+CONTEXT = 40
+STOP_IDS = (62, 63)
+PAGE = 8
+SLOTS = 8
+MAX_NEW = 12
+LLAMA = LlamaConfig(
+    seq_len=64, hidden_dim=32, intermediate_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, initializer_range=0.2
+)
+QWEN3 = Qwen3Config(
+    seq_len=64, hidden_dim=32, intermediate_dim=64, num_layers=1, num_heads=4, num_kv_heads=2, initializer_range=0.2
+)
+CONFIG = SamplingConfig(max_new_tokens=MAX_NEW, max_seqs=SLOTS, page_size=PAGE)
+
+
+def build(config: LlamaConfig, seed: int = 0) -> LmHeadModel:
+    return hax.named_jit(config.build)(Axis("vocab", VOCAB), key=jax.random.PRNGKey(seed))
+
+
+def make_sampler(model: LmHeadModel) -> LevanterSampler:
+    return LevanterSampler(model, config=CONFIG, stop_token_ids=STOP_IDS, max_context=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def model() -> LmHeadModel:
+    return build(LLAMA)
+
+
+@pytest.fixture(scope="module")
+def used_sampler(model: LmHeadModel) -> LevanterSampler:
+    """A sampler that all tests share, so that the engine compiles once and has a history."""
+    return make_sampler(model)
+
+
+@pytest.fixture
+def sampler(used_sampler: LevanterSampler, model: LmHeadModel) -> LevanterSampler:
+    used_sampler.update_weights(model, 0)
+    return used_sampler
+
+
+@hax.named_jit
+def forward(model: LmHeadModel, tokens: NamedArray) -> NamedArray:
+    return model(tokens, attn_mask=AttentionMask.causal())
+
+
+def full_logits(model: LmHeadModel, sequences: list[tuple[int, ...]]) -> np.ndarray:
+    """`[sequence, position, vocab]` in float64, from the forward pass that the learner uses."""
+    tokens = np.zeros((-(-len(sequences) // SLOTS) * SLOTS, CONTEXT), dtype=np.int32)
+    for row, sequence in zip(tokens, sequences, strict=False):
+        row[: len(sequence)] = sequence
+    chunks = [
+        forward(model, hax.named(chunk, ("batch", "position"))).array
+        for chunk in np.split(tokens, len(tokens) // SLOTS)
+    ]
+    return np.concatenate([np.asarray(chunk, dtype=np.float64) for chunk in chunks])
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def largest_error(model: LmHeadModel, requests: list[SampleRequest], generations: list[Generation]) -> float:
+    logits = full_logits(
+        model, [request.prompt_tokens + g.token_ids for request, g in zip(requests, generations, strict=True)]
+    )
+    errors = []
+    for row, (request, generation) in enumerate(zip(requests, generations, strict=True)):
+        expected = log_softmax(logits[row] / (request.temperature or 1.0))
+        for offset, (token, value) in enumerate(zip(generation.token_ids, generation.logprobs, strict=True)):
+            errors.append(abs(value - expected[len(request.prompt_tokens) - 1 + offset, token]))
+    return max(errors)
+
+
+def make_requests(lengths: list[int], temperature: float = 1.0, max_new_tokens: int = MAX_NEW) -> list[SampleRequest]:
+    rng = np.random.default_rng(len(lengths))
+    return [
+        SampleRequest(tuple(rng.integers(0, STOP_IDS[0], length).tolist()), seed, max_new_tokens, temperature)
+        for seed, length in enumerate(lengths)
+    ]
+
+
+# Shorter than a page, a page to the token, longer; so long that the context ends first; more than there are slots.
+LENGTHS = [1, 2, 5, 7, 8, 9, 15, 16, 17, 23, 24, 31, 33, 38, 39, 3, 8, 12, 20, 26]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_logprobs_are_those_of_the_full_forward_pass(sampler: LevanterSampler, model: LmHeadModel, temperature: float):
+    requests = make_requests(LENGTHS, temperature)
+    assert largest_error(model, requests, sampler.sample(requests)) < 1e-5
+
+
+def test_logprobs_with_mixed_temperatures(sampler: LevanterSampler, model: LmHeadModel):
+    temperatures = [0.0, 0.3, 1.0, 1.5]
+    requests = [
+        dataclasses.replace(request, temperature=temperatures[index % 4])
+        for index, request in enumerate(make_requests(LENGTHS))
+    ]
+    assert largest_error(model, requests, sampler.sample(requests)) < 1e-5
+
+
+def test_qwen3_logprobs_are_those_of_the_full_forward_pass():
+    model = build(QWEN3)
+    requests = make_requests(LENGTHS)
+    assert largest_error(model, requests, make_sampler(model).sample(requests)) < 1e-5
+
+
+def test_greedy_equals_a_naive_argmax_loop(sampler: LevanterSampler, model: LmHeadModel):
+    requests = make_requests([1, 4, 8, 11, 16, 21], temperature=0.0)
+    sequences = [request.prompt_tokens for request in requests]
+    for _ in range(MAX_NEW):
+        logits = full_logits(model, sequences)
+        sequences = [
+            sequence if sequence[-1] in STOP_IDS else (*sequence, int(logits[row, len(sequence) - 1].argmax()))
+            for row, sequence in enumerate(sequences)
+        ]
+    expected = [sequence[len(request.prompt_tokens) :] for request, sequence in zip(requests, sequences, strict=True)]
+    assert [generation.token_ids for generation in sampler.sample(requests)] == expected
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_first_tokens_follow_the_softmax(sampler: LevanterSampler, model: LmHeadModel, temperature: float):
+    prompt = (5, 9, 33)
+    count = 2400
+    requests = [SampleRequest(prompt, seed, 1, temperature) for seed in range(count)]
+    drawn = np.bincount([g.token_ids[0] for g in sampler.sample(requests)], minlength=VOCAB)
+    expected = count * np.exp(log_softmax(full_logits(model, [prompt])[0, len(prompt) - 1] / temperature))
+    rare = expected < 5
+    drawn = np.append(drawn[~rare], drawn[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    degrees = len(expected) - 1
+    assert degrees >= 10
+    # The mean of the chi-square distribution and five of its standard deviations.
+    assert ((drawn - expected) ** 2 / expected).sum() < degrees + 5 * (2 * degrees) ** 0.5
+
+
+def test_equal_seeds_repeat_and_different_seeds_differ(sampler: LevanterSampler):
+    # The seeds differ in the low half, in the high half, and not at all.
+    seeds = [7, 8, 7 + 2**40, 7, 2**63 - 1]
+    generations = sampler.sample([SampleRequest((1, 2, 3), seed, MAX_NEW) for seed in seeds])
+    assert generations[0] == generations[3]
+    assert len({g.token_ids for g in generations}) == 4
+
+
+def test_results_do_not_depend_on_the_rest_of_the_batch(sampler: LevanterSampler):
+    requests = make_requests(LENGTHS)
+    together = sampler.sample(requests)
+    assert sampler.sample(requests[::-1])[::-1] == together
+    assert [sampler.sample([request])[0] for request in requests] == together
+
+
+def test_results_do_not_depend_on_history(sampler: LevanterSampler, model: LmHeadModel):
+    for lengths in ([39, 1, 7], [30] * 13, [2] * SLOTS):
+        sampler.sample(make_requests(lengths))
+    requests = make_requests(LENGTHS)
+    assert sampler.sample(requests) == make_sampler(model).sample(requests)
+
+
+def test_request_i_always_gets_slot_i(sampler: LevanterSampler, monkeypatch: pytest.MonkeyPatch):
+    taken = []
+    run_prefill = engine_module._run_prefill
+
+    def spy(gen_state, model, token_sampler, work, max_seqs):
+        taken.append(np.asarray(work.new_slot_ids.array)[: int(work.new_num_seqs)].tolist())
+        return run_prefill(gen_state, model, token_sampler, work, max_seqs)
+
+    monkeypatch.setattr(engine_module, "_run_prefill", spy)
+    for lengths in ([39, 1, 7, 12], [5, 38, 2, 3, 39], [9]):
+        sampler.sample(make_requests(lengths))
+    assert taken == [[0, 1, 2, 3], [0, 1, 2, 3, 4], [0]]
+
+
+def test_duplicates_of_a_prompt_longer_than_a_page(sampler: LevanterSampler, model: LmHeadModel):
+    """The engine's own `n_generations` gives these a wrong cache (off by nats) and leaks pages until it dies."""
+    prompt = make_requests([19])[0].prompt_tokens
+    requests = [SampleRequest(prompt, seed, MAX_NEW) for seed in range(SLOTS)]
+    for _ in range(6):
+        generations = sampler.sample(requests)
+    assert largest_error(model, requests, generations) < 1e-5
+    assert len({g.token_ids for g in generations}) > 1
+
+
+def test_more_requests_than_slots_are_all_answered(sampler: LevanterSampler):
+    generations = sampler.sample(make_requests([3] * (6 * SLOTS + 1)))
+    assert len(generations) == 6 * SLOTS + 1
+    for generation in generations:
+        assert_complete(generation, MAX_NEW)
+
+
+def assert_complete(generation: Generation, allowed: int) -> None:
+    if generation.stop_reason is StopReason.STOP:
+        assert generation.token_ids[-1] in STOP_IDS
+        assert len(generation.token_ids) <= allowed
+    else:
+        assert generation.token_ids[-1] not in STOP_IDS
+        assert len(generation.token_ids) == allowed
+    assert not set(generation.token_ids[:-1]) & set(STOP_IDS)
+
+
+def test_every_slot_can_fill_the_whole_context(sampler: LevanterSampler):
+    """All pages are in use at once, and the decode loop runs for as many rounds as it ever has to."""
+    generations = []
+    for seed in range(4):
+        requests = [
+            dataclasses.replace(request, seed=seed * SLOTS + index)
+            for index, request in enumerate(make_requests([CONTEXT - MAX_NEW] * SLOTS))
+        ]
+        generations += sampler.sample(requests)
+    for generation in generations:
+        assert_complete(generation, MAX_NEW)
+    assert sum(g.stop_reason is StopReason.LENGTH for g in generations) >= SLOTS
+
+
+def test_prompts_beyond_one_prefill_are_all_answered(model: LmHeadModel, monkeypatch: pytest.MonkeyPatch):
+    """Four prompts of 30 tokens fill a prefill of 128; left to the engine's queue the others would be dropped."""
+    calls = spy_on_generate(monkeypatch)
+    sampler = make_sampler(model)
+    assert CONFIG.prefill_tokens(CONTEXT) == SLOTS * (CONTEXT - MAX_NEW)
+    requests = make_requests([39] * 7)
+    generations = sampler.sample(requests)
+    assert calls == [5, 2]
+    for generation in generations:
+        assert_complete(generation, 1)
+
+
+def spy_on_generate(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    calls: list[int] = []
+    generate = InferenceEngine.generate
+
+    def spy(self, requests, step_callback=None):
+        calls.append(len(requests))
+        return generate(self, requests, step_callback)
+
+    monkeypatch.setattr(InferenceEngine, "generate", spy)
+    return calls
+
+
+def test_each_stop_token_alone_stops(sampler: LevanterSampler):
+    generations = sampler.sample(make_requests([4] * 400))
+    last = [g.token_ids[-1] for g in generations if g.stop_reason is StopReason.STOP]
+    assert set(last) == set(STOP_IDS)
+    for generation in generations:
+        assert_complete(generation, MAX_NEW)
+
+
+def test_the_context_ends_an_answer_before_its_own_limit(sampler: LevanterSampler):
+    short, full = sampler.sample([SampleRequest((1,) * (CONTEXT - 2), 3, MAX_NEW), SampleRequest((1,), 3, 5)])
+    assert_complete(short, 2)
+    assert_complete(full, 5)
+
+
+@pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 100])
+def test_a_prompt_without_room_is_refused_before_anything_is_sampled(
+    sampler: LevanterSampler, monkeypatch: pytest.MonkeyPatch, length: int
+):
+    calls = spy_on_generate(monkeypatch)
+    with pytest.raises(PromptTooLongError, match=rf"request 1: the prompt has {length} tokens, but the limit is 39"):
+        sampler.sample([SampleRequest((1,), 0, 4), SampleRequest((1,) * length, 0, 4)])
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (SampleRequest((), 0, 4), "request 0: prompt_tokens is empty"),
+        (SampleRequest((1, VOCAB), 0, 4), "prompt token 64 is not in the model's vocabulary of 64"),
+        (SampleRequest((-1, 5), 0, 4), "prompt token -1 is not in the model's vocabulary"),
+        (SampleRequest((1,), 0, 0), "max_new_tokens is 0"),
+        (SampleRequest((1,), 0, MAX_NEW + 1), "max_new_tokens is 13; it must be between 1 and sampling.max_new_tokens"),
+        (SampleRequest((1,), 0, 4, -0.5), "temperature is -0.5"),
+        (SampleRequest((1,), 0, 4, float("nan")), "temperature is nan"),
+        (SampleRequest((1,), -1, 4), "seed is -1"),
+        (SampleRequest((1,), 2**63, 4), "seed is 9223372036854775808"),
+    ],
+)
+def test_malformed_requests_are_named(sampler: LevanterSampler, request_: SampleRequest, message: str):
+    with pytest.raises(ValueError, match=message):
+        sampler.sample([request_])
+
+
+def test_no_requests_no_answers(sampler: LevanterSampler):
+    assert sampler.sample([]) == []
+
+
+def test_new_weights_are_used_at_once_without_compiling_or_copying(sampler: LevanterSampler):
+    requests = make_requests(LENGTHS)
+    before = sampler.sample(requests)
+    other = build(LLAMA, seed=1)
+    compiled: list[str] = []
+
+    def listen(name: str, _seconds: float, **_kwargs: object) -> None:
+        if name.endswith("backend_compile_duration"):
+            compiled.append(name)
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        sampler.update_weights(other, 5)
+        after = sampler.sample(requests)
+        assert compiled == []
+        jax.jit(lambda x: x + len(requests))(jnp.ones(3))
+        assert compiled != [], "the listener hears compilations"
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
+    assert sampler._engine.model is other
+    assert largest_error(other, requests, after) < 1e-5
+    assert {g.token_ids for g in after} != {g.token_ids for g in before}
+    assert {(g.first_version, g.last_version) for g in before} == {(0, 0)}
+    assert {(g.first_version, g.last_version) for g in after} == {(5, 5)}
+
+
+def narrower(leaf: jax.Array) -> jax.Array:
+    return leaf[..., :1]
+
+
+def half_precision(leaf: jax.Array) -> jax.Array:
+    return leaf.astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize("change", [narrower, half_precision])
+def test_weights_that_would_compile_anew_are_refused(
+    sampler: LevanterSampler, model: LmHeadModel, change: Callable[[jax.Array], jax.Array]
+):
+    other = eqx.tree_at(lambda m: m.transformer.norm.weight.array, model, replace_fn=change)
+    with pytest.raises(ValueError, match="update_weights to version 3: the model's structure, shapes or dtypes differ"):
+        sampler.update_weights(other, 3)
+    assert sampler.version == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_interrupted_call_leaves_a_working_sampler(
+    sampler: LevanterSampler, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+):
+    requests = make_requests(LENGTHS)
+    expected = sampler.sample(requests)
+
+    def interrupt(self, outputs):
+        raise error("in the middle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InferenceEngine, "_extract_outputs", interrupt)
+        with pytest.raises(error, match="in the middle"):
+            sampler.sample(requests)
+    assert sampler.sample(requests) == expected
+
+
+def altered(monkeypatch: pytest.MonkeyPatch, alter: Callable[[GenerationResult], GenerationResult]) -> None:
+    generate = InferenceEngine.generate
+    monkeypatch.setattr(InferenceEngine, "generate", lambda self, requests: alter(generate(self, requests)))
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_a_cut_answer_is_an_error(sampler: LevanterSampler, monkeypatch: pytest.MonkeyPatch, kept: int):
+    def cut(result: GenerationResult) -> GenerationResult:
+        result.tokens[1] = [1] * kept
+        result.logprobs[1] = [-1.0] * kept
+        return result
+
+    altered(monkeypatch, cut)
+    with pytest.raises(SamplerError, match=rf"request 1: the engine returned {kept} tokens that end in no stop token"):
+        sampler.sample(make_requests([3, 4]))
+
+
+def test_an_answer_beyond_its_limit_is_an_error(sampler: LevanterSampler, monkeypatch: pytest.MonkeyPatch):
+    def stretch(result: GenerationResult) -> GenerationResult:
+        result.tokens[0] = [1] * 4 + [STOP_IDS[0]]
+        result.logprobs[0] = [-1.0] * 5
+        return result
+
+    altered(monkeypatch, stretch)
+    with pytest.raises(SamplerError, match="request 0: the engine returned 5 tokens"):
+        sampler.sample(make_requests([3], max_new_tokens=4))
+
+
+@pytest.mark.parametrize("value", [1e-3, float("nan"), float("-inf")])
+def test_an_impossible_logprob_is_an_error(sampler: LevanterSampler, monkeypatch: pytest.MonkeyPatch, value: float):
+    def spoil(result: GenerationResult) -> GenerationResult:
+        result.logprobs[1][-1] = value
+        return result
+
+    altered(monkeypatch, spoil)
+    with pytest.raises(SamplerError, match=f"request 1: the engine returned log-probability {value}"):
+        sampler.sample(make_requests([3, 4, 5]))
+
+
+def test_rounding_above_zero_is_clamped(sampler: LevanterSampler, monkeypatch: pytest.MonkeyPatch):
+    def nudge(result: GenerationResult) -> GenerationResult:
+        result.logprobs[0][0] = 1e-7
+        return result
+
+    altered(monkeypatch, nudge)
+    assert sampler.sample(make_requests([3]))[0].logprobs[0] == 0.0
+
+
+def test_weights_with_nan_are_an_error_and_leave_no_trace(sampler: LevanterSampler, model: LmHeadModel):
+    requests = make_requests(LENGTHS)
+    expected = sampler.sample(requests)
+    sampler.update_weights(jax.tree.map(lambda leaf: leaf * jnp.nan, model), 1)
+    with pytest.raises(SamplerError, match="Check the weights for NaN"):
+        sampler.sample(requests)
+    sampler.update_weights(model, 0)
+    assert sampler.sample(requests) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_new_tokens": 0}, "sampling.max_new_tokens is 0"),
+        ({"max_seqs": 0}, "sampling.max_seqs is 0"),
+        ({"page_size": -1}, "sampling.page_size is -1"),
+        ({"temperature": 0.0}, "sampling.temperature is 0.0"),
+        ({"temperature": float("inf")}, "sampling.temperature is inf"),
+        ({"kv_cache_dtype": "int8"}, "sampling.kv_cache_dtype is 'int8'"),
+    ],
+)
+def test_impossible_configs_are_refused(changes: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **changes)
+
+
+def test_prefill_must_take_the_longest_prompt(model: LmHeadModel):
+    config = dataclasses.replace(CONFIG, max_prefill_tokens=CONTEXT - 1)
+    with pytest.raises(ValueError, match=r"max_prefill_tokens is 39, but a prompt may have up to 40 tokens"):
+        LevanterSampler(model, config=config, stop_token_ids=STOP_IDS, max_context=CONTEXT)
+
+
+def test_stop_tokens_must_be_in_the_vocabulary(model: LmHeadModel):
+    with pytest.raises(ValueError, match=r"stop_token_ids \[3, 64\] are not all in the model's vocabulary of 64"):
+        LevanterSampler(model, config=CONFIG, stop_token_ids=[VOCAB, 3], max_context=CONTEXT)
+
+
+def test_a_context_of_one_token_is_refused(model: LmHeadModel):
+    with pytest.raises(ValueError, match="max_context is 1"):
+        LevanterSampler(model, config=CONFIG, stop_token_ids=STOP_IDS, max_context=1)
+
+
+@pytest.mark.parametrize("model_axis_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_parity_on_eight_devices_with_the_learners_sharding(model_axis_size: int):
+    script = pathlib.Path(__file__).with_name("sharded_parity.py")
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": str(pathlib.Path(marin_rl.__file__).parents[1]),
+    }
+    command = [sys.executable, str(script), str(model_axis_size)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout.splitlines()[-1])
+    assert measured["devices"] == measured["parameter_devices"] == 8
+    assert measured["sharded"]
+    assert measured["repeats"]
+    assert measured["recompiled"] == 0
+    assert measured["error"] < 1e-5
