@@ -32,6 +32,10 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.trainer_state import TrainerState
 
 logger = logging.getLogger(__name__)
+# Levanter warns about every leaf that is None, and an optimizer's state has one for each static field.
+logging.getLogger("levanter.tensorstore_serialization").addFilter(
+    lambda record: "Unknown leaf type <class 'NoneType'>" not in record.getMessage()
+)
 
 T = TypeVar("T")
 

@@ -14,6 +14,7 @@ from levanter.compat.hf_checkpoints import HFCheckpointConverter, HFCompatConfig
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer import TrainerConfig
 from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from marin_rl.tokenization.chat import ChatTokenizer
 
@@ -111,10 +112,17 @@ def save_hf_policy(model: LmHeadModel, tokenizer: ChatTokenizer, folder: Path, t
     config = model.config
     if not isinstance(config, HFCompatConfig):
         raise PolicyModelError(f"{type(config).__name__} has no Hugging Face form; it cannot be exported to {folder}")
+    hf_config = config.to_hf_config(model.vocab_size)
+    hf_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf_config.model_type]]
+    # The converter copies some keys from a reference; this checkpoint's own config is that reference.
+    hf_config.save_pretrained(folder)
     converter = HFCheckpointConverter(
         type(config),
-        HfConfigClass=type(config.to_hf_config(model.vocab_size)),
+        reference_checkpoint=str(folder),
+        HfConfigClass=type(hf_config),
         tokenizer=tokenizer.tokenizer,
+        # It would forbid generation to begin with the end token, which is an answer like any other.
+        config_overrides={"begin_suppress_tokens": None},
     )
     with trainer.use_device_mesh(), hax.axis_mapping(trainer.parameter_axis_mapping):
         converter.save_pretrained(model, str(folder), save_reference_code=False)

@@ -5,7 +5,7 @@
 
 import math
 
-import haliax as hax
+import jax
 from haliax import Axis
 
 from marin_rl.learner.policy_model import model_shape
@@ -24,7 +24,7 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
     assert config.model is not None
     rollouts, limits = config.rollouts, config.sampling
     shape = model_shape(config.model, Axis("vocab", tokenizer.vocab_size), config.trainer)
-    parameters = sum(math.prod(leaf.shape) for leaf in hax.tree_util.tree_leaves(shape) if leaf is not None)
+    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shape))
     per_step = rollouts.rollouts_per_step
     prompts = rollouts.prompts_per_step * config.num_steps
     lines = [

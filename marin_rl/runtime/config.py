@@ -22,6 +22,7 @@ from marin_rl.objectives.advantages import AdvantageConfig, RlooConfig
 from marin_rl.objectives.aggregation import AggregationConfig, SequenceSumConfig
 from marin_rl.objectives.kl import KlConfig, NoKlConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig, ReinforceLossConfig
+from marin_rl.runtime.config_decoding import decode
 from marin_rl.runtime.evaluation import EvaluationConfig
 from marin_rl.runtime.warm_start import WarmStartConfig
 from marin_rl.sampling.levanter_sampler import SamplingConfig
@@ -51,6 +52,11 @@ def levanter_defaults() -> dict[str, Any]:
             "ray": {"auto_start_cluster": False},
         }
     }
+
+
+def default_trainer() -> TrainerConfig:
+    """Levanter's trainer section with this project's defaults, for experiments written in code."""
+    return decode(TrainerConfig, levanter_defaults()["trainer"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +123,7 @@ class TrainConfig:
     """When to save."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamConfig)
     """Optimizer and schedule of RL, levanter's own section."""
-    trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
+    trainer: TrainerConfig = dataclasses.field(default_factory=default_trainer)
     """Mesh, precision, microbatches and trackers, levanter's own section. Batch size and number of
     steps follow from `rollouts` and `num_steps`."""
 

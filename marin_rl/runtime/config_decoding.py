@@ -179,8 +179,9 @@ def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> A
     concrete, given = resolve_section(section, raw, path, base)
     base = base if type(base) is (_plain_type(concrete)) else None
     known = field_types(concrete)
+    valid = [CHOICE_TYPE_KEY, *known] if is_choice_type(_plain_type(section)) else list(known)
     problems = [
-        f"unknown key {dotted((*path, str(key)))}; " + nearest(str(key), known) for key in given if key not in known
+        f"unknown key {dotted((*path, str(key)))}; " + nearest(str(key), valid) for key in given if key not in known
     ]
     values: dict[str, Any] = {}
     for name, annotation in known.items():
@@ -350,6 +351,8 @@ def encode(value: Any, annotation: Any = Any) -> Any:
         annotation: its declared type; where that is a choice, the mapping says which `type` it is.
     """
     plain = type(value)
+    if plain is int and float in members(annotation) and int not in members(annotation):
+        return float(value)
     if value is None or plain in (bool, int, float, str):
         return value
     if isinstance(value, enum.Enum):

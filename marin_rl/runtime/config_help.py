@@ -70,7 +70,7 @@ def help_text(
     Raises:
         ConfigError: if there is no such section.
     """
-    width = min(width or shutil.get_terminal_size((100, 24)).columns, MAX_WIDTH)
+    width = width or min(shutil.get_terminal_size((100, 24)).columns, MAX_WIDTH)
     if section:
         return _render(_entries_of(section, config_class, defaults), width)
     options = {

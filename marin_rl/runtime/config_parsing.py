@@ -267,7 +267,9 @@ def _with_place(problem: str, known: Sequence[str]) -> str:
     match = re.match(r"unknown key (\S+);", problem)
     if match is None or "did you mean" in problem:
         return problem
-    leaf = match[1].rsplit(".", 1)[-1]
+    section, _, leaf = match[1].rpartition(".")
+    if match[1] in known:
+        return problem.replace("; ", f"; it belongs to another {section}.{CHOICE_TYPE_KEY}. ", 1)
     elsewhere = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
     if not elsewhere:
         close = difflib.get_close_matches(leaf, {key.rsplit(".", 1)[-1] for key in known}, n=1, cutoff=0.75)

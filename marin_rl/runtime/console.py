@@ -94,7 +94,7 @@ class Progress:
         """Say what the run is doing now, such as `sampling`; shown on terminals only."""
         self._phase = name
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+    def update(self, step: int, metrics: Mapping[str, int | float]) -> None:
         """Show one update.
 
         Args:
@@ -137,7 +137,7 @@ class Progress:
         return Group(bar, line)
 
 
-def _shown_metrics(metrics: Mapping[str, float]) -> dict[str, str]:
+def _shown_metrics(metrics: Mapping[str, int | float]) -> dict[str, str]:
     """What progress shows of a record, by the names in `SHOWN`."""
     shown = {}
     for name, key, form in (
@@ -161,11 +161,11 @@ class ClosingSummary:
 
     run_directory: Path
     """Where everything lies."""
-    evaluations: Mapping[str, Mapping[str, float]]
+    evaluations: Mapping[str, Mapping[str, int | float]]
     """Metrics by moment (`before RL`, …), in order; their accuracies and pass@k are shown."""
-    seconds: Mapping[str, float]
+    seconds: Mapping[str, int | float]
     """Time by phase, over the whole run."""
-    totals: Mapping[str, float]
+    totals: Mapping[str, int | float]
     """What was counted, by name: updates, episodes, tokens."""
     next_commands: Mapping[str, str]
     """Commands to go on with, by what each does."""
@@ -190,7 +190,7 @@ def print_closing_table(console: Console, summary: ClosingSummary) -> None:
         console.print(Text.assemble((f"\n{purpose}\n", "dim"), (f"  {command}", "bold")), soft_wrap=True)
 
 
-def _accuracy_table(evaluations: Mapping[str, Mapping[str, float]]) -> Table:
+def _accuracy_table(evaluations: Mapping[str, Mapping[str, int | float]]) -> Table:
     names = dict.fromkeys(
         name
         for metrics in evaluations.values()
@@ -215,7 +215,7 @@ def _accuracy_table(evaluations: Mapping[str, Mapping[str, float]]) -> Table:
     return table
 
 
-def _time_table(seconds: Mapping[str, float]) -> Table:
+def _time_table(seconds: Mapping[str, int | float]) -> Table:
     whole = sum(seconds.values())
     table = Table(title="Time", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("phase", "time", "share"):

@@ -80,7 +80,7 @@ def plot_curves(metrics_path: Path, out_png: Path, title: str = "") -> bool:
     return True
 
 
-def _accuracy_panel(records: Sequence[Mapping[str, float]]) -> Panel:
+def _accuracy_panel(records: Sequence[Mapping[str, int | float]]) -> Panel:
     found = dict.fromkeys(
         name for record in records for name in record if name.startswith("eval/") and "/accuracy_" in name
     )
@@ -93,18 +93,18 @@ def _accuracy_panel(records: Sequence[Mapping[str, float]]) -> Panel:
     return Panel("Held-out accuracy", labels, smooth=False)
 
 
-def _has(records: Sequence[Mapping[str, float]], name: str) -> bool:
+def _has(records: Sequence[Mapping[str, int | float]], name: str) -> bool:
     return bool(_series(records, name)[0].size)
 
 
-def _series(records: Sequence[Mapping[str, float]], name: str) -> tuple[np.ndarray, np.ndarray]:
+def _series(records: Sequence[Mapping[str, int | float]], name: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of a metric, where it is finite."""
     points = [(record["step"], record[name]) for record in records if np.isfinite(record.get(name, np.nan))]
     steps, values = np.array(points, dtype=float).reshape(-1, 2).T
     return steps, values
 
 
-def _draw(axes: Axes, panel: Panel, records: Sequence[Mapping[str, float]], *, is_lowest: bool) -> None:
+def _draw(axes: Axes, panel: Panel, records: Sequence[Mapping[str, int | float]], *, is_lowest: bool) -> None:
     shown = [(label, *_series(records, name)) for name, label in panel.names.items() if _has(records, name)]
     for (label, steps, values), color in zip(shown, COLORS * len(shown), strict=False):
         if panel.smooth and len(values) >= 20:

@@ -17,7 +17,7 @@ from typing import Any
 from marin_rl.runtime.run_directory import RunDirectoryError, write_atomically, writing
 
 
-def format_record(step: int, metrics: Mapping[str, float]) -> str:
+def format_record(step: int, metrics: Mapping[str, int | float]) -> str:
     """One line of the file, without its newline.
 
     >>> format_record(3, {"train/rewards": 0.5, "loss/policy_avg": float("nan")})
@@ -34,7 +34,7 @@ def _writable(value: float) -> float | str:
     return value
 
 
-def append_record(path: Path, step: int, metrics: Mapping[str, float]) -> None:
+def append_record(path: Path, step: int, metrics: Mapping[str, int | float]) -> None:
     """Add the record of one update; it is on the disk when this returns.
 
     Raises:
@@ -47,7 +47,7 @@ def append_record(path: Path, step: int, metrics: Mapping[str, float]) -> None:
         os.fsync(file.fileno())
 
 
-def read_records(path: Path) -> list[dict[str, float]]:
+def read_records(path: Path) -> list[dict[str, int | float]]:
     """All complete records; none where there is no file.
 
     A last line that was cut off while it was written is left out.
@@ -78,7 +78,7 @@ def truncate_records(path: Path, after_step: int) -> None:
         write_atomically(path, kept)
 
 
-def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, float]]]:
+def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, int | float]]]:
     if not path.exists():
         return []
     lines = path.read_bytes().splitlines(keepends=True)
@@ -87,7 +87,7 @@ def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, float]]]:
     return [(line, _parse(line, path, number)) for number, line in enumerate(lines, start=1)]
 
 
-def _parse(line: bytes, path: Path, number: int) -> dict[str, float]:
+def _parse(line: bytes, path: Path, number: int) -> dict[str, int | float]:
     try:
         record: Any = json.loads(line)
         step = int(record["step"])

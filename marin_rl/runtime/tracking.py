@@ -34,7 +34,7 @@ class StepRecords:
             last_step = max((int(record["step"]) for record in read_records(path)), default=-1)
         self._last_step = last_step
 
-    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+    def record(self, step: int, metrics: Mapping[str, int | float]) -> None:
         """Write the complete record of one update.
 
         Args:
@@ -79,12 +79,12 @@ def make_tracker(
     """
     trackers = []
     for config in [configs] if isinstance(configs, TrackerConfig) else configs:
-        name = TrackerConfig.get_choice_name(type(config))
         if isinstance(config, TensorboardConfig) and config.purge_step is None and last_step:
             config = dataclasses.replace(config, purge_step=last_step + 1)
         try:
             trackers.append(config.init(run_id))
         except ImportError as error:
+            name = TrackerConfig.get_choice_name(type(config))
             raise ImportError(
                 f"tracker {name!r} needs a package that is not installed ({error}); pip install 'marin_rl[{name}]'"
             ) from error

@@ -185,7 +185,7 @@ def hf_folder(source: str) -> str:
         if not (folder / "hf" / "config.json").exists():
             raise ValueError(
                 f"initialize_from: the run in {source!r} has not finished: it has no hf/ folder yet. "
-                "Rerun its command to finish it, or export a checkpoint with python -m marin_rl.export"
+                "run its command again to finish it"
             )
         return str(folder / "hf")
     return source

@@ -69,14 +69,15 @@ class RunConfig:
     """The trainer."""
 
 
+def indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
 def entry(text: str, key: str) -> str:
     """The lines of help from one key to the next."""
     lines = text.splitlines()
     start = next(index for index, line in enumerate(lines) if line.strip().split(" (")[0] == key)
-    indent = len(lines[start]) - len(lines[start].lstrip())
-    end = next(
-        (i for i in range(start + 1, len(lines)) if len(lines[i]) - len(lines[i].lstrip()) <= indent), len(lines)
-    )
+    end = next((i for i in range(start + 1, len(lines)) if indent(lines[i]) <= indent(lines[start])), len(lines))
     return " ".join(line.strip() for line in lines[start:end])
 
 
@@ -115,13 +116,9 @@ def test_levanters_sections_are_there_field_by_field():
 
 def test_no_field_of_the_default_sections_lacks_a_meaning():
     lines = help_text(RunConfig, {"model": {"type": "qwen3"}}, width=1000).splitlines()
-    bare = [
-        line.strip()
-        for line, following in zip(lines, [*lines[1:], ""], strict=True)
-        if " (" in line
-        and "default" in line
-        and not following.startswith(line[: len(line) - len(line.lstrip())] + "    ")
-    ]
+    fields = [index for index, line in enumerate(lines) if "; default" in line or "; required" in line]
+    assert len(fields) > 100
+    bare = [lines[index].strip() for index in fields if indent(lines[index + 1]) != indent(lines[index]) + 4]
     assert bare == []
 
 

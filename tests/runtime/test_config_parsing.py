@@ -148,6 +148,10 @@ def test_a_key_named_type_outside_of_choices_is_an_ordinary_key():
             r"unknown key num_train_steps; did you mean trainer\.num_train_steps",
         ),
         (["--name", "x", "--learning_rte", "1"], r"unknown key learning_rte; did you mean optimizer\.learning_rate\?"),
+        (
+            ["--name", "x", "--advantage.epsilon", "1"],
+            r"unknown key advantage\.epsilon; it belongs to another advantage\.type\. Valid here: type, normalize",
+        ),
         (["--name", "x", "--model.type", "lama"], r"model\.type is 'lama'.*did you mean 'llama'\?"),
         (["--name", "x", "--trainer.seed", "x"], r"trainer\.seed is 'x' \(str\), but it takes an integer"),
         (["--name", "x", "--steps.a", "1"], r"steps is \{'a': 1\} \(dict\), but it takes an integer"),
@@ -180,7 +184,7 @@ def test_a_missing_file_names_the_nearest_one(tmp_path):
 
 
 def test_what_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read: .*[Ii]s a directory"):
+    with pytest.raises(ConfigError, match=r"cannot be read: .*[Ii]s a directory"):
         parse("--config", str(tmp_path))
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"binary\.yaml' cannot be read"):

@@ -1,0 +1,63 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""experiments/rloo.yaml as code: the same config, built from dataclasses.
+
+    python -m experiments.rloo_in_code
+
+Use this form where an experiment computes its settings, sweeps over them, or lives in a larger code base.
+"""
+
+import sys
+
+from levanter.models.llama import LlamaConfig
+from levanter.optim import AdamConfig
+
+from marin_rl.environments import ReasoningGymConfig
+from marin_rl.runtime.config import RolloutConfig, TrainConfig
+from marin_rl.runtime.evaluation import EvaluationConfig
+from marin_rl.runtime.session import run_session
+from marin_rl.runtime.warm_start import WarmStartConfig
+from marin_rl.sampling.levanter_sampler import SamplingConfig
+
+
+def rloo(seed: int = 0) -> TrainConfig:
+    """RLOO on verified two-term sums, from scratch.
+
+    Args:
+        seed: of weights, task order and sampling; each has a run directory of its own.
+    """
+    return TrainConfig(
+        run_dir="runs/rloo" if seed == 0 else f"runs/rloo-seed{seed}",
+        seed=seed,
+        environment=ReasoningGymConfig(
+            task="chain_sum",
+            options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+            size=20_000,
+            prompt_regex="problem: (.*)",
+            remove_whitespace=True,
+            reverse_answer=True,
+            exact_answer=True,
+        ),
+        model=LlamaConfig(
+            seq_len=16,
+            hidden_dim=128,
+            intermediate_dim=384,
+            num_layers=3,
+            num_heads=4,
+            num_kv_heads=4,
+            gradient_checkpointing=False,
+        ),
+        warm_start=WarmStartConfig(max_steps=600, target_accuracy=0.28),
+        num_steps=200,
+        rollouts=RolloutConfig(prompts_per_step=64, group_size=8, max_length=14),
+        sampling=SamplingConfig(max_new_tokens=5),
+        optimizer=AdamConfig(
+            learning_rate=3e-4, lr_schedule="constant", warmup=0, weight_decay=0.0, max_grad_norm=1.0
+        ),
+        evaluation=EvaluationConfig(every=50, tasks=512),
+    )
+
+
+if __name__ == "__main__":
+    run_session(rloo(), sys.stdout)

@@ -1,0 +1,112 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Measure a run's held-out accuracy: `python -m marin_rl.evaluate --run runs/rloo`."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from haliax import Axis
+
+from marin_rl.environments.base import Split
+from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from marin_rl.learner.policy_model import model_shape
+from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.config_parsing import from_yaml, parse_config
+from marin_rl.runtime.devices import start_devices
+from marin_rl.runtime.evaluation import EvaluationConfig, evaluate
+from marin_rl.runtime.run_directory import RunDirectory, RunDirectoryError, open_existing
+from marin_rl.runtime.training_run import make_player, make_sampler
+
+FLAGS = {"json": "Print one JSON object instead of lines."}
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig:
+    """What to evaluate, and how."""
+
+    run: str
+    """The run directory; nothing else is needed, and nothing in it is changed."""
+    step: int | None = None
+    """The checkpoint, by number of updates; the newest good one by default."""
+    validation: bool = False
+    """Evaluate on the validation tasks instead of the held-out ones."""
+    temperature: float | None = None
+    """Of the sampled attempts, above 0; the run's own by default."""
+    evaluation: EvaluationConfig | None = None
+    """Tasks, samples and pass@k; the run's own by default."""
+
+
+def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
+    """Evaluate a checkpoint.
+
+    Returns:
+        The checkpoint's step and the metrics of `marin_rl.runtime.evaluation.evaluate`.
+
+    Raises:
+        RunDirectoryError: if there is no such run.
+        CheckpointError: if it has no such checkpoint, or none that is whole.
+    """
+    directory = open_existing(Path(config.run))
+    train_config = from_yaml(TrainConfig, directory.config.read_text(encoding="utf-8"), str(directory.config))
+    assert train_config.model is not None  # written out when the run began
+    checkpoint = _checkpoint(config, directory, train_config)
+    trainer = start_devices(train_config.trainer_config(), rows=train_config.rollouts.rollouts_per_step)
+    like = model_shape(train_config.model, Axis("vocab", checkpoint.progress["vocab_size"]), trainer)
+    model = checkpoint.restore_model(like, axis_mapping=trainer.parameter_axis_mapping, mesh=trainer.device_mesh)
+    tokenizer = train_config.tokenizer.build()
+    sampler = make_sampler(train_config, model, tokenizer, trainer, checkpoint.step)
+    metrics = evaluate(
+        make_player(train_config, train_config.environment.build(), tokenizer, sampler),
+        config.evaluation or train_config.evaluation,
+        temperature=config.temperature or train_config.sampling.temperature,
+        seed=train_config.seed,
+        split=Split.VALIDATION if config.validation else Split.HELD_OUT,
+    )
+    return checkpoint.step, metrics
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program's name; None takes the process's own.
+
+    Returns:
+        The exit status: 0, or 1 after an error.
+    """
+    try:
+        parsed = parse_config(EvaluateConfig, sys.argv[1:] if argv is None else argv, {}, FLAGS)
+        step, metrics = run_evaluation(parsed.config)
+    except (ValueError, RunDirectoryError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if "json" in parsed.flags:
+        print(json.dumps({"run": parsed.config.run, "step": step, **metrics}))
+        return 0
+    print(f"{parsed.config.run}, after update {step}")
+    width = max(map(len, metrics))
+    for name, value in metrics.items():
+        print(f"  {name:<{width}}  {value:g}")
+    return 0
+
+
+def _checkpoint(config: EvaluateConfig, directory: RunDirectory, train_config: TrainConfig) -> Checkpoint:
+    checkpoints = Checkpoints(directory.checkpoints, train_config.checkpoint)
+    if config.step is not None:
+        if config.step not in checkpoints.steps():
+            raise CheckpointError(
+                f"run {config.run!r} has no checkpoint of update {config.step}; it has {checkpoints.steps()}"
+            )
+        return checkpoints.open(config.step)
+    checkpoint = checkpoints.newest_good()
+    if checkpoint is None:
+        raise CheckpointError(f"run {config.run!r} has no checkpoint yet")
+    return checkpoint
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from marin_rl.runtime.run_directory import (
+    RunDirectory,
+    RunDirectoryError,
+    create_or_open,
+    lock,
+    open_existing,
+    open_log,
+    write_atomically,
+)
+
+CONFIG = "name: a\nseed: 0\ntrainer:\n  seed: 1\n  tracker: []\n"
+
+
+def test_layout(tmp_path):
+    directory = create_or_open(tmp_path / "runs" / "a", CONFIG)
+    assert directory == RunDirectory(tmp_path / "runs" / "a")
+    assert directory.config.read_text() == CONFIG
+    assert directory.rollouts.is_dir()
+    assert directory.checkpoints.is_dir()
+    names = [directory.metrics, directory.hf, directory.log, directory.curves]
+    assert [path.name for path in names] == ["metrics.jsonl", "hf", "log.txt", "curves.png"]
+
+
+def test_the_same_config_opens_it_again_however_it_is_written(tmp_path):
+    create_or_open(tmp_path, CONFIG)
+    (tmp_path / "metrics.jsonl").write_text("kept")
+    create_or_open(tmp_path, "seed: 0\nname: 'a'\ntrainer: {tracker: [], seed: 1.0}\n")
+    assert (tmp_path / "metrics.jsonl").read_text() == "kept"
+
+
+def test_another_config_is_refused_key_by_key(tmp_path):
+    create_or_open(tmp_path, CONFIG)
+    with pytest.raises(RunDirectoryError) as caught:
+        create_or_open(tmp_path, "name: b\nseed: 0\ntrainer:\n  seed: 2\n  tracker: []\nsteps: 3\n")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"run directory {str(tmp_path)!r} belongs to a run with another config:"
+    assert lines[1:4] == [
+        '  name: "a" there, "b" now',
+        "  trainer.seed: 1 there, 2 now",
+        "  steps: not set there, 3 now",
+    ]
+    assert "choose another run_dir" in lines[4]
+    assert (tmp_path / "config.yaml").read_text() == CONFIG
+
+
+def test_what_may_differ_is_written_anew(tmp_path):
+    create_or_open(tmp_path, CONFIG)
+    changed = "name: a\nseed: 0\ntrainer:\n  seed: 1\n  tracker:\n    type: tensorboard\n"
+    with pytest.raises(RunDirectoryError, match=r"trainer\.tracker"):
+        create_or_open(tmp_path, changed)
+    create_or_open(tmp_path, changed, may_differ=["trainer.tracker"])
+    assert (tmp_path / "config.yaml").read_text() == changed
+
+
+def test_a_key_that_only_begins_like_one_that_may_differ_may_not(tmp_path):
+    create_or_open(tmp_path, "name: a\nname_of_it: b\n")
+    with pytest.raises(RunDirectoryError, match="name_of_it"):
+        create_or_open(tmp_path, "name: a\nname_of_it: c\n", may_differ=["name"])
+
+
+def test_a_run_without_its_config_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(RunDirectoryError, match=r"holds a run but no config\.yaml"):
+        create_or_open(tmp_path, CONFIG)
+
+
+def test_a_folder_that_is_no_run_directory(tmp_path):
+    with pytest.raises(RunDirectoryError, match=r"is not a run directory: it has no config\.yaml"):
+        open_existing(tmp_path)
+    assert open_existing(create_or_open(tmp_path, CONFIG).path) == RunDirectory(tmp_path)
+
+
+@pytest.mark.parametrize("below", ["file", "file/runs/a"])
+def test_a_file_in_the_way_is_named(tmp_path, below):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match=r"cannot write .*file.* is a file and not a folder; choose another"):
+        create_or_open(tmp_path / below, CONFIG)
+
+
+def test_a_place_that_cannot_be_written_is_named():
+    with pytest.raises(RunDirectoryError, match=r"cannot write '/proc/runs/a': .*; choose a run_dir on a disk"):
+        create_or_open(Path("/proc/runs/a"), CONFIG)
+
+
+def test_a_full_disk_is_named_and_the_old_file_stays(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("old")
+    # The partial file goes to a device that is always full.
+    (tmp_path / ".config.yaml.partial").symlink_to("/dev/full")
+    with pytest.raises(RunDirectoryError, match=r"cannot write .*config\.yaml': the disk is full; free some space"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("data", ["text ä\n", b"\x00\xff"])
+def test_atomic_writes_replace_the_whole_file(tmp_path, data):
+    path = tmp_path / "file"
+    path.write_text("something longer than the new content, so that a part of it would show")
+    (tmp_path / ".file.partial").write_text("left over from a killed process, also longer than the new content")
+    write_atomically(path, data)
+    assert path.read_bytes() == (data.encode() if isinstance(data, str) else data)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_two_processes_cannot_have_one_run_directory(tmp_path):
+    directory = create_or_open(tmp_path, CONFIG)
+    with lock(directory):
+        with (
+            pytest.raises(RunDirectoryError, match=f"in use by process {os.getpid()} on .*choose another"),
+            lock(directory),
+        ):
+            pass
+        # The refused attempt has not taken the lock away.
+        with pytest.raises(RunDirectoryError, match="in use"), lock(directory):
+            pass
+    with lock(directory):
+        pass
+
+
+def test_a_killed_process_leaves_no_lock(tmp_path):
+    directory = create_or_open(tmp_path, CONFIG)
+    code = (
+        "import pathlib, sys, time\n"
+        "from marin_rl.runtime.run_directory import RunDirectory, lock\n"
+        "with lock(RunDirectory(pathlib.Path(sys.argv[1]))):\n"
+        "    print('locked', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        with pytest.raises(RunDirectoryError, match=f"in use by process {process.pid} "), lock(directory):
+            pass
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with lock(directory):
+        pass
+
+
+def test_errors_inside_a_locked_run_are_its_own(tmp_path):
+    directory = create_or_open(tmp_path, CONFIG)
+    with pytest.raises(FileNotFoundError), lock(directory):
+        (tmp_path / "absent").read_text()
+    with lock(directory):
+        pass
+
+
+def test_the_log_is_appended_to_and_let_go(tmp_path):
+    directory = create_or_open(tmp_path, CONFIG)
+    logger = logging.getLogger("marin_rl.somewhere")
+    for message in ("first", "second"):
+        with open_log(directory):
+            logger.info(message)
+            logger.debug("not kept")
+    logger.warning("after")
+    lines = directory.log.read_text().splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == [
+        "INFO marin_rl.somewhere: first",
+        "INFO marin_rl.somewhere: second",
+    ]
+    assert logging.getLogger("marin_rl").handlers == []
+
+
+def test_a_log_that_cannot_be_opened_is_named(tmp_path):
+    directory = create_or_open(tmp_path, CONFIG)
+    directory.log.mkdir()
+    with pytest.raises(RunDirectoryError, match=r"cannot write .*log\.txt'"), open_log(directory):
+        pass
