@@ -100,8 +100,11 @@ def make_batch(
         shape: rows and positions of the batch; missing rows are filled with padding.
 
     Raises:
-        ValueError: if the rollouts need more rows than there are, or a row has another length.
+        ValueError: if the rollouts need more rows than there are, a row has another length, or there is not
+            one advantage per rollout.
     """
+    if len(advantages) != len(rollouts):
+        raise ValueError(f"make_batch got {len(rollouts)} rollouts but {len(advantages)} advantages; each needs one")
     rows = sum(rollout.input_ids.shape[0] for rollout in rollouts)
     if rows > shape.rows:
         raise ValueError(

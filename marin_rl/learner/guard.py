@@ -40,7 +40,7 @@ def guard_updates(optimizer: optax.GradientTransformation) -> optax.GradientTran
         return GuardState(guarded.init(params), jnp.zeros((), jnp.float32), jnp.array(True))
 
     def update(updates, state: GuardState, params=None, *, loss=0.0, **extra_args):
-        grad_norm = optax.global_norm(updates).astype(jnp.float32)
+        grad_norm = optax.tree.norm(updates).astype(jnp.float32)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
         stepped, inner = guarded.update(updates, state.inner, params, loss=loss, **extra_args)
         stepped = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), stepped)

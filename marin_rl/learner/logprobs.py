@@ -78,7 +78,8 @@ def blockwise_logprobs(
     Returns:
         Log-probabilities and entropies (nats), `[batch, position]` float32.
     """
-    score = functools.partial(_score_block, lm_head, temperature)
+    # The head's gradient is a sum over blocks: in float32 here, it is rounded to the head's dtype only once.
+    score = functools.partial(_score_block, lm_head.astype(jnp.float32), temperature)
     positions = activations.shape[1]
     if block_size >= positions:
         return score((activations, targets))
@@ -97,7 +98,8 @@ def _score_block(
     block: tuple[Float[Array, "batch block embed"], Int[Array, "batch block"]],
 ) -> tuple[Float[Array, "batch block"], Float[Array, "batch block"]]:
     activations, targets = block
-    logits = jnp.einsum("bpe,ev->bpv", activations, lm_head, preferred_element_type=jnp.float32) / temperature
+    head = lm_head.astype(activations.dtype)
+    logits = jnp.einsum("bpe,ev->bpv", activations, head, preferred_element_type=jnp.float32) / temperature
     normalizers = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     frozen, frozen_normalizers = jax.lax.stop_gradient((logits, normalizers))

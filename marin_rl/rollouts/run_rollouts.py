@@ -73,15 +73,17 @@ def run_groups(
         AllRolloutsFailedError: if every single rollout failed.
     """
     name = "-".join(str(part) for part in seed_parts[1:])
+    prompts = [_prompt(player, task) for task in tasks]
     attempts = [
         _Attempt(
             task=task,
+            observation=prompt,
             group_id=f"{name}-{group}",
             id=f"{name}-{group}-{member}",
             seed=derive_seed(*seed_parts, group, member),
             start_seed=derive_seed(*seed_parts, group),
         )
-        for group, task in enumerate(tasks)
+        for group, (task, prompt) in enumerate(zip(tasks, prompts, strict=True))
         for member in range(group_size)
     ]
     for attempt in attempts:
@@ -103,6 +105,17 @@ def run_groups(
     ]
 
 
+def _prompt(player: Player, task: Task) -> tuple[int, ...]:
+    tokens = player.tokenizer.prompt_tokens(task.messages)
+    if len(tokens) >= player.limits.max_length:
+        raise PromptTooLongError(
+            f"task {task.id!r} of environment {task.environment!r}: its prompt has {len(tokens)} tokens, which leaves "
+            f"no room for an answer in sequences of {player.limits.max_length}; raise rollouts.max_length or leave "
+            "the task out"
+        )
+    return tokens
+
+
 def _require_one_success(rollouts: Sequence[Rollout]) -> None:
     failed = [rollout for rollout in rollouts if rollout.status is RolloutStatus.FAILED]
     if rollouts and len(failed) == len(rollouts):
@@ -121,8 +134,8 @@ class _Attempt:
     id: str
     seed: int
     start_seed: int
+    observation: tuple[int, ...]
     episode: Episode | None = None
-    observation: tuple[int, ...] = ()
     observed: tuple[Message, ...] = ()
     starts_sequence: bool = True
     history: tuple[Message, ...] = ()
@@ -139,13 +152,6 @@ class _Attempt:
 
     def begin(self, player: Player) -> None:
         self.observed = self.task.messages
-        self.observation = player.tokenizer.prompt_tokens(self.task.messages)
-        if len(self.observation) >= player.limits.max_length:
-            raise PromptTooLongError(
-                f"task {self.task.id!r} of environment {self.task.environment!r}: its prompt has "
-                f"{len(self.observation)} tokens, which leaves no room for an answer in sequences of "
-                f"{player.limits.max_length}; raise rollouts.max_length or leave the task out"
-            )
         try:
             self.episode = player.environment.start(self.task, self.start_seed)
         except Exception as error:

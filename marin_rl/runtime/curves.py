@@ -37,7 +37,7 @@ PANELS = (
     Panel("Reward per rollout", {"train/rewards": "reward", "train/correct_rewards": "correct"}),
     Panel("Entropy", {"policy/entropy_avg": "entropy"}, unit="nats per token"),
     Panel("KL to the reference", {"objective/kl": "KL"}, unit="nats per rollout"),
-    Panel("Mean squared change of log-probabilities / 2", {"policy/approxkl_avg": "change"}, unit="nats²"),
+    Panel("Size of an update (approximate KL)", {"policy/approxkl_avg": "change"}, unit="nats per token"),
     Panel("Loss", {"loss/policy_avg": "policy"}),
     Panel("Output length", {"train/output_length": "tokens"}, unit="tokens"),
     Panel("Gradient norm", {"grad_norm": "before clipping"}),

@@ -20,19 +20,16 @@ class StepRecords:
     A tracker's failure stops the run like any other error: a record is in all places or the run says why not.
     """
 
-    def __init__(self, path: Path, tracker: Tracker, last_step: int | None = None):
-        """Begin, or go on, recording.
+    def __init__(self, path: Path, tracker: Tracker):
+        """Begin, or go on after the update that the file has last.
 
         Args:
             path: `metrics.jsonl`, already without records of updates that will be made again.
             tracker: what else gets the records; see `make_tracker`.
-            last_step: the update that was recorded last; None looks it up in the file.
         """
         self._path = path
         self._tracker = tracker
-        if last_step is None:
-            last_step = max((int(record["step"]) for record in read_records(path)), default=-1)
-        self._last_step = last_step
+        self._last_step = max((int(record["step"]) for record in read_records(path)), default=-1)
 
     def record(self, step: int, metrics: Mapping[str, int | float]) -> None:
         """Write the complete record of one update.

@@ -4,6 +4,7 @@
 """A supervised start, so that a model from scratch has something to reinforce."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -103,12 +104,17 @@ def warm_start(
     optimizer = AdamConfig(learning_rate=config.learning_rate, lr_schedule="constant", warmup=0, weight_decay=0.0)
     trainer = dataclasses.replace(trainer, train_batch_size=config.batch_size, per_device_parallelism=-1)
     loss = RlLoss(ReinforceLossConfig(), NoKlConfig(), temperature=1.0, block_size=block_size, num_microbatches=1)
+
+    @functools.cache
+    def example(index: int) -> ProcessedRollout | None:
+        return _worked_example(tasks[index], player)
+
     learner = Learner(trainer, optimizer, loss, num_steps=config.max_steps)
     state = learner.initial_state(model, jax.random.PRNGKey(derive_seed(seed, "warm start") % 2**32))
     for step in range(1, config.max_steps + 1):
         rng = np.random.default_rng(derive_seed(seed, "warm start", step))
-        drawn = [_worked_example(tasks[index], player) for index in rng.integers(len(tasks), size=config.batch_size)]
-        chosen = [example for example in drawn if example is not None]
+        drawn = [example(int(index)) for index in rng.integers(len(tasks), size=config.batch_size)]
+        chosen = [found for found in drawn if found is not None]
         if not chosen:
             raise WarmStartError(
                 f"environment {player.environment.name!r}: not one of {len(drawn)} worked answers fits into "

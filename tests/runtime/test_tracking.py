@@ -84,7 +84,7 @@ def test_a_resumed_run_goes_on_after_its_last_record(tmp_path):
 
 def test_a_record_that_is_not_on_the_disk_goes_nowhere_else(tmp_path):
     path, tracker = tmp_path / "metrics.jsonl", ListTracker()
-    records = StepRecords(path, tracker, last_step=0)
+    records = StepRecords(path, tracker)
     path.symlink_to("/dev/full")
     with pytest.raises(RunDirectoryError, match="disk is full"):
         records.record(1, {})

@@ -1,0 +1,173 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from marin_rl.batching.processed_rollout import process_conversation, process_rollout
+from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import Generation, Rollout, RolloutStatus, StopReason, Task, Turn
+
+PAD = 99
+TASK = Task("2+3", "sums", ({"role": "user", "content": "2+3="},), "5")
+# The example of marin_rl/types.py, one number a word.
+USER, END, ASSISTANT, WRONG = 1, 2, 3, 4
+FIRST = (USER, 12, 10, 13, 11, END, ASSISTANT)
+SECOND = (USER, WRONG, END, ASSISTANT)
+
+
+def turn(observation: tuple[int, ...], sampled: dict[int, float], *, starts: bool = False) -> Turn:
+    generation = Generation(tuple(sampled), tuple(sampled.values()), StopReason.STOP, 0, 0)
+    return Turn(observation, generation, (), starts_sequence=starts)
+
+
+def rollout(*turns: Turn, rewards: dict[str, float] | None = None) -> Rollout:
+    rewards = {"correct": 1.0, "format": 0.5} if rewards is None else rewards
+    return Rollout("step-1/group-0/2", "group-0", TASK, turns, RolloutStatus.COMPLETED, rewards)
+
+
+TWO_TURNS = rollout(
+    turn(FIRST, {16: -0.5, END: -0.25}, starts=True),
+    turn(SECOND, {15: -1.5, END: -0.75}),
+)
+
+
+def test_two_turns_with_an_observation_between_them() -> None:
+    processed = process_rollout(TWO_TURNS, length=18, pad_token_id=PAD)
+    observed = len(FIRST)
+    assert processed.input_ids.tolist() == [[*FIRST, 16, END, *SECOND, 15, END, PAD, PAD, PAD]]
+    loss = [False] * observed + [True] * 2 + [False] * len(SECOND) + [True] * 2 + [False] * 3
+    assert processed.loss_mask.tolist() == [loss]
+    assert processed.segment_ids.tolist() == [[1] * 15 + [0] * 3]
+    assert processed.policy_logprobs.tolist() == [
+        [0.0] * observed + [-0.5, -0.25] + [0.0] * len(SECOND) + [-1.5, -0.75] + [0.0] * 3
+    ]
+    assert not processed.reference_logprobs.any()
+    assert processed.returns.tolist() == [1.5]
+    assert (processed.source, processed.id) == ("sums", "step-1/group-0/2")
+
+
+def test_a_rewritten_history_makes_a_second_row_of_the_same_rollout() -> None:
+    split = rollout(
+        turn(FIRST, {16: -0.5, END: -0.25}, starts=True),
+        turn((*FIRST, 17, END, *SECOND), {15: -1.5}, starts=True),
+        turn((END, USER), {14: -2.0}),
+    )
+    processed = process_rollout(split, length=20, pad_token_id=PAD)
+    assert processed.input_ids.shape == (2, 20)
+    assert processed.input_ids[0].tolist() == [*FIRST, 16, END] + [PAD] * 11
+    assert processed.input_ids[1].tolist() == [*FIRST, 17, END, *SECOND, 15, END, USER, 14] + [PAD] * 3
+    # 17 was never sampled, only shown: no loss.
+    assert np.flatnonzero(processed.loss_mask[0]).tolist() == [7, 8]
+    assert np.flatnonzero(processed.loss_mask[1]).tolist() == [13, 16]
+    assert processed.policy_logprobs[1, [13, 16]].tolist() == [-1.5, -2.0]
+    assert processed.returns.tolist() == [1.5, 1.5]
+
+
+def test_a_row_may_be_filled_to_the_brim_and_not_beyond() -> None:
+    full = process_rollout(TWO_TURNS, length=15, pad_token_id=PAD)
+    assert full.segment_ids.all()
+    with pytest.raises(ValueError, match=r"step-1/group-0/2: a sequence of 15 tokens .* rows of 14 positions"):
+        process_rollout(TWO_TURNS, length=14, pad_token_id=PAD)
+
+
+def test_a_failed_rollout_keeps_its_turns_and_has_no_return() -> None:
+    failed = dataclasses.replace(TWO_TURNS, status=RolloutStatus.FAILED, rewards={}, error="boom")
+    processed = process_rollout(failed, length=15, pad_token_id=PAD)
+    assert processed.loss_mask.sum() == 4
+    assert processed.returns.tolist() == [0.0]
+
+
+def test_a_rollout_that_failed_before_its_first_turn_has_no_rows() -> None:
+    failed = Rollout("r", "group-0", TASK, (), RolloutStatus.FAILED, {}, "boom")
+    assert process_rollout(failed, length=8, pad_token_id=PAD).input_ids.shape == (0, 8)
+
+
+def test_an_answer_to_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="covers a first token"):
+        process_rollout(rollout(turn((), {5: -1.0}, starts=True)), length=4, pad_token_id=PAD)
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatTokenizer:
+    return ChatTokenizer(byte_tokenizer())
+
+
+CONVERSATION = [
+    {"role": "user", "content": "2+3="},
+    {"role": "assistant", "content": "6"},
+    {"role": "user", "content": "wrong"},
+    {"role": "assistant", "content": "5"},
+]
+
+
+def test_a_conversation_has_loss_on_what_the_assistant_says(chat: ChatTokenizer) -> None:
+    processed = process_conversation(CONVERSATION, id="c", source="sums", length=32, tokenizer=chat)
+    assert processed is not None
+    assert chat.tokenizer.decode(processed.input_ids[processed.loss_mask]) == "6<|end|>5<|end|>"
+    used = processed.segment_ids == 1
+    assert (processed.input_ids[~used] == chat.pad_token_id).all()
+    assert used.sum() == 4 + 2 + 1 + 2 + 5 + 2 + 1 + 2
+    assert not processed.policy_logprobs.any()
+    assert processed.returns.tolist() == [0.0]
+
+
+@pytest.mark.parametrize(("length", "replies"), [(19, "6<|end|>5<|end|>"), (18, "6<|end|>"), (9, "6<|end|>")])
+def test_a_reply_that_does_not_fit_whole_is_dropped_whole(chat: ChatTokenizer, length: int, replies: str) -> None:
+    processed = process_conversation(CONVERSATION, id="c", source="sums", length=length, tokenizer=chat)
+    assert processed is not None
+    assert chat.tokenizer.decode(processed.input_ids[processed.loss_mask]) == replies
+    assert processed.input_ids.shape == (1, length)
+
+
+def test_a_conversation_of_which_no_reply_fits_is_none(chat: ChatTokenizer) -> None:
+    assert process_conversation(CONVERSATION, id="c", source="sums", length=8, tokenizer=chat) is None
+
+
+def test_arrays_have_the_documented_dtypes() -> None:
+    processed = process_rollout(TWO_TURNS, length=15, pad_token_id=PAD)
+    dtypes = {name: str(value.dtype) for name, value in vars(processed).items() if isinstance(value, np.ndarray)}
+    assert dtypes == {
+        "input_ids": "int32",
+        "loss_mask": "bool",
+        "segment_ids": "int32",
+        "policy_logprobs": "float32",
+        "reference_logprobs": "float32",
+        "returns": "float32",
+    }
+
+
+def set_at(array: np.ndarray, index: tuple[int, int], value: float) -> np.ndarray:
+    changed = array.copy()
+    changed[index] = value
+    return changed
+
+
+GOOD = process_rollout(TWO_TURNS, length=18, pad_token_id=PAD)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("input_ids", GOOD.input_ids.astype(np.int64), "input_ids is int64, expected int32"),
+        ("loss_mask", GOOD.loss_mask.astype(np.int32), "loss_mask is int32, expected bool"),
+        ("segment_ids", GOOD.segment_ids.astype(np.int8), "segment_ids is int8, expected int32"),
+        ("policy_logprobs", GOOD.policy_logprobs.astype(np.float64), "policy_logprobs is float64, expected float32"),
+        ("policy_logprobs", GOOD.policy_logprobs[:, :-1], "policy_logprobs has shape (1, 17), input_ids has (1, 18)"),
+        ("loss_mask", GOOD.loss_mask[0], "loss_mask has shape (18,), input_ids has (1, 18)"),
+        ("returns", np.zeros((2,), np.float32), "returns is float32(2,), expected float32(1,)"),
+        ("returns", np.zeros((1,), np.float64), "returns is float64(1,), expected float32(1,)"),
+        ("loss_mask", set_at(GOOD.loss_mask, (0, 16), True), "loss_mask covers padding"),
+        ("loss_mask", set_at(GOOD.loss_mask, (0, 0), True), "loss_mask covers a first token"),
+        ("policy_logprobs", set_at(GOOD.policy_logprobs, (0, 7), np.nan), "policy_logprobs has values"),
+        ("policy_logprobs", set_at(GOOD.policy_logprobs, (0, 7), -np.inf), "policy_logprobs has values"),
+        ("reference_logprobs", set_at(GOOD.reference_logprobs, (0, 7), 0.5), "reference_logprobs has values"),
+    ],
+)
+def test_wrong_arrays_are_refused_by_name(field: str, value: np.ndarray, complaint: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"ProcessedRollout step-1/group-0/2: {complaint}")):
+        dataclasses.replace(GOOD, **{field: value})

@@ -1,0 +1,47 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""All checks and tests: `python -m tests.check`. Stops at the first that fails."""
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+
+
+def commands(site: str) -> list[tuple[str, list[str]]]:
+    """Name and command of every check, the quick ones first."""
+    python = sys.executable
+    return [
+        ("format", [str(BIN / "ruff"), "format", "--check", "."]),
+        ("lint", [str(BIN / "ruff"), "check", "."]),
+        ("types", [str(BIN / "pyrefly"), "check"]),
+        ("floors", [str(BIN / "lint-imports")]),
+        ("docs", [python, "-m", "mkdocs", "build", "--strict", "-q", "-f", "docs/mkdocs.yml", "-d", site]),
+        ("tests", [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--durations", "15"]),
+    ]
+
+
+def main() -> int:
+    """Run them all.
+
+    Returns:
+        The exit status of the first that failed, or 0.
+    """
+    with tempfile.TemporaryDirectory() as site:
+        for name, command in commands(site):
+            print(f"== {name}", flush=True)
+            start = time.monotonic()
+            status = subprocess.run(command, cwd=ROOT, check=False).returncode
+            print(f"== {name}: {'ok' if status == 0 else 'FAILED'} in {time.monotonic() - start:.0f} s", flush=True)
+            if status != 0:
+                return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
