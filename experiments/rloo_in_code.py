@@ -52,9 +52,7 @@ def rloo(seed: int = 0) -> TrainConfig:
         num_steps=200,
         rollouts=RolloutConfig(prompts_per_step=64, group_size=8, max_length=14),
         sampling=SamplingConfig(max_new_tokens=5),
-        optimizer=AdamConfig(
-            learning_rate=3e-4, lr_schedule="constant", warmup=0, weight_decay=0.0, max_grad_norm=1.0
-        ),
+        optimizer=AdamConfig(learning_rate=3e-4, lr_schedule="constant", warmup=0, weight_decay=0.0, max_grad_norm=1.0),
         evaluation=EvaluationConfig(every=50, tasks=512),
     )
 

@@ -18,8 +18,9 @@ from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml, parse_config
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import EvaluationConfig, evaluate
+from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.run_directory import RunDirectory, RunDirectoryError, open_existing
-from marin_rl.runtime.training_run import make_player, make_sampler
+from marin_rl.runtime.training_run import make_player
 
 FLAGS = {"json": "Print one JSON object instead of lines."}
 
@@ -58,7 +59,7 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     like = model_shape(train_config.model, Axis("vocab", checkpoint.progress["vocab_size"]), trainer)
     model = checkpoint.restore_model(like, axis_mapping=trainer.parameter_axis_mapping, mesh=trainer.device_mesh)
     tokenizer = train_config.tokenizer.build()
-    sampler = make_sampler(train_config, model, tokenizer, trainer, checkpoint.step)
+    sampler = PolicySampler(train_config, model, tokenizer, trainer, checkpoint.step)
     metrics = evaluate(
         make_player(train_config, train_config.environment.build(), tokenizer, sampler),
         config.evaluation or train_config.evaluation,

@@ -117,7 +117,8 @@ def make_batch(
     for index, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True)):
         if rollout.input_ids.shape[1] != shape.positions:
             raise ValueError(
-                f"rollout {rollout.id} has rows of {rollout.input_ids.shape[1]} positions, the batch has {shape.positions}"
+                f"rollout {rollout.id} has rows of {rollout.input_ids.shape[1]} positions, "
+                f"the batch has {shape.positions}"
             )
         span = slice(start, start + rollout.input_ids.shape[0])
         for name in ("input_ids", "loss_mask", "segment_ids", "policy_logprobs", "reference_logprobs"):

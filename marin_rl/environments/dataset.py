@@ -5,9 +5,9 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from marin_rl.environments.base import Environment, EnvironmentConfig, Split
 from marin_rl.environments.rows import Row, RowFormat
@@ -117,7 +117,9 @@ class HuggingFaceConfig(EnvironmentConfig):
     def _read(self, split: str) -> tuple[str, Iterable[Row]]:
         source = f"dataset {self.path!r}, split {split!r}"
         dataset = _load_dataset(self, split)
-        return source, (Row(values, f"{source}, row {index}") for index, values in enumerate(dataset))
+        return source, (
+            Row(cast(Mapping[str, Any], values), f"{source}, row {index}") for index, values in enumerate(dataset)
+        )
 
 
 def _check(config: JsonlConfig | HuggingFaceConfig, field: str, explicit: str | None) -> None:

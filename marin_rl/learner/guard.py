@@ -3,7 +3,7 @@
 
 """An optimizer that never lets a broken gradient touch the weights."""
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -47,4 +47,4 @@ def guard_updates(optimizer: optax.GradientTransformation) -> optax.GradientTran
         inner = jax.tree.map(lambda new, old: jnp.where(finite, new, old), inner, state.inner)
         return stepped, GuardState(inner, grad_norm, finite)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, cast(optax.TransformUpdateExtraArgsFn, update))

@@ -23,28 +23,30 @@ from marin_rl.batching.rl_example import RlExample
 def token_logprobs(
     model: LmHeadModel, batch: RlExample, *, temperature: float, block_size: int
 ) -> tuple[NamedArray, NamedArray]:
-    """Log-probability of every token given those before it, and the entropy of what was predicted there.
+    """Log-probability of every loss token given those before it, and the entropy of what was predicted there.
 
     ```
     log π(x_t | x_<t)  = z[x_t] - logsumexp(z)
-    H_t                = logsumexp(z) - Σ_v softmax(z)_v z_v      z = logits_{t-1} / temperature
+    H_t                = -Σ_v softmax(z)_v log softmax(z)_v       z = logits_{t-1} / temperature
     ```
 
     Args:
         model: a language model; its activations and head are used, never its full logits.
-        batch: the tokens and their segments.
+        batch: the tokens, their segments and their loss mask.
         temperature: divides the logits, above 0; the temperature at which the rollouts were sampled.
         block_size: positions of a row whose logits exist at the same time.
 
     Returns:
         Log-probabilities and entropies (nats), both `{batch, position}` float32, aligned with the tokens
-        (`marin_rl.batching.alignment`); token 0 has 0. The entropy carries no gradient.
+        (`marin_rl.batching.alignment`); 0 off the loss mask. The entropy carries no gradient.
     """
     activations = model.activations(batch.input_ids, batch.attention_mask, key=None)
     if isinstance(activations, tuple):  # mixture-of-experts models also return a balancing loss
         activations = activations[0]
     Batch, Pos = batch.input_ids.axes
     targets = to_predictors(batch.input_ids)
+    # What the model finds where nothing is asked may overflow, and 0 · inf is NaN in the gradient of the head.
+    activations = hax.where(to_predictors(batch.loss_mask), activations, 0)
     logprobs, entropies = blockwise_logprobs(
         activations.rearrange((Batch, Pos, model.Embed)).array,
         model.get_lm_head().rearrange((model.Embed, model.Vocab)).array,
@@ -52,7 +54,11 @@ def token_logprobs(
         temperature=temperature,
         block_size=block_size,
     )
-    return to_tokens(hax.named(logprobs, (Batch, Pos))), to_tokens(hax.named(entropies, (Batch, Pos)))
+
+    def on_the_mask(values: Array) -> NamedArray:
+        return hax.where(batch.loss_mask, to_tokens(hax.named(values, (Batch, Pos))), 0.0)
+
+    return on_the_mask(logprobs), on_the_mask(entropies)
 
 
 def blockwise_logprobs(
@@ -79,7 +85,7 @@ def blockwise_logprobs(
         Log-probabilities and entropies (nats), `[batch, position]` float32.
     """
     # The head's gradient is a sum over blocks: in float32 here, it is rounded to the head's dtype only once.
-    score = functools.partial(_score_block, lm_head.astype(jnp.float32), temperature)
+    score = functools.partial(_score_block, lm_head.astype(jnp.float32), lm_head.dtype, temperature)
     positions = activations.shape[1]
     if block_size >= positions:
         return score((activations, targets))
@@ -94,17 +100,18 @@ def blockwise_logprobs(
 
 def _score_block(
     lm_head: Float[Array, "embed vocab"],
+    dtype: jnp.dtype,
     temperature: float,
     block: tuple[Float[Array, "batch block embed"], Int[Array, "batch block"]],
 ) -> tuple[Float[Array, "batch block"], Float[Array, "batch block"]]:
     activations, targets = block
-    head = lm_head.astype(activations.dtype)
-    logits = jnp.einsum("bpe,ev->bpv", activations, head, preferred_element_type=jnp.float32) / temperature
+    products = jnp.einsum("bpe,ev->bpv", activations, lm_head.astype(dtype), preferred_element_type=jnp.float32)
+    logits = products / temperature
     normalizers = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    frozen, frozen_normalizers = jax.lax.stop_gradient((logits, normalizers))
-    probabilities = jnp.exp(frozen - frozen_normalizers[..., None])
-    entropies = frozen_normalizers - jnp.sum(probabilities * frozen, axis=-1)
+    # Not logsumexp(z) - Σ p z, which for logits far from 0 is the small difference of two large numbers.
+    frozen = jax.lax.stop_gradient(logits - normalizers[..., None])
+    entropies = -jnp.sum(jnp.exp(frozen) * frozen, axis=-1)
     return chosen - normalizers, entropies
 
 

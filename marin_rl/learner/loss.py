@@ -59,8 +59,7 @@ class RlLoss:
         logprobs, entropies = token_logprobs(model, batch, temperature=self.temperature, block_size=self.block_size)
         axes = batch.input_ids.axes
         mask, weights = batch.loss_mask.array, batch.loss_weights.array
-        # Off the mask the model may find anything, even -inf; 0 keeps it out of sums and gradients.
-        learner = jnp.where(mask, logprobs.rearrange(axes).array, 0.0)
+        learner = logprobs.rearrange(axes).array
         policy = batch.policy_logprobs.array
         terms, clipped = self.policy_loss.per_token(learner, policy, batch.advantages.array)
         policy_part = jnp.sum(weights * terms)

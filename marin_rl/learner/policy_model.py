@@ -5,15 +5,16 @@
 
 import logging
 from pathlib import Path
+from typing import cast
 
 import equinox as eqx
 import haliax as hax
 import jax
 from haliax import Axis
-from levanter.compat.hf_checkpoints import HFCheckpointConverter, HFCompatConfig
+from levanter.compat.hf_checkpoints import HFCheckpointConverter, HFCompatConfig, ModelWithHfSerializationMixin
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer import TrainerConfig
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -95,12 +96,12 @@ def load_hf_policy(
         model = converter.load_pretrained(
             converter.LevConfigClass if config is None else config.model_type,
             ref=checkpoint,
-            config=config,
+            config=cast(HFCompatConfig | None, config),
             axis_mapping=trainer.parameter_axis_mapping,
             resize_vocab_to_match_tokenizer=False,
             dtype=trainer.mp.param_dtype,
         )
-    return model
+    return cast(LmHeadModel, model)
 
 
 def save_hf_policy(model: LmHeadModel, tokenizer: ChatTokenizer, folder: Path, trainer: TrainerConfig) -> None:
@@ -120,12 +121,12 @@ def save_hf_policy(model: LmHeadModel, tokenizer: ChatTokenizer, folder: Path, t
         type(config),
         reference_checkpoint=str(folder),
         HfConfigClass=type(hf_config),
-        tokenizer=tokenizer.tokenizer,
+        tokenizer=cast(PreTrainedTokenizerFast, tokenizer.tokenizer),
         # It would forbid generation to begin with the end token, which is an answer like any other.
         config_overrides={"begin_suppress_tokens": None},
     )
     with trainer.use_device_mesh(), hax.axis_mapping(trainer.parameter_axis_mapping):
-        converter.save_pretrained(model, str(folder), save_reference_code=False)
+        converter.save_pretrained(cast(ModelWithHfSerializationMixin, model), str(folder), save_reference_code=False)
 
 
 def read_hf_architecture(checkpoint: str) -> LmConfig:
@@ -135,7 +136,7 @@ def read_hf_architecture(checkpoint: str) -> LmConfig:
         PolicyModelError: if it is missing or of an unknown architecture.
     """
     hf_config = _read_hf_config(checkpoint)
-    return _architecture(checkpoint, hf_config).from_hf_config(hf_config)
+    return cast(LmConfig, _architecture(checkpoint, hf_config).from_hf_config(hf_config))
 
 
 def _read_hf_config(checkpoint: str) -> PretrainedConfig:
@@ -164,5 +165,5 @@ def _converter_for(checkpoint: str, tokenizer: ChatTokenizer) -> HFCheckpointCon
         _architecture(checkpoint, hf_config),
         reference_checkpoint=checkpoint,
         HfConfigClass=type(hf_config),
-        tokenizer=tokenizer.tokenizer,
+        tokenizer=cast(PreTrainedTokenizerFast, tokenizer.tokenizer),
     )

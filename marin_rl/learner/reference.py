@@ -36,7 +36,7 @@ class ReferencePolicy:
             with hax.axis_mapping(trainer.compute_axis_mapping):
                 model = trainer.mp.cast_to_compute(model)
                 logprobs, _ = token_logprobs(model, batch, temperature=temperature, block_size=block_size)
-            return hax.where(batch.loss_mask, logprobs, 0.0)
+            return logprobs
 
         self._score = hax.named_jit(score, axis_resources=trainer.parameter_axis_mapping)
 

@@ -5,6 +5,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import equinox as eqx
 import haliax as hax
@@ -17,6 +18,7 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.optim import OptimizerConfig
 from levanter.trainer import Trainer, TrainerConfig
 from levanter.trainer_state import TrainerState
+from levanter.utils.types import ComputeLossFunction
 
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.capture import CapturingTracker, CapturingTrackerConfig
@@ -44,7 +46,9 @@ class Learner:
         capturing = dataclasses.replace(
             config, tracker=CapturingTrackerConfig(), num_train_steps=num_steps, crash_on_nan=False, crash_on_inf=False
         )
-        self.trainer = Trainer(capturing, guard_updates(optimizer.build(num_steps)), loss, add_default_hooks=False)
+        self._learning_rate = optimizer.lr_scheduler(num_steps)
+        guarded = guard_updates(optimizer.build(num_steps))
+        self.trainer = Trainer(capturing, guarded, cast(ComputeLossFunction, loss), add_default_hooks=False)
 
     def initial_state(self, model: LmHeadModel, key: jax.Array) -> TrainerState:
         """A fresh state around `model`, with zeroed optimizer moments.
@@ -83,11 +87,11 @@ class Learner:
         """
         with self.trainer:
             info = self.trainer.train_step(state, batch)
-        guard: GuardState = info.state.opt_state
+        guard = cast(GuardState, info.state.opt_state)
         measured = _own_names(self.tracker.pop())
         measured["loss/total"] = float(info.loss)
         measured["grad_norm"] = float(guard.grad_norm)
-        measured["lr"] = float(guard.inner.hyperparams["learning_rate"])
+        measured["lr"] = float(jnp.asarray(self._learning_rate(int(info.state.step) - 1)))
         if not bool(guard.finite):
             raise NonFiniteUpdateError(
                 f"update {int(info.state.step)}: loss {measured['loss/total']}, gradient norm {measured['grad_norm']}; "

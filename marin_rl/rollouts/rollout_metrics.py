@@ -41,7 +41,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], version: WeightVersion) -> d
 
 
 def is_correct(rollout: Rollout) -> bool:
-    """Whether the task was solved: full marks in the `correct` component where there is one, else any reward above 0."""
+    """Whether the task was solved: full marks in the component `correct`, or without one any reward above 0."""
     if "correct" in rollout.rewards:
         return rollout.rewards["correct"] >= 1
     return (rollout.total_reward or 0.0) > 0

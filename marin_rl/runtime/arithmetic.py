@@ -26,6 +26,7 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
     shape = model_shape(config.model, Axis("vocab", tokenizer.vocab_size), config.trainer)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shape))
     per_step = rollouts.rollouts_per_step
+    block = min(config.logprob_block_size, rollouts.max_length)
     prompts = rollouts.prompts_per_step * config.num_steps
     lines = [
         ("parameters", f"{parameters:,}, vocabulary {tokenizer.vocab_size:,}"),
@@ -42,7 +43,7 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
         ),
         (
             "logits at a time",
-            f"{per_step:,} x {min(config.logprob_block_size, rollouts.max_length):,} x {tokenizer.vocab_size:,} floats, "
+            f"{per_step:,} x {block:,} x {tokenizer.vocab_size:,} floats, "
             "over the data-parallel devices and microbatches",
         ),
         ("evaluations", f"{_evaluations(config):,}, of {config.evaluation.tasks:,} held-out tasks"),

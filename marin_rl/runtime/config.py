@@ -139,8 +139,8 @@ class TrainConfig:
             )
         if self.rollouts.group_size < self.advantage.minimum_group_size:
             raise ValueError(
-                f"rollouts.group_size is {self.rollouts.group_size}, but advantage {self.advantage_name!r} compares the "
-                f"attempts at a prompt with one another and needs at least {self.advantage.minimum_group_size}; "
+                f"rollouts.group_size is {self.rollouts.group_size}, but advantage {self.advantage_name!r} compares "
+                f"the attempts at a prompt with one another and needs at least {self.advantage.minimum_group_size}; "
                 "raise it, or use advantage: {type: reinforce}"
             )
 

@@ -20,7 +20,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import draccus
 from draccus.choice_types import CHOICE_TYPE_KEY
@@ -62,7 +62,9 @@ def is_section(annotation: Any) -> bool:
     """Whether values of this type are written as a mapping with fixed keys."""
     plain = _plain_type(annotation)
     return is_choice_type(plain) or (
-        isinstance(plain, type) and dataclasses.is_dataclass(plain) and draccus.decode.dispatch(plain) is None
+        isinstance(plain, type)
+        and dataclasses.is_dataclass(plain)
+        and cast(Any, draccus.decode).dispatch(plain) is None
     )
 
 
@@ -359,7 +361,7 @@ def encode(value: Any, annotation: Any = Any) -> Any:
         return encode(value.value)
     if dataclasses.is_dataclass(plain):
         # What levanter registers as encoder of a dataclass returns it unchanged, so fields come first.
-        registered = draccus.encode.dispatch(plain)
+        registered = cast(Any, draccus.encode).dispatch(plain)
         encoded = value if registered is None else draccus.encode(value)
         return encode(encoded) if encoded is not value else _encode_fields(value, annotation)
     if isinstance(value, Mapping):

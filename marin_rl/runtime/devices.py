@@ -35,7 +35,7 @@ def start_devices(config: TrainerConfig, *, rows: int) -> TrainerConfig:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     config.distributed.initialize()
     if config.require_accelerator and jax.default_backend() == "cpu":
-        raise DeviceError("trainer.require_accelerator is true, but jax found only a CPU; set it to false to train there")
+        raise DeviceError("trainer.require_accelerator is true, but jax found only a CPU; set it to false to use that")
     _check_mesh(config, rows)
     config._validate_and_set_defaults()
     return config
@@ -47,7 +47,7 @@ def _check_mesh(config: TrainerConfig, rows: int) -> None:
     if config.num_devices_per_slice % fixed:
         raise DeviceError(
             f"{devices} devices cannot be split into trainer.model_axis_size {config.model_axis_size} x "
-            f"trainer.replica_ici_axis_size {config.replica_ici_axis_size}; their product must divide the devices of a slice"
+            f"trainer.replica_ici_axis_size {config.replica_ici_axis_size}: their product must divide a slice's devices"
         )
     data = config.data_axis_size
     if rows % data:
@@ -58,6 +58,6 @@ def _check_mesh(config: TrainerConfig, rows: int) -> None:
     per_device = config.per_device_parallelism
     if per_device > 0 and rows % (per_device * data):
         raise DeviceError(
-            f"a batch of {rows} rows cannot be split into microbatches of trainer.per_device_parallelism {per_device} x "
-            f"{data} data-parallel devices; choose one that divides {rows // data}"
+            f"a batch of {rows} rows cannot be split into microbatches of trainer.per_device_parallelism {per_device} "
+            f"x {data} data-parallel devices; choose one that divides {rows // data}"
         )

@@ -130,7 +130,7 @@ def _open_records(run: TrainingRun, directory: RunDirectory) -> StepRecords:
     """The records of the updates that the run's state has behind it; the record of step 0 is its starting point."""
     step = run.progress.step
     truncate_records(directory.metrics, step if step else -1)
-    tracker = make_tracker(run.config.trainer.tracker, directory.path.name, encode(run.config))
+    tracker = make_tracker(run.config.trainer.tracker, run.learner.trainer.run_id, encode(run.config), last_step=step)
     records = StepRecords(directory.metrics, tracker)
     if step == 0:
         before = run.progress.evaluations.get("before warm start", {})

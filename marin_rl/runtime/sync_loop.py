@@ -142,7 +142,7 @@ def build_batch(
         signal["objective/non_score_reward"] = 0.0
     signal["objective/rlhf_reward"] = mean_score - signal["objective/non_score_reward"]
     with timer.phase("batch"):
-        returns = {rollout.id: scores[rollout.id] - cost for rollout, cost in zip(graded, penalty, strict=True)}
+        returns = {rollout.id: scores[rollout.id] - float(cost) for rollout, cost in zip(graded, penalty, strict=True)}
         advantages = _advantages(run, groups, returns)
         batch = make_batch(processed, [advantages[rollout.id] for rollout in graded], config.aggregation, shape)
     return batch, signal

@@ -25,11 +25,10 @@ from marin_rl.rollouts.run_rollouts import Limits, Player
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import evaluate
+from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.warm_start import warm_start
-from marin_rl.sampling.levanter_sampler import LevanterSampler
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class TrainingRun:
     """Tasks and judge."""
     tokenizer: ChatTokenizer
     """Text to tokens and back."""
-    sampler: LevanterSampler
+    sampler: PolicySampler
     """Holds the current weights."""
     learner: Learner
     """Makes new ones."""
@@ -86,7 +85,7 @@ class TrainingRun:
 
     def publish(self) -> None:
         """Hand the learner's weights to the sampler, without a copy."""
-        self.sampler.update_weights(self.trainer.mp.cast_to_compute(self.state.model), self.progress.step)
+        self.sampler.update(self.state.model, self.progress.step)
 
     def save(self) -> Path:
         """Write a checkpoint of everything that a resume needs."""
@@ -94,24 +93,11 @@ class TrainingRun:
 
 
 def make_player(
-    config: TrainConfig, environment: Environment, tokenizer: ChatTokenizer, sampler: LevanterSampler
+    config: TrainConfig, environment: Environment, tokenizer: ChatTokenizer, sampler: PolicySampler
 ) -> Player:
     """A player with the configured limits."""
     limits = Limits(config.rollouts.max_length, config.sampling.max_new_tokens, config.rollouts.max_turns)
     return Player(environment, tokenizer, sampler, limits)
-
-
-def make_sampler(
-    config: TrainConfig, model: LmHeadModel, tokenizer: ChatTokenizer, trainer: TrainerConfig, version: WeightVersion
-) -> LevanterSampler:
-    """A sampler on the learner's weights and mesh."""
-    return LevanterSampler(
-        trainer.mp.cast_to_compute(model),
-        config=config.sampling,
-        stop_token_ids=tokenizer.stop_token_ids,
-        max_context=config.rollouts.max_length,
-        version=version,
-    )
 
 
 def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
@@ -136,12 +122,10 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         progress = Progress(**checkpoint.progress)
         state = _restore(checkpoint, learner, config, progress.vocab_size)
         report(f"resuming after update {progress.step}, from {checkpoint.path}")
-        sampler = make_sampler(config, state.model, tokenizer, trainer, progress.step)
+        sampler = PolicySampler(config, state.model, tokenizer, trainer, progress.step)
     else:
         state, sampler, progress = _start(config, learner, trainer, tokenizer, environment, report)
-    run = TrainingRun(
-        config, trainer, environment, tokenizer, sampler, learner, None, checkpoints, state, progress
-    )
+    run = TrainingRun(config, trainer, environment, tokenizer, sampler, learner, None, checkpoints, state, progress)
     if checkpoint is None:
         run.save()
     if config.kl.needs_reference:
@@ -179,7 +163,7 @@ def read_architecture(source: str) -> LmConfig:
 
 
 def hf_folder(source: str) -> str:
-    """Where weights named by `initialize_from` lie in Hugging Face format: a run directory's `hf/`, or the name itself."""
+    """Where weights lie in Hugging Face format: in a run directory's `hf/`, or in what is named itself."""
     folder = Path(source)
     if (folder / "config.yaml").exists():
         if not (folder / "hf" / "config.json").exists():
@@ -198,19 +182,19 @@ def _start(
     tokenizer: ChatTokenizer,
     environment: Environment,
     report: Report,
-) -> tuple[TrainerState, LevanterSampler, Progress]:
+) -> tuple[TrainerState, PolicySampler, Progress]:
     assert config.model is not None
     if config.initialize_from is None:
         key = jax.random.PRNGKey(derive_seed(config.seed, "weights") % 2**32)
         model = initialize_policy(config.model, tokenizer, trainer, key=key)
     else:
         model = load_hf_policy(hf_folder(config.initialize_from), tokenizer, trainer, config.model)
-    sampler = make_sampler(config, model, tokenizer, trainer, version=0)
+    sampler = PolicySampler(config, model, tokenizer, trainer, version=0)
     player = make_player(config, environment, tokenizer, sampler)
     progress = Progress(vocab_size=model.vocab_size)
 
     def use_weights(model: LmHeadModel) -> None:
-        sampler.update_weights(trainer.mp.cast_to_compute(model), 0)
+        sampler.update(model, 0)
 
     def measure(landmark: str) -> None:
         progress.evaluations[landmark] = evaluate(
@@ -239,9 +223,7 @@ def _start(
 
 def describe_accuracy(evaluation: dict[str, float]) -> str:
     """One line about an evaluation."""
-    parts = [
-        f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.items() if "accuracy" in name
-    ]
+    parts = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.items() if "accuracy" in name]
     return "held-out " + ", ".join(parts)
 
 

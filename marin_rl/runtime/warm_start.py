@@ -154,7 +154,5 @@ def _worked_example(task: Task, player: Player) -> ProcessedRollout | None:
 
 def _validation_accuracy(config: WarmStartConfig, player: Player, temperature: float, seed: int) -> float:
     tasks = player.environment.tasks(Split.VALIDATION)[: config.check_tasks]
-    groups = run_groups(
-        player, tasks, group_size=1, temperature=temperature, seed_parts=(seed, "warm-start-check")
-    )
+    groups = run_groups(player, tasks, group_size=1, temperature=temperature, seed_parts=(seed, "warm-start-check"))
     return sum(is_correct(group.rollouts[0]) for group in groups) / len(groups)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tiny models, batches and learners. Plain functions, which `mesh_cases.py` imports, and fixtures that hand them out."""
+"""Tiny models, batches and learners: plain functions, which `mesh_cases.py` imports, and fixtures."""
 
 import dataclasses
 import sys
@@ -14,7 +14,7 @@ import jmp
 import numpy as np
 import optax
 import pytest
-from haliax import Axis, NamedArray
+from haliax import Axis
 from levanter.distributed import DistributedConfig, RayConfig
 from levanter.layers.attention import AttentionBackend
 from levanter.models.llama import LlamaConfig

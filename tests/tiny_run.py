@@ -1,0 +1,195 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A complete training run that takes seconds, and what tests compare of it.
+
+The policy is hardly larger than its vocabulary, but the task suits it: after a warm start on numbers, a reply is right
+where it contains a 1. So rewards differ within groups, every update moves the weights, and accuracy moves with them.
+"""
+
+import copy
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from marin_rl.train import main
+
+TINY: dict[str, Any] = {
+    "seed": 3,
+    "environment": {
+        "type": "jsonl",
+        "name": "ones",
+        "reply_regex": "(1)",
+        "held_out": 0.3,
+        "validation": 0.2,
+        "format": {"regex": "[0-9]+", "weight": 0.25},
+    },
+    "model": {
+        "type": "llama",
+        "seq_len": 16,
+        "hidden_dim": 16,
+        "intermediate_dim": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "initializer_range": 0.3,
+        "gradient_checkpointing": False,
+        "attn_backend": "VANILLA",
+    },
+    "num_steps": 6,
+    "rollouts": {"prompts_per_step": 4, "group_size": 4, "max_length": 12},
+    "sampling": {"max_new_tokens": 3, "max_seqs": 16},
+    "warm_start": {
+        "max_steps": 30,
+        "batch_size": 8,
+        "learning_rate": 1e-2,
+        "target_accuracy": 1.0,
+        "check_every": 10,
+        "check_tasks": 4,
+    },
+    "evaluation": {"every": 3, "tasks": 16, "samples": 2, "pass_at": [1, 2]},
+    "checkpoint": {"every": 2},
+    "optimizer": {
+        "type": "adam",
+        "learning_rate": 1e-2,
+        "lr_schedule": "constant",
+        "warmup": 0,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+    },
+    "trainer": {"jax_compilation_cache_dir": os.environ.get("JAX_COMPILATION_CACHE_DIR")},
+}
+"""The config, as it would stand in a YAML file; `run_dir` and `environment.path` are missing."""
+
+PROBLEMS = [
+    {"prompt": f"{a}x{b}", "answer": "1", "worked_answer": str(a * b)} for a in range(2, 10) for b in range(2, 10)
+]
+"""What the tiny run trains on, and is measured on."""
+
+TIMINGS = re.compile(r"eps|mfu|seconds/.*|tokens/.*_per_second")
+"""Names of the metrics that no two runs share."""
+
+
+def changed(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with some dotted keys set to other values."""
+    result = copy.deepcopy(dict(values))
+    for name, value in changes.items():
+        *sections, leaf = name.split(".")
+        place = result
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[leaf] = value
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyRun:
+    """A run directory and the command that belongs to it."""
+
+    path: Path
+    """The run directory."""
+    config: Path
+    """The YAML file."""
+
+    @property
+    def argv(self) -> list[str]:
+        return ["--config", str(self.config)]
+
+    def train(self, *more: str) -> int:
+        """Run the command in this process."""
+        return main([*self.argv, *more])
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints."""
+        return sorted(int(path.name.removeprefix("step-")) for path in self.checkpoints.glob("step-*"))
+
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+
+
+def make_run(folder: Path, **changes: Any) -> TinyRun:
+    """A run that has not begun, in a folder of its own.
+
+    Args:
+        folder: an existing folder.
+        changes: dotted keys and their values, with `__` for the dots.
+    """
+    problems = folder / "problems.jsonl"
+    problems.write_text("".join(f"{json.dumps(problem)}\n" for problem in PROBLEMS))
+    run = TinyRun(folder / "run", folder / "tiny.yaml")
+    given = {name.replace("__", "."): value for name, value in changes.items()}
+    config = changed(TINY, {"run_dir": str(run.path), "environment.path": str(problems), **given})
+    run.config.write_text(yaml.safe_dump(config, sort_keys=False))
+    return run
+
+
+def copy_of(run: TinyRun, folder: Path) -> TinyRun:
+    """The same run, to be changed without harm; its config.yaml names the new place."""
+    folder.mkdir(exist_ok=True)
+    copied = TinyRun(folder / "run", folder / "tiny.yaml")
+    shutil.copytree(run.path, copied.path)
+    for config in (run.config, run.path / "config.yaml"):
+        target = copied.config if config == run.config else copied.path / "config.yaml"
+        target.write_text(config.read_text().replace(str(run.path), str(copied.path)))
+    return copied
+
+
+def without_timings(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if not TIMINGS.fullmatch(name)}
+
+
+def outcome(run: TinyRun) -> dict[str, Any]:
+    """Everything about a run that must not depend on how often it was interrupted."""
+    newest = run.checkpoint(run.steps()[-1])
+    manifest = json.loads((newest / "manifest.json").read_text())
+    return {
+        "records": [without_timings(record) for record in run.records()],
+        "steps": run.steps(),
+        "progress": manifest["progress"],
+        "state": {name: file for name, file in manifest["files"].items() if name != "state/metadata.json"},
+        "hf": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((run.path / "hf").iterdir())},
+    }
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """An uninterrupted run that keeps every checkpoint. Tests read it and change nothing."""
+    run = make_run(tmp_path_factory.mktemp("finished"), checkpoint__keep_every=1, checkpoint__every=1)
+    assert run.train() == 0
+    return run
+
+
+@pytest.fixture
+def new_run(tmp_path: Path) -> Iterator[Callable[..., TinyRun]]:
+    """Makes runs that have not begun; changes to the config are given with `__` for the dots."""
+    made = 0
+
+    def make(**changes: Any) -> TinyRun:
+        nonlocal made
+        made += 1
+        folder = tmp_path / f"tiny{made}"
+        folder.mkdir()
+        return make_run(folder, **changes)
+
+    return make
