@@ -48,10 +48,10 @@ def rloo(seed: int = 0) -> TrainConfig:
             num_kv_heads=4,
             gradient_checkpointing=False,
         ),
-        warm_start=WarmStartConfig(max_steps=600, target_accuracy=0.28),
+        warm_start=WarmStartConfig(max_steps=800, target_accuracy=0.25, check_every=25),
         num_steps=200,
-        rollouts=RolloutConfig(prompts_per_step=64, group_size=8, max_length=14),
-        sampling=SamplingConfig(max_new_tokens=5),
+        rollouts=RolloutConfig(prompts_per_step=64, group_size=8, max_length=13),
+        sampling=SamplingConfig(max_new_tokens=4, max_seqs=512),
         optimizer=AdamConfig(learning_rate=3e-4, lr_schedule="constant", warmup=0, weight_decay=0.0, max_grad_norm=1.0),
         evaluation=EvaluationConfig(every=50, tasks=512),
     )

@@ -14,14 +14,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-
-from marin_rl.train import main
 
 TINY: dict[str, Any] = {
     "seed": 3,
@@ -60,7 +58,7 @@ TINY: dict[str, Any] = {
     "checkpoint": {"every": 2},
     "optimizer": {
         "type": "adam",
-        "learning_rate": 1e-2,
+        "learning_rate": 5e-3,
         "lr_schedule": "constant",
         "warmup": 0,
         "weight_decay": 0.0,
@@ -106,6 +104,9 @@ class TinyRun:
 
     def train(self, *more: str) -> int:
         """Run the command in this process."""
+        # Imported late: this file is a pytest plugin, and those are imported before jaxtyping's import hook is there.
+        from marin_rl.train import main
+
         return main([*self.argv, *more])
 
     @property
@@ -181,7 +182,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 
 @pytest.fixture
-def new_run(tmp_path: Path) -> Iterator[Callable[..., TinyRun]]:
+def new_run(tmp_path: Path) -> Callable[..., TinyRun]:
     """Makes runs that have not begun; changes to the config are given with `__` for the dots."""
     made = 0
 

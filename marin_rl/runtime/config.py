@@ -137,6 +137,11 @@ class TrainConfig:
                 "neither model nor initialize_from is set: name an architecture to start from scratch "
                 "(model: {type: llama, ...}) or weights to start from (initialize_from: FOLDER)"
             )
+        if getattr(self.model, "scan_layers", True) is False:
+            raise ValueError(
+                "model.scan_layers is false, but levanter's inference engine samples from scanned layers alone; "
+                "leave it true"
+            )
         if self.rollouts.group_size < self.advantage.minimum_group_size:
             raise ValueError(
                 f"rollouts.group_size is {self.rollouts.group_size}, but advantage {self.advantage_name!r} compares "

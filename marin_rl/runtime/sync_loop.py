@@ -18,18 +18,17 @@ from typing import Protocol
 
 import numpy as np
 
-from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollout
-from marin_rl.batching.rl_example import RlExample, make_batch
+from marin_rl.batching.rl_example import RlExample
 from marin_rl.environments.base import Split
 from marin_rl.learner.loss import loss_metrics
-from marin_rl.objectives.kl import kl_per_rollout
 from marin_rl.rollouts.rollout_metrics import rollout_metrics
 from marin_rl.rollouts.run_rollouts import run_groups
+from marin_rl.rollouts.store import write_rollouts
 from marin_rl.runtime.evaluation import evaluate
 from marin_rl.runtime.throughput import model_flops_utilization, throughput_metrics
-from marin_rl.runtime.training_run import TrainingRun, batch_shape
+from marin_rl.runtime.training_batch import build_batch
+from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.seeds import derive_seed
-from marin_rl.timing import PhaseTimer
 from marin_rl.types import Rollout, RolloutGroup, Task
 
 
@@ -68,20 +67,22 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
             seed_parts=(config.seed, "train", step),
         )
         metrics = {name: metric.value for name, metric in rollout_metrics(groups, progress.step).items()}
-        batch, signal = build_batch(run, groups, timer)
+        batch = build_batch(run, groups, timer)
         with timer.phase("step"):
-            run.state, measured = run.learner.step(run.state, batch)
-        _advance(run, groups, batch)
+            run.state, measured = run.learner.step(run.state, batch.example)
+        _advance(run, groups, batch.example)
         with timer.phase("transfer"):
             run.publish()
         elapsed = time.perf_counter() - started
-        metrics |= signal | loss_metrics(measured) | _rates(run, groups, batch, timer.seconds, elapsed)
+        metrics |= {**batch.metrics, **loss_metrics(measured)}
+        metrics |= _rates(run, groups, batch.example, timer.seconds, elapsed)
         last = step == config.num_steps or sink.stop_requested()
         if step == config.num_steps or (config.evaluation.every and step % config.evaluation.every == 0):
             progress.evaluations["after RL"] = evaluate(
                 run.player, config.evaluation, temperature=config.sampling.temperature, seed=config.seed
             )
             metrics |= progress.evaluations["after RL"]
+            write_rollouts(run.rollouts, step, groups, batch.advantages)
         sink.record(step, metrics)
         if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
             run.save()
@@ -107,58 +108,6 @@ def draw_tasks(run: TrainingRun, step: int) -> list[Task]:
 @functools.lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, size: int) -> np.ndarray:
     return np.random.default_rng(derive_seed(seed, "task order", epoch)).permutation(size)
-
-
-def build_batch(
-    run: TrainingRun, groups: Sequence[RolloutGroup], timer: PhaseTimer
-) -> tuple[RlExample, dict[str, float]]:
-    """From rewards to advantages to arrays.
-
-    Failed rollouts carry no signal and are left out of the batch.
-
-    Returns:
-        The batch, and metrics of the reward signal.
-    """
-    config = run.config
-    with timer.phase("batch"):
-        shape = batch_shape(config)
-        graded = [rollout for group in groups for rollout in group.rollouts if rollout.rewards]
-        processed = [
-            process_rollout(rollout, length=shape.positions, pad_token_id=run.tokenizer.pad_token_id)
-            for rollout in graded
-        ]
-    signal: dict[str, float] = {}
-    scores = {rollout.id: rollout.total_reward or 0.0 for rollout in graded}
-    mean_score = float(np.mean(list(scores.values())))
-    penalty = np.zeros(len(graded))
-    if run.reference is not None:
-        with timer.phase("reference"):
-            processed = run.reference.score(processed)
-        kl = np.array([_rollout_kl(rollout) for rollout in processed])
-        penalty = config.kl.reward_penalty(kl)
-        signal["objective/kl"] = float(kl.mean())
-        signal["objective/non_score_reward"] = config.kl.coefficient * float(kl.mean())
-    else:
-        signal["objective/non_score_reward"] = 0.0
-    signal["objective/rlhf_reward"] = mean_score - signal["objective/non_score_reward"]
-    with timer.phase("batch"):
-        returns = {rollout.id: scores[rollout.id] - float(cost) for rollout, cost in zip(graded, penalty, strict=True)}
-        advantages = _advantages(run, groups, returns)
-        batch = make_batch(processed, [advantages[rollout.id] for rollout in graded], config.aggregation, shape)
-    return batch, signal
-
-
-def _advantages(run: TrainingRun, groups: Sequence[RolloutGroup], returns: dict[str, float]) -> dict[str, float]:
-    advantages: dict[str, float] = {}
-    for group in groups:
-        values = run.config.advantage.compute([returns.get(rollout.id) for rollout in group.rollouts])
-        advantages |= {rollout.id: float(value) for rollout, value in zip(group.rollouts, values, strict=True)}
-    return advantages
-
-
-def _rollout_kl(rollout: ProcessedRollout) -> float:
-    ids = np.zeros(rollout.input_ids.shape, np.int32)
-    return float(kl_per_rollout(rollout.policy_logprobs, rollout.reference_logprobs, rollout.loss_mask, ids, 1)[0])
 
 
 def _advance(run: TrainingRun, groups: Sequence[RolloutGroup], batch: RlExample) -> None:

@@ -73,6 +73,8 @@ class TrainingRun:
     """The frozen reference, where the KL coefficient is above 0."""
     checkpoints: Checkpoints
     """Where state is saved."""
+    rollouts: Path
+    """Where rollouts are written."""
     state: TrainerState
     """Weights, optimizer moments, random key."""
     progress: Progress
@@ -125,7 +127,19 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         sampler = PolicySampler(config, state.model, tokenizer, trainer, progress.step)
     else:
         state, sampler, progress = _start(config, learner, trainer, tokenizer, environment, report)
-    run = TrainingRun(config, trainer, environment, tokenizer, sampler, learner, None, checkpoints, state, progress)
+    run = TrainingRun(
+        config,
+        trainer,
+        environment,
+        tokenizer,
+        sampler,
+        learner,
+        None,
+        checkpoints,
+        folder / "rollouts",
+        state,
+        progress,
+    )
     if checkpoint is None:
         run.save()
     if config.kl.needs_reference:

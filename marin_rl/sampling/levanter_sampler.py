@@ -257,8 +257,14 @@ class LevanterSampler:
                     prompt_tokens=list(request.prompt_tokens),
                     request_id=index,
                     # The engine counts the prompt among the tokens that it limits.
-                    decode_params=self._decode_params(
-                        len(request.prompt_tokens) + allowed[index], request.temperature, keys[index]
+                    decode_params=cast(
+                        SeqDecodingParams,
+                        _DecodeParams(
+                            max_num_tokens=len(request.prompt_tokens) + allowed[index],
+                            stop_tokens=self._stop_tokens,
+                            temperature=request.temperature,
+                            key=keys[index],
+                        ),
                     ),
                     # More than one would clone the prompt's cache, wrongly if it is longer than a page.
                     n_generations=1,
@@ -266,9 +272,6 @@ class LevanterSampler:
                 for index, request in enumerate(requests)
             ]
         )
-
-    def _decode_params(self, max_num_tokens: int, temperature: float, key: np.ndarray) -> SeqDecodingParams:
-        return cast(SeqDecodingParams, _DecodeParams(max_num_tokens, self._stop_tokens, temperature, key))
 
     def _check(self, result: GenerationResult, first: int, allowed: Sequence[int]) -> Iterator[Generation]:
         """The engine's answers as generations, request number `first` the first of them."""

@@ -22,6 +22,7 @@ from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.models.qwen import Qwen3Config
 from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer import TrainerConfig
+from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.loss import RlLoss
@@ -31,6 +32,7 @@ from marin_rl.objectives.kl import KlEstimator, LossKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 
 ROWS, POSITIONS, VOCAB = 8, 12, 264
+MESH_ROWS = 32
 # A wide initial range, so that probabilities are far from uniform and mistakes show.
 LLAMA = LlamaConfig(
     seq_len=16,
@@ -129,6 +131,21 @@ def make_learner(
 ) -> Learner:
     loss = make_loss(microbatches=rows // (trainer.microbatch_size or rows))
     return Learner(trainer, adam() if optimizer is None else optimizer, loss, num_steps=num_steps)
+
+
+def fresh_state(learner: Learner, *, seed: int = 0) -> TrainerState:
+    """A state around weights of its own, which steps may donate."""
+    model = make_model(learner.trainer.config, seed=seed)
+    return learner.initial_state(model, jax.random.PRNGKey(1))
+
+
+def loss_and_gradient(learner: Learner) -> tuple[dict[str, float], dict[str, np.ndarray], TrainerState]:
+    """What one step of gradient descent measures, its gradient by parameter, and the state after it."""
+    state = fresh_state(learner)
+    before = arrays_by_path(state.model)
+    state, measured = learner.step(state, make_example(MESH_ROWS))
+    after = arrays_by_path(state.model)
+    return measured, {name: before[name] - after[name] for name in before}, state
 
 
 def arrays_by_path(tree: object) -> dict[str, np.ndarray]:

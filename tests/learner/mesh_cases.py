@@ -1,0 +1,64 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Run by test_mesh.py on 8 fake CPU devices, in a process of its own: `mesh_cases.py FOLDER`.
+
+Writes the loss, metrics and gradient of every case to `FOLDER/CASE.npz`, and a checkpoint that one
+mesh saved and another loaded.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+CASES = {
+    # name: model_axis_size, rows of a microbatch on each device; 32 rows in all
+    "data8": (1, 4),
+    "data8-microbatches4": (1, 1),
+    "data4-model2": (2, 8),
+    "data4-model2-microbatches2": (2, 4),
+}
+
+
+def main(folder: Path) -> None:
+    import conftest as tiny
+    import jax
+    import numpy as np
+
+    from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
+
+    states = {}
+    facts = {"devices": jax.device_count()}
+    for name, (model_axis, per_device) in CASES.items():
+        trainer = tiny.make_trainer(tiny.MESH_ROWS, model_axis=model_axis, per_device=per_device)
+        learner = tiny.make_learner(trainer, rows=tiny.MESH_ROWS, optimizer=tiny.SgdConfig())
+        measured, gradient, state = tiny.loss_and_gradient(learner)
+        np.savez(folder / f"{name}.npz", **gradient)
+        up_proj = state.model.transformer.layers.stacked.mlp.up_proj.weight.array
+        facts[name] = {
+            "measured": measured,
+            "mesh": dict(learner.mesh.shape),
+            "shards": len({str(shard.index) for shard in up_proj.addressable_shards}),
+        }
+        states[model_axis] = learner, state
+
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
+    saved_learner, saved = states[1]
+    checkpoints.save(saved, 1, {})
+    learner, other = states[2]
+    restored = checkpoints.open(1).restore(
+        learner.state_shape(other.model), axis_mapping=learner.parameter_mapping, mesh=learner.mesh
+    )
+    tiny.assert_same_bits(restored, saved)
+    wanted = jax.tree.map(lambda leaf: leaf.sharding, other.model)
+    facts["restored on the other mesh"] = wanted == jax.tree.map(lambda leaf: leaf.sharding, restored.model)
+    facts["meshes differ"] = wanted != jax.tree.map(lambda leaf: leaf.sharding, saved.model)
+    learner.step(restored, tiny.make_example(tiny.MESH_ROWS))
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    main(Path(sys.argv[1]))

@@ -1,0 +1,201 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import monitoring
+from levanter.layers.attention import AttentionMask
+
+from marin_rl.learner.loss import loss_metrics
+from marin_rl.learner.train_step import NonFiniteUpdateError
+from marin_rl.objectives.kl import KlEstimator
+
+
+@pytest.fixture(scope="module")
+def one_device(tiny):
+    """Metrics and gradients on one device, by number of microbatches."""
+
+    def run(microbatches: int):
+        trainer = tiny.make_trainer(tiny.MESH_ROWS, per_device=tiny.MESH_ROWS // microbatches)
+        learner = tiny.make_learner(trainer, rows=tiny.MESH_ROWS, optimizer=tiny.SgdConfig())
+        measured, gradient, _ = tiny.loss_and_gradient(learner)
+        return measured, gradient
+
+    return {microbatches: run(microbatches) for microbatches in (1, 2, 4)}
+
+
+def assert_same_update(found, expected) -> None:
+    for name, value in expected[0].items():
+        np.testing.assert_allclose(found[0][name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        np.testing.assert_allclose(found[1][name], gradient, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_microbatches_change_neither_loss_nor_gradient_nor_metrics(one_device, microbatches: int) -> None:
+    assert_same_update(one_device[microbatches], one_device[1])
+
+
+def test_the_gradient_is_that_of_the_textbook_formula(tiny, one_device) -> None:
+    """PPO's clipped term plus k3, from full logits, differentiated by jax."""
+    trainer = tiny.make_trainer(tiny.MESH_ROWS)
+    example = tiny.make_example(tiny.MESH_ROWS)
+    settings = tiny.make_loss()
+    assert settings.kl.estimator is KlEstimator.K3
+    batch = {name: value.array for name, value in vars(example).items()}
+
+    def textbook(model) -> jax.Array:
+        mask = AttentionMask.causal().with_segment_ids(example.segment_ids)
+        logits = model(example.input_ids, mask).rearrange(("batch", "position", "vocab")).array
+        logs = jax.nn.log_softmax(logits / settings.temperature)[:, :-1]
+        logprobs = jnp.take_along_axis(logs, batch["input_ids"][:, 1:, None], -1)[..., 0]
+        ratio = jnp.exp(logprobs - batch["policy_logprobs"][:, 1:])
+        gain = batch["advantages"][:, 1:]
+        d = batch["reference_logprobs"][:, 1:] - logprobs
+        terms = jnp.maximum(-gain * ratio, -gain * jnp.clip(ratio, 0.8, 1.2)) + 0.1 * (jnp.exp(d) - 1 - d)
+        return jnp.sum(jnp.where(batch["loss_mask"][:, 1:], batch["loss_weights"][:, 1:] * terms, 0))
+
+    with trainer.use_device_mesh():
+        model = tiny.make_model(trainer)
+        value, gradient = eqx.filter_jit(eqx.filter_value_and_grad(textbook))(model)
+    measured, found = one_device[1]
+    np.testing.assert_allclose(measured["loss/total"], value, rtol=1e-5)
+    expected = tiny.arrays_by_path(gradient)
+    assert max(np.abs(array).max() for array in expected.values()) > 0.01
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, atol=1e-5, err_msg=name)
+    norm = np.sqrt(sum(np.sum(np.square(array, dtype=np.float64)) for array in expected.values()))
+    np.testing.assert_allclose(measured["grad_norm"], norm, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_any_mesh_gives_the_same_loss_and_gradient(one_device, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("mesh_cases.py")
+    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["devices"] == 8
+    meshes = {
+        "data8": {"replica": 1, "data": 8, "model": 1},
+        "data8-microbatches4": {"replica": 1, "data": 8, "model": 1},
+        "data4-model2": {"replica": 1, "data": 4, "model": 2},
+        "data4-model2-microbatches2": {"replica": 1, "data": 4, "model": 2},
+    }
+    for case, mesh in meshes.items():
+        assert facts[case]["mesh"] == mesh
+        assert facts[case]["shards"] == 8  # parameters are split over all devices
+        found = facts[case]["measured"], dict(np.load(tmp_path / f"{case}.npz"))
+        assert_same_update(found, one_device[1])
+    assert facts["meshes differ"]
+    assert facts["restored on the other mesh"]
+
+
+def test_nothing_is_compiled_after_the_first_step(tiny, learner) -> None:
+    state = tiny.fresh_state(learner)
+    state, _ = learner.step(state, tiny.make_example(seed=0))
+    compiled: list[str] = []
+
+    def listen(event: str, _seconds: float, **_: str | int) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for seed in range(1, 4):
+            state, measured = learner.step(state, tiny.make_example(seed=seed))
+            loss_metrics({name: value for name, value in measured.items() if name.startswith(MEASURED_BY_THE_LOSS)})
+        assert compiled == []
+        jax.jit(lambda x: x + 17)(jnp.ones(3)).block_until_ready()
+        assert len(compiled) == 1  # the listener does hear
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
+
+
+MEASURED_BY_THE_LOSS = ("loss/policy", "loss/kl", "policy/", "log_ratio/")
+
+
+def test_what_a_step_measures(tiny, learner) -> None:
+    state, measured = learner.step(tiny.fresh_state(learner), tiny.make_example())
+    assert int(state.step) == 1
+    assert {name for name in measured if not name.startswith(MEASURED_BY_THE_LOSS)} == {"loss/total", "grad_norm", "lr"}
+    assert measured["lr"] == pytest.approx(1e-2)
+    assert measured["loss/total"] == pytest.approx(measured["loss/policy_avg"] + measured["loss/kl_avg"], rel=1e-5)
+    assert all(isinstance(value, float) for value in measured.values())
+
+
+def test_the_same_step_twice_is_bit_identical(tiny, learner) -> None:
+    first, _ = learner.step(tiny.fresh_state(learner), tiny.make_example())
+    second, _ = learner.step(tiny.fresh_state(learner), tiny.make_example())
+    tiny.assert_same_bits(first, second)
+
+
+def test_training_lowers_the_loss(tiny, learner) -> None:
+    state, losses = tiny.fresh_state(learner), []
+    for _ in range(5):
+        state, measured = learner.step(state, tiny.make_example())
+        losses.append(measured["loss/total"])
+    assert losses[-1] < losses[0]
+
+
+def test_a_broken_update_is_an_error_and_leaves_the_weights(tiny, learner, monkeypatch) -> None:
+    state, _ = learner.step(tiny.fresh_state(learner), tiny.make_example())
+    before = tiny.arrays_by_path((state.model, state.opt_state.inner))
+    after = []
+    take_step = learner.trainer.train_step
+    monkeypatch.setattr(learner.trainer, "train_step", lambda *args: after.append(take_step(*args)) or after[-1])
+    weights = np.array(tiny.make_example().loss_weights.array)
+    weights[weights > 0] = np.nan
+    with pytest.raises(NonFiniteUpdateError, match=r"update 2: loss nan, gradient norm nan; the weights were left"):
+        learner.step(state, tiny.replace_arrays(tiny.make_example(), loss_weights=weights))
+    broken = after[0].state
+    for name, array in tiny.arrays_by_path((broken.model, broken.opt_state.inner)).items():
+        assert array.tobytes() == before[name].tobytes(), name
+    # The learner itself is none the worse.
+    learner.step(tiny.fresh_state(learner), tiny.make_example())
+
+
+def test_the_shape_of_a_state_is_that_of_the_state(tiny, learner) -> None:
+    state = tiny.fresh_state(learner)
+    shape = learner.state_shape(state.model)
+    assert jax.tree.structure(shape) == jax.tree.structure(state)
+    for found, leaf in zip(jax.tree.leaves(shape), jax.tree.leaves(state), strict=True):
+        assert (found.shape, found.dtype) == (leaf.shape, leaf.dtype)
+
+
+def test_bfloat16_compute_trains_close_to_float32(tiny, learner) -> None:
+    mixed = tiny.make_learner(tiny.make_trainer(policy="p=f32,c=bf16"))
+    state, exact = tiny.fresh_state(mixed), tiny.fresh_state(learner)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(eqx.filter(state.model, eqx.is_inexact_array)))
+    losses = []
+    for _ in range(3):
+        state, measured = mixed.step(state, tiny.make_example())
+        exact, expected = learner.step(exact, tiny.make_example())
+        assert np.isfinite(measured["loss/total"])
+        assert measured["loss/total"] == pytest.approx(expected["loss/total"], rel=0.02)
+        assert measured["policy/entropy_avg"] == pytest.approx(expected["policy/entropy_avg"], rel=0.01)
+        losses.append((measured["loss/total"], expected["loss/total"]))
+    assert any(mixed_loss != exact_loss for mixed_loss, exact_loss in losses)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(eqx.filter(state.model, eqx.is_inexact_array)))
+
+
+def test_an_optimizer_without_a_learning_rate_to_report_is_named(tiny, trainer) -> None:
+    import optax
+    from levanter.optim import OptimizerConfig
+
+    @dataclasses.dataclass(frozen=True)
+    class Bare(OptimizerConfig):
+        def build(self, num_train_steps: int) -> optax.GradientTransformation:
+            return optax.sgd(1.0)
+
+    with pytest.raises(ValueError, match="Bare"):
+        tiny.make_learner(trainer, optimizer=Bare())
