@@ -61,7 +61,7 @@ class Metric:
         return Metric(value, weight, self.reduction)
 
 
-def mean(values: Iterable[float]) -> Metric:
+def mean(values: Iterable[int | float]) -> Metric:
     """The mean of `values`, weighted by their number.
 
     >>> mean([1.0, 2.0, 6.0])
@@ -71,7 +71,7 @@ def mean(values: Iterable[float]) -> Metric:
     return Metric(sum(values) / len(values) if values else 0.0, float(len(values)))
 
 
-def total(values: Iterable[float]) -> Metric:
+def total(values: Iterable[int | float]) -> Metric:
     """The sum of `values`."""
     return Metric(float(sum(values)), reduction=Reduction.SUM)
 

@@ -18,6 +18,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+# Jaxtyping's import hook does not find the compiled form of what is first imported from within a module that it
+# checks, and compiles it anew, slowly and with its warnings. So what marin_rl imports is imported before it.
+import levanter.compat.hf_checkpoints
+import levanter.inference.engine
+import levanter.trainer
+import matplotlib.figure  # noqa: F401
 import pytest
 import yaml
 
@@ -104,7 +110,7 @@ class TinyRun:
 
     def train(self, *more: str) -> int:
         """Run the command in this process."""
-        # Imported late: this file is a pytest plugin, and those are imported before jaxtyping's import hook is there.
+        # Imported late: pytest imports this file before jaxtyping's import hook is there.
         from marin_rl.train import main
 
         return main([*self.argv, *more])

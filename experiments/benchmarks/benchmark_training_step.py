@@ -135,7 +135,7 @@ def measure_training_step(config: TrainConfig, steps: int) -> dict[str, Any]:
     batch = random_batch(config, tokenizer.vocab_size)
     kinds: dict[str, RlooStep | LmStep] = {}
     figures: dict[str, Any] = {}
-    makers: dict[str, Callable[..., RlooStep | LmStep]] = {"lm": LmStep, "rloo": RlooStep}
+    makers: dict[str, Callable[..., RlooStep | LmStep]] = {"rloo": RlooStep, "lm": LmStep}
     for name, make in makers.items():
         # Each takes its weights over, so each needs its own.
         model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
@@ -157,7 +157,7 @@ def _take_turns(kinds: dict[str, RlooStep | LmStep], steps: int, figures: dict[s
     for name in kinds:
         figures[name]["compiles_after_first_step"] = 0
     for turn in range(steps):
-        for name in sorted(kinds, reverse=turn % 2 == 1):
+        for name in sorted(kinds, reverse=bool(turn % 2)):
             with counted_compiles() as compiles:
                 seconds[name].append(timed(kinds[name].step))
             figures[name]["compiles_after_first_step"] += compiles.programs

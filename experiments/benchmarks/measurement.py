@@ -81,7 +81,7 @@ def counted_compiles() -> Iterator[CompileCount]:
     """Count the programs that are compiled, or loaded from the persistent cache, inside the `with` block."""
     count = CompileCount()
 
-    def listen(event: str, duration: float, **_: str | int) -> None:
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
         if event == COMPILE_EVENT:
             count.programs += 1
 

@@ -7,7 +7,7 @@
 checkpoints/
   step-00000040/
     state/          weights, optimizer moments and random key (TensorStore, restorable on any mesh)
-    manifest.json   format, step, host-side progress, and size and checksum of every file
+    manifest.json   format, step, host-side progress, shape and dtype of every array, size and checksum of every file
 ```
 
 A checkpoint is written into a folder whose name starts with a dot, then synced to disk and renamed. A
@@ -20,10 +20,12 @@ import json
 import logging
 import os
 import shutil
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
 from haliax.partitioning import ResourceMapping
 from jax.sharding import Mesh
 from levanter.checkpoint import load_checkpoint as levanter_load
@@ -89,19 +91,27 @@ class Checkpoints:
             CheckpointError: if it cannot be written (disk full, no permission); earlier ones are untouched.
         """
         target = self._path(step)
-        partial = self.folder / f".{target.name}.partial"
+        # A name of its own: after a failed save, TensorStore's threads may still be writing into the old one.
+        partial = self.folder / f".{target.name}.{uuid.uuid4().hex}.partial"
         try:
             self._remove_partials()
             partial.mkdir(parents=True)
             levanter_save(state, step, partial / "state", is_temporary=False)
-            manifest = {"format": FORMAT, "step": step, "progress": dict(progress), "files": _describe(partial)}
-            (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+            manifest = {
+                "format": FORMAT,
+                "step": step,
+                "progress": dict(progress),
+                "arrays": _array_types(state),
+                "files": _describe(partial),
+            }
+            (partial / MANIFEST).write_text(_seal(manifest))
             _sync_tree(partial)
             if target.exists():
                 shutil.rmtree(target)
             partial.rename(target)
             _sync(self.folder)
         except (OSError, ValueError) as error:
+            self._remove_partials()
             raise CheckpointError(
                 f"could not write checkpoint {target}: {error}. Earlier checkpoints are untouched; free disk space or "
                 "fix the permissions, then run the same command again"
@@ -111,7 +121,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints there are, oldest first, damaged ones included."""
-        return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
+        names = (path.name.removeprefix("step-") for path in self.folder.glob("step-*"))
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def open(self, step: int) -> "Checkpoint":
         """The checkpoint of one step.
@@ -145,16 +156,17 @@ class Checkpoints:
 
     def _remove_partials(self) -> None:
         for leftover in self.folder.glob(".step-*.partial"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)  # what cannot go now goes with the next save
 
     def _prune(self, newest: int) -> None:
-        steps = self.steps()
-        kept = set(steps[-self.config.keep_last :]) | {newest}
+        # Later ones were damaged, or the run would have gone on from them; they must not count as kept.
+        steps = [step for step in self.steps() if step <= newest]
+        kept = set(steps[-self.config.keep_last :])
         if self.keep_first:
             kept.add(0)
         if self.config.keep_every:
             kept |= {step for step in steps if step % self.config.keep_every == 0}
-        for step in steps:
+        for step in self.steps():
             if step not in kept:
                 shutil.rmtree(self._path(step))
 
@@ -172,6 +184,8 @@ class Checkpoint:
     """Updates done when it was saved."""
     progress: Mapping[str, Any]
     """The host's share of the state."""
+    arrays: Mapping[str, str]
+    """Dtype and shape of every array of the state, by its path."""
 
     def restore(self, like: TrainerState, *, axis_mapping: ResourceMapping, mesh: Mesh) -> TrainerState:
         """The training state, sharded for `mesh` whatever mesh it was saved from.
@@ -184,11 +198,24 @@ class Checkpoint:
         Raises:
             CheckpointError: if it holds another model or optimizer than `like`.
         """
+        self._require_same_arrays(self.arrays, like)
         return self._load(like, None, axis_mapping, mesh)
 
     def restore_model(self, like: LmHeadModel, *, axis_mapping: ResourceMapping, mesh: Mesh) -> LmHeadModel:
         """The weights alone; arguments and errors as `restore`."""
+        prefix = ".model"
+        of_model = {name.removeprefix(prefix): t for name, t in self.arrays.items() if name.startswith(f"{prefix}.")}
+        self._require_same_arrays(of_model, like)
         return self._load(like, "model", axis_mapping, mesh)
+
+    def _require_same_arrays(self, saved: Mapping[str, str], like: object) -> None:
+        wanted = _array_types(like)
+        for name in {**saved, **wanted}:
+            if saved.get(name) != wanted.get(name):
+                raise CheckpointError(
+                    f"checkpoint {self.path} does not fit the configured model and optimizer: it holds "
+                    f"{name} as {saved.get(name, 'nothing')}, the configuration makes it {wanted.get(name, 'nothing')}"
+                )
 
     def _load(self, like: T, subpath: str | None, axis_mapping: ResourceMapping, mesh: Mesh) -> T:
         state = str(self.path / "state")
@@ -196,10 +223,8 @@ class Checkpoint:
             return levanter_load(
                 like, state, subpath=subpath, discover_latest=False, axis_mapping=axis_mapping, mesh=mesh
             )
-        except (FileNotFoundError, ValueError) as error:
-            raise CheckpointError(
-                f"checkpoint {self.path} does not fit the configured model and optimizer: {error}"
-            ) from error
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"could not read checkpoint {self.path}: {error}") from error
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -209,7 +234,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: if it is incomplete, altered, or of an unknown format.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = _unseal((path / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path} has no readable {MANIFEST}: {error}") from error
     if manifest.get("format") != FORMAT:
@@ -219,7 +244,28 @@ def open_checkpoint(path: Path) -> Checkpoint:
         if found.get(name) != expected:
             state = "is missing" if name not in found else "differs from what was written"
             raise CheckpointError(f"checkpoint {path} is damaged: {name} {state}")
-    return Checkpoint(path, manifest["step"], manifest["progress"])
+    return Checkpoint(path, manifest["step"], manifest["progress"], manifest["arrays"])
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    """The manifest as text that holds its own checksum."""
+    return json.dumps({**manifest, "sha256": _text_checksum(manifest)}, indent=1)
+
+
+def _unseal(text: str) -> dict[str, Any]:
+    manifest = json.loads(text)
+    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _text_checksum(manifest):
+        raise ValueError("it differs from what was written")
+    return manifest
+
+
+def _text_checksum(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+
+
+def _array_types(tree: object) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 
 
 def _describe(folder: Path) -> dict[str, dict[str, Any]]:

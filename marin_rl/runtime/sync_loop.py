@@ -14,7 +14,7 @@ its rollouts are the ones that update n was made of, sampled with the weights af
 import functools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from marin_rl.seeds import derive_seed
 from marin_rl.types import Rollout, RolloutGroup, Task
 
 
+@runtime_checkable
 class StepSink(Protocol):
     """Where the loop reports."""
 

@@ -5,7 +5,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from marin_rl.types import Generation
 
@@ -25,6 +25,7 @@ class SampleRequest:
     """0 is greedy. Log-probabilities are those at this temperature (at 1 where greedy)."""
 
 
+@runtime_checkable
 class Sampler(Protocol):
     """Continues prompts under the current weights."""
 

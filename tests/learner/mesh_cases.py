@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
         states[model_axis] = learner, state
 
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
-    saved_learner, saved = states[1]
+    _, saved = states[1]
     checkpoints.save(saved, 1, {})
     learner, other = states[2]
     restored = checkpoints.open(1).restore(

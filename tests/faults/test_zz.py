@@ -1,0 +1,1 @@
+def test_x(finished_run): print(finished_run)
