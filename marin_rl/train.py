@@ -19,7 +19,7 @@ from marin_rl.runtime.training_run import resolve_model
 
 FLAGS = {"dry_run": "Check the config, print it in full with what each update amounts to, and stop."}
 
-USER_ERRORS = (ValueError, RunDirectoryError, CheckpointError, NonFiniteUpdateError, AllRolloutsFailedError)
+USER_ERRORS = (ValueError, OSError, RunDirectoryError, CheckpointError, NonFiniteUpdateError, AllRolloutsFailedError)
 """Errors whose message says what to do; a traceback would only hide it."""
 
 
@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None takes the process's own.
 
     Returns:
-        The exit status: 0 when the run is complete or was stopped on request, 1 after an error.
+        The exit status: 0 when the run is complete or was stopped on request, 1 after an error, 130 after an
+        interrupt that left no time to save.
     """
     try:
         parsed = parse_config(TrainConfig, sys.argv[1:] if argv is None else argv, levanter_defaults(), FLAGS)
@@ -41,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(describe_run(config, config.tokenizer.build(), len(tasks)))
             return 0
         run_session(config, sys.stdout)
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to go on from the last checkpoint, if any", file=sys.stderr)
+        return 130
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

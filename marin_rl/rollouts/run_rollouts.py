@@ -173,7 +173,7 @@ class _Attempt:
         assert self.episode is not None
         try:
             with player.timer.phase("reward"):
-                step = self.episode.step(reply)
+                step = _checked(self.episode.step(reply))
         except Exception as error:
             self._fail(error)
             step = Step(rewards={})
@@ -211,6 +211,18 @@ class _Attempt:
         else:
             status = RolloutStatus.COMPLETED
         return Rollout(self.id, self.group_id, self.task, self.turns, status, self.rewards, self.error)
+
+
+def _checked(step: Step) -> Step:
+    """The step with rewards that are numbers; what an environment gets wrong here fails its rollout, as a raise does.
+
+    Raises:
+        ValueError: if a reward is no number, or the episode goes on without anything to show.
+    """
+    rewards = {name: float(value) for name, value in step.rewards.items()}
+    if not step.done and not step.messages:
+        raise ValueError("the environment's step is not done, but has no messages to show the policy next")
+    return dataclasses.replace(step, rewards=rewards)
 
 
 def _add(earlier: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:

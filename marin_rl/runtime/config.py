@@ -59,6 +59,25 @@ def default_trainer() -> TrainerConfig:
     return decode(TrainerConfig, levanter_defaults()["trainer"])
 
 
+_DECIDED_ELSEWHERE = {
+    "seed": "set seed",
+    "train_batch_size": "set rollouts.prompts_per_step and rollouts.group_size, whose product it is",
+    "num_train_steps": "set num_steps",
+    "steps_per_eval": "set evaluation.every",
+    "max_eval_batches": "set evaluation.tasks",
+    "load_checkpoint": "rerun in the same run_dir to resume",
+    "load_checkpoint_path": "rerun in the same run_dir to resume",
+    "initialize_from": "set initialize_from at the top level",
+    "checkpointer": "set checkpoint",
+}
+"""Fields of levanter's trainer section that would be ignored, and what to set instead."""
+
+
+def _field_default(section: type, name: str) -> Any:
+    field = next(field for field in dataclasses.fields(section) if field.name == name)
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
     """How many rollouts an update is made of, and how far each may go."""
@@ -137,6 +156,10 @@ class TrainConfig:
                 "neither model nor initialize_from is set: name an architecture to start from scratch "
                 "(model: {type: llama, ...}) or weights to start from (initialize_from: FOLDER)"
             )
+        for name, remedy in _DECIDED_ELSEWHERE.items():
+            given, default = getattr(self.trainer, name), _field_default(TrainerConfig, name)
+            if given != default:
+                raise ValueError(f"trainer.{name} is {given!r}, but it is not what decides here: {remedy}")
         if getattr(self.model, "scan_layers", True) is False:
             raise ValueError(
                 "model.scan_layers is false, but levanter's inference engine samples from scanned layers alone; "

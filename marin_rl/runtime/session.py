@@ -47,8 +47,8 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
     directory = create_or_open(Path(config.run_dir), to_yaml(config), MAY_DIFFER)
     with lock(directory), open_log(directory), logged_errors(), Progress(config.num_steps, stream) as progress:
         say = functools.partial(_say, progress)
+        run = open_run(config, directory.path, say)
         with stop_on_signals(say) as stop:
-            run = open_run(config, directory.path, say)
             sink = _Sink(_open_records(run, directory), progress, stop)
             complete = train(run, sink)
         plot_curves(directory.metrics, directory.curves)

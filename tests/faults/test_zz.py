@@ -1,1 +1,0 @@
-def test_x(finished_run): print(finished_run)
