@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+from haliax import NamedArray
 from haliax.partitioning import ResourceMapping
 from jax.sharding import Mesh
 from levanter.checkpoint import load_checkpoint as levanter_load
@@ -213,8 +214,8 @@ class Checkpoint:
         for name in {**saved, **wanted}:
             if saved.get(name) != wanted.get(name):
                 raise CheckpointError(
-                    f"checkpoint {self.path} does not fit the configured model and optimizer: it holds "
-                    f"{name} as {saved.get(name, 'nothing')}, the configuration makes it {wanted.get(name, 'nothing')}"
+                    f"checkpoint {self.path} does not fit the configured model and optimizer: {name} is "
+                    f"{saved.get(name, 'absent')} in the checkpoint and {wanted.get(name, 'absent')} as configured"
                 )
 
     def _load(self, like: T, subpath: str | None, axis_mapping: ResourceMapping, mesh: Mesh) -> T:
@@ -264,8 +265,9 @@ def _text_checksum(manifest: dict[str, Any]) -> str:
 
 
 def _array_types(tree: object) -> dict[str, str]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+    arrays = {path: leaf.array if isinstance(leaf, NamedArray) else leaf for path, leaf in leaves}
+    return {jax.tree_util.keystr(path): f"{array.dtype}{list(array.shape)}" for path, array in arrays.items()}
 
 
 def _describe(folder: Path) -> dict[str, dict[str, Any]]:

@@ -14,6 +14,7 @@ from haliax import Axis
 from levanter.compat.hf_checkpoints import HFCheckpointConverter, HFCompatConfig, ModelWithHfSerializationMixin
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer import TrainerConfig
+from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -81,9 +82,10 @@ def load_hf_policy(
         config: overrides the architecture in the checkpoint's own `config.json`; None takes that.
 
     Raises:
-        PolicyModelError: if the checkpoint is missing or of an unknown architecture, or the
-            vocabularies do not fit.
+        PolicyModelError: if the checkpoint is missing, damaged or of an unknown architecture, or does not fit
+            `config` or the tokenizer.
     """
+    checkpoint = _absolute_folder(checkpoint)
     converter = _converter_for(checkpoint, tokenizer)
     vocab_size = _read_hf_config(checkpoint).vocab_size
     if tokenizer.vocab_size > vocab_size:
@@ -92,15 +94,21 @@ def load_hf_policy(
             f"{vocab_size}: token ids would fall outside it. Use the tokenizer that belongs to the checkpoint "
             f"(tokenizer.path: {checkpoint})"
         )
-    with trainer.use_device_mesh():
-        model = converter.load_pretrained(
-            converter.LevConfigClass if config is None else config.model_type,
-            ref=checkpoint,
-            config=cast(HFCompatConfig | None, config),
-            axis_mapping=trainer.parameter_axis_mapping,
-            resize_vocab_to_match_tokenizer=False,
-            dtype=trainer.mp.param_dtype,
-        )
+    try:
+        with trainer.use_device_mesh():
+            model = converter.load_pretrained(
+                converter.LevConfigClass if config is None else config.model_type,
+                ref=checkpoint,
+                config=cast(HFCompatConfig | None, config),
+                axis_mapping=trainer.parameter_axis_mapping,
+                resize_vocab_to_match_tokenizer=False,
+                dtype=trainer.mp.param_dtype,
+            )
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise PolicyModelError(
+            f"the weights in {checkpoint!r} are missing, damaged, or of another shape than the configured model "
+            f"({str(error).splitlines()[0]}); leave model out to take the architecture from the checkpoint itself"
+        ) from error
     return cast(LmHeadModel, model)
 
 
@@ -137,6 +145,11 @@ def read_hf_architecture(checkpoint: str) -> LmConfig:
     """
     hf_config = _read_hf_config(checkpoint)
     return cast(LmConfig, _architecture(checkpoint, hf_config).from_hf_config(hf_config))
+
+
+def _absolute_folder(checkpoint: str) -> str:
+    # Levanter asks the hub for any file that it does not see; a relative folder would pass for a hub name there.
+    return str(Path(checkpoint).absolute()) if Path(checkpoint).is_dir() else checkpoint
 
 
 def _read_hf_config(checkpoint: str) -> PretrainedConfig:

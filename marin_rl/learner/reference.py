@@ -50,8 +50,8 @@ class ReferencePolicy:
         with self._trainer.use_device_mesh():
             scored = self._score(self._model, batch)
         rows = np.minimum(np.asarray(jax.device_get(scored.rearrange(batch.input_ids.axes).array)), 0.0)
-        sizes = np.cumsum([rollout.input_ids.shape[0] for rollout in rollouts])
+        ends = np.cumsum([rollout.input_ids.shape[0] for rollout in rollouts], dtype=int)
         return [
             dataclasses.replace(rollout, reference_logprobs=part)
-            for rollout, part in zip(rollouts, np.split(rows[: sizes[-1]], sizes[:-1]), strict=True)
+            for rollout, part in zip(rollouts, np.split(rows, ends)[:-1], strict=True)
         ]

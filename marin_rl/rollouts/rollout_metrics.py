@@ -16,22 +16,22 @@ def rollout_metrics(groups: Sequence[RolloutGroup], version: WeightVersion) -> d
     Failed rollouts count in the shares of statuses and nowhere else.
 
     Args:
-        groups: all groups of the batch.
+        groups: all groups of the batch; at least one rollout is graded.
         version: the weights that are about to be updated; staleness is counted from them.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     graded = [rollout for rollout in rollouts if rollout.rewards]
     scores = [rollout.total_reward or 0.0 for rollout in graded]
-    generations = [turn.generation for rollout in rollouts for turn in rollout.turns]
+    generations = [turn.generation for rollout in graded for turn in rollout.turns]
     ages = [version - generation.first_version for generation in generations]
     return {
         "objective/scores": mean(scores),
         "train/rewards": mean(scores),
         **_components(graded),
         **_groups(groups),
-        "train/output_length": mean([rollout.num_generated_tokens for rollout in rollouts]),
+        "train/output_length": mean([rollout.num_generated_tokens for rollout in graded]),
         "val/num_eos_tokens": total(generation.stop_reason is StopReason.STOP for generation in generations),
-        "rollouts/turns": mean([len(rollout.turns) for rollout in rollouts]),
+        "rollouts/turns": mean([len(rollout.turns) for rollout in graded]),
         "rollouts/truncated_share": _share(rollout.status is RolloutStatus.TRUNCATED for rollout in rollouts),
         "rollouts/failed": total(rollout.status is RolloutStatus.FAILED for rollout in rollouts),
         "staleness/min": Metric(float(min(ages)), reduction=Reduction.MIN),

@@ -1,0 +1,36 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+from pathlib import Path
+
+import pytest
+
+from experiments.rloo_controls import more_warm_start, random_reward
+from experiments.rloo_in_code import rloo
+from marin_rl.environments import RandomRewardConfig
+from marin_rl.runtime.config import TrainConfig, levanter_defaults
+from marin_rl.runtime.config_parsing import parse_config, to_yaml
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+
+
+def read(name: str) -> TrainConfig:
+    return parse_config(TrainConfig, ["--config", str(EXPERIMENTS / name)], levanter_defaults()).config
+
+
+@pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_experiment_file_is_a_valid_config_with_a_run_directory_of_its_own(path):
+    config = read(path.name)
+    assert config.run_dir == f"runs/{path.stem}"
+
+
+def test_the_experiment_in_code_is_the_one_in_yaml():
+    assert to_yaml(rloo()) == to_yaml(read("rloo.yaml"))
+
+
+def test_the_controls_differ_from_the_experiment_in_what_they_control():
+    control = random_reward(1)
+    assert isinstance(control.environment, RandomRewardConfig)
+    assert control.environment.environment == rloo(1).environment
+    assert control.optimizer == rloo(1).optimizer
+    assert (more_warm_start(1, 900).num_steps, more_warm_start(1, 900).warm_start.max_steps) == (0, 900)

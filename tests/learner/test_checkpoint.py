@@ -1,0 +1,363 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+import json
+import logging
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from haliax import Axis
+
+from marin_rl.learner import checkpoint as checkpoint_module
+from marin_rl.learner.checkpoint import CheckpointConfig, CheckpointError, Checkpoints, open_checkpoint
+from marin_rl.learner.policy_model import model_shape
+
+PROGRESS = {"step": 2, "episodes": 16, "evaluations": {"before RL": {"eval/accuracy": 0.1 + 0.2}}}
+
+
+@pytest.fixture(scope="module")
+def state(tiny, learner):
+    """A state with moments that are not zero; never stepped, so never donated."""
+    fresh = tiny.fresh_state(learner)
+    return dataclasses.replace(
+        fresh, opt_state=jax.tree.map(lambda leaf: leaf + jnp.asarray(1, leaf.dtype), fresh.opt_state)
+    )
+
+
+@pytest.fixture(scope="module")
+def saved_folder(state, tmp_path_factory) -> Path:
+    """Checkpoints of steps 1 and 2; copy it, do not touch it."""
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    checkpoints = Checkpoints(folder, CheckpointConfig())
+    checkpoints.save(state, 1, {"step": 1})
+    assert checkpoints.save(state, 2, PROGRESS) == folder / "step-00000002"
+    return folder
+
+
+@pytest.fixture
+def saved(saved_folder: Path, tmp_path: Path) -> Checkpoints:
+    shutil.copytree(saved_folder, tmp_path / "checkpoints")
+    return Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_is_saved_is_restored_bit_for_bit(tiny, learner, state, saved: Checkpoints) -> None:
+    checkpoint = saved.newest_good()
+    assert checkpoint is not None
+    assert checkpoint.step == 2
+    assert checkpoint.progress == PROGRESS
+    like = learner.state_shape(state.model)
+    restored = checkpoint.restore(like, axis_mapping=learner.parameter_mapping, mesh=learner.mesh)
+    tiny.assert_same_bits(restored, state)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+
+
+def test_the_weights_alone(tiny, learner, state, saved: Checkpoints) -> None:
+    like = tiny.model_shape(tiny.LLAMA, Axis("vocab", tiny.VOCAB), learner.trainer.config)
+    model = saved.open(1).restore_model(like, axis_mapping=learner.parameter_mapping, mesh=learner.mesh)
+    tiny.assert_same_bits(model, state.model)
+
+
+def test_a_restored_state_trains_on_bit_for_bit(tiny, learner, tmp_path: Path) -> None:
+    state = tiny.fresh_state(learner)
+    for seed in range(2):
+        state, _ = learner.step(state, tiny.make_example(seed=seed))
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(state, 2, {})
+    restored = checkpoints.open(2).restore(
+        learner.state_shape(state.model), axis_mapping=learner.parameter_mapping, mesh=learner.mesh
+    )
+    for seed in range(2, 4):
+        state, measured = learner.step(state, tiny.make_example(seed=seed))
+        restored, again = learner.step(restored, tiny.make_example(seed=seed))
+        assert again == measured
+    tiny.assert_same_bits(restored, state)
+
+
+def test_no_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "nowhere", CheckpointConfig())
+    assert checkpoints.newest_good() is None
+    assert checkpoints.steps() == []
+
+
+@pytest.fixture
+def quick_saves(monkeypatch) -> None:
+    """Saves that write one small file, where only the folders matter."""
+
+    def write(state, step, path, **_) -> None:
+        path.mkdir()
+        (path / "data").write_text(str(step))
+
+    monkeypatch.setattr(checkpoint_module, "levanter_save", write)
+
+
+@pytest.mark.parametrize(
+    ("config", "keep_first", "kept"),
+    [
+        (CheckpointConfig(keep_last=2), False, [6, 7]),
+        (CheckpointConfig(keep_last=3), False, [5, 6, 7]),
+        (CheckpointConfig(keep_last=2), True, [0, 6, 7]),
+        (CheckpointConfig(keep_last=2, keep_every=3), False, [0, 3, 6, 7]),
+        (CheckpointConfig(keep_last=2, keep_every=4), True, [0, 4, 6, 7]),
+    ],
+)
+@pytest.mark.usefixtures("quick_saves")
+def test_what_is_kept(state, tmp_path: Path, config: CheckpointConfig, keep_first: bool, kept: list[int]) -> None:
+    checkpoints = Checkpoints(tmp_path, config, keep_first=keep_first)
+    for step in range(8):
+        checkpoints.save(state, step, {})
+        assert step in checkpoints.steps()
+    assert checkpoints.steps() == kept
+    assert [checkpoints.open(step).step for step in kept] == kept
+
+
+@pytest.mark.usefixtures("quick_saves")
+def test_a_damaged_later_checkpoint_does_not_count_as_kept(state, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=2))
+    for step in (10, 20, 30):
+        checkpoints.save(state, step, {})
+    (tmp_path / "step-00000030" / "state" / "data").write_text("damaged")
+    good = checkpoints.newest_good()
+    assert good is not None
+    assert good.step == 20
+    checkpoints.save(state, 25, {})
+    assert checkpoints.steps() == [20, 25]
+
+
+@pytest.mark.usefixtures("quick_saves")
+def test_saving_a_step_again_replaces_it(state, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(state, 1, {"try": 1})
+    checkpoints.save(state, 1, {"try": 2})
+    assert checkpoints.open(1).progress == {"try": 2}
+
+
+@pytest.mark.usefixtures("quick_saves")
+def test_half_written_leftovers_are_ignored_and_removed(state, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(state, 1, {})
+    leftover = tmp_path / ".step-00000002.0123.partial"
+    shutil.copytree(tmp_path / "step-00000001", leftover)
+    (leftover / "manifest.json").unlink()
+    (tmp_path / "step-notes.txt").write_text("not a checkpoint")
+    assert checkpoints.steps() == [1]
+    good = checkpoints.newest_good()
+    assert good is not None
+    assert good.step == 1
+    checkpoints.save(state, 2, {})
+    assert not leftover.exists()
+    assert checkpoints.steps() == [1, 2]
+
+
+def largest_file(folder: Path) -> Path:
+    return max((path for path in (folder / "state").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def flip_a_bit(path: Path, at: float = 0.5) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * at)] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(folder: Path) -> str:
+    path = largest_file(folder)
+    path.write_bytes(path.read_bytes()[:-1])
+    return f"{path.relative_to(folder)} differs from what was written"
+
+
+def flip(folder: Path) -> str:
+    path = largest_file(folder)
+    flip_a_bit(path)
+    return f"{path.relative_to(folder)} differs from what was written"
+
+
+def remove(folder: Path) -> str:
+    path = largest_file(folder)
+    path.unlink()
+    return f"{path.relative_to(folder)} is missing"
+
+
+def remove_manifest(folder: Path) -> str:
+    (folder / "manifest.json").unlink()
+    return "has no readable manifest.json"
+
+
+def empty_manifest(folder: Path) -> str:
+    (folder / "manifest.json").write_text("")
+    return "has no readable manifest.json"
+
+
+def alter_progress(folder: Path) -> str:
+    """A flip that leaves the manifest good JSON: 16 episodes become 17."""
+    path = folder / "manifest.json"
+    assert '"episodes": 16' in path.read_text()
+    path.write_text(path.read_text().replace('"episodes": 16', '"episodes": 17'))
+    return "has no readable manifest.json: it differs from what was written"
+
+
+DAMAGES: list[Callable[[Path], str]] = [truncate, flip, remove, remove_manifest, empty_manifest, alter_progress]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(saved: Checkpoints, caplog, damage) -> None:
+    folder = saved.folder / "step-00000002"
+    complaint = damage(folder)
+    with caplog.at_level(logging.WARNING):
+        good = saved.newest_good()
+    assert good is not None
+    assert good.step == 1
+    assert good.progress == {"step": 1}
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == checkpoint_module.__name__]
+    assert str(folder) in warning
+    assert complaint in warning
+    with pytest.raises(CheckpointError):
+        saved.open(2)
+
+
+def test_a_bit_flipped_anywhere_in_the_manifest_is_noticed(saved: Checkpoints) -> None:
+    path = saved.folder / "step-00000002" / "manifest.json"
+    original = path.read_bytes()
+    for part in range(40):
+        flip_a_bit(path, part / 40)
+        unharmed = b"".join(path.read_bytes().split()) == b"".join(original.split())
+        if not unharmed:  # a flipped blank between the values says nothing
+            with pytest.raises(CheckpointError, match=r"step-00000002"):
+                saved.open(2)
+        path.write_bytes(original)
+    assert saved.open(2).step == 2
+
+
+def test_if_all_are_damaged_it_is_an_error_that_names_them(saved: Checkpoints) -> None:
+    complaints = [truncate(saved.folder / "step-00000001"), remove(saved.folder / "step-00000002")]
+    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged.*Delete the run directory") as caught:
+        saved.newest_good()
+    assert all(complaint in str(caught.value) for complaint in complaints)
+
+
+def test_another_format_is_refused(saved: Checkpoints) -> None:
+    path = saved.folder / "step-00000002" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest.pop("sha256")
+    path.write_text(checkpoint_module._seal({**manifest, "format": 99}))
+    with pytest.raises(CheckpointError, match="has format 99, this version reads 1"):
+        open_checkpoint(path.parent)
+
+
+def test_a_missing_checkpoint_is_named(saved: Checkpoints) -> None:
+    with pytest.raises(CheckpointError, match=r"step-00000007 has no readable manifest.json"):
+        saved.open(7)
+
+
+@contextmanager
+def files_no_larger_than(size: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def assert_untouched_and_able_to_go_on(saved: Checkpoints, before: dict[str, bytes], state) -> None:
+    assert contents(saved.folder).items() >= before.items()
+    assert saved.steps() == [1, 2]
+    saved.save(state, 3, {})
+    assert saved.steps() == [2, 3]
+    assert saved.open(3).step == 3
+
+
+def test_a_write_that_the_system_cuts_short_leaves_earlier_checkpoints(saved: Checkpoints, state) -> None:
+    before = contents(saved.folder)
+    with (
+        files_no_larger_than(500),
+        pytest.raises(CheckpointError, match=r"could not write .*step-00000003.*Earlier checkpoints are untouched"),
+    ):
+        saved.save(state, 3, {})
+    assert_untouched_and_able_to_go_on(saved, before, state)
+
+
+@pytest.mark.parametrize("call", ["levanter_save", "_sync_tree"])
+def test_a_full_disk_leaves_earlier_checkpoints(saved: Checkpoints, state, monkeypatch, call: str) -> None:
+    before = contents(saved.folder)
+
+    def fail(*_, **__) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, call, fail)
+        with pytest.raises(CheckpointError, match=r"No space left on device.*free disk space"):
+            saved.save(state, 3, {})
+    assert contents(saved.folder) == before
+    assert_untouched_and_able_to_go_on(saved, before, state)
+
+
+def test_a_folder_that_cannot_be_made_is_named(state, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"could not write checkpoint .*file/checkpoints/step-00000001"):
+        Checkpoints(tmp_path / "file" / "checkpoints", CheckpointConfig()).save(state, 1, {})
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (
+            {"hidden_dim": 32},
+            r"q_proj.weight is float32\[1, 4, 1, 4, 16\] in the checkpoint and float32\[1, 4, 1, 8, 32\]",
+        ),
+        ({"num_layers": 2}, r"is float32\[1, .*\] in the checkpoint and float32\[2, "),
+        (
+            {"tie_word_embeddings": True},
+            r"lm_head.weight is float32\[264, 16\] in the checkpoint and absent as configured",
+        ),
+    ],
+)
+def test_another_model_does_not_fit(tiny, learner, saved: Checkpoints, change: dict, complaint: str) -> None:
+    config = dataclasses.replace(tiny.LLAMA, **change)
+    assert_does_not_fit(tiny, learner, saved, config, tiny.VOCAB, complaint)
+
+
+def test_another_vocabulary_does_not_fit(tiny, learner, saved: Checkpoints) -> None:
+    assert_does_not_fit(tiny, learner, saved, tiny.LLAMA, 128, r"float32\[264, 16\] in .* and float32\[128, 16\]")
+
+
+def test_another_architecture_does_not_fit(tiny, learner, saved: Checkpoints) -> None:
+    config = dataclasses.replace(tiny.QWEN3, num_layers=1, num_kv_heads=4)
+    assert_does_not_fit(tiny, learner, saved, config, tiny.VOCAB, r"q_norm.weight is absent in the checkpoint")
+
+
+def assert_does_not_fit(tiny, learner, saved: Checkpoints, config, vocab: int, complaint: str) -> None:
+    shape = model_shape(config, Axis("vocab", vocab), learner.trainer.config)
+    where = {"axis_mapping": learner.parameter_mapping, "mesh": learner.mesh}
+    with pytest.raises(CheckpointError, match=r"does not fit the configured model and optimizer: .*" + complaint):
+        saved.open(2).restore(learner.state_shape(shape), **where)
+    with pytest.raises(CheckpointError, match=r"does not fit the configured model and optimizer: .*" + complaint):
+        saved.open(2).restore_model(shape, **where)
+
+
+def test_another_optimizer_does_not_fit(tiny, trainer, state, saved: Checkpoints) -> None:
+    other = tiny.make_learner(trainer, optimizer=tiny.SgdConfig())
+    with pytest.raises(CheckpointError, match=r"does not fit the configured model and optimizer: \.opt_state"):
+        saved.open(2).restore(other.state_shape(state.model), axis_mapping=other.parameter_mapping, mesh=other.mesh)
+
+
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [
+        ({"every": -1}, "cannot be negative"),
+        ({"keep_every": -1}, "cannot be negative"),
+        ({"keep_last": 1}, "keep_last is 1; keep at least 2"),
+    ],
+)
+def test_impossible_settings(bad: dict[str, int], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        CheckpointConfig(**bad)

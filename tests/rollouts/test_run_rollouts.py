@@ -1,0 +1,331 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+
+from marin_rl.environments.base import Environment, Episode, Split, Step
+from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Limits, Player, run_groups
+from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
+from marin_rl.sampling.scripted import ScriptedSampler
+from marin_rl.seeds import derive_seed
+from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import Message, Rollout, RolloutGroup, RolloutStatus, StopReason, Task
+
+END, USER, ASSISTANT = 257, 259, 260
+TOKENIZER = ChatTokenizer(byte_tokenizer())
+LIMITS = Limits(max_length=64, max_new_tokens=6, max_turns=8)
+
+
+@dataclasses.dataclass
+class Countdown:
+    """A game whose task's answer says after how many replies it is over; the last one is rewarded."""
+
+    task: Task
+    seed: int
+    replies: list[str] = dataclasses.field(default_factory=list)
+
+    def step(self, reply: str) -> Step:
+        self.replies.append(reply)
+        if reply == "boom":
+            raise RuntimeError("the game broke")
+        if len(self.replies) == int(self.task.answer):
+            return Step({"won": 1.0, "moves": 0.5})
+        return Step({"moves": 0.5}, (Message(role="user", content=f"n{len(self.replies)}"),), done=False)
+
+
+@dataclasses.dataclass
+class Game:
+    """Starts episodes, and remembers them."""
+
+    begin: Callable[[Task, int], Episode] = Countdown
+    name: str = "countdown"
+    started: list[tuple[Task, int]] = dataclasses.field(default_factory=list)
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return []
+
+    def start(self, task: Task, seed: int) -> Episode:
+        self.started.append((task, seed))
+        return self.begin(task, seed)
+
+
+@dataclasses.dataclass
+class Fixed:
+    """An episode of one step."""
+
+    outcome: Step
+
+    def step(self, reply: str) -> Step:
+        return self.outcome
+
+
+def task(turns: int = 1, prompt: str = "go") -> Task:
+    return Task(f"{prompt}{turns}", "countdown", (Message(role="user", content=prompt),), str(turns))
+
+
+def tokens(text: str) -> tuple[int, ...]:
+    return tuple(text.encode())
+
+
+def says(*replies: str) -> Callable[[SampleRequest], Sequence[int]]:
+    """Replies in the order of turns: the number of assistant tokens in the prompt says which turn it is."""
+    return lambda request: (*tokens(replies[request.prompt_tokens.count(ASSISTANT) - 1]), END)
+
+
+def player(
+    script: Callable[[SampleRequest], Sequence[int]], environment: Environment | None = None, limits: Limits = LIMITS
+) -> Player:
+    sampler = ScriptedSampler(script, stop_token_ids=[END], logprob=-0.25, version=4)
+    return Player(environment or Game(), TOKENIZER, sampler, limits)
+
+
+def play(made: Player, tasks: Sequence[Task], group_size: int = 1, step: int = 9) -> list[RolloutGroup]:
+    return run_groups(made, tasks, group_size=group_size, temperature=0.7, seed_parts=(11, "train", step))
+
+
+def only(groups: Sequence[RolloutGroup]) -> Rollout:
+    [group] = groups
+    [rollout] = group.rollouts
+    return rollout
+
+
+def flat(rollout: Rollout) -> tuple[int, ...]:
+    """The one sequence of a rollout whose history was never rewritten."""
+    return tuple(token for turn in rollout.turns for token in (*turn.observation_tokens, *turn.generation.token_ids))
+
+
+def test_episodes_of_1_2_6_and_3_turns_are_played_together():
+    made = player(says(*"abcdefgh"))
+    groups = play(made, [task(count) for count in (1, 2, 6, 3)])
+    rollouts = [group.rollouts[0] for group in groups]
+    assert [len(rollout.turns) for rollout in rollouts] == [1, 2, 6, 3]
+    assert {rollout.status for rollout in rollouts} == {RolloutStatus.COMPLETED}
+    assert [rollout.rewards for rollout in rollouts] == [
+        {"moves": 0.5 * turns, "won": 1.0} for turns in (1, 2, 6, 3)
+    ]
+    assert [turn.reward for turn in rollouts[3].turns] == [0.5, 0.5, 1.5]
+    # Each round asks for those that are still being played, and for no others.
+    prompts = [request.prompt_tokens.count(ASSISTANT) for request in made.sampler.requests]
+    assert prompts == [1] * 4 + [2] * 3 + [3] * 2 + [4, 5, 6]
+
+
+def test_every_turn_continues_exactly_the_tokens_before_it():
+    made = player(says("a", "b", "c"))
+    rollout = only(play(made, [task(3)]))
+    first = (USER, *tokens("go"), END, ASSISTANT)
+    second, third = (USER, *tokens("n1"), END, ASSISTANT), (USER, *tokens("n2"), END, ASSISTANT)
+    assert [turn.observation_tokens for turn in rollout.turns] == [first, second, third]
+    assert [turn.generation.token_ids for turn in rollout.turns] == [(*tokens(reply), END) for reply in "abc"]
+    assert [turn.starts_sequence for turn in rollout.turns] == [True, False, False]
+    asked = [request.prompt_tokens for request in made.sampler.requests]
+    assert asked == [first, (*first, *tokens("a"), END, *second), flat(rollout)[: len(asked[2])]]
+    assert [turn.generation.logprobs for turn in rollout.turns] == [(-0.25, -0.25)] * 3
+    assert {turn.generation.first_version for turn in rollout.turns} == {4}
+
+
+def test_a_reply_cut_before_its_end_token_gets_the_end_token_as_observation():
+    made = player(lambda request: tokens("abcdef"))
+    rollout = only(play(made, [task(2)]))
+    assert rollout.turns[0].generation.stop_reason is StopReason.LENGTH
+    assert rollout.turns[1].observation_tokens == (END, USER, *tokens("n1"), END, ASSISTANT)
+    assert rollout.status is RolloutStatus.TRUNCATED
+    assert rollout.total_reward == 2.0
+
+
+def test_sampled_tokens_are_kept_where_their_text_would_be_tokenized_otherwise():
+    # A lone continuation byte decodes to U+FFFD, which would encode to three other bytes.
+    made = player(lambda request: (0x80, END))
+    rollout = only(play(made, [task(2)]))
+    assert rollout.turns[0].messages[-1]["content"] == "\ufffd"
+    assert made.sampler.requests[1].prompt_tokens[: len(flat(rollout)) - 2][5:7] == (0x80, END)
+
+
+def test_messages_tell_the_turns_in_words():
+    rollout = only(play(player(says("a", "b")), [task(2)]))
+    assert [[(message["role"], message["content"]) for message in turn.messages] for turn in rollout.turns] == [
+        [("user", "go"), ("assistant", "a")],
+        [("user", "n1"), ("assistant", "b")],
+    ]
+
+
+def test_a_history_that_the_template_rewrites_starts_a_sequence():
+    tokenizer = byte_tokenizer()
+    # Shows no reply but the last: what was sampled is not in the later context.
+    tokenizer.chat_template = (
+        "{%- for message in messages -%}"
+        "{%- if message['role'] == 'user' or loop.last -%}"
+        "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
+        "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+    )
+    made = dataclasses.replace(player(lambda request: (*tokens("a"), END)), tokenizer=ChatTokenizer(tokenizer))
+    rollout = only(play(made, [task(2)]))
+    assert [turn.starts_sequence for turn in rollout.turns] == [True, True]
+    complete = (USER, *tokens("go"), END, USER, *tokens("n1"), END, ASSISTANT)
+    assert rollout.turns[1].observation_tokens == made.sampler.requests[1].prompt_tokens == complete
+
+
+def test_turns_run_out():
+    rollout = only(play(player(says(*"abc"), limits=Limits(64, 6, max_turns=3)), [task(4)]))
+    assert len(rollout.turns) == 3
+    assert rollout.status is RolloutStatus.TRUNCATED
+    assert rollout.rewards == {"moves": 1.5}
+
+
+def test_an_answer_never_exceeds_the_sequence():
+    # The prompt has 5 tokens: of 6 new ones, 4 have room.
+    made = player(lambda request: tokens("abcdef"), limits=Limits(9, 6, 1))
+    rollout = only(play(made, [task(1)]))
+    assert made.sampler.requests[0].max_new_tokens == 4
+    assert len(flat(rollout)) == 9
+    assert rollout.status is RolloutStatus.TRUNCATED
+
+
+def test_an_observation_that_leaves_no_room_ends_the_rollout():
+    # 5 tokens of prompt, 2 of answer and 5 of observation are 12: with 12 there is no room for an answer, with 13 there is.
+    for length, turns in ((12, 1), (13, 2)):
+        rollout = only(play(player(says("a", "b"), limits=Limits(length, 6, 8)), [task(3)]))
+        assert len(rollout.turns) == turns
+        assert rollout.status is RolloutStatus.TRUNCATED
+        assert len(flat(rollout)) <= length
+
+
+def test_a_prompt_without_room_for_an_answer_is_named_and_nothing_is_sampled():
+    made = player(says("a"), limits=Limits(5, 6, 1))
+    with pytest.raises(PromptTooLongError, match=r"task 'go1' of environment 'countdown'.* 5 tokens.*max_length"):
+        play(made, [task(1)])
+    assert made.sampler.requests == []
+    assert only(play(player(says("a"), limits=Limits(6, 6, 1)), [task(1)])).turns[0].generation.token_ids == tokens("a")
+
+
+def test_attempts_at_one_task_start_equally_and_differ_by_their_sampling_seed():
+    game = Game()
+    made = player(says("a", "b"), game)
+    groups = play(made, [task(2), task(2, prompt="up")], group_size=3)
+    starts = [seed for _, seed in game.started]
+    assert starts[:3] == [starts[0]] * 3
+    assert starts[3:] == [starts[3]] * 3
+    assert starts[0] != starts[3]
+    seeds = [request.seed for request in made.sampler.requests]
+    assert len(set(seeds)) == len(seeds) == 12
+    assert [[rollout.task.id for rollout in group.rollouts] for group in groups] == [["go2"] * 3, ["up2"] * 3]
+    assert {request.temperature for request in made.sampler.requests} == {0.7}
+
+
+def test_ids_and_seeds_follow_from_the_call_alone():
+    first, again, other = (play(player(says("a")), [task(), task(prompt="up")], 2, step) for step in (9, 9, 10))
+    assert first == again
+    names = [[rollout.id for rollout in group.rollouts] for group in first]
+    assert names == [["train-9-0-0", "train-9-0-1"], ["train-9-1-0", "train-9-1-1"]]
+    assert [group.id for group in other] == ["train-10-0", "train-10-1"]
+    made = player(says("a"))
+    play(made, [task()])
+    assert made.sampler.requests[0].seed == derive_seed(derive_seed(11, "train", 9, 0, 0), 0)
+
+
+def test_a_seed_does_not_depend_on_what_else_is_played():
+    alone, together = player(says(*"abcdefgh")), player(says(*"abcdefgh"))
+    play(alone, [task(3)])
+    play(together, [task(3), task(6, prompt="up"), task(1, prompt="hm")], group_size=2)
+    seeds = {request.prompt_tokens: request.seed for request in reversed(together.sampler.requests)}
+    assert all(seeds[request.prompt_tokens] == request.seed for request in alone.sampler.requests)
+
+
+def test_an_episode_that_raises_fails_alone(caplog: pytest.LogCaptureFixture):
+    def script(request: SampleRequest) -> Sequence[int]:
+        broken = request.prompt_tokens.count(ASSISTANT) == 2 and request.prompt_tokens[1:3] == tokens("up")
+        return (*tokens("boom" if broken else "a"), END)
+
+    with caplog.at_level(logging.WARNING):
+        groups = play(player(script), [task(3), task(3, prompt="up"), task(1)])
+    good, bad, short = (group.rollouts[0] for group in groups)
+    assert (good.status, short.status) == (RolloutStatus.COMPLETED, RolloutStatus.COMPLETED)
+    assert bad.status is RolloutStatus.FAILED
+    assert bad.error == "RuntimeError: the game broke"
+    assert (bad.rewards, bad.total_reward) == ({}, None)
+    assert [turn.generation.token_ids for turn in bad.turns] == [(97, END), (*tokens("boom"), END)]
+    assert "rollout train-9-1-0 failed: RuntimeError: the game broke" in caplog.text
+
+
+def test_an_episode_that_cannot_start_fails_alone():
+    def begin(task: Task, seed: int) -> Episode:
+        if task.id == "up1":
+            raise OSError("no board")
+        return Countdown(task, seed)
+
+    bad, good = (group.rollouts[0] for group in play(player(says("a"), Game(begin)), [task(prompt="up"), task()]))
+    assert (bad.status, bad.turns, bad.error) == (RolloutStatus.FAILED, (), "OSError: no board")
+    assert good.status is RolloutStatus.COMPLETED
+
+
+def test_when_all_fail_the_first_error_is_told():
+    def begin(task: Task, seed: int) -> Episode:
+        raise ConnectionError(f"judge of {task.id} is away")
+
+    with pytest.raises(
+        AllRolloutsFailedError,
+        match=r"all 4 rollouts failed; the first, train-9-0-0 \(task 'go1' of environment 'countdown'\): "
+        "ConnectionError: judge of go1 is away",
+    ):
+        play(player(says("a"), Game(begin)), [task(), task(prompt="up")], group_size=2)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_names_the_rollout(value: float):
+    made = player(says("a"), Game(lambda task, seed: Fixed(Step({"won": value}))))
+    with pytest.raises(ValueError, match=f"Rollout train-9-0-0: reward 'won' is {value}"):
+        play(made, [task()])
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error"),
+    [
+        (Step({"won": 1.0}, done=False), "ValueError: the environment's step is not done, but has no messages"),
+        (None, "AttributeError: "),
+    ],
+)
+def test_a_step_that_makes_no_sense_fails_its_rollout(outcome: Step, error: str):
+    @dataclasses.dataclass
+    class Broken:
+        def step(self, reply: str) -> Step:
+            return outcome
+
+    game = Game(lambda made, seed: Broken() if made.id == "up1" else Countdown(made, seed))
+    bad, good = (group.rollouts[0] for group in play(player(says("a"), game), [task(prompt="up"), task()]))
+    assert bad.status is RolloutStatus.FAILED
+    assert bad.error is not None
+    assert bad.error.startswith(error)
+    assert good.status is RolloutStatus.COMPLETED
+
+
+def test_rewards_of_the_same_name_add_up_and_others_stand_alone():
+    steps: Mapping[int, Step] = {
+        0: Step({"hit": 1.0}, (Message(role="user", content="on"),), done=False),
+        1: Step({"hit": 2.0, "end": -1.0}),
+    }
+
+    @dataclasses.dataclass
+    class Two:
+        played: int = 0
+
+        def step(self, reply: str) -> Step:
+            self.played += 1
+            return steps[self.played - 1]
+
+    rollout = only(play(player(says("a", "b"), Game(lambda task, seed: Two())), [task()]))
+    assert rollout.rewards == {"hit": 3.0, "end": -1.0}
+
+
+def test_time_is_counted_by_phase():
+    made = player(says("a"))
+    play(made, [task()])
+    assert set(made.timer.seconds) == {"sample", "reward"}
+
+
+def test_no_tasks_make_no_groups():
+    assert play(player(says("a")), []) == []

@@ -1,0 +1,125 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from marin_rl.types import Generation, Message, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
+
+TASK = Task(id="t", environment="sums", messages=(Message(role="user", content="2+3="),), answer="5")
+
+
+def generation(length: int = 2, **changes) -> Generation:
+    settings = {
+        "token_ids": tuple(range(length)),
+        "logprobs": (-0.5,) * length,
+        "stop_reason": StopReason.STOP,
+        "first_version": 3,
+        "last_version": 3,
+    }
+    return Generation(**{**settings, **changes})
+
+
+def turn(length: int = 2, **changes) -> Turn:
+    settings = {"observation_tokens": (7, 8), "generation": generation(length), "messages": (), "starts_sequence": True}
+    return Turn(**{**settings, **changes})
+
+
+def rollout(**changes) -> Rollout:
+    settings = {
+        "id": "r",
+        "group_id": "g",
+        "task": TASK,
+        "turns": (turn(),),
+        "status": RolloutStatus.COMPLETED,
+        "rewards": {"correct": 1.0},
+    }
+    return Rollout(**{**settings, **changes})
+
+
+def test_importing_the_records_loads_no_jax():
+    program = "import sys, marin_rl.types, marin_rl.metrics, json; print(json.dumps(sorted(sys.modules)))"
+    loaded = json.loads(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout)
+    assert "marin_rl.types" in loaded
+    assert not {"jax", "numpy", "haliax", "levanter"} & set(loaded)
+
+
+def test_a_task_needs_a_message():
+    with pytest.raises(ValueError, match="Task 't' has no messages"):
+        dataclasses.replace(TASK, messages=())
+
+
+def test_tokens_and_logprobs_have_one_length():
+    with pytest.raises(ValueError, match=r"token_ids has length 2 but logprobs has length 1"):
+        generation(logprobs=(-1.0,))
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, 1e-9])
+def test_logprobs_are_finite_and_at_most_zero(value: float):
+    with pytest.raises(ValueError, match=r"logprobs\[1\] is"):
+        generation(logprobs=(0.0, value))
+
+
+def test_versions_do_not_run_backwards():
+    with pytest.raises(ValueError, match="last_version 2 is older than first_version 3"):
+        generation(last_version=2)
+    assert generation(last_version=4).last_version == 4
+
+
+@pytest.mark.parametrize("record", [TASK, generation(), turn(), rollout(), RolloutGroup("g", [])])
+def test_records_are_frozen(record: object):
+    name = dataclasses.fields(record)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(record, name, "other")
+
+
+def test_the_return_is_the_sum_of_the_rewards():
+    assert rollout(rewards={"correct": 1.0, "format": 0.25}).total_reward == 1.25
+    assert rollout(rewards={"correct": 0.0}).total_reward == 0.0
+    assert rollout(status=RolloutStatus.FAILED, rewards={}).total_reward is None
+
+
+def test_generated_tokens_are_counted_over_all_turns():
+    assert rollout(turns=(turn(2), turn(5, starts_sequence=False))).num_generated_tokens == 7
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_names_rollout_and_component(value: float):
+    with pytest.raises(ValueError, match=f"Rollout r: reward 'style' is {value}"):
+        rollout(rewards={"correct": 1.0, "style": value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"turns": ()}, "status is completed but turns has length 0"),
+        ({"turns": (turn(starts_sequence=False),)}, r"turns\[0\].starts_sequence is False"),
+        ({"rewards": {}}, "status is completed but it has no reward"),
+        ({"status": RolloutStatus.TRUNCATED, "rewards": {}}, "status is truncated but it has no reward"),
+        ({"status": RolloutStatus.FAILED}, "status is failed but rewards has length 1"),
+    ],
+)
+def test_a_rollout_whose_parts_contradict_one_another_is_refused(changes: dict, message: str):
+    with pytest.raises(ValueError, match=f"Rollout r: {message}"):
+        rollout(**changes)
+
+
+def test_a_rollout_may_fail_before_its_first_turn():
+    failed = rollout(status=RolloutStatus.FAILED, rewards={}, turns=(), error="ValueError: no")
+    assert failed.num_generated_tokens == 0
+
+
+def test_a_group_holds_its_own_rollouts_alone():
+    assert RolloutGroup("g", [rollout(), rollout(id="s")]).rollouts[1].id == "s"
+    with pytest.raises(ValueError, match="RolloutGroup g: rollout s belongs to group h"):
+        RolloutGroup("g", [rollout(), rollout(id="s", group_id="h")])
+
+
+def test_statuses_and_stop_reasons_are_words():
+    assert [status.value for status in RolloutStatus] == ["completed", "truncated", "failed"]
+    assert [reason.value for reason in StopReason] == ["stop", "length"]
