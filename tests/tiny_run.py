@@ -170,6 +170,7 @@ def outcome(run: TinyRun) -> dict[str, Any]:
         "steps": run.steps(),
         "progress": manifest["progress"],
         "state": {name: file for name, file in manifest["files"].items() if name != "state/metadata.json"},
+        "rollouts": contents(run.path / "rollouts"),
         "hf": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((run.path / "hf").iterdir())},
     }
 

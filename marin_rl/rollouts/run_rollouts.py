@@ -177,7 +177,7 @@ class _Attempt:
         except Exception as error:
             self._fail(error)
             step = Step(rewards={})
-        reward = sum(step.rewards.values())
+        reward = sum(step.rewards.values(), 0.0)
         turn = Turn(self.observation, generation, (*self.observed, said), reward, self.starts_sequence)
         self.turns = (*self.turns, turn)
         self.rewards = _add(self.rewards, step.rewards)

@@ -163,6 +163,9 @@ def _summary(run: TrainingRun, directory: RunDirectory) -> ClosingSummary:
         },
         next_commands={
             "Evaluate it again": f"python -m marin_rl.evaluate --run {directory.path}",
-            "Go on from its weights": f"python -m marin_rl.train --config CONFIG --initialize_from {directory.path}",
+            "Go on from its weights": (
+                f"python -m marin_rl.train --config CONFIG --run_dir NEW --initialize_from {directory.path} "
+                "--warm_start.max_steps 0"
+            ),
         },
     )

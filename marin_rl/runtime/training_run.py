@@ -119,7 +119,9 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
     tokenizer = config.tokenizer.build()
     environment = config.environment.build()
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
-    learner = Learner(trainer, config.optimizer, make_loss(config, trainer), num_steps=config.num_steps)
+    # A learning rate schedule has no form for no steps at all, which is a run that only warms up and exports.
+    num_steps = max(config.num_steps, 1)
+    learner = Learner(trainer, config.optimizer, make_loss(config, trainer), num_steps=num_steps)
     if (checkpoint := checkpoints.newest_good()) is not None:
         progress = Progress(**checkpoint.progress)
         state = _restore(checkpoint, learner, config, progress.vocab_size)

@@ -4,6 +4,7 @@
 """A run that was interrupted, however it was, ends as one that was not: bit for bit."""
 
 import dataclasses
+import json
 import os
 import random
 import shutil
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def same_outcome(resumed: TinyRun, uninterrupted: TinyRun) -> None:
     assert [record["step"] for record in found["records"]] == list(range(LAST + 1))
     for record, wanted in zip(found["records"], expected["records"], strict=True):
         assert record == wanted
-    for piece in ("progress", "state", "hf"):
+    for piece in ("progress", "state", "rollouts", "hf"):
         assert found[piece] == expected[piece], piece
 
 
@@ -46,104 +47,143 @@ def interrupted_after(run: TinyRun, step: int, folder: Path) -> TinyRun:
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """When to kill: once `reached` says so, and a little later."""
+    """When to kill a run: at a file event, or some time after something can be seen."""
 
     name: str
-    reached: Callable[[TinyRun], bool]
+    """For messages."""
+    pattern: str | None = None
+    """File event from which on to count; see `fork_server.kill_at`."""
+    count: int = 0
+    """File events from there."""
+    seen: Callable[[TinyRun], bool] | None = None
+    """What must be seen first, where there is no pattern."""
     delay: float = 0.0
     """Seconds from then."""
-    inside: str | None = None
-    """A folder that must be there after the kill, if the moment is inside a write."""
+    leaves: str | None = None
+    """A half-written folder that the kill must leave behind."""
 
 
 def logged(text: str) -> Callable[[TinyRun], bool]:
-    def reached(run: TinyRun) -> bool:
+    def seen(run: TinyRun) -> bool:
         log = run.path / "log.txt"
         return log.exists() and text in log.read_text()
 
-    return reached
+    return seen
 
 
 def recorded(step: int) -> Callable[[TinyRun], bool]:
-    def reached(run: TinyRun) -> bool:
+    def seen(run: TinyRun) -> bool:
         metrics = run.path / "metrics.jsonl"
         return metrics.exists() and metrics.read_bytes().count(b"\n") > step
 
-    return reached
-
-
-def there(name: str) -> Callable[[TinyRun], bool]:
-    return lambda run: (run.path / name).exists()
-
-
-def inside(name: str) -> Moment:
-    return Moment(f"inside the write of {name}", there(name), inside=name)
+    return seen
 
 
 def moments(chance: random.Random) -> list[Moment]:
-    """Twelve moments, from the first second to the last, so that every restart has work left for the next kill."""
+    """Moments from the first second to the last, in an order that leaves work for each of them."""
+
+    def inside_checkpoint(step: int) -> Moment:
+        partial = f".step-{step:08d}.partial"
+        return Moment(
+            f"inside the write of checkpoint {step}",
+            rf"os\.mkdir .*{partial}$",
+            # Folders and files, their checksums, the manifest, and the syncing of all of them: some 300 events.
+            chance.randint(1, 200),
+            leaves=f"checkpoints/{partial}",
+        )
+
     return [
-        Moment("while starting", lambda run: True, chance.uniform(0.5, 3.0)),
-        Moment("in the warm start", logged("warm start 10"), chance.uniform(0, 0.2)),
-        inside("checkpoints/.step-00000000.partial"),
-        Moment("before the first update", there("checkpoints/step-00000000"), chance.uniform(0, 0.5)),
-        Moment("after update 1", recorded(1), chance.uniform(0, 0.05)),
-        inside("checkpoints/.step-00000002.partial"),
-        Moment("after update 3", recorded(3), chance.uniform(0, 0.05)),
-        inside("checkpoints/.step-00000004.partial"),
-        Moment("after update 5", recorded(5), chance.uniform(0, 0.05)),
-        inside("checkpoints/.step-00000006.partial"),
-        Moment("after the last checkpoint", there("checkpoints/step-00000006"), chance.uniform(0, 0.5)),
-        inside(".hf.partial"),
+        Moment("while starting", seen=lambda run: (run.path / "log.txt").exists(), delay=chance.uniform(0, 2)),
+        Moment("in the warm start", seen=logged("warm start 10"), delay=chance.uniform(0, 0.2)),
+        inside_checkpoint(0),
+        Moment(
+            "before checkpoint 0 gets its name",
+            r"os\.rename .*\.step-00000000\.partial",
+            leaves="checkpoints/.step-00000000.partial",
+        ),
+        Moment("before record 1", r"open ab .*metrics\.jsonl", 1),
+        Moment("after update 1", seen=recorded(1), delay=chance.uniform(0, 0.02)),
+        inside_checkpoint(2),
+        Moment("writing rollouts", r"open w .*rollouts/\.step-00000003"),
+        inside_checkpoint(4),
+        Moment("deleting checkpoint 0", r"shutil\.rmtree .*step-00000000$", chance.randint(1, 60)),
+        Moment("after update 5", seen=recorded(5), delay=chance.uniform(0, 0.02)),
+        inside_checkpoint(6),
+        Moment("drawing curves", r"open wb .*\.curves\.png"),
+        Moment("exporting weights", r"os\.mkdir .*\.hf\.partial$", chance.randint(1, 6), leaves=".hf.partial"),
     ]
 
 
-def start(run: TinyRun) -> subprocess.Popen[bytes]:
-    # Equinox's runtime checks are callbacks, and programs with callbacks cannot be cached: every start would compile.
-    environment = {**os.environ, "EQX_ON_ERROR": "off"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "marin_rl.train", *run.argv],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+class ForkServer:
+    """See `tests/faults/fork_server.py`."""
+
+    def __init__(self) -> None:
+        # Equinox's runtime checks are callbacks, and programs with callbacks cannot be cached: every start would compile.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.fork_server"],
+            env={**os.environ, "EQX_ON_ERROR": "off"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(self, run: TinyRun, moment: Moment | None = None) -> int:
+        """Start the run's command; its process id."""
+        assert self.process.stdin is not None
+        order = {"argv": run.argv, "output": str(run.path.parent / "output.txt")}
+        if moment is not None:
+            order |= {"pattern": moment.pattern, "count": moment.count}
+        self.process.stdin.write(f"{json.dumps(order)}\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def wait(self) -> int:
+        """Exit status of what was started; negative where a signal ended it."""
+        return self._answer()
+
+    def _answer(self) -> int:
+        assert self.process.stdout is not None
+        return int(self.process.stdout.readline())
 
 
-def finish(process: subprocess.Popen[bytes]) -> str:
-    """Wait for the end, and give back what was said."""
-    output, _ = process.communicate()
-    return output.decode()
+@pytest.fixture
+def server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    try:
+        yield server
+    finally:
+        assert server.process.stdin is not None
+        server.process.stdin.close()
+        server.process.wait()
+        assert server.process.stdout is not None
+        server.process.stdout.close()
 
 
-def kill_at(run: TinyRun, moment: Moment) -> bool:
-    """Start the run, and end it with SIGKILL at the moment.
-
-    Returns:
-        Whether a write was under way, for moments that are to be inside one.
-    """
-    process = start(run)
-    while not moment.reached(run):
-        assert process.poll() is None, f"the run ended before the moment {moment.name!r}:\n{finish(process)}"
-        time.sleep(0.0005)
-    if moment.delay:
+def kill_at(server: ForkServer, run: TinyRun, moment: Moment) -> None:
+    """Start the run, and end it with SIGKILL at the moment."""
+    process = server.start(run, moment)
+    if moment.seen is not None:
+        while not moment.seen(run):
+            os.kill(process, 0)  # raises once it has ended by itself
+            time.sleep(0.001)
         time.sleep(moment.delay)
-    os.killpg(process.pid, signal.SIGKILL)
-    output = finish(process)
-    assert process.returncode == -signal.SIGKILL, f"{moment.name}: the run ended by itself:\n{output}"
-    return moment.inside is not None and (run.path / moment.inside).exists()
+        os.kill(process, signal.SIGKILL)
+    status = server.wait()
+    assert status == -signal.SIGKILL, f"{moment.name}: not killed:\n{(run.path.parent / 'output.txt').read_text()}"
+    assert moment.leaves is None or (run.path / moment.leaves).is_dir(), moment.name
 
 
 @pytest.mark.slow
-def test_a_run_killed_twelve_times_ends_like_one_that_was_not(finished_run: TinyRun, tmp_path: Path) -> None:
+def test_a_run_killed_14_times_ends_like_one_that_was_not(
+    finished_run: TinyRun, tmp_path: Path, server: ForkServer
+) -> None:
     run = make_run(tmp_path)
-    plan = moments(random.Random(20))
-    caught = [kill_at(run, moment) for moment in plan]
-    last = start(run)
-    output = finish(last)
-    assert last.returncode == 0, output
+    for moment in moments(random.Random(20)):
+        kill_at(server, run, moment)
+    last = subprocess.run(
+        [sys.executable, "-m", "marin_rl.train", *run.argv], check=False, capture_output=True, text=True
+    )
+    assert last.returncode == 0, last.stderr
+    assert f"resuming after update {LAST}" in last.stdout
     same_outcome(run, finished_run)
-    # Between the write's first sign and the kill a loaded machine may finish the write; not every time.
-    assert sum(caught) >= 2
-    assert len(plan) >= 10
-    assert not list(run.checkpoints.glob(".*.partial"))
+    assert not [path for path in run.path.rglob("*") if path.name.endswith(".partial")]
