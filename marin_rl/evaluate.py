@@ -40,6 +40,13 @@ class EvaluateConfig:
     evaluation: EvaluationConfig | None = None
     """Tasks, samples and pass@k; the run's own by default."""
 
+    def __post_init__(self) -> None:
+        if self.temperature is not None and not self.temperature > 0:
+            raise ValueError(
+                f"temperature is {self.temperature}; sampled attempts need one above 0, and the greedy attempts "
+                "(evaluation.greedy) are those at 0"
+            )
+
 
 def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     """Evaluate a checkpoint.

@@ -27,9 +27,7 @@ def test_parts_of_unequal_size_do_not_count_equally():
     assert (merged.value, merged.weight) == (1.0, 4.0)
 
 
-@pytest.mark.parametrize(
-    ("reduction", "expected"), [(Reduction.SUM, 6.0), (Reduction.MIN, -1.0), (Reduction.MAX, 4.0)]
-)
+@pytest.mark.parametrize(("reduction", "expected"), [(Reduction.SUM, 6.0), (Reduction.MIN, -1.0), (Reduction.MAX, 4.0)])
 def test_sum_min_and_max(reduction: Reduction, expected: float):
     parts = [{"x": Metric(value, reduction=reduction)} for value in (3.0, -1.0, 4.0)]
     for seed in range(4):

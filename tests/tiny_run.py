@@ -20,9 +20,9 @@ from typing import Any
 
 # Jaxtyping's import hook does not find the compiled form of what is first imported from within a module that it
 # checks, and compiles it anew, slowly and with its warnings. So what marin_rl imports is imported before it.
-import levanter.compat.hf_checkpoints
-import levanter.inference.engine
-import levanter.trainer
+import levanter.compat.hf_checkpoints  # noqa: F401
+import levanter.inference.engine  # noqa: F401
+import levanter.trainer  # noqa: F401
 import matplotlib.figure  # noqa: F401
 import pytest
 import yaml
@@ -171,7 +171,9 @@ def outcome(run: TinyRun) -> dict[str, Any]:
         "progress": manifest["progress"],
         "state": {name: file for name, file in manifest["files"].items() if name != "state/metadata.json"},
         "rollouts": contents(run.path / "rollouts"),
-        "hf": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((run.path / "hf").iterdir())},
+        "hf": {
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((run.path / "hf").iterdir())
+        },
     }
 
 

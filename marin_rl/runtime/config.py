@@ -160,6 +160,11 @@ class TrainConfig:
             given, default = getattr(self.trainer, name), _field_default(TrainerConfig, name)
             if given != default:
                 raise ValueError(f"trainer.{name} is {given!r}, but it is not what decides here: {remedy}")
+        if self.model is not None and self.rollouts.max_length > self.model.Pos.size:
+            raise ValueError(
+                f"rollouts.max_length is {self.rollouts.max_length}, but the model's context has {self.model.Pos.size} "
+                "tokens (model.seq_len); lower the one or raise the other"
+            )
         if getattr(self.model, "scan_layers", True) is False:
             raise ValueError(
                 "model.scan_layers is false, but levanter's inference engine samples from scanned layers alone; "

@@ -58,8 +58,16 @@ def evaluate(
     Returns:
         `eval/<environment>/accuracy_sampled`, `…/accuracy_greedy`, `…/pass@k` for each k, and the number
         of tasks as `…/tasks`.
+
+    Raises:
+        ValueError: if the split has no tasks.
     """
     tasks = player.environment.tasks(split)[: config.tasks]
+    if not tasks:
+        raise ValueError(
+            f"environment {player.environment.name!r} has no {split.value} tasks to evaluate on; "
+            f"give it some (environment.{split.value})"
+        )
     name = f"evaluate-{split.value}"
     sampled = run_groups(
         player, tasks, group_size=config.samples, temperature=temperature, seed_parts=(seed, name, "sampled")

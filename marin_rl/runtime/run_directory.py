@@ -51,6 +51,11 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def has_begun(self) -> bool:
+        """Whether there is anything that another config could not go on with: a record or a checkpoint."""
+        return self.metrics.exists() or any(self.checkpoints.glob("step-*"))
+
+    @property
     def rollouts(self) -> Path:
         """What was sampled."""
         return self.path / "rollouts"
@@ -79,6 +84,9 @@ class RunDirectory:
 def create_or_open(path: Path, config_yaml: str, may_differ: Sequence[str] = ()) -> RunDirectory:
     """Make a run directory, or open the one of an earlier start of the same run.
 
+    A start that came to nothing, as with a config that did not fit the devices, leaves no mark: the corrected
+    config takes its place.
+
     Args:
         path: the folder.
         config_yaml: the resolved config.
@@ -92,7 +100,8 @@ def create_or_open(path: Path, config_yaml: str, may_differ: Sequence[str] = ())
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
         if directory.config.exists():
-            _require_same_config(directory, config_yaml, may_differ)
+            if directory.has_begun:
+                _require_same_config(directory, config_yaml, may_differ)
         elif directory.metrics.exists() or directory.checkpoints.exists():
             raise RunDirectoryError(
                 f"run directory {str(path)!r} holds a run but no config.yaml, so it cannot be told whose it is; "
@@ -152,12 +161,15 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 def lock(directory: RunDirectory) -> Iterator[None]:
     """Keep a second process out of the run directory; released when the process ends, however it ends.
 
+    The folder is made where there is none.
+
     Raises:
         RunDirectoryError: if a process holds it already; the message names its id.
     """
     path = directory.path / ".lock"
     with contextlib.ExitStack() as stack:
         with writing(path):
+            directory.path.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(path.open("a+", encoding="utf-8"))
             _take(file, directory)
         yield

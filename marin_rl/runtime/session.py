@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import shutil
 import signal
@@ -44,23 +45,31 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
         CheckpointError: if its checkpoints cannot be used, or a new one cannot be written.
         NonFiniteUpdateError: if training diverged; the last checkpoint is from before that.
     """
-    directory = create_or_open(Path(config.run_dir), to_yaml(config), MAY_DIFFER)
-    with lock(directory), open_log(directory), logged_errors(), Progress(config.num_steps, stream) as progress:
-        say = functools.partial(_say, progress)
-        run = open_run(config, directory.path, say)
-        with stop_on_signals(say) as stop:
-            sink = _Sink(_open_records(run, directory), progress, stop)
-            complete = train(run, sink)
-        plot_curves(directory.metrics, directory.curves)
-        if not complete:
-            say(
-                f"stopped after update {run.progress.step} of {config.num_steps}; everything is saved in "
-                f"{directory.path}. Run the same command again to go on"
-            )
-            return
+    directory = RunDirectory(Path(config.run_dir))
+    with lock(directory):
+        create_or_open(directory.path, to_yaml(config), MAY_DIFFER)
+        with open_log(directory), logged_errors(), Progress(config.num_steps, stream) as progress:
+            run = _work(config, directory, progress)
+        if run.progress.step >= config.num_steps:
+            print_closing_table(progress.console, _summary(run, directory))
+
+
+def _work(config: TrainConfig, directory: RunDirectory, progress: Progress) -> TrainingRun:
+    say = functools.partial(_say, progress)
+    run = open_run(config, directory.path, say)
+    with stop_on_signals(say) as stop:
+        sink = _Sink(_open_records(run, directory), progress, stop)
+        complete = train(run, sink)
+    plot_curves(directory.metrics, directory.curves)
+    if complete:
         _export(run, directory)
-        sink.records.finish({"episodes": run.progress.episodes})
-    print_closing_table(progress.console, _summary(run, directory))
+    else:
+        say(
+            f"stopped after update {run.progress.step} of {config.num_steps}; everything is saved in "
+            f"{directory.path}. Run the same command again to go on"
+        )
+    sink.records.finish({"episodes": run.progress.episodes})
+    return run
 
 
 def _say(progress: Progress, message: str) -> None:
@@ -151,11 +160,13 @@ def _export(run: TrainingRun, directory: RunDirectory) -> None:
 def _summary(run: TrainingRun, directory: RunDirectory) -> ClosingSummary:
     records = read_records(directory.metrics)
     prefix = "seconds/"
-    phases = [name for name in records[-1] if name.startswith(prefix) and name != "seconds/total"]
+    names = dict.fromkeys(name for name in itertools.chain(*records) if name.startswith(prefix))
+    seconds = {name.removeprefix(prefix): sum(record.get(name, 0.0) for record in records) for name in names}
+    seconds.pop("total", None)
     return ClosingSummary(
         run_directory=directory.path,
         evaluations={landmark: run.progress.evaluations[landmark] for landmark in run.progress.evaluations},
-        seconds={name.removeprefix(prefix): sum(record.get(name, 0.0) for record in records) for name in phases},
+        seconds=seconds,
         totals={
             "updates": run.progress.step,
             "rollouts": run.progress.episodes,

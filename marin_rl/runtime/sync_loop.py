@@ -77,7 +77,6 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
         elapsed = time.perf_counter() - started
         metrics |= {**batch.metrics, **loss_metrics(measured)}
         metrics |= _rates(run, groups, batch.example, timer.seconds, elapsed)
-        last = step == config.num_steps or sink.stop_requested()
         if step == config.num_steps or (config.evaluation.every and step % config.evaluation.every == 0):
             progress.evaluations["after RL"] = evaluate(
                 run.player, config.evaluation, temperature=config.sampling.temperature, seed=config.seed
@@ -85,6 +84,7 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
             metrics |= progress.evaluations["after RL"]
             write_rollouts(run.rollouts, step, groups, batch.advantages)
         sink.record(step, metrics)
+        last = step == config.num_steps or sink.stop_requested()
         if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
             run.save()
         if last:

@@ -125,6 +125,8 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
     if (checkpoint := checkpoints.newest_good()) is not None:
         progress = Progress(**checkpoint.progress)
         state = _restore(checkpoint, learner, config, progress.vocab_size)
+        for damaged in [step for step in checkpoints.steps() if step > progress.step]:
+            report(f"the checkpoint of update {damaged} is damaged and passed over; log.txt says what is wrong with it")
         report(f"resuming after update {progress.step}, from {checkpoint.path}")
         sampler = PolicySampler(config, state.model, tokenizer, trainer, progress.step)
     else:

@@ -97,9 +97,15 @@ def warm_start(
         The trained model.
 
     Raises:
-        WarmStartError: if no training task has a worked answer, or none of a batch fits.
+        WarmStartError: if no training task has a worked answer, none of a batch fits, there is no validation
+            task, or a batch cannot be split over the mesh.
     """
-    tasks = _worked_tasks(player)
+    tasks, check_tasks = _worked_tasks(player), _check_tasks(config, player)
+    if config.batch_size % trainer.data_axis_size:
+        raise WarmStartError(
+            f"warm_start.batch_size {config.batch_size} cannot be split over {trainer.data_axis_size} data-parallel "
+            f"devices; make it a multiple of {trainer.data_axis_size}"
+        )
     shape = BatchShape(config.batch_size, player.limits.max_length)
     optimizer = AdamConfig(learning_rate=config.learning_rate, lr_schedule="constant", warmup=0, weight_decay=0.0)
     trainer = dataclasses.replace(trainer, train_batch_size=config.batch_size, per_device_parallelism=-1)
@@ -124,7 +130,7 @@ def warm_start(
         state, measured = learner.step(state, batch)
         if step % config.check_every == 0 or step == config.max_steps:
             use_weights(state.model)
-            accuracy = _validation_accuracy(config, player, temperature, seed)
+            accuracy = _accuracy(player, check_tasks, temperature, seed)
             report(f"warm start {step}: loss {measured['loss/total']:.3f}, validation accuracy {accuracy:.3f}")
             if accuracy >= config.target_accuracy:
                 break
@@ -141,6 +147,16 @@ def _worked_tasks(player: Player) -> Sequence[Task]:
     return tasks
 
 
+def _check_tasks(config: WarmStartConfig, player: Player) -> Sequence[Task]:
+    tasks = player.environment.tasks(Split.VALIDATION)[: config.check_tasks]
+    if not tasks:
+        raise WarmStartError(
+            f"environment {player.environment.name!r} has no validation tasks to tell when a warm start is enough; "
+            "give it some (environment.validation), or set warm_start.max_steps: 0"
+        )
+    return tasks
+
+
 def _worked_example(task: Task, player: Player) -> ProcessedRollout | None:
     reply: Message = {"role": "assistant", "content": task.worked_answer or ""}
     return process_conversation(
@@ -152,7 +168,6 @@ def _worked_example(task: Task, player: Player) -> ProcessedRollout | None:
     )
 
 
-def _validation_accuracy(config: WarmStartConfig, player: Player, temperature: float, seed: int) -> float:
-    tasks = player.environment.tasks(Split.VALIDATION)[: config.check_tasks]
+def _accuracy(player: Player, tasks: Sequence[Task], temperature: float, seed: int) -> float:
     groups = run_groups(player, tasks, group_size=1, temperature=temperature, seed_parts=(seed, "warm-start-check"))
     return sum(is_correct(group.rollouts[0]) for group in groups) / len(groups)

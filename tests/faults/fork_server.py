@@ -3,7 +3,7 @@
 
 """Runs commands of `marin_rl.train` in processes that are forked after all imports, and kills them where told to.
 
-`python -m tests.faults.fork_server` reads orders from stdin, a JSON object a line, and answers each with two lines: the
+`python fork_server.py` reads orders from stdin, a JSON object a line, and answers each with two lines: the
 process id, then the exit status. An order names the command's arguments, a file for its output, and optionally a
 moment: the process gets SIGKILL at file event number `count` from the first one on that matches `pattern`. So a kill
 falls exactly inside a write, however busy the machine is.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_run import TinyRun, contents, copy_of, make_run, outcome
+from tests.tiny_run import TinyRun, copy_of, make_run, outcome
 
 LAST = 6
 """Updates of the tiny run."""
@@ -118,9 +118,9 @@ class ForkServer:
     """See `tests/faults/fork_server.py`."""
 
     def __init__(self) -> None:
-        # Equinox's runtime checks are callbacks, and programs with callbacks cannot be cached: every start would compile.
+        # Equinox's runtime checks are callbacks, and programs with callbacks cannot be cached.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.fork_server"],
+            [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
             env={**os.environ, "EQX_ON_ERROR": "off"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -106,9 +106,7 @@ def test_episodes_of_1_2_6_and_3_turns_are_played_together():
     rollouts = [group.rollouts[0] for group in groups]
     assert [len(rollout.turns) for rollout in rollouts] == [1, 2, 6, 3]
     assert {rollout.status for rollout in rollouts} == {RolloutStatus.COMPLETED}
-    assert [rollout.rewards for rollout in rollouts] == [
-        {"moves": 0.5 * turns, "won": 1.0} for turns in (1, 2, 6, 3)
-    ]
+    assert [rollout.rewards for rollout in rollouts] == [{"moves": 0.5 * turns, "won": 1.0} for turns in (1, 2, 6, 3)]
     assert [turn.reward for turn in rollouts[3].turns] == [0.5, 0.5, 1.5]
     # Each round asks for those that are still being played, and for no others.
     prompts = [request.prompt_tokens.count(ASSISTANT) for request in made.sampler.requests]
@@ -187,7 +185,7 @@ def test_an_answer_never_exceeds_the_sequence():
 
 
 def test_an_observation_that_leaves_no_room_ends_the_rollout():
-    # 5 tokens of prompt, 2 of answer and 5 of observation are 12: with 12 there is no room for an answer, with 13 there is.
+    # 5 tokens of prompt, 2 of answer and 5 of observation are 12; a second answer needs one more.
     for length, turns in ((12, 1), (13, 2)):
         rollout = only(play(player(says("a", "b"), limits=Limits(length, 6, 8)), [task(3)]))
         assert len(rollout.turns) == turns

@@ -23,6 +23,13 @@ from marin_rl.runtime.run_directory import (
 CONFIG = "name: a\nseed: 0\ntrainer:\n  seed: 1\n  tracker: []\n"
 
 
+def begin(path: Path, config: str = CONFIG) -> RunDirectory:
+    """The directory of a run that has made something."""
+    directory = create_or_open(path, config)
+    directory.metrics.write_text("")
+    return directory
+
+
 def test_layout(tmp_path):
     directory = create_or_open(tmp_path / "runs" / "a", CONFIG)
     assert directory == RunDirectory(tmp_path / "runs" / "a")
@@ -41,7 +48,7 @@ def test_the_same_config_opens_it_again_however_it_is_written(tmp_path):
 
 
 def test_another_config_is_refused_key_by_key(tmp_path):
-    create_or_open(tmp_path, CONFIG)
+    begin(tmp_path)
     with pytest.raises(RunDirectoryError) as caught:
         create_or_open(tmp_path, "name: b\nseed: 0\ntrainer:\n  seed: 2\n  tracker: []\nsteps: 3\n")
     lines = str(caught.value).splitlines()
@@ -55,8 +62,18 @@ def test_another_config_is_refused_key_by_key(tmp_path):
     assert (tmp_path / "config.yaml").read_text() == CONFIG
 
 
-def test_what_may_differ_is_written_anew(tmp_path):
+def test_a_config_under_which_nothing_was_made_can_be_corrected(tmp_path):
+    corrected = CONFIG.replace("seed: 1", "seed: 2")
     create_or_open(tmp_path, CONFIG)
+    directory = create_or_open(tmp_path, corrected)
+    assert directory.config.read_text() == corrected
+    (directory.checkpoints / "step-00000000").mkdir()
+    with pytest.raises(RunDirectoryError, match=r"trainer\.seed: 2 there, 1 now"):
+        create_or_open(tmp_path, CONFIG)
+
+
+def test_what_may_differ_is_written_anew(tmp_path):
+    begin(tmp_path)
     changed = "name: a\nseed: 0\ntrainer:\n  seed: 1\n  tracker:\n    type: tensorboard\n"
     with pytest.raises(RunDirectoryError, match=r"trainer\.tracker"):
         create_or_open(tmp_path, changed)
@@ -65,7 +82,7 @@ def test_what_may_differ_is_written_anew(tmp_path):
 
 
 def test_a_key_that_only_begins_like_one_that_may_differ_may_not(tmp_path):
-    create_or_open(tmp_path, "name: a\nname_of_it: b\n")
+    begin(tmp_path, "name: a\nname_of_it: b\n")
     with pytest.raises(RunDirectoryError, match="name_of_it"):
         create_or_open(tmp_path, "name: a\nname_of_it: c\n", may_differ=["name"])
 
@@ -150,6 +167,12 @@ def test_a_killed_process_leaves_no_lock(tmp_path):
         process.wait()
     with lock(directory):
         pass
+
+
+def test_locking_makes_the_folder(tmp_path):
+    directory = RunDirectory(tmp_path / "runs" / "a")
+    with lock(directory):
+        assert create_or_open(directory.path, CONFIG) == directory
 
 
 def test_errors_inside_a_locked_run_are_its_own(tmp_path):

@@ -50,6 +50,7 @@ def printed_report(capsys: pytest.CaptureFixture[str], name: str) -> dict[str, A
     return report["figures"]
 
 
+@pytest.mark.slow
 def test_training_step(capsys: pytest.CaptureFixture[str], tiny: list[str]) -> None:
     benchmark_training_step.main(["--steps", "3", *tiny])
     figures = printed_report(capsys, "benchmark_training_step")
@@ -78,6 +79,7 @@ def test_both_training_steps_do_the_same_work(tiny: list[str]) -> None:
     assert losses[0][2] < losses[0][0]
 
 
+@pytest.mark.slow
 def test_sampling(capsys: pytest.CaptureFixture[str], tiny: list[str]) -> None:
     longer = ["--longer_length", "24", "--longer_new_tokens", "8", "--longer_prompts", "2"]
     benchmark_sampling.main(["--calls", "2", *longer, *tiny])
