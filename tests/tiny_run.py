@@ -20,8 +20,8 @@ from typing import Any
 
 # Jaxtyping's import hook does not find the compiled form of what is first imported from within a module that it
 # checks, and compiles it anew, slowly and with its warnings. So what marin_rl imports is imported before it.
-import levanter.compat.hf_checkpoints  # noqa: F401
-import levanter.inference.engine  # noqa: F401
+import levanter.compat.hf_checkpoints
+import levanter.inference.engine
 import levanter.trainer  # noqa: F401
 import matplotlib.figure  # noqa: F401
 import pytest

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_run import TinyRun, copy_of, make_run, outcome
+from tests.tiny_run import TinyRun, contents, copy_of, make_run, outcome
 
 LAST = 6
 """Updates of the tiny run."""
@@ -60,7 +60,7 @@ class Moment:
     delay: float = 0.0
     """Seconds from then."""
     leaves: str | None = None
-    """A half-written folder that the kill must leave behind."""
+    """Pattern of a half-written folder that the kill must leave behind."""
 
 
 def logged(text: str) -> Callable[[TinyRun], bool]:
@@ -83,13 +83,13 @@ def moments(chance: random.Random) -> list[Moment]:
     """Moments from the first second to the last, in an order that leaves work for each of them."""
 
     def inside_checkpoint(step: int) -> Moment:
-        partial = f".step-{step:08d}.partial"
+        partial = f".step-{step:08d}."
         return Moment(
             f"inside the write of checkpoint {step}",
-            rf"os\.mkdir .*{partial}$",
+            rf"os\.mkdir .*{partial}[^/]*partial$",
             # Folders and files, their checksums, the manifest, and the syncing of all of them: some 300 events.
             chance.randint(1, 200),
-            leaves=f"checkpoints/{partial}",
+            leaves=f"checkpoints/{partial}*partial",
         )
 
     return [
@@ -98,8 +98,8 @@ def moments(chance: random.Random) -> list[Moment]:
         inside_checkpoint(0),
         Moment(
             "before checkpoint 0 gets its name",
-            r"os\.rename .*\.step-00000000\.partial",
-            leaves="checkpoints/.step-00000000.partial",
+            r"os\.rename .*\.step-00000000\.[^/]*partial$",
+            leaves="checkpoints/.step-00000000.*partial",
         ),
         Moment("before record 1", r"open ab .*metrics\.jsonl", 1),
         Moment("after update 1", seen=recorded(1), delay=chance.uniform(0, 0.02)),
@@ -170,7 +170,7 @@ def kill_at(server: ForkServer, run: TinyRun, moment: Moment) -> None:
         os.kill(process, signal.SIGKILL)
     status = server.wait()
     assert status == -signal.SIGKILL, f"{moment.name}: not killed:\n{(run.path.parent / 'output.txt').read_text()}"
-    assert moment.leaves is None or (run.path / moment.leaves).is_dir(), moment.name
+    assert moment.leaves is None or list(run.path.glob(moment.leaves)), moment.name
 
 
 @pytest.mark.slow
@@ -187,3 +187,115 @@ def test_a_run_killed_14_times_ends_like_one_that_was_not(
     assert f"resuming after update {LAST}" in last.stdout
     same_outcome(run, finished_run)
     assert not [path for path in run.path.rglob("*") if path.name.endswith(".partial")]
+
+
+@pytest.fixture
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes seconds, and nothing here looks at it."""
+    monkeypatch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+
+
+def damage(path: Path) -> None:
+    """Change one bit of a file, and neither its size nor its time."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    times = path.stat()
+    path.write_bytes(bytes(data))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_what_a_dying_process_leaves_behind_is_no_hindrance(
+    finished_run: TinyRun, tmp_path: Path, no_curves: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = interrupted_after(finished_run, 5, tmp_path / "copy")
+    for folder in (run.checkpoints / ".step-00000006.1f.partial" / "state", run.path / ".hf.partial"):
+        folder.mkdir(parents=True)
+        (folder / "half").write_text("written")
+    for file in (run.path / "rollouts" / ".step-00000006.jsonl.partial", run.path / ".metrics.jsonl.partial"):
+        file.write_text("half")
+    with (run.path / "metrics.jsonl").open("a") as metrics:
+        # The record of an update that no checkpoint holds, and half of the next one.
+        metrics.write(f'{json.dumps({**finished_run.records()[6], "loss/total": 42.0})}\n{{"step": 7, "lo')
+    assert run.train() == 0
+    assert "resuming after update 5, from" in capsys.readouterr().out
+    same_outcome(run, finished_run)
+    assert not [path for path in run.path.rglob("*") if "half" in path.name or ".step-" in path.name and path.is_dir()]
+
+
+def test_damaged_checkpoints_are_passed_over_and_named(
+    finished_run: TinyRun, tmp_path: Path, no_curves: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = interrupted_after(finished_run, 5, tmp_path / "copy")
+    damage(max((run.checkpoint(5) / "state" / "model").rglob("*.*"), key=lambda path: path.stat().st_size))
+    (run.checkpoint(4) / "manifest.json").unlink()
+    assert run.train() == 0
+    output = capsys.readouterr().out
+    assert "the checkpoint of update 4 is damaged and passed over" in output
+    assert "the checkpoint of update 5 is damaged and passed over" in output
+    assert "resuming after update 3, from" in output
+    log = (run.path / "log.txt").read_text()
+    assert "step-00000005 is damaged: state/model/" in log
+    assert "step-00000004 has no readable manifest.json" in log
+    same_outcome(run, finished_run)
+
+
+def test_when_every_checkpoint_is_damaged_the_run_stops_and_says_so(
+    finished_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = interrupted_after(finished_run, 1, tmp_path / "copy")
+    for step in run.steps():
+        (run.checkpoint(step) / "manifest.json").unlink()
+    before = contents(run.checkpoints)
+    assert run.train() == 1
+    assert "is damaged" in capsys.readouterr().err
+    assert contents(run.checkpoints) == before
+
+
+def test_an_interrupt_finishes_the_update_saves_and_says_how_to_go_on(
+    finished_run: TinyRun,
+    tmp_path: Path,
+    no_curves: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from marin_rl.runtime import sync_loop
+
+    run = interrupted_after(finished_run, 3, tmp_path / "copy")
+    draw_tasks = sync_loop.draw_tasks
+
+    def interrupted(*arguments: object) -> object:
+        signal.raise_signal(signal.SIGINT)
+        return draw_tasks(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sync_loop, "draw_tasks", interrupted)
+        assert run.train() == 0
+    output = capsys.readouterr().out
+    assert "SIGINT: finishing this update, then saving (once more to stop at once)" in output
+    assert f"stopped after update 4 of 6; everything is saved in {run.path}. Run the same command again" in output
+    assert run.records()[-1]["step"] == run.steps()[-1] == 4
+    assert not (run.path / "hf").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert run.train() == 0
+    same_outcome(run, finished_run)
+
+
+@pytest.mark.parametrize("kind", ["in_loss", "in_reward"])
+def test_with_a_kl_penalty_too(
+    kind: str, finished_run: TinyRun, new_run: Callable[..., TinyRun], tmp_path: Path, no_curves: None
+) -> None:
+    settings = {
+        "initialize_from": str(finished_run.path),
+        "warm_start__max_steps": 0,
+        "num_steps": 3,
+        "kl": {"type": kind, "beta": 0.5},
+        "checkpoint__every": 1,
+    }
+    whole = new_run(**settings)
+    assert whole.train() == 0
+    # The reference is the policy as it was when RL began: its checkpoint is kept for good.
+    assert whole.steps() == [0, 2, 3]
+    assert [record["objective/kl"] == 0.0 for record in whole.records()[1:]] == [False] * 3
+    resumed = interrupted_after(whole, 2, tmp_path / "copy")
+    assert resumed.train() == 0
+    assert outcome(resumed) == outcome(whole)

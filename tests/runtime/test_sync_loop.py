@@ -1,0 +1,237 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What is logged at step n describes the weights after update n, and its rollouts are those that update n is made of."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from haliax import Axis
+
+from marin_rl.environments.base import Split
+from marin_rl.evaluate import EvaluateConfig, run_evaluation
+from marin_rl.learner.policy_model import model_shape
+from marin_rl.rollouts.run_rollouts import run_groups
+from marin_rl.rollouts.store import write_rollouts
+from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.config_parsing import from_yaml
+from marin_rl.runtime.sync_loop import draw_tasks, train
+from marin_rl.runtime.training_run import TrainingRun, open_run
+from tests.tiny_run import TinyRun, contents, copy_of, outcome, without_timings
+
+# OBJECTIVES.md, "Metrics that every run logs", without what needs a critic, a reference or a known device.
+ALWAYS = {
+    *("eps", "episode", "lr", "grad_norm", "step"),
+    *("objective/entropy", "objective/scores", "objective/non_score_reward", "objective/rlhf_reward"),
+    *("policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "policy/neg_logprob", "loss/policy_avg"),
+    *("val/ratio", "val/ratio_var", "val/num_eos_tokens"),
+    *("train/rewards", "train/format_rewards", "train/correct_rewards", "train/output_length"),
+    *("reward/correct/mean", "reward/correct/std", "reward/format/mean", "reward/format/std"),
+    *("groups/zero_spread_share", "groups/all_good_share", "groups/all_bad_share"),
+    *("rollouts/truncated_share", "rollouts/turns", "rollouts/failed"),
+    *("mismatch/logprob_difference_mean", "mismatch/logprob_difference_max", "mismatch/k3"),
+    *("mismatch/effective_sample_size", "staleness/min", "staleness/mean", "staleness/max"),
+    *("tokens/trained_per_second", "tokens/sampled_per_second", "batch/packing_efficiency"),
+    *(f"seconds/{phase}" for phase in ("sample", "reward", "batch", "reference", "step", "transfer", "wait", "total")),
+}
+
+
+def config_of(run: TinyRun) -> TrainConfig:
+    path = run.path / "config.yaml"
+    return from_yaml(TrainConfig, path.read_text(), str(path))
+
+
+def reopened(run: TinyRun, step: int) -> TrainingRun:
+    """The run in memory, as it was after an update."""
+    opened = open_run(config_of(run), run.path, lambda message: None)
+    opened.progress.step = step
+    assert opened.config.model is not None
+    like = model_shape(opened.config.model, Axis("vocab", opened.progress.vocab_size), opened.trainer)
+    model = opened.checkpoints.open(step).restore_model(
+        like, axis_mapping=opened.learner.parameter_mapping, mesh=opened.learner.mesh
+    )
+    opened.state = dataclasses.replace(opened.state, model=model)
+    opened.publish()
+    return opened
+
+
+@pytest.fixture(scope="module")
+def after_two(finished_run: TinyRun) -> TrainingRun:
+    """The finished run after update 2."""
+    return reopened(finished_run, 2)
+
+
+def leaves(run: TrainingRun) -> list[np.ndarray]:
+    return [np.array(leaf) for leaf in jax.tree.leaves(run.state)]
+
+
+def evaluations(record: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in record.items() if name.startswith("eval/")}
+
+
+def test_there_is_one_record_per_update(finished_run: TinyRun) -> None:
+    assert [record["step"] for record in finished_run.records()] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_every_record_has_every_metric(finished_run: TinyRun) -> None:
+    for record in finished_run.records()[1:]:
+        assert ALWAYS <= set(record)
+        assert all(isinstance(value, int | float) for value in record.values())
+
+
+def test_evaluations_come_before_rl_every_so_many_updates_and_at_the_end(finished_run: TinyRun) -> None:
+    assert [record["step"] for record in finished_run.records() if evaluations(record)] == [0, 3, 6]
+    assert "before_warm_start/eval/ones/accuracy_sampled" in finished_run.records()[0]
+
+
+def test_the_evaluation_of_record_n_is_of_the_weights_after_update_n(finished_run: TinyRun) -> None:
+    measured = {}
+    for step in (0, 2, 3, 6):
+        found, measured[step] = run_evaluation(EvaluateConfig(str(finished_run.path), step))
+        assert found == step
+    records = finished_run.records()
+    for step in (0, 3, 6):
+        assert evaluations(records[step]) == measured[step]
+    # Neighbouring updates differ, so that equality says which weights these were.
+    assert measured[2] != measured[3]
+    assert len({tuple(evaluation.values()) for evaluation in measured.values()}) == 4
+
+
+def test_the_rollouts_of_record_n_were_sampled_from_the_weights_before_update_n(
+    finished_run: TinyRun, after_two: TrainingRun, tmp_path: Path
+) -> None:
+    config = after_two.config
+    groups = run_groups(
+        after_two.player,
+        draw_tasks(after_two, 3),
+        group_size=config.rollouts.group_size,
+        temperature=config.sampling.temperature,
+        seed_parts=(config.seed, "train", 3),
+    )
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    again = write_rollouts(tmp_path, 3, groups, {rollout.id: 0.0 for rollout in rollouts}).read_text()
+    written = (finished_run.path / "rollouts" / "step-00000003.jsonl").read_text()
+    for one, other in zip(again.splitlines(), written.splitlines(), strict=True):
+        assert {**json.loads(one), "advantage": None} == {**json.loads(other), "advantage": None}
+    assert {turn.generation.first_version for rollout in rollouts for turn in rollout.turns} == {2}
+    record = finished_run.records()[3]
+    assert record["objective/scores"] == pytest.approx(np.mean([rollout.total_reward for rollout in rollouts]))
+    assert [record[f"staleness/{kind}"] for kind in ("min", "mean", "max")] == [0.0] * 3
+
+
+def test_advantages_of_a_group_are_those_of_leave_one_out(finished_run: TinyRun) -> None:
+    lines = (finished_run.path / "rollouts" / "step-00000003.jsonl").read_text().splitlines()
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for rollout in map(json.loads, lines):
+        groups.setdefault(rollout["group_id"], []).append(rollout)
+    assert len(groups) == 4
+    for group in groups.values():
+        rewards = [sum(rollout["rewards"].values()) for rollout in group]
+        for rollout, reward in zip(group, rewards, strict=True):
+            others = (sum(rewards) - reward) / (len(group) - 1)
+            assert rollout["advantage"] == pytest.approx(reward - others)
+
+
+def test_sampler_and_learner_agree_about_the_same_tokens(finished_run: TinyRun) -> None:
+    for record in finished_run.records()[1:]:
+        assert record["mismatch/logprob_difference_max"] < 1e-5
+        assert record["val/ratio"] == pytest.approx(1.0, abs=1e-5)
+        assert record["policy/clipfrac_avg"] == 0.0
+
+
+def test_the_run_learns(finished_run: TinyRun) -> None:
+    records = finished_run.records()
+    assert records[6]["eval/ones/accuracy_sampled"] > records[0]["eval/ones/accuracy_sampled"] + 0.2
+    assert all(record["grad_norm"] > 0 for record in records[1:])
+
+
+def test_counters_add_up(finished_run: TinyRun) -> None:
+    records = finished_run.records()[1:]
+    assert [record["episode"] for record in records] == [16.0 * step for step in range(1, 7)]
+    manifest = json.loads((finished_run.checkpoint(6) / "manifest.json").read_text())
+    sampled = sum(record["train/output_length"] * 16 for record in records)
+    assert manifest["progress"]["sampled_tokens"] == pytest.approx(sampled)
+    assert manifest["progress"]["trained_tokens"] == manifest["progress"]["sampled_tokens"]
+    assert manifest["progress"]["step"] == 6
+
+
+def test_seconds_of_the_phases_add_up_to_the_update(finished_run: TinyRun) -> None:
+    for record in finished_run.records()[1:]:
+        seconds = {name: value for name, value in record.items() if name.startswith("seconds/")}
+        total = seconds.pop("seconds/total")
+        assert sum(seconds.values()) == pytest.approx(total)
+
+
+def test_evaluation_changes_nothing(after_two: TrainingRun, finished_run: TinyRun) -> None:
+    before = leaves(after_two)
+    files = contents(finished_run.path)
+    step, _ = run_evaluation(EvaluateConfig(str(finished_run.path), 2))
+    from marin_rl.runtime.evaluation import evaluate
+
+    evaluate(after_two.player, after_two.config.evaluation, temperature=1.0, seed=after_two.config.seed)
+    assert step == 2
+    assert all(np.array_equal(one, other) for one, other in zip(before, leaves(after_two), strict=True))
+    assert contents(finished_run.path) == files
+
+
+def test_every_task_comes_once_in_a_pass_and_passes_differ(after_two: TrainingRun) -> None:
+    tasks = after_two.environment.tasks(Split.TRAIN)
+    count = after_two.config.rollouts.prompts_per_step
+    steps = -(-2 * len(tasks) // count)
+    drawn = [task.id for step in range(1, steps + 1) for task in draw_tasks(after_two, step)]
+    first, second = drawn[: len(tasks)], drawn[len(tasks) : 2 * len(tasks)]
+    assert sorted(first) == sorted(second) == sorted(task.id for task in tasks)
+    assert first != second
+    assert first != [task.id for task in tasks]
+
+
+@dataclasses.dataclass
+class Sink:
+    """Keeps records, and asks to stop after one of them."""
+
+    stop_after: int
+    records: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
+
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        self.records[step] = metrics
+
+    def stop_requested(self) -> bool:
+        return max(self.records, default=0) >= self.stop_after
+
+
+def test_asked_to_stop_the_loop_saves_the_update_it_has_made(finished_run: TinyRun, tmp_path: Path) -> None:
+    copied = copy_of(finished_run, tmp_path / "copy")
+    config = dataclasses.replace(
+        config_of(copied), checkpoint=dataclasses.replace(config_of(copied).checkpoint, every=0, keep_every=0)
+    )
+    for step in (4, 5, 6):
+        path = copied.checkpoint(step)
+        path.rename(path.with_name(f"gone-{step}"))
+    run = open_run(config, copied.path, lambda message: None)
+    assert run.progress.step == 3
+    sink = Sink(stop_after=5)
+    assert train(run, sink) is False
+    assert list(sink.records) == [4, 5]
+    assert copied.steps()[-1] == 5
+    expected = [without_timings(record) for record in finished_run.records()]
+    for step, metrics in sink.records.items():
+        assert without_timings({"step": step, **metrics}) == expected[step]
+
+
+def test_equal_configs_make_equal_runs_and_another_seed_another(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+    settings = {"initialize_from": str(finished_run.path), "warm_start__max_steps": 0, "num_steps": 1}
+    one, same, other = new_run(**settings), new_run(**settings), new_run(**settings, seed=4)
+    for run in (one, same, other):
+        assert run.train() == 0
+    assert outcome(one) == outcome(same)
+    assert outcome(one)["state"] != outcome(other)["state"]
+    assert outcome(one)["rollouts"] != outcome(other)["rollouts"]
