@@ -56,5 +56,5 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
 def _evaluations(config: TrainConfig) -> int:
     before = 2 if config.warm_start.max_steps else 1
     every = config.evaluation.every
-    during = (config.num_steps - 1) // every if every else 0
+    during = max(config.num_steps - 1, 0) // every if every else 0
     return before + during + (1 if config.num_steps else 0)

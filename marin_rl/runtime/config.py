@@ -132,7 +132,7 @@ class TrainConfig:
     """The penalty for leaving the reference, which is the policy as it was when RL began."""
     aggregation: AggregationConfig = SequenceSumConfig()
     """How token terms become one loss."""
-    logprob_block_size: int = 512
+    logprob_block_size: int = 128
     """Positions of a row whose logits exist at the same time."""
     warm_start: WarmStartConfig = WarmStartConfig()
     """Supervised training before RL."""

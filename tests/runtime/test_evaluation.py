@@ -1,0 +1,146 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from marin_rl.environments.base import Episode, Split, Step
+from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Limits, Player
+from marin_rl.runtime.evaluation import EvaluationConfig, evaluate
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.sampling.scripted import ScriptedSampler
+from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import Message, Task
+
+END = 257
+TOKENIZER = ChatTokenizer(byte_tokenizer())
+
+
+@dataclasses.dataclass(frozen=True)
+class Exam:
+    """Right is the reply that equals the answer; the reply `x` breaks the judge."""
+
+    sources: Sequence[str] = ("exam",)
+    name: str = "exam"
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        if split is Split.TRAIN:
+            return []
+        return [
+            Task(f"{split}{index}", self.sources[index % len(self.sources)], (message(f"{split[0]}{index}"),), "1")
+            for index in range(4)
+        ]
+
+    def start(self, task: Task, seed: int) -> Episode:
+        return Sitting(task)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sitting:
+    task: Task
+
+    def step(self, reply: str) -> Step:
+        if reply == "x":
+            raise RuntimeError("illegible")
+        return Step({"correct": float(reply == self.task.answer)})
+
+
+def message(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def prompt(request: SampleRequest) -> str:
+    return TOKENIZER.decode_reply(request.prompt_tokens[1:-2])
+
+
+def player(script, environment: Exam | None = None) -> Player:
+    sampler = ScriptedSampler(lambda request: (*script(request).encode(), END), stop_token_ids=[END])
+    return Player(environment or Exam(), TOKENIZER, sampler, Limits(32, 4, 1))
+
+
+def measure(made: Player, split: Split = Split.HELD_OUT, seed: int = 0, **config) -> dict[str, float]:
+    return evaluate(made, EvaluationConfig(**config), temperature=0.8, seed=seed, split=split)
+
+
+def test_accuracy_sampled_and_greedy():
+    made = player(lambda request: "1" if request.temperature == 0 or prompt(request) == "h2" else "0")
+    assert measure(made) == {
+        "eval/exam/tasks": 4.0,
+        "eval/exam/accuracy_sampled": 0.25,
+        "eval/exam/pass@1": 0.25,
+        "eval/exam/accuracy_greedy": 1.0,
+    }
+    assert {request.temperature for request in made.sampler.requests} == {0.8, 0.0}
+
+
+def test_pass_at_k_is_unbiased():
+    # The first task is answered rightly once in three attempts, the others never.
+    seen: list[str] = []
+
+    def script(request: SampleRequest) -> str:
+        seen.append(prompt(request))
+        return "1" if seen.count("h0") == 1 and seen[-1] == "h0" else "0"
+
+    found = measure(player(script), samples=3, pass_at=(1, 2, 3), greedy=False)
+    assert found["eval/exam/accuracy_sampled"] == pytest.approx(1 / 12)
+    # 1 - C(2, k) / C(3, k) for one task of four.
+    expected = {1: 1 / 3 / 4, 2: 2 / 3 / 4, 3: 1 / 4}
+    assert {k: found[f"eval/exam/pass@{k}"] for k in expected} == pytest.approx(expected)
+    assert "eval/exam/accuracy_greedy" not in found
+
+
+def test_a_rollout_that_fails_is_wrong():
+    made = player(lambda request: {"h0": "x", "h1": "1"}.get(prompt(request), "0"))
+    assert measure(made, greedy=False)["eval/exam/accuracy_sampled"] == 0.25
+    with pytest.raises(AllRolloutsFailedError, match="evaluate-held_out-sampled-0-0"):
+        measure(player(lambda request: "x"))
+
+
+def test_every_environment_is_measured_on_its_own():
+    made = player(lambda request: "1" if prompt(request) in ("h0", "h1", "h2") else "0", Exam(("sums", "words")))
+    found = measure(made)
+    assert found["eval/sums/accuracy_sampled"] == found["eval/sums/accuracy_greedy"] == 1.0
+    assert found["eval/words/accuracy_sampled"] == found["eval/words/pass@1"] == 0.5
+    assert found["eval/words/tasks"] == 2.0
+
+
+def test_the_first_tasks_of_the_split_are_measured():
+    for split, letter in ((Split.HELD_OUT, "h"), (Split.VALIDATION, "v")):
+        made = player(lambda request: "0")
+        assert measure(made, split, tasks=3, greedy=False)["eval/exam/tasks"] == 3.0
+        assert [prompt(request) for request in made.sampler.requests] == [f"{letter}{index}" for index in range(3)]
+
+
+def test_two_evaluations_ask_for_the_same_and_seeds_differ():
+    asked = []
+    for seed in (0, 0, 1):
+        made = player(lambda request: "0")
+        measure(made, seed=seed, samples=2)
+        asked.append(made.sampler.requests)
+    assert asked[0] == asked[1]
+    seeds = [request.seed for request in asked[0]]
+    assert len(set(seeds)) == len(seeds)
+    assert not {request.seed for request in asked[2]} & set(seeds)
+
+
+def test_a_split_without_tasks_is_an_error_that_says_what_to_set():
+    with pytest.raises(ValueError, match=r"environment 'exam' has no train tasks to evaluate on"):
+        measure(player(lambda request: "0"), Split.TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"every": -1}, "evaluation.every cannot be negative"),
+        ({"tasks": 0}, "must be at least 1"),
+        ({"samples": 0}, "must be at least 1"),
+        ({"samples": 4, "pass_at": (1, 5)}, r"k = 5 with evaluation.samples = 4"),
+        ({"pass_at": (0,)}, "k = 0"),
+    ],
+)
+def test_settings_that_contradict_one_another_are_refused(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        EvaluationConfig(**changes)
