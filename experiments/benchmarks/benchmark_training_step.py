@@ -167,7 +167,7 @@ def _take_turns(kinds: dict[str, RlooStep | LmStep], steps: int, figures: dict[s
 def _step_bytes(kind: RlooStep | LmStep) -> dict[str, int | None]:
     with kind.trainer:
         # The trainer has no public handle on its jitted step.
-        lowered = kind.trainer._jit_train_step_fn_no_hook.lower(kind.state, (kind.batch,), {})
+        lowered = cast(Any, kind.trainer._jit_train_step_fn_no_hook).lower(kind.state, (kind.batch,), {})
     return program_bytes(lowered.compile())
 
 

@@ -4,6 +4,7 @@
 import dataclasses
 import re
 
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -168,6 +169,8 @@ GOOD = process_rollout(TWO_TURNS, length=18, pad_token_id=PAD)
         ("reference_logprobs", set_at(GOOD.reference_logprobs, (0, 7), 0.5), "reference_logprobs has values"),
     ],
 )
-def test_wrong_arrays_are_refused_by_name(field: str, value: np.ndarray, complaint: str) -> None:
+def test_wrong_arrays_are_refused_by_name(monkeypatch, field: str, value: np.ndarray, complaint: str) -> None:
+    # As users run it: without the type checks that tests add, which would complain first.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(ValueError, match=re.escape(f"ProcessedRollout step-1/group-0/2: {complaint}")):
         dataclasses.replace(GOOD, **{field: value})
