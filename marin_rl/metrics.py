@@ -43,8 +43,8 @@ class Metric:
         Raises:
             ValueError: if the reductions differ.
 
-        >>> Metric(1.0, 3).merge(Metric(5.0, 1))
-        Metric(value=2.0, weight=4, reduction=<Reduction.MEAN: 'mean'>)
+        >>> Metric(1.0, 3.0).merge(Metric(5.0, 1.0))
+        Metric(value=2.0, weight=4.0, reduction=<Reduction.MEAN: 'mean'>)
         """
         if self.reduction is not other.reduction:
             raise ValueError(f"cannot merge a {self.reduction.value} metric with a {other.reduction.value} metric")

@@ -230,7 +230,7 @@ def _time_table(seconds: Mapping[str, int | float]) -> Table:
 def format_seconds(seconds: float) -> str:
     """A duration as people write it.
 
-    >>> format_seconds(7.4), format_seconds(83), format_seconds(7384)
+    >>> format_seconds(7.4), format_seconds(83.0), format_seconds(7384.0)
     ('7.4s', '1:23', '2:03:04')
     """
     if seconds < 59.95:
@@ -243,7 +243,7 @@ def format_seconds(seconds: float) -> str:
 def format_count(value: float) -> str:
     """A count in three digits or so.
 
-    >>> format_count(950), format_count(8123), format_count(1.25e6)
+    >>> format_count(950.0), format_count(8123.0), format_count(1.25e6)
     ('950', '8.1k', '1.2M')
     """
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -205,7 +205,7 @@ def damage(path: Path) -> None:
 
 
 def test_what_a_dying_process_leaves_behind_is_no_hindrance(
-    finished_run: TinyRun, tmp_path: Path, no_curves: None, capsys: pytest.CaptureFixture[str]
+    finished_run: TinyRun, tmp_path: Path, no_curves: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = interrupted_after(finished_run, 5, tmp_path / "copy")
     for folder in (run.checkpoints / ".step-00000006.1f.partial" / "state", run.path / ".hf.partial"):
@@ -217,19 +217,19 @@ def test_what_a_dying_process_leaves_behind_is_no_hindrance(
         # The record of an update that no checkpoint holds, and half of the next one.
         metrics.write(f'{json.dumps({**finished_run.records()[6], "loss/total": 42.0})}\n{{"step": 7, "lo')
     assert run.train() == 0
-    assert "resuming after update 5, from" in capsys.readouterr().out
+    assert "resuming after update 5, from" in capfd.readouterr().out
     same_outcome(run, finished_run)
     assert not list(run.path.rglob("half"))
 
 
 def test_damaged_checkpoints_are_passed_over_and_named(
-    finished_run: TinyRun, tmp_path: Path, no_curves: None, capsys: pytest.CaptureFixture[str]
+    finished_run: TinyRun, tmp_path: Path, no_curves: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = interrupted_after(finished_run, 5, tmp_path / "copy")
     damage(max((run.checkpoint(5) / "state" / "model").rglob("*.*"), key=lambda path: path.stat().st_size))
     (run.checkpoint(4) / "manifest.json").unlink()
     assert run.train() == 0
-    output = capsys.readouterr().out
+    output = capfd.readouterr().out
     assert "the checkpoint of update 4 is damaged and passed over" in output
     assert "the checkpoint of update 5 is damaged and passed over" in output
     assert "resuming after update 3, from" in output
@@ -240,14 +240,14 @@ def test_damaged_checkpoints_are_passed_over_and_named(
 
 
 def test_when_every_checkpoint_is_damaged_the_run_stops_and_says_so(
-    finished_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = interrupted_after(finished_run, 1, tmp_path / "copy")
     for step in run.steps():
         (run.checkpoint(step) / "manifest.json").unlink()
     before = contents(run.checkpoints)
     assert run.train() == 1
-    assert "is damaged" in capsys.readouterr().err
+    assert "is damaged" in capfd.readouterr().err
     assert contents(run.checkpoints) == before
 
 
@@ -256,7 +256,7 @@ def test_an_interrupt_finishes_the_update_saves_and_says_how_to_go_on(
     tmp_path: Path,
     no_curves: None,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     from marin_rl.runtime import sync_loop
 
@@ -270,7 +270,7 @@ def test_an_interrupt_finishes_the_update_saves_and_says_how_to_go_on(
     with monkeypatch.context() as patched:
         patched.setattr(sync_loop, "draw_tasks", interrupted)
         assert run.train() == 0
-    output = capsys.readouterr().out
+    output = capfd.readouterr().out
     assert "SIGINT: finishing this update, then saving (once more to stop at once)" in output
     assert f"stopped after update 4 of 6; everything is saved in {run.path}. Run the same command again" in output
     assert run.records()[-1]["step"] == run.steps()[-1] == 4

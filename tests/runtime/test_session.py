@@ -1,0 +1,142 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import logging
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from marin_rl.runtime import session
+from marin_rl.runtime.run_directory import RunDirectory
+from marin_rl.runtime.session import logged_errors, stop_on_signals
+from tests.tiny_run import TinyRun, contents, copy_of, outcome
+
+
+def test_a_finished_run_has_everything_a_run_directory_promises(finished_run: TinyRun):
+    directory = RunDirectory(finished_run.path)
+    assert all(path.is_file() for path in (directory.config, directory.metrics, directory.log, directory.curves))
+    assert directory.curves.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in directory.rollouts.iterdir()) == ["step-00000003.jsonl", "step-00000006.jsonl"]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in directory.hf.iterdir()}
+    assert finished_run.steps() == [0, 1, 2, 3, 4, 5, 6]
+    assert "warm start 30: loss" in directory.log.read_text()
+
+
+def test_the_exported_tokenizer_writes_the_same_prompts(finished_run: TinyRun):
+    tokenizer = AutoTokenizer.from_pretrained(str(finished_run.path / "hf"))
+    messages = [{"role": "user", "content": "2x3"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert ids == [259, *b"2x3", 257, 260]
+
+
+def test_a_finished_run_can_be_run_again_and_stays_as_it_is(
+    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: None)
+    again = copy_of(finished_run, tmp_path / "copy")
+    before = contents(again.checkpoints)
+    assert again.train() == 0
+    assert outcome(again) == outcome(finished_run)
+    assert contents(again.checkpoints) == before
+
+
+def test_records_that_were_deleted_do_not_keep_a_finished_run_from_its_closing_table(
+    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: None)
+    again = copy_of(finished_run, tmp_path / "copy")
+    (again.path / "metrics.jsonl").unlink()
+    assert again.train() == 0
+    assert "Held-out accuracy" in capfd.readouterr().out
+
+
+def test_what_does_not_change_the_result_may_differ_and_the_rest_may_not(
+    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: None)
+    again = copy_of(finished_run, tmp_path / "copy")
+    assert again.train("--checkpoint.every", "5", "--evaluation.every", "2", "--checkpoint.keep_every", "0") == 0
+    files = contents(again.path)
+    assert again.train("--seed", "4", "--optimizer.learning_rate", "1") == 1
+    error = capfd.readouterr().err
+    assert f"run directory {str(again.path)!r} belongs to a run with another config:" in error
+    assert "seed: 3 there, 4 now" in error
+    assert "optimizer.learning_rate: 0.005 there, 1.0 now" in error
+    assert "choose another run_dir" in error
+    files.pop(".lock")
+    assert {name: data for name, data in contents(again.path).items() if name != ".lock"} == files
+
+
+def test_the_first_interrupt_asks_and_the_second_ends():
+    said: list[str] = []
+    former = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    def twice() -> None:
+        with stop_on_signals(said.append) as stop:
+            assert not stop.requested
+            signal.raise_signal(signal.SIGINT)
+            assert stop.requested
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        twice()
+    assert said == ["SIGINT: finishing this update, then saving (once more to stop at once)"]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == former
+
+
+def test_sigterm_asks_too_and_handlers_are_put_back():
+    said: list[str] = []
+    former = signal.getsignal(signal.SIGTERM)
+    with stop_on_signals(said.append) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested
+    assert said[0].startswith("SIGTERM: finishing this update")
+    assert signal.getsignal(signal.SIGTERM) is former
+
+
+def test_what_ends_a_run_is_in_its_log(caplog: pytest.LogCaptureFixture):
+    def fail() -> None:
+        with logged_errors():
+            raise KeyboardInterrupt
+
+    with caplog.at_level(logging.ERROR), pytest.raises(KeyboardInterrupt):
+        fail()
+    assert "the run ended with an error" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+def test_an_export_that_fails_leaves_the_last_one(
+    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: None)
+    again = copy_of(finished_run, tmp_path / "copy")
+    before = contents(again.path / "hf")
+
+    def fail(model: object, tokenizer: object, folder: Path, trainer: object) -> None:
+        folder.mkdir()
+        (folder / "half").write_text("")
+        raise OSError(28, "No space left on device", str(folder))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "save_hf_policy", fail)
+        assert again.train() == 1
+    assert "No space left on device" in capfd.readouterr().err
+    assert contents(again.path / "hf") == before
+    assert again.train() == 0
+    assert contents(again.path / "hf") == before
+    assert not (again.path / ".hf.partial").exists()
+
+
+def test_a_second_process_is_refused(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], capfd: pytest.CaptureFixture[str]
+):
+    from marin_rl.runtime.run_directory import lock
+
+    run = new_run()
+    with lock(RunDirectory(run.path)):
+        assert run.train() == 1
+    assert "is in use by process" in capfd.readouterr().err
+    assert not (run.path / "config.yaml").exists()
