@@ -14,6 +14,7 @@ from haliax import Axis
 from marin_rl.environments.base import Split
 from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from marin_rl.learner.policy_model import model_shape
+from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml, parse_config
 from marin_rl.runtime.devices import start_devices
@@ -21,8 +22,12 @@ from marin_rl.runtime.evaluation import EvaluationConfig, evaluate
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.run_directory import RunDirectory, RunDirectoryError, open_existing
 from marin_rl.runtime.training_run import make_player
+from marin_rl.sampling.levanter_sampler import SamplerError
 
 FLAGS = {"json": "Print one JSON object instead of lines."}
+
+USER_ERRORS = (ValueError, OSError, RunDirectoryError, CheckpointError, SamplerError, AllRolloutsFailedError)
+"""Errors whose message says what to do; a traceback would only hide it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parsed = parse_config(EvaluateConfig, sys.argv[1:] if argv is None else argv, {}, FLAGS)
         step, metrics = run_evaluation(parsed.config)
-    except (ValueError, RunDirectoryError, CheckpointError) as error:
+    except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if "json" in parsed.flags:

@@ -16,10 +16,19 @@ from marin_rl.runtime.config_parsing import parse_config, to_yaml
 from marin_rl.runtime.run_directory import RunDirectoryError
 from marin_rl.runtime.session import run_session
 from marin_rl.runtime.training_run import resolve_model
+from marin_rl.sampling.levanter_sampler import SamplerError
 
 FLAGS = {"dry_run": "Check the config, print it in full with what each update amounts to, and stop."}
 
-USER_ERRORS = (ValueError, OSError, RunDirectoryError, CheckpointError, NonFiniteUpdateError, AllRolloutsFailedError)
+USER_ERRORS = (
+    ValueError,
+    OSError,
+    RunDirectoryError,
+    CheckpointError,
+    SamplerError,
+    NonFiniteUpdateError,
+    AllRolloutsFailedError,
+)
 """Errors whose message says what to do; a traceback would only hide it."""
 
 

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What `start_devices` makes of sections and rows on eight devices; prints one JSON object. Run by `test_devices.py`."""
+"""What `start_devices` makes of rows on eight devices, as a JSON object on stdout. Run by `test_devices.py`."""
 
 import dataclasses
 import json

@@ -1,0 +1,392 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Bad input ends with exit status 1 and a message that names the thing and a remedy, and nothing is lost."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import pytest
+
+from marin_rl.environments.base import EnvironmentConfig, Episode, Split, Step
+from marin_rl.runtime import session, sync_loop
+from marin_rl.train import main
+from marin_rl.types import Message, Task
+from tests.tiny_run import TinyRun, contents, copy_of, make_run, outcome
+
+Capture = pytest.CaptureFixture[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgeConfig(EnvironmentConfig):
+    """A judge whose whims are chosen by config; fair to all but training tasks."""
+
+    whim: str = "none"
+
+    def build(self) -> "Judge":
+        return Judge(self.whim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Judge:
+    whim: str
+    name: str = "judge"
+
+    def tasks(self, split: Split) -> list[Task]:
+        names = [f"{split.value[0]}{index}" for index in range(8)]
+        return [Task(name, self.name, (Message(role="user", content=name),), "1") for name in names]
+
+    def start(self, task: Task, seed: int) -> Episode:
+        return Verdict(task, self.whim if task.id.startswith("t") else "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    task: Task
+    whim: str
+
+    def step(self, reply: str) -> Step:
+        if self.whim == "raises for all" or (self.whim == "raises for some" and self.task.id in ("t0", "t1", "t2")):
+            raise TimeoutError(f"no verdict on {self.task.id}")
+        value = {"nan": math.nan, "infinity": -math.inf}.get(self.whim, float("1" in reply))
+        return Step({"correct": value})
+
+
+@pytest.fixture
+def judge() -> Iterator[None]:
+    """`environment: {type: judge}`, for the time of a test."""
+    EnvironmentConfig.register_subclass("judge")(JudgeConfig)
+    yield
+    del EnvironmentConfig._choice_registry["judge"]
+
+
+@pytest.fixture
+def quick(finished_run: TinyRun) -> dict[str, Any]:
+    """Settings of a run that starts from trained weights, with little to measure and nothing to draw."""
+    return {
+        "initialize_from": str(finished_run.path),
+        "warm_start__max_steps": 0,
+        "num_steps": 2,
+        "evaluation": {"every": 0, "tasks": 2, "greedy": False},
+        "checkpoint__every": 1,
+    }
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: None)
+
+
+def error(capfd: Capture) -> str:
+    """The message, which is one line or several, but no traceback."""
+    text = capfd.readouterr().err
+    start = text.find("error: ")
+    assert start >= 0, text
+    assert "Traceback" not in text
+    return text[start:]
+
+
+# Before anything is made: the config and what it names.
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--rollouts.groupsize", "4"], "unknown key rollouts.groupsize; did you mean 'group_size'?"),
+        (
+            ["--learning_rate", "1"],
+            "unknown key learning_rate; did you mean warm_start.learning_rate or optimizer.learning_rate?",
+        ),
+        (["--num_steps", "many"], "num_steps"),
+        (["--rollouts.group_size", "2.5"], "rollouts.group_size"),
+        (["--rollouts.group_size", "1"], "rollouts.group_size is 1, but advantage 'rloo' compares the attempts"),
+        (["--environment.type", "jsnol"], "did you mean 'jsonl'?"),
+        (["--rollouts.max_length", "17"], "rollouts.max_length is 17, but the model's context has 16 tokens"),
+        (["--sampling.temperature", "0"], "sampling.temperature is 0"),
+    ],
+)
+def test_a_config_that_cannot_be_touches_nothing(
+    finished_run: TinyRun, capfd: Capture, argv: list[str], message: str
+) -> None:
+    before = contents(finished_run.path)
+    assert finished_run.train(*argv) == 1
+    assert message in error(capfd)
+    assert contents(finished_run.path) == before
+
+
+def test_a_config_file_that_is_missing_is_named_with_the_nearest_one(finished_run: TinyRun, capfd: Capture) -> None:
+    assert main(["--config", str(finished_run.config.with_name("tyni.yaml"))]) == 1
+    assert "tyni.yaml' does not exist; did you mean 'tiny.yaml'?" in error(capfd)
+
+
+def test_several_problems_are_told_at_once(finished_run: TinyRun, capfd: Capture) -> None:
+    assert finished_run.train("--sede", "1", "--rollouts.group_size", "many") == 1
+    text = error(capfd)
+    assert "did you mean 'seed'?" in text
+    assert "rollouts.group_size" in text
+
+
+# Before training: data, tokenizer, weights, devices. The run directory stays free for the corrected config.
+
+
+def break_problems(run: TinyRun, text: str) -> Path:
+    path = run.config.with_name("problems.jsonl")
+    path.write_text(text)
+    return path
+
+
+GOOD_LINE = json.dumps({"prompt": "2x3", "answer": "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "problems.jsonl is empty: it has no problem to attempt"),
+        (f"{GOOD_LINE}\n{{broken\n", "problems.jsonl:2: not JSON"),
+        (f"{GOOD_LINE}\n[1]\n", "problems.jsonl:2: '[1]' is not a JSON object"),
+        (f'{GOOD_LINE}\n{{"prompt": "a", "anwser": "1"}}\n', "problems.jsonl:2"),
+    ],
+)
+def test_broken_data_is_named_by_file_and_line(
+    new_run: Callable[..., TinyRun], capfd: Capture, text: str, message: str
+) -> None:
+    run = new_run()
+    break_problems(run, text)
+    assert run.train() == 1
+    found = error(capfd)
+    assert message in found
+    if "anwser" in text:
+        assert "no column 'answer'" in found
+        assert "anwser" in found
+    assert run.steps() == []
+    assert not (run.path / "metrics.jsonl").exists()
+
+
+def test_data_that_is_missing_is_named(new_run: Callable[..., TinyRun], capfd: Capture) -> None:
+    run = new_run()
+    run.config.with_name("problems.jsonl").unlink()
+    assert run.train() == 1
+    assert str(run.config.with_name("problems.jsonl")) in error(capfd)
+
+
+def test_a_prompt_longer_than_the_context_is_named(
+    quick: dict[str, Any], new_run: Callable[..., TinyRun], capfd: Capture
+) -> None:
+    run = new_run(**quick, rollouts__max_length=6)
+    assert run.train() == 1
+    text = error(capfd)
+    assert "of environment 'ones': its prompt has 6 tokens, which leaves no room for an answer" in text
+    assert "raise rollouts.max_length" in text
+    # The corrected config may have the same directory.
+    assert run.train("--rollouts.max_length", "12", "--num_steps", "0") == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--trainer.per_device_parallelism", "5"], "a batch of 16 rows cannot be split into microbatches"),
+        (["--trainer.model_axis_size", "2"], "cannot be split into trainer.model_axis_size 2"),
+        (["--trainer.require_accelerator", "true"], "trainer.require_accelerator is true, but jax found only a CPU"),
+    ],
+)
+def test_a_batch_that_does_not_fit_the_devices_is_told_in_numbers(
+    new_run: Callable[..., TinyRun], capfd: Capture, argv: list[str], message: str
+) -> None:
+    run = new_run()
+    assert run.train(*argv) == 1
+    assert message in error(capfd)
+    assert run.steps() == []
+
+
+def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_told(
+    finished_run: TinyRun, quick: dict[str, Any], new_run: Callable[..., TinyRun], tmp_path: Path, capfd: Capture
+) -> None:
+    weights = copy_of(finished_run, tmp_path / "copy").path / "hf"
+    described = json.loads((weights / "config.json").read_text())
+    (weights / "config.json").write_text(json.dumps({**described, "vocab_size": 200}))
+    run = new_run(**{**quick, "initialize_from": str(weights)})
+    assert run.train() == 1
+    text = error(capfd)
+    assert "the tokenizer has 264 tokens" in text
+    assert "a vocabulary of 200" in text
+    assert f"tokenizer.path: {weights}" in text
+
+
+def test_a_template_without_generation_blocks_is_told_with_what_to_write(
+    new_run: Callable[..., TinyRun], tmp_path: Path, capfd: Capture
+) -> None:
+    template = tmp_path / "plain.jinja"
+    template.write_text(
+        "{%- for message in messages -%}{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
+        "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+    )
+    run = new_run(tokenizer={"chat_template": str(template)}, evaluation={"tasks": 2, "greedy": False})
+    assert run.train() == 1
+    text = error(capfd)
+    assert "has no {% generation %} blocks" in text
+    assert "put {% generation %} and {% endgeneration %} around" in text
+    assert run.steps() == []
+
+
+def test_weights_of_a_run_that_has_not_finished_are_told(
+    finished_run: TinyRun, quick: dict[str, Any], new_run: Callable[..., TinyRun], tmp_path: Path, capfd: Capture
+) -> None:
+    source = copy_of(finished_run, tmp_path / "copy").path
+    (source / "hf" / "config.json").unlink()
+    run = new_run(**{**quick, "initialize_from": str(source)})
+    assert run.train() == 1
+    assert f"the run in {str(source)!r} has not finished" in error(capfd)
+    assert run.steps() == []
+
+
+# While training: rewards, losses, disks.
+
+
+@pytest.mark.parametrize(("whim", "value"), [("nan", "nan"), ("infinity", "-inf")])
+def test_a_reward_that_is_not_finite_names_the_rollout(
+    judge: None, quick: dict[str, Any], new_run: Callable[..., TinyRun], capfd: Capture, whim: str, value: str
+) -> None:
+    run = new_run(**quick)
+    config = run.config.read_text()
+    run.config.write_text(with_judge(config, whim))
+    assert run.train() == 1
+    assert f"Rollout train-1-0-0: reward 'correct' is {value}; rewards must be finite" in error(capfd)
+    assert run.steps() == [0]
+    assert [record["step"] for record in run.records()] == [0]
+
+
+def with_judge(config: str, whim: str) -> str:
+    """The config with the judge as its environment."""
+    head, rest = config.split("environment:\n", 1)
+    lines = rest.splitlines(keepends=True)
+    after = next(index for index, line in enumerate(lines) if not line.startswith(" "))
+    return f"{head}environment: {{type: judge, whim: {whim}}}\n{''.join(lines[after:])}"
+
+
+def test_rollouts_whose_judge_raises_are_marked_and_counted_and_the_run_goes_on(
+    judge: None, quick: dict[str, Any], new_run: Callable[..., TinyRun]
+) -> None:
+    run = new_run(**{**quick, "evaluation": {"every": 1, "tasks": 2, "greedy": False}})
+    run.config.write_text(with_judge(run.config.read_text(), "raises for some"))
+    assert run.train() == 0
+    records = run.records()[1:]
+    # Two updates of four tasks are a pass over all eight, three of which have no verdict.
+    assert sum(record["rollouts/failed"] for record in records) == 3 * 4
+    written = [
+        json.loads(line)
+        for step in (1, 2)
+        for line in (run.path / "rollouts" / f"step-{step:08d}.jsonl").read_text().splitlines()
+    ]
+    failed = [rollout for rollout in written if rollout["status"] == "failed"]
+    assert {rollout["task_id"] for rollout in failed} == {"t0", "t1", "t2"}
+    assert {rollout["error"].split(" on ")[0] for rollout in failed} == {"TimeoutError: no verdict"}
+    assert all(rollout["advantage"] == 0.0 and rollout["rewards"] == {} for rollout in failed)
+    assert "failed: TimeoutError: no verdict on t0" in (run.path / "log.txt").read_text()
+
+
+def test_when_every_rollout_fails_the_run_stops_and_says_why(
+    judge: None, quick: dict[str, Any], new_run: Callable[..., TinyRun], capfd: Capture
+) -> None:
+    run = new_run(**quick)
+    run.config.write_text(with_judge(run.config.read_text(), "raises for all"))
+    assert run.train() == 1
+    text = error(capfd)
+    assert "all 16 rollouts failed; the first, train-1-0-0 (task " in text
+    assert "of environment 'judge'): TimeoutError: no verdict on t" in text
+    assert run.steps() == [0]
+
+
+def test_a_loss_that_is_not_a_number_stops_before_the_weights_move(
+    quick: dict[str, Any], new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    whole, run = new_run(**quick), new_run(**quick)
+    assert whole.train() == 0
+    build_batch = sync_loop.build_batch
+
+    def poisoned(made: Any, groups: Any, timer: Any) -> Any:
+        batch = build_batch(made, groups, timer)
+        if made.progress.step == 0:
+            return batch
+        return batch._replace(
+            example=eqx.tree_at(
+                lambda example: example.advantages.array, batch.example, replace_fn=lambda a: a * math.nan
+            )
+        )
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sync_loop, "build_batch", poisoned)
+        assert run.train() == 1
+    text = error(capfd)
+    assert "update 2: loss nan" in text
+    assert "the weights were left as they were" in text
+    assert run.steps() == [0, 1]
+    assert [record["step"] for record in run.records()] == [0, 1]
+    assert run.train() == 0
+    assert outcome(run) == outcome(whole)
+
+
+def test_a_learning_rate_that_blows_the_weights_up_ends_with_a_message(
+    quick: dict[str, Any], new_run: Callable[..., TinyRun], capfd: Capture
+) -> None:
+    run = new_run(**{**quick, "optimizer__learning_rate": 1e30, "checkpoint__every": 0})
+    assert run.train() == 1
+    assert "log-probability nan; it must be finite and at most 0. Check the weights for NaN" in error(capfd)
+    assert run.steps() == [0]
+
+
+# Places that cannot be written.
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(
+    new_run: Callable[..., TinyRun], tmp_path: Path, capfd: Capture
+) -> None:
+    (tmp_path / "file").write_text("")
+    run = new_run()
+    for place in (tmp_path / "file" / "run", Path("/proc/nowhere")):
+        assert run.train("--run_dir", str(place)) == 1
+        text = error(capfd)
+        assert f"cannot write '{place}" in text
+        assert "choose a" in text
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for a checkpoint or two."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = os.geteuid() == 0 and mount(place, "1500k")
+    if not mounted:
+        pytest.skip("only root can mount a small file system")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def mount(place: Path, size: str, *options: str) -> bool:
+    command = ["mount", "-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "tmpfs", str(place)]
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+def test_a_full_disk_stops_the_run_and_loses_nothing(
+    quick: dict[str, Any], small_disk: Path, new_run: Callable[..., TinyRun], capfd: Capture
+) -> None:
+    settings = {**quick, "num_steps": 6, "checkpoint": {"every": 1, "keep_every": 1}}
+    whole = new_run(**settings)
+    assert whole.train() == 0
+    run = make_run(small_disk, **settings)
+    assert run.train() == 1
+    text = error(capfd)
+    assert str(run.path) in text
+    assert "free" in text
+    assert run.steps()[0] == 0
+    assert mount(small_disk, "64m", "remount")
+    assert run.train() == 0
+    assert "damaged" not in capfd.readouterr().out
+    found, expected = outcome(run), outcome(whole)
+    assert found == expected

@@ -1,0 +1,140 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+import numpy as np
+import pytest
+
+from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
+from marin_rl.runtime import training_run
+from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.config_parsing import from_yaml
+from marin_rl.runtime.training_run import (
+    Progress,
+    TrainingRun,
+    batch_shape,
+    describe_accuracy,
+    hf_folder,
+    make_loss,
+    open_run,
+    resolve_model,
+)
+from tests.tiny_run import TinyRun, contents, copy_of
+
+
+def config_of(run: TinyRun) -> TrainConfig:
+    path = run.path / "config.yaml"
+    return from_yaml(TrainConfig, path.read_text(), str(path))
+
+
+def reopen(run: TinyRun, said: list[str], **changes) -> TrainingRun:
+    return open_run(dataclasses.replace(config_of(run), **changes), run.path, said.append)
+
+
+def test_a_run_is_taken_up_where_it_stopped(finished_run: TinyRun):
+    said: list[str] = []
+    files = contents(finished_run.path)
+    opened = reopen(finished_run, said)
+    assert said == [f"resuming after update 6, from {finished_run.checkpoint(6)}"]
+    saved = json.loads((finished_run.checkpoint(6) / "manifest.json").read_text())["progress"]
+    assert dataclasses.asdict(opened.progress) == saved
+    assert list(opened.progress.evaluations) == ["before warm start", "before RL", "after RL"]
+    assert int(opened.state.step) == 6
+    assert opened.reference is None
+    assert contents(finished_run.path) == files
+
+
+def test_what_is_saved_is_what_is_read_again(finished_run: TinyRun, tmp_path: Path):
+    copied = copy_of(finished_run, tmp_path / "copy")
+    first = reopen(copied, [])
+    first.progress.step = 7
+    first.save()
+    second = reopen(copied, [])
+    assert second.progress == first.progress
+    one, other = jax.tree.leaves(first.state), jax.tree.leaves(second.state)
+    assert len(one) == len(other)
+    assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_damaged_checkpoints_are_told_of(finished_run: TinyRun, tmp_path: Path):
+    copied = copy_of(finished_run, tmp_path / "copy")
+    (copied.checkpoint(6) / "manifest.json").write_text("{")
+    said: list[str] = []
+    assert reopen(copied, said).progress.step == 5
+    assert said[0] == "the checkpoint of update 6 is damaged and passed over; log.txt says what is wrong with it"
+    assert said[1].startswith("resuming after update 5")
+
+
+@pytest.mark.parametrize("kl", [LossKlConfig(beta=0.0), RewardKlConfig(beta=0.0)])
+def test_without_a_penalty_there_is_no_reference(
+    finished_run: TinyRun, kl: LossKlConfig | RewardKlConfig, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(training_run, "ReferencePolicy", None)  # calling it would raise
+    opened = reopen(finished_run, [], kl=kl)
+    assert opened.reference is None
+    assert not opened.checkpoints.keep_first
+
+
+def test_with_a_penalty_the_reference_is_the_policy_before_rl(finished_run: TinyRun):
+    opened = reopen(finished_run, [], kl=LossKlConfig(beta=0.1))
+    assert opened.checkpoints.keep_first
+    like = jax.eval_shape(lambda: opened.state.model)
+    first = opened.checkpoints.open(0).restore_model(
+        like, axis_mapping=opened.learner.parameter_mapping, mesh=opened.learner.mesh
+    )
+    assert opened.reference is not None
+    reference, before, now = map(jax.tree.leaves, (opened.reference._model, first, opened.state.model))
+    assert all(np.array_equal(a, b) for a, b in zip(reference, before, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(reference, now, strict=True))
+
+
+def test_another_architecture_does_not_fit_the_checkpoint(finished_run: TinyRun):
+    from marin_rl.learner.checkpoint import CheckpointError
+
+    model = config_of(finished_run).model
+    assert model is not None
+    with pytest.raises(CheckpointError, match="does not fit the configured model and optimizer"):
+        reopen(finished_run, [], model=dataclasses.replace(model, intermediate_dim=48))
+
+
+def test_the_loss_knows_its_microbatches(finished_run: TinyRun):
+    config = config_of(finished_run)
+    trainer = dataclasses.replace(config.trainer_config(), per_device_parallelism=4)
+    assert make_loss(config, trainer).num_microbatches == 4
+    assert make_loss(config, dataclasses.replace(trainer, per_device_parallelism=-1)).num_microbatches == 1
+    assert make_loss(config, trainer).temperature == config.sampling.temperature
+    shape = batch_shape(config)
+    assert (shape.rows, shape.positions) == (16, 12)
+
+
+def test_the_architecture_is_read_where_it_is_left_out(finished_run: TinyRun):
+    config = config_of(finished_run)
+    assert resolve_model(config) is config
+    for source in (finished_run.path, finished_run.path / "hf"):
+        left_out = dataclasses.replace(config, model=None, initialize_from=str(source))
+        model = resolve_model(left_out).model
+        assert model is not None
+        assert (model.Pos.size, model.Embed.size) == (16, 16)
+
+
+def test_where_weights_lie(finished_run: TinyRun, tmp_path: Path):
+    assert hf_folder("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert hf_folder(str(finished_run.path)) == str(finished_run.path / "hf")
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(ValueError, match=r"initialize_from: the run in .* has not finished"):
+        hf_folder(str(tmp_path))
+
+
+def test_progress_is_json(finished_run: TinyRun):
+    progress = Progress(3, 48, 100, 90, 264, {"before RL": {"eval/ones/accuracy_sampled": 0.5}})
+    assert Progress(**json.loads(json.dumps(dataclasses.asdict(progress)))) == progress
+
+
+def test_accuracy_in_words():
+    evaluation = {"eval/a/accuracy_sampled": 0.25, "eval/a/pass@1": 0.25, "eval/a/accuracy_greedy": 0.5}
+    assert describe_accuracy(evaluation) == "held-out a/accuracy_sampled 0.250, a/accuracy_greedy 0.500"

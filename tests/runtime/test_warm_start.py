@@ -1,0 +1,184 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+import numpy as np
+import pytest
+from haliax import Axis
+from levanter.layers.attention import AttentionBackend
+from levanter.models.llama import LlamaConfig
+from levanter.models.lm_model import LmHeadModel
+from levanter.trainer import TrainerConfig
+
+from marin_rl.environments.base import Split
+from marin_rl.environments.single_turn import SingleTurnEnvironment
+from marin_rl.learner.policy_model import model_shape
+from marin_rl.rollouts.run_rollouts import Limits, Player
+from marin_rl.runtime.config import default_trainer
+from marin_rl.runtime.devices import start_devices
+from marin_rl.runtime.warm_start import WarmStartConfig, WarmStartError, warm_start
+from marin_rl.sampling.scripted import ScriptedSampler
+from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import Message, Task
+
+END = 257
+TOKENIZER = ChatTokenizer(byte_tokenizer())
+LLAMA = LlamaConfig(
+    seq_len=16,
+    hidden_dim=16,
+    intermediate_dim=32,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+    gradient_checkpointing=False,
+    attn_backend=AttentionBackend.VANILLA,
+)
+CONFIG = WarmStartConfig(
+    max_steps=6, batch_size=8, learning_rate=1e-2, target_accuracy=0.5, check_every=2, check_tasks=4
+)
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> TrainerConfig:
+    section = dataclasses.replace(default_trainer(), train_batch_size=8, id="test", jax_compilation_cache_dir=None)
+    return start_devices(section, rows=8)
+
+
+def make_model(trainer: TrainerConfig) -> LmHeadModel:
+    rng = np.random.default_rng(0)
+    shape = model_shape(LLAMA, Axis("vocab", 264), trainer)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(scale=0.1, size=leaf.shape), leaf.dtype), shape)
+
+
+def task(name: str, worked: str | None) -> Task:
+    return Task(name, "sums", (Message(role="user", content=name),), "7", worked)
+
+
+def player(
+    train: Sequence[Task], validation: Sequence[Task] | None = None, *, right: int = 0, length: int = 12
+) -> Player:
+    """A player whose sampler answers the first `right` validation tasks rightly."""
+    checked = [task(f"v{index}", None) for index in range(8)] if validation is None else list(validation)
+    environment = SingleTurnEnvironment(
+        name="sums",
+        splits={Split.TRAIN: list(train), Split.VALIDATION: checked, Split.HELD_OUT: []},
+        score=lambda made, reply: float(reply == made.answer),
+    )
+    good = {TOKENIZER.prompt_tokens(made.messages) for made in checked[:right]}
+    sampler = ScriptedSampler(
+        lambda request: (ord("7" if request.prompt_tokens in good else "8"), END), stop_token_ids=[END]
+    )
+    return Player(environment, TOKENIZER, sampler, Limits(length, 4, 1))
+
+
+@dataclasses.dataclass
+class Watch:
+    """What a warm start does to the outside."""
+
+    used: list[np.ndarray] = dataclasses.field(default_factory=list)
+    said: list[str] = dataclasses.field(default_factory=list)
+
+    def use(self, model: LmHeadModel) -> None:
+        self.used.append(np.array(model.get_lm_head().array))
+
+
+def run(
+    trainer: TrainerConfig, made: Player, watch: Watch, config: WarmStartConfig = CONFIG, seed: int = 0
+) -> np.ndarray:
+    model = warm_start(
+        config,
+        make_model(trainer),
+        made,
+        trainer,
+        seed=seed,
+        block_size=4,
+        temperature=1.0,
+        use_weights=watch.use,
+        report=watch.said.append,
+    )
+    return np.array(model.get_lm_head().array)
+
+
+WORKED = [task(f"{index}+1", str(index + 1)) for index in range(6)]
+
+
+def test_it_trains_to_the_last_step_while_accuracy_is_too_low(trainer: TrainerConfig):
+    watch = Watch()
+    made = player(WORKED, right=1)
+    final = run(trainer, made, watch)
+    assert [line.split(":")[0] for line in watch.said] == ["warm start 2", "warm start 4", "warm start 6"]
+    assert all(line.endswith("validation accuracy 0.250") for line in watch.said)
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in watch.said]
+    assert losses[0] > losses[1] > losses[2]
+    # The sampler was given the weights of each check, and the last are those that come back.
+    assert len(watch.used) == 3
+    assert np.array_equal(watch.used[-1], final)
+    assert not np.array_equal(watch.used[0], final)
+    assert {request.temperature for request in made.sampler.requests} == {1.0}
+    assert len(made.sampler.requests) == 3 * CONFIG.check_tasks
+
+
+def test_it_stops_at_the_accuracy_that_is_asked_for(trainer: TrainerConfig):
+    watch = Watch()
+    run(trainer, player(WORKED, right=2), watch)
+    assert len(watch.said) == 1
+    assert watch.said[0].startswith("warm start 2: loss ")
+    assert watch.said[0].endswith("validation accuracy 0.500")
+
+
+def test_the_last_step_is_checked_even_out_of_turn_and_equal_seeds_make_equal_weights(trainer: TrainerConfig):
+    config = dataclasses.replace(CONFIG, max_steps=3)
+    watches = Watch(), Watch(), Watch()
+    finals = [run(trainer, player(WORKED), watch, config, seed) for watch, seed in zip(watches, (0, 0, 1), strict=True)]
+    assert [line.split(":")[0] for line in watches[0].said] == ["warm start 2", "warm start 3"]
+    assert np.array_equal(finals[0], finals[1])
+    assert not np.array_equal(finals[0], finals[2])
+
+
+def test_without_worked_answers_there_is_nothing_to_train_on(trainer: TrainerConfig):
+    with pytest.raises(WarmStartError, match=r"environment 'sums' has no worked answers .* warm_start.max_steps: 0"):
+        run(trainer, player([task("1+1", None)]), Watch())
+
+
+def test_tasks_without_worked_answers_are_left_out(trainer: TrainerConfig):
+    config = dataclasses.replace(CONFIG, max_steps=1)
+    mixed = [*WORKED, *(task(f"no{index}", None) for index in range(50))]
+    assert np.array_equal(run(trainer, player(mixed), Watch(), config), run(trainer, player(WORKED), Watch(), config))
+
+
+def test_without_validation_tasks_nothing_tells_when_to_stop(trainer: TrainerConfig):
+    with pytest.raises(WarmStartError, match=r"no validation tasks .*environment\.validation"):
+        run(trainer, player(WORKED, validation=[]), Watch())
+
+
+def test_worked_answers_that_do_not_fit_are_told(trainer: TrainerConfig):
+    with pytest.raises(WarmStartError, match=r"not one of 8 worked answers fits into 7 tokens; raise rollouts.max_len"):
+        run(trainer, player(WORKED, length=7), Watch())
+
+
+def test_a_batch_is_a_multiple_of_the_devices(trainer: TrainerConfig, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(TrainerConfig, "data_axis_size", property(lambda self: 3))
+    with pytest.raises(WarmStartError, match=r"batch_size 8 cannot be split over 3 .* make it a multiple of 3"):
+        run(trainer, player(WORKED), Watch())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_steps": -1}, "warm_start.max_steps is -1"),
+        ({"batch_size": 0}, "warm_start.batch_size is 0"),
+        ({"check_every": 0}, "warm_start.check_every is 0"),
+        ({"check_tasks": 0}, "warm_start.check_tasks is 0"),
+        ({"target_accuracy": 0.0}, r"warm_start.target_accuracy is 0.0; it must be in \(0, 1\]"),
+        ({"target_accuracy": 1.1}, "warm_start.target_accuracy is 1.1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **changes)

@@ -1,0 +1,118 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from marin_rl import train
+from marin_rl.train import main
+from tests.tiny_run import TinyRun, contents, copy_of
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_a_dry_run_prints_the_config_and_what_it_amounts_to_and_makes_nothing(
+    new_run: Callable[..., TinyRun], capfd: Capture
+):
+    run = new_run()
+    assert run.train("--dry_run", "--rollouts.group_size", "8") == 0
+    output = capfd.readouterr().out
+    resolved, _, arithmetic = output.partition("\nparameters")
+    config = yaml.safe_load(resolved)
+    assert config["rollouts"] == {"prompts_per_step": 4, "group_size": 8, "max_length": 12, "max_turns": 1}
+    assert config["advantage"]["type"] == "rloo"
+    assert "4 prompts x 8 attempts = 32 rollouts" in arithmetic
+    assert "not loaded, the KL coefficient is 0" in arithmetic
+    assert not run.path.exists()
+
+
+def test_the_resolved_config_that_is_printed_is_the_one_that_is_written(finished_run: TinyRun, capfd: Capture):
+    assert finished_run.train("--dry_run") == 0
+    written = (finished_run.path / "config.yaml").read_text()
+    assert written in capfd.readouterr().out
+
+
+def test_a_written_config_starts_the_same_run_again(finished_run: TinyRun, capfd: Capture):
+    assert main(["--config", str(finished_run.path / "config.yaml"), "--dry_run"]) == 0
+    assert (finished_run.path / "config.yaml").read_text() in capfd.readouterr().out
+
+
+def test_help_shows_every_section(capfd: Capture):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    output = capfd.readouterr().out
+    for name in ("--dry_run", "environment", "rollouts.group_size", "warm_start.max_steps", "kl", "trainer"):
+        assert name in output
+
+
+def test_the_command_says_how_it_went(finished_run: TinyRun, tmp_path: Path, capfd: Capture):
+    copied = copy_of(finished_run, tmp_path / "copy")
+    assert copied.train() == 0
+    output = capfd.readouterr().out
+    assert "resuming after update 6" in output
+    for text in ("Held-out accuracy", "before warm start", "before RL", "after RL", "change", "Time"):
+        assert text in output
+    assert f"python -m marin_rl.evaluate --run {copied.path}" in output
+    assert "--initialize_from" in output
+
+
+def test_training_goes_on_from_the_weights_of_a_finished_run(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+    run = new_run(
+        initialize_from=str(finished_run.path),
+        model=None,
+        warm_start={"max_steps": 0},
+        num_steps=0,
+        evaluation__every=0,
+    )
+    assert run.train() == 0
+    before = contents(finished_run.path / "hf")["model.safetensors"]
+    assert contents(run.path / "hf")["model.safetensors"] == before
+    # The evaluation of these weights is the one that the finished run closed with.
+    last = {name: value for name, value in finished_run.records()[-1].items() if name.startswith("eval/")}
+    assert run.records() == [{"step": 0, **last}]
+
+
+def test_an_interrupt_before_the_first_update_ends_with_130(
+    new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: Capture
+):
+    def interrupted(config: object, stream: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "run_session", interrupted)
+    assert new_run().train() == 130
+    assert "run the same command again" in capfd.readouterr().err
+
+
+def test_an_error_that_is_not_the_users_keeps_its_traceback(
+    new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
+):
+    def broken(config: object, stream: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(train, "run_session", broken)
+    with pytest.raises(ZeroDivisionError):
+        new_run().train()
+
+
+def test_the_module_is_a_command(tmp_path: Path):
+    finished = subprocess.run(
+        [sys.executable, "-m", "marin_rl.train", "--config", "absent.yaml"],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert finished.returncode == 1
+    assert finished.stderr == "error: config file 'absent.yaml' does not exist; there is no YAML file in '.'\n"
+    assert finished.stdout == ""
+    assert json.dumps(sorted(path.name for path in tmp_path.iterdir())) == "[]"
