@@ -69,6 +69,8 @@ _DECIDED_ELSEWHERE = {
     "load_checkpoint_path": "rerun in the same run_dir to resume",
     "initialize_from": "set initialize_from at the top level",
     "checkpointer": "set checkpoint",
+    "quantization": "not supported; leave it out",
+    "model_averaging": "not supported; leave it out",
 }
 """Fields of levanter's trainer section that would be ignored, and what to set instead."""
 
@@ -159,7 +161,7 @@ class TrainConfig:
         for name, remedy in _DECIDED_ELSEWHERE.items():
             given, default = getattr(self.trainer, name), _field_default(TrainerConfig, name)
             if given != default:
-                raise ValueError(f"trainer.{name} is {given!r}, but it is not what decides here: {remedy}")
+                raise ValueError(f"trainer.{name} is {given!r}, but it does not decide anything here: {remedy}")
         if self.model is not None and self.rollouts.max_length > self.model.Pos.size:
             raise ValueError(
                 f"rollouts.max_length is {self.rollouts.max_length}, but the model's context has {self.model.Pos.size} "
