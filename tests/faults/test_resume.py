@@ -175,7 +175,7 @@ def kill_at(server: ForkServer, run: TinyRun, moment: Moment) -> None:
 
 # The reference run is made in this process and the killed one in others. Once in two full runs of the suite on a loaded
 # machine the two differed in the last bit from the first update on, before any kill: a program read from the
-# compilation cache may round differently from one just compiled. Until that is understood a difference is reported only.
+# compilation cache may round differently from one just compiled. Until that is understood it is reported only.
 @pytest.mark.xfail(strict=False, reason="programs compiled in different processes were once seen to round differently")
 @pytest.mark.slow
 def test_a_run_killed_14_times_ends_like_one_that_was_not(
