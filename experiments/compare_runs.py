@@ -16,7 +16,7 @@ from marin_rl.runtime.metrics_file import read_records
 
 
 def plot(runs: list[Path], picture: Path) -> None:
-    """Draw sampled and greedy accuracy against the number of updates.
+    """Draw sampled and greedy accuracy against the number of steps.
 
     Args:
         runs: run directories.
@@ -36,7 +36,7 @@ def plot(runs: list[Path], picture: Path) -> None:
             ]
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3.5, linewidth=1.5, label=run.name)
         axes.set_title(f"held-out accuracy, {title}", fontsize=10)
-        axes.set_xlabel("RL updates")
+        axes.set_xlabel("RL steps")
         axes.set_ylim(0, 1)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

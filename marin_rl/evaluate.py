@@ -9,11 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from haliax import Axis
-
 from marin_rl.environments.base import Split
 from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
-from marin_rl.learner.policy_model import model_shape
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml, parse_config
@@ -21,7 +18,7 @@ from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import EvaluationConfig, evaluate
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.run_directory import RunDirectory, RunDirectoryError, open_existing
-from marin_rl.runtime.training_run import make_player
+from marin_rl.runtime.training_run import make_player, restore_policy
 from marin_rl.sampling.levanter_sampler import SamplerError
 
 FLAGS = {"json": "Print one JSON object instead of lines."}
@@ -65,11 +62,9 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     """
     directory = open_existing(Path(config.run))
     train_config = from_yaml(TrainConfig, directory.config.read_text(encoding="utf-8"), str(directory.config))
-    assert train_config.model is not None  # written out when the run began
     checkpoint = _checkpoint(config, directory, train_config)
-    trainer = start_devices(train_config.trainer_config(), rows=train_config.rollouts.rollouts_per_step)
-    like = model_shape(train_config.model, Axis("vocab", checkpoint.progress["vocab_size"]), trainer)
-    model = checkpoint.restore_model(like, axis_mapping=trainer.parameter_axis_mapping, mesh=trainer.device_mesh)
+    trainer = start_devices(train_config.trainer_config(), rows_per_device=train_config.rollouts.rows_per_device)
+    model = restore_policy(checkpoint, train_config, trainer)
     tokenizer = train_config.tokenizer.build()
     sampler = PolicySampler(train_config, model, tokenizer, trainer, checkpoint.step)
     metrics = evaluate(
@@ -100,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "json" in parsed.flags:
         print(json.dumps({"run": parsed.config.run, "step": step, **metrics}))
         return 0
-    print(f"{parsed.config.run}, after update {step}")
+    print(f"{parsed.config.run}, after step {step}")
     width = max(map(len, metrics))
     for name, value in metrics.items():
         print(f"  {name:<{width}}  {value:g}")
@@ -112,7 +107,7 @@ def _checkpoint(config: EvaluateConfig, directory: RunDirectory, train_config: T
     if config.step is not None:
         if config.step not in checkpoints.steps():
             raise CheckpointError(
-                f"run {config.run!r} has no checkpoint of update {config.step}; it has {checkpoints.steps()}"
+                f"run {config.run!r} has no checkpoint of step {config.step}; it has {checkpoints.steps()}"
             )
         return checkpoints.open(config.step)
     checkpoint = checkpoints.newest_good()

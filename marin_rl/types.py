@@ -10,7 +10,7 @@
 | 3 step | [`Turn`][marin_rl.types.Turn] | rollout runner | rewards, batching |
 | 4 attempt | [`Rollout`][marin_rl.types.Rollout] | rollout runner | rewards, batching, store |
 | 5 group | [`RolloutGroup`][marin_rl.types.RolloutGroup] | rollout runner | advantages |
-| 6 signal | one advantage per rollout | `objectives/`, called by the loop | batching |
+| 6 signal | `RolloutSignal` in, `Credit` out: an advantage per token | `objectives/`, called by the loop | batching |
 | 7 arrays | `ProcessedRollout`, numpy `[batch, position]` | `batching/` | `RlExample` |
 | 8 batch | `RlExample`, haliax `{batch, position}` | `batching/` | learner |
 | 9 update | new weights, a new `WeightVersion` | learner | sampler |
@@ -40,7 +40,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 WeightVersion = int
-"""The number of updates that made a set of weights: 0 before the first. The only clock there is."""
+"""The number of training steps behind a set of weights: 0 before the first. The only clock there is."""
 
 
 class Message(TypedDict):
@@ -133,8 +133,12 @@ class Turn:
     """The policy's answer."""
     messages: tuple[Message, ...]
     """The turn in words: the observation's messages, then the assistant's."""
-    reward: float = 0.0
-    """Reward of this step alone; the rollout's return is the sum of `Rollout.rewards`."""
+    reward: float | None = None
+    """Reward of this step alone, None where the environment gave none; the rollout's return is the sum of
+    `Rollout.rewards`."""
+    anchor_state: str = ""
+    """A hash of what was observed; turns of a group with the same one stood at the same place (GiGPO). Empty where
+    nobody needs it."""
     starts_sequence: bool = False
     """True where `observation_tokens` is the complete context instead of a continuation: in turn 0,
     and wherever the chat template rewrote the history."""

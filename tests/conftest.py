@@ -22,6 +22,19 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 
+_XLA_FLAGS = os.environ.get("XLA_FLAGS")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse modules that change the devices of every process started after them.
+
+    Collecting doctests imports every file, the scripts among the tests too.
+    """
+    found = os.environ.get("XLA_FLAGS")
+    if found != _XLA_FLAGS:
+        raise pytest.UsageError(f"a module set XLA_FLAGS={found} when it was imported; do so under __main__ alone")
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     if _OWN_CACHE is not None:
         shutil.rmtree(_OWN_CACHE, ignore_errors=True)

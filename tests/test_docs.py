@@ -3,13 +3,17 @@
 
 """What the documentation shows works, and what it defines is what runs log."""
 
+import doctest
 import json
+import math
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import numpy as np
 import pytest
@@ -17,15 +21,18 @@ import pytest
 from marin_rl import evaluate, train
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.dataset import JsonlConfig
-from marin_rl.objectives.advantages import AdvantageConfig
+from marin_rl.objectives.policy_loss import PolicyLossConfig, Sequences
+from marin_rl.objectives.signals import AdvantageConfig, RolloutSignal
 from marin_rl.runtime.config import TrainConfig, levanter_defaults
-from marin_rl.runtime.config_decoding import decode
+from marin_rl.runtime.config_decoding import ConfigError, decode
 from marin_rl.runtime.config_parsing import merge, parse_config, parse_yaml
-from tests.tiny_run import TinyRun
+from tests.tiny_run import TinyRun, make_run
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+CELL = re.compile(r"(?<!\\)\|")
+CODE = re.compile(r"`([^`]+)`")
 
 WHOLE = {"run_dir": "runs/x", "model": {"type": "llama"}, "environment": {"type": "arithmetic"}}
 """What a config needs beside the section that a page shows."""
@@ -46,7 +53,8 @@ def blocks(language: str) -> list[Any]:
 @pytest.fixture
 def registries() -> Iterator[None]:
     """Forgets what a page's example registers."""
-    registered = [registry._choice_registry for registry in (EnvironmentConfig, AdvantageConfig)]
+    changed = (EnvironmentConfig, AdvantageConfig, PolicyLossConfig)
+    registered = [registry._choice_registry for registry in changed]
     before = [dict(registry) for registry in registered]
     yield
     for registry, former in zip(registered, before, strict=True):
@@ -54,12 +62,34 @@ def registries() -> Iterator[None]:
         registry.update(former)
 
 
+def table_under(page: str, heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without its first row."""
+    text = (ROOT / "docs" / "pages" / page).read_text(encoding="utf-8")
+    below = text.partition(f"{heading}\n")[2].partition("\n|")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in CELL.split(line)[1:-1]] for line in below.splitlines()[2:]]
+
+
+def whole_config(*layers: str) -> TrainConfig:
+    """The config that sections from a page come to, each laid over the one before."""
+    raw = merge(TrainConfig, levanter_defaults(), WHOLE)
+    for layer in layers:
+        raw = merge(TrainConfig, raw, parse_yaml(layer, "the page"))
+    return decode(TrainConfig, raw)
+
+
+def what_is_wrong_with(*layers: str) -> str:
+    """The error that a config raises; nothing where it is good."""
+    try:
+        whole_config(*layers)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_yaml_decodes(text: str) -> None:
-    shown = parse_yaml(text, "the page")
-    raw = merge(TrainConfig, merge(TrainConfig, levanter_defaults(), WHOLE), shown)
-    config = decode(TrainConfig, raw)
-    for section in shown:
+    config = whole_config(text)
+    for section in parse_yaml(text, "the page"):
         assert getattr(config, section) is not None
 
 
@@ -76,6 +106,53 @@ def test_json_lines_are_problems(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", blocks("python"))
 def test_python_runs(text: str, registries: None) -> None:
     exec(compile(text, "<docs>", "exec"), {"__name__": "docs_example"})
+
+
+def test_doctests_say_what_is_shown() -> None:
+    """Doctests of a page share their names, as a reader who follows it would have them."""
+    runner = doctest.DocTestRunner(verbose=False)
+    shown = 0
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        code = "\n".join(match[2] for match in FENCE.finditer(text) if match[1] == "pycon")
+        test = doctest.DocTestParser().get_doctest(code, {}, page.name, page.name, 0)
+        shown += len(test.examples)
+        runner.run(test)
+    assert shown > 20
+    assert runner.failures == 0
+
+
+MISSPELT = re.compile("unknown key|is not one of its types|it takes one of")
+
+
+def inline_configs() -> list[Any]:
+    """Every piece of a config that stands within a sentence or a table, such as `kl: {type: none}`."""
+    sections = "|".join(TrainConfig.__dataclass_fields__)
+    pattern = re.compile(rf"(?:{sections}): \{{.*\}}")
+    return [
+        pytest.param(code, id=f"{page.name}: {code}")
+        for page in PAGES
+        for code in dict.fromkeys(CODE.findall(FENCE.sub("", page.read_text(encoding="utf-8"))))
+        if pattern.fullmatch(code) and "…" not in code
+    ]
+
+
+REFUSED = table_under("objectives.md", "## Combinations that are refused")
+
+
+@pytest.mark.parametrize("text", inline_configs())
+def test_inline_configs_name_keys_that_there_are(text: str) -> None:
+    """What a sentence names may lack the rest of a good config, or be bad; it must not be misspelt."""
+    assert not MISSPELT.search(what_is_wrong_with(text))
+
+
+@pytest.mark.parametrize(("asked", "instead"), [(row[0], row[2]) for row in REFUSED])
+def test_what_is_refused_is_refused_and_the_remedy_is_one(asked: str, instead: str) -> None:
+    asked, instead = CODE.findall(asked)[0], CODE.findall(instead)[0]
+    wrong = what_is_wrong_with(asked)
+    assert any(section in wrong for section in parse_yaml(asked, "the page"))
+    assert not MISSPELT.search(wrong)
+    assert what_is_wrong_with(asked, instead) == ""
 
 
 @pytest.fixture
@@ -97,11 +174,29 @@ def test_the_example_of_an_environment_can_be_named_in_a_config(extending: None)
     assert environment.start(tasks[0], 0).step("no").rewards == {"correct": 0.0}
 
 
+def signal(score: float | None, tokens: int) -> RolloutSignal:
+    zeros = np.zeros(tokens)
+    return RolloutSignal("a", score, np.zeros(1), ("",), np.zeros(tokens, np.int32), zeros, zeros)
+
+
 def test_the_example_of_an_advantage_does_what_it_says(extending: None) -> None:
     config = decode(AdvantageConfig, {"type": "best_of_group"})
     assert config.minimum_group_size == 2
-    assert np.array_equal(config.compute([1.0, None, 3.0, 3.0]), [0.0, 0.0, 1.0, 1.0])
-    assert np.array_equal(config.compute([None, None]), [0.0, 0.0])
+    groups = [[signal(1.0, 2), signal(None, 0), signal(3.0, 1), signal(3.0, 3)], [signal(None, 1), signal(None, 0)]]
+    computed = [[credit.advantages.tolist() for credit in group] for group in config.compute(groups)]
+    assert computed == [[[0.0, 0.0], [], [1.0], [1.0, 1.0, 1.0]], [[0.0], []]]
+
+
+def test_the_example_of_a_policy_term_does_what_it_says(extending: None) -> None:
+    config = decode(PolicyLossConfig, {"type": "damped_reinforce", "damping": 0.25})
+    assert whole_config("policy_loss: {type: damped_reinforce}").policy_loss == type(config)(damping=0.5)
+    logprobs, sequences = jnp.array([-1.0, -2.0]), Sequences(jnp.array([True, True]), jnp.array([0, 0]))
+
+    def loss(logprobs: jax.Array, advantage: float) -> jax.Array:
+        return config.per_token(logprobs, logprobs, jnp.full(2, advantage), sequences).terms.sum()
+
+    assert jax.grad(loss)(logprobs, 2.0).tolist() == [-2.0, -2.0]
+    assert jax.grad(loss)(logprobs, -2.0).tolist() == [0.5, 0.5]
 
 
 SHOWN = re.compile(r"-m (marin_rl\.(?:train|evaluate)\b[^#\n]*)")
@@ -135,14 +230,26 @@ def test_commands_are_understood(words: list[str], monkeypatch: pytest.MonkeyPat
 # The page of metrics.
 
 
-def defined_metrics() -> list[str]:
-    """The names in the first column of the tables on the page of metrics; `/max` after `a/min` is `a/max`."""
-    names: list[str] = []
+class Definition(NamedTuple):
+    """A row of the page of metrics."""
+
+    name: str
+    range: str
+    """As the page says it: `≥ 0, at most ln V`."""
+
+
+def defined_metrics() -> list[Definition]:
+    """What the tables on the page of metrics define; `/max` after `a/min` is `a/max`."""
+    found: list[Definition] = []
     for line in (ROOT / "docs" / "pages" / "metrics.md").read_text(encoding="utf-8").splitlines():
-        cell = line.split("|")[1] if line.startswith("| `") else ""
-        for name in re.findall(r"`([^`]+)`", cell):
-            names.append(names[-1].rsplit("/", 1)[0] + name if name.startswith("/") else name)
-    return names
+        if not line.startswith("| `"):
+            continue
+        cells = [cell.strip() for cell in CELL.split(line)[1:-1]]
+        assert len(cells) == 5, line
+        for name in CODE.findall(cells[0]):
+            whole = found[-1].name.rsplit("/", 1)[0] + name if name.startswith("/") else name
+            found.append(Definition(whole, cells[2]))
+    return found
 
 
 def pattern(name: str) -> str:
@@ -150,28 +257,68 @@ def pattern(name: str) -> str:
     return re.sub(r"<\w+>", "[^/]+", name).replace("@k", "@[0-9]+")
 
 
-@pytest.fixture
-def logged(finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Every name in the records of two runs: one without KL, and one with."""
-    monkeypatch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
-    run = new_run(
-        initialize_from=str(finished_run.path),
-        warm_start__max_steps=0,
-        num_steps=1,
-        kl={"type": "in_loss", "beta": 0.1},
-        evaluation={"tasks": 2, "greedy": False},
-    )
-    assert run.train() == 0
-    return {name for made in (finished_run, run) for record in made.records() for name in record}
+INTERVAL = re.compile(r"([\[(])([\d.]+), ([\d.]+)[\])]")
+BOUND = re.compile(r"([≥>≤]) (\d+)")
+ROUNDING = 1e-6
+
+
+def is_within(value: float, range: str) -> bool:
+    """Whether a value is what a range on the page allows."""
+    if range.startswith("any"):
+        return math.isfinite(value)
+    if interval := INTERVAL.match(range):
+        above = value > float(interval[2]) if interval[1] == "(" else value >= float(interval[2])
+        return above and value <= float(interval[3]) + ROUNDING
+    bound = BOUND.match(range)
+    assert bound, range
+    limit = float(bound[2])
+    return {">": value > limit, "≥": value >= limit - ROUNDING, "≤": value <= limit + ROUNDING}[bound[1]]
+
+
+def test_ranges_are_read_as_they_are_written() -> None:
+    assert [is_within(value, "(0, 1]") for value in (0.0, 0.5, 1.0, 1.1)] == [False, True, True, False]
+    assert [is_within(value, "[0, 1], rises with k") for value in (-0.1, 0.0)] == [False, True]
+    assert [is_within(value, "≥ 1, at most `x`") for value in (0.9, 1.0)] == [False, True]
+    assert [is_within(value, "≤ 1") for value in (-5.0, 1.0, 1.1)] == [True, True, False]
+    assert [is_within(value, "> 0; near 1") for value in (0.0, 0.1)] == [False, True]
+    assert [is_within(value, "any; about ≥ 0") for value in (-1.0, math.inf)] == [True, False]
+
+
+@pytest.fixture(scope="module")
+def everything(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The records of PPO with a critic, several updates per step, and all that looks at a rollout on the way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+        run = make_run(
+            tmp_path_factory.mktemp("everything"),
+            initialize_from=str(finished_run.path),
+            warm_start__max_steps=0,
+            num_steps=2,
+            advantage={"type": "gae"},
+            critic={"shared_trunk": True},
+            policy_loss={"type": "ppo_clip"},
+            updates={"epochs": 2, "minibatches": 2},
+            aggregation={"type": "token_mean"},
+            kl={"type": "in_reward", "beta": 0.1},
+            mismatch={"type": "tis"},
+            environment__format=None,
+            filter={"type": "resample", "max_rounds": 2},
+            evaluation={"tasks": 2, "greedy": False},
+        )
+        assert run.train() == 0
+    return run.records()
 
 
 NOT_ON_A_CPU = {"mfu"}
 STARTING_POINT = "before_warm_start/"
 
 
-def test_every_metric_is_defined_and_every_definition_is_of_a_metric(logged: set[str]) -> None:
-    defined = defined_metrics()
-    assert len(defined) == len(set(defined)) > 50
+def test_every_metric_is_defined_and_every_definition_is_of_a_metric(
+    finished_run: TinyRun, everything: list[dict[str, Any]]
+) -> None:
+    defined = [definition.name for definition in defined_metrics()]
+    assert len(defined) == len(set(defined)) > 60
+    logged = {name for record in (*finished_run.records(), *everything) for name in record}
     undefined = {
         name
         for name in logged
@@ -182,11 +329,57 @@ def test_every_metric_is_defined_and_every_definition_is_of_a_metric(logged: set
     assert never_logged == NOT_ON_A_CPU
 
 
+def test_values_lie_in_the_ranges_that_the_page_gives(finished_run: TinyRun, everything: list[dict[str, Any]]) -> None:
+    definitions = defined_metrics()
+    outside = [
+        (name, value, definition.range)
+        for record in (*finished_run.records(), *everything)
+        for name, value in record.items()
+        for definition in definitions
+        if re.fullmatch(pattern(definition.name), name.removeprefix(STARTING_POINT))
+        if not is_within(value, definition.range)
+    ]
+    assert outside == []
+
+
+def test_metrics_fold_as_the_page_says(everything: list[dict[str, Any]]) -> None:
+    """What the page claims of several updates, and of what is sampled, kept and trained on."""
+    _, first, second = everything
+    for record in (first, second):
+        assert record["loss/total"] == pytest.approx(
+            record["loss/policy_avg"] + record["loss/kl_avg"] + 0.5 * record["loss/value_avg"], abs=1e-5
+        )
+        assert record["objective/non_score_reward"] == pytest.approx(0.1 * record["objective/kl"])
+        assert record["objective/entropy"] == record["policy/entropy_avg"]
+        # The policy moves within a step, and the sampler was right about the weights that it had.
+        assert record["policy/approxkl_avg"] > 1e-4
+        assert record["mismatch/logprob_difference_max"] < 1e-5
+        if not record["filter/dropped_zero_spread"] + record["filter/dropped_ungraded"]:
+            kept_score = record["objective/rlhf_reward"] + record["objective/non_score_reward"]
+            assert kept_score == pytest.approx(record["objective/scores"])
+    assert (first["updates"], first["batch/passes"], second["updates"]) == (4, 4, 8)
+    assert first["objective/kl"] == pytest.approx(0.0, abs=1e-5)
+    assert first["critic/explained_variance"] == 0.0  # a new critic says 0
+    assert second["critic/explained_variance"] != 0.0
+
+
+def test_episodes_count_what_was_left_out_too(everything: list[dict[str, Any]]) -> None:
+    """Every group has 4 rollouts here."""
+    played = 0
+    for record in everything[1:]:
+        played += sum(record[f"filter/{name}"] for name in ("kept_groups", "dropped_zero_spread", "dropped_ungraded"))
+        assert record["episode"] == 4 * played
+    assert any(record["filter/dropped_zero_spread"] for record in everything[1:])
+    assert any(record["filter/rounds"] > 1 for record in everything[1:])
+
+
 def test_types_in_the_table_of_choices_are_those_there_are() -> None:
     from marin_rl.objectives.aggregation import AggregationConfig
+    from marin_rl.objectives.importance import MismatchConfig
     from marin_rl.objectives.kl import KlConfig
-    from marin_rl.objectives.policy_loss import PolicyLossConfig
+    from marin_rl.objectives.shaping import TruncationConfig
     from marin_rl.rewards.grading import GraderConfig
+    from marin_rl.rollouts.filters import FilterConfig
 
     page = (ROOT / "docs" / "pages" / "configuration.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|", page, re.MULTILINE))
@@ -197,6 +390,9 @@ def test_types_in_the_table_of_choices_are_those_there_are() -> None:
         "policy_loss": PolicyLossConfig,
         "kl": KlConfig,
         "aggregation": AggregationConfig,
+        "mismatch": MismatchConfig,
+        "truncation": TruncationConfig,
+        "filter": FilterConfig,
     }
     for section, registry in registries.items():
         assert set(re.findall(r"`(\w+)`", rows[section])) == set(registry.get_known_choices()), section

@@ -28,7 +28,7 @@ def test_the_newest_checkpoint_is_measured_and_nothing_changes(finished_run: Tin
 def test_lines_for_people(finished_run: TinyRun, capfd: Capture):
     assert main(["--run", str(finished_run.path), "--step", "3"]) == 0
     title, *lines = capfd.readouterr().out.splitlines()
-    assert title == f"{finished_run.path}, after update 3"
+    assert title == f"{finished_run.path}, after step 3"
     found = {line.split()[0]: float(line.split()[1]) for line in lines}
     assert found == pytest.approx(evaluations(finished_run.records()[3]), rel=1e-5)
 
@@ -56,7 +56,7 @@ def test_temperature_and_split_matter(finished_run: TinyRun):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--step", "9"], "has no checkpoint of update 9; it has [0, 1, 2, 3, 4, 5, 6]"),
+        (["--step", "9"], "has no checkpoint of step 9; it has [0, 1, 2, 3, 4, 5, 6]"),
         (["--temperature", "0"], "temperature is 0"),
         (["--stpe", "3"], "did you mean 'step'?"),
         (["--evaluation", "{samples: 2, pass_at: [4]}"], "k = 4 with evaluation.samples = 2"),

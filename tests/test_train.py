@@ -25,7 +25,14 @@ def test_a_dry_run_prints_the_config_and_what_it_amounts_to_and_makes_nothing(
     output = capfd.readouterr().out
     resolved, _, arithmetic = output.partition("\nparameters")
     config = yaml.safe_load(resolved)
-    assert config["rollouts"] == {"prompts_per_step": 4, "group_size": 8, "max_length": 12, "max_turns": 1}
+    assert config["rollouts"] == {
+        "prompts_per_step": 4,
+        "group_size": 8,
+        "max_length": 12,
+        "max_turns": 1,
+        "packing": True,
+        "row_length": None,
+    }
     assert config["advantage"]["type"] == "rloo"
     assert "4 prompts x 8 attempts = 32 rollouts" in arithmetic
     assert "not loaded, the KL coefficient is 0" in arithmetic
@@ -56,7 +63,7 @@ def test_the_command_says_how_it_went(finished_run: TinyRun, tmp_path: Path, cap
     copied = copy_of(finished_run, tmp_path / "copy")
     assert copied.train() == 0
     output = capfd.readouterr().out
-    assert "resuming after update 6" in output
+    assert "resuming after step 6" in output
     for text in ("Held-out accuracy", "before warm start", "before RL", "after RL", "change", "Time"):
         assert text in output
     assert f"python -m marin_rl.evaluate --run {copied.path}" in output

@@ -157,6 +157,18 @@ def copy_of(run: TinyRun, folder: Path) -> TinyRun:
     return copied
 
 
+def interrupted_after(run: TinyRun, step: int, folder: Path) -> TinyRun:
+    """A run as it stands when its process dies right after saving update `step`."""
+    copied = copy_of(run, folder)
+    shutil.rmtree(copied.path / "hf")
+    for later in copied.steps():
+        if later > step:
+            shutil.rmtree(copied.checkpoint(later))
+    lines = (copied.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copied.path / "metrics.jsonl").write_text("".join(lines[: step + 1]))
+    return copied
+
+
 def without_timings(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if not TIMINGS.fullmatch(name)}
 

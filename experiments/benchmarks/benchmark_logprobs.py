@@ -1,25 +1,26 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Memory and time of blockwise log-probabilities at a large vocabulary, against full logits.
+"""Memory and time of blockwise log-probabilities at a large vocabulary, and what is saved where there is no loss.
 
     python -m experiments.benchmarks.benchmark_logprobs
     python -m experiments.benchmarks.benchmark_logprobs --embed 256 --block_sizes 8 32 128
 
 Measured is value and gradient of a weighted sum of log-probabilities, with the entropy beside it, for
-activations `[batch, position, embed]` and a head `[embed, vocab]`. The full logits of the default sizes
-are 1 GB, and their gradient needs several of that at a time.
+activations `[batch, position, embed]` and a head `[embed, vocab]`: with loss everywhere against full logits, which are
+1 GB at the default sizes and whose gradient needs several of that at a time; and, for several shares of positions with
+loss, against blocks that cover every position.
 """
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from experiments.benchmarks.measurement import (
     benchmark_parser,
@@ -32,24 +33,62 @@ from experiments.benchmarks.measurement import (
 )
 from marin_rl.learner.logprobs import blockwise_logprobs
 
-LogprobFunction = Callable[[Array, Array, Array], tuple[Array, Array]]
+LogprobFunction = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
 
 
 def materialised_logprobs(
     activations: Float[Array, "batch position embed"],
     lm_head: Float[Array, "embed vocab"],
     targets: Int[Array, "batch position"],
+    mask: Bool[Array, "batch position"],
 ) -> tuple[Float[Array, "batch position"], Float[Array, "batch position"]]:
-    """Log-probabilities of the targets and entropies, from all logits at once."""
+    """Log-probabilities of the targets and entropies, from all logits at once; 0 off the mask."""
     everything = jax.nn.log_softmax(jnp.einsum("bpe,ev->bpv", activations, lm_head), axis=-1)
     chosen = jnp.take_along_axis(everything, targets[..., None], axis=-1)[..., 0]
     frozen = jax.lax.stop_gradient(everything)
-    return chosen, -jnp.sum(jnp.exp(frozen) * frozen, axis=-1)
+    return jnp.where(mask, chosen, 0), jnp.where(mask, -jnp.sum(jnp.exp(frozen) * frozen, axis=-1), 0)
+
+
+def every_position_logprobs(
+    activations: Float[Array, "batch position embed"],
+    lm_head: Float[Array, "embed vocab"],
+    targets: Int[Array, "batch position"],
+    mask: Bool[Array, "batch position"],
+    *,
+    block_size: int,
+) -> tuple[Float[Array, "batch position"], Float[Array, "batch position"]]:
+    """The same in blocks that cover every position, differentiated by jax; what this project did before.
+
+    Args:
+        activations: `[batch, position, embed]`.
+        lm_head: `[embed, vocab]`.
+        targets: `[batch, position]`.
+        mask: `[batch, position]`, applied to what was found everywhere.
+        block_size: positions in a block; a divisor of `position`.
+    """
+
+    @jax.checkpoint
+    def score(block: tuple[Array, Array]) -> tuple[Array, Array]:
+        inputs, wanted = block
+        logits = jnp.einsum("bpe,ev->bpv", inputs, lm_head)
+        normalizers = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
+        frozen = jax.lax.stop_gradient(logits - normalizers[..., None])
+        return chosen - normalizers, -jnp.sum(jnp.exp(frozen) * frozen, axis=-1)
+
+    def split(array: Array) -> Array:
+        return jnp.moveaxis(array.reshape(array.shape[0], -1, block_size, *array.shape[2:]), 1, 0)
+
+    def join(array: Array) -> Array:
+        return jnp.where(mask, jnp.moveaxis(array, 0, 1).reshape(mask.shape), 0)
+
+    logprobs, entropies = jax.lax.map(score, (split(jnp.where(mask[..., None], activations, 0)), split(targets)))
+    return join(logprobs), join(entropies)
 
 
 def _value_and_gradient(logprobs: LogprobFunction) -> Callable[..., Any]:
-    def objective(activations: Array, lm_head: Array, targets: Array, weights: Array) -> tuple[Array, Any]:
-        values, entropies = logprobs(activations, lm_head, targets)
+    def objective(activations: Array, lm_head: Array, targets: Array, weights: Array, mask: Array) -> tuple[Array, Any]:
+        values, entropies = logprobs(activations, lm_head, targets, mask)
         return jnp.sum(weights * values), (values, entropies)
 
     return jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
@@ -66,8 +105,13 @@ def random_inputs(batch: int, position: int, embed: int, vocab: int) -> tuple[Ar
     )
 
 
+def random_mask(batch: int, position: int, share: float) -> Bool[np.ndarray, "batch position"]:
+    """Each position has loss with probability `share`, so that some rows have more than others."""
+    return np.random.default_rng(1).random((batch, position)) < share
+
+
 def measure_logprobs(inputs: tuple[Array, ...], block_sizes: Sequence[int], repeats: int) -> dict[str, Any]:
-    """Compare each block size with the materialised computation.
+    """Compare each block size with the materialised computation, with loss everywhere.
 
     Args:
         inputs: as of `random_inputs`.
@@ -77,6 +121,7 @@ def measure_logprobs(inputs: tuple[Array, ...], block_sizes: Sequence[int], repe
     Returns:
         Figures as in docs/pages/benchmarks.md.
     """
+    inputs = (*inputs, jnp.ones(inputs[2].shape, bool))
     expected, figures = _measure_one(materialised_logprobs, inputs, repeats)
     say(f"materialised: {figures}")
     blockwise: dict[str, Any] = {}
@@ -88,11 +133,70 @@ def measure_logprobs(inputs: tuple[Array, ...], block_sizes: Sequence[int], repe
     return {"materialised": figures, "blockwise_by_block_size": blockwise}
 
 
+def measure_loss_shares(
+    inputs: tuple[Array, ...], shares: Sequence[float], block_size: int, repeats: int
+) -> dict[str, Any]:
+    """Compare the head on the positions with loss with the head on every position.
+
+    Args:
+        inputs: as of `random_inputs`.
+        shares: of positions that have loss, each in (0, 1].
+        block_size: for both; a divisor of `position`.
+        repeats: rounds, in each of which both are timed one after the other, after one that is not timed.
+
+    Returns:
+        Figures as in docs/pages/benchmarks.md.
+    """
+    batch, position = inputs[2].shape
+    functions = {
+        "every_position": functools.partial(every_position_logprobs, block_size=block_size),
+        "where_there_is_loss": functools.partial(blockwise_logprobs, temperature=1.0, block_size=block_size),
+    }
+    # One program each: no mask compiles anything again.
+    example = (*inputs, jnp.ones((batch, position), bool))
+    programs = {name: _compile(function, example) for name, function in functions.items()}
+    by_share: dict[str, Any] = {}
+    say("share of loss | head runs on | every position, s | where there is loss, s | times faster")
+    for share in shares:
+        mask = random_mask(batch, position, share)
+        runs_on = -(-int(mask.sum(axis=1).max()) // block_size) * block_size / position
+        figures = _compare(programs, (*inputs, jnp.asarray(mask)), repeats)
+        by_share[str(share)] = {"head_runs_on_share": runs_on, **figures}
+        medians = [entry["median"] for entry in (*figures["seconds"].values(), figures["times_faster"])]
+        say(" | ".join([str(share), f"{runs_on:.3f}", *(f"{median:.2f}" for median in medians)]))
+    temporaries = {name: program_bytes(program)["temporaries"] for name, program in programs.items()}
+    say(f"temporary bytes: {temporaries}")
+    return {"block_size": block_size, "temporary_bytes": temporaries, "by_share": by_share}
+
+
+def _compare(programs: Mapping[str, jax.stages.Compiled], inputs: tuple[Array, ...], repeats: int) -> dict[str, Any]:
+    """Time two programs round by round."""
+    expected, found = (jax.block_until_ready(program(*inputs)) for program in programs.values())
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(repeats):
+        for name, program in programs.items():
+            seconds[name].append(timed(functools.partial(_run, program, inputs)))
+    former, new = seconds.values()
+    return {
+        "seconds": {name: spread(values) for name, values in seconds.items()},
+        "times_faster": spread([before / after for before, after in zip(former, new, strict=True)]),
+        "max_difference": _differences(found, expected),
+    }
+
+
+def _run(program: jax.stages.Compiled, inputs: tuple[Array, ...]) -> None:
+    jax.block_until_ready(program(*inputs))
+
+
 def _measure_one(function: LogprobFunction, inputs: tuple[Array, ...], repeats: int) -> tuple[Any, dict[str, Any]]:
-    compiled = jax.jit(_value_and_gradient(function)).lower(*inputs).compile()
+    compiled = _compile(function, inputs)
     result = jax.block_until_ready(compiled(*inputs))
-    seconds = [timed(lambda: jax.block_until_ready(compiled(*inputs))) for _ in range(repeats)]
+    seconds = [timed(functools.partial(_run, compiled, inputs)) for _ in range(repeats)]
     return result, {"temporary_bytes": program_bytes(compiled)["temporaries"], "seconds": spread(seconds)}
+
+
+def _compile(function: LogprobFunction, inputs: tuple[Array, ...]) -> jax.stages.Compiled:
+    return jax.jit(_value_and_gradient(function)).lower(*inputs).compile()
 
 
 def _differences(found: Any, expected: Any) -> dict[str, float]:
@@ -110,19 +214,26 @@ def _differences(found: Any, expected: Any) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and print one JSON object."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = benchmark_parser("Blockwise log-probabilities against full logits")
+    parser = benchmark_parser("Blockwise log-probabilities against full logits, and by share of positions with loss")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--position", type=int, default=512)
     parser.add_argument("--embed", type=int, default=128)
     parser.add_argument("--vocab", type=int, default=128_256, help="the default is that of Llama 3")
     parser.add_argument("--block_sizes", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.5, 0.25, 0.1], help="of positions with loss")
+    parser.add_argument("--shares_block_size", type=int, default=32, help="a divisor of position")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls of each")
     arguments = parser.parse_args(argv)
+    if arguments.position % arguments.shares_block_size:
+        parser.error(f"--shares_block_size {arguments.shares_block_size} does not divide --position")
     without_compilation_cache()
     inputs = random_inputs(arguments.batch, arguments.position, arguments.embed, arguments.vocab)
-    figures = measure_logprobs(inputs, arguments.block_sizes, arguments.repeats)
-    logits = 4 * arguments.batch * arguments.position * arguments.vocab
-    print(make_report("benchmark_logprobs", argv, vars(arguments), {"full_logits_bytes": logits, **figures}))
+    figures = {
+        "full_logits_bytes": 4 * arguments.batch * arguments.position * arguments.vocab,
+        **measure_logprobs(inputs, arguments.block_sizes, arguments.repeats),
+        "loss_shares": measure_loss_shares(inputs, arguments.shares, arguments.shares_block_size, arguments.repeats),
+    }
+    print(make_report("benchmark_logprobs", argv, vars(arguments), figures))
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def measure_sampling(config: TrainConfig, calls: int) -> dict[str, Any]:
     """
     assert config.model is not None
     shape = shape_of(config)
-    trainer = start_devices(config.trainer_config(), rows=shape.requests)
+    trainer = start_devices(config.trainer_config(), rows_per_device=shape.requests)
     tokenizer = config.tokenizer.build()
     model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
     sampler = PolicySampler(config, model, tokenizer, trainer, version=0)

@@ -1,26 +1,29 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""An RLOO update against a plain language-model update of levanter, on the same model and tokens.
+"""An RLOO update against plain language-model updates of levanter, and what packing gains.
 
     python -m experiments.benchmarks.benchmark_training_step
-    python -m experiments.benchmarks.benchmark_training_step --steps 20 --model.hidden_dim 256 --rollouts.max_length 64
+    python -m experiments.benchmarks.benchmark_training_step --steps 20 --long_length 1024 --long_rollouts 32
 
-Both are levanter `Trainer`s with the same optimizer, mesh and precision. They take turns, so that whatever
-else the machine does falls on both, and each round gives one ratio.
+Two batches of rollouts: one of the config's size, all as long as they may be, and one of longer rollouts with
+log-normal lengths, whose mean is a quarter of the longest. On each, four kinds of update of the same model, with the
+same optimizer, mesh and precision, take turns, so that whatever else the machine does falls on all of them, and each
+round gives one ratio: RLOO on packed passes, as a run makes it, and on a row for each rollout; levanter's on both too.
 """
 
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
+from jaxtyping import Int64
 from levanter.models.lm_model import LmExample, LmHeadModel, compute_next_token_loss
 from levanter.trainer import Trainer, TrainerConfig
 from levanter.trainer_state import TrainerState
@@ -38,150 +41,285 @@ from experiments.benchmarks.measurement import (
     timed,
     without_compilation_cache,
 )
-from marin_rl.batching.rl_example import RlExample
-from marin_rl.learner.capture import CapturingTrackerConfig
+from marin_rl.batching.processed_rollout import ProcessedRollout
+from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, PackedBatch, RlExample, pack_batch
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.train_step import Learner
+from marin_rl.objectives.signals import Credit
 from marin_rl.runtime.config import TrainConfig
-from marin_rl.runtime.devices import start_devices
+from marin_rl.runtime.devices import pass_rows, start_devices
 from marin_rl.runtime.training_run import make_loss
+
+SIGMA = 0.8
+"""Standard deviation of the logarithm of a rollout's length."""
+
+
+class Update(Protocol):
+    """One kind of update."""
+
+    def step(self) -> float:
+        """One update; returns its loss."""
+        ...
+
+    def program_bytes(self) -> dict[str, int | None]:
+        """Memory of the program with the forward and backward pass, as the compiler plans it."""
+        ...
 
 
 class RlooStep:
     """The update of a run."""
 
-    def __init__(self, config: TrainConfig, trainer: TrainerConfig, model: LmHeadModel, batch: RlExample) -> None:
-        self._learner = Learner(trainer, config.optimizer, make_loss(config, trainer), num_steps=1_000_000)
-        self.state = self._learner.initial_state(model, jax.random.PRNGKey(1))
-        self.trainer: Trainer = self._learner.trainer
-        self.batch = batch
+    def __init__(self, config: TrainConfig, trainer: TrainerConfig, model: LmHeadModel, packed: PackedBatch) -> None:
+        self._learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=1_000_000)
+        self._state = self._learner.initial_state(model, jax.random.PRNGKey(1))
+        self._passes = packed.passes
 
     def step(self) -> float:
         """One update; returns its loss."""
-        self.state, measured = self._learner.step(self.state, self.batch)
-        return measured["loss/total"]
+        self._state, measured = self._learner.step(self._state, self._passes)
+        # A run reads every metric back.
+        return {name: float(metric) for name, metric in measured.items()}["loss/total"]
+
+    def program_bytes(self) -> dict[str, int | None]:
+        """Of one pass."""
+        # The learner has no public handle on its jitted pass.
+        learner, batch = cast(Any, self._learner), self._passes[0]
+        with learner.trainer:
+            sums = learner._zeros(self._state.model, batch)
+            return program_bytes(learner._add.lower(self._state.model, batch, sums).compile())
 
 
 class LmStep:
-    """The update that levanter makes when it trains a language model on the same loss tokens."""
+    """The update that levanter makes when it trains a language model on the same loss tokens.
 
-    def __init__(self, config: TrainConfig, trainer: TrainerConfig, model: LmHeadModel, batch: RlExample) -> None:
-        tokens = int(np.asarray(batch.loss_mask.array).sum())
-        rows = config.rollouts.rollouts_per_step
-        microbatches = rows // (trainer.microbatch_size or rows)
+    Several passes are its microbatches.
+    """
+
+    def __init__(self, config: TrainConfig, trainer: TrainerConfig, model: LmHeadModel, packed: PackedBatch) -> None:
+        passes, tokens = len(packed.passes), packed.num_loss_tokens
 
         def loss(model: LmHeadModel, example: LmExample, *, key: jax.Array | None = None) -> jax.Array:
             per_token = cast(hax.NamedArray, compute_next_token_loss(model, example, key=key, reduction=None))
             # Its default mean fails on a current jax. Microbatches are averaged, so their number makes a sum of it.
-            return jnp.sum(per_token.array) * (microbatches / tokens)
+            return jnp.sum(per_token.array) * (passes / tokens)
 
         quiet = dataclasses.replace(
             trainer,
-            tracker=CapturingTrackerConfig(),
+            tracker=(),
+            train_batch_size=passes * packed.layout.rows_per_pass,
+            per_device_parallelism=packed.layout.rows_per_pass // trainer.data_axis_size,
             num_train_steps=1_000_000,
             load_checkpoint=False,
             crash_on_nan=False,
             crash_on_inf=False,
         )
         optimizer = config.optimizer.build(1_000_000)
-        self.trainer = Trainer(quiet, optimizer, cast(ComputeLossFunction, loss), add_default_hooks=False)
-        with self.trainer:
-            self.state: TrainerState = self.trainer.initial_state(jax.random.PRNGKey(1), model=model)
+        self._trainer = Trainer(quiet, optimizer, cast(ComputeLossFunction, loss), add_default_hooks=False)
+        with self._trainer:
+            self._state: TrainerState = self._trainer.initial_state(jax.random.PRNGKey(1), model=model)
         # The run's batch comes from the host; this one does too.
-        self.batch = jax.tree.map(np.asarray, batch.to_lm_example())
+        self._batch = jax.tree.map(np.asarray, _join(packed.passes).to_lm_example())
 
     def step(self) -> float:
         """One update; returns its loss."""
-        with self.trainer:
-            info = self.trainer.train_step(self.state, self.batch)
-        self.state = info.state
+        with self._trainer:
+            info = self._trainer.train_step(self._state, self._batch)
+        self._state = info.state
         return float(info.loss)
 
+    def program_bytes(self) -> dict[str, int | None]:
+        """Of the whole update, which is one program."""
+        with self._trainer:
+            # The trainer has no public handle on its jitted step.
+            lowered = cast(Any, self._trainer._jit_train_step_fn_no_hook).lower(self._state, (self._batch,), {})
+        return program_bytes(lowered.compile())
 
-def random_batch(config: TrainConfig, vocab_size: int) -> RlExample:
-    """A full batch of the run's shape: random tokens, the last `sampling.max_new_tokens` of each row with loss."""
-    rows, positions = config.rollouts.rollouts_per_step, config.rollouts.max_length
+
+MAKERS: dict[str, tuple[Callable[..., Update], bool]] = {
+    # kind: its update, and whether rollouts share rows
+    "rloo": (RlooStep, True),
+    "rloo_unpacked": (RlooStep, False),
+    "lm_packed": (LmStep, True),
+    "lm_unpacked": (LmStep, False),
+}
+RATIOS = {
+    # ratio of seconds: over which kind, of which
+    "rloo_over_lm_unpacked": ("rloo", "lm_unpacked"),
+    "rloo_over_lm_packed": ("rloo", "lm_packed"),
+    "rloo_packing_gain": ("rloo_unpacked", "rloo"),
+    "lm_packing_gain": ("lm_unpacked", "lm_packed"),
+}
+
+
+def log_normal_lengths(count: int, longest: int) -> Int64[np.ndarray, " rollouts"]:
+    """Lengths of rollouts in tokens, at least 2: log-normal, cut off at `longest`, with a mean of a quarter of it."""
+    drawn = np.random.default_rng(0).lognormal(0, SIGMA, count)
+
+    def cut(scale: float) -> Int64[np.ndarray, " rollouts"]:
+        return np.clip(np.round(scale * drawn), 2, longest).astype(np.int64)
+
+    # Cutting off lowers the mean: scale up until it is back.
+    scale = longest / 4 / drawn.mean()
+    while cut(scale).mean() < longest / 4:
+        scale *= 1.005
+    return cut(scale)
+
+
+def random_rollouts(
+    lengths: Int64[np.ndarray, " rollouts"], vocab_size: int, loss_tokens: int, positions: int
+) -> list[ProcessedRollout]:
+    """Rollouts of random tokens, the last `loss_tokens` of each with loss, the first token never."""
     rng = np.random.default_rng(0)
-    mask = np.zeros((rows, positions), bool)
-    mask[:, -min(config.sampling.max_new_tokens, positions - 1) :] = True
-    rollout_ids = np.where(mask, np.arange(rows, dtype=np.int32)[:, None], np.int32(-1))
-    advantages = rng.normal(size=(rows, 1)).astype(np.float32)
-    arrays = {
-        "input_ids": rng.integers(vocab_size, size=(rows, positions), dtype=np.int32),
-        "loss_mask": mask,
-        "segment_ids": np.ones((rows, positions), np.int32),
-        "loss_weights": config.aggregation.loss_weights(mask, rollout_ids),
-        "advantages": np.where(mask, advantages, np.float32(0)),
-        "policy_logprobs": np.where(mask, np.float32(-np.log(vocab_size)), np.float32(0)),
-        "reference_logprobs": np.zeros((rows, positions), np.float32),
-    }
-    axes = (Axis("batch", rows), Axis("position", positions))
-    return RlExample(**{name: hax.named(array, axes) for name, array in arrays.items()})
+    rollouts = []
+    for index, length in enumerate(lengths.tolist()):
+        at = np.arange(positions)[None]
+        mask = (at >= max(length - loss_tokens, 1)) & (at < length)
+        zeros = np.zeros(at.shape, np.float32)
+        rollouts.append(
+            ProcessedRollout(
+                source="random",
+                id=str(index),
+                input_ids=np.where(at < length, rng.integers(vocab_size, size=at.shape), 0).astype(np.int32),
+                loss_mask=mask,
+                segment_ids=(at < length).astype(np.int32),
+                policy_logprobs=np.where(mask, -np.log(vocab_size), 0).astype(np.float32),
+                reference_logprobs=zeros,
+                turn_ids=np.where(mask, 0, -1).astype(np.int32),
+                values=zeros,
+                returns=np.zeros(1, np.float32),
+            )
+        )
+    return rollouts
 
 
-def measure_training_step(config: TrainConfig, steps: int) -> dict[str, Any]:
+def pack(
+    config: TrainConfig,
+    trainer: TrainerConfig,
+    rollouts: Sequence[ProcessedRollout],
+    advantages: Sequence[float],
+    *,
+    packed: bool,
+) -> PackedBatch:
+    """The batch as a run lays it out, with packing or without, in passes of about as many tokens."""
+    sections = dataclasses.replace(config.rollouts, packing=packed)
+    whole = dataclasses.replace(config, rollouts=sections)
+    rows = pass_rows(config.trainer, sections.rows_per_device) * trainer.data_axis_size
+    layout = whole.row_layout(dataclasses.replace(trainer, train_batch_size=rows))
+    credits = [
+        Credit(np.full(rollout.num_loss_tokens, advantage), np.zeros(rollout.num_loss_tokens))
+        for rollout, advantage in zip(rollouts, advantages, strict=True)
+    ]
+    return pack_batch(rollouts, credits, config.aggregation, layout, pad_token_id=0)
+
+
+def _join(passes: Sequence[RlExample]) -> RlExample:
+    """All passes as one batch."""
+    rows, positions = passes[0].input_ids.axes
+    axes = (Axis(rows.name, rows.size * len(passes)), positions)
+    arrays = {name: [np.asarray(getattr(example, name).array) for example in passes] for name in PER_TOKEN_DTYPES}
+    return RlExample(**{name: hax.named(np.concatenate(parts), axes) for name, parts in arrays.items()})
+
+
+def measure_training_step(
+    config: TrainConfig, trainer: TrainerConfig, lengths: Int64[np.ndarray, " rollouts"], steps: int
+) -> dict[str, Any]:
     """Time `steps` updates of each kind, in turns, after a first one that compiles.
 
     Args:
-        config: model, batch shape, loss, optimizer and mesh.
+        config: model, row length, loss, optimizer and mesh.
+        trainer: as `start_devices` completed it.
+        lengths: tokens of each rollout, the last `sampling.max_new_tokens` of them with loss.
         steps: timed updates of each kind.
 
     Returns:
         Figures as in docs/pages/benchmarks.md.
     """
     assert config.model is not None
-    trainer = start_devices(config.trainer_config(), rows=config.rollouts.rollouts_per_step)
     tokenizer = config.tokenizer.build()
-    batch = random_batch(config, tokenizer.vocab_size)
-    kinds: dict[str, RlooStep | LmStep] = {}
+    rollouts = random_rollouts(
+        lengths, tokenizer.vocab_size, config.sampling.max_new_tokens, config.rollouts.max_length
+    )
+    advantages = np.random.default_rng(0).normal(size=len(rollouts)).tolist()
+    updates: dict[str, Update] = {}
     figures: dict[str, Any] = {}
-    makers: dict[str, Callable[..., RlooStep | LmStep]] = {"rloo": RlooStep, "lm": LmStep}
-    for name, make in makers.items():
+    for name, (make, is_packed) in MAKERS.items():
+        packed = pack(config, trainer, rollouts, advantages, packed=is_packed)
         # Each takes its weights over, so each needs its own.
         model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
         start = time.perf_counter()
-        kinds[name] = make(config, trainer, model, batch)
+        updates[name] = make(config, trainer, model, packed)
         state_seconds = time.perf_counter() - start
-        figures[name] = {"initial_state_seconds": state_seconds, "first_step_seconds": timed(kinds[name].step)}
+        figures[name] = {
+            "passes": len(packed.passes),
+            "pass_shape": [packed.layout.rows_per_pass, packed.layout.row_length],
+            "packing_efficiency": packed.efficiency,
+            "initial_state_seconds": state_seconds,
+            "first_step_seconds": timed(updates[name].step),
+        }
         say(f"{name}: first update after {state_seconds:.1f} + {figures[name]['first_step_seconds']:.1f} s")
-    seconds = _take_turns(kinds, steps, figures)
-    for name, kind in kinds.items():
-        figures[name] |= {"step_seconds": spread(seconds[name]), "step_program_bytes": _step_bytes(kind)}
-    ratios = [rloo / lm for rloo, lm in zip(seconds["rloo"], seconds["lm"], strict=True)]
-    return {**figures, "rloo_over_lm": spread(ratios), "device_peak_bytes": device_peak_bytes()}
+    seconds = _take_turns(updates, steps, figures)
+    for name, update in updates.items():
+        rates = [int(lengths.sum()) / taken for taken in seconds[name]]
+        figures[name] |= {"step_seconds": spread(seconds[name]), "tokens_per_second": spread(rates)}
+        if MAKERS[name][1]:
+            figures[name]["pass_program_bytes"] = update.program_bytes()
+    for name, (numerator, denominator) in RATIOS.items():
+        figures[name] = spread([a / b for a, b in zip(seconds[numerator], seconds[denominator], strict=True)])
+        say(f"{name}: {figures[name]}")
+    return {"tokens": int(lengths.sum()), "mean_length": float(lengths.mean()), **figures}
 
 
-def _take_turns(kinds: dict[str, RlooStep | LmStep], steps: int, figures: dict[str, Any]) -> dict[str, list[float]]:
-    """Seconds of every update after the first; who begins alternates from round to round."""
-    seconds: dict[str, list[float]] = {name: [] for name in kinds}
-    for name in kinds:
+def _take_turns(updates: Mapping[str, Update], steps: int, figures: dict[str, Any]) -> dict[str, list[float]]:
+    """Seconds of every update after the first; who begins moves on from round to round."""
+    seconds: dict[str, list[float]] = {name: [] for name in updates}
+    order = list(updates)
+    for name in order:
         figures[name]["compiles_after_first_step"] = 0
-    for turn in range(steps):
-        for name in sorted(kinds, reverse=bool(turn % 2)):
+    for _ in range(steps):
+        for name in order:
             with counted_compiles() as compiles:
-                seconds[name].append(timed(kinds[name].step))
+                seconds[name].append(timed(updates[name].step))
             figures[name]["compiles_after_first_step"] += compiles.programs
+        order = [*order[1:], order[0]]
     return seconds
 
 
-def _step_bytes(kind: RlooStep | LmStep) -> dict[str, int | None]:
-    with kind.trainer:
-        # The trainer has no public handle on its jitted step.
-        lowered = cast(Any, kind.trainer._jit_train_step_fn_no_hook).lower(kind.state, (kind.batch,), {})
-    return program_bytes(lowered.compile())
+def lengthened(config: TrainConfig, longest: int) -> TrainConfig:
+    """The same run with rollouts of up to `longest` tokens, three quarters of which may have loss."""
+    assert config.model is not None
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(cast(Any, config.model), seq_len=longest),
+        rollouts=dataclasses.replace(config.rollouts, max_length=longest, row_length=None),
+        sampling=dataclasses.replace(config.sampling, max_new_tokens=longest * 3 // 4),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and print one JSON object."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = benchmark_parser("RLOO update against levanter's plain LM update; other flags are those of marin_rl.train")
+    parser = benchmark_parser("RLOO update against levanter's plain one; other flags are those of marin_rl.train")
     parser.add_argument("--steps", type=int, default=30, help="timed updates of each kind")
+    parser.add_argument("--long_length", type=int, default=256, help="longest rollout of the log-normal batch")
+    parser.add_argument("--long_rollouts", type=int, default=64, help="rollouts of the log-normal batch")
     arguments, rest = parser.parse_known_args(argv)
     config = load_config(rest)
     without_compilation_cache()
-    figures = measure_training_step(config, arguments.steps)
-    rows, positions = config.rollouts.rollouts_per_step, config.rollouts.max_length
-    settings = {"rows": rows, "positions": positions, "loss_tokens_per_row": config.sampling.max_new_tokens}
+    trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
+    full = np.full(config.rollouts.rollouts_per_step, config.rollouts.max_length)
+    drawn = log_normal_lengths(arguments.long_rollouts, arguments.long_length)
+    figures = {
+        "config": measure_training_step(config, trainer, full, arguments.steps),
+        "log_normal": measure_training_step(lengthened(config, arguments.long_length), trainer, drawn, arguments.steps),
+        "device_peak_bytes": device_peak_bytes(),
+    }
+    settings = {
+        "rollouts": full.size,
+        "length": config.rollouts.max_length,
+        "loss_tokens": config.sampling.max_new_tokens,
+        "long_rollouts": arguments.long_rollouts,
+        "long_length": arguments.long_length,
+    }
     print(make_report("benchmark_training_step", argv, settings, figures))
 
 

@@ -37,6 +37,10 @@ class ProcessedRollout:
     """Log-probabilities under the policy that sampled; 0 where there is no loss."""
     reference_logprobs: Float32[np.ndarray, "batch position"]
     """Log-probabilities under the frozen reference; 0 where there is no loss, and 0 until scored."""
+    turn_ids: Int32[np.ndarray, "batch position"]
+    """Which turn of the rollout (0, 1, …) each sampled token belongs to; -1 where there is no loss."""
+    values: Float32[np.ndarray, "batch position"]
+    """The critic's value of each sampled token's state; 0 where there is no loss, and 0 until scored."""
     returns: Float32[np.ndarray, " batch"]
     """The rollout's return, the same in each of its rows; 0 where it has none."""
 
@@ -48,6 +52,8 @@ class ProcessedRollout:
             "segment_ids": (self.segment_ids, np.int32),
             "policy_logprobs": (self.policy_logprobs, np.float32),
             "reference_logprobs": (self.reference_logprobs, np.float32),
+            "turn_ids": (self.turn_ids, np.int32),
+            "values": (self.values, np.float32),
         }
         for name, (array, dtype) in expected.items():
             if array.ndim != 2 or array.shape != shape:
@@ -59,13 +65,36 @@ class ProcessedRollout:
                 f"ProcessedRollout {self.id}: returns is {self.returns.dtype}{self.returns.shape}, "
                 f"expected float32{shape[:1]}"
             )
-        if np.any(self.loss_mask & (self.segment_ids == 0)):
+        tokens = self.segment_ids == 1
+        if np.any(~tokens & (self.segment_ids != 0)) or np.any(~tokens[:, :-1] & tokens[:, 1:]):
+            raise ValueError(
+                f"ProcessedRollout {self.id}: segment_ids is not 1 on the first positions of a row and 0 after them"
+            )
+        if np.any(self.loss_mask & ~tokens):
             raise ValueError(f"ProcessedRollout {self.id}: loss_mask covers padding")
         if np.any(self.loss_mask[:, 0]):
             raise ValueError(f"ProcessedRollout {self.id}: loss_mask covers a first token, which nothing predicts")
         for name, array in (("policy_logprobs", self.policy_logprobs), ("reference_logprobs", self.reference_logprobs)):
             if not np.all(np.isfinite(array)) or np.any(array > 0):
                 raise ValueError(f"ProcessedRollout {self.id}: {name} has values that are not finite or above 0")
+        if not np.all(np.isfinite(self.values)):
+            raise ValueError(f"ProcessedRollout {self.id}: values has entries that are not finite")
+        if np.any((self.turn_ids >= 0) != self.loss_mask):
+            raise ValueError(
+                f"ProcessedRollout {self.id}: turn_ids is not the turn of each loss token and -1 elsewhere"
+            )
+        if np.any(np.diff(self.turn_ids[self.loss_mask]) < 0):
+            raise ValueError(f"ProcessedRollout {self.id}: turn_ids goes back from a turn to an earlier one")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+        return tuple(np.count_nonzero(self.segment_ids, axis=1).tolist())
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens with loss, over all sequences: the length of every array over its action tokens."""
+        return int(np.count_nonzero(self.loss_mask))
 
 
 def process_rollout(rollout: Rollout, *, length: int, pad_token_id: int) -> ProcessedRollout:
@@ -80,12 +109,12 @@ def process_rollout(rollout: Rollout, *, length: int, pad_token_id: int) -> Proc
         ValueError: if a sequence is longer than `length`, naming the rollout and both lengths.
     """
     sequences: list[_Sequence] = []
-    for turn in rollout.turns:
+    for index, turn in enumerate(rollout.turns):
         if turn.starts_sequence:
             sequences.append(_Sequence([], [], []))
         observed, sampled = turn.observation_tokens, turn.generation
         sequences[-1].token_ids.extend([*observed, *sampled.token_ids])
-        sequences[-1].loss_mask.extend([False] * len(observed) + [True] * len(sampled.token_ids))
+        sequences[-1].turn_ids.extend([_NO_TURN] * len(observed) + [index] * len(sampled.token_ids))
         sequences[-1].logprobs.extend([*[0.0] * len(observed), *sampled.logprobs])
     return _lay_out(sequences, rollout.task.environment, rollout.id, rollout.total_reward or 0.0, length, pad_token_id)
 
@@ -96,7 +125,8 @@ def process_conversation(
     """Lay a written conversation out as arrays: loss on what the assistant says, and nowhere else.
 
     The text is tokenized through the chat template with assistant masks. Assistant messages that do
-    not fit whole into `length` are dropped whole, so that half of one is never trained on.
+    not fit whole into `length` are dropped whole, so that half of one is never trained on. Turn `k` is
+    the k-th stretch of loss tokens.
 
     Returns:
         The arrays, or None where no assistant message fits.
@@ -106,13 +136,32 @@ def process_conversation(
     if fitted is None:
         return None
     fitted_ids, fitted_mask = fitted
-    sequence = _Sequence(list(fitted_ids), list(fitted_mask), [0.0] * len(fitted_ids))
+    loss_mask = np.asarray(fitted_mask, np.bool_)
+    starts_reply = loss_mask & ~np.concatenate([[False], loss_mask[:-1]])
+    turn_ids = np.where(loss_mask, np.cumsum(starts_reply) - 1, _NO_TURN)
+    sequence = _Sequence(list(fitted_ids), turn_ids.tolist(), [0.0] * len(fitted_ids))
     return _lay_out([sequence], source, id, 0.0, length, tokenizer.pad_token_id)
+
+
+def without_loss(rollout: ProcessedRollout) -> ProcessedRollout:
+    """The same tokens with loss on none of them: a rollout that is kept but not learned from."""
+    zeros = np.zeros(rollout.input_ids.shape, np.float32)
+    return dataclasses.replace(
+        rollout,
+        loss_mask=np.zeros(rollout.input_ids.shape, np.bool_),
+        turn_ids=np.full(rollout.input_ids.shape, _NO_TURN, np.int32),
+        policy_logprobs=zeros,
+        reference_logprobs=zeros,
+        values=zeros,
+    )
+
+
+_NO_TURN = -1
 
 
 class _Sequence(NamedTuple):
     token_ids: list[int]
-    loss_mask: list[bool]
+    turn_ids: list[int]
     logprobs: list[float]
 
 
@@ -121,7 +170,7 @@ def _lay_out(
 ) -> ProcessedRollout:
     rows = len(sequences)
     input_ids = np.full((rows, length), pad_token_id, dtype=np.int32)
-    loss_mask = np.zeros((rows, length), dtype=np.bool_)
+    turn_ids = np.full((rows, length), _NO_TURN, dtype=np.int32)
     segment_ids = np.zeros((rows, length), dtype=np.int32)
     policy_logprobs = np.zeros((rows, length), dtype=np.float32)
     for row, sequence in enumerate(sequences):
@@ -132,16 +181,18 @@ def _lay_out(
                 "raise rollouts.max_length"
             )
         input_ids[row, :used] = sequence.token_ids
-        loss_mask[row, :used] = sequence.loss_mask
+        turn_ids[row, :used] = sequence.turn_ids
         policy_logprobs[row, :used] = sequence.logprobs
         segment_ids[row, :used] = 1
     return ProcessedRollout(
         source=source,
         id=id,
         input_ids=input_ids,
-        loss_mask=loss_mask,
+        loss_mask=turn_ids != _NO_TURN,
         segment_ids=segment_ids,
         policy_logprobs=policy_logprobs,
         reference_logprobs=np.zeros((rows, length), dtype=np.float32),
+        turn_ids=turn_ids,
+        values=np.zeros((rows, length), dtype=np.float32),
         returns=np.full((rows,), total_return, dtype=np.float32),
     )

@@ -55,16 +55,16 @@ class CheckpointConfig:
     """When to save, and what to keep."""
 
     every: int = 50
-    """Save after every so many updates, and at the end. 0 saves at the end alone."""
+    """Save after every so many steps, and at the end. 0 saves at the end alone."""
     keep_last: int = 2
     """How many of the newest checkpoints to keep; at least 2, so that one that turns out to be damaged
     leaves another."""
     keep_every: int = 0
-    """Keep the checkpoints of updates divisible by this for good; 0 keeps none beyond `keep_last`."""
+    """Keep the checkpoints of steps divisible by this for good; 0 keeps none beyond `keep_last`."""
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.keep_every < 0:
-            raise ValueError("checkpoint.every and checkpoint.keep_every count updates and cannot be negative")
+            raise ValueError("checkpoint.every and checkpoint.keep_every count steps and cannot be negative")
         if self.keep_last < 2:
             raise ValueError(f"checkpoint.keep_last is {self.keep_last}; keep at least 2, one to fall back to")
 
@@ -202,12 +202,21 @@ class Checkpoint:
         self._require_same_arrays(self.arrays, like)
         return self._load(like, None, axis_mapping, mesh)
 
-    def restore_model(self, like: LmHeadModel, *, axis_mapping: ResourceMapping, mesh: Mesh) -> LmHeadModel:
-        """The weights alone; arguments and errors as `restore`."""
-        prefix = ".model"
+    def restore_model(
+        self, like: LmHeadModel, where: str = "model", *, axis_mapping: ResourceMapping, mesh: Mesh
+    ) -> LmHeadModel:
+        """A model's weights alone; arguments and errors as `restore`.
+
+        Args:
+            like: a model, or its shapes, of the same structure.
+            where: the model's place in the state, with slashes.
+            axis_mapping: where parameters are sharded.
+            mesh: the mesh to load onto.
+        """
+        prefix = f".{where.replace('/', '.')}"
         of_model = {name.removeprefix(prefix): t for name, t in self.arrays.items() if name.startswith(f"{prefix}.")}
         self._require_same_arrays(of_model, like)
-        return self._load(like, "model", axis_mapping, mesh)
+        return self._load(like, where, axis_mapping, mesh)
 
     def _require_same_arrays(self, saved: Mapping[str, str], like: object) -> None:
         wanted = _array_types(like)

@@ -1,125 +1,265 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Per-token log-probabilities and entropy, computed blockwise.
+"""Per-token log-probabilities and entropy, computed blockwise and only where there is loss.
 
-`[batch, position, vocab]` is never made: positions are taken a block at a time, and the backward pass
-computes a block's logits again instead of keeping them.
+`[batch, position, vocab]` is never made. The positions that predict a token with loss are moved to the front of their
+row, and the head runs over them a block at a time, for as many blocks as the fullest row needs; the backward pass
+computes a block's logits again instead of keeping them. Prompts and padding cost the head nothing.
 """
 
 import functools
+import math
+from typing import NamedTuple
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
-from jaxtyping import Array, Float, Int
+from haliax import Axis, NamedArray
+from haliax.partitioning import current_thread_local_mapping, physical_axis_size
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.alignment import to_predictors, to_tokens
 from marin_rl.batching.rl_example import RlExample
 
 
+def policy_activations(model: LmHeadModel, batch: RlExample) -> NamedArray:
+    """What the model's trunk makes of every token, before the head.
+
+    Args:
+        model: a language model; its head is not used.
+        batch: the tokens, their segments and their positions.
+
+    Returns:
+        `{batch, position, embed}` in the model's precision, aligned with the predicting positions: entry `t` speaks
+        about token `t + 1`.
+    """
+    activations = model.activations(batch.input_ids, batch.attention_mask, key=None, pos_ids=batch.position_ids)
+    # Mixture-of-experts models also return a balancing loss.
+    return activations[0] if isinstance(activations, tuple) else activations
+
+
 def token_logprobs(
-    model: LmHeadModel, batch: RlExample, *, temperature: float, block_size: int
+    activations: NamedArray, lm_head: NamedArray, batch: RlExample, *, temperature: float, block_size: int
 ) -> tuple[NamedArray, NamedArray]:
     """Log-probability of every loss token given those before it, and the entropy of what was predicted there.
 
     ```
     log π(x_t | x_<t)  = z[x_t] - logsumexp(z)
-    H_t                = -Σ_v softmax(z)_v log softmax(z)_v       z = logits_{t-1} / temperature
+    H_t                = -Σ_v softmax(z)_v log softmax(z)_v       z = activations_{t-1} · lm_head / temperature
     ```
 
     Args:
-        model: a language model; its activations and head are used, never its full logits.
-        batch: the tokens, their segments and their loss mask.
+        activations: `{batch, position, embed}`, as [`policy_activations`][marin_rl.learner.logprobs.policy_activations]
+            gives them.
+        lm_head: `{embed, vocab}`, the model's head.
+        batch: the tokens and their loss mask.
         temperature: divides the logits, above 0; the temperature at which the rollouts were sampled.
-        block_size: positions of a row whose logits exist at the same time.
+        block_size: positions of a row whose logits exist at the same time, at least 1.
 
     Returns:
         Log-probabilities and entropies (nats), both `{batch, position}` float32, aligned with the tokens
         (`marin_rl.batching.alignment`); 0 off the loss mask. The entropy carries no gradient.
     """
-    activations = model.activations(batch.input_ids, batch.attention_mask, key=None)
-    if isinstance(activations, tuple):  # mixture-of-experts models also return a balancing loss
-        activations = activations[0]
     Batch, Pos = batch.input_ids.axes
-    targets = to_predictors(batch.input_ids)
-    # What the model finds where nothing is asked may overflow, and 0 · inf is NaN in the gradient of the head.
-    activations = hax.where(to_predictors(batch.loss_mask), activations, 0)
+    (Embed,) = (axis for axis in activations.axes if axis not in (Batch, Pos))
+    (Vocab,) = (axis for axis in lm_head.axes if axis != Embed)
+    # As parameters, heads may be split along their embedding; gathered here, once, and not by every block.
+    lm_head = hax.auto_sharded(lm_head)
     logprobs, entropies = blockwise_logprobs(
-        activations.rearrange((Batch, Pos, model.Embed)).array,
-        model.get_lm_head().rearrange((model.Embed, model.Vocab)).array,
-        targets.array,
+        activations.rearrange((Batch, Pos, Embed)).array,
+        lm_head.rearrange((Embed, Vocab)).array,
+        to_predictors(batch.input_ids).array,
+        to_predictors(batch.loss_mask).array,
         temperature=temperature,
         block_size=block_size,
+        shards=_shards_of(Batch),
     )
-
-    def on_the_mask(values: Array) -> NamedArray:
-        return hax.where(batch.loss_mask, to_tokens(hax.named(values, (Batch, Pos))), 0.0)
-
-    return on_the_mask(logprobs), on_the_mask(entropies)
+    return to_tokens(hax.named(logprobs, (Batch, Pos))), to_tokens(hax.named(entropies, (Batch, Pos)))
 
 
 def blockwise_logprobs(
     activations: Float[Array, "batch position embed"],
     lm_head: Float[Array, "embed vocab"],
     targets: Int[Array, "batch position"],
+    mask: Bool[Array, "batch position"],
     *,
     temperature: float,
     block_size: int,
-) -> tuple[Float[Array, "batch position"], Float[Array, "batch position"]]:
-    """Log-probabilities of `targets` and entropies, `block_size` positions at a time.
+    shards: int = 1,
+) -> tuple[Float32[Array, "batch position"], Float32[Array, "batch position"]]:
+    """Log-probabilities of `targets` and entropies where `mask` asks for them, a block of positions at a time.
 
-    Peak memory of the logits is `batch · block_size · vocab` floats, forward and backward. Logits are
-    accumulated and reduced in float32 whatever the inputs are.
+    The head runs on `batch · block_size · ceil(n / block_size)` positions, `n` being the most that any one row asks
+    for; that number of blocks is found at run time, and no mask makes anything compile again. The logits that exist at
+    a time are `batch · block_size · vocab` floats, forward and backward. Products are accumulated, and logits reduced,
+    in float32 whatever the inputs are; the head's gradient is rounded to the head's dtype once, after the last block.
 
     Args:
-        activations: `[batch, position, embed]`.
+        activations: `[batch, position, embed]`; where nothing is asked, anything, NaN included.
         lm_head: `[embed, vocab]`.
         targets: `[batch, position]`, ids below `vocab`.
+        mask: `[batch, position]`, True where a log-probability is asked for.
         temperature: divides the logits; above 0.
-        block_size: positions in a block, at least 1; the last block may be smaller.
+        block_size: positions in a block, at least 1.
+        shards: over how many devices the rows are split; a divisor of `batch`. It changes no result: every shard sums
+            its own gradient of the head, and only the totals travel.
 
     Returns:
-        Log-probabilities and entropies (nats), `[batch, position]` float32.
+        Log-probabilities and entropies (nats), `[batch, position]` float32; 0 off the mask. The log-probabilities can
+        be differentiated once, in reverse mode; entropies count as constants.
     """
-    # The head's gradient is a sum over blocks: in float32 here, it is rounded to the head's dtype only once.
-    score = functools.partial(_score_block, lm_head.astype(jnp.float32), lm_head.dtype, temperature)
-    positions = activations.shape[1]
-    if block_size >= positions:
-        return score((activations, targets))
-    padding = -positions % block_size
-    blocks = (
-        _split_into_blocks(jnp.pad(activations, ((0, 0), (0, padding), (0, 0))), block_size),
-        _split_into_blocks(jnp.pad(targets, ((0, 0), (0, padding))), block_size),
-    )
-    logprobs, entropies = jax.lax.map(jax.checkpoint(score), blocks)
-    return _join_blocks(logprobs)[:, :positions], _join_blocks(entropies)[:, :positions]
+
+    def split(array: Array) -> Array:
+        return array.reshape(shards, array.shape[0] // shards, *array.shape[1:])
+
+    block_size = min(block_size, mask.shape[1])
+    logprobs, entropies = _logprobs(split(activations), lm_head, split(targets), split(mask), temperature, block_size)
+    return logprobs.reshape(mask.shape), entropies.reshape(mask.shape)
 
 
-def _score_block(
+class _Residuals(NamedTuple):
+    """What the backward pass needs of the forward pass."""
+
+    activations: Float[Array, "shard row position embed"]
+    lm_head: Float[Array, "embed vocab"]
+    targets: Int[Array, "shard row position"]
+    mask: Bool[Array, "shard row position"]
+    normalizers: Float32[Array, "shard row slot"]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _logprobs(
+    activations: Float[Array, "shard row position embed"],
     lm_head: Float[Array, "embed vocab"],
-    dtype: jnp.dtype,
+    targets: Int[Array, "shard row position"],
+    mask: Bool[Array, "shard row position"],
     temperature: float,
-    block: tuple[Float[Array, "batch block embed"], Int[Array, "batch block"]],
-) -> tuple[Float[Array, "batch block"], Float[Array, "batch block"]]:
-    activations, targets = block
-    products = jnp.einsum("bpe,ev->bpv", activations, lm_head.astype(dtype), preferred_element_type=jnp.float32)
-    logits = products / temperature
-    normalizers = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    # Not logsumexp(z) - Σ p z, which for logits far from 0 is the small difference of two large numbers.
-    frozen = jax.lax.stop_gradient(logits - normalizers[..., None])
-    entropies = -jnp.sum(jnp.exp(frozen) * frozen, axis=-1)
-    return chosen - normalizers, entropies
+    block_size: int,
+) -> tuple[Float32[Array, "shard row position"], Float32[Array, "shard row position"]]:
+    return _forward(activations, lm_head, targets, mask, temperature, block_size)[0]
 
 
-def _split_into_blocks(array: Array, block_size: int) -> Array:
-    batch, positions, *rest = array.shape
-    return jnp.moveaxis(array.reshape(batch, positions // block_size, block_size, *rest), 1, 0)
+def _forward(
+    activations: Float[Array, "shard row position embed"],
+    lm_head: Float[Array, "embed vocab"],
+    targets: Int[Array, "shard row position"],
+    mask: Bool[Array, "shard row position"],
+    temperature: float,
+    block_size: int,
+) -> tuple[tuple[Float32[Array, "shard row position"], Float32[Array, "shard row position"]], _Residuals]:
+    slots = _asked_positions(mask, block_size)
+
+    def score(block: Int32[Array, ""], found: tuple[Array, ...]) -> tuple[Array, ...]:
+        here = _get_block(slots, block, block_size)
+        logits = _logits(_read(activations, here), lm_head, temperature)
+        normalizers = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, _read(targets, here)[..., None], axis=-1)[..., 0]
+        # Not logsumexp(z) - Σ p z, which for logits far from 0 is the small difference of two large numbers.
+        logs = logits - normalizers[..., None]
+        scored = (chosen - normalizers, -jnp.sum(jnp.exp(logs) * logs, axis=-1), normalizers)
+        return tuple(_set_block(all_, part, block, block_size) for all_, part in zip(found, scored, strict=True))
+
+    nothing = jnp.zeros(slots.shape, jnp.float32)
+    logprobs, entropies, normalizers = jax.lax.fori_loop(0, _count_blocks(mask, block_size), score, (nothing,) * 3)
+    residuals = _Residuals(activations, lm_head, targets, mask, normalizers)
+    return (_spread(logprobs, mask), _spread(entropies, mask)), residuals
 
 
-def _join_blocks(array: Array) -> Array:
-    blocks, batch, block_size = array.shape
-    return jnp.moveaxis(array, 0, 1).reshape(batch, blocks * block_size)
+def _backward(
+    temperature: float, block_size: int, residuals: _Residuals, cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, None, None]:
+    activations, lm_head, targets, mask, normalizers = residuals
+    slots = _asked_positions(mask, block_size)
+    pulls = cotangents[0] / temperature
+
+    def add(block: Int32[Array, ""], gradients: tuple[Array, Array]) -> tuple[Array, Array]:
+        of_activations, of_head = gradients
+        here = _get_block(slots, block, block_size)
+        inputs = _read(activations, here)
+        logits = _logits(inputs, lm_head, temperature)
+        probabilities = jnp.exp(logits - _flatten(_get_block(normalizers, block, block_size))[..., None])
+        # Compared instead of scattered to, so that devices which share the vocabulary need not exchange logits.
+        is_target = _read(targets, here)[..., None] == jnp.arange(lm_head.shape[1])
+        slopes = (is_target - probabilities) * _read(pulls, here)[..., None]
+        # As every factor of a product in mixed precision; what has to be float32 is the sums.
+        slopes = slopes.astype(lm_head.dtype)
+        to_inputs = jnp.einsum("stv,ev->ste", slopes, lm_head, preferred_element_type=jnp.float32)
+        to_head = jnp.einsum("ste,stv->sev", inputs, slopes, preferred_element_type=jnp.float32)
+        return _set_block(of_activations, to_inputs, block, block_size), of_head + to_head
+
+    start = (
+        jnp.zeros((*slots.shape, activations.shape[-1]), activations.dtype),
+        jnp.zeros((mask.shape[0], *lm_head.shape), jnp.float32),
+    )
+    of_activations, of_head = jax.lax.fori_loop(0, _count_blocks(mask, block_size), add, start)
+    return _spread(of_activations, mask), jnp.sum(of_head, axis=0).astype(lm_head.dtype), None, None
+
+
+_logprobs.defvjp(_forward, _backward)
+
+
+def _logits(
+    activations: Float[Array, "shard token embed"], lm_head: Float[Array, "embed vocab"], temperature: float
+) -> Float32[Array, "shard token vocab"]:
+    return jnp.einsum("ste,ev->stv", activations, lm_head, preferred_element_type=jnp.float32) / temperature
+
+
+def _count_blocks(mask: Bool[Array, "shard row position"], block_size: int) -> Int32[Array, ""]:
+    fullest = jnp.max(jnp.sum(mask, axis=-1, dtype=jnp.int32))
+    return (fullest + block_size - 1) // block_size
+
+
+def _asked_positions(mask: Bool[Array, "shard row position"], block_size: int) -> Int32[Array, "shard row slot"]:
+    """The positions on the mask, in order, at the front of each row; filled up to whole blocks with one off the end."""
+    positions = mask.shape[-1]
+    asked = jnp.sort(jnp.where(mask, jnp.arange(positions, dtype=jnp.int32), positions), axis=-1)
+    return jnp.pad(asked, ((0, 0), (0, 0), (0, -positions % block_size)), constant_values=positions)
+
+
+def _read(
+    per_position: Shaped[Array, "shard row position *rest"], slots: Int32[Array, "shard row block"]
+) -> Shaped[Array, "shard token *rest"]:
+    """What stands at these positions, all rows in one; 0 for the position off the end. What nobody asks is not read."""
+    indices = jax.lax.expand_dims(slots, range(3, per_position.ndim))
+    return _flatten(jnp.take_along_axis(per_position, indices, axis=2, mode="fill", fill_value=0))
+
+
+def _flatten(per_slot: Shaped[Array, "shard row block *rest"]) -> Shaped[Array, "shard token *rest"]:
+    shard, row, block, *rest = per_slot.shape
+    return per_slot.reshape(shard, row * block, *rest)
+
+
+def _get_block(
+    per_slot: Shaped[Array, "shard row slot *rest"], block: Int32[Array, ""], block_size: int
+) -> Shaped[Array, "shard row block *rest"]:
+    return jax.lax.dynamic_slice_in_dim(per_slot, block * block_size, block_size, axis=2)
+
+
+def _set_block(
+    per_slot: Shaped[Array, "shard row slot *rest"],
+    part: Shaped[Array, "shard token *rest"],
+    block: Int32[Array, ""],
+    block_size: int,
+) -> Shaped[Array, "shard row slot *rest"]:
+    shard, row, _, *rest = per_slot.shape
+    part = part.reshape(shard, row, block_size, *rest).astype(per_slot.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(per_slot, part, block * block_size, axis=2)
+
+
+def _spread(
+    per_slot: Shaped[Array, "shard row slot *rest"], mask: Bool[Array, "shard row position"]
+) -> Shaped[Array, "shard row position *rest"]:
+    """Back from the front of each row to the positions on the mask; 0 off it."""
+    slot = jnp.maximum(jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
+    extra = range(3, per_slot.ndim)
+    values = jnp.take_along_axis(per_slot, jax.lax.expand_dims(slot, extra), axis=2, mode="clip")
+    return jnp.where(jax.lax.expand_dims(mask, extra), values, 0)
+
+
+def _shards_of(Batch: Axis) -> int:
+    """Over how many devices the current axis mapping splits the rows; 1 where there is none."""
+    if current_thread_local_mapping() is None:
+        return 1
+    return math.gcd(physical_axis_size(Batch) or 1, Batch.size)

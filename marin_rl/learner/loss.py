@@ -4,18 +4,22 @@
 """The device loss: a plain sum over tokens, and what it measures on the way."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from haliax import NamedArray
 from levanter.metrics import Metric, ReductionType
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample
-from marin_rl.learner.logprobs import token_logprobs
+from marin_rl.learner.critic import ActorCritic, CriticConfig, policy_of
+from marin_rl.learner.logprobs import policy_activations, token_logprobs
+from marin_rl.learner.train_step import fold_metrics
 from marin_rl.objectives.importance import LogRatioStatistics, log_ratio_statistics
 from marin_rl.objectives.kl import KlConfig
-from marin_rl.objectives.policy_loss import PolicyLossConfig
+from marin_rl.objectives.policy_loss import PolicyLossConfig, Sequences
+from marin_rl.objectives.value_loss import value_loss_terms
 
 _LOG_RATIO = "log_ratio/"
 
@@ -25,11 +29,13 @@ class RlLoss:
     """A loss function as levanter's `Trainer` takes it.
 
     ```
-    L = Σ_{rows, t} w_t · [ term(log π_t, log π_old_t, A_t) + β · kl(log π_t, log π_ref_t) ]
+    L = Σ_{rows, t} w_t · [ c_t · term(log π_t, log π_old_t, A_t) + β · kl(log π_t, log π_ref_t)
+                            + v · value(V_t, V_old_t, R_t) ]
     ```
 
-    `w` (`RlExample.loss_weights`) already holds the denominators of the whole global batch, so any
-    split into microbatches or over a mesh gives the same gradient.
+    `w` (`RlExample.loss_weights`) already holds the denominators of the whole batch, so any split into passes or
+    over a mesh gives the same gradient. `c` (`RlExample.importance_weights`) corrects for a sampler that differs from
+    the learner, and is 1 without a correction.
     """
 
     policy_loss: PolicyLossConfig
@@ -40,29 +46,34 @@ class RlLoss:
     """The sampling temperature; log-probabilities are taken at it."""
     block_size: int
     """Positions whose logits exist at the same time."""
-    num_microbatches: int
-    """Levanter averages over microbatches; multiplying by their number makes that a sum again."""
+    critic: CriticConfig | None = None
+    """The critic's share of the loss; None without one."""
 
     def __call__(
-        self, model: LmHeadModel, batch: RlExample, *, key: jax.Array | None = None
+        self, model: LmHeadModel | ActorCritic, batch: RlExample, *, key: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, Metric]]:
-        """Loss and metrics of one (micro)batch.
+        """Loss and metrics of one pass.
 
         Args:
-            model: the policy, in compute precision.
-            batch: the rows of this microbatch.
+            model: what is trained, in compute precision.
+            batch: the rows of this pass.
             key: unused; the forward pass is deterministic, as the sampler's is.
 
         Returns:
-            The loss, scaled for the average over microbatches, and metrics that carry their own reduction.
+            This pass's share of the loss, and metrics that carry their own reduction.
         """
-        logprobs, entropies = token_logprobs(model, batch, temperature=self.temperature, block_size=self.block_size)
+        policy_model = policy_of(model)
+        trunk = policy_activations(policy_model, batch)
+        logprobs, entropies = token_logprobs(
+            trunk, policy_model.get_lm_head(), batch, temperature=self.temperature, block_size=self.block_size
+        )
         axes = batch.input_ids.axes
         mask, weights = batch.loss_mask.array, batch.loss_weights.array
-        learner = logprobs.rearrange(axes).array
-        policy = batch.policy_logprobs.array
-        terms, clipped = self.policy_loss.per_token(learner, policy, batch.advantages.array)
-        policy_part = jnp.sum(weights * terms)
+        learner, policy = logprobs.rearrange(axes).array, batch.policy_logprobs.array
+        terms, clipped = self.policy_loss.per_token(
+            learner, policy, batch.advantages.array, Sequences(mask, batch.rollout_ids.array)
+        )
+        policy_part = jnp.sum(weights * batch.importance_weights.array * terms)
         kl_part = jnp.sum(weights * self.kl.loss_terms(learner, batch.reference_logprobs.array))
         metrics = {
             "loss/policy_avg": _sum(policy_part),
@@ -75,23 +86,61 @@ class RlLoss:
         for name, value in statistics._asdict().items():
             reduction = ReductionType.MAX if name == "maximum" else ReductionType.SUM
             metrics[_LOG_RATIO + name] = Metric.from_value(value, reduction)
-        return (policy_part + kl_part) * self.num_microbatches, metrics
+        total = policy_part + kl_part
+        if self.critic is not None and isinstance(model, ActorCritic):
+            value_part, value_metrics = _value_part(model.values(batch, trunk), batch, self.critic)
+            total = total + self.critic.coefficient * value_part
+            metrics |= value_metrics
+        return total, metrics
 
 
-def loss_metrics(measured: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of an update under their published names, from what [`RlLoss`][marin_rl.learner.loss.RlLoss] summed.
+def _value_part(values: NamedArray, batch: RlExample, critic: CriticConfig) -> tuple[jax.Array, dict[str, Metric]]:
+    mask = batch.loss_mask.array
+    terms, clipped = value_loss_terms(values.array, batch.values.array, batch.returns.array, critic.clip)
+    part = jnp.sum(batch.loss_weights.array * terms)
+    return part, {"loss/value_avg": _sum(part), "val/clipfrac_avg": _mean(clipped, mask)}
+
+
+def loss_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+    """The metrics of a step under their published names, from what [`RlLoss`][marin_rl.learner.loss.RlLoss] measured.
 
     Args:
-        measured: one value per metric, already reduced over microbatches and devices.
+        updates: what each update of the step measured, in order. Losses are averaged over updates, everything else
+            over all their tokens, and `mismatch/*` is of the first alone: it speaks of the weights that sampled.
     """
-    sums = {name.removeprefix(_LOG_RATIO): value for name, value in measured.items() if name.startswith(_LOG_RATIO)}
-    ratios = LogRatioStatistics(**{name: jnp.float32(value) for name, value in sums.items()})
+    folded = fold_metrics([_of_update(update) for update in updates])
+    ratios = _ratios(folded)
+    published = {name: float(metric) for name, metric in folded.items() if not name.startswith(_LOG_RATIO)}
     return {
-        **{name: value for name, value in measured.items() if not name.startswith(_LOG_RATIO)},
-        "objective/entropy": measured["policy/entropy_avg"],
+        **published,
+        "objective/entropy": published["policy/entropy_avg"],
         "policy/approxkl_avg": float(ratios.approximate_kl),
         "val/ratio": float(ratios.mean_ratio),
         "val/ratio_var": float(ratios.ratio_variance),
+        **mismatch_metrics(_ratios(updates[0])),
+    }
+
+
+def _ratios(measured: Mapping[str, Metric]) -> LogRatioStatistics:
+    sums = {name.removeprefix(_LOG_RATIO): m for name, m in measured.items() if name.startswith(_LOG_RATIO)}
+    return LogRatioStatistics(**{name: jnp.float32(metric.value()) for name, metric in sums.items()})
+
+
+def _of_update(measured: Mapping[str, Metric]) -> dict[str, Metric]:
+    # Over the passes of an update the parts of the loss add up; over the updates of a step they do not.
+    return {
+        name: Metric.from_value(metric.value(), ReductionType.MEAN) if name.startswith("loss/") else metric
+        for name, metric in measured.items()
+    }
+
+
+def mismatch_metrics(ratios: LogRatioStatistics) -> dict[str, float]:
+    """How far the learner is from the policy that sampled, as published.
+
+    Args:
+        ratios: sums over all loss tokens, of the weights from before the update.
+    """
+    return {
         "mismatch/logprob_difference_mean": float(ratios.mean_absolute),
         "mismatch/logprob_difference_max": float(ratios.maximum),
         "mismatch/k3": float(ratios.mean_k3),

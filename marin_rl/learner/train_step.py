@@ -1,56 +1,75 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The learner: one jitted, sharded update on levanter's `Trainer`."""
+"""The learner: sharded gradients, summed over passes, and one update from their sum."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+from haliax import NamedArray
 from haliax.partitioning import ResourceMapping
-from jax.sharding import Mesh
-from levanter.metrics import Metric
-from levanter.models.lm_model import LmHeadModel
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from levanter.metrics import Metric, ReductionType, fold
 from levanter.optim import OptimizerConfig
 from levanter.trainer import Trainer, TrainerConfig
 from levanter.trainer_state import TrainerState
 from levanter.utils.types import ComputeLossFunction
 
 from marin_rl.batching.rl_example import RlExample
-from marin_rl.learner.capture import CapturingTracker, CapturingTrackerConfig
 from marin_rl.learner.guard import GuardState, guard_updates
 
 LossFunction = Callable[..., tuple[jax.Array, dict[str, Metric]]]
+T = TypeVar("T")
+
+START = {ReductionType.MAX: -jnp.inf, ReductionType.MIN: jnp.inf}
+"""What a metric is before anything was observed; 0 for sums and means."""
 
 
 class NonFiniteUpdateError(RuntimeError):
     """A loss or gradient was NaN or infinite; the weights are those from before the step."""
 
 
+class PassSums(NamedTuple):
+    """What the passes of one update add up to."""
+
+    gradient: Any
+    """Of the whole batch's loss, shaped and sharded like the trainable part of the model."""
+    loss: jax.Array
+    """Of the whole batch."""
+    metrics: dict[str, Metric]
+    """Folded by their own reductions."""
+
+
 class Learner:
     """Turns batches into new weights.
 
-    A thin wrapper around levanter's `Trainer`: the trainer owns mesh, precision, microbatches and the
-    jitted step with donated buffers; this class adds a guard against broken gradients and hands back
-    what a step measured, instead of sending it to a tracker.
+    Levanter's `Trainer` gives mesh, precision and sharding. A batch comes as passes of one shape: the same
+    program adds each pass's gradient to a sum, and another updates the weights from it. The loss is a plain
+    sum over tokens, so neither the number of passes nor what lies in which of them changes the gradient, and a batch
+    may need any number of passes without anything being compiled again.
 
     Attributes:
         trainer: levanter's trainer.
     """
 
-    def __init__(self, config: TrainerConfig, optimizer: OptimizerConfig, loss: LossFunction, *, num_steps: int):
-        capturing = dataclasses.replace(
-            config, tracker=CapturingTrackerConfig(), num_train_steps=num_steps, crash_on_nan=False, crash_on_inf=False
+    def __init__(self, config: TrainerConfig, optimizer: OptimizerConfig, loss: LossFunction, *, num_updates: int):
+        quiet = dataclasses.replace(
+            config, tracker=(), num_train_steps=num_updates, crash_on_nan=False, crash_on_inf=False
         )
-        self._learning_rate = optimizer.lr_scheduler(num_steps)
-        guarded = guard_updates(optimizer.build(num_steps))
-        self.trainer = Trainer(capturing, guarded, cast(ComputeLossFunction, loss), add_default_hooks=False)
+        self._learning_rate = optimizer.lr_scheduler(num_updates)
+        guarded = guard_updates(optimizer.build(num_updates))
+        self.trainer = Trainer(quiet, guarded, cast(ComputeLossFunction, loss), add_default_hooks=False)
+        mapping = self.trainer.parameter_axis_mapping
+        self._zeros = hax.named_jit(self._make_zeros, axis_resources=mapping)
+        self._add = hax.named_jit(self._add_pass, axis_resources=mapping, donate_args=(False, False, True))
+        self._update = hax.named_jit(self._take_step, axis_resources=mapping, donate_args=(True, False))
 
-    def initial_state(self, model: LmHeadModel, key: jax.Array) -> TrainerState:
+    def initial_state(self, model: eqx.Module, key: jax.Array) -> TrainerState:
         """A fresh state around `model`, with zeroed optimizer moments.
 
         Args:
@@ -58,53 +77,95 @@ class Learner:
             key: random key of the training state.
         """
         with self.trainer:
-            return eqx.filter_jit(self._init)(model, key)
+            return self.place(eqx.filter_jit(self._init)(model, key))
 
-    def state_shape(self, model: LmHeadModel) -> TrainerState:
+    def state_shape(self, model: eqx.Module) -> TrainerState:
         """Shapes and dtypes of the state around a model of these shapes."""
         with self.trainer:
             return eqx.filter_eval_shape(self._init, model, jax.random.PRNGKey(0))
 
-    def _init(self, model: LmHeadModel, key: jax.Array) -> TrainerState:
+    def place(self, state: TrainerState) -> TrainerState:
+        """Put every array of a state where an update would leave it.
+
+        A state that was just made and one that was read from a checkpoint then run the same compiled program, which
+        is what makes a resumed run equal to one that was never stopped, bit for bit.
+        """
+        return place(state, self.mesh, self.parameter_mapping)
+
+    def _init(self, model: eqx.Module, key: jax.Array) -> TrainerState:
         trainer = self.trainer
         state = TrainerState.init(trainer.optimizer, model, key=key, is_trainable=True, mp=trainer.mp)
         state = dataclasses.replace(state, step=jnp.zeros((), jnp.int32))
         return hax.shard(state, trainer.parameter_axis_mapping)
 
-    def step(self, state: TrainerState, batch: RlExample) -> tuple[TrainerState, dict[str, float]]:
+    def step(self, state: TrainerState, passes: Sequence[RlExample]) -> tuple[TrainerState, dict[str, Metric]]:
         """One update.
 
         Args:
             state: **donated**; use the returned one.
-            batch: the global batch.
+            passes: the whole batch, in parts of one shape; at least one.
 
         Returns:
-            The new state, and what the step measured: the loss function's metrics under their own names,
-            `loss`, `grad_norm` (global L2, before clipping) and `lr`.
+            The new state, and what the update measured: the loss function's metrics under their own names,
+            `loss/total`, `grad_norm` (global L2, before clipping) and `lr`.
 
         Raises:
             NonFiniteUpdateError: if the loss or the gradient is not finite. The weights did not move.
         """
         with self.trainer:
-            info = self.trainer.train_step(state, batch)
-        guard = cast(GuardState, info.state.opt_state)
-        measured = _own_names(self.tracker.pop())
-        measured["loss/total"] = float(info.loss)
-        measured["grad_norm"] = float(guard.grad_norm)
-        measured["lr"] = float(jnp.asarray(self._learning_rate(int(info.state.step) - 1)))
+            batches = [place(batch, self.mesh, self.trainer.compute_axis_mapping) for batch in passes]
+            sums = self._zeros(state.model, batches[0])
+            for batch in batches:
+                sums = self._add(state.model, batch, sums)
+            state, loss, metrics = self._update(state, sums)
+        guard = cast(GuardState, state.opt_state)
+        update = int(state.step)
+        rate = jnp.asarray(self._learning_rate(update - 1))
+        measured = {
+            **metrics,
+            "loss/total": Metric.from_value(loss, ReductionType.MEAN),
+            "grad_norm": Metric.from_value(guard.grad_norm, ReductionType.MEAN),
+            "lr": Metric.from_value(rate, ReductionType.LAST),
+        }
         if not bool(guard.finite):
             raise NonFiniteUpdateError(
-                f"update {int(info.state.step)}: loss {measured['loss/total']}, gradient norm {measured['grad_norm']}; "
+                f"update {update}: loss {float(loss)}, gradient norm {float(guard.grad_norm)}; "
                 "the weights were left as they were. Lower the learning rate, or look at the last rollouts"
             )
-        return info.state, measured
+        return state, measured
 
-    @property
-    def tracker(self) -> CapturingTracker:
-        """Where the trainer's own log calls end up."""
-        tracker = self.trainer.tracker
-        assert isinstance(tracker, CapturingTracker)
-        return tracker
+    def _make_zeros(self, model: eqx.Module, batch: RlExample) -> PassSums:
+        def shapes(model: eqx.Module, batch: RlExample) -> PassSums:
+            return self._pass(model, batch)
+
+        like = eqx.filter_eval_shape(shapes, model, batch)
+        metrics = {
+            name: Metric(
+                jnp.full((), START.get(metric.reduction, 0), jnp.float32), jnp.zeros(()), reduction=metric.reduction
+            )
+            for name, metric in like.metrics.items()
+        }
+        gradient = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like.gradient)
+        return PassSums(gradient, jnp.zeros(()), metrics)
+
+    def _pass(self, model: eqx.Module, batch: RlExample) -> PassSums:
+        with hax.axis_mapping(self.trainer.compute_axis_mapping):
+            differentiate = eqx.filter_value_and_grad(self.trainer.loss_fn, has_aux=True)
+            (loss, metrics), gradient = differentiate(model, batch, key=None)
+        return PassSums(hax.shard(gradient, self.trainer.parameter_axis_mapping), jnp.asarray(loss), metrics)
+
+    def _add_pass(self, model: eqx.Module, batch: RlExample, sums: PassSums) -> PassSums:
+        here = self._pass(model, batch)
+        return PassSums(
+            jax.tree.map(jnp.add, sums.gradient, here.gradient),
+            sums.loss + here.loss,
+            fold_metrics([sums.metrics, here.metrics]),
+        )
+
+    def _take_step(self, state: TrainerState, sums: PassSums) -> tuple[TrainerState, jax.Array, dict[str, Metric]]:
+        # The forward pass is deterministic, so the key stays as it is.
+        new_state, _ = state.take_step(sums.gradient, loss=cast(float, sums.loss), key=state.training_key)
+        return new_state, sums.loss, sums.metrics
 
     @property
     def mesh(self) -> Mesh:
@@ -117,6 +178,35 @@ class Learner:
         return self.trainer.parameter_axis_mapping
 
 
-def _own_names(logged: Mapping[str, float]) -> dict[str, float]:
-    prefix = "train/"
-    return {name.removeprefix(prefix): value for name, value in logged.items() if name.startswith(prefix)}
+def place(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
+    """Put every array of a tree on the mesh: named ones as `mapping` says, all others whole on every device."""
+
+    def put(leaf: Any) -> Any:
+        if isinstance(leaf, NamedArray):
+            return hax.shard(leaf, mapping, mesh)
+        # Spelled as a jitted step spells it: P() and P(None) mean the same to an array, but are different keys.
+        return (
+            jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*[None] * leaf.ndim)))
+            if eqx.is_array(leaf)
+            else leaf
+        )
+
+    return jax.tree.map(put, tree, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+
+
+def fold_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Merge what several passes or updates measured, each metric by its own reduction.
+
+    Args:
+        parts: at least one; all with the same names.
+    """
+    folded = dict(parts[0])
+    for part in parts[1:]:
+        folded = {name: _fold(metric, part[name]) for name, metric in folded.items()}
+    return folded
+
+
+def _fold(left: Metric, right: Metric) -> Metric:
+    # Levanter's fold makes the unused count of a sum a Python number, which changes the structure of a carried tree.
+    merged = fold(left, right)
+    return Metric(jnp.asarray(merged._value), jnp.asarray(merged._count, jnp.float32), reduction=merged.reduction)

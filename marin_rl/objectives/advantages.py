@@ -5,19 +5,39 @@
 
 Plain numpy in float64; importing this module loads no jax. In every function a reward of None
 means that the rollout failed: it leaves the baseline, and its advantage is 0.
+
+Importing this module registers every `AdvantageConfig` there is.
 """
 
-import abc
 import dataclasses
+import enum
 import math
 from collections.abc import Callable, Sequence
 
-import draccus
 import numpy as np
 from jaxtyping import Bool, Float64
 
-STD_EPSILON = 1e-6
-"""Added to a standard deviation before dividing by it."""
+from marin_rl.objectives.gae import GaeConfig
+from marin_rl.objectives.gigpo import GigpoConfig
+from marin_rl.objectives.returns import check_discount, discounted_returns
+from marin_rl.objectives.signals import AdvantageConfig, Credit, RolloutSignal, uniform_credit
+from marin_rl.objectives.spread import STD_EPSILON, centered, sample_variance, standardized
+
+__all__ = [
+    "AdvantageConfig",
+    "DrGrpoConfig",
+    "GaeConfig",
+    "GigpoConfig",
+    "GrpoConfig",
+    "Normalization",
+    "ReinforceConfig",
+    "RlooConfig",
+    "dr_grpo_advantages",
+    "grpo_advantages",
+    "reinforce_advantages",
+    "rloo_advantages",
+    "turn_returns",
+]
 
 
 def rloo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
@@ -41,7 +61,7 @@ def rloo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " gr
 
     Source: Ahmadian et al. 2024, arXiv 2402.14740, section 2.
     """
-    return _apply(rewards, lambda present: _center(present) * (present.size / max(present.size - 1, 1)))
+    return _apply(rewards, lambda present: centered(present) * (present.size / max(present.size - 1, 1)))
 
 
 def grpo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
@@ -63,7 +83,7 @@ def grpo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " gr
 
     Source: Shao et al. 2024, arXiv 2402.03300, section 4.1.2.
     """
-    return _apply(rewards, lambda present: _center(present) / (_std(present) + STD_EPSILON))
+    return _apply(rewards, standardized)
 
 
 def dr_grpo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
@@ -83,7 +103,7 @@ def dr_grpo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, "
 
     Source: Liu et al. 2025, arXiv 2503.20783, section 3.2.
     """
-    return _apply(rewards, _center)
+    return _apply(rewards, centered)
 
 
 def reinforce_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
@@ -108,37 +128,68 @@ def reinforce_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray,
     return _apply(rewards, lambda present: present)
 
 
-@dataclasses.dataclass(frozen=True)
-class AdvantageConfig(draccus.ChoiceRegistry, abc.ABC):
-    """Chooses how the rewards of a group become advantages, by `type`."""
+def turn_returns(signal: RolloutSignal, gamma: float) -> Float64[np.ndarray, " turns"]:
+    """What a rollout earns from each of its turns on: `G_t = Σ_{k≥t} γ^{k-t}·r_k`.
 
-    @property
-    @abc.abstractmethod
-    def minimum_group_size(self) -> int:
-        """Fewest rollouts per prompt for which an advantage can differ from 0."""
+    `r_k` is the reward of turn k less the KL penalties of its action tokens. What the score holds beyond the rewards
+    of the turns (shaping) is earned in the last one, so that with γ = 1 the first turn's return is the rollout's.
 
-    @abc.abstractmethod
-    def compute(self, rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
-        """Advantages `[group]` of the rollouts of one prompt; a reward is None where its rollout failed.
+    Args:
+        signal: a rollout that has a score.
+        gamma: γ, in [0, 1], per turn.
 
-        Raises:
-            ValueError: if a reward is NaN or infinite; the message names its index.
-        """
+    Returns:
+        G of each turn.
+    """
+    penalties = np.bincount(signal.turn_ids, weights=signal.penalties, minlength=signal.turn_rewards.size)
+    rewards = signal.turn_rewards - penalties
+    if signal.score is not None:
+        rewards[-1:] += signal.score - math.fsum(signal.turn_rewards)
+    return discounted_returns(rewards, gamma)
+
+
+class Normalization(enum.StrEnum):
+    """What an advantage is divided by, on top of its baseline."""
+
+    NONE = "none"
+    """Nothing."""
+    GROUP = "group"
+    """The standard deviation of the returns of its group (ddof = 1), + 1e-6."""
+    BATCH = "batch"
+    """The standard deviation of the advantages of the batch (ddof = 1), + 1e-6."""
 
 
 @AdvantageConfig.register_subclass("rloo")
 @dataclasses.dataclass(frozen=True)
 class RlooConfig(AdvantageConfig):
-    """Leave-one-out baseline: unbiased, and not scaled by the spread of the group."""
+    """Leave-one-out baseline: unbiased, and by default not scaled by the spread of the group."""
+
+    normalize: Normalization = Normalization.NONE
+    """What the advantages are divided by: none | group | batch. Anything but none is biased."""
 
     @property
     def minimum_group_size(self) -> int:
         """Two: one rollout leaves nothing to compare with."""
         return 2
 
-    def compute(self, rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
+    @property
+    def needs_critic(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def needs_turns(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def is_token_level(self) -> bool:
+        """Never."""
+        return False
+
+    def compute(self, groups: Sequence[Sequence[RolloutSignal]]) -> list[list[Credit]]:
         """See [`rloo_advantages`][marin_rl.objectives.advantages.rloo_advantages]."""
-        return rloo_advantages(rewards)
+        return _per_rollout(groups, rloo_advantages, self.normalize)
 
 
 @AdvantageConfig.register_subclass("grpo")
@@ -151,9 +202,24 @@ class GrpoConfig(AdvantageConfig):
         """Two: one rollout leaves nothing to compare with."""
         return 2
 
-    def compute(self, rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
+    @property
+    def needs_critic(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def needs_turns(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def is_token_level(self) -> bool:
+        """Never."""
+        return False
+
+    def compute(self, groups: Sequence[Sequence[RolloutSignal]]) -> list[list[Credit]]:
         """See [`grpo_advantages`][marin_rl.objectives.advantages.grpo_advantages]."""
-        return grpo_advantages(rewards)
+        return _per_rollout(groups, grpo_advantages)
 
 
 @AdvantageConfig.register_subclass("dr_grpo")
@@ -161,14 +227,32 @@ class GrpoConfig(AdvantageConfig):
 class DrGrpoConfig(AdvantageConfig):
     """Centred only: `rloo` times (G - 1)/G."""
 
+    normalize: Normalization = Normalization.NONE
+    """What the advantages are divided by: none | group | batch. With group this is `grpo`."""
+
     @property
     def minimum_group_size(self) -> int:
         """Two: one rollout leaves nothing to compare with."""
         return 2
 
-    def compute(self, rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
+    @property
+    def needs_critic(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def needs_turns(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def is_token_level(self) -> bool:
+        """Never."""
+        return False
+
+    def compute(self, groups: Sequence[Sequence[RolloutSignal]]) -> list[list[Credit]]:
         """See [`dr_grpo_advantages`][marin_rl.objectives.advantages.dr_grpo_advantages]."""
-        return dr_grpo_advantages(rewards)
+        return _per_rollout(groups, dr_grpo_advantages, self.normalize)
 
 
 @AdvantageConfig.register_subclass("reinforce")
@@ -176,14 +260,70 @@ class DrGrpoConfig(AdvantageConfig):
 class ReinforceConfig(AdvantageConfig):
     """The reward itself, with no baseline: high variance, works with one rollout per prompt."""
 
+    gamma: float | None = None
+    """γ, in [0, 1]: each turn gets what is earned from it on, discounted per turn; null: each gets the whole return."""
+
+    def __post_init__(self) -> None:
+        if self.gamma is not None:
+            check_discount("advantage.gamma", self.gamma)
+
     @property
     def minimum_group_size(self) -> int:
         """One: nothing is compared."""
         return 1
 
-    def compute(self, rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
-        """See [`reinforce_advantages`][marin_rl.objectives.advantages.reinforce_advantages]."""
-        return reinforce_advantages(rewards)
+    @property
+    def needs_critic(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def needs_turns(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def is_token_level(self) -> bool:
+        """With a discount, since turns differ then."""
+        return self.gamma is not None
+
+    def compute(self, groups: Sequence[Sequence[RolloutSignal]]) -> list[list[Credit]]:
+        """See [`reinforce_advantages`][marin_rl.objectives.advantages.reinforce_advantages] and `turn_returns`."""
+        if self.gamma is None:
+            return _per_rollout(groups, reinforce_advantages)
+        return [[self._from_turn_on(signal, self.gamma) for signal in group] for group in groups]
+
+    def _from_turn_on(self, signal: RolloutSignal, gamma: float) -> Credit:
+        if signal.score is None:
+            return uniform_credit(signal, 0.0)
+        return Credit(turn_returns(signal, gamma)[signal.turn_ids], np.zeros(len(signal.turn_ids)))
+
+
+def _per_rollout(
+    groups: Sequence[Sequence[RolloutSignal]],
+    advantages_of: Callable[[Sequence[float | None]], Float64[np.ndarray, " group"]],
+    normalize: Normalization = Normalization.NONE,
+) -> list[list[Credit]]:
+    """One advantage per rollout, on all of its action tokens."""
+    returns = [[signal.total_return for signal in group] for group in groups]
+    advantages = [advantages_of(of_group) for of_group in returns]
+    match normalize:
+        case Normalization.NONE:
+            divisors = [1.0] * len(groups)
+        case Normalization.GROUP:
+            divisors = [_std(of_group) + STD_EPSILON for of_group in returns]
+        case Normalization.BATCH:
+            pairs = zip(returns, advantages, strict=True)
+            graded = [a for rs, given in pairs for r, a in zip(rs, given.tolist(), strict=True) if r is not None]
+            divisors = [_std(graded) + STD_EPSILON] * len(groups)
+    return [
+        [uniform_credit(signal, advantage) for signal, advantage in zip(group, (given / by).tolist(), strict=True)]
+        for group, given, by in zip(groups, advantages, divisors, strict=True)
+    ]
+
+
+def _std(values: Sequence[float | None]) -> float:
+    return math.sqrt(sample_variance(np.array([value for value in values if value is not None], np.float64)))
 
 
 def _apply(
@@ -205,14 +345,3 @@ def _present(rewards: Sequence[float | None]) -> Bool[np.ndarray, " group"]:
                 f"rewards[{index}] is {reward}; rewards must be finite (give None for a rollout that has none)"
             )
     return np.array([reward is not None for reward in rewards], bool)
-
-
-def _center(rewards: Float64[np.ndarray, " present"]) -> Float64[np.ndarray, " present"]:
-    # Counted from the smallest, equal rewards are exactly 0 apart, and so is their mean; fsum makes
-    # the result independent of the order of the rollouts.
-    above_smallest = rewards - rewards.min()
-    return above_smallest - math.fsum(above_smallest) / rewards.size
-
-
-def _std(rewards: Float64[np.ndarray, " present"]) -> float:
-    return math.sqrt(math.fsum(_center(rewards) ** 2) / max(rewards.size - 1, 1))

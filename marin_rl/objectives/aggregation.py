@@ -18,54 +18,10 @@ import dataclasses
 
 import draccus
 import numpy as np
-from jaxtyping import Bool, Float, Float32, Float64, Integer
+from jaxtyping import Bool, Float32, Float64, Integer
 
 NO_ROLLOUT = -1
 """The rollout id of a token that belongs to none (padding)."""
-
-
-def row_rollout_ids(rows: Integer[np.ndarray, " rows"], positions: int) -> Integer[np.ndarray, "rows positions"]:
-    """Rollout ids per token, where every row belongs to one rollout.
-
-    Args:
-        rows: `[rows]`, the rollout of each row; -1 for a row of padding.
-        positions: length of a row in tokens.
-
-    Returns:
-        `[rows, positions]`, a read-only view.
-
-    >>> row_rollout_ids(np.array([0, -1]), 3).tolist()
-    [[0, 0, 0], [-1, -1, -1]]
-    """
-    return np.broadcast_to(rows[:, None], (rows.size, positions))
-
-
-def sum_per_rollout(
-    values: Float[np.ndarray, "rows positions"],
-    loss_mask: Bool[np.ndarray, "rows positions"],
-    rollout_ids: Integer[np.ndarray, "rows positions"],
-    num_rollouts: int,
-) -> Float64[np.ndarray, " rollouts"]:
-    """Sum a per-token value over the loss tokens of each rollout, in float64.
-
-    Args:
-        values: the value of each token; ignored where there is no loss.
-        loss_mask: True on the tokens that carry loss.
-        rollout_ids: the rollout of each token, in [0, num_rollouts); -1 for none.
-        num_rollouts: rollouts in the batch.
-
-    Returns:
-        `[rollouts]`, 0 for a rollout without loss tokens.
-
-    Raises:
-        ValueError: if a loss token has an id outside [0, num_rollouts); the message names row, position and id.
-
-    >>> sum_per_rollout(np.array([[1.0, 2.0, 4.0]]), np.array([[True, False, True]]), np.array([[0, 0, 0]]), 2).tolist()
-    [5.0, 0.0]
-    """
-    _check_ids(loss_mask, rollout_ids, num_rollouts)
-    ids = rollout_ids[loss_mask]
-    return np.bincount(ids, weights=values[loss_mask], minlength=num_rollouts).astype(np.float64)
 
 
 def token_mean_weights(
@@ -84,7 +40,7 @@ def token_mean_weights(
         ValueError: if a loss token belongs to no rollout; the message names row and position.
 
     >>> mask = np.array([[True, True, True, False], [True, False, False, False]])
-    >>> token_mean_weights(mask, row_rollout_ids(np.array([0, 1]), 4)).tolist()
+    >>> token_mean_weights(mask, np.array([[0] * 4, [1] * 4])).tolist()
     [[0.25, 0.25, 0.25, 0.0], [0.25, 0.0, 0.0, 0.0]]
 
     Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, equation 12.
@@ -109,7 +65,7 @@ def sequence_mean_weights(
         ValueError: if a loss token belongs to no rollout; the message names row and position.
 
     >>> mask = np.array([[True, True, False, False], [True, False, False, False]])
-    >>> sequence_mean_weights(mask, row_rollout_ids(np.array([0, 1]), 4)).tolist()
+    >>> sequence_mean_weights(mask, np.array([[0] * 4, [1] * 4])).tolist()
     [[0.25, 0.25, 0.0, 0.0], [0.5, 0.0, 0.0, 0.0]]
 
     Source: Shao et al. 2024 (GRPO), arXiv 2402.03300, equation 3.
@@ -134,7 +90,7 @@ def sequence_sum_weights(
         ValueError: if a loss token belongs to no rollout; the message names row and position.
 
     >>> mask = np.array([[True, True, False, False], [True, False, False, False]])
-    >>> sequence_sum_weights(mask, row_rollout_ids(np.array([0, 1]), 4)).tolist()
+    >>> sequence_sum_weights(mask, np.array([[0] * 4, [1] * 4])).tolist()
     [[0.5, 0.5, 0.0, 0.0], [0.5, 0.0, 0.0, 0.0]]
 
     Source: Ahmadian et al. 2024 (RLOO), arXiv 2402.14740, section 3.
@@ -160,7 +116,7 @@ def constant_weights(
         ValueError: if a loss token belongs to no rollout; the message names row and position.
 
     >>> mask = np.array([[True, True, False, False], [True, False, False, False]])
-    >>> constant_weights(mask, row_rollout_ids(np.array([0, 1]), 4), length=4).tolist()
+    >>> constant_weights(mask, np.array([[0] * 4, [1] * 4]), length=4).tolist()
     [[0.125, 0.125, 0.0, 0.0], [0.125, 0.0, 0.0, 0.0]]
 
     Source: Liu et al. 2025 (Dr. GRPO), arXiv 2503.20783, section 3.2.

@@ -1,16 +1,24 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""How far the policy being trained is from the one that sampled: raw importance weights, summarised.
+"""How far the policy being trained is from the one that sampled: raw importance weights, summarised and corrected for.
 
-For logging only. The sums are kept instead of the means, so that statistics of microbatches, devices
-and steps merge exactly; variances and sample sizes are not means and cannot be averaged.
+Two halves. `LogRatioStatistics`, on the device, is for logging only: sums are kept instead of means, so that
+statistics of microbatches, devices and steps merge exactly; variances and sample sizes are not means and cannot be
+averaged. `MismatchConfig`, on the host, turns `w_t = π_learner/π_sampler`, both with the weights that sampled, into
+factors of the policy terms. They carry no gradient.
 """
 
+import abc
+import dataclasses
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import draccus
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float64
 
 from marin_rl.objectives.kl import MAX_LOG_RATIO
 
@@ -116,3 +124,231 @@ def log_ratio_statistics(
         excess=jnp.sum(excess),
         squared_excess=jnp.sum(jnp.square(excess)),
     )
+
+
+LogWeights = Sequence[Float[np.ndarray, " _tokens"]]
+"""`log w` (nats) of the action tokens of each rollout."""
+Weights = list[Float64[np.ndarray, " _tokens"]]
+"""The factor of the policy term of each action token, per rollout."""
+
+
+def tis_weights(log_weights: LogWeights, cap: float) -> Weights:
+    """Truncated importance sampling, per token: `min(w_t, C)`.
+
+    Args:
+        log_weights: log w of the action tokens of each rollout.
+        cap: C, above 0.
+
+    Returns:
+        The factors.
+
+    >>> tis_weights([np.log(np.array([0.5, 1.0, 4.0]))], cap=2.0)[0].tolist()
+    [0.5, 1.0, 2.0]
+
+    Source: Ionides 2008, "Truncated importance sampling", equation 3, on every token.
+    """
+    return [np.minimum(_weights(own), cap) for own in log_weights]
+
+
+def mask_weights(log_weights: LogWeights, cap: float) -> Weights:
+    """Rollouts that the learner finds far likelier than the sampler did are left out: `1[exp(Σ_t log w_t) ≤ C]`.
+
+    Args:
+        log_weights: log w of the action tokens of each rollout.
+        cap: C, above 0.
+
+    Returns:
+        The factors: 1 on all tokens of a rollout, or 0.
+
+    >>> [own.tolist() for own in mask_weights([np.array([0.5, -0.5]), np.array([0.5, 0.5])], cap=2.0)]
+    [[1.0, 1.0], [0.0, 0.0]]
+    """
+    # In logarithms: the product of a long rollout's weights overflows.
+    return [np.full(own.shape, 1.0 if math.fsum(own) <= math.log(cap) else 0.0) for own in log_weights]
+
+
+def icepop_weights(log_weights: LogWeights, low: float, high: float) -> Weights:
+    """Weights within bounds, and nothing for the tokens outside: `w_t` if `lo ≤ w_t ≤ hi`, else 0.
+
+    The denominators of the loss stay as they are: a token of weight 0 still counts.
+
+    Args:
+        log_weights: log w of the action tokens of each rollout.
+        low: lo, in (0, 1].
+        high: hi, at least 1.
+
+    Returns:
+        The factors.
+
+    >>> icepop_weights([np.log(np.array([0.25, 0.5, 4.0, 8.0]))], low=0.5, high=5.0)[0].tolist()
+    [0.0, 0.5, 4.0, 0.0]
+
+    Source: Ling Team 2025 (IcePop), arXiv 2510.18855, section 3.
+    """
+    weights = [_weights(own) for own in log_weights]
+    return [np.where((low <= own) & (own <= high), own, 0.0) for own in weights]
+
+
+def mismatch_statistics(log_weights: LogWeights) -> dict[str, float]:
+    """Summarise raw weights, before any truncation, over all action tokens.
+
+    Args:
+        log_weights: log w of the action tokens of each rollout; clamped to ±20, except in the log-prob differences.
+
+    Returns:
+        `weight_mean`, `weight_max`: of w. `k3`: mean of `w - 1 - log w`, which estimates KL(sampler‖learner) per token.
+        `effective_sample_size`: `(Σw)²/(n·Σw²)`, in (0, 1]. `logprob_difference_mean`, `logprob_difference_max`:
+        of |log w|. Without tokens, as if all were equal.
+
+    >>> round(mismatch_statistics([np.log(np.array([3.0])), np.log(np.array([1.0]))])["effective_sample_size"], 4)
+    0.8
+    """
+    together = np.concatenate([np.zeros(0), *log_weights])
+    if not together.size:
+        together = np.zeros(1)
+    clamped = np.clip(together, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    weights = np.exp(clamped)
+    return {
+        "weight_mean": float(weights.mean()),
+        "weight_max": float(weights.max()),
+        "k3": float(np.mean(np.expm1(clamped) - clamped)),
+        "effective_sample_size": float(weights.sum() ** 2 / (weights.size * np.square(weights).sum())),
+        "logprob_difference_mean": float(np.abs(together).mean()),
+        "logprob_difference_max": float(np.abs(together).max()),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class MismatchConfig(draccus.ChoiceRegistry, abc.ABC):
+    """Chooses the correction for a sampler whose probabilities differ from the learner's, by `type`."""
+
+    @property
+    @abc.abstractmethod
+    def is_token_level(self) -> bool:
+        """Whether single tokens of a rollout get weights of their own."""
+
+    @property
+    @abc.abstractmethod
+    def needs_old_logprobs(self) -> bool:
+        """Whether the learner has to score the rollouts before it is updated."""
+
+    @abc.abstractmethod
+    def weights(self, log_weights: LogWeights) -> Weights:
+        """The factor of the policy term of each action token.
+
+        Args:
+            log_weights: `log w_t = log π_learner - log π_sampler` of the action tokens of each rollout, both with the
+                weights that sampled.
+        """
+
+
+@MismatchConfig.register_subclass("none")
+@dataclasses.dataclass(frozen=True)
+class NoMismatchConfig(MismatchConfig):
+    """No correction: ratios start from what the sampler recorded."""
+
+    @property
+    def is_token_level(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Never."""
+        return False
+
+    def weights(self, log_weights: LogWeights) -> Weights:
+        """Always 1."""
+        return [np.ones(own.shape) for own in log_weights]
+
+
+@MismatchConfig.register_subclass("tis")
+@dataclasses.dataclass(frozen=True)
+class TisConfig(MismatchConfig):
+    """min(w, C) on every token."""
+
+    cap: float = 2.0
+    """C, finite and above 0: no token weighs more."""
+
+    def __post_init__(self) -> None:
+        _check_cap(self.cap)
+
+    @property
+    def is_token_level(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Always."""
+        return True
+
+    def weights(self, log_weights: LogWeights) -> Weights:
+        """See [`tis_weights`][marin_rl.objectives.importance.tis_weights]."""
+        return tis_weights(log_weights, self.cap)
+
+
+@MismatchConfig.register_subclass("mask")
+@dataclasses.dataclass(frozen=True)
+class MaskMismatchConfig(MismatchConfig):
+    """Drops whole rollouts, whose weight is above C."""
+
+    cap: float = 2.0
+    """C, finite and above 0: a rollout whose weights multiply to more is left out."""
+
+    def __post_init__(self) -> None:
+        _check_cap(self.cap)
+
+    @property
+    def is_token_level(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Always."""
+        return True
+
+    def weights(self, log_weights: LogWeights) -> Weights:
+        """See [`mask_weights`][marin_rl.objectives.importance.mask_weights]."""
+        return mask_weights(log_weights, self.cap)
+
+
+@MismatchConfig.register_subclass("icepop")
+@dataclasses.dataclass(frozen=True)
+class IcepopConfig(MismatchConfig):
+    """w on every token within bounds, 0 on the others."""
+
+    low: float = 0.5
+    """lo, in (0, 1]: a token of less weight is left out."""
+    high: float = 5.0
+    """hi, finite and >= 1: a token of more weight is left out."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= 1:
+            raise ValueError(f"mismatch.low is {self.low}; it must be in (0, 1]")
+        if not 1 <= self.high < math.inf:
+            raise ValueError(f"mismatch.high is {self.high}; it must be finite and >= 1")
+
+    @property
+    def is_token_level(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Always."""
+        return True
+
+    def weights(self, log_weights: LogWeights) -> Weights:
+        """See [`icepop_weights`][marin_rl.objectives.importance.icepop_weights]."""
+        return icepop_weights(log_weights, self.low, self.high)
+
+
+def _weights(log_weights: Float[np.ndarray, " tokens"]) -> Float64[np.ndarray, " tokens"]:
+    return np.exp(np.clip(log_weights.astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def _check_cap(cap: float) -> None:
+    if not 0 < cap < math.inf:
+        raise ValueError(f"mismatch.cap is {cap}; it must be finite and above 0")

@@ -10,6 +10,7 @@ With `d = log π_ref - log π` of a sampled token, clamped to ±20:
 | k1 | `-d` | nothing: it has zero mean |
 | k2 | `d²/2` | KL(π‖π_ref), the reverse KL |
 | k3 | `exp(d) - 1 - d` | KL(π_ref‖π), the forward KL |
+| k3_plus | `exp(d) - 1 - d` | KL(π‖π_ref), the reverse KL |
 
 Source: Schulman 2020, "Approximating KL divergence".
 """
@@ -20,11 +21,10 @@ import enum
 import math
 
 import draccus
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float64, Integer
-
-from marin_rl.objectives.aggregation import sum_per_rollout
+from jaxtyping import Array, Float, Float64
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to plus or minus this before they are used."""
@@ -80,35 +80,26 @@ def kl_k3(logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*s
     return jnp.expm1(log_ratio) - log_ratio
 
 
-def kl_per_rollout(
-    policy_logprobs: Float[np.ndarray, "rows positions"],
-    reference_logprobs: Float[np.ndarray, "rows positions"],
-    loss_mask: Bool[np.ndarray, "rows positions"],
-    rollout_ids: Integer[np.ndarray, "rows positions"],
-    num_rollouts: int,
-) -> Float64[np.ndarray, " rollouts"]:
-    """Σ_t k1 of each rollout, on the host in float64: the estimate of its sequence-level KL.
+def kl_k3_plus(logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The value of k3 with the gradient of k2, `sg(k3) + k2 - sg(k2)`: unbiased, with the gradient of the reverse KL.
 
     Args:
-        policy_logprobs: log-probability of each token under the policy that sampled it.
-        reference_logprobs: log-probability of the same tokens under the frozen reference.
-        loss_mask: True on the tokens that were sampled.
-        rollout_ids: the rollout of each token, in [0, num_rollouts); -1 for none.
-        num_rollouts: rollouts in the batch.
+        logprobs: log π (nats) of each sampled token, float32.
+        reference_logprobs: log π_ref of the same tokens.
 
     Returns:
-        `[rollouts]`, 0 for a rollout without tokens.
+        k3 per token, to the last bit; only its derivative differs (straight-through).
 
-    Raises:
-        ValueError: as [`sum_per_rollout`][marin_rl.objectives.aggregation.sum_per_rollout].
-
-    >>> kl_per_rollout(np.array([[-1.0, -2.0]]), np.array([[-1.5, -2.25]]), np.array([[True, True]]),
-    ...                np.array([[0, 0]]), 1).tolist()
-    [0.75]
+    >>> arguments = jnp.array([-1.0, -2.0, -0.5]), jnp.array([-1.5, -1.0, -0.5])
+    >>> kl_k3_plus(*arguments).tolist() == kl_k3(*arguments).tolist()
+    True
+    >>> jax.grad(lambda x: kl_k3_plus(x, arguments[1]).sum())(arguments[0]).tolist()
+    [0.5, -1.0, 0.0]
     """
-    difference = policy_logprobs.astype(np.float64) - reference_logprobs
-    k1 = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return sum_per_rollout(k1, loss_mask, rollout_ids, num_rollouts)
+    value = kl_k3(logprobs, reference_logprobs)
+    pull = kl_k2(logprobs, reference_logprobs)
+    # The difference comes first: it is exactly 0, and the value of k3 is left as it is.
+    return jax.lax.stop_gradient(value) + (pull - jax.lax.stop_gradient(pull))
 
 
 class KlEstimator(enum.StrEnum):
@@ -120,6 +111,8 @@ class KlEstimator(enum.StrEnum):
     """Half the squared log-ratio: the gradient of the reverse KL."""
     K3 = "k3"
     """exp(d) - 1 - d: the gradient of the forward KL."""
+    K3_PLUS = "k3_plus"
+    """The value of k3 with the gradient of k2."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +125,8 @@ class KlConfig(draccus.ChoiceRegistry, abc.ABC):
         """β, the weight of the penalty; 0 where there is none."""
 
     @abc.abstractmethod
-    def reward_penalty(self, kl: Float64[np.ndarray, " rollouts"]) -> Float64[np.ndarray, " rollouts"]:
-        """What to subtract from each rollout's return before the baseline, given its Σ_t k1."""
+    def reward_penalty(self, kl: Float64[np.ndarray, " tokens"]) -> Float64[np.ndarray, " tokens"]:
+        """What to subtract from the reward of each action token before the baseline, given its k1."""
 
     @abc.abstractmethod
     def loss_terms(
@@ -157,7 +150,7 @@ class NoKlConfig(KlConfig):
         """Always 0."""
         return 0.0
 
-    def reward_penalty(self, kl: Float64[np.ndarray, " rollouts"]) -> Float64[np.ndarray, " rollouts"]:
+    def reward_penalty(self, kl: Float64[np.ndarray, " tokens"]) -> Float64[np.ndarray, " tokens"]:
         """Always 0."""
         return np.zeros_like(kl)
 
@@ -184,8 +177,8 @@ class RewardKlConfig(KlConfig):
         """`beta`."""
         return self.beta
 
-    def reward_penalty(self, kl: Float64[np.ndarray, " rollouts"]) -> Float64[np.ndarray, " rollouts"]:
-        """β times each rollout's Σ_t k1."""
+    def reward_penalty(self, kl: Float64[np.ndarray, " tokens"]) -> Float64[np.ndarray, " tokens"]:
+        """β times k1."""
         return self.beta * kl
 
     def loss_terms(
@@ -203,7 +196,7 @@ class LossKlConfig(KlConfig):
     beta: float
     """Weight of the penalty: loss per nat of divergence, >= 0. At 0 no reference is needed."""
     estimator: KlEstimator = KlEstimator.K2
-    """The estimator: k1 | k2 | k3. k2 is the one whose gradient is that of the reverse KL."""
+    """The estimator: k1 | k2 | k3 | k3_plus. k2 and k3_plus are those whose gradient is that of the reverse KL."""
 
     def __post_init__(self) -> None:
         _check_beta(self.beta)
@@ -213,7 +206,7 @@ class LossKlConfig(KlConfig):
         """`beta`."""
         return self.beta
 
-    def reward_penalty(self, kl: Float64[np.ndarray, " rollouts"]) -> Float64[np.ndarray, " rollouts"]:
+    def reward_penalty(self, kl: Float64[np.ndarray, " tokens"]) -> Float64[np.ndarray, " tokens"]:
         """Always 0: the penalty is in the loss."""
         return np.zeros_like(kl)
 
@@ -230,6 +223,8 @@ class LossKlConfig(KlConfig):
                 terms = kl_k2(logprobs, reference_logprobs)
             case KlEstimator.K3:
                 terms = kl_k3(logprobs, reference_logprobs)
+            case KlEstimator.K3_PLUS:
+                terms = kl_k3_plus(logprobs, reference_logprobs)
         return self.beta * terms
 
 

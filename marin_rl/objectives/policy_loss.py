@@ -1,135 +1,53 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Policy terms: what each sampled token contributes to the loss.
-
-`r_t = exp(clamp(log π - log π_old, ±20))`, with π the policy being trained and π_old the one that
-sampled. Every term is to be minimised: a positive advantage raises the probability of its token.
-Terms are elementwise; masking and averaging is the work of the loss weights (`aggregation.py`).
-"""
+"""The policy terms, as configurations choose them. The maths is in `policy_terms.py`."""
 
 import abc
 import dataclasses
-from typing import NamedTuple
+import math
 
 import draccus
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from marin_rl.objectives.kl import MAX_LOG_RATIO
+from marin_rl.objectives.policy_terms import (
+    PolicyTerms,
+    Sequences,
+    cispo_terms,
+    gspo_terms,
+    importance_terms,
+    ppo_clip_terms,
+    reinforce_terms,
+    rloo_sequence_terms,
+)
 
-
-class PolicyTerms(NamedTuple):
-    """The policy term of each token, and where clipping took its gradient away."""
-
-    terms: Float[Array, "*shape"]
-    """To be minimised, before weighting."""
-    clipped: Bool[Array, "*shape"]
-    """True where the term is a constant because of clipping; its weighted mean is the clip fraction."""
-
-
-def policy_ratio(logprobs: Float[Array, "*shape"], policy_logprobs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The importance ratio `r_t = exp(clamp(log π - log π_old, ±20))`.
-
-    Args:
-        logprobs: log π (nats) of each sampled token under the policy being trained, float32.
-        policy_logprobs: log π_old of the same tokens, recorded when they were sampled.
-
-    Returns:
-        r per token, between exp(-20) and exp(20).
-
-    >>> policy_ratio(jnp.array([0.0, -99.0]), jnp.array([0.0, -0.5])).round(3).tolist()
-    [1.0, 0.0]
-    """
-    return jnp.exp(jnp.clip(logprobs - policy_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-
-
-def reinforce_terms(logprobs: Float[Array, "*shape"], advantages: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The score-function term, `-A·log π`.
-
-    Args:
-        logprobs: log π (nats) of each sampled token under the policy being trained, float32.
-        advantages: the advantage of each token.
-
-    Returns:
-        The term per token.
-
-    >>> reinforce_terms(jnp.array([-0.5, -2.0]), jnp.array([1.0, -1.0])).tolist()
-    [0.5, -2.0]
-
-    Source: Williams 1992.
-    """
-    return -advantages * logprobs
-
-
-def importance_terms(
-    logprobs: Float[Array, "*shape"], policy_logprobs: Float[Array, "*shape"], advantages: Float[Array, "*shape"]
-) -> Float[Array, "*shape"]:
-    """The importance-weighted term, `-A·r_t`. Its gradient is that of `reinforce` where π = π_old.
-
-    Args:
-        logprobs: log π (nats) of each sampled token under the policy being trained, float32.
-        policy_logprobs: log π_old of the same tokens, recorded when they were sampled.
-        advantages: the advantage of each token.
-
-    Returns:
-        The term per token.
-
-    >>> importance_terms(jnp.array([-0.5]), jnp.array([-0.5]), jnp.array([2.0])).tolist()
-    [-2.0]
-
-    Source: Schulman et al. 2017, arXiv 1707.06347, equation 6.
-    """
-    return -advantages * policy_ratio(logprobs, policy_logprobs)
-
-
-def ppo_clip_terms(
-    logprobs: Float[Array, "*shape"],
-    policy_logprobs: Float[Array, "*shape"],
-    advantages: Float[Array, "*shape"],
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> PolicyTerms:
-    """The clipped term, `max(-A·r, -A·clip(r, 1 - ε_low, 1 + ε_high))`.
-
-    With a dual clip c, tokens of negative advantage get `min(that, -c·A)`.
-
-    Args:
-        logprobs: log π (nats) of each sampled token under the policy being trained, float32.
-        policy_logprobs: log π_old of the same tokens, recorded when they were sampled.
-        advantages: the advantage of each token.
-        clip_low: ε_low, in [0, 1).
-        clip_high: ε_high, not negative.
-        dual_clip: c, greater than 1; None for no dual clip.
-
-    Returns:
-        The terms, and where either clip holds.
-
-    >>> ppo_clip_terms(jnp.array([0.5, 0.5]), jnp.array([0.0, 0.0]), jnp.array([1.0, -1.0]), 0.2, 0.2).clipped.tolist()
-    [True, False]
-
-    Source: Schulman et al. 2017, arXiv 1707.06347, equation 7; Ye et al. 2020, arXiv 1912.09729, equation 5 (dual
-    clip); Yu et al. 2025, arXiv 2503.14476, equation 10 (ε_low ≠ ε_high).
-    """
-    ratio = policy_ratio(logprobs, policy_logprobs)
-    unclipped = -advantages * ratio
-    bounded = -advantages * jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-    clipped = bounded > unclipped
-    # Selected rather than maximum(): at the tie r = 1, where every on-policy step is, the gradient is
-    # the unclipped one by construction and not by the convention for ties.
-    terms = jnp.where(clipped, bounded, unclipped)
-    if dual_clip is not None:
-        ceiling = -dual_clip * advantages
-        over = (advantages < 0) & (terms > ceiling)
-        terms = jnp.where(over, ceiling, terms)
-        clipped = clipped | over
-    return PolicyTerms(terms, clipped)
+__all__ = [
+    "CispoLossConfig",
+    "GspoLossConfig",
+    "ImportanceLossConfig",
+    "PolicyLossConfig",
+    "PolicyTerms",
+    "PpoClipLossConfig",
+    "ReinforceLossConfig",
+    "RlooSequenceLossConfig",
+    "Sequences",
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLossConfig(draccus.ChoiceRegistry, abc.ABC):
     """Chooses the policy term, by `type`."""
+
+    @property
+    @abc.abstractmethod
+    def is_sequence_level(self) -> bool:
+        """Whether it has one ratio per rollout, which cannot leave out some of its tokens."""
+
+    @property
+    @abc.abstractmethod
+    def uses_ratio(self) -> bool:
+        """Whether it corrects for a policy that has moved since it sampled."""
 
     @abc.abstractmethod
     def per_token(
@@ -137,8 +55,16 @@ class PolicyLossConfig(draccus.ChoiceRegistry, abc.ABC):
         logprobs: Float[Array, "*shape"],
         policy_logprobs: Float[Array, "*shape"],
         advantages: Float[Array, "*shape"],
+        sequences: Sequences,
     ) -> PolicyTerms:
-        """The term of each token, and where clipping took its gradient away; arguments as `ppo_clip_terms`."""
+        """The term of each token, and where clipping changed it.
+
+        Args:
+            logprobs: log π (nats) of each sampled token under the policy being trained, float32.
+            policy_logprobs: log π_old of the same tokens, recorded when they were sampled.
+            advantages: the advantage of each token.
+            sequences: which tokens make up one rollout.
+        """
 
 
 @PolicyLossConfig.register_subclass("reinforce")
@@ -146,13 +72,24 @@ class PolicyLossConfig(draccus.ChoiceRegistry, abc.ABC):
 class ReinforceLossConfig(PolicyLossConfig):
     """-A·log π: one on-policy update per batch; ignores who sampled."""
 
+    @property
+    def is_sequence_level(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def uses_ratio(self) -> bool:
+        """Never."""
+        return False
+
     def per_token(
         self,
         logprobs: Float[Array, "*shape"],
         policy_logprobs: Float[Array, "*shape"],
         advantages: Float[Array, "*shape"],
+        sequences: Sequences,
     ) -> PolicyTerms:
-        """See [`reinforce_terms`][marin_rl.objectives.policy_loss.reinforce_terms]."""
+        """See [`reinforce_terms`][marin_rl.objectives.policy_terms.reinforce_terms]."""
         return PolicyTerms(reinforce_terms(logprobs, advantages), jnp.zeros(logprobs.shape, bool))
 
 
@@ -161,13 +98,24 @@ class ReinforceLossConfig(PolicyLossConfig):
 class ImportanceLossConfig(PolicyLossConfig):
     """-A·r_t: corrects for a policy that has moved since it sampled, without a bound."""
 
+    @property
+    def is_sequence_level(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def uses_ratio(self) -> bool:
+        """Always."""
+        return True
+
     def per_token(
         self,
         logprobs: Float[Array, "*shape"],
         policy_logprobs: Float[Array, "*shape"],
         advantages: Float[Array, "*shape"],
+        sequences: Sequences,
     ) -> PolicyTerms:
-        """See [`importance_terms`][marin_rl.objectives.policy_loss.importance_terms]."""
+        """See [`importance_terms`][marin_rl.objectives.policy_terms.importance_terms]."""
         terms = importance_terms(logprobs, policy_logprobs, advantages)
         return PolicyTerms(terms, jnp.zeros(logprobs.shape, bool))
 
@@ -185,20 +133,143 @@ class PpoClipLossConfig(PolicyLossConfig):
     """c > 1: a token of negative advantage stops counting above r = c; null for no such bound."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.clip_low < 1:
-            raise ValueError(f"policy_loss.clip_low is {self.clip_low}; it must be in [0, 1)")
-        if not 0 <= self.clip_high < float("inf"):
-            raise ValueError(f"policy_loss.clip_high is {self.clip_high}; it must be finite and >= 0")
-        if self.dual_clip is not None and not 1 < self.dual_clip < float("inf"):
+        _check_bounds(self.clip_low, self.clip_high)
+        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
             raise ValueError(f"policy_loss.dual_clip is {self.dual_clip}; it must be finite and > 1, or null for none")
+
+    @property
+    def is_sequence_level(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def uses_ratio(self) -> bool:
+        """Always."""
+        return True
 
     def per_token(
         self,
         logprobs: Float[Array, "*shape"],
         policy_logprobs: Float[Array, "*shape"],
         advantages: Float[Array, "*shape"],
+        sequences: Sequences,
     ) -> PolicyTerms:
-        """See [`ppo_clip_terms`][marin_rl.objectives.policy_loss.ppo_clip_terms]."""
+        """See [`ppo_clip_terms`][marin_rl.objectives.policy_terms.ppo_clip_terms]."""
         return ppo_clip_terms(
             logprobs, policy_logprobs, advantages, self.clip_low, self.clip_high, dual_clip=self.dual_clip
         )
+
+
+@PolicyLossConfig.register_subclass("gspo")
+@dataclasses.dataclass(frozen=True)
+class GspoLossConfig(PolicyLossConfig):
+    """One clipped ratio per rollout, the geometric mean over its tokens: bounds how far whole answers move."""
+
+    clip_low: float = 3e-4
+    """ε_low, in [0, 1): a rollout of negative advantage stops counting below s = 1 - ε_low."""
+    clip_high: float = 4e-4
+    """ε_high, >= 0: a rollout of positive advantage stops counting above s = 1 + ε_high."""
+
+    def __post_init__(self) -> None:
+        _check_bounds(self.clip_low, self.clip_high)
+
+    @property
+    def is_sequence_level(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def uses_ratio(self) -> bool:
+        """Always."""
+        return True
+
+    def per_token(
+        self,
+        logprobs: Float[Array, "*shape"],
+        policy_logprobs: Float[Array, "*shape"],
+        advantages: Float[Array, "*shape"],
+        sequences: Sequences,
+    ) -> PolicyTerms:
+        """See [`gspo_terms`][marin_rl.objectives.policy_terms.gspo_terms]."""
+        return gspo_terms(logprobs, policy_logprobs, advantages, sequences, self.clip_low, self.clip_high)
+
+
+@PolicyLossConfig.register_subclass("rloo_sequence")
+@dataclasses.dataclass(frozen=True)
+class RlooSequenceLossConfig(PolicyLossConfig):
+    """One clipped ratio per rollout, the product over its tokens: exact for whole rollouts, and wide for long ones."""
+
+    clip_low: float = 0.2
+    """ε_low, in [0, 1): a rollout of negative advantage stops counting below s = 1 - ε_low."""
+    clip_high: float = 0.2
+    """ε_high, >= 0: a rollout of positive advantage stops counting above s = 1 + ε_high."""
+
+    def __post_init__(self) -> None:
+        _check_bounds(self.clip_low, self.clip_high)
+
+    @property
+    def is_sequence_level(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def uses_ratio(self) -> bool:
+        """Always."""
+        return True
+
+    def per_token(
+        self,
+        logprobs: Float[Array, "*shape"],
+        policy_logprobs: Float[Array, "*shape"],
+        advantages: Float[Array, "*shape"],
+        sequences: Sequences,
+    ) -> PolicyTerms:
+        """See [`rloo_sequence_terms`][marin_rl.objectives.policy_terms.rloo_sequence_terms]."""
+        return rloo_sequence_terms(logprobs, policy_logprobs, advantages, sequences, self.clip_low, self.clip_high)
+
+
+@PolicyLossConfig.register_subclass("cispo")
+@dataclasses.dataclass(frozen=True)
+class CispoLossConfig(PolicyLossConfig):
+    """A bounded importance weight on -A·log π: no token stops counting, however far it moved."""
+
+    clip_low: float = 1.0
+    """ε_low, in [0, 1]: the weight of a token is at least 1 - ε_low; 1 is no bound."""
+    clip_high: float = 0.2
+    """ε_high, >= 0: the weight of a token is at most 1 + ε_high."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.clip_low <= 1:
+            raise ValueError(f"policy_loss.clip_low is {self.clip_low}; it must be in [0, 1], where 1 is no bound")
+        _check_clip_high(self.clip_high)
+
+    @property
+    def is_sequence_level(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def uses_ratio(self) -> bool:
+        """Always."""
+        return True
+
+    def per_token(
+        self,
+        logprobs: Float[Array, "*shape"],
+        policy_logprobs: Float[Array, "*shape"],
+        advantages: Float[Array, "*shape"],
+        sequences: Sequences,
+    ) -> PolicyTerms:
+        """See [`cispo_terms`][marin_rl.objectives.policy_terms.cispo_terms]."""
+        return cispo_terms(logprobs, policy_logprobs, advantages, self.clip_low, self.clip_high)
+
+
+def _check_bounds(clip_low: float, clip_high: float) -> None:
+    if not 0 <= clip_low < 1:
+        raise ValueError(f"policy_loss.clip_low is {clip_low}; it must be in [0, 1)")
+    _check_clip_high(clip_high)
+
+
+def _check_clip_high(clip_high: float) -> None:
+    if not 0 <= clip_high < math.inf:
+        raise ValueError(f"policy_loss.clip_high is {clip_high}; it must be finite and >= 0")

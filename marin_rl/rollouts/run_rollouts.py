@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from marin_rl.environments.base import Environment, Episode, Step
+from marin_rl.objectives.gigpo import anchor_of
 from marin_rl.sampling.sampler import PromptTooLongError, Sampler, SampleRequest
 from marin_rl.seeds import derive_seed
 from marin_rl.timing import PhaseTimer
@@ -50,7 +51,13 @@ class Player:
 
 
 def run_groups(
-    player: Player, tasks: Sequence[Task], *, group_size: int, temperature: float, seed_parts: tuple[int | str, ...]
+    player: Player,
+    tasks: Sequence[Task],
+    *,
+    group_size: int,
+    temperature: float,
+    seed_parts: tuple[int | str, ...],
+    all_may_fail: bool = False,
 ) -> list[RolloutGroup]:
     """Play `group_size` attempts at each task, all of them at once.
 
@@ -63,6 +70,7 @@ def run_groups(
         group_size: attempts per task.
         temperature: sampling temperature; 0 is greedy.
         seed_parts: names this call (`run seed, purpose, step`); all seeds derive from it.
+        all_may_fail: whether a call without a single success is no error.
 
     Returns:
         One group per task, in order.
@@ -70,7 +78,7 @@ def run_groups(
     Raises:
         PromptTooLongError: if a task's prompt leaves no room for an answer.
         ValueError: if a reward is NaN or infinite, naming the rollout.
-        AllRolloutsFailedError: if every single rollout failed.
+        AllRolloutsFailedError: if every single rollout failed, and that is an error.
     """
     name = "-".join(str(part) for part in seed_parts[1:])
     prompts = [_prompt(player, task) for task in tasks]
@@ -86,6 +94,17 @@ def run_groups(
         for group, (task, prompt) in enumerate(zip(tasks, prompts, strict=True))
         for member in range(group_size)
     ]
+    _play(player, attempts, temperature)
+    rollouts = [attempt.finish() for attempt in attempts]
+    if not all_may_fail:
+        _require_one_success(rollouts)
+    return [
+        RolloutGroup(id=f"{name}-{group}", rollouts=rollouts[group * group_size : (group + 1) * group_size])
+        for group in range(len(tasks))
+    ]
+
+
+def _play(player: Player, attempts: Sequence["_Attempt"], temperature: float) -> None:
     for attempt in attempts:
         attempt.begin(player)
     for turn in range(player.limits.max_turns):
@@ -97,12 +116,6 @@ def run_groups(
             generations = player.sampler.sample(requests)
         for attempt, generation in zip(active, generations, strict=True):
             attempt.answer(player, generation)
-    rollouts = [attempt.finish() for attempt in attempts]
-    _require_one_success(rollouts)
-    return [
-        RolloutGroup(id=f"{name}-{group}", rollouts=rollouts[group * group_size : (group + 1) * group_size])
-        for group in range(len(tasks))
-    ]
 
 
 def _prompt(player: Player, task: Task) -> tuple[int, ...]:
@@ -177,8 +190,14 @@ class _Attempt:
         except Exception as error:
             self._fail(error)
             step = Step(rewards={})
-        reward = sum(step.rewards.values(), 0.0)
-        turn = Turn(self.observation, generation, (*self.observed, said), reward, self.starts_sequence)
+        turn = Turn(
+            observation_tokens=self.observation,
+            generation=generation,
+            messages=(*self.observed, said),
+            reward=sum(step.rewards.values(), 0.0) if step.rewards else None,
+            anchor_state=anchor_of(self.observed),
+            starts_sequence=self.starts_sequence,
+        )
         self.turns = (*self.turns, turn)
         self.rewards = _add(self.rewards, step.rewards)
         self.truncated |= generation.stop_reason is StopReason.LENGTH

@@ -19,7 +19,7 @@ def write_rollouts(folder: Path, step: int, groups: Sequence[RolloutGroup], adva
         folder: the run directory's `rollouts/`.
         step: the update they trained.
         groups: all of its groups, failed rollouts included.
-        advantages: by rollout id; a failed rollout has 0.
+        advantages: by rollout id; one that failed or was left out has none, which is written as 0.
 
     Returns:
         The file.
@@ -29,7 +29,7 @@ def write_rollouts(folder: Path, step: int, groups: Sequence[RolloutGroup], adva
     with partial.open("w", encoding="utf-8") as file:
         for group in groups:
             for rollout in group.rollouts:
-                line = json.dumps(_as_json(rollout, advantages[rollout.id]), ensure_ascii=False)
+                line = json.dumps(_as_json(rollout, advantages.get(rollout.id, 0.0)), ensure_ascii=False)
                 file.write(line + "\n")
         file.flush()
         os.fsync(file.fileno())

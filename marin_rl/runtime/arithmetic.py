@@ -8,8 +8,10 @@ import math
 import jax
 from haliax import Axis
 
+from marin_rl.learner.critic import CriticConfig
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.devices import pass_rows
 from marin_rl.tokenization.chat import ChatTokenizer
 
 
@@ -25,32 +27,49 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
     rollouts, limits = config.rollouts, config.sampling
     shape = model_shape(config.model, Axis("vocab", tokenizer.vocab_size), config.trainer)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shape))
-    per_step = rollouts.rollouts_per_step
-    block = min(config.logprob_block_size, rollouts.max_length)
+    per_step, updates = rollouts.rollouts_per_step, config.updates
+    rows, positions = pass_rows(config.trainer, rollouts.rows_per_device), rollouts.positions
+    block = min(config.logprob_block_size, positions)
     prompts = rollouts.prompts_per_step * config.num_steps
+    rounds = f", {config.filter.rounds} times that with resampling" if config.filter.rounds > 1 else ""
     lines = [
         ("parameters", f"{parameters:,}, vocabulary {tokenizer.vocab_size:,}"),
         (
-            "one update",
+            "one step",
             f"{rollouts.prompts_per_step:,} prompts x {rollouts.group_size} attempts = {per_step:,} rollouts",
         ),
-        ("batch", f"{per_step:,} rows x {rollouts.max_length:,} positions = {per_step * rollouts.max_length:,} tokens"),
-        ("sampled per update", f"at most {per_step * rollouts.max_turns * limits.max_new_tokens:,} tokens"),
+        ("sampled per step", f"at most {per_step * rollouts.max_turns * limits.max_new_tokens:,} tokens{rounds}"),
+        (
+            "updates per step",
+            f"{updates.per_step:,} = {updates.epochs:,} x {updates.minibatches:,} (epochs x minibatches)",
+        ),
+        (
+            "one pass",
+            f"{rows:,} rows x {positions:,} positions = {rows * positions:,} tokens on each data-parallel device, "
+            f"{'several sequences' if rollouts.packing else 'one sequence'} in a row",
+        ),
         (
             "the run",
-            f"{config.num_steps:,} updates, {per_step * config.num_steps:,} rollouts, "
-            f"{prompts / train_tasks:.2f} passes over {train_tasks:,} training tasks",
+            f"{config.num_steps:,} steps, {updates.per_step * config.num_steps:,} updates, "
+            f"{per_step * config.num_steps:,} rollouts, each of {train_tasks:,} training tasks "
+            f"{prompts / train_tasks:.2f} times",
         ),
         (
             "logits at a time",
-            f"{per_step:,} x {block:,} x {tokenizer.vocab_size:,} floats, "
-            "over the data-parallel devices and microbatches",
+            f"{rows:,} x {block:,} x {tokenizer.vocab_size:,} floats on each data-parallel device",
         ),
         ("evaluations", f"{_evaluations(config):,}, of {config.evaluation.tasks:,} held-out tasks"),
         ("reference model", "yes" if config.kl.needs_reference else "not loaded, the KL coefficient is 0"),
+        ("critic", _critic(config.critic)),
     ]
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def _critic(critic: CriticConfig | None) -> str:
+    if critic is None:
+        return "none"
+    return "one output on the policy's trunk" if critic.shared_trunk else "a trunk of its own"
 
 
 def _evaluations(config: TrainConfig) -> int:

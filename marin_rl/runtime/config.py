@@ -10,18 +10,26 @@ section can see alone. `model`, `optimizer` and `trainer` are levanter's own sec
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from levanter.models.lm_model import LmConfig
 from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer import TrainerConfig
 
+import marin_rl.objectives.gae
+import marin_rl.objectives.gigpo  # noqa: F401
+from marin_rl.batching.packing import RowLayout
 from marin_rl.environments.base import EnvironmentConfig
 from marin_rl.learner.checkpoint import CheckpointConfig
-from marin_rl.objectives.advantages import AdvantageConfig, RlooConfig
+from marin_rl.learner.critic import CriticConfig
+from marin_rl.objectives.advantages import RlooConfig
 from marin_rl.objectives.aggregation import AggregationConfig, SequenceSumConfig
+from marin_rl.objectives.importance import MismatchConfig, NoMismatchConfig
 from marin_rl.objectives.kl import KlConfig, NoKlConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig, ReinforceLossConfig
+from marin_rl.objectives.shaping import KeepTruncatedConfig, OverlongConfig, TruncationConfig
+from marin_rl.objectives.signals import AdvantageConfig
+from marin_rl.rollouts.filters import FilterConfig, KeepGroupsConfig
 from marin_rl.runtime.config_decoding import decode
 from marin_rl.runtime.evaluation import EvaluationConfig
 from marin_rl.runtime.warm_start import WarmStartConfig
@@ -61,7 +69,7 @@ def default_trainer() -> TrainerConfig:
 
 _DECIDED_ELSEWHERE = {
     "seed": "set seed",
-    "train_batch_size": "set rollouts.prompts_per_step and rollouts.group_size, whose product it is",
+    "train_batch_size": "set rollouts.prompts_per_step and rollouts.group_size, whose product is the batch",
     "num_train_steps": "set num_steps",
     "steps_per_eval": "set evaluation.every",
     "max_eval_batches": "set evaluation.tasks",
@@ -80,6 +88,12 @@ def _field_default(section: type, name: str) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
+ROW_MULTIPLE = 128
+"""What the length of a packed row is rounded up to."""
+TOKENS_PER_PASS = 1024
+"""Positions in a pass on each device, where the config does not say how many rows."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
     """How many rollouts an update is made of, and how far each may go."""
@@ -92,16 +106,63 @@ class RolloutConfig:
     """Most tokens in one sequence, prompt and answers together; also the positions of a batch row."""
     max_turns: int = 1
     """Most answers in one rollout."""
+    packing: bool = True
+    """True puts several rollouts into a row of the batch, by segments that do not see one another; false gives each
+    sequence a row of its own."""
+    row_length: int | None = None
+    """Positions of a batch row, at least `max_length`. By default `max_length`, with packing rounded up to a multiple
+    of 128, which is also what attention kernels want. Rows per pass are `trainer.per_device_parallelism`."""
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "group_size", "max_length", "max_turns"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollouts.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.row_length is not None and self.row_length < self.max_length:
+            raise ValueError(
+                f"rollouts.row_length is {self.row_length}, but a sequence may have rollouts.max_length = "
+                f"{self.max_length} tokens, and must fit into a row; raise row_length or lower max_length"
+            )
 
     @property
     def rollouts_per_step(self) -> int:
-        """Rollouts, and rows of a batch, in one update."""
+        """Rollouts in one step."""
         return self.prompts_per_step * self.group_size
+
+    @property
+    def positions(self) -> int:
+        """Positions of a batch row.
+
+        >>> RolloutConfig(max_length=200).positions, RolloutConfig(max_length=200, packing=False).positions
+        (256, 200)
+        """
+        if self.row_length is not None:
+            return self.row_length
+        return -(-self.max_length // ROW_MULTIPLE) * ROW_MULTIPLE if self.packing else self.max_length
+
+    @property
+    def rows_per_device(self) -> int:
+        """Rows in a pass on each device where the trainer does not say: about a thousand tokens."""
+        return max(TOKENS_PER_PASS // self.positions, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateConfig:
+    """How often the rollouts of a step are trained on."""
+
+    epochs: int = 1
+    """Passes over the rollouts of a step."""
+    minibatches: int = 1
+    """Updates in each of them; every rollout is in exactly one, drawn anew in each epoch."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "minibatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"updates.{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def per_step(self) -> int:
+        """Updates in one step."""
+        return self.epochs * self.minibatches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +182,7 @@ class TrainConfig:
     seed: int = 0
     """Seed of everything random: weights, task order, sampling."""
     num_steps: int = 200
-    """RL updates."""
+    """RL steps: each samples a batch of rollouts and trains on it."""
     rollouts: RolloutConfig = RolloutConfig()
     """Size of a batch and limits of a rollout."""
     sampling: SamplingConfig = SamplingConfig()
@@ -134,6 +195,18 @@ class TrainConfig:
     """The penalty for leaving the reference, which is the policy as it was when RL began."""
     aggregation: AggregationConfig = SequenceSumConfig()
     """How token terms become one loss."""
+    critic: CriticConfig | None = None
+    """The critic that `advantage: {type: gae}` needs; null for none."""
+    updates: UpdateConfig = UpdateConfig()
+    """Epochs and minibatches over the rollouts of a step."""
+    mismatch: MismatchConfig = NoMismatchConfig()
+    """Correction for a sampler whose probabilities differ from the learner's."""
+    overlong: OverlongConfig = OverlongConfig()
+    """Soft penalty on answers that come close to their limit."""
+    truncation: TruncationConfig = KeepTruncatedConfig()
+    """What becomes of rollouts that hit a limit."""
+    filter: FilterConfig = KeepGroupsConfig()
+    """What becomes of groups whose rewards are all equal."""
     logprob_block_size: int = 128
     """Positions of a row whose logits exist at the same time."""
     warm_start: WarmStartConfig = WarmStartConfig()
@@ -150,7 +223,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.num_steps < 0:
-            raise ValueError(f"num_steps is {self.num_steps}; it counts updates and cannot be negative")
+            raise ValueError(f"num_steps is {self.num_steps}; it counts steps and cannot be negative")
         if self.logprob_block_size < 1:
             raise ValueError(f"logprob_block_size is {self.logprob_block_size}; it must be at least 1 position")
         if self.model is None and self.initialize_from is None:
@@ -172,11 +245,63 @@ class TrainConfig:
                 "model.scan_layers is false, but levanter's inference engine samples from scanned layers alone; "
                 "leave it true"
             )
+        self._check_objective()
+
+    def _check_objective(self) -> None:
         if self.rollouts.group_size < self.advantage.minimum_group_size:
             raise ValueError(
                 f"rollouts.group_size is {self.rollouts.group_size}, but advantage {self.advantage_name!r} compares "
                 f"the attempts at a prompt with one another and needs at least {self.advantage.minimum_group_size}; "
                 "raise it, or use advantage: {type: reinforce}"
+            )
+        if self.filter.drops and self.rollouts.group_size < 2:
+            raise ValueError(
+                f"filter {FilterConfig.get_choice_name(type(self.filter))!r} leaves out groups whose rewards are all "
+                "equal, and with rollouts.group_size 1 every group is one of them; raise it, or use "
+                "filter: {type: keep}"
+            )
+        if self.advantage.needs_critic and self.critic is None:
+            raise ValueError(
+                f"advantage {self.advantage_name!r} needs a critic's values; add critic: {{shared_trunk: true}}, or "
+                "use an advantage that compares the attempts at a prompt with one another, as advantage: {type: rloo}"
+            )
+        if self.critic is not None and not self.advantage.needs_critic:
+            raise ValueError(
+                f"critic is set, but advantage {self.advantage_name!r} uses no values; set advantage: {{type: gae}}, "
+                "or critic: null"
+            )
+        if self.advantage.needs_turns and self.rollouts.max_turns < 2:
+            raise ValueError(
+                f"advantage {self.advantage_name!r} compares steps of a rollout, but rollouts.max_turns is "
+                f"{self.rollouts.max_turns}: there is one step and nothing to compare. Raise it, with an environment "
+                "of several turns, or use advantage: {type: rloo}"
+            )
+        loss_name = PolicyLossConfig.get_choice_name(type(self.policy_loss))
+        if self.updates.per_step > 1 and not self.policy_loss.uses_ratio:
+            raise ValueError(
+                f"updates asks for {self.updates.per_step} updates per step, but policy_loss {loss_name!r} ignores "
+                "that the policy has moved since it sampled; use policy_loss: {type: ppo_clip}, or one update"
+            )
+        if self.mismatch.is_token_level and self.policy_loss.is_sequence_level:
+            raise ValueError(
+                f"mismatch {MismatchConfig.get_choice_name(type(self.mismatch))!r} weighs single tokens, but "
+                f"policy_loss {loss_name!r} has one ratio per rollout and cannot leave out some of its tokens; use "
+                "mismatch: {type: mask}, which drops whole rollouts"
+            )
+        if self.advantage.is_token_level and self.policy_loss.is_sequence_level:
+            raise ValueError(
+                f"advantage {self.advantage_name!r} credits single tokens or turns, but policy_loss {loss_name!r} has "
+                "one ratio per rollout, which averages that credit away; set policy_loss: {type: ppo_clip}"
+            )
+        if self.updates.minibatches > self.rollouts.rollouts_per_step:
+            raise ValueError(
+                f"updates.minibatches is {self.updates.minibatches}, but a step has only "
+                f"{self.rollouts.rollouts_per_step} rollouts; lower it, or raise rollouts.prompts_per_step"
+            )
+        if self.overlong.buffer > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"overlong.buffer is {self.overlong.buffer}, but an answer has at most sampling.max_new_tokens = "
+                f"{self.sampling.max_new_tokens} tokens; lower the one or raise the other"
             )
 
     @property
@@ -185,11 +310,23 @@ class TrainConfig:
         return AdvantageConfig.get_choice_name(type(self.advantage))
 
     def trainer_config(self) -> TrainerConfig:
-        """Levanter's trainer section with batch size, steps and seed filled in."""
+        """Levanter's trainer section with steps and seed filled in."""
         return dataclasses.replace(
             self.trainer,
-            train_batch_size=self.rollouts.rollouts_per_step,
             num_train_steps=self.num_steps,
             seed=self.seed,
             id=self.trainer.id or Path(self.run_dir).name,
+        )
+
+    def row_layout(self, trainer: TrainerConfig) -> RowLayout:
+        """The shape of every pass of the model.
+
+        Args:
+            trainer: as `start_devices` completed it.
+        """
+        return RowLayout(
+            self.rollouts.positions,
+            cast(int, trainer.train_batch_size),
+            self.rollouts.packing,
+            whole_rollouts=self.policy_loss.is_sequence_level,
         )

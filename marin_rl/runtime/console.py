@@ -56,7 +56,7 @@ class Progress:
         width: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Prepare; nothing is shown before the first update, message or phase.
+        """Prepare; nothing is shown before the first update or message.
 
         Args:
             total_steps: updates in the whole run.
@@ -72,7 +72,6 @@ class Progress:
         self._clock = clock
         self._times: collections.deque[float] = collections.deque(maxlen=MAX_PLAIN_LINES)
         self._step = 0
-        self._phase = ""
         self._shown: dict[str, str] = {}
         self._live = Live(console=self.console, get_renderable=self._draw, refresh_per_second=4)
 
@@ -82,17 +81,12 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._phase = ""
         if self._live_lines:
             self._live.stop()
 
     def say(self, message: str) -> None:
         """Print a line that stays."""
         self.console.print(Text(message), soft_wrap=True)
-
-    def phase(self, name: str) -> None:
-        """Say what the run is doing now, such as `sampling`; shown on terminals only."""
-        self._phase = name
 
     def update(self, step: int, metrics: Mapping[str, int | float]) -> None:
         """Show one update.
@@ -110,7 +104,7 @@ class Progress:
             self._live.refresh()
         elif evaluated or step in (1, self._total) or step % self._every == 0:
             parts = [f"{name} {text}" for name, text in self._shown.items() if evaluated or name not in EVALUATED]
-            self.say(SEPARATOR.join([f"update {step}/{self._total}", *parts, f"left {self._remaining()}"]))
+            self.say(SEPARATOR.join([f"step {step}/{self._total}", *parts, f"left {self._remaining()}"]))
 
     def _remaining(self) -> str:
         """Time to go at the pace of the last updates, the first of which compiled and does not count."""
@@ -121,7 +115,7 @@ class Progress:
 
     def _draw(self) -> RenderableType:
         width = self.console.width
-        ends = f"update {self._step}/{self._total}", f"{self._remaining()} left"
+        ends = f"step {self._step}/{self._total}", f"{self._remaining()} left"
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
@@ -132,8 +126,6 @@ class Progress:
             part = Text.assemble((f"{name} ", "dim"), (text, "bold"))
             if line.cell_len + len(SEPARATOR) + part.cell_len <= width:
                 line.append_text(Text(SEPARATOR if line else "")).append_text(part)
-        if self._phase and line.cell_len + len(SEPARATOR) + len(self._phase) <= width:
-            line.append(f"{SEPARATOR}{self._phase}" if line else self._phase, "cyan")
         return Group(bar, line)
 
 

@@ -117,7 +117,7 @@ def _draw(axes: Axes, panel: Panel, records: Sequence[Mapping[str, int | float]]
     if len(shown) > 1 or (panel.title == "Held-out accuracy"):
         axes.legend(fontsize=8, frameon=False)
     if is_lowest:
-        axes.set_xlabel("update", fontsize=8, color="#555555")
+        axes.set_xlabel("step", fontsize=8, color="#555555")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.tick_params(labelsize=8, color=GRID, labelcolor="#555555")
     axes.grid(color=GRID, linewidth=0.8)

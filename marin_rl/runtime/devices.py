@@ -13,7 +13,7 @@ class DeviceError(ValueError):
     """Devices, mesh and batch do not fit; names the numbers and a remedy."""
 
 
-def start_devices(config: TrainerConfig, *, rows: int) -> TrainerConfig:
+def start_devices(config: TrainerConfig, *, rows_per_device: int) -> TrainerConfig:
     """Apply the trainer's jax settings, join the distributed runtime, and complete the section.
 
     This is the part of levanter's `TrainerConfig.initialize` that has to do with devices; its logging,
@@ -21,43 +21,43 @@ def start_devices(config: TrainerConfig, *, rows: int) -> TrainerConfig:
 
     Args:
         config: levanter's section.
-        rows: rows of a batch.
+        rows_per_device: rows in a pass on each data-parallel device, where `per_device_parallelism` does not say.
 
     Returns:
-        The section with its batch sizes filled in for the devices at hand.
+        The section with `train_batch_size` set to the rows of one pass, over all devices.
 
     Raises:
-        DeviceError: if `rows` cannot be split over the mesh or into microbatches, or no accelerator was
-            found where one is required.
+        DeviceError: if the mesh does not fit the devices, or no accelerator was found where one is required.
     """
-    config = dataclasses.replace(config)  # levanter completes the section in place
+    # Levanter completes the section in place, and warns where the batch size is not its own.
+    config = dataclasses.replace(config)
     config._initialize_jax_config()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     config.distributed.initialize()
     if config.require_accelerator and jax.default_backend() == "cpu":
         raise DeviceError("trainer.require_accelerator is true, but jax found only a CPU; set it to false to use that")
-    _check_mesh(config, rows)
+    _check_mesh(config)
+    config.per_device_parallelism = pass_rows(config, rows_per_device)
+    config.train_batch_size = config.per_device_parallelism * config.data_axis_size
     config._validate_and_set_defaults()
     return config
 
 
-def _check_mesh(config: TrainerConfig, rows: int) -> None:
+def pass_rows(config: TrainerConfig, default: int) -> int:
+    """Rows in a pass on each data-parallel device: `per_device_parallelism`, where it is set.
+
+    Args:
+        config: levanter's section.
+        default: rows where it is not.
+    """
+    return config.per_device_parallelism if config.per_device_parallelism > 0 else default
+
+
+def _check_mesh(config: TrainerConfig) -> None:
     devices = jax.device_count()
     fixed = config.model_axis_size * config.replica_ici_axis_size
     if config.num_devices_per_slice % fixed:
         raise DeviceError(
             f"{devices} devices cannot be split into trainer.model_axis_size {config.model_axis_size} x "
             f"trainer.replica_ici_axis_size {config.replica_ici_axis_size}: their product must divide a slice's devices"
-        )
-    data = config.data_axis_size
-    if rows % data:
-        raise DeviceError(
-            f"a batch of {rows} rows (rollouts.prompts_per_step x rollouts.group_size) cannot be split over {data} "
-            f"data-parallel devices; make it a multiple of {data}, or raise trainer.model_axis_size"
-        )
-    per_device = config.per_device_parallelism
-    if per_device > 0 and rows % (per_device * data):
-        raise DeviceError(
-            f"a batch of {rows} rows cannot be split into microbatches of trainer.per_device_parallelism {per_device} "
-            f"x {data} data-parallel devices; choose one that divides {rows // data}"
         )

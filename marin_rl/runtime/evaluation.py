@@ -19,7 +19,7 @@ class EvaluationConfig:
     """How held-out accuracy is measured."""
 
     every: int = 50
-    """Evaluate after every so many updates, and before and after RL. 0: only before and after."""
+    """Evaluate after every so many steps, and before and after RL. 0: only before and after."""
     tasks: int = 512
     """Held-out tasks to evaluate on: the first so many, always the same."""
     samples: int = 1

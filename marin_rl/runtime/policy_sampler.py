@@ -35,7 +35,7 @@ class PolicySampler:
                 after every step that donates these.
             tokenizer: names the stop tokens.
             trainer: mesh, axis mapping and compute precision.
-            version: updates behind the weights.
+            version: steps of training behind the weights.
         """
         self._trainer = trainer
         with trainer.use_device_mesh(), hax.axis_mapping(trainer.compute_axis_mapping):
@@ -52,7 +52,7 @@ class PolicySampler:
 
         Args:
             model: the learner's new weights; shared, not copied, where compute and parameter precision agree.
-            version: updates behind them.
+            version: steps of training behind them.
         """
         self._sampler.update_weights(self._trainer.mp.cast_to_compute(model), version)
 

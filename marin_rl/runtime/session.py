@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from marin_rl.learner.critic import policy_of
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_decoding import encode
@@ -65,7 +66,7 @@ def _work(config: TrainConfig, directory: RunDirectory, progress: Progress) -> T
         _export(run, directory)
     else:
         say(
-            f"stopped after update {run.progress.step} of {config.num_steps}; everything is saved in "
+            f"stopped after step {run.progress.step} of {config.num_steps}; everything is saved in "
             f"{directory.path}. Run the same command again to go on"
         )
     sink.records.finish({"episodes": run.progress.episodes})
@@ -152,7 +153,7 @@ def _export(run: TrainingRun, directory: RunDirectory) -> None:
     """The final weights in Hugging Face format; complete, or not there."""
     partial = directory.path / ".hf.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    save_hf_policy(run.state.model, run.tokenizer, partial, run.trainer)
+    save_hf_policy(policy_of(run.state.model), run.tokenizer, partial, run.trainer)
     shutil.rmtree(directory.hf, ignore_errors=True)
     partial.rename(directory.hf)
 
@@ -168,7 +169,7 @@ def _summary(run: TrainingRun, directory: RunDirectory) -> ClosingSummary:
         evaluations={landmark: run.progress.evaluations[landmark] for landmark in run.progress.evaluations},
         seconds=seconds,
         totals={
-            "updates": run.progress.step,
+            "updates": run.progress.updates,
             "rollouts": run.progress.episodes,
             "tokens sampled": run.progress.sampled_tokens,
         },

@@ -6,11 +6,10 @@
 from collections.abc import Mapping, Sequence
 
 import jax
-import numpy as np
 from levanter.models.lm_model import LmConfig
 from levanter.utils.flop_utils import device_hardware_flops
 
-from marin_rl.batching.rl_example import RlExample
+from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.types import RolloutGroup
 
 PHASES = ("sample", "reward", "batch", "reference", "step", "transfer", "wait")
@@ -18,25 +17,27 @@ PHASES = ("sample", "reward", "batch", "reference", "step", "transfer", "wait")
 
 
 def throughput_metrics(
-    groups: Sequence[RolloutGroup], batch: RlExample, seconds: Mapping[str, float], elapsed: float
+    groups: Sequence[RolloutGroup], updates: Sequence[PackedBatch], seconds: Mapping[str, float], elapsed: float
 ) -> dict[str, float]:
     """Rates of one update; padding is never counted as a token.
 
     Args:
-        groups: the rollouts it was made of.
-        batch: what was trained on.
+        groups: the rollouts that were sampled for it.
+        updates: what was trained on; a token that is trained on twice counts twice.
         seconds: time by phase.
         elapsed: seconds from the first request to the published weights.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     sampled = sum(rollout.num_generated_tokens for rollout in rollouts)
-    loss_mask, segment_ids = np.asarray(batch.loss_mask.array), np.asarray(batch.segment_ids.array)
+    trained = sum(packed.num_loss_tokens for packed in updates)
+    slots = sum(packed.num_positions for packed in updates)
     accounted = sum(seconds.get(phase, 0.0) for phase in PHASES)
     return {
         "eps": len(rollouts) / elapsed,
         "tokens/sampled_per_second": sampled / max(seconds.get("sample", 0.0), 1e-9),
-        "tokens/trained_per_second": float(loss_mask.sum()) / max(seconds.get("step", 0.0), 1e-9),
-        "batch/packing_efficiency": float((segment_ids > 0).mean()),
+        "tokens/trained_per_second": trained / max(seconds.get("step", 0.0), 1e-9),
+        "batch/packing_efficiency": sum(packed.num_tokens for packed in updates) / max(slots, 1),
+        "batch/passes": float(sum(len(packed.passes) for packed in updates)),
         **{f"seconds/{phase}": seconds.get(phase, 0.0) for phase in PHASES if phase != "wait"},
         "seconds/wait": max(elapsed - accounted, 0.0),
         "seconds/total": elapsed,
@@ -44,7 +45,7 @@ def throughput_metrics(
 
 
 def model_flops_utilization(
-    model: LmConfig, vocab_size: int, batch: RlExample, step_seconds: float
+    model: LmConfig, vocab_size: int, updates: Sequence[PackedBatch], step_seconds: float
 ) -> dict[str, float]:
     """`mfu`: share of the devices' peak that the update's forward and backward passes used.
 
@@ -53,7 +54,7 @@ def model_flops_utilization(
     """
     peak = device_hardware_flops(jax.devices()[0])
     per_token = model.flops_per_token(vocab_size)
-    if peak is None or per_token is None:
+    if peak is None or per_token is None or not updates:
         return {}
-    tokens = int((np.asarray(batch.segment_ids.array) > 0).sum())
+    tokens = sum(packed.num_tokens for packed in updates)
     return {"mfu": 3 * per_token * tokens / (step_seconds * peak * jax.device_count())}

@@ -44,7 +44,7 @@ class StepRecords:
         """
         if step <= self._last_step:
             raise ValueError(
-                f"update {step} cannot be recorded: update {self._last_step} has been, and each has one record"
+                f"step {step} cannot be recorded: step {self._last_step} has been, and each has one record"
             )
         append_record(self._path, step, metrics)
         self._tracker.log(metrics, step=step)

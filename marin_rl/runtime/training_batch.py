@@ -1,79 +1,213 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""From the rewards of a step's groups to the batch that the learner trains on."""
+"""From the rewards of a step's groups to the batches that the learner trains on."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float64
 
-from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollout
-from marin_rl.batching.rl_example import RlExample, make_batch
-from marin_rl.objectives.kl import kl_per_rollout
-from marin_rl.runtime.training_run import TrainingRun, batch_shape
+from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollout, without_loss
+from marin_rl.batching.rl_example import PackedBatch, pack_batch
+from marin_rl.learner.scoring import Scores
+from marin_rl.objectives.importance import mismatch_statistics
+from marin_rl.objectives.kl import MAX_LOG_RATIO
+from marin_rl.objectives.signals import Credit, RolloutSignal
+from marin_rl.objectives.value_loss import explained_variance
+from marin_rl.runtime.training_run import TrainingRun
+from marin_rl.seeds import derive_seed
 from marin_rl.timing import PhaseTimer
-from marin_rl.types import RolloutGroup
+from marin_rl.types import Rollout, RolloutGroup, RolloutStatus
+
+Tokens = Float64[np.ndarray, " _tokens"]
 
 
 class TrainingBatch(NamedTuple):
-    """A step's batch, and what it was made of."""
+    """Everything that a step trains on, rollout by rollout."""
 
-    example: RlExample
-    """The arrays."""
+    rollouts: Sequence[ProcessedRollout]
+    """As arrays; failed rollouts carry no signal and are not among them."""
+    credits: Sequence[Credit]
+    """Advantages and value targets of their action tokens."""
+    importance_weights: Sequence[Tokens]
+    """What corrects the policy term of each action token for the sampler; 1 without a correction."""
     advantages: Mapping[str, float]
-    """Advantage by rollout id; 0 for failed rollouts, which are not in the arrays."""
+    """Mean advantage by rollout id; 0 for failed rollouts."""
     metrics: Mapping[str, float]
-    """The reward signal: scores, and what the KL penalty takes from them."""
+    """The reward signal: scores, what the KL penalty takes from them, and how good the critic was."""
 
 
 def build_batch(run: TrainingRun, groups: Sequence[RolloutGroup], timer: PhaseTimer) -> TrainingBatch:
     """Rewards to advantages to arrays.
 
-    Failed rollouts carry no signal and are left out of the arrays.
-
     Args:
-        run: names reference, objective and shape.
-        groups: all groups of the step.
+        run: names reference, critic and objective.
+        groups: the groups to train on; none where the filter left none.
         timer: counts the phases `batch` and `reference`.
     """
-    config = run.config
+    graded = [rollout for group in groups for rollout in group.rollouts if rollout.rewards]
+    if not graded:
+        return TrainingBatch((), (), (), {}, {})
     with timer.phase("batch"):
-        shape = batch_shape(config)
-        graded = [rollout for group in groups for rollout in group.rollouts if rollout.rewards]
-        processed = [
-            process_rollout(rollout, length=shape.positions, pad_token_id=run.tokenizer.pad_token_id)
-            for rollout in graded
-        ]
-    signal: dict[str, float] = {}
-    scores = {rollout.id: rollout.total_reward or 0.0 for rollout in graded}
-    mean_score = float(np.mean(list(scores.values())))
-    penalty = np.zeros(len(graded))
+        rollouts = [_process(run, rollout) for rollout in graded]
+    with timer.phase("reference"):
+        rollouts, weights, metrics = _correct(run, _score(run, rollouts))
+    with timer.phase("batch"):
+        penalties = [run.config.kl.reward_penalty(_k1(rollout)) for rollout in rollouts]
+        metrics |= _reward_metrics(run, graded, rollouts)
+        rollouts, weights = _mask_truncated(run, graded, rollouts, weights)
+        signals = {
+            rollout.id: _signal(rollout, processed, penalty)
+            for rollout, processed, penalty in zip(graded, rollouts, penalties, strict=True)
+        }
+        grouped = [[signals[r.id] if r.rewards else _failed(r) for r in group.rollouts] for group in groups]
+        computed = run.config.advantage.compute(grouped)
+        credits = {
+            signal.id: credit
+            for members, given in zip(grouped, computed, strict=True)
+            for signal, credit in zip(members, given, strict=True)
+        }
+        metrics |= _critic_metrics(run, list(signals.values()), [credits[r.id] for r in graded])
+    means = {id: float(given.advantages.mean()) if given.advantages.size else 0.0 for id, given in credits.items()}
+    return TrainingBatch(rollouts, [credits[r.id] for r in graded], weights, means, metrics)
+
+
+def minibatches(run: TrainingRun, batch: TrainingBatch, step: int) -> Iterator[PackedBatch]:
+    """The batches of a step's updates: in every epoch each rollout once, in an order of its own.
+
+    Denominators are counted over each minibatch, which is the whole batch of its update.
+
+    Args:
+        run: names epochs, minibatches, aggregation and the shape of a pass.
+        batch: what the step trains on.
+        step: with the run's seed, decides which rollout is in which minibatch.
+    """
+    updates, count = run.config.updates, len(batch.rollouts)
+    for epoch in range(updates.epochs):
+        order = np.arange(count)
+        if updates.per_step > 1:
+            order = np.random.default_rng(derive_seed(run.config.seed, "minibatches", step, epoch)).permutation(count)
+        for part in np.array_split(order, updates.minibatches):
+            chosen = sorted(part.tolist())
+            if any(batch.rollouts[index].num_loss_tokens for index in chosen):
+                yield pack_batch(
+                    [batch.rollouts[index] for index in chosen],
+                    [batch.credits[index] for index in chosen],
+                    run.config.aggregation,
+                    run.config.row_layout(run.trainer),
+                    pad_token_id=run.tokenizer.pad_token_id,
+                    importance_weights=[batch.importance_weights[index] for index in chosen],
+                )
+
+
+def _process(run: TrainingRun, rollout: Rollout) -> ProcessedRollout:
+    return process_rollout(rollout, length=run.config.rollouts.max_length, pad_token_id=run.tokenizer.pad_token_id)
+
+
+def _score(
+    run: TrainingRun, rollouts: Sequence[ProcessedRollout]
+) -> tuple[list[ProcessedRollout], list[Scores] | None]:
+    """Reference log-probs and values filled in; what the learner itself says, where anybody asks."""
+    scored = list(rollouts)
     if run.reference is not None:
-        with timer.phase("reference"):
-            processed = run.reference.score(processed)
-        kl = np.array([_rollout_kl(rollout) for rollout in processed])
-        penalty = config.kl.reward_penalty(kl)
-        signal["objective/kl"] = float(kl.mean())
-        signal["objective/non_score_reward"] = config.kl.coefficient * float(kl.mean())
-    else:
-        signal["objective/non_score_reward"] = 0.0
-    signal["objective/rlhf_reward"] = mean_score - signal["objective/non_score_reward"]
-    with timer.phase("batch"):
-        returns = {rollout.id: scores[rollout.id] - float(cost) for rollout, cost in zip(graded, penalty, strict=True)}
-        advantages = _advantages(run, groups, returns)
-        example = make_batch(processed, [advantages[rollout.id] for rollout in graded], config.aggregation, shape)
-    return TrainingBatch(example, advantages, signal)
+        reference = run.scorer.score(run.reference, scored)
+        scored = [
+            dataclasses.replace(rollout, reference_logprobs=scores.logprobs)
+            for rollout, scores in zip(scored, reference, strict=True)
+        ]
+    if run.config.critic is None and not run.config.mismatch.needs_old_logprobs:
+        return scored, None
+    own = run.scorer.score(run.state.model, scored)
+    scored = [dataclasses.replace(rollout, values=scores.values) for rollout, scores in zip(scored, own, strict=True)]
+    return scored, own
 
 
-def _advantages(run: TrainingRun, groups: Sequence[RolloutGroup], returns: dict[str, float]) -> dict[str, float]:
-    advantages: dict[str, float] = {}
-    for group in groups:
-        values = run.config.advantage.compute([returns.get(rollout.id) for rollout in group.rollouts])
-        advantages |= {rollout.id: float(value) for rollout, value in zip(group.rollouts, values, strict=True)}
-    return advantages
+def _correct(
+    run: TrainingRun, scored: tuple[list[ProcessedRollout], list[Scores] | None]
+) -> tuple[list[ProcessedRollout], list[Tokens], dict[str, float]]:
+    """With a mismatch correction, ratios start from the learner's own log-probs, and weights make up for the rest."""
+    rollouts, own = scored
+    if own is None or not run.config.mismatch.needs_old_logprobs:
+        return rollouts, [np.ones(rollout.num_loss_tokens) for rollout in rollouts], {}
+    log_weights = [
+        (scores.logprobs.astype(np.float64) - rollout.policy_logprobs)[rollout.loss_mask]
+        for rollout, scores in zip(rollouts, own, strict=True)
+    ]
+    weights = run.config.mismatch.weights(log_weights)
+    statistics = mismatch_statistics(log_weights)
+    corrected = [
+        dataclasses.replace(rollout, policy_logprobs=scores.logprobs)
+        for rollout, scores in zip(rollouts, own, strict=True)
+    ]
+    return corrected, weights, {f"mismatch/{name}": value for name, value in statistics.items()}
 
 
-def _rollout_kl(rollout: ProcessedRollout) -> float:
-    ids = np.zeros(rollout.input_ids.shape, np.int32)
-    return float(kl_per_rollout(rollout.policy_logprobs, rollout.reference_logprobs, rollout.loss_mask, ids, 1)[0])
+def _mask_truncated(
+    run: TrainingRun, graded: Sequence[Rollout], rollouts: Sequence[ProcessedRollout], weights: Sequence[Tokens]
+) -> tuple[list[ProcessedRollout], list[Tokens]]:
+    """Without loss on truncated rollouts, where the config says so; after scoring, because their KL counts anyway."""
+    cut_off = [run.config.truncation.masks and rollout.status is RolloutStatus.TRUNCATED for rollout in graded]
+    return (
+        [without_loss(rollout) if cut else rollout for rollout, cut in zip(rollouts, cut_off, strict=True)],
+        [np.zeros(0) if cut else own for own, cut in zip(weights, cut_off, strict=True)],
+    )
+
+
+def _k1(rollout: ProcessedRollout) -> Tokens:
+    difference = rollout.policy_logprobs.astype(np.float64) - rollout.reference_logprobs
+    return np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)[rollout.loss_mask]
+
+
+def _signal(rollout: Rollout, processed: ProcessedRollout, penalties: Tokens) -> RolloutSignal:
+    mask, score = processed.loss_mask, rollout.total_reward
+    assert score is not None
+    if not mask.any():
+        # No token of it is trained on, but the others are compared with it: with its return, penalties included.
+        score, penalties = score - math.fsum(penalties), np.zeros(0)
+    return RolloutSignal(
+        id=rollout.id,
+        score=score,
+        turn_rewards=np.array([turn.reward or 0.0 for turn in rollout.turns], np.float64),
+        anchors=tuple(turn.anchor_state for turn in rollout.turns),
+        turn_ids=processed.turn_ids[mask],
+        penalties=penalties,
+        values=processed.values[mask].astype(np.float64),
+        unrewarded_turns=tuple(index for index, turn in enumerate(rollout.turns) if turn.reward is None),
+    )
+
+
+def _failed(rollout: Rollout) -> RolloutSignal:
+    nothing = np.zeros(0)
+    return RolloutSignal(
+        id=rollout.id,
+        score=None,
+        turn_rewards=np.zeros(len(rollout.turns)),
+        anchors=tuple(turn.anchor_state for turn in rollout.turns),
+        turn_ids=np.zeros(0, np.int32),
+        penalties=nothing,
+        values=nothing,
+    )
+
+
+def _reward_metrics(
+    run: TrainingRun, graded: Sequence[Rollout], rollouts: Sequence[ProcessedRollout]
+) -> dict[str, float]:
+    metrics = {"objective/non_score_reward": 0.0}
+    if run.reference is not None:
+        kl = float(np.mean([_k1(rollout).sum() for rollout in rollouts]))
+        metrics |= {"objective/kl": kl, "objective/non_score_reward": run.config.kl.coefficient * kl}
+    mean_score = float(np.mean([rollout.total_reward or 0.0 for rollout in graded]))
+    metrics["objective/rlhf_reward"] = mean_score - metrics["objective/non_score_reward"]
+    return metrics
+
+
+def _critic_metrics(run: TrainingRun, signals: Sequence[RolloutSignal], credits: Sequence[Credit]) -> dict[str, float]:
+    if run.config.critic is None:
+        return {}
+    values = np.concatenate([signal.values for signal in signals])
+    targets = np.concatenate([credit.value_targets for credit in credits])
+    return {"critic/explained_variance": explained_variance(values, targets)}

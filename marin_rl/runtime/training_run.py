@@ -8,18 +8,19 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import equinox as eqx
 import jax
 from haliax import Axis
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
-from marin_rl.batching.rl_example import BatchShape
 from marin_rl.environments.base import Environment
 from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
+from marin_rl.learner.critic import attach_critic, policy_of, with_critic
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.policy_model import initialize_policy, load_hf_policy, model_shape, read_hf_architecture
-from marin_rl.learner.reference import ReferencePolicy
+from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
 from marin_rl.rollouts.run_rollouts import Limits, Player
 from marin_rl.runtime.config import TrainConfig
@@ -40,13 +41,17 @@ class Progress:
     """The host's share of a run's state; saved in every checkpoint, as JSON."""
 
     step: int = 0
-    """Updates done."""
+    """Steps done."""
+    updates: int = 0
+    """Updates of the weights; several in a step with epochs or minibatches."""
+    tasks_drawn: int = 0
+    """Training tasks played; where the next step goes on in their order."""
     episodes: int = 0
-    """Rollouts trained on."""
+    """Rollouts sampled for training."""
     sampled_tokens: int = 0
     """Tokens sampled for training."""
     trained_tokens: int = 0
-    """Tokens that carried loss."""
+    """Tokens trained on; twice where there are two epochs."""
     vocab_size: int = 0
     """The model's vocabulary, which may be larger than the tokenizer's."""
     evaluations: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
@@ -69,8 +74,10 @@ class TrainingRun:
     """Holds the current weights."""
     learner: Learner
     """Makes new ones."""
-    reference: ReferencePolicy | None
-    """The frozen reference, where the KL coefficient is above 0."""
+    scorer: Scorer
+    """Log-probs and values of rollouts under given weights."""
+    reference: LmHeadModel | None
+    """The frozen reference, where the KL coefficient is above 0; otherwise it is neither loaded nor run."""
     checkpoints: Checkpoints
     """Where state is saved."""
     rollouts: Path
@@ -87,7 +94,7 @@ class TrainingRun:
 
     def publish(self) -> None:
         """Hand the learner's weights to the sampler, without a copy."""
-        self.sampler.update(self.state.model, self.progress.step)
+        self.sampler.update(policy_of(self.state.model), self.progress.step)
 
     def save(self) -> Path:
         """Write a checkpoint of everything that a resume needs."""
@@ -115,20 +122,20 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         CheckpointError: if there are checkpoints and none is usable.
     """
     assert config.model is not None
-    trainer = start_devices(config.trainer_config(), rows=config.rollouts.rollouts_per_step)
+    trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
     tokenizer = config.tokenizer.build()
     environment = config.environment.build()
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
     # A learning rate schedule has no form for no steps at all, which is a run that only warms up and exports.
-    num_steps = max(config.num_steps, 1)
-    learner = Learner(trainer, config.optimizer, make_loss(config, trainer), num_steps=num_steps)
+    num_updates = max(config.num_steps, 1) * config.updates.per_step
+    learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=num_updates)
     if (checkpoint := checkpoints.newest_good()) is not None:
         progress = Progress(**checkpoint.progress)
         state = _restore(checkpoint, learner, config, progress.vocab_size)
         for damaged in [step for step in checkpoints.steps() if step > progress.step]:
-            report(f"the checkpoint of update {damaged} is damaged and passed over; log.txt says what is wrong with it")
-        report(f"resuming after update {progress.step}, from {checkpoint.path}")
-        sampler = PolicySampler(config, state.model, tokenizer, trainer, progress.step)
+            report(f"the checkpoint of step {damaged} is damaged and passed over; log.txt says what is wrong with it")
+        report(f"resuming after step {progress.step}, from {checkpoint.path}")
+        sampler = PolicySampler(config, policy_of(state.model), tokenizer, trainer, progress.step)
     else:
         state, sampler, progress = _start(config, learner, trainer, tokenizer, environment, report)
     run = TrainingRun(
@@ -138,6 +145,13 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         tokenizer,
         sampler,
         learner,
+        Scorer(
+            trainer,
+            config.row_layout(trainer),
+            pad_token_id=tokenizer.pad_token_id,
+            temperature=config.sampling.temperature,
+            block_size=config.logprob_block_size,
+        ),
         None,
         checkpoints,
         folder / "rollouts",
@@ -147,25 +161,36 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
     if checkpoint is None:
         run.save()
     if config.kl.needs_reference:
-        run.reference = _make_reference(run)
+        run.reference = restore_policy(checkpoints.open(0), config, trainer)
     return run
 
 
-def make_loss(config: TrainConfig, trainer: TrainerConfig) -> RlLoss:
-    """The configured loss, scaled for the trainer's microbatches."""
-    rows = config.rollouts.rollouts_per_step
+def restore_policy(checkpoint: Checkpoint, config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel:
+    """The policy's weights out of a checkpoint, without its critic, if any, and without the optimizer's state.
+
+    Args:
+        checkpoint: of a run.
+        config: that run's config; its `model` filled in.
+        trainer: as `start_devices` completed it; mesh and axis mapping.
+
+    Raises:
+        CheckpointError: if the checkpoint holds another model than the config says.
+    """
+    assert config.model is not None
+    like = model_shape(config.model, Axis("vocab", checkpoint.progress["vocab_size"]), trainer)
+    where = "model" if config.critic is None else "model/policy"
+    return checkpoint.restore_model(like, where, axis_mapping=trainer.parameter_axis_mapping, mesh=trainer.device_mesh)
+
+
+def make_loss(config: TrainConfig) -> RlLoss:
+    """The configured loss."""
     return RlLoss(
         policy_loss=config.policy_loss,
         kl=config.kl,
         temperature=config.sampling.temperature,
         block_size=config.logprob_block_size,
-        num_microbatches=rows // (trainer.microbatch_size or rows),
+        critic=config.critic,
     )
-
-
-def batch_shape(config: TrainConfig) -> BatchShape:
-    """The fixed shape of every batch of the run."""
-    return BatchShape(config.rollouts.rollouts_per_step, config.rollouts.max_length)
 
 
 def resolve_model(config: TrainConfig) -> TrainConfig:
@@ -227,14 +252,16 @@ def _start(
             model,
             player,
             trainer,
+            config.row_layout(trainer),
             seed=config.seed,
             block_size=config.logprob_block_size,
             temperature=config.sampling.temperature,
             use_weights=use_weights,
             report=report,
         )
-    state = learner.initial_state(model, jax.random.PRNGKey(derive_seed(config.seed, "training") % 2**32))
-    use_weights(state.model)
+    trained = attach_critic(config.critic, model, trainer)
+    state = learner.initial_state(trained, jax.random.PRNGKey(derive_seed(config.seed, "training") % 2**32))
+    use_weights(policy_of(state.model))
     measure("before RL")
     return state, sampler, progress
 
@@ -247,19 +274,7 @@ def describe_accuracy(evaluation: dict[str, float]) -> str:
 
 def _restore(checkpoint: Checkpoint, learner: Learner, config: TrainConfig, vocab_size: int) -> TrainerState:
     assert config.model is not None
-    like = learner.state_shape(model_shape(config.model, Axis("vocab", vocab_size), learner.trainer.config))
-    return checkpoint.restore(like, axis_mapping=learner.parameter_mapping, mesh=learner.mesh)
-
-
-def _make_reference(run: TrainingRun) -> ReferencePolicy:
-    assert run.config.model is not None
-    first = run.checkpoints.open(0)
-    like = model_shape(run.config.model, Axis("vocab", run.progress.vocab_size), run.trainer)
-    model = first.restore_model(like, axis_mapping=run.learner.parameter_mapping, mesh=run.learner.mesh)
-    return ReferencePolicy(
-        model,
-        run.trainer,
-        shape=batch_shape(run.config),
-        temperature=run.config.sampling.temperature,
-        block_size=run.config.logprob_block_size,
-    )
+    policy = model_shape(config.model, Axis("vocab", vocab_size), learner.trainer.config)
+    model = policy if config.critic is None else eqx.filter_eval_shape(with_critic, config.critic, policy)
+    like = learner.state_shape(model)
+    return learner.place(checkpoint.restore(like, axis_mapping=learner.parameter_mapping, mesh=learner.mesh))

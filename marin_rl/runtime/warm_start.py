@@ -14,14 +14,16 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.optim import AdamConfig
 from levanter.trainer import TrainerConfig
 
+from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout, process_conversation
-from marin_rl.batching.rl_example import BatchShape, make_batch
+from marin_rl.batching.rl_example import pack_batch
 from marin_rl.environments.base import Split
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.train_step import Learner
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.objectives.kl import NoKlConfig
 from marin_rl.objectives.policy_loss import ReinforceLossConfig
+from marin_rl.objectives.signals import Credit
 from marin_rl.rollouts.rollout_metrics import is_correct
 from marin_rl.rollouts.run_rollouts import Player, run_groups
 from marin_rl.seeds import derive_seed
@@ -70,6 +72,7 @@ def warm_start(
     model: LmHeadModel,
     player: Player,
     trainer: TrainerConfig,
+    layout: RowLayout,
     *,
     seed: int,
     block_size: int,
@@ -86,7 +89,8 @@ def warm_start(
         config: how long, how fast, and when to stop.
         model: **donated**; use the returned one.
         player: its environment gives worked answers and validation tasks.
-        trainer: mesh, precision and microbatches.
+        trainer: mesh and precision.
+        layout: the shape of a pass.
         seed: the run's seed.
         block_size: positions whose logits exist at the same time.
         temperature: of the accuracy that decides when to stop.
@@ -97,41 +101,29 @@ def warm_start(
         The trained model.
 
     Raises:
-        WarmStartError: if no training task has a worked answer, none of a batch fits, there is no validation
-            task, or a batch cannot be split over the mesh.
+        WarmStartError: if no training task has a worked answer, none of a batch fits, or nothing is there to check.
     """
     tasks, check_tasks = _worked_tasks(player), _check_tasks(config, player)
-    if config.batch_size % trainer.data_axis_size:
-        raise WarmStartError(
-            f"warm_start.batch_size {config.batch_size} cannot be split over {trainer.data_axis_size} data-parallel "
-            f"devices; make it a multiple of {trainer.data_axis_size}"
-        )
-    shape = BatchShape(config.batch_size, player.limits.max_length)
     optimizer = AdamConfig(learning_rate=config.learning_rate, lr_schedule="constant", warmup=0, weight_decay=0.0)
-    trainer = dataclasses.replace(trainer, train_batch_size=config.batch_size, per_device_parallelism=-1)
-    loss = RlLoss(ReinforceLossConfig(), NoKlConfig(), temperature=1.0, block_size=block_size, num_microbatches=1)
+    loss = RlLoss(ReinforceLossConfig(), NoKlConfig(), temperature=1.0, block_size=block_size)
 
     @functools.cache
     def example(index: int) -> ProcessedRollout | None:
         return _worked_example(tasks[index], player)
 
-    learner = Learner(trainer, optimizer, loss, num_steps=config.max_steps)
+    pad = player.tokenizer.pad_token_id
+    learner = Learner(trainer, optimizer, loss, num_updates=config.max_steps)
     state = learner.initial_state(model, jax.random.PRNGKey(derive_seed(seed, "warm start") % 2**32))
     for step in range(1, config.max_steps + 1):
         rng = np.random.default_rng(derive_seed(seed, "warm start", step))
-        drawn = [example(int(index)) for index in rng.integers(len(tasks), size=config.batch_size)]
-        chosen = [found for found in drawn if found is not None]
-        if not chosen:
-            raise WarmStartError(
-                f"environment {player.environment.name!r}: not one of {len(drawn)} worked answers fits into "
-                f"{player.limits.max_length} tokens; raise rollouts.max_length, or set warm_start.max_steps: 0"
-            )
-        batch = make_batch(chosen, [1.0] * len(chosen), TokenMeanConfig(), shape)
-        state, measured = learner.step(state, batch)
+        chosen = _those_that_fit([example(int(i)) for i in rng.integers(len(tasks), size=config.batch_size)], player)
+        credits = [_as_if_earned(found) for found in chosen]
+        batch = pack_batch(chosen, credits, TokenMeanConfig(), layout, pad_token_id=pad)
+        state, measured = learner.step(state, batch.passes)
         if step % config.check_every == 0 or step == config.max_steps:
             use_weights(state.model)
             accuracy = _accuracy(player, check_tasks, temperature, seed)
-            report(f"warm start {step}: loss {measured['loss/total']:.3f}, validation accuracy {accuracy:.3f}")
+            report(f"warm start {step}: loss {float(measured['loss/total']):.3f}, validation accuracy {accuracy:.3f}")
             if accuracy >= config.target_accuracy:
                 break
     return state.model
@@ -166,6 +158,21 @@ def _worked_example(task: Task, player: Player) -> ProcessedRollout | None:
         length=player.limits.max_length,
         tokenizer=player.tokenizer,
     )
+
+
+def _those_that_fit(drawn: Sequence[ProcessedRollout | None], player: Player) -> list[ProcessedRollout]:
+    chosen = [found for found in drawn if found is not None]
+    if not chosen:
+        raise WarmStartError(
+            f"environment {player.environment.name!r}: not one of {len(drawn)} worked answers fits into "
+            f"{player.limits.max_length} tokens; raise rollouts.max_length, or set warm_start.max_steps: 0"
+        )
+    return chosen
+
+
+def _as_if_earned(example: ProcessedRollout) -> Credit:
+    tokens = example.num_loss_tokens
+    return Credit(np.ones(tokens), np.zeros(tokens))
 
 
 def _accuracy(player: Player, tasks: Sequence[Task], temperature: float, seed: int) -> float:

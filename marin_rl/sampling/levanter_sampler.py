@@ -45,16 +45,17 @@ class SamplerError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """How training data is sampled, and how large the engine is.
-
-    There is no `top_p` and no `top_k`: truncated sampling biases every log-ratio that the
-    objectives are made of.
-    """
+    """How training data is sampled, and how large the engine is."""
 
     max_new_tokens: int = 64
     """Most tokens that any request may ask for, the stop token included. At least 1."""
     temperature: float = 1.0
     """Temperature of the training samples, above 0."""
+    top_p: float = 1.0
+    """1.0, which is no truncation, and nothing else: every objective is made of log-ratios of the whole
+    distribution."""
+    top_k: int | None = None
+    """null, which is no truncation, and nothing else; as `top_p`."""
     max_seqs: int = 64
     """Sequences that are decoded together. The KV cache holds `max_seqs` times the maximal context, and
     every round costs as much as a full one; more requests than this are answered in several rounds."""
@@ -74,6 +75,13 @@ class SamplingConfig:
                 raise ValueError(f"sampling.{name} is {getattr(self, name)}; it must be at least 1")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ValueError(f"sampling.temperature is {self.temperature}; training samples need one above 0")
+        for name, neutral, written in (("top_p", 1.0, "1.0"), ("top_k", None, "null")):
+            if getattr(self, name) != neutral:
+                raise ValueError(
+                    f"sampling.{name} is {getattr(self, name)}, but truncated sampling leaves out part of the "
+                    "distribution, which biases every log-ratio of the objectives, and the sampler has no truncation; "
+                    f"set sampling.{name}: {written} and change sampling.temperature instead"
+                )
         if self.kv_cache_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"sampling.kv_cache_dtype is {self.kv_cache_dtype!r}; use float32 or bfloat16")
 
@@ -130,7 +138,7 @@ class LevanterSampler:
             config: sizes.
             stop_token_ids: each of them alone ends a generation. May be empty.
             max_context: most tokens of prompt and answer together, at least 2.
-            version: number of updates behind `model`.
+            version: steps of training behind `model`.
 
         Raises:
             ValueError: if the sizes contradict one another.
@@ -161,7 +169,7 @@ class LevanterSampler:
 
         Args:
             model: same structure, shapes and dtypes as before.
-            version: number of updates behind it.
+            version: steps of training behind it.
 
         Raises:
             ValueError: if the model has another structure, or a shape or dtype differs.

@@ -8,7 +8,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from marin_rl.batching.processed_rollout import process_conversation, process_rollout
+from marin_rl.batching.processed_rollout import process_conversation, process_rollout, without_loss
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Generation, Rollout, RolloutStatus, StopReason, Task, Turn
@@ -48,6 +48,8 @@ def test_two_turns_with_an_observation_between_them() -> None:
         [0.0] * observed + [-0.5, -0.25] + [0.0] * len(SECOND) + [-1.5, -0.75] + [0.0] * 3
     ]
     assert not processed.reference_logprobs.any()
+    assert processed.turn_ids.tolist() == [[-1] * observed + [0] * 2 + [-1] * len(SECOND) + [1] * 2 + [-1] * 3]
+    assert not processed.values.any()
     assert processed.returns.tolist() == [1.5]
     assert (processed.source, processed.id) == ("sums", "step-1/group-0/2")
 
@@ -66,6 +68,10 @@ def test_a_rewritten_history_makes_a_second_row_of_the_same_rollout() -> None:
     assert np.flatnonzero(processed.loss_mask[0]).tolist() == [7, 8]
     assert np.flatnonzero(processed.loss_mask[1]).tolist() == [13, 16]
     assert processed.policy_logprobs[1, [13, 16]].tolist() == [-1.5, -2.0]
+    # Turns are those of the rollout, not of the row.
+    assert processed.turn_ids[processed.loss_mask].tolist() == [0, 0, 1, 2]
+    assert (processed.turn_ids[~processed.loss_mask] == -1).all()
+    assert (processed.lengths, processed.num_loss_tokens) == ((9, 17), 4)
     assert processed.returns.tolist() == [1.5, 1.5]
 
 
@@ -85,12 +91,31 @@ def test_a_failed_rollout_keeps_its_turns_and_has_no_return() -> None:
 
 def test_a_rollout_that_failed_before_its_first_turn_has_no_rows() -> None:
     failed = Rollout("r", "group-0", TASK, (), RolloutStatus.FAILED, {}, "boom")
-    assert process_rollout(failed, length=8, pad_token_id=PAD).input_ids.shape == (0, 8)
+    processed = process_rollout(failed, length=8, pad_token_id=PAD)
+    assert processed.input_ids.shape == (0, 8)
+    assert (processed.lengths, processed.num_loss_tokens) == ((), 0)
 
 
 def test_an_answer_to_nothing_is_an_error() -> None:
     with pytest.raises(ValueError, match="covers a first token"):
         process_rollout(rollout(turn((), {5: -1.0}, starts=True)), length=4, pad_token_id=PAD)
+
+
+def test_a_rollout_without_loss_keeps_its_tokens_and_nothing_of_the_rest() -> None:
+    whole = process_rollout(TWO_TURNS, length=18, pad_token_id=PAD)
+    scored = dataclasses.replace(
+        whole,
+        values=whole.loss_mask.astype(np.float32),
+        reference_logprobs=-whole.loss_mask.astype(np.float32),
+    )
+    masked = without_loss(scored)
+    assert masked.num_loss_tokens == 0
+    assert masked.lengths == (15,)
+    assert (masked.turn_ids == -1).all()
+    for name in ("policy_logprobs", "reference_logprobs", "values"):
+        assert not getattr(masked, name).any(), name
+    for name in ("input_ids", "segment_ids", "returns"):
+        np.testing.assert_array_equal(getattr(masked, name), getattr(scored, name), err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +139,8 @@ def test_a_conversation_has_loss_on_what_the_assistant_says(chat: ChatTokenizer)
     assert (processed.input_ids[~used] == chat.pad_token_id).all()
     assert used.sum() == 4 + 2 + 1 + 2 + 5 + 2 + 1 + 2
     assert not processed.policy_logprobs.any()
+    assert processed.turn_ids[processed.loss_mask].tolist() == [0, 0, 1, 1]
+    assert (processed.turn_ids[~processed.loss_mask] == -1).all()
     assert processed.returns.tolist() == [0.0]
 
 
@@ -138,6 +165,8 @@ def test_arrays_have_the_documented_dtypes() -> None:
         "segment_ids": "int32",
         "policy_logprobs": "float32",
         "reference_logprobs": "float32",
+        "turn_ids": "int32",
+        "values": "float32",
         "returns": "float32",
     }
 
@@ -167,6 +196,14 @@ GOOD = process_rollout(TWO_TURNS, length=18, pad_token_id=PAD)
         ("policy_logprobs", set_at(GOOD.policy_logprobs, (0, 7), np.nan), "policy_logprobs has values"),
         ("policy_logprobs", set_at(GOOD.policy_logprobs, (0, 7), -np.inf), "policy_logprobs has values"),
         ("reference_logprobs", set_at(GOOD.reference_logprobs, (0, 7), 0.5), "reference_logprobs has values"),
+        ("segment_ids", set_at(GOOD.segment_ids, (0, 3), 0), "segment_ids is not 1 on the first positions"),
+        ("segment_ids", set_at(GOOD.segment_ids, (0, 3), 2), "segment_ids is not 1 on the first positions"),
+        ("turn_ids", GOOD.turn_ids.astype(np.int64), "turn_ids is int64, expected int32"),
+        ("turn_ids", set_at(GOOD.turn_ids, (0, 7), -1), "turn_ids is not the turn of each loss token"),
+        ("turn_ids", set_at(GOOD.turn_ids, (0, 6), 0), "turn_ids is not the turn of each loss token"),
+        ("turn_ids", set_at(GOOD.turn_ids, (0, 7), 1), "turn_ids goes back from a turn to an earlier one"),
+        ("values", GOOD.values[:, :-1], "values has shape (1, 17), input_ids has (1, 18)"),
+        ("values", set_at(GOOD.values, (0, 7), np.inf), "values has entries that are not finite"),
     ],
 )
 def test_wrong_arrays_are_refused_by_name(monkeypatch, field: str, value: np.ndarray, complaint: str) -> None:

@@ -2,15 +2,27 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+import functools
+import re
+from collections.abc import Sequence
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
+from haliax import Axis
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from levanter.layers.attention import AttentionBackend
+from levanter.models.gpt2 import Gpt2Config
+from levanter.models.llama import LlamaConfig
+from levanter.models.lm_model import LmConfig, LmHeadModel
 
+from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout
-from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, BatchShape, make_batch
+from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, PackedBatch, RlExample, pack_batch, pack_to_score
 from marin_rl.objectives.aggregation import (
     AggregationConfig,
     ConstantConfig,
@@ -18,73 +30,225 @@ from marin_rl.objectives.aggregation import (
     SequenceSumConfig,
     TokenMeanConfig,
 )
+from marin_rl.objectives.signals import Credit
 
-POSITIONS = 6
-PAD = 99
+PAD = 31
+VOCAB = 32
+AGGREGATIONS = [TokenMeanConfig(), SequenceMeanConfig(), SequenceSumConfig(), ConstantConfig(10)]
+SAMPLED = ("policy_logprobs", "reference_logprobs", "values")
+"""Arrays of a rollout that reach the batch as they are."""
 
 
-def processed(id: str, *rows: str) -> ProcessedRollout:
-    """A rollout from pictures of its rows: `o` observed, `x` sampled, `.` padding."""
-    pictures = np.array([list(row) for row in rows]).reshape(len(rows), POSITIONS)
+def processed(id: str, *rows: str, seed: int = 0) -> ProcessedRollout:
+    """A rollout from pictures of its rows: `o` observed, `x` sampled, `.` padding; a turn is a stretch of `x`."""
+    pictures = np.array([list(row) for row in rows]).reshape(len(rows), -1)
     mask, used = pictures == "x", pictures != "."
-    tokens = np.arange(pictures.size).reshape(pictures.shape) + 1
+    rng = np.random.default_rng([seed, *id.encode()])
+
+    def floats(low: float, high: float) -> np.ndarray:
+        return np.where(mask, rng.uniform(low, high, mask.shape), 0).astype(np.float32)
+
+    starts = mask & ~np.pad(mask, ((0, 0), (1, 0)))[:, :-1]
+    turns = np.cumsum(starts.reshape(-1)).reshape(mask.shape) - 1
     return ProcessedRollout(
         source="test",
         id=id,
-        input_ids=np.where(used, tokens, PAD).astype(np.int32),
+        input_ids=np.where(used, rng.integers(0, PAD, mask.shape), PAD).astype(np.int32),
         loss_mask=mask,
         segment_ids=used.astype(np.int32),
-        policy_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
-        reference_logprobs=np.where(mask, -0.25, 0).astype(np.float32),
+        policy_logprobs=floats(-3, -1),
+        reference_logprobs=floats(-3, -1),
+        turn_ids=np.where(mask, turns, -1).astype(np.int32),
+        values=floats(1, 2),
         returns=np.ones(len(rows), np.float32),
     )
 
 
+def credit(rollout: ProcessedRollout, advantage: float | None = None) -> Credit:
+    """One advantage everywhere, or a different one on each action token; the targets are others."""
+    tokens = rollout.num_loss_tokens
+    rng = np.random.default_rng([1, *rollout.id.encode()])
+    advantages = rng.normal(size=tokens) if advantage is None else np.full(tokens, float(advantage))
+    return Credit(advantages, rng.normal(size=tokens))
+
+
+def pack(
+    rollouts: Sequence[ProcessedRollout],
+    layout: RowLayout,
+    aggregation: AggregationConfig = AGGREGATIONS[2],
+    importance_weights: Sequence[np.ndarray] | None = None,
+) -> PackedBatch:
+    credits = [credit(rollout) for rollout in rollouts]
+    return pack_batch(rollouts, credits, aggregation, layout, pad_token_id=PAD, importance_weights=importance_weights)
+
+
+def arrays(batch: PackedBatch, name: str) -> list[np.ndarray]:
+    return [np.asarray(getattr(example, name).array) for example in batch.passes]
+
+
+def unpacked(batch: PackedBatch, name: str) -> list[np.ndarray]:
+    """A field back at the rollouts' own tokens."""
+    return batch.unpack(arrays(batch, name))
+
+
 ONE_ROW = processed("one", "ooxxx.")
 TWO_ROWS = processed("two", "oxx...", "oooxxx")
-SHAPE = BatchShape(rows=5, positions=POSITIONS)
 
 
-def test_the_shape_is_fixed_and_missing_rows_are_padding() -> None:
-    batch = make_batch([ONE_ROW, TWO_ROWS], [2.0, -1.0], SequenceSumConfig(), SHAPE)
-    for name, dtype in PER_TOKEN_DTYPES.items():
-        array = getattr(batch, name)
-        assert array.axes == (hax.Axis("batch", 5), hax.Axis("position", POSITIONS)), name
-        assert array.dtype == dtype, name
-        if name != "input_ids":
-            assert not array.array[3:].any(), name
-    assert batch.input_ids.array[:1].tolist() == ONE_ROW.input_ids.tolist()
-    assert batch.input_ids.array[1:3].tolist() == TWO_ROWS.input_ids.tolist()
-    assert batch.segment_ids.array[1:3].tolist() == TWO_ROWS.segment_ids.tolist()
+@st.composite
+def batches(draw: st.DrawFn) -> list[ProcessedRollout]:
+    """Rollouts of 0 to 3 sequences of 1 to 8 tokens, with any loss but on the first token, of any row length."""
+    rollouts = []
+    for index in range(draw(st.integers(0, 7))):
+        rows = draw(st.lists(st.text("ox", max_size=7), max_size=3))
+        length = max([0, *map(len, rows)]) + 1 + draw(st.integers(0, 2))
+        pictures = [f"o{row}".ljust(length, ".") for row in rows]
+        rollouts.append(processed(f"r{index}", *pictures) if rows else empty_rollout(f"r{index}", length))
+    return rollouts
 
 
-def test_no_rollouts_make_a_batch_of_padding_without_loss() -> None:
-    batch = make_batch([], [], TokenMeanConfig(), SHAPE)
-    assert batch.input_ids.array.shape == (5, POSITIONS)
-    assert not batch.loss_weights.array.any()
-    assert not batch.segment_ids.array.any()
+def empty_rollout(id: str, length: int) -> ProcessedRollout:
+    whole = processed(id, "o" * length)
+    return dataclasses.replace(
+        whole,
+        **{name: value[:0] for name, value in vars(whole).items() if isinstance(value, np.ndarray)},
+    )
 
 
-def test_nothing_stands_off_the_loss_mask() -> None:
-    batch = make_batch([ONE_ROW, TWO_ROWS], [2.0, -1.0], SequenceSumConfig(), SHAPE)
-    off = ~np.asarray(batch.loss_mask.array)
-    for name in ("loss_weights", "advantages", "policy_logprobs", "reference_logprobs"):
-        values = np.asarray(getattr(batch, name).array)
-        assert not values[off].any(), name
-        assert values[~off].all(), name
+LAYOUTS = st.builds(RowLayout, st.integers(8, 20), st.integers(3, 5), st.booleans())
 
 
-def test_an_advantage_is_spread_over_all_rows_of_its_rollout_and_no_other() -> None:
-    batch = make_batch([ONE_ROW, TWO_ROWS], [2.0, -1.0], SequenceSumConfig(), SHAPE)
-    assert batch.advantages.array.tolist() == [
-        [0, 0, 2, 2, 2, 0],
-        [0, -1, -1, 0, 0, 0],
-        [0, 0, 0, -1, -1, -1],
-        [0] * 6,
-        [0] * 6,
+def weight_by_hand(aggregation: AggregationConfig, rollouts: Sequence[ProcessedRollout], index: int) -> float:
+    """The weight of each loss token of a rollout, from OBJECTIVES.md."""
+    counted = [rollout for rollout in rollouts if rollout.loss_mask.any()]
+    own = int(rollouts[index].loss_mask.sum())
+    match aggregation:
+        case TokenMeanConfig():
+            return 1 / sum(int(rollout.loss_mask.sum()) for rollout in counted)
+        case SequenceMeanConfig():
+            return 1 / (len(counted) * own)
+        case SequenceSumConfig():
+            return 1 / len(counted)
+        case ConstantConfig():
+            return 1 / (len(counted) * aggregation.length)
+    raise AssertionError(aggregation)
+
+
+def lay_out_by_hand(rollouts, credits, aggregation, layout, importance_weights, slots) -> list[dict[str, np.ndarray]]:
+    """Token by token, sequence by sequence, from where the slots say that each begins."""
+    count = 1 + max([0, *(slot.pass_index for own in slots for slot in own)])
+    passes = []
+    for _ in range(count):
+        shape = (layout.rows_per_pass, layout.row_length)
+        passes.append({name: np.zeros(shape, dtype) for name, dtype in PER_TOKEN_DTYPES.items()})
+        passes[-1]["input_ids"][:] = PAD
+        passes[-1]["rollout_ids"][:] = -1
+    seen = [0] * count
+    for index, (rollout, own) in enumerate(zip(rollouts, slots, strict=True)):
+        action = 0
+        for sequence, slot in enumerate(own):
+            out = passes[slot.pass_index]
+            for position in range(int(rollout.segment_ids[sequence].sum())):
+                at, here = (slot.row, slot.start + position), (sequence, position)
+                out["input_ids"][at] = rollout.input_ids[here]
+                out["segment_ids"][at] = 1 + sum(
+                    other.pass_index == slot.pass_index and other.row == slot.row and other.start < slot.start
+                    for others in slots
+                    for other in others
+                )
+                out["position_ids"][at] = position
+                out["rollout_ids"][at] = seen[slot.pass_index]
+                if rollout.loss_mask[here]:
+                    out["loss_mask"][at] = True
+                    out["loss_weights"][at] = weight_by_hand(aggregation, rollouts, index)
+                    out["importance_weights"][at] = importance_weights[index][action]
+                    out["advantages"][at] = credits[index].advantages[action]
+                    out["returns"][at] = credits[index].value_targets[action]
+                    for name in SAMPLED:
+                        out[name][at] = getattr(rollout, name)[here]
+                    action += 1
+        if own:
+            seen[own[0].pass_index] += 1
+    return passes
+
+
+@settings(deadline=None)
+@given(batches(), LAYOUTS, st.sampled_from(AGGREGATIONS))
+def test_equals_a_layout_by_hand(rollouts, layout: RowLayout, aggregation: AggregationConfig) -> None:
+    weights = [np.random.default_rng(2).uniform(0.5, 2, rollout.num_loss_tokens) for rollout in rollouts]
+    batch = pack(rollouts, layout, aggregation, weights)
+    credits = [credit(rollout) for rollout in rollouts]
+    expected = lay_out_by_hand(rollouts, credits, aggregation, layout, weights, batch.slots)
+    assert len(batch.passes) == len(expected)
+    for found, by_hand in zip(batch.passes, expected, strict=True):
+        for name, dtype in PER_TOKEN_DTYPES.items():
+            array = getattr(found, name)
+            assert array.axes == (Axis("batch", layout.rows_per_pass), Axis("position", layout.row_length)), name
+            assert array.dtype == dtype, name
+            np.testing.assert_allclose(array.array, by_hand[name], rtol=1e-6, atol=0, err_msg=name)
+
+
+@settings(deadline=None)
+@given(batches(), LAYOUTS)
+def test_unpacking_gives_every_rollout_its_own_back(rollouts, layout: RowLayout) -> None:
+    batch = pack(rollouts, layout)
+    used = [rollout.segment_ids != 0 for rollout in rollouts]
+    for found, rollout, tokens in zip(unpacked(batch, "input_ids"), rollouts, used, strict=True):
+        assert found.dtype == np.int32
+        np.testing.assert_array_equal(found, np.where(tokens, rollout.input_ids, 0))
+    for name in ("loss_mask", *SAMPLED):
+        for found, rollout in zip(unpacked(batch, name), rollouts, strict=True):
+            np.testing.assert_array_equal(found, getattr(rollout, name), err_msg=name)
+    for field, name in (("advantages", "advantages"), ("value_targets", "returns")):
+        for found, rollout in zip(unpacked(batch, name), rollouts, strict=True):
+            expected = getattr(credit(rollout), field).astype(np.float32)
+            np.testing.assert_array_equal(found[rollout.loss_mask], expected, err_msg=name)
+    for found, tokens in zip(unpacked(batch, "position_ids"), used, strict=True):
+        np.testing.assert_array_equal(found, np.where(tokens, np.arange(tokens.shape[1]), 0))
+
+
+@settings(deadline=None)
+@given(batches(), LAYOUTS)
+def test_padding_holds_the_padding_token_and_nothing_else(rollouts, layout: RowLayout) -> None:
+    batch = pack(rollouts, layout)
+    for example in batch.passes:
+        padding = np.asarray(example.segment_ids.array) == 0
+        for name in PER_TOKEN_DTYPES:
+            filler = {"input_ids": PAD, "rollout_ids": -1}.get(name, 0)
+            assert (np.asarray(getattr(example, name).array)[padding] == filler).all(), name
+    tokens = sum(sum(rollout.lengths) for rollout in rollouts)
+    assert sum(np.count_nonzero(ids) for ids in arrays(batch, "segment_ids")) == tokens
+    slots = len(batch.passes) * layout.rows_per_pass * layout.row_length
+    assert batch.efficiency == tokens / slots
+
+
+@settings(deadline=None)
+@given(batches(), LAYOUTS, LAYOUTS, st.sampled_from(AGGREGATIONS), st.randoms(use_true_random=False))
+def test_no_layout_and_no_order_changes_what_a_token_carries(rollouts, first, second, aggregation, random) -> None:
+    order = list(range(len(rollouts)))
+    random.shuffle(order)
+    one = pack(rollouts, first, aggregation)
+    other = pack([rollouts[index] for index in order], second, aggregation)
+    for name in ("loss_weights", "advantages", "returns", "importance_weights", *SAMPLED):
+        left, right = unpacked(one, name), unpacked(other, name)
+        for place, index in enumerate(order):
+            np.testing.assert_array_equal(right[place], left[index], err_msg=name)
+
+
+@settings(deadline=None)
+@given(batches(), LAYOUTS)
+def test_rollout_ids_tell_the_rollouts_of_a_pass_apart(rollouts, layout: RowLayout) -> None:
+    batch = pack(rollouts, layout)
+    ids = [
+        {int(id) for id in found[rollout.segment_ids != 0]}
+        for found, rollout in zip(unpacked(batch, "rollout_ids"), rollouts, strict=True)
     ]
+    for index in range(len(batch.passes)):
+        here = [own for own, slots in zip(ids, batch.slots, strict=True) if slots and slots[0].pass_index == index]
+        assert here == [{number} for number in range(len(here))]
 
 
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(
     ("aggregation", "one", "two"),
     [
@@ -95,74 +259,211 @@ def test_an_advantage_is_spread_over_all_rows_of_its_rollout_and_no_other() -> N
         (ConstantConfig(10), 1 / 20, 1 / 20),
     ],
 )
-def test_a_rollout_of_two_rows_counts_once(aggregation: AggregationConfig, one: float, two: float) -> None:
-    batch = make_batch([ONE_ROW, TWO_ROWS], [2.0, -1.0], aggregation, SHAPE)
-    weights, mask = np.asarray(batch.loss_weights.array), np.asarray(batch.loss_mask.array)
-    np.testing.assert_allclose(weights[0][mask[0]], one, rtol=1e-6)
-    np.testing.assert_allclose(weights[1:3][mask[1:3]], two, rtol=1e-6)
+def test_a_rollout_of_two_sequences_counts_once(aggregation, one: float, two: float, packed: bool) -> None:
+    batch = pack([ONE_ROW, TWO_ROWS], RowLayout(6, 2, packed), aggregation)
+    assert len(batch.passes) == 2  # and the denominators count both
+    for found, rollout, weight in zip(unpacked(batch, "loss_weights"), (ONE_ROW, TWO_ROWS), (one, two), strict=True):
+        np.testing.assert_allclose(found, np.where(rollout.loss_mask, weight, 0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("aggregation", [TokenMeanConfig(), SequenceMeanConfig(), SequenceSumConfig()])
-def test_splitting_a_rollout_into_rows_changes_no_weight(aggregation: AggregationConfig) -> None:
-    together = processed("whole", "oxoxxx")
-    apart = processed("split", "ox....", "oooxxx")
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_splitting_a_rollout_into_sequences_changes_no_weight(aggregation: AggregationConfig) -> None:
     other = processed("other", "oxx...")
-    whole = make_batch([together, other], [1.0, 1.0], aggregation, SHAPE)
-    split = make_batch([apart, other], [1.0, 1.0], aggregation, SHAPE)
-    assert sorted(np.ravel(whole.loss_weights.array)) == sorted(np.ravel(split.loss_weights.array))
+    whole = pack([processed("whole", "oxoxxx"), other], RowLayout(8, 2, True), aggregation)
+    split = pack([processed("split", "ox....", "oooxxx"), other], RowLayout(8, 2, True), aggregation)
+    for left, right in zip(unpacked(whole, "loss_weights"), unpacked(split, "loss_weights"), strict=True):
+        assert left[left != 0].tolist() == right[right != 0].tolist()
 
 
-def test_padding_rows_and_order_change_no_weight() -> None:
-    small = make_batch([ONE_ROW, TWO_ROWS], [2.0, -1.0], SequenceMeanConfig(), BatchShape(3, POSITIONS))
-    large = make_batch([TWO_ROWS, ONE_ROW], [-1.0, 2.0], SequenceMeanConfig(), BatchShape(8, POSITIONS))
-    assert large.loss_weights.array[2].tolist() == small.loss_weights.array[0].tolist()
-    assert large.loss_weights.array[:2].tolist() == small.loss_weights.array[1:].tolist()
-    assert large.advantages.array[2].tolist() == small.advantages.array[0].tolist()
+@pytest.mark.parametrize(("rows", "packed"), [(1, True), (3, True), (2, False)])
+def test_a_group_of_1_2_6_and_3_turns(rows: int, packed: bool) -> None:
+    # T = 3, 6, 18 and 9 action tokens; the third had its history rewritten twice.
+    group = [
+        processed("1 turn", "ooxxx".ljust(30, ".")),
+        processed("2 turns", "ooxxxoxxx".ljust(30, ".")),
+        processed("6 turns", *(("o" * n + "xxxoxxx").ljust(30, ".") for n in (2, 9, 16))),
+        processed("3 turns", "oxxxooxxxooxxx".ljust(30, ".")),
+    ]
+    layout = RowLayout(60 if packed else 30, rows if packed else 3, packed)
+    batch = pack(group, layout, SequenceSumConfig())
+    sums = [float(weights.sum()) for weights in unpacked(batch, "loss_weights")]
+    assert sums == [3 / 4, 6 / 4, 18 / 4, 9 / 4]
+    means = [float(weights.sum()) for weights in unpacked(pack(group, layout, SequenceMeanConfig()), "loss_weights")]
+    np.testing.assert_allclose(means, [0.25] * 4, rtol=1e-6)
+    assert len({slot.pass_index for slot in batch.slots[2]}) == 1
+    # Each token has the credit of its turn: the n-th action token of a rollout gets the n-th advantage.
+    for found, rollout in zip(unpacked(batch, "advantages"), group, strict=True):
+        in_order = credit(rollout).advantages.astype(np.float32)
+        assert found[rollout.loss_mask].tolist() == in_order.tolist()
+        assert len(set(rollout.turn_ids[rollout.loss_mask])) == int(rollout.id[0])
 
 
-def test_too_many_rows_is_an_error_with_both_numbers() -> None:
-    with pytest.raises(ValueError, match="2 rollouts need 3 rows, the batch has 2"):
-        make_batch([ONE_ROW, TWO_ROWS], [1.0, 1.0], SequenceSumConfig(), BatchShape(2, POSITIONS))
+WITHOUT_LOSS = processed("without", "ooo.", "oo..")
 
 
-def test_another_row_length_is_an_error_that_names_the_rollout() -> None:
-    with pytest.raises(ValueError, match="rollout one has rows of 6 positions, the batch has 7"):
-        make_batch([ONE_ROW], [1.0], SequenceSumConfig(), BatchShape(2, 7))
+@pytest.mark.parametrize("rollouts", [[], [WITHOUT_LOSS], [empty_rollout("none", 4)]])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_batch_without_loss_is_one_pass_that_weighs_nothing(rollouts, aggregation: AggregationConfig) -> None:
+    batch = pack(rollouts, RowLayout(6, 2, True), aggregation)
+    assert len(batch.passes) == 1
+    for name in ("loss_mask", "loss_weights", "importance_weights", "advantages", "returns"):
+        assert not getattr(batch.passes[0], name).array.any(), name
+    assert batch.efficiency == sum(sum(rollout.lengths) for rollout in rollouts) / 12
+    found = batch.unpack([np.ones((2, 6), np.float32)])
+    assert [array.shape for array in found] == [rollout.input_ids.shape for rollout in rollouts]
 
 
-def test_each_rollout_needs_an_advantage() -> None:
-    with pytest.raises(ValueError, match="2 rollouts but 1 advantages"):
-        make_batch([ONE_ROW, TWO_ROWS], [1.0], SequenceSumConfig(), SHAPE)
+def test_scoring_needs_no_credit() -> None:
+    layout = RowLayout(8, 2, True)
+    batch = pack_to_score([ONE_ROW, TWO_ROWS], layout, pad_token_id=PAD)
+    trained = pack([ONE_ROW, TWO_ROWS], layout)
+    assert batch.slots == trained.slots
+    for name in ("input_ids", "loss_mask", "segment_ids", "position_ids", "rollout_ids"):
+        np.testing.assert_array_equal(arrays(batch, name), arrays(trained, name), err_msg=name)
+    assert not np.any([arrays(batch, "advantages"), arrays(batch, "returns")])
+
+
+def test_weights_are_one_unless_given() -> None:
+    batch = pack([ONE_ROW, TWO_ROWS], RowLayout(8, 2, True))
+    for found, rollout in zip(unpacked(batch, "importance_weights"), (ONE_ROW, TWO_ROWS), strict=True):
+        np.testing.assert_array_equal(found, rollout.loss_mask.astype(np.float32))
+
+
+def test_what_does_not_fit_names_the_rollout() -> None:
+    with pytest.raises(ValueError, match=r"rollout two has a sequence of 6 tokens, .* rows of 5 positions"):
+        pack([ONE_ROW, TWO_ROWS], RowLayout(5, 2, True))
+    with pytest.raises(ValueError, match="rollout two has 2 sequences of 9 tokens together, which take 2 rows"):
+        pack([ONE_ROW, TWO_ROWS], RowLayout(6, 1, True))
+
+
+def test_each_rollout_needs_a_credit_for_each_action_token() -> None:
+    layout = RowLayout(6, 2, True)
+    make = functools.partial(pack_batch, aggregation=TokenMeanConfig(), layout=layout, pad_token_id=PAD)
+    with pytest.raises(ValueError, match="2 rollouts but advantages for 1; each needs its own"):
+        make([ONE_ROW, TWO_ROWS], [credit(ONE_ROW)])
+    with pytest.raises(ValueError, match=re.escape("rollout one has 3 tokens with loss, but its advantages")):
+        make([ONE_ROW], [Credit(np.zeros(5), np.zeros(5))])
+    with pytest.raises(ValueError, match=re.escape("but its importance_weights have shape (2,)")):
+        make([ONE_ROW], [credit(ONE_ROW)], importance_weights=[np.ones(2)])
+
+
+def test_unpacking_wants_an_array_a_pass(monkeypatch) -> None:
+    # As users run it: without the type checks that tests add, which would complain first.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    batch = pack([ONE_ROW, TWO_ROWS], RowLayout(6, 2, True))
+    with pytest.raises(ValueError, match=re.escape("2 passes of shape (2, 6)")):
+        batch.unpack([np.zeros((2, 6))])
+    with pytest.raises(ValueError, match=re.escape("shapes [(2, 6), (6, 2)]")):
+        batch.unpack([np.zeros((2, 6)), np.zeros((6, 2))])
 
 
 def test_as_levanter_takes_it() -> None:
-    example = make_batch([ONE_ROW, TWO_ROWS], [2.0, -1.0], SequenceSumConfig(), SHAPE).to_lm_example()
+    batch = pack([ONE_ROW, processed("short", "ox.")], RowLayout(8, 2, True))
+    example = batch.passes[0].to_lm_example()
     assert example.loss_mask.array.tolist() == [
-        [0, 1, 1, 1, 0, 0],  # ooxxx.: tokens 2, 3, 4 are predicted at 1, 2, 3
-        [1, 1, 0, 0, 0, 0],
-        [0, 0, 1, 1, 1, 0],
-        [0] * 6,
-        [0] * 6,
+        [0, 1, 1, 1, 0, 1, 0, 0],  # ooxxx ox: tokens 2, 3, 4 and 6 are predicted at 1, 2, 3 and 5
+        [0] * 8,
     ]
-    assert example.tokens.array[0].tolist() == [1, 2, 3, 4, 5, PAD]
+    assert example.tokens.array[0, 5:].tolist() == [*processed("short", "ox.").input_ids[0, :2], PAD]
 
 
 def test_attention_stays_in_its_segment_and_looks_back_only() -> None:
-    batch = make_batch([processed("short", "oxx...")], [1.0], SequenceSumConfig(), BatchShape(1, POSITIONS))
-    allowed = batch.attention_mask.materialize(hax.Axis("position", POSITIONS), hax.Axis("key_position", POSITIONS))
+    example = pack([processed("a", "oxx"), processed("b", "ox")], RowLayout(6, 1, True)).passes[0]
+    allowed = example.attention_mask.materialize(hax.Axis("position", 6), hax.Axis("key_position", 6))
     assert allowed is not None
-    expected = [[key <= query and (key < 3) == (query < 3) for key in range(POSITIONS)] for query in range(POSITIONS)]
+    segment = [1, 1, 1, 2, 2, 0]
+    expected = [[key <= query and segment[key] == segment[query] for key in range(6)] for query in range(6)]
     assert allowed["batch", 0].rearrange(("position", "key_position")).array.tolist() == expected
 
 
 def test_axes_that_differ_are_refused_by_name() -> None:
-    batch = make_batch([ONE_ROW], [1.0], SequenceSumConfig(), SHAPE)
+    example = pack([ONE_ROW], RowLayout(6, 2, True)).passes[0]
     with pytest.raises(ValueError, match="advantages has axes"):
-        dataclasses.replace(batch, advantages=hax.named(jnp.zeros((2, 2)), ("batch", "position")))
+        dataclasses.replace(example, advantages=hax.named(jnp.zeros((2, 2)), ("batch", "position")))
 
 
-def test_the_batch_passes_through_jax_transformations() -> None:
-    batch = make_batch([ONE_ROW], [1.0], SequenceSumConfig(), SHAPE)
-    assert jax.tree.structure(jax.tree.map(lambda leaf: leaf.shape, batch)) is not None
-    doubled = jax.jit(lambda example: jax.tree.map(lambda leaf: leaf * 2, example))(batch)
-    assert float(doubled.advantages.array.sum()) == 6.0
+def test_the_example_passes_through_jax_transformations() -> None:
+    example = pack([ONE_ROW], RowLayout(6, 2, True)).passes[0]
+    assert jax.tree.structure(jax.tree.map(lambda leaf: leaf.shape, example)) is not None
+    doubled = jax.jit(lambda example: jax.tree.map(lambda leaf: leaf * 2, example))(example)
+    assert float(doubled.importance_weights.array.sum()) == 6.0
+
+
+SMALL = {"hidden_dim": 16, "num_layers": 1, "num_heads": 4, "attn_backend": AttentionBackend.VANILLA}
+MODELS: dict[str, LmConfig] = {
+    "llama": LlamaConfig(
+        seq_len=32,
+        intermediate_dim=32,
+        num_kv_heads=2,
+        initializer_range=0.3,
+        gradient_checkpointing=False,
+        **SMALL,
+    ),
+    # Rotary positions are relative, so llama cannot tell whether a segment's positions start at 0. This one can.
+    "gpt2": Gpt2Config(
+        seq_len=32,
+        initializer_range=0.3,
+        embed_pdrop=0.0,
+        resid_pdrop=0.0,
+        attn_pdrop=0.0,
+        gradient_checkpointing=False,
+        **SMALL,
+    ),
+}
+ROLLOUTS = [
+    processed("a", "ooxxxxoxx"),
+    processed("b", "oxxx...", "oooooxx"),
+    processed("c", "ooooxxxx"),
+    processed("d", "ox"),
+    processed("e", "ooxx"),
+]
+PACKED = RowLayout(16, 3, packed=True)
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def model(request) -> LmHeadModel:
+    config = MODELS[request.param]
+    return config.build(Axis("vocab", VOCAB), key=jax.random.PRNGKey(0))
+
+
+def activations_of(model: LmHeadModel, example: RlExample) -> np.ndarray:
+    """`[rows, row_length, embed]`."""
+    found = model.activations(example.input_ids, example.attention_mask, pos_ids=example.position_ids, key=None)
+    return np.asarray(found.rearrange(("batch", "position", "embed")).array)
+
+
+def test_packed_rows_have_the_activations_of_rows_alone(model: LmHeadModel) -> None:
+    packed = pack(ROLLOUTS, PACKED)
+    apart = pack(ROLLOUTS, RowLayout(9, 2, packed=False))
+    assert any(len({slot.row for slot in own}) for own in packed.slots)
+    assert max(slot.segment for own in packed.slots for slot in own) >= 3
+    together = [activations_of(model, example) for example in packed.passes]
+    alone = [activations_of(model, example) for example in apart.passes]
+    for channel in range(16):
+        left = packed.unpack([found[..., channel] for found in together])
+        right = apart.unpack([found[..., channel] for found in alone])
+        for one, other in zip(left, right, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+    assert np.std(together[0]) > 0.1
+
+
+def test_a_segment_is_blind_to_the_others(model: LmHeadModel) -> None:
+    example = pack(ROLLOUTS, PACKED).passes[0]
+    segments, ids = np.asarray(example.segment_ids.array), np.asarray(example.input_ids.array)
+    before = activations_of(model, example)
+    for row, segment in {(row, int(segment)) for (row, _), segment in np.ndenumerate(segments)}:
+        here = (segments == segment) & (np.arange(PACKED.rows_per_pass) == row)[:, None]
+        changed = hax.named(np.where(here, (ids + 7) % VOCAB, ids).astype(np.int32), example.input_ids.axes)
+        after = activations_of(model, dataclasses.replace(example, input_ids=changed))
+        np.testing.assert_array_equal(after[~here], before[~here])
+        assert (np.abs(after[here] - before[here]).max(axis=-1) > 1e-3).all()
+
+
+def test_positions_that_run_on_would_show() -> None:
+    model = MODELS["gpt2"].build(Axis("vocab", VOCAB), key=jax.random.PRNGKey(0))
+    example = pack(ROLLOUTS, PACKED).passes[0]
+    running = np.broadcast_to(np.arange(PACKED.row_length, dtype=np.int32), example.segment_ids.array.shape)
+    wrong = dataclasses.replace(example, position_ids=hax.named(running, example.input_ids.axes))
+    later = np.asarray(example.segment_ids.array) > 1
+    difference = np.abs(activations_of(model, wrong) - activations_of(model, example)).max(axis=-1)
+    assert difference[later].min() > 1e-2

@@ -1,10 +1,12 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
+from experiments.objectives import OBJECTIVES, objective, ppo
 from experiments.rloo_controls import more_warm_start, random_reward
 from experiments.rloo_in_code import rloo
 from marin_rl.environments import RandomRewardConfig
@@ -26,6 +28,18 @@ def test_every_experiment_file_is_a_valid_config_with_a_run_directory_of_its_own
 
 def test_the_experiment_in_code_is_the_one_in_yaml():
     assert to_yaml(rloo()) == to_yaml(read("rloo.yaml"))
+
+
+def test_ppo_in_code_is_the_one_in_yaml():
+    assert to_yaml(dataclasses.replace(ppo(rloo()), run_dir="runs/ppo")) == to_yaml(read("ppo.yaml"))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_all_objectives_take_as_many_samples_from_the_same_start(name, tmp_path):
+    config, plain = objective(name, 1, tmp_path), rloo(1)
+    assert config.rollouts.rollouts_per_step * config.num_steps == plain.rollouts.rollouts_per_step * plain.num_steps
+    assert config.initialize_from == objective("rloo", 1, tmp_path).initialize_from
+    assert (config.environment, config.model, config.sampling) == (plain.environment, plain.model, plain.sampling)
 
 
 def test_the_controls_differ_from_the_experiment_in_what_they_control():

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import pytest
 
 from marin_rl.environments.base import EnvironmentConfig, Episode, Split, Step
@@ -110,6 +109,9 @@ def error(capfd: Capture) -> str:
         (["--environment.type", "jsnol"], "did you mean 'jsonl'?"),
         (["--rollouts.max_length", "17"], "rollouts.max_length is 17, but the model's context has 16 tokens"),
         (["--sampling.temperature", "0"], "sampling.temperature is 0"),
+        (["--sampling.top_p", "0.9"], "set sampling.top_p: 1.0 and change sampling.temperature instead"),
+        (["--advantage", "{type: gae}"], "advantage 'gae' needs a critic's values; add critic: {shared_trunk: true}"),
+        (["--updates.epochs", "2"], "updates asks for 2 updates per step, but policy_loss 'reinforce' ignores"),
     ],
 )
 def test_a_config_that_cannot_be_touches_nothing(
@@ -191,12 +193,11 @@ def test_a_prompt_longer_than_the_context_is_named(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--trainer.per_device_parallelism", "5"], "a batch of 16 rows cannot be split into microbatches"),
         (["--trainer.model_axis_size", "2"], "cannot be split into trainer.model_axis_size 2"),
         (["--trainer.require_accelerator", "true"], "trainer.require_accelerator is true, but jax found only a CPU"),
     ],
 )
-def test_a_batch_that_does_not_fit_the_devices_is_told_in_numbers(
+def test_what_does_not_fit_the_devices_is_told_in_numbers(
     new_run: Callable[..., TinyRun], capfd: Capture, argv: list[str], message: str
 ) -> None:
     run = new_run()
@@ -315,9 +316,7 @@ def test_a_loss_that_is_not_a_number_stops_before_the_weights_move(
         if made.progress.step == 0:
             return batch
         return batch._replace(
-            example=eqx.tree_at(
-                lambda example: example.advantages.array, batch.example, replace_fn=lambda a: a * math.nan
-            )
+            credits=[given._replace(advantages=given.advantages * math.nan) for given in batch.credits]
         )
 
     with monkeypatch.context() as patched:

@@ -3,8 +3,10 @@
 
 """Tiny models, batches and learners: plain functions, which `mesh_cases.py` imports, and fixtures."""
 
+import contextlib
 import dataclasses
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 
 import equinox as eqx
@@ -15,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from haliax import Axis
+from jax import monitoring
 from levanter.distributed import DistributedConfig, RayConfig
 from levanter.layers.attention import AttentionBackend
 from levanter.models.llama import LlamaConfig
@@ -50,12 +53,11 @@ QWEN3 = Qwen3Config(
 )
 
 
-def make_trainer(rows: int = ROWS, *, per_device: int = -1, model_axis: int = 1, policy: str = "f32") -> TrainerConfig:
-    """Levanter's section as a run completes it, for the devices at hand."""
+def make_trainer(rows: int = ROWS, *, model_axis: int = 1, policy: str = "f32") -> TrainerConfig:
+    """Levanter's section as a run completes it, for the devices at hand; `rows` is those of a pass."""
     config = TrainerConfig(
         id="test",
         train_batch_size=rows,
-        per_device_parallelism=per_device,
         model_axis_size=model_axis,
         tensor_parallel_axes=["mlp", "heads"] if model_axis > 1 else None,
         mp=jmp.get_policy(policy),
@@ -95,6 +97,11 @@ def make_example(rows: int = ROWS, positions: int = POSITIONS, vocab: int = VOCA
         "input_ids": np.where(at < lengths[:, None], rng.integers(0, vocab, (rows, positions)), 0).astype(np.int32),
         "loss_mask": mask,
         "segment_ids": (at < lengths[:, None]).astype(np.int32),
+        "position_ids": np.where(at < lengths[:, None], at, 0).astype(np.int32),
+        "rollout_ids": np.where(at < lengths[:, None], np.arange(rows)[:, None], -1).astype(np.int32),
+        "importance_weights": np.where(mask, rng.uniform(0.5, 1.5, mask.shape), 0).astype(np.float32),
+        "values": np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32),
+        "returns": np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32),
         "loss_weights": np.where(mask, rng.uniform(0.5, 1.5, mask.shape) / mask.sum(), 0).astype(np.float32),
         "advantages": np.where(mask, rng.normal(size=(rows, 1)), 0).astype(np.float32),
         "policy_logprobs": np.where(mask, policy, 0).astype(np.float32),
@@ -109,9 +116,23 @@ def replace_arrays(example: RlExample, **arrays: np.ndarray) -> RlExample:
     return dataclasses.replace(example, **{name: hax.named(array, axes) for name, array in arrays.items()})
 
 
-def make_loss(*, microbatches: int = 1, block_size: int = 5) -> RlLoss:
+def split_rows(example: RlExample, parts: int) -> list[RlExample]:
+    """The same rows in several passes. Rollout ids need not start at 0 in each."""
+    rows = example.input_ids.axis_size("batch") // parts
+
+    def rows_from(start: int) -> RlExample:
+        return jax.tree.map(
+            lambda leaf: leaf["batch", slice(start, start + rows)],
+            example,
+            is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray),
+        )
+
+    return [rows_from(start) for start in range(0, rows * parts, rows)]
+
+
+def make_loss(*, block_size: int = 5) -> RlLoss:
     """A loss in which every part counts."""
-    return RlLoss(PpoClipLossConfig(), LossKlConfig(0.1, KlEstimator.K3), 0.8, block_size, microbatches)
+    return RlLoss(PpoClipLossConfig(), LossKlConfig(0.1, KlEstimator.K3), 0.8, block_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +147,8 @@ def adam(learning_rate: float = 1e-2) -> AdamConfig:
     return AdamConfig(learning_rate=learning_rate, lr_schedule="constant", warmup=0, weight_decay=0.0)
 
 
-def make_learner(
-    trainer: TrainerConfig, *, rows: int = ROWS, optimizer: OptimizerConfig | None = None, num_steps: int = 10
-) -> Learner:
-    loss = make_loss(microbatches=rows // (trainer.microbatch_size or rows))
-    return Learner(trainer, adam() if optimizer is None else optimizer, loss, num_steps=num_steps)
+def make_learner(trainer: TrainerConfig, *, optimizer: OptimizerConfig | None = None, num_updates: int = 10) -> Learner:
+    return Learner(trainer, adam() if optimizer is None else optimizer, make_loss(), num_updates=num_updates)
 
 
 def fresh_state(learner: Learner, *, seed: int = 0) -> TrainerState:
@@ -139,11 +157,14 @@ def fresh_state(learner: Learner, *, seed: int = 0) -> TrainerState:
     return learner.initial_state(model, jax.random.PRNGKey(1))
 
 
-def loss_and_gradient(learner: Learner) -> tuple[dict[str, float], dict[str, np.ndarray], TrainerState]:
+def loss_and_gradient(
+    learner: Learner, passes: int = 1
+) -> tuple[dict[str, float], dict[str, np.ndarray], TrainerState]:
     """What one step of gradient descent measures, its gradient by parameter, and the state after it."""
     state = fresh_state(learner)
     before = arrays_by_path(state.model)
-    state, measured = learner.step(state, make_example(MESH_ROWS))
+    state, measures = learner.step(state, split_rows(make_example(MESH_ROWS), passes))
+    measured = {name: float(metric) for name, metric in measures.items()}
     after = arrays_by_path(state.model)
     return measured, {name: before[name] - after[name] for name in before}, state
 
@@ -154,6 +175,30 @@ def arrays_by_path(tree: object) -> dict[str, np.ndarray]:
         jax.tree_util.keystr(path): np.array(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(tree, eqx.is_array))
     }
+
+
+def placements(tree: object) -> dict[str, tuple[object, bool]]:
+    """Sharding of every array, and whether it is committed to it: what decides which compiled program runs."""
+    return {
+        jax.tree_util.keystr(path): (leaf.sharding, leaf.committed)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(tree, eqx.is_array))
+    }
+
+
+@contextlib.contextmanager
+def counted_compiles() -> Iterator[list[str]]:
+    """An event for every program that is compiled, or read from the cache, inside the `with` block."""
+    compiled: list[str] = []
+
+    def listen(event: str, _seconds: float, **_: str | int) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
 
 
 def assert_same_bits(found: object, expected: object) -> None:

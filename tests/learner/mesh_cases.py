@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Run by test_mesh.py on 8 fake CPU devices, in a process of its own: `mesh_cases.py FOLDER`.
+"""Run by test_train_step.py on 8 fake CPU devices, in a process of its own: `mesh_cases.py FOLDER`.
 
 Writes the loss, metrics and gradient of every case to `FOLDER/CASE.npz`, and a checkpoint that one
 mesh saved and another loaded.
@@ -13,11 +13,9 @@ import sys
 from pathlib import Path
 
 CASES = {
-    # name: model_axis_size, rows of a microbatch on each device; 32 rows in all
-    "data8": (1, 4),
-    "data8-microbatches4": (1, 1),
-    "data4-model2": (2, 8),
-    "data4-model2-microbatches2": (2, 4),
+    # name: model_axis_size, passes; 32 rows in all
+    "data8-passes4": (1, 4),
+    "data4-model2-passes2": (2, 2),
 }
 
 
@@ -30,10 +28,10 @@ def main(folder: Path) -> None:
 
     states = {}
     facts = {"devices": jax.device_count()}
-    for name, (model_axis, per_device) in CASES.items():
-        trainer = tiny.make_trainer(tiny.MESH_ROWS, model_axis=model_axis, per_device=per_device)
-        learner = tiny.make_learner(trainer, rows=tiny.MESH_ROWS, optimizer=tiny.SgdConfig())
-        measured, gradient, state = tiny.loss_and_gradient(learner)
+    for name, (model_axis, passes) in CASES.items():
+        trainer = tiny.make_trainer(tiny.MESH_ROWS // passes, model_axis=model_axis)
+        learner = tiny.make_learner(trainer, optimizer=tiny.SgdConfig())
+        measured, gradient, state = tiny.loss_and_gradient(learner, passes)
         np.savez(folder / f"{name}.npz", **gradient)
         up_proj = state.model.transformer.layers.stacked.mlp.up_proj.weight.array
         facts[name] = {
@@ -51,10 +49,14 @@ def main(folder: Path) -> None:
         learner.state_shape(other.model), axis_mapping=learner.parameter_mapping, mesh=learner.mesh
     )
     tiny.assert_same_bits(restored, saved)
-    wanted = jax.tree.map(lambda leaf: leaf.sharding, other.model)
-    facts["restored on the other mesh"] = wanted == jax.tree.map(lambda leaf: leaf.sharding, restored.model)
-    facts["meshes differ"] = wanted != jax.tree.map(lambda leaf: leaf.sharding, saved.model)
-    learner.step(restored, tiny.make_example(tiny.MESH_ROWS))
+    restored = learner.place(restored)
+    tiny.assert_same_bits(restored, saved)
+    facts["restored on the other mesh"] = tiny.placements(restored) == tiny.placements(other)
+    facts["meshes differ"] = tiny.placements(restored.model) != tiny.placements(saved.model)
+    _, passes = CASES["data4-model2-passes2"]
+    with tiny.counted_compiles() as compiled:
+        learner.step(restored, tiny.split_rows(tiny.make_example(tiny.MESH_ROWS), passes))
+    facts["compiled after the restore"] = len(compiled)
     (folder / "facts.json").write_text(json.dumps(facts))
 
 

@@ -68,19 +68,27 @@ def test_the_weights_alone(tiny, learner, state, saved: Checkpoints) -> None:
     tiny.assert_same_bits(model, state.model)
 
 
-def test_a_restored_state_trains_on_bit_for_bit(tiny, learner, tmp_path: Path) -> None:
+def test_a_restored_state_trains_on_bit_for_bit_with_the_programs_there_are(tiny, learner, tmp_path: Path) -> None:
     state = tiny.fresh_state(learner)
     for seed in range(2):
-        state, _ = learner.step(state, tiny.make_example(seed=seed))
+        state, _ = learner.step(state, [tiny.make_example(seed=seed)])
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     checkpoints.save(state, 2, {})
-    restored = checkpoints.open(2).restore(
-        learner.state_shape(state.model), axis_mapping=learner.parameter_mapping, mesh=learner.mesh
+    restored = learner.place(
+        checkpoints.open(2).restore(
+            learner.state_shape(state.model), axis_mapping=learner.parameter_mapping, mesh=learner.mesh
+        )
     )
+    assert tiny.placements(restored) == tiny.placements(state)
     for seed in range(2, 4):
-        state, measured = learner.step(state, tiny.make_example(seed=seed))
-        restored, again = learner.step(restored, tiny.make_example(seed=seed))
-        assert again == measured
+        passes = [tiny.make_example(seed=seed), tiny.make_example(seed=seed + 10)]
+        state, measured = learner.step(state, passes)
+        with tiny.counted_compiles() as compiled:
+            restored, again = learner.step(restored, passes)
+        assert compiled == []
+        assert again.keys() == measured.keys()
+        for name, metric in measured.items():
+            assert float(again[name]) == float(metric), name
     tiny.assert_same_bits(restored, state)
 
 

@@ -1,55 +1,75 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import functools
+import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from levanter.models.lm_model import compute_next_token_loss
+from haliax import Axis, NamedArray
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from levanter.layers.attention import AttentionBackend
+from levanter.models.gpt2 import Gpt2Config
+from levanter.models.llama import LlamaConfig
+from levanter.models.lm_model import LmConfig, LmHeadModel, compute_next_token_loss
 
 from marin_rl.batching.alignment import to_tokens
-from marin_rl.learner.logprobs import blockwise_logprobs, token_logprobs
+from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
+from marin_rl.learner import logprobs as module
+from marin_rl.learner.logprobs import blockwise_logprobs, policy_activations, token_logprobs
 
 BATCH, POSITIONS, EMBED, VOCAB = 2, 7, 4, 11
 
 
-def inputs(positions: int = POSITIONS, seed: int = 0):
+def inputs(positions: int = POSITIONS, seed: int = 0, *, batch: int = BATCH, embed: int = EMBED, vocab: int = VOCAB):
     rng = np.random.default_rng(seed)
-    activations = rng.normal(size=(BATCH, positions, EMBED)).astype(np.float32)
-    head = rng.normal(size=(EMBED, VOCAB)).astype(np.float32)
-    targets = rng.integers(0, VOCAB, (BATCH, positions)).astype(np.int32)
-    pull = rng.normal(size=(BATCH, positions)).astype(np.float32)
+    activations = rng.normal(size=(batch, positions, embed)).astype(np.float32)
+    head = rng.normal(size=(embed, vocab)).astype(np.float32)
+    targets = rng.integers(0, vocab, (batch, positions)).astype(np.int32)
+    pull = rng.normal(size=(batch, positions)).astype(np.float32)
     return tuple(jnp.asarray(array) for array in (activations, head, targets, pull))
 
 
-def oracle(activations, head, targets, pull, temperature):
-    """Log-probs, entropies, and the gradient of Σ pull · logprob, from full logits in float64."""
+def oracle(activations, head, targets, pull, temperature, mask=None):
+    """Log-probs, entropies, and the gradient of Σ pull · logprob, from full logits in float64; zeros off the mask."""
+    mask = np.ones(targets.shape, bool) if mask is None else np.asarray(mask)
     activations, head, pull = (np.asarray(array, np.float64) for array in (activations, head, pull))
+    activations, pull = np.where(mask[..., None], activations, 0), np.where(mask, pull, 0)
     targets = np.asarray(targets)
     logits = np.einsum("bpe,ev->bpv", activations, head) / temperature
     logits -= logits.max(-1, keepdims=True)
     logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     probabilities = np.exp(logs)
-    logprobs = np.take_along_axis(logs, targets[..., None], -1)[..., 0]
-    entropies = -(probabilities * logs).sum(-1)
+    logprobs = np.take_along_axis(logs, targets[..., None], -1)[..., 0] * mask
+    entropies = -(probabilities * logs).sum(-1) * mask
     slope = (np.eye(head.shape[1])[targets] - probabilities) * pull[..., None] / temperature
     gradients = (np.einsum("bpv,ev->bpe", slope, head), np.einsum("bpe,bpv->ev", activations, slope))
     return logprobs, entropies, gradients
 
 
-def measured(activations, head, targets, pull, temperature, block_size):
-    def pulled(activations, head):
-        logprobs, entropies = blockwise_logprobs(
-            activations, head, targets, temperature=temperature, block_size=block_size
+@functools.partial(jax.jit, static_argnames=("temperature", "block_size", "shards"))
+def computed(activations, head, targets, pull, mask, temperature, block_size, shards=1):
+    def find(activations, head):
+        return blockwise_logprobs(
+            activations, head, targets, mask, temperature=temperature, block_size=block_size, shards=shards
         )
-        return jnp.sum(pull * logprobs), (logprobs, entropies)
 
-    run = jax.jit(jax.value_and_grad(pulled, argnums=(0, 1), has_aux=True))
-    (_, (logprobs, entropies)), gradients = run(activations, head)
-    return logprobs, entropies, gradients
+    (logprobs, entropies), pull_back = jax.vjp(find, activations, head)
+    return logprobs, entropies, pull_back((pull, jnp.full_like(entropies, jnp.nan)))  # what nobody reads
+
+
+def measured(activations, head, targets, pull, temperature, block_size):
+    everywhere = jnp.ones(targets.shape, bool)
+    return computed(activations, head, targets, pull, everywhere, temperature, block_size)
 
 
 def assert_close(found, expected, tolerance=1e-5) -> None:
@@ -58,6 +78,22 @@ def assert_close(found, expected, tolerance=1e-5) -> None:
     np.testing.assert_allclose(found[1], entropies, atol=tolerance)
     np.testing.assert_allclose(found[2][0], gradients[0], atol=tolerance)
     np.testing.assert_allclose(found[2][1], gradients[1], atol=tolerance)
+
+
+def test_the_gradient_of_the_oracle_is_the_slope_of_its_value() -> None:
+    """Central differences in float64, in a random direction of activations and head together."""
+    activations, head, targets, pull = (np.asarray(array) for array in inputs())
+    mask = np.random.default_rng(1).random(targets.shape) < 0.6
+    along = [np.random.default_rng(2).normal(size=array.shape) for array in (activations, head)]
+    step = 1e-5
+
+    def value(sign: float) -> float:
+        moved = activations + sign * step * along[0], head + sign * step * along[1]
+        return (oracle(*moved, targets, pull, 0.7, mask)[0] * pull).sum()
+
+    gradients = oracle(activations, head, targets, pull, 0.7, mask)[2]
+    expected = sum((gradient * way).sum() for gradient, way in zip(gradients, along, strict=True))
+    np.testing.assert_allclose((value(1) - value(-1)) / (2 * step), expected, rtol=1e-8)
 
 
 @pytest.mark.parametrize("block_size", range(1, POSITIONS + 2))
@@ -70,6 +106,88 @@ def test_any_block_size_agrees_with_full_logits(block_size: int) -> None:
 def test_any_temperature_agrees_with_full_logits(temperature: float) -> None:
     case = inputs(seed=1)
     assert_close(measured(*case, temperature, 3), oracle(*case, temperature), 4e-5)
+
+
+MASKED_BATCH, MASKED_POSITIONS = 4, 9
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> np.ndarray:
+    """Any mask: each row empty, full, one stretch, or whatever."""
+    rows = []
+    for _ in range(MASKED_BATCH):
+        start, end = sorted(draw(st.tuples(*[st.integers(0, MASKED_POSITIONS)] * 2)))
+        at = np.arange(MASKED_POSITIONS)
+        anything = draw(st.lists(st.booleans(), min_size=MASKED_POSITIONS, max_size=MASKED_POSITIONS))
+        rows.append(draw(st.sampled_from([(at >= start) & (at < end), np.array(anything)])))
+    return np.stack(rows)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    mask=masks(),
+    block_size=st.sampled_from([1, 2, 4, MASKED_POSITIONS]),
+    shards=st.sampled_from([1, 2]),
+    poison=st.sampled_from([0.0, np.nan, np.inf, -np.inf, 3e38]),
+)
+def test_any_mask_agrees_with_full_logits_whatever_stands_off_it(
+    mask: np.ndarray, block_size: int, shards: int, poison: float
+) -> None:
+    activations, head, targets, pull = inputs(MASKED_POSITIONS, batch=MASKED_BATCH)
+    expected = oracle(activations, head, targets, pull, 0.7, mask)
+    activations = jnp.where(mask[..., None], activations, poison)
+    pull = jnp.where(mask, pull, poison)
+    found = computed(activations, head, targets, pull, jnp.asarray(mask), 0.7, block_size, shards)
+    assert_close(found, expected)
+    assert not found[0][~mask].any()
+    assert not found[1][~mask].any()
+    assert not found[2][0][~mask].any()
+
+
+def test_without_any_loss_token_everything_is_zero() -> None:
+    activations, head, targets, pull = inputs()
+    found = computed(activations * jnp.nan, head, targets, pull, jnp.zeros(targets.shape, bool), 1.0, 3)
+    assert not any(np.asarray(array).any() for array in jax.tree.leaves(found))
+
+
+def test_no_mask_compiles_anything_again() -> None:
+    activations, head, targets, pull = inputs(MASKED_POSITIONS, batch=MASKED_BATCH)
+
+    @jax.jit
+    def total(activations, head, mask):
+        return (pull * blockwise_logprobs(activations, head, targets, mask, temperature=1.0, block_size=2)[0]).sum()
+
+    program = jax.jit(jax.grad(total, argnums=(0, 1)))
+    rng = np.random.default_rng(0)
+    for share in (0.0, 0.1, 0.5, 1.0):
+        program(activations, head, jnp.asarray(rng.random(targets.shape) < share))
+    assert program._cache_size() == 1
+
+
+@pytest.mark.parametrize(("fullest", "blocks"), [(0, 0), (1, 1), (3, 1), (4, 2), (6, 2), (9, 3)])
+def test_the_head_runs_on_as_many_blocks_as_the_fullest_row_fills(
+    monkeypatch: pytest.MonkeyPatch, fullest: int, blocks: int
+) -> None:
+    runs: list[tuple[int, ...]] = []
+
+    def counted(activations, head, temperature):
+        jax.debug.callback(lambda: runs.append(activations.shape))
+        return original(activations, head, temperature)
+
+    original = module._logits
+    monkeypatch.setattr(module, "_logits", counted)
+    activations, head, targets, pull = inputs(MASKED_POSITIONS, batch=MASKED_BATCH)
+    mask = np.zeros(targets.shape, bool)
+    mask[1, MASKED_POSITIONS - fullest :] = True
+    mask[2, :fullest:2] = True
+
+    def total(activations, head):
+        found = blockwise_logprobs(activations, head, targets, jnp.asarray(mask), temperature=1.0, block_size=3)
+        return (pull * found[0]).sum()
+
+    jax.block_until_ready(jax.jit(jax.grad(total, argnums=(0, 1)))(activations, head))
+    jax.effects_barrier()
+    assert runs == [(1, MASKED_BATCH * 3, EMBED)] * (2 * blocks)  # forward, and again backward
 
 
 @pytest.mark.parametrize("block_size", [2, POSITIONS])
@@ -95,7 +213,10 @@ def test_entropy_is_true_at_its_extremes_and_carries_no_gradient(block_size: int
     _, head, targets, _ = inputs()
 
     def total_entropy(activations):
-        return blockwise_logprobs(activations, head, targets, temperature=1.0, block_size=block_size)[1].sum()
+        everywhere = jnp.ones(targets.shape, bool)
+        return blockwise_logprobs(activations, head, targets, everywhere, temperature=1.0, block_size=block_size)[
+            1
+        ].sum()
 
     uniform = jnp.zeros((BATCH, POSITIONS, EMBED))
     value, gradient = jax.value_and_grad(total_entropy)(uniform)
@@ -108,12 +229,14 @@ def test_entropy_is_true_at_its_extremes_and_carries_no_gradient(block_size: int
 LONG = 96
 
 
+@pytest.mark.parametrize("share", [0.3, 1.0])
 @pytest.mark.parametrize("block_size", [1, 32, LONG])
-def test_bfloat16_inputs_accumulate_in_float32(block_size: int) -> None:
+def test_bfloat16_inputs_accumulate_in_float32(block_size: int, share: float) -> None:
     activations, head, targets, pull = inputs(LONG, seed=2)
+    mask = np.random.default_rng(4).random(targets.shape) < share
     rounded = jnp.asarray(activations, jnp.bfloat16), jnp.asarray(head, jnp.bfloat16)
-    logprobs, entropies, gradients = measured(*rounded, targets, pull, 1.0, block_size)
-    expected = oracle(*rounded, targets, pull, 1.0)
+    logprobs, entropies, gradients = computed(*rounded, targets, pull, jnp.asarray(mask), 1.0, block_size)
+    expected = oracle(*rounded, targets, pull, 1.0, mask)
     assert logprobs.dtype == entropies.dtype == jnp.float32
     np.testing.assert_allclose(logprobs, expected[0], atol=1e-5)
     np.testing.assert_allclose(entropies, expected[1], atol=1e-5)
@@ -137,11 +260,7 @@ def test_batch_position_vocab_is_never_materialised(block_size: int) -> None:
     full = WIDE["batch"] * WIDE["positions"] * WIDE["vocab"]
     assert max(np.prod(shape) for shape in found) < full
     # The logits of one block are there: the text is that of the program.
-    assert any(
-        sorted(shape) == sorted((WIDE["batch"], block_size, WIDE["vocab"]))
-        or np.prod(shape) == WIDE["batch"] * block_size * WIDE["vocab"]
-        for shape in found
-    )
+    assert any(np.prod(shape) == WIDE["batch"] * block_size * WIDE["vocab"] for shape in found)
 
 
 def test_the_search_for_materialised_logits_finds_them() -> None:
@@ -153,8 +272,10 @@ def compiled_shapes(block_size: int) -> set[tuple[int, ...]]:
     """Shapes of all arrays in the program of loss and gradient, as compiled and as traced."""
     batch, positions, embed, vocab = WIDE.values()
 
-    def total(activations, head, targets):
-        logprobs, entropies = blockwise_logprobs(activations, head, targets, temperature=1.0, block_size=block_size)
+    def total(activations, head, targets, mask):
+        logprobs, entropies = blockwise_logprobs(
+            activations, head, targets, mask, temperature=1.0, block_size=block_size
+        )
         return logprobs.sum() + entropies.sum()
 
     program = jax.value_and_grad(total, argnums=(0, 1))
@@ -162,46 +283,202 @@ def compiled_shapes(block_size: int) -> set[tuple[int, ...]]:
         jax.ShapeDtypeStruct((batch, positions, embed), jnp.float32),
         jax.ShapeDtypeStruct((embed, vocab), jnp.float32),
         jax.ShapeDtypeStruct((batch, positions), jnp.int32),
+        jax.ShapeDtypeStruct((batch, positions), jnp.bool_),
     )
     compiled = jax.jit(program).lower(*arguments).compile().as_text()
     traced = str(jax.make_jaxpr(program)(*arguments))
     return shapes(compiled) | shapes(traced)
 
 
-def test_the_model_is_asked_at_the_right_positions(tiny, trainer, model) -> None:
+def test_memory_at_a_large_vocabulary_is_that_of_a_block() -> None:
+    batch, positions, embed, vocab, block_size = 2, 256, 8, 50_000, 4
+    arguments = (
+        jax.ShapeDtypeStruct((batch, positions, embed), jnp.float32),
+        jax.ShapeDtypeStruct((embed, vocab), jnp.float32),
+        jax.ShapeDtypeStruct((batch, positions), jnp.int32),
+        jax.ShapeDtypeStruct((batch, positions), jnp.float32),
+        jax.ShapeDtypeStruct((batch, positions), jnp.bool_),
+    )
+    program = computed.lower(*arguments, temperature=1.0, block_size=block_size).compile()
+    logits, of_head, of_activations = (4 * batch * block_size * vocab, 4 * embed * vocab, 4 * batch * positions * embed)
+    bound = 3 * logits + 2 * of_head + 4 * of_activations
+    assert program.memory_analysis().temp_size_in_bytes < bound < 4 * batch * positions * vocab / 10
+
+
+def test_any_mesh_gives_the_same_and_only_reductions_over_the_vocabulary_travel_within_the_loops(
+    tmp_path: Path,
+) -> None:
+    batch, positions, embed, vocab = 16, 12, 16, 264
+    activations, head, targets, pull = inputs(positions, batch=batch, embed=embed, vocab=vocab)
+    ids = np.roll(np.asarray(targets), 1, axis=1)
+    loss_mask = np.random.default_rng(5).random(ids.shape) < 0.4
+    loss_mask[:, 0] = loss_mask[3] = False
+    np.savez(
+        tmp_path / "inputs.npz",
+        activations=activations,
+        lm_head=head,
+        input_ids=ids,
+        loss_mask=loss_mask,
+        pull=np.roll(pull, 1, axis=1),
+    )
+    script = Path(__file__).with_name("logprobs_on_meshes.py")
+    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    expected = oracle(activations, head, targets, pull, 0.7, np.roll(loss_mask, -1, axis=1))
+    for case in ("data8", "data4-model2"):
+        found = np.load(tmp_path / f"{case}.npz")
+        aligned = (np.roll(found[name], -1, axis=1) for name in ("logprobs", "entropies"))
+        assert_close((*aligned, (found["of_activations"], found["of_head"])), expected, 2e-5)
+    assert facts["devices"] == 8
+    assert facts["data8"] == {"in_loops": [], "gathers": 1}  # of the head, which arrives split along its embedding
+    split = facts["data4-model2"]
+    assert split["gathers"] == 1
+    assert split["in_loops"]  # the normalizers, at least: the search finds what there is
+    assert max(split["in_loops"]) <= batch // 4 * 4 * embed  # no logits, and no gradient of the head
+
+
+LLAMA = LlamaConfig(
+    seq_len=16,
+    hidden_dim=16,
+    intermediate_dim=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    gradient_checkpointing=False,
+    attn_backend=AttentionBackend.VANILLA,
+)
+# Learned positions: unlike rotary ones, they do not cancel where all of a sequence moves.
+GPT2 = Gpt2Config(
+    seq_len=16,
+    hidden_dim=16,
+    num_layers=2,
+    num_heads=2,
+    gradient_checkpointing=False,
+    attn_backend=AttentionBackend.VANILLA,
+)
+MODEL_VOCAB = Axis("vocab", 40)
+
+
+@functools.cache
+def make_model(config: LmConfig) -> LmHeadModel:
+    """Random weights by numpy, which saves compiling initializers; wide, so that mistakes show."""
+    rng = np.random.default_rng(0)
+    shape = eqx.filter_eval_shape(lambda: config.build(MODEL_VOCAB, key=jax.random.PRNGKey(0)))
+
+    def fill(leaf: object) -> object:
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        return jnp.asarray(rng.normal(scale=0.3, size=leaf.shape), leaf.dtype)
+
+    return jax.tree.map(fill, shape)
+
+
+def make_batch(sequences: list[list[tuple[np.ndarray, np.ndarray]]], positions: int = 14) -> RlExample:
+    """Rows of sequences, each of tokens and where they have loss."""
+    arrays = {name: np.zeros((len(sequences), positions), dtype) for name, dtype in PER_TOKEN_DTYPES.items()}
+    for row, own in enumerate(sequences):
+        start = 0
+        for segment, (tokens, mask) in enumerate(own, 1):
+            span = slice(start, start + len(tokens))
+            arrays["input_ids"][row, span] = tokens
+            arrays["loss_mask"][row, span] = mask
+            arrays["segment_ids"][row, span] = segment
+            arrays["position_ids"][row, span] = np.arange(len(tokens))
+            start = span.stop
+    axes = (Axis("batch", len(sequences)), Axis("position", positions))
+    return RlExample(**{name: hax.named(array, axes) for name, array in arrays.items()})
+
+
+def random_sequences(*lengths: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng(sum(lengths))
+    pairs = []
+    for length in lengths:
+        mask = rng.random(length) < 0.6
+        mask[0] = False
+        pairs.append((rng.integers(0, MODEL_VOCAB.size, length), mask))
+    return pairs
+
+
+@eqx.filter_jit
+def scored(model: LmHeadModel, batch: RlExample, temperature: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    found = token_logprobs(
+        policy_activations(model, batch), model.get_lm_head(), batch, temperature=temperature, block_size=5
+    )
+    return tuple(values.rearrange(batch.input_ids.axes).array for values in found)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_the_model_is_asked_at_the_right_positions(config: LmConfig) -> None:
     """Log-probs against the model's own logits, one token at a time."""
-    example = tiny.make_example()
-    axes = example.input_ids.axes
-    with trainer.use_device_mesh():
-        logits = hax.named_jit(lambda m, e: m(e.input_ids, e.attention_mask))(model, example)
-        found = hax.named_jit(lambda m, e: token_logprobs(m, e, temperature=0.8, block_size=5))(model, example)
-    logits = np.asarray(logits.rearrange((*axes, "vocab")).array, np.float64) / 0.8
+    model, batch = make_model(config), make_batch([[pair] for pair in random_sequences(14, 9, 11)] + [[]])
+    logits = eqx.filter_jit(lambda m, e: m(e.input_ids, e.attention_mask))(model, batch)
+    logits = np.asarray(logits.rearrange(("batch", "position", "vocab")).array, np.float64) / 0.8
     logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    logprobs, entropies = (np.asarray(values.rearrange(axes).array) for values in found)
-    mask = np.asarray(example.loss_mask.array)
+    logprobs, entropies = (np.asarray(values) for values in scored(model, batch, 0.8))
+    mask = np.asarray(batch.loss_mask.array)
+    assert mask.sum() > 10
     assert not logprobs[~mask].any()
     assert not entropies[~mask].any()
     for row, position in np.argwhere(mask):
         said = logs[row, position - 1]
-        token = int(example.input_ids.array[row, position])
+        token = int(batch.input_ids.array[row, position])
         np.testing.assert_allclose(logprobs[row, position], said[token], atol=1e-5)
         np.testing.assert_allclose(entropies[row, position], -(np.exp(said) * said).sum(), atol=1e-5)
 
 
-def test_levanters_own_loss_means_the_same_tokens(tiny, trainer, model) -> None:
-    example = tiny.make_example()
-    axes = example.input_ids.axes
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_sequences_that_share_a_row_are_scored_as_if_each_had_its_own(config: LmConfig) -> None:
+    first, second, third = random_sequences(5, 9, 8)
+    model = make_model(config)
+    alone = [np.asarray(values) for values in scored(model, make_batch([[first], [second], [third]]))]
+    together = [np.asarray(values) for values in scored(model, make_batch([[first, second], [third]]))]
+    assert np.abs(alone[0]).sum() > 10
+    for own, shared in zip(alone, together, strict=True):
+        np.testing.assert_allclose(shared[0, :5], own[0, :5], atol=1e-5)
+        np.testing.assert_allclose(shared[0, 5:14], own[1, :9], atol=1e-5)
+        np.testing.assert_allclose(shared[1], own[2], atol=1e-5)
 
-    def both(model, example):
-        logprobs, _ = token_logprobs(model, example, temperature=1.0, block_size=5)
-        return logprobs, compute_next_token_loss(model, example.to_lm_example(), reduction=None)
 
-    with trainer.use_device_mesh():
-        logprobs, loss = hax.named_jit(both)(model, example)
-    ours = -np.asarray(logprobs.rearrange(axes).array)
-    theirs = np.asarray(to_tokens(loss).rearrange(axes).array)
-    mask = np.asarray(example.loss_mask.array)
-    assert mask.sum() > 20
+def test_levanters_own_loss_means_the_same_tokens() -> None:
+    model, batch = make_model(LLAMA), make_batch([[pair] for pair in random_sequences(14, 9, 11)])
+    loss = eqx.filter_jit(lambda m, e: compute_next_token_loss(m, e.to_lm_example(), reduction=None))(model, batch)
+    ours = -np.asarray(scored(model, batch)[0])
+    theirs = np.asarray(to_tokens(loss).rearrange(batch.input_ids.axes).array)
+    mask = np.asarray(batch.loss_mask.array)
+    assert mask.sum() > 10
     np.testing.assert_allclose(theirs[mask], ours[mask], atol=1e-5)
     assert not theirs[~mask].any()
     assert (ours[mask] > 0).all()
+
+
+class WithBalancingLoss(LmHeadModel[LlamaConfig]):
+    """What levanter's mixture-of-experts models look like from outside."""
+
+    inner: LmHeadModel
+
+    @property
+    def config(self) -> LlamaConfig:
+        return LLAMA
+
+    @property
+    def Vocab(self) -> Axis:
+        return MODEL_VOCAB
+
+    @classmethod
+    def init(cls, Vocab, config, *, key):
+        raise NotImplementedError
+
+    def activations(self, input_ids, attn_mask=None, *, key=None, pos_ids=None):
+        return self.inner.activations(input_ids, attn_mask, key=key, pos_ids=pos_ids), jnp.ones(())
+
+    def get_lm_head(self) -> NamedArray:
+        return self.inner.get_lm_head()
+
+    def resize_vocab(self, new_size, key=None):
+        raise NotImplementedError
+
+
+def test_a_balancing_loss_beside_the_activations_is_left_out() -> None:
+    model, batch = make_model(LLAMA), make_batch([[pair] for pair in random_sequences(14, 9)])
+    np.testing.assert_array_equal(scored(WithBalancingLoss(model), batch)[0], scored(model, batch)[0])

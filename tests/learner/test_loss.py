@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis, NamedArray
-from levanter.metrics import fold
+from levanter.metrics import Metric
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample
+from marin_rl.learner.critic import ActorCritic, CriticConfig
 from marin_rl.learner.loss import RlLoss, loss_metrics
+from marin_rl.learner.train_step import fold_metrics
 from marin_rl.objectives.aggregation import (
     AggregationConfig,
     ConstantConfig,
@@ -24,12 +26,14 @@ from marin_rl.objectives.aggregation import (
     SequenceSumConfig,
     TokenMeanConfig,
 )
-from marin_rl.objectives.kl import KlConfig, KlEstimator, LossKlConfig, NoKlConfig, RewardKlConfig
+from marin_rl.objectives.kl import KlEstimator, LossKlConfig, NoKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import (
+    CispoLossConfig,
+    GspoLossConfig,
     ImportanceLossConfig,
-    PolicyLossConfig,
     PpoClipLossConfig,
     ReinforceLossConfig,
+    RlooSequenceLossConfig,
 )
 
 ROWS, POSITIONS, EMBED, VOCAB = 4, 6, 3, 9
@@ -41,6 +45,9 @@ POLICY_LOSSES = {
     "importance": ImportanceLossConfig(),
     "ppo_clip": PpoClipLossConfig(0.1, 0.3),
     "dual_clip": PpoClipLossConfig(0.1, 0.3, dual_clip=1.5),
+    "gspo": GspoLossConfig(0.1, 0.3),
+    "rloo_sequence": RlooSequenceLossConfig(0.1, 0.3),
+    "cispo": CispoLossConfig(0.1, 0.3),
 }
 KLS = {
     "none": NoKlConfig(),
@@ -48,6 +55,7 @@ KLS = {
     "k1": LossKlConfig(0.3, KlEstimator.K1),
     "k2": LossKlConfig(0.3, KlEstimator.K2),
     "k3": LossKlConfig(0.3, KlEstimator.K3),
+    "k3_plus": LossKlConfig(0.3, KlEstimator.K3_PLUS),
 }
 AGGREGATIONS = {
     "token_mean": TokenMeanConfig(),
@@ -55,6 +63,7 @@ AGGREGATIONS = {
     "sequence_sum": SequenceSumConfig(),
     "constant": ConstantConfig(10),
 }
+CRITIC = CriticConfig(coefficient=0.7, clip=0.4)
 
 
 class TableModel(LmHeadModel[LlamaConfig]):
@@ -103,38 +112,54 @@ class Case:
     advantages: np.ndarray
     policy: np.ndarray
     reference: np.ndarray
+    importance: np.ndarray
+    values: np.ndarray
+    returns: np.ndarray
 
     def batch(self, aggregation: AggregationConfig) -> RlExample:
-        rollout_ids = np.where(self.mask, self.rollout[:, None], -1)
+        owners = np.broadcast_to(self.rollout[:, None], self.mask.shape)
+
+        def masked(values: np.ndarray) -> np.ndarray:
+            return np.where(self.mask, values, 0).astype(np.float32)
+
         arrays = {
             "input_ids": self.ids.astype(np.int32),
             "loss_mask": self.mask,
             "segment_ids": np.ones(self.mask.shape, np.int32),
-            "loss_weights": aggregation.loss_weights(self.mask, rollout_ids),
-            "advantages": np.where(self.mask, self.advantages[self.rollout][:, None], 0).astype(np.float32),
-            "policy_logprobs": np.where(self.mask, self.policy, 0).astype(np.float32),
-            "reference_logprobs": np.where(self.mask, self.reference, 0).astype(np.float32),
+            "position_ids": np.broadcast_to(np.arange(POSITIONS, dtype=np.int32), self.mask.shape),
+            "rollout_ids": owners.astype(np.int32),
+            "loss_weights": aggregation.loss_weights(self.mask, owners),
+            "importance_weights": masked(self.importance),
+            "advantages": masked(self.advantages),
+            "policy_logprobs": masked(self.policy),
+            "reference_logprobs": masked(self.reference),
+            "values": masked(self.values),
+            "returns": masked(self.returns),
         }
         return RlExample(**{name: hax.named(jnp.asarray(array), AXES) for name, array in arrays.items()})
 
 
 def make_case(seed: int = 0) -> Case:
-    """Three rollouts; the second has two rows."""
+    """Three rollouts, whose tokens have advantages of their own; the second has two rows."""
     rng = np.random.default_rng(seed)
     table, head = rng.normal(size=(ROWS, POSITIONS, EMBED)), rng.normal(size=(EMBED, VOCAB))
     ids = rng.integers(0, VOCAB, (ROWS, POSITIONS))
     mask = rng.random((ROWS, POSITIONS)) < 0.6
     mask[:, 0] = False
     logprobs, _ = token_values(table, head, ids)
+    rollout = np.array([0, 1, 1, 2])
     return Case(
         table,
         head,
         ids,
         mask,
-        np.array([0, 1, 1, 2]),
-        np.array([1.5, -0.8, 0.4]),
-        logprobs + rng.normal(scale=0.5, size=logprobs.shape),
-        logprobs + rng.normal(scale=0.5, size=logprobs.shape),
+        rollout,
+        np.array([1.5, -0.8, 0.4])[rollout][:, None] + rng.normal(scale=0.1, size=ids.shape),
+        logprobs + rng.normal(scale=0.5, size=ids.shape),
+        logprobs + rng.normal(scale=0.5, size=ids.shape),
+        rng.uniform(0.5, 1.5, ids.shape),
+        rng.normal(size=ids.shape),
+        rng.normal(size=ids.shape),
     )
 
 
@@ -150,19 +175,36 @@ def token_values(table: np.ndarray, head: np.ndarray, ids: np.ndarray) -> tuple[
     return logprobs, entropies
 
 
-def policy_term(name: str, logprob: float, old: float, advantage: float) -> float:
-    ratio = np.exp(logprob - old)
+def clipped_term(ratio: float, advantage: float, low: float = 0.9, high: float = 1.3) -> float:
+    return max(-advantage * ratio, -advantage * min(max(ratio, low), high))
+
+
+def policy_term(name: str, case: Case, at: tuple[int, int], logprobs: np.ndarray, frozen: np.ndarray) -> float:
+    """One token's term; `frozen` are the log-probs through which no gradient flows."""
+    advantage, ratio = case.advantages[at], np.exp(logprobs[at] - case.policy[at])
     if name == "reinforce":
-        return -advantage * logprob
+        return -advantage * logprobs[at]
     if name == "importance":
         return -advantage * ratio
-    term = max(-advantage * ratio, -advantage * min(max(ratio, 0.9), 1.3))
+    if name == "cispo":
+        return -min(max(np.exp(frozen[at] - case.policy[at]), 0.9), 1.3) * advantage * logprobs[at]
+    if name in ("gspo", "rloo_sequence"):
+        rows = case.rollout == case.rollout[at[0]]
+        differences = (logprobs - case.policy)[rows][case.mask[rows]]
+        if name == "gspo":
+            return clipped_term(np.exp(differences.mean()), advantage)
+        return clipped_term(np.exp(differences.sum()), advantage) / differences.size
+    term = clipped_term(ratio, advantage)
     return min(term, -1.5 * advantage) if name == "dual_clip" and advantage < 0 else term
 
 
-def kl_term(name: str, logprob: float, reference: float) -> float:
+def kl_term(name: str, logprob: float, reference: float, frozen: float) -> float:
     d = reference - logprob
-    return 0.3 * {"none": 0.0, "in_reward": 0.0, "k1": -d, "k2": d * d / 2, "k3": np.exp(d) - 1 - d}[name]
+    k2, k3 = d * d / 2, np.exp(d) - 1 - d
+    # The value of k3, the slope of k2.
+    d_frozen = reference - frozen
+    k3_plus = np.exp(d_frozen) - 1 - d_frozen + k2 - d_frozen**2 / 2
+    return 0.3 * {"none": 0.0, "in_reward": 0.0, "k1": -d, "k2": k2, "k3": k3, "k3_plus": k3_plus}[name]
 
 
 def token_weight(name: str, case: Case, rollout: int) -> float:
@@ -175,43 +217,47 @@ def token_weight(name: str, case: Case, rollout: int) -> float:
     }[name]
 
 
-def oracle(case: Case, policy: str, kl: str, aggregation: str, table: np.ndarray, head: np.ndarray):
-    """The two parts of the loss, by loops in float64."""
+def oracle(
+    case: Case, policy: str, kl: str, aggregation: str, table: np.ndarray, head: np.ndarray
+) -> tuple[float, float]:
+    """The policy's part and the KL part of the loss, by loops in float64."""
     logprobs, _ = token_values(table, head, case.ids)
+    frozen, _ = token_values(case.table, case.head, case.ids)
     policy_part = kl_part = 0.0
     for row, position in np.argwhere(case.mask):
-        at = row, position
+        at = int(row), int(position)
         weight = token_weight(aggregation, case, case.rollout[row])
-        advantage = case.advantages[case.rollout[row]]
-        policy_part += weight * policy_term(policy, logprobs[at], case.policy[at], advantage)
-        kl_part += weight * kl_term(kl, logprobs[at], case.reference[at])
+        policy_part += weight * case.importance[at] * policy_term(policy, case, at, logprobs, frozen)
+        kl_part += weight * kl_term(kl, logprobs[at], case.reference[at], frozen[at])
     return policy_part, kl_part
 
 
-def rl_loss(policy: PolicyLossConfig, kl: KlConfig, *, block_size: int = POSITIONS, microbatches: int = 1) -> RlLoss:
-    return RlLoss(policy, kl, TEMPERATURE, block_size, microbatches)
+def rl_loss(policy: str, kl: str, *, block_size: int = POSITIONS, critic: CriticConfig | None = None) -> RlLoss:
+    return RlLoss(POLICY_LOSSES[policy], KLS[kl], TEMPERATURE, block_size, critic)
+
+
+def differentiate(loss: RlLoss, model: LmHeadModel | ActorCritic, batch: RlExample):
+    return eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))(model, batch)
 
 
 COMBINATIONS = [
-    *((policy, kl, "sequence_sum") for policy in POLICY_LOSSES for kl in KLS),
-    *(("ppo_clip", "k2", aggregation) for aggregation in AGGREGATIONS if aggregation != "sequence_sum"),
+    *((policy, "k3", "sequence_sum") for policy in POLICY_LOSSES),
+    *(("reinforce", kl, "sequence_mean") for kl in KLS if kl != "k3"),
+    *((policy, "k2", name) for policy in ("ppo_clip", "rloo_sequence") for name in AGGREGATIONS),
 ]
+"""The two parts add up; test_invariance.py runs them in every combination."""
 
 
 @pytest.mark.parametrize(("policy", "kl", "aggregation"), COMBINATIONS)
 def test_value_and_gradient_agree_with_loops_in_float64(policy: str, kl: str, aggregation: str) -> None:
     case = make_case()
-    loss = rl_loss(POLICY_LOSSES[policy], KLS[kl])
     batch = case.batch(AGGREGATIONS[aggregation])
-    value, pullback, metrics = jax.vjp(
-        lambda model: loss(model, batch), make_model(case.table, case.head), has_aux=True
-    )
+    (value, metrics), gradient = differentiate(rl_loss(policy, kl), make_model(case.table, case.head), batch)
     expected = oracle(case, policy, kl, aggregation, case.table, case.head)
     np.testing.assert_allclose(value, sum(expected), rtol=2e-5, atol=1e-6)
     np.testing.assert_allclose(float(metrics["loss/policy_avg"]), expected[0], rtol=2e-5, atol=1e-6)
     np.testing.assert_allclose(float(metrics["loss/kl_avg"]), expected[1], rtol=2e-5, atol=1e-6)
 
-    (gradient,) = pullback(jnp.float32(1))
     rng = np.random.default_rng(1)
     for _ in range(3):
         along = rng.normal(size=case.table.shape), rng.normal(size=case.head.shape)
@@ -224,19 +270,81 @@ def test_value_and_gradient_agree_with_loops_in_float64(policy: str, kl: str, ag
         np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=1e-4, atol=1e-5)
 
 
+def make_critic(case: Case, weight: np.ndarray, bias: float, trunk: np.ndarray | None) -> ActorCritic:
+    own = None if trunk is None else make_model(trunk, case.head)
+    value_weight = hax.named(jnp.asarray(weight, jnp.float32), "embed")
+    value_bias = hax.named(jnp.float32(bias), ())
+    return ActorCritic(make_model(case.table, case.head), value_weight, value_bias, own)
+
+
+def value_oracle(case: Case, weight: np.ndarray, bias: float, trunk: np.ndarray, clip: float | None):
+    """The value part of the loss under sequence_mean, and which tokens are clipped, by loops in float64."""
+    part, clipped = 0.0, []
+    for row, position in np.argwhere(case.mask):
+        value = trunk[row, position - 1] @ weight + bias
+        old, target = case.values[row, position], case.returns[row, position]
+        error = (value - target) ** 2
+        bounded = error if clip is None else (min(max(value, old - clip), old + clip) - target) ** 2
+        clipped.append(bounded > error)
+        part += token_weight("sequence_mean", case, case.rollout[row]) * max(error, bounded) / 2
+    return part, clipped
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("clip", [0.4, None])
+def test_the_critics_loss_agrees_with_loops_in_float64(shared: bool, clip: float | None) -> None:
+    case, rng = make_case(), np.random.default_rng(7)
+    weight, bias, own = rng.normal(size=EMBED), 0.3, rng.normal(size=case.table.shape)
+    critic = CriticConfig(shared_trunk=shared, coefficient=0.7, clip=clip)
+    model = make_critic(case, weight, bias, None if shared else own)
+    batch = case.batch(SequenceMeanConfig())
+    (value, metrics), gradient = differentiate(rl_loss("ppo_clip", "k3", critic=critic), model, batch)
+    (alone, _), policy_gradient = differentiate(rl_loss("ppo_clip", "k3"), model.policy, batch)
+
+    trunk = case.table if shared else own
+    part, clipped = value_oracle(case, weight, bias, trunk, clip)
+    np.testing.assert_allclose(float(metrics["loss/value_avg"]), part, rtol=2e-5)
+    np.testing.assert_allclose(value, float(alone) + 0.7 * part, rtol=2e-5)
+    assert any(clipped) == (clip is not None)
+    np.testing.assert_allclose(float(metrics["val/clipfrac_avg"]), np.mean(clipped), rtol=1e-6)
+
+    along = rng.normal(size=EMBED), rng.normal(), rng.normal(size=case.table.shape)
+    step = 1e-6
+    ahead, behind = (
+        value_oracle(case, weight + s * along[0], bias + s * along[1], trunk + s * along[2], clip)[0]
+        for s in (step, -step)
+    )
+    # A separate trunk is moved by the critic alone, and then the policy only by its own loss.
+    moved = gradient.policy.table.array - policy_gradient.table.array if shared else gradient.trunk.table.array
+    slope = (
+        np.sum(gradient.value_weight.array * along[0]) + gradient.value_bias.array * along[1] + np.sum(moved * along[2])
+    )
+    np.testing.assert_allclose(slope, 0.7 * (ahead - behind) / (2 * step), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradient.policy.head.array, policy_gradient.head.array, rtol=1e-5, atol=1e-7)
+    if not shared:
+        np.testing.assert_allclose(gradient.policy.table.array, policy_gradient.table.array, rtol=1e-5, atol=1e-7)
+        assert not np.any(gradient.trunk.head.array)
+
+
+def test_a_token_without_importance_has_no_policy_loss() -> None:
+    case = make_case()
+    case.importance[:] = 0
+    batch = case.batch(SequenceSumConfig())
+    (value, metrics), _ = differentiate(rl_loss("ppo_clip", "k3"), make_model(case.table, case.head), batch)
+    assert float(metrics["loss/policy_avg"]) == 0
+    assert float(value) == float(metrics["loss/kl_avg"]) > 0
+
+
 def test_the_block_size_does_not_matter() -> None:
     case = make_case()
     batch, model = case.batch(SequenceSumConfig()), make_model(case.table, case.head)
-    whole, blocks = (
-        eqx.filter_value_and_grad(rl_loss(PpoClipLossConfig(), KLS["k3"], block_size=size), has_aux=True)(model, batch)
-        for size in (POSITIONS, 4)
-    )
+    whole, blocks = (differentiate(rl_loss("ppo_clip", "k3", block_size=size), model, batch) for size in (POSITIONS, 4))
     for found, expected in zip(jax.tree.leaves(blocks), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def rows_of(tree, rows: slice):
-    """A microbatch: some rows of a batch or of the table of a model."""
+    """One pass: some rows of a batch or of the table of a model."""
     return jax.tree.map(
         lambda leaf: leaf["batch", rows] if isinstance(leaf, NamedArray) and leaf.has_axis("batch") else leaf,
         tree,
@@ -244,48 +352,48 @@ def rows_of(tree, rows: slice):
     )
 
 
-def microbatched(count: int) -> tuple[float, dict[str, float]]:
-    """What levanter makes of `count` microbatches: the mean of the losses, and folded metrics."""
+def in_passes(count: int) -> tuple[float, dict[str, Metric]]:
+    """The sum of the losses of `count` passes, and their metrics folded."""
     case = make_case(seed=3)
-    case.mask[0] = False  # microbatches of different weight; at 4, one without any loss
-    batch, model = case.batch(SequenceMeanConfig()), make_model(case.table, case.head)
-    loss = rl_loss(PpoClipLossConfig(0.1, 0.3), KLS["k3"], microbatches=count)
+    case.mask[0] = False  # passes of different weight; of four, one has no loss at all
+    batch, model = case.batch(SequenceMeanConfig()), make_critic(case, np.ones(EMBED), 0.1, None)
+    loss = eqx.filter_jit(rl_loss("ppo_clip", "k3", critic=CRITIC))
     size = ROWS // count
     parts = [
         loss(rows_of(model, slice(start, start + size)), rows_of(batch, slice(start, start + size)))
         for start in range(0, ROWS, size)
     ]
-    folded = parts[0][1]
-    for _, metrics in parts[1:]:
-        folded = {name: fold(metric, metrics[name]) for name, metric in folded.items()}
-    return sum(float(part[0]) for part in parts) / count, {name: float(m) for name, m in folded.items()}
+    return sum(float(part[0]) for part in parts), fold_metrics([part[1] for part in parts])
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_microbatches_change_neither_loss_nor_metrics(count: int) -> None:
-    whole_loss, whole = microbatched(1)
-    loss, metrics = microbatched(count)
+def test_passes_change_neither_loss_nor_metrics(count: int) -> None:
+    whole_loss, whole = in_passes(1)
+    loss, metrics = in_passes(count)
     np.testing.assert_allclose(loss, whole_loss, rtol=1e-5)
     assert metrics.keys() == whole.keys()
-    published, expected = loss_metrics(metrics), loss_metrics(whole)
+    published, expected = loss_metrics([metrics]), loss_metrics([whole])
     for name, value in expected.items():
         np.testing.assert_allclose(published[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_metrics_are_what_their_names_say() -> None:
-    case = make_case()
-    loss = rl_loss(POLICY_LOSSES["ppo_clip"], KLS["k3"])
-    _, metrics = loss(make_model(case.table, case.head), case.batch(TokenMeanConfig()))
-    found = loss_metrics({name: float(metric) for name, metric in metrics.items()})
+def expected_metrics(case: Case) -> dict[str, float]:
+    """Of ppo_clip with k3 under token_mean and a critic with weight 1 and bias 0.1."""
     logprobs, entropies = token_values(case.table, case.head, case.ids)
     difference = (logprobs - case.policy)[case.mask]
-    ratio = np.exp(difference)
-    advantage = np.broadcast_to(case.advantages[case.rollout][:, None], case.mask.shape)[case.mask]
+    ratio, advantage = np.exp(difference), case.advantages[case.mask]
     clipped = ((advantage > 0) & (ratio > 1.3)) | ((advantage < 0) & (ratio < 0.9))
+    assert clipped.any()
     policy_part, kl_part = oracle(case, "ppo_clip", "k3", "token_mean", case.table, case.head)
-    expected: Mapping[str, float] = {
+    values = np.roll(case.table.sum(axis=-1) + 0.1, 1, axis=1)[case.mask]
+    old, targets = case.values[case.mask], case.returns[case.mask]
+    bounded = (np.clip(values, old - CRITIC.clip, old + CRITIC.clip) - targets) ** 2
+    errors = (values - targets) ** 2
+    return {
         "loss/policy_avg": policy_part,
         "loss/kl_avg": kl_part,
+        "loss/value_avg": np.maximum(errors, bounded).mean() / 2,
+        "val/clipfrac_avg": (bounded > errors).mean(),
         "policy/clipfrac_avg": clipped.mean(),
         "policy/entropy_avg": entropies[case.mask].mean(),
         "objective/entropy": entropies[case.mask].mean(),
@@ -298,37 +406,81 @@ def test_metrics_are_what_their_names_say() -> None:
         "mismatch/k3": (ratio - 1 - difference).mean(),
         "mismatch/effective_sample_size": ratio.sum() ** 2 / (ratio.size * (ratio**2).sum()),
     }
-    assert clipped.any()
+
+
+def measure(case: Case) -> dict[str, Metric]:
+    model = make_critic(case, np.ones(EMBED), 0.1, None)
+    loss = rl_loss("ppo_clip", "k3", critic=CRITIC)
+    return eqx.filter_jit(loss)(model, case.batch(TokenMeanConfig()))[1]
+
+
+def assert_metrics(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-4, err_msg=name)
+
+
+def test_metrics_are_what_their_names_say() -> None:
+    assert_metrics(loss_metrics([measure(make_case())]), expected_metrics(make_case()))
+
+
+def test_metrics_of_several_updates() -> None:
+    """Losses are averaged over updates, the rest over tokens, and the mismatch is that of the first."""
+    cases = [make_case(seed) for seed in (0, 1, 2)]
+    counts = np.array([case.mask.sum() for case in cases])
+    assert len(set(counts.tolist())) > 1
+    apart = [expected_metrics(case) for case in cases]
+    expected = {name: float(np.average([one[name] for one in apart], weights=counts)) for name in apart[0]}
+    for name in expected:
+        if name.startswith("loss/"):
+            expected[name] = float(np.mean([one[name] for one in apart]))
+        elif name.startswith("mismatch/"):
+            expected[name] = apart[0][name]
+    means = [one["val/ratio"] for one in apart]
+    spread = [
+        one["val/ratio_var"] + (mean - expected["val/ratio"]) ** 2 for one, mean in zip(apart, means, strict=True)
+    ]
+    expected["val/ratio_var"] = float(np.average(spread, weights=counts))
+    assert_metrics(loss_metrics([measure(case) for case in cases]), expected)
 
 
 @pytest.mark.parametrize("block_size", [2, POSITIONS])
 @pytest.mark.parametrize("poison", [np.inf, np.nan, 3e38])
 def test_what_the_model_finds_off_the_mask_does_not_leak(poison: float, block_size: int) -> None:
     case = make_case()
-    loss = eqx.filter_value_and_grad(rl_loss(PpoClipLossConfig(), KLS["k3"], block_size=block_size), has_aux=True)
-    batch = case.batch(SequenceSumConfig())
-    (value, metrics), gradient = loss(make_model(case.table, case.head), batch)
+    loss = rl_loss("ppo_clip", "k3", block_size=block_size, critic=CRITIC)
+    batch, weight = case.batch(SequenceSumConfig()), np.ones(EMBED)
+    (value, metrics), gradient = differentiate(loss, make_critic(case, weight, 0.1, None), batch)
     # A position is off the mask where the token after it carries no loss.
     silent = ~np.concatenate([case.mask[:, 1:], np.zeros((ROWS, 1), bool)], axis=1)
-    poisoned = np.where(silent[..., None], poison, case.table)
-    (found_value, found_metrics), found = loss(make_model(poisoned, case.head), batch)
+    case.table = np.where(silent[..., None], poison, case.table)
+    (found_value, found_metrics), found = differentiate(loss, make_critic(case, weight, 0.1, None), batch)
     np.testing.assert_allclose(found_value, value, rtol=1e-6)
     for name, metric in metrics.items():
         np.testing.assert_allclose(float(found_metrics[name]), float(metric), rtol=1e-6, err_msg=name)
-    np.testing.assert_allclose(found.head.array, gradient.head.array, rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(found.table.array, gradient.table.array, rtol=1e-5, atol=1e-7)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(gradient), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_a_batch_of_padding_costs_nothing() -> None:
+@pytest.mark.parametrize("policy", ["ppo_clip", "gspo", "rloo_sequence"])
+def test_a_batch_of_padding_costs_nothing(policy: str) -> None:
     case = make_case()
     case.mask[:] = False
-    (value, metrics), gradient = eqx.filter_value_and_grad(rl_loss(PpoClipLossConfig(), KLS["k3"]), has_aux=True)(
-        make_model(case.table, case.head), case.batch(TokenMeanConfig())
-    )
+    model = make_critic(case, np.ones(EMBED), 0.1, None)
+    loss = rl_loss(policy, "k3", critic=CRITIC)
+    (value, metrics), gradient = differentiate(loss, model, case.batch(TokenMeanConfig()))
     assert float(value) == 0
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradient))
-    published = loss_metrics({name: float(metric) for name, metric in metrics.items()})
-    assert all(np.isfinite(value) for value in published.values())
+    assert all(np.isfinite(value) for value in loss_metrics([metrics]).values())
+
+
+def test_a_policy_with_a_critic_that_is_not_asked_for_is_trained_alone() -> None:
+    case = make_case()
+    batch = case.batch(SequenceSumConfig())
+    model = make_critic(case, np.ones(EMBED), 0.1, None)
+    (value, metrics), gradient = differentiate(rl_loss("ppo_clip", "k3"), model, batch)
+    (alone, _), expected = differentiate(rl_loss("ppo_clip", "k3"), model.policy, batch)
+    assert float(value) == float(alone)
+    assert "loss/value_avg" not in metrics
+    assert not np.any(gradient.value_weight.array)
+    np.testing.assert_array_equal(gradient.policy.table.array, expected.table.array)

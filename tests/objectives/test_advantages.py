@@ -9,21 +9,27 @@ import sys
 import draccus
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marin_rl.objectives.advantages import (
     AdvantageConfig,
     DrGrpoConfig,
+    GaeConfig,
+    GigpoConfig,
     GrpoConfig,
+    Normalization,
     ReinforceConfig,
     RlooConfig,
     dr_grpo_advantages,
     grpo_advantages,
     reinforce_advantages,
     rloo_advantages,
+    turn_returns,
 )
+from tests.objectives.signal_cases import advantages, batches, make_signal, per_rollout, shuffled, signals
 
+FUNCTIONS = {"rloo": rloo_advantages, "dr_grpo": dr_grpo_advantages, "reinforce": reinforce_advantages}
 BASELINED = [rloo_advantages, grpo_advantages, dr_grpo_advantages]
 ALL = [*BASELINED, reinforce_advantages]
 
@@ -56,8 +62,7 @@ def oracle(name, rewards):
 @pytest.mark.parametrize("name", ["rloo", "dr_grpo", "reinforce"])
 @given(rewards=group)
 def test_matches_the_formula(name, rewards):
-    compute = AdvantageConfig.get_choice_class(name)().compute
-    np.testing.assert_allclose(compute(rewards), oracle(name, rewards), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(FUNCTIONS[name](rewards), oracle(name, rewards), rtol=1e-9, atol=1e-9)
 
 
 @given(rewards=st.lists(st.none() | st.integers(-50, 50).map(float), min_size=1, max_size=9))
@@ -139,23 +144,195 @@ def test_a_large_offset_costs_no_precision(rewards):
     assert rloo_advantages([r + 2.0**40 for r in rewards]).tolist() == rloo_advantages(rewards).tolist()
 
 
+NORMALIZED = [RlooConfig, DrGrpoConfig]
+
+
+def deviation(values):
+    mean = sum(values) / max(len(values), 1)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "normalize"),
+    [("grpo", None), ("reinforce", None), *itertools.product(["rloo", "dr_grpo"], Normalization)],
+)
+@settings(max_examples=25)
+@given(drawn=batches)
+def test_a_batch_matches_the_formulas(name, normalize, drawn):
+    groups = signals(drawn)
+    config = AdvantageConfig.get_choice_class(name)(**({"normalize": normalize} if normalize else {}))
+    returns = [[None if s.score is None else s.score - sum(s.penalties.tolist()) for s in group] for group in groups]
+    expected = [oracle(name, of_group) for of_group in returns]
+    pooled = [
+        a for rs, own in zip(returns, expected, strict=True) for r, a in zip(rs, own, strict=True) if r is not None
+    ]
+    for group, of_group, own, credits in zip(groups, returns, expected, config.compute(groups), strict=True):
+        spread = {
+            None: 1.0 - 1e-6,
+            Normalization.NONE: 1.0 - 1e-6,
+            Normalization.GROUP: deviation([r for r in of_group if r is not None]),
+            Normalization.BATCH: deviation(pooled),
+        }[normalize]
+        for signal, advantage, credit in zip(group, own, credits, strict=True):
+            np.testing.assert_allclose(
+                credit.advantages, [advantage / (spread + 1e-6)] * len(signal.turn_ids), rtol=1e-9, atol=1e-9
+            )
+            assert credit.value_targets.tolist() == [0.0] * len(signal.turn_ids)
+
+
+def test_episodes_of_1_2_6_and_3_turns_form_one_group():
+    turns = [1, 2, 6, 3]
+    group = [
+        make_signal(score, [0.0] * n, tokens=list(range(1, n + 1)))
+        for score, n in zip([1.0, 2.0, 5.0, 8.0], turns, strict=True)
+    ]
+    credits = RlooConfig().compute([group])
+    np.testing.assert_allclose(per_rollout(credits), [[-4, -8 / 3, 4 / 3, 16 / 3]], rtol=1e-15)
+    assert [credit.advantages.size for credit in credits[0]] == [1, 3, 21, 6]
+
+
+def test_the_penalty_is_taken_before_the_baseline():
+    group = [make_signal(2.0, tokens=[2], penalties=[0.5, 0.5]), make_signal(2.0), make_signal(5.0)]
+    # Returns 1, 2, 5.
+    np.testing.assert_allclose(per_rollout(RlooConfig().compute([group])), [[-2.5, -1.0, 3.5]], rtol=1e-15)
+    assert per_rollout(ReinforceConfig().compute([group])) == [[1.0, 2.0, 5.0]]
+
+
+@pytest.mark.parametrize("config", NORMALIZED)
+def test_failed_rollouts_leave_the_statistics(config):
+    with_failures = [[make_signal(None, [7.0]), make_signal(1.0), make_signal(4.0)], [make_signal(None, [9.0])] * 2]
+    without = [[make_signal(1.0), make_signal(4.0)]]
+    for normalize in Normalization:
+        first, second = per_rollout(config(normalize=normalize).compute(with_failures))
+        assert first == [0.0, *per_rollout(config(normalize=normalize).compute(without))[0]]
+        assert second == [0.0, 0.0]
+
+
+def test_group_normalised_dr_grpo_is_grpo():
+    groups = [[make_signal(score) for score in scores] for scores in ([1.0, 2.0, 5.0], [0.0, 0.0], [3.0])]
+    normalised = DrGrpoConfig(normalize=Normalization.GROUP).compute(groups)
+    assert advantages(normalised) == advantages(GrpoConfig().compute(groups))
+
+
+def test_batch_normalised_advantages_have_deviation_one():
+    groups = [[make_signal(score) for score in scores] for scores in ([1.0, 2.0, 5.0], [0.0, 9.0], [3.0])]
+    for config in NORMALIZED:
+        flat = [a for group in per_rollout(config(normalize=Normalization.BATCH).compute(groups)) for a in group]
+        assert np.std(flat, ddof=1) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_a_group_is_never_divided_by_a_leave_one_out_deviation():
+    # Without the one that differs, the others' deviation would be 0.
+    (actual,) = per_rollout(
+        RlooConfig(normalize=Normalization.GROUP).compute([[make_signal(s) for s in (0.0, 0.0, 1.0)]])
+    )
+    np.testing.assert_allclose(actual, [-0.5 / 3**-0.5, -0.5 / 3**-0.5, 1 / 3**-0.5], rtol=1e-5)
+
+
+@pytest.mark.parametrize("normalize", list(Normalization))
+@pytest.mark.parametrize("config", NORMALIZED)
+def test_equal_returns_stay_exactly_zero_when_normalised(config, normalize):
+    groups = [[make_signal(0.1) for _ in range(6)], [make_signal(0.3)]]
+    assert per_rollout(config(normalize=normalize).compute(groups)) == [[0.0] * 6, [0.0]]
+
+
+@pytest.mark.parametrize("name", sorted(AdvantageConfig.get_known_choices()))
+def test_all_failed_masked_and_empty(name):
+    config = AdvantageConfig.get_choice_class(name)()
+    failed, masked = make_signal(None, [1.0, 2.0]), make_signal(1.0, tokens=[0])
+    first, second, third = advantages(config.compute([[failed, failed], [masked, make_signal(1.0)], []]))
+    assert first == [[0.0, 0.0], [0.0, 0.0]]
+    assert second[0] == []
+    assert third == []
+    assert config.compute([]) == []
+
+
+@settings(max_examples=30)
+@given(drawn=batches, seed=st.integers(0, 99))
+def test_order_of_the_rollouts_changes_no_bit(drawn, seed):
+    groups = signals(drawn)
+    moved, orders = shuffled(groups, seed)
+    configs = [GrpoConfig(), ReinforceConfig(), ReinforceConfig(0.5)]
+    configs += [config(normalize=normalize) for config in NORMALIZED for normalize in Normalization]
+    for config in configs:
+        expected = advantages(config.compute(groups))
+        for original, actual, order in zip(expected, advantages(config.compute(moved)), orders, strict=True):
+            assert actual == [original[source] for source in order]
+
+
+@settings(max_examples=50)
+@given(drawn=batches, gamma=st.sampled_from([0.0, 0.5, 0.95, 1.0]))
+def test_reinforce_from_the_turn_on_matches_the_sum(drawn, gamma):
+    groups = signals(drawn)
+    for group, credits in zip(groups, ReinforceConfig(gamma).compute(groups), strict=True):
+        for s, credit in zip(group, credits, strict=True):
+            if s.score is None:
+                assert credit.advantages.tolist() == [0.0] * len(s.turn_ids)
+                continue
+            n = s.turn_rewards.size
+            taken = [sum(s.penalties[s.turn_ids == k].tolist()) for k in range(n)]
+            rewards = [r - p for r, p in zip(s.turn_rewards.tolist(), taken, strict=True)]
+            rewards[-1] += s.score - sum(s.turn_rewards.tolist())
+            per_turn = [sum(gamma ** (k - t) * rewards[k] for k in range(t, n)) for t in range(n)]
+            np.testing.assert_allclose(credit.advantages, [per_turn[t] for t in s.turn_ids], rtol=1e-12, atol=1e-12)
+
+
+def test_undiscounted_the_first_turn_earns_the_whole_return():
+    # 3 of shaping on top of the turns' own rewards, and penalties.
+    signal = make_signal(6.0, [1.0, 2.0], tokens=[1, 2], penalties=[0.5, 0.25, 0.25])
+    assert turn_returns(signal, 1.0).tolist() == [5.0, 4.5]
+    assert turn_returns(signal, 1.0)[0] == signal.total_return
+    assert advantages(ReinforceConfig(1.0).compute([[signal]])) == [[[5.0, 4.5, 4.5]]]
+    assert advantages(ReinforceConfig().compute([[signal]])) == [[[5.0, 5.0, 5.0]]]
+
+
+def test_with_one_turn_the_discount_says_nothing():
+    group = [make_signal(2.0, tokens=[3], penalties=[0.5, 0.25, 0.0]), make_signal(-1.0)]
+    assert advantages(ReinforceConfig(0.3).compute([group])) == advantages(ReinforceConfig().compute([group]))
+
+
 def test_configs_are_chosen_by_type():
+    assert set(AdvantageConfig.get_known_choices()) == {"rloo", "grpo", "dr_grpo", "reinforce", "gigpo", "gae"}
     assert draccus.decode(AdvantageConfig, {"type": "rloo"}) == RlooConfig()
     assert draccus.decode(AdvantageConfig, {"type": "grpo"}) == GrpoConfig()
     assert draccus.decode(AdvantageConfig, {"type": "dr_grpo"}) == DrGrpoConfig()
     assert draccus.decode(AdvantageConfig, {"type": "reinforce"}) == ReinforceConfig()
+    assert draccus.decode(AdvantageConfig, {"type": "reinforce", "gamma": 0.9}) == ReinforceConfig(0.9)
+    assert draccus.decode(AdvantageConfig, {"type": "gigpo"}) == GigpoConfig()
+    assert draccus.decode(AdvantageConfig, {"type": "gae"}) == GaeConfig()
 
 
-@pytest.mark.parametrize(("name", "size"), [("rloo", 2), ("grpo", 2), ("dr_grpo", 2), ("reinforce", 1)])
+@pytest.mark.parametrize("normalize", list(Normalization))
+@pytest.mark.parametrize(("name", "config"), [("rloo", RlooConfig), ("dr_grpo", DrGrpoConfig)])
+def test_normalization_is_chosen_by_its_name(name, config, normalize):
+    assert draccus.decode(AdvantageConfig, {"type": name, "normalize": normalize.value}) == config(normalize)
+
+
+@pytest.mark.parametrize("gamma", [-0.5, 1.5, math.nan])
+def test_an_impossible_discount_is_named(gamma):
+    with pytest.raises(ValueError, match=rf"advantage\.gamma is {gamma}"):
+        ReinforceConfig(gamma)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("rloo", 2), ("grpo", 2), ("dr_grpo", 2), ("gigpo", 2), ("reinforce", 1), ("gae", 1)]
+)
 def test_minimum_group_size_is_the_first_that_carries_signal(name, size):
-    config = AdvantageConfig.get_choice_class(name)()
-    rewards = [float(i + 1) for i in range(size)]
+    config = AdvantageConfig.get_choice_class(name)(**({"whiten": False} if name == "gae" else {}))
+    group = [make_signal(float(i + 1)) for i in range(size)]
     assert config.minimum_group_size == size
-    assert config.compute(rewards).any()
-    assert not config.compute(rewards[:-1]).any()
+    assert any(map(any, advantages(config.compute([group]))[0]))
+    assert not any(map(any, advantages(config.compute([group[:-1]]))[0]))
+
+
+def test_what_each_needs():
+    configs = [AdvantageConfig.get_choice_class(name)() for name in sorted(AdvantageConfig.get_known_choices())]
+    assert [type(config) for config in configs if config.needs_critic] == [GaeConfig]
+    assert [type(config) for config in configs if config.needs_turns] == [GigpoConfig]
 
 
 def test_the_host_side_objectives_load_no_jax():
-    modules = "advantages, marin_rl.objectives.aggregation, marin_rl.objectives.pass_at_k"
-    code = f"import sys, marin_rl.objectives.{modules}; sys.exit('jax' in sys.modules)"
+    names = ("advantages", "aggregation", "gae", "gigpo", "pass_at_k", "returns", "shaping", "signals", "spread")
+    modules = ", ".join(f"marin_rl.objectives.{name}" for name in names)
+    code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

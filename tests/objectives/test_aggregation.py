@@ -13,8 +13,6 @@ from marin_rl.objectives.aggregation import (
     SequenceMeanConfig,
     SequenceSumConfig,
     TokenMeanConfig,
-    row_rollout_ids,
-    sum_per_rollout,
 )
 
 CONFIGS = [TokenMeanConfig(), SequenceMeanConfig(), SequenceSumConfig(), ConstantConfig(length=4)]
@@ -67,7 +65,7 @@ def test_matches_the_definition(config, batch):
 def test_worked_example(config, expected):
     terms = np.array([[1.0, 2.0, 3.0, 9.0], [4.0, 9.0, 9.0, 9.0]])
     mask = np.array([[True, True, True, False], [True, False, False, False]])
-    assert loss(config, terms, mask, row_rollout_ids(np.array([0, 1]), 4)) == pytest.approx(expected, rel=1e-7)
+    assert loss(config, terms, mask, np.array([[0] * 4, [1] * 4])) == pytest.approx(expected, rel=1e-7)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -121,7 +119,7 @@ def test_microbatches_sum_to_the_whole(config, batch, parts):
 @pytest.mark.parametrize("config", CONFIGS)
 def test_weights_are_zero_off_the_mask_and_everywhere_without_loss(config):
     mask = np.array([[False, True], [True, False]])
-    ids = row_rollout_ids(np.array([0, 1]), 2)
+    ids = np.array([[0] * 2, [1] * 2])
     assert not config.loss_weights(mask, ids)[~mask].any()
     assert config.loss_weights(mask, ids)[mask].all()
     assert config.loss_weights(np.zeros_like(mask), ids).tolist() == [[0, 0], [0, 0]]
@@ -132,32 +130,7 @@ def test_weights_are_zero_off_the_mask_and_everywhere_without_loss(config):
 def test_loss_on_padding_is_an_error(config):
     mask = np.array([[True, True], [False, True]])
     with pytest.raises(ValueError, match="row 1, position 1 has rollout id -1"):
-        config.loss_weights(mask, row_rollout_ids(np.array([0, -1]), 2))
-
-
-@given(batch=batches())
-def test_sum_per_rollout_matches_a_loop(batch):
-    values, mask, ids = batch
-    expected = [sum(values[(ids == rollout) & mask]) for rollout in range(7)]
-    np.testing.assert_allclose(sum_per_rollout(values, mask, ids, 7), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_sum_per_rollout_ignores_what_is_masked():
-    values = np.array([[1.0, np.nan, np.inf]])
-    total = sum_per_rollout(values, np.array([[True, False, False]]), np.array([[0, 0, -1]]), 1)
-    assert total.tolist() == [1.0]
-    assert total.dtype == np.float64
-
-
-def test_sum_per_rollout_of_float32_adds_in_float64():
-    values = np.full((1, 1000), 0.1, np.float32)
-    total = sum_per_rollout(values, np.ones((1, 1000), bool), np.zeros((1, 1000), int), 1)
-    assert total[0] == pytest.approx(1000 * float(np.float32(0.1)), rel=1e-13)
-
-
-def test_sum_per_rollout_names_an_unknown_rollout():
-    with pytest.raises(ValueError, match=r"row 0, position 1 has rollout id 2; .* in \[0, 2\)"):
-        sum_per_rollout(np.ones((1, 2)), np.ones((1, 2), bool), np.array([[1, 2]]), 2)
+        config.loss_weights(mask, np.array([[0] * 2, [-1] * 2]))
 
 
 def test_configs_are_chosen_by_type():

@@ -4,6 +4,7 @@
 import functools
 import math
 
+import draccus
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marin_rl.objectives.importance import LogRatioStatistics, log_ratio_statistics
+from marin_rl.objectives.importance import (
+    IcepopConfig,
+    LogRatioStatistics,
+    MaskMismatchConfig,
+    MismatchConfig,
+    NoMismatchConfig,
+    TisConfig,
+    log_ratio_statistics,
+    mismatch_statistics,
+)
 
 
 def oracle(differences):
@@ -35,9 +45,12 @@ def check(statistics, differences, rtol, atol=0.0):
         np.testing.assert_allclose(getattr(statistics, name), expected, rtol=rtol, atol=atol, err_msg=name)
 
 
+jitted_statistics = jax.jit(log_ratio_statistics)
+
+
 def statistics_of(differences):
-    logprobs = jnp.array(differences)
-    return log_ratio_statistics(logprobs, jnp.zeros_like(logprobs), jnp.ones(logprobs.shape, bool))
+    logprobs = np.array(differences, np.float64 if jax.config.jax_enable_x64 else np.float32)
+    return jitted_statistics(logprobs, np.zeros_like(logprobs), np.ones(logprobs.shape, bool))
 
 
 @settings(deadline=None, max_examples=40)
@@ -53,8 +66,7 @@ def test_microbatches_merge_to_the_whole():
     mask = rng.random((6, 5)) < 0.6
     with jax.enable_x64(True):
         parts = [
-            log_ratio_statistics(jnp.array(logprobs[rows]), jnp.array(old[rows]), jnp.array(mask[rows]))
-            for rows in (slice(0, 1), slice(1, 4), slice(4, 6))
+            jitted_statistics(logprobs[rows], old[rows], mask[rows]) for rows in (slice(0, 1), slice(1, 4), slice(4, 6))
         ]
         check(functools.reduce(LogRatioStatistics.merge, parts), (logprobs - old)[mask].tolist(), rtol=1e-9)
 
@@ -62,7 +74,7 @@ def test_microbatches_merge_to_the_whole():
 def test_masked_tokens_may_hold_anything():
     logprobs = jnp.array([-1.0, jnp.nan, jnp.inf, -2.0])
     mask = jnp.array([True, False, False, True])
-    statistics = log_ratio_statistics(logprobs, jnp.array([-1.5, 0.0, -jnp.inf, -1.0]), mask)
+    statistics = jitted_statistics(logprobs, jnp.array([-1.5, 0.0, -jnp.inf, -1.0]), mask)
     check(statistics, [0.5, -1.0], rtol=1e-5)
 
 
@@ -83,7 +95,7 @@ def test_variance_near_one_is_not_rounding_in_float32():
 
 
 def test_no_tokens_give_finite_neutral_values():
-    statistics = log_ratio_statistics(jnp.ones((2, 2)), jnp.zeros((2, 2)), jnp.zeros((2, 2), bool))
+    statistics = jitted_statistics(np.ones(3, np.float32), np.zeros(3, np.float32), np.zeros(3, bool))
     assert float(statistics.num_tokens) == float(statistics.mean_absolute) == float(statistics.maximum) == 0.0
     assert float(statistics.mean_ratio) == float(statistics.effective_sample_size) == 1.0
 
@@ -96,6 +108,125 @@ def test_extreme_differences_stay_finite_and_are_reported_unclamped():
 
 
 def test_is_a_pytree_and_runs_under_jit():
-    jitted = jax.jit(log_ratio_statistics)(jnp.array([-1.0]), jnp.array([-2.0]), jnp.array([True]))
+    jitted = jitted_statistics(jnp.array([-1.0]), jnp.array([-2.0]), jnp.array([True]))
     assert isinstance(jitted, LogRatioStatistics)
     check(jitted, [1.0], rtol=1e-5)
+
+
+MISMATCHES = [
+    NoMismatchConfig(),
+    TisConfig(),
+    TisConfig(0.7),
+    MaskMismatchConfig(),
+    MaskMismatchConfig(0.7),
+    IcepopConfig(),
+    IcepopConfig(0.8, 1.2),
+]
+ragged = st.lists(st.lists(st.floats(-3, 3) | st.floats(-90, 90), max_size=5), max_size=5)
+
+
+def weight_oracle(config, log_weights):
+    """The weight of each token of one rollout, from the definitions."""
+    weights = [math.exp(max(-20.0, min(20.0, d))) for d in log_weights]
+    match config:
+        case NoMismatchConfig():
+            return [1.0] * len(weights)
+        case TisConfig(cap=cap):
+            return [min(w, cap) for w in weights]
+        case MaskMismatchConfig(cap=cap):
+            return [0.0 if math.exp(min(sum(log_weights), 700)) > cap else 1.0] * len(weights)
+        case IcepopConfig(low=low, high=high):
+            return [w if low <= w <= high else 0.0 for w in weights]
+
+
+class TestMismatch:
+    @pytest.mark.parametrize("config", MISMATCHES)
+    @settings(max_examples=50)
+    @given(log_weights=ragged)
+    def test_matches_the_definitions(self, config, log_weights):
+        actual = config.weights([np.array(own) for own in log_weights])
+        assert len(actual) == len(log_weights)
+        for own, weights in zip(log_weights, actual, strict=True):
+            assert weights.dtype == np.float64
+            np.testing.assert_allclose(weights, weight_oracle(config, own), rtol=1e-9)
+
+    @pytest.mark.parametrize("config", MISMATCHES)
+    def test_equal_policies_are_not_corrected_within_bounds(self, config):
+        expected = weight_oracle(config, [0.0, 0.0])
+        assert config.weights([np.zeros(2), np.zeros(0)])[0].tolist() == expected
+        assert expected == [1.0, 1.0] or config in (TisConfig(0.7), MaskMismatchConfig(0.7))
+
+    def test_bounds_themselves_are_kept(self):
+        assert IcepopConfig(0.5, 4.0).weights([np.log(np.array([0.5, 4.0]))])[0].tolist() == pytest.approx([0.5, 4.0])
+        assert MaskMismatchConfig(2.0).weights([np.array([math.log(2.0)])])[0].tolist() == [1.0]
+        assert MaskMismatchConfig(2.0).weights([np.array([math.log(2.0) + 1e-9])])[0].tolist() == [0.0]
+
+    def test_only_rollouts_that_the_learner_finds_likelier_are_masked(self):
+        kept, dropped = MaskMismatchConfig().weights([np.full(3, -5.0), np.full(3, 0.3)])
+        assert kept.tolist() == [1.0] * 3
+        assert dropped.tolist() == [0.0] * 3
+
+    def test_long_rollouts_do_not_overflow(self):
+        for config in MISMATCHES:
+            for own in (np.full(5000, 15.0), np.full(5000, -15.0), np.array([1e30, -1e30])):
+                assert np.isfinite(config.weights([own])[0]).all()
+
+    def test_float32_is_summed_in_float64(self):
+        own = np.full(1000, 0.1, np.float32)
+        assert MaskMismatchConfig(math.exp(1000 * float(np.float32(0.1)) + 1e-6)).weights([own])[0][0] == 1.0
+        assert MaskMismatchConfig(math.exp(1000 * float(np.float32(0.1)) - 1e-6)).weights([own])[0][0] == 0.0
+
+    def test_configs_are_chosen_by_type(self):
+        assert draccus.decode(MismatchConfig, {"type": "none"}) == NoMismatchConfig()
+        assert draccus.decode(MismatchConfig, {"type": "tis"}) == TisConfig(2.0)
+        assert draccus.decode(MismatchConfig, {"type": "mask", "cap": 3.0}) == MaskMismatchConfig(3.0)
+        assert draccus.decode(MismatchConfig, {"type": "icepop"}) == IcepopConfig(0.5, 5.0)
+        assert set(MismatchConfig.get_known_choices()) == {"none", "tis", "mask", "icepop"}
+
+    def test_what_each_needs(self):
+        configs = [MismatchConfig.get_choice_class(name)() for name in ("none", "tis", "mask", "icepop")]
+        assert [config.needs_old_logprobs for config in configs] == [False, True, True, True]
+        assert [config.is_token_level for config in configs] == [False, True, False, True]
+
+    @pytest.mark.parametrize(("config", "fields", "message"), [
+        (TisConfig, {"cap": 0.0}, "cap is 0.0"),
+        (TisConfig, {"cap": math.inf}, "cap is inf"),
+        (MaskMismatchConfig, {"cap": math.nan}, "cap is nan"),
+        (MaskMismatchConfig, {"cap": -1.0}, "cap is -1.0"),
+        (IcepopConfig, {"low": 0.0}, "low is 0.0"),
+        (IcepopConfig, {"low": 1.5}, "low is 1.5"),
+        (IcepopConfig, {"high": 0.9}, "high is 0.9"),
+        (IcepopConfig, {"high": math.inf}, "high is inf"),
+    ])  # fmt: skip
+    def test_impossible_bounds_are_named(self, config, fields, message):
+        with pytest.raises(ValueError, match=rf"mismatch\.{message}"):
+            config(**fields)
+
+
+class TestMismatchStatistics:
+    @given(ragged)
+    def test_are_those_of_the_raw_weights(self, log_weights):
+        together = [d for own in log_weights for d in own] or [0.0]
+        expected = oracle(together)
+        actual = mismatch_statistics([np.array(own) for own in log_weights])
+        assert actual == {
+            "weight_mean": pytest.approx(expected["mean_ratio"], rel=1e-9),
+            "weight_max": pytest.approx(max(math.exp(max(-20.0, min(20.0, d))) for d in together), rel=1e-9),
+            "k3": pytest.approx(expected["mean_k3"], rel=1e-9, abs=1e-12),
+            "effective_sample_size": pytest.approx(expected["effective_sample_size"], rel=1e-9),
+            "logprob_difference_mean": pytest.approx(expected["mean_absolute"], rel=1e-9),
+            "logprob_difference_max": pytest.approx(expected["maximum"], rel=1e-9),
+        }
+
+    def test_agree_with_those_of_the_device(self):
+        rng = np.random.default_rng(0)
+        log_weights = [rng.normal(scale=0.5, size=size) for size in (3, 0, 7)]
+        host = mismatch_statistics(log_weights)
+        with jax.enable_x64(True):
+            device = statistics_of(np.concatenate(log_weights).tolist())
+            assert host["k3"] == pytest.approx(float(device.mean_k3), rel=1e-9)
+            assert host["weight_mean"] == pytest.approx(float(device.mean_ratio), rel=1e-9)
+            assert host["effective_sample_size"] == pytest.approx(float(device.effective_sample_size), rel=1e-9)
+
+    def test_without_tokens_they_are_those_of_equal_policies(self):
+        assert mismatch_statistics([]) == mismatch_statistics([np.zeros(0)]) == mismatch_statistics([np.zeros(4)])

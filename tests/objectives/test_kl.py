@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marin_rl.objectives.aggregation import row_rollout_ids
 from marin_rl.objectives.kl import (
     KlConfig,
     KlEstimator,
@@ -21,7 +20,7 @@ from marin_rl.objectives.kl import (
     kl_k1,
     kl_k2,
     kl_k3,
-    kl_per_rollout,
+    kl_k3_plus,
 )
 
 LOGPROBS = np.array([-1.0, -2.0, -0.5])
@@ -30,12 +29,20 @@ WORKED = {
     "k1": (kl_k1, [0.5, -1.0, 0.0]),
     "k2": (kl_k2, [0.125, 0.5, 0.0]),
     "k3": (kl_k3, [0.106531, 0.718282, 0.0]),
+    "k3_plus": (kl_k3_plus, [0.106531, 0.718282, 0.0]),
+}
+
+
+gradients_of = {
+    name: jax.jit(jax.grad(lambda x, reference, estimator=estimator: estimator(x, reference).sum()))
+    for name, (estimator, _) in WORKED.items()
 }
 
 
 def oracle(name, logprob, reference):
     d = max(-20.0, min(20.0, reference - logprob))
-    return {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[name]
+    k3 = math.exp(d) - 1 - d
+    return {"k1": -d, "k2": d * d / 2, "k3": k3, "k3_plus": k3}[name]
 
 
 @pytest.mark.parametrize("name", WORKED)
@@ -70,6 +77,35 @@ def test_extreme_differences_are_clamped_with_their_sign(name, sign):
     assert math.isfinite(far)
 
 
+@pytest.mark.parametrize("name", WORKED)
+def test_gradient_is_the_finite_difference(name):
+    # That of k2, for k3_plus: its derivative is not that of its value.
+    differentiated = kl_k2 if name == "k3_plus" else WORKED[name][0]
+    rng = np.random.default_rng(0)
+    logprobs, reference = rng.uniform(-5, 0, (2, 200))
+    step = 1e-6
+    with jax.enable_x64(True):
+        gradient = gradients_of[name](logprobs, reference)
+        above, below = (np.array(differentiated(jnp.array(logprobs + s), jnp.array(reference))) for s in (step, -step))
+    np.testing.assert_allclose(gradient, (above - below) / (2 * step), rtol=1e-6, atol=1e-6)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.floats(-60, 0, width=32), st.floats(-60, 0, width=32)), min_size=4, max_size=4))
+def test_k3_plus_is_k3_to_the_last_bit_with_the_gradient_of_k2(pairs):
+    logprobs, reference = jnp.array(np.array(pairs, np.float32).T)
+    assert kl_k3_plus(logprobs, reference).tolist() == kl_k3(logprobs, reference).tolist()
+    plus, k2 = (gradients_of[name](logprobs, reference).tolist() for name in ("k3_plus", "k2"))
+    assert plus == k2
+
+
+@pytest.mark.parametrize("name", WORKED)
+def test_sign_of_the_pull(name):
+    """Where π is above its reference, descent on k2, k3 and k3_plus lowers it, and below raises it."""
+    gradient = gradients_of[name](jnp.array(LOGPROBS), jnp.array(REFERENCE))
+    assert np.sign(gradient).tolist() == ([1.0, 1.0, 1.0] if name == "k1" else [1.0, -1.0, 0.0])
+
+
 class TestExpectedGradients:
     """On a categorical policy, summed over all actions: what each estimator's gradient is, exactly."""
 
@@ -96,8 +132,9 @@ class TestExpectedGradients:
     def test_k1_has_none(self):
         np.testing.assert_allclose(self.expected_gradient(kl_k1), 0.0, atol=1e-12)
 
-    def test_k2_has_the_reverse_kls(self):
-        np.testing.assert_allclose(self.expected_gradient(kl_k2), self.kl_gradient(reverse=True), atol=1e-12)
+    @pytest.mark.parametrize("estimator", [kl_k2, kl_k3_plus])
+    def test_k2_and_k3_plus_have_the_reverse_kls(self, estimator):
+        np.testing.assert_allclose(self.expected_gradient(estimator), self.kl_gradient(reverse=True), atol=1e-12)
 
     def test_k3_has_the_forward_kls_and_not_the_reverse_kls(self):
         actual = self.expected_gradient(kl_k3)
@@ -118,22 +155,6 @@ class TestExpectedGradients:
         assert abs(k2 - exact) > 1e-3
 
 
-def test_kl_per_rollout_sums_over_rows_and_skips_masked_tokens():
-    policy = np.array([[-1.0, -2.0, -9.0], [-0.5, -9.0, -9.0], [-3.0, -3.0, -3.0]], np.float32)
-    reference = np.array([[-1.5, -1.0, 0.0], [-0.25, 0.0, 0.0], [-4.0, -4.0, 0.0]], np.float32)
-    mask = np.array([[True, True, False], [True, False, False], [True, True, False]])
-    ids = row_rollout_ids(np.array([0, 0, 2]), 3)
-    # (0.5 - 1) + (-0.25); nothing; 1 + 1
-    assert kl_per_rollout(policy, reference, mask, ids, 3).tolist() == [-0.75, 0.0, 2.0]
-
-
-def test_kl_per_rollout_clamps_each_token():
-    both = kl_per_rollout(
-        np.array([[0.0, -500.0]]), np.array([[-500.0, -500.0]]), np.ones((1, 2), bool), np.zeros((1, 2), int), 1
-    )
-    assert both.tolist() == [20.0]
-
-
 def test_in_reward_lowers_the_return_and_leaves_the_loss_alone():
     config = RewardKlConfig(beta=0.1)
     np.testing.assert_allclose(config.reward_penalty(np.array([5.0, -1.0])), [0.5, -0.1])
@@ -150,7 +171,7 @@ def test_in_loss_adds_the_estimator_and_leaves_the_reward_alone(name):
     assert config.needs_reference
 
 
-@pytest.mark.parametrize("estimator", [KlEstimator.K2, KlEstimator.K3])
+@pytest.mark.parametrize("estimator", [KlEstimator.K2, KlEstimator.K3, KlEstimator.K3_PLUS])
 def test_in_loss_pulls_towards_the_reference(estimator):
     config = LossKlConfig(beta=1.0, estimator=estimator)
     pull = jax.grad(lambda x: config.loss_terms(x, jnp.array(REFERENCE)).sum())(jnp.array(LOGPROBS))

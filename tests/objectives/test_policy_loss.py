@@ -1,6 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import functools
 import itertools
 import math
 
@@ -9,197 +10,240 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from marin_rl.objectives.advantages import dr_grpo_advantages, rloo_advantages
-from marin_rl.objectives.aggregation import SequenceSumConfig, row_rollout_ids
+from marin_rl.objectives.advantages import DrGrpoConfig, GaeConfig, GigpoConfig, ReinforceConfig, RlooConfig
+from marin_rl.objectives.aggregation import SequenceSumConfig
 from marin_rl.objectives.policy_loss import (
+    CispoLossConfig,
+    GspoLossConfig,
     ImportanceLossConfig,
     PolicyLossConfig,
     PpoClipLossConfig,
     ReinforceLossConfig,
-    policy_ratio,
+    RlooSequenceLossConfig,
+    Sequences,
 )
+from tests.objectives.signal_cases import make_signal
 
-CONFIGS = [
+TOKEN_LEVEL = [
     ReinforceLossConfig(),
     ImportanceLossConfig(),
     PpoClipLossConfig(),
-    PpoClipLossConfig(clip_low=0.1, clip_high=0.4),
     PpoClipLossConfig(dual_clip=3.0),
+    CispoLossConfig(),
 ]
+SEQUENCE_LEVEL = [GspoLossConfig(), RlooSequenceLossConfig()]
 
 
-def oracle(config, logprob, old, advantage):
-    """The term and whether clipping holds, for one token, in Python floats."""
-    ratio = math.exp(max(-20.0, min(20.0, logprob - old)))
-    match config:
-        case ReinforceLossConfig():
-            return -advantage * logprob, False
-        case ImportanceLossConfig():
-            return -advantage * ratio, False
-        case PpoClipLossConfig(clip_low=low, clip_high=high, dual_clip=dual):
-            inside = min(max(ratio, 1 - low), 1 + high)
-            term = max(-advantage * ratio, -advantage * inside)
-            clipped = (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - low)
-            if dual is not None and advantage < 0:
-                clipped = clipped or ratio > dual
-                term = min(term, -dual * advantage)
-            return term, clipped
+def softmax(logits):
+    return np.exp(logits) / np.exp(logits).sum()
 
 
-token = st.tuples(st.floats(-30, 0), st.floats(-30, 0), st.floats(-5, 5))
-close = st.tuples(st.floats(-3, 0), st.floats(-3, 0), st.floats(-5, 5))
+class Bandit:
+    """Two choices; the first of the first leads to two more. Three outcomes, of 2, 2 and 1 turns of one token each.
 
+    Everything is enumerated: expectations are sums over all groups of three attempts, and the policy gradient is a
+    formula.
+    """
 
-@pytest.mark.parametrize("config", CONFIGS)
-@settings(deadline=None, max_examples=40)
-@given(st.lists(token | close, min_size=5, max_size=5))
-def test_matches_the_formula(config, tokens):
-    with jax.enable_x64(True):
-        terms, clipped = config.per_token(*(jnp.array(column) for column in np.array(tokens).T))
-    expected = [oracle(config, *token) for token in tokens]
-    np.testing.assert_allclose(terms, [term for term, _ in expected], rtol=1e-9, atol=1e-12)
-    # A product -A·r can round onto -A·(1 ± ε) for a subnormal A; there is nothing to clip there.
-    counted = np.abs(np.array(tokens)[:, 2]) > 1e-9
-    assert np.array(clipped)[counted].tolist() == np.array([flag for _, flag in expected])[counted].tolist()
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("advantage", [2.0, -2.0])
-def test_sign_rule(config, advantage):
-    """Descent raises the probability of a token of positive advantage, and lowers that of a negative one."""
-    old = jnp.float32(-1.0)
-    gradient = jax.grad(lambda x: config.per_token(x, old, jnp.float32(advantage)).terms)(old)
-    assert float(gradient) == pytest.approx(-advantage)
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_zero_advantage_gives_no_term_and_no_gradient(config):
-    zero, old = jnp.zeros(2), jnp.array([-1.0, -3.0])
-    gradient = jax.grad(lambda x: config.per_token(x, old, zero).terms.sum())(jnp.array([-3.0, -1.0]))
-    assert gradient.tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_gradient_is_the_finite_difference(config):
-    rng = np.random.default_rng(0)
-    old = rng.uniform(-3, 0, 200)
-    logprobs, advantages = old + rng.normal(scale=0.8, size=200), rng.normal(size=200)
-    step = 1e-6
-    with jax.enable_x64(True):
-
-        def total(x):
-            return config.per_token(jnp.array(x), jnp.array(old), jnp.array(advantages)).terms
-
-        gradient = jax.grad(lambda x: total(x).sum())(jnp.array(logprobs))
-        difference = (total(logprobs + step) - total(logprobs - step)) / (2 * step)
-    np.testing.assert_allclose(gradient, difference, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("config", CONFIGS[2:])
-def test_clipped_is_exactly_where_the_gradient_vanishes(config):
-    rng = np.random.default_rng(1)
-    old = jnp.array(rng.uniform(-3, 0, 500), jnp.float32)
-    logprobs = old + jnp.array(rng.normal(scale=1.0, size=500), jnp.float32)
-    advantages = jnp.array(rng.choice([-1.5, 1.5], 500), jnp.float32)
-    clipped = config.per_token(logprobs, old, advantages).clipped
-    gradient = jax.grad(lambda x: config.per_token(x, old, advantages).terms.sum())(logprobs)
-    assert 0 < clipped.sum() < 500
-    assert (clipped == (gradient == 0)).all()
-
-
-@pytest.mark.parametrize(("log_ratio", "advantage", "clipped"), [
-    (math.log(1.21), 1.0, True),
-    (math.log(1.19), 1.0, False),
-    (math.log(0.79), 1.0, False),
-    (math.log(0.79), -1.0, True),
-    (math.log(0.81), -1.0, False),
-    (math.log(1.21), -1.0, False),
-    (math.log(2.9), -1.0, False),
-    (math.log(3.1), -1.0, True),
-    (math.log(3.1), 1.0, True),
-])  # fmt: skip
-def test_which_side_clips_for_which_sign(log_ratio, advantage, clipped):
-    config = PpoClipLossConfig(dual_clip=3.0)
-    terms = config.per_token(jnp.float32(log_ratio), jnp.float32(0.0), jnp.float32(advantage))
-    assert bool(terms.clipped) is clipped
-
-
-def test_ratio_is_clamped():
-    ratio = policy_ratio(jnp.array([0.0, -900.0]), jnp.array([-900.0, 0.0]))
-    np.testing.assert_allclose(ratio, [math.exp(20), math.exp(-20)], rtol=1e-5)
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_impossible_differences_stay_finite_in_float32(config):
-    logprobs, old = jnp.array([0.0, -1e30]), jnp.array([-1e30, 0.0])
-    for advantage in (-3.0, 3.0):
-
-        def total(x, advantage=advantage):
-            return config.per_token(x, old, jnp.full(2, advantage)).terms.sum()
-
-        assert math.isfinite(total(logprobs))
-        assert np.isfinite(jax.grad(total)(logprobs)).all()
-
-
-class TestBandit:
-    """One-token rollouts of a softmax policy: the expected gradient over *all* groups, against the closed form."""
-
-    logits = np.array([0.4, -0.2, 0.9])
-    rewards = np.array([1.0, 0.0, 3.0])
+    first = np.array([0.3, -0.4])
+    second = np.array([0.2, 0.9])
+    turn_rewards = ([0.5, 2.0], [0.5, -1.0], [1.0])
     group = 3
 
-    def policy_gradient(self):
-        """∂/∂logit_a of -E[R] = -π_a (R_a - E[R])."""
-        policy = np.exp(self.logits) / np.exp(self.logits).sum()
-        return -policy * (self.rewards - policy @ self.rewards)
+    def chances(self, first, second):
+        p, q = softmax(first), softmax(second)
+        return np.array([p[0] * q[0], p[0] * q[1], p[1]])
 
-    def expected_gradient(self, config, advantages_of):
-        policy = np.exp(self.logits) / np.exp(self.logits).sum()
-        groups = np.array(list(itertools.product(range(3), repeat=self.group)))
-        chances = policy[groups].prod(axis=1)
-        advantages = np.array([advantages_of(self.rewards[actions].tolist()) for actions in groups])
-        weights = SequenceSumConfig().loss_weights(
-            np.ones((self.group, 1), bool), row_rollout_ids(np.arange(self.group), 1)
-        )
+    def gradient(self, first, second):
+        """∂E[R]/∂logits: π_a(Q_a - V) at the first choice; at the second the same, times the chance to get there."""
+        p, q = softmax(first), softmax(second)
+        later = np.array([2.0, -1.0])
+        values = np.array([0.5 + q @ later, 1.0])
+        return p * (values - p @ values), p[0] * q * (later - q @ later)
+
+    def values(self):
+        """V before each choice of the current policy."""
+        q = softmax(self.second)
+        then = 0.5 + q @ np.array([2.0, -1.0])
+        return softmax(self.first) @ np.array([then, 1.0]), then
+
+    def signals(self, outcomes, values):
+        return [
+            make_signal(sum(rewards), rewards, anchors=["s0", "s1"][: len(rewards)], values=values[: len(rewards)])
+            for rewards in (self.turn_rewards[outcome] for outcome in outcomes)
+        ]
+
+    @functools.cached_property
+    def groups(self):
+        return np.array(list(itertools.product(range(3), repeat=self.group)))
+
+    @functools.cache  # noqa: B019 (there is one, for the whole file)
+    def advantages(self, estimator, values):
+        """`[groups, rollouts, tokens]`, 0 where a rollout has ended."""
+        made = np.zeros((*self.groups.shape, 2))
+        for group, outcomes in enumerate(self.groups):
+            (credits,) = estimator.compute([self.signals(outcomes, values)])
+            for member, credit in enumerate(credits):
+                made[group, member, : credit.advantages.size] = credit.advantages
+        return made
+
+    def expected_gradient(self, config, estimator, *, values=(0.0, 0.0), old=None):
+        """Of the negative loss, over all groups that the old policy may sample, at the current policy."""
+        old = (self.first, self.second) if old is None else old
+        chances = self.chances(*old)[self.groups].prod(axis=1)
+        mask = np.array([[True, True], [True, True], [True, False]])[self.groups]
+        owners = np.array([[0, 0], [1, 1], [2, 2]])
+        weights = np.stack([SequenceSumConfig().loss_weights(m, owners) for m in mask])
         with jax.enable_x64(True):
-            old = jnp.array(np.log(policy)[groups])
+            arguments = (weights.astype(np.float64) * chances[:, None, None], mask, self.advantages(estimator, values))
+            given = [jnp.array(array) for array in (*arguments, self.groups)]
+            policies = [tuple(jnp.array(logits) for logits in policy) for policy in ((self.first, self.second), old)]
+            made = negative_gradient(config, *policies, *given)
+            return tuple(-np.array(part) for part in made)
 
-            def loss(logits):
-                logprobs = jax.nn.log_softmax(logits)[groups]
-                terms = config.per_token(logprobs, old, jnp.array(advantages)).terms
-                return jnp.sum(jnp.array(chances)[:, None] * weights[:, 0] * terms)
 
-            return np.array(jax.grad(loss)(jnp.array(self.logits)))
+@functools.partial(jax.jit, static_argnums=0)
+def negative_gradient(config, policy, old, weights, mask, advantages, groups):
+    def logprobs(logits):
+        first, second = (jax.nn.log_softmax(part) for part in logits)
+        of_outcome = jnp.array([[first[0], second[0]], [first[0], second[1]], [first[1], 0.0]])
+        return of_outcome[groups]
 
-    @pytest.mark.parametrize("config", CONFIGS)
-    def test_rloo_is_unbiased(self, config):
-        actual = self.expected_gradient(config, rloo_advantages)
-        np.testing.assert_allclose(actual, self.policy_gradient(), atol=1e-7)
+    def loss(logits):
+        ids = jnp.broadcast_to(jnp.arange(mask.shape[1])[:, None], mask.shape[1:])
+        terms = jax.vmap(lambda new, was, a, m: config.per_token(new, was, a, Sequences(m, ids)).terms)
+        return jnp.sum(weights * terms(logprobs(logits), jax.lax.stop_gradient(logprobs(old)), advantages, mask))
 
-    @pytest.mark.parametrize("config", CONFIGS)
-    def test_dr_grpo_is_short_by_the_share_of_itself_in_its_baseline(self, config):
-        actual = self.expected_gradient(config, dr_grpo_advantages)
-        np.testing.assert_allclose(actual, self.policy_gradient() * (1 - 1 / self.group), atol=1e-7)
+    return jax.grad(loss)(policy)
+
+
+BANDIT = Bandit()
+SHARE = 1 - 1 / Bandit.group
+EXACT_VALUES = BANDIT.values()
+UNIFORM = {"rloo": (RlooConfig(), 1.0), "dr_grpo": (DrGrpoConfig(), SHARE), "reinforce": (ReinforceConfig(), 1.0)}
+PER_TOKEN = {
+    **UNIFORM,
+    "reinforce_from_turn": (ReinforceConfig(gamma=1.0), 1.0),
+    # With λ = 1 any values are a baseline; with λ < 1 they have to be right.
+    "gae_any_critic": (GaeConfig(lam=1.0, whiten=False), 1.0),
+    "gae_right_critic": (GaeConfig(lam=0.4, whiten=False), 1.0),
+    "gae_right_critic_one_step": (GaeConfig(lam=0.0, whiten=False), 1.0),
+}
+PAIRS = [(config, name) for config in TOKEN_LEVEL for name in PER_TOKEN]
+PAIRS += [(config, name) for config in SEQUENCE_LEVEL for name in UNIFORM]
+
+
+@pytest.mark.parametrize(("config", "name"), PAIRS)
+def test_the_expected_gradient_is_the_policy_gradient(config, name):
+    """Up to the share that a rollout has in its own baseline."""
+    estimator, factor = PER_TOKEN[name]
+    values = EXACT_VALUES if "right" in name else (0.7, -1.3)
+    actual = BANDIT.expected_gradient(config, estimator, values=values)
+    for part, expected in zip(actual, BANDIT.gradient(BANDIT.first, BANDIT.second), strict=True):
+        np.testing.assert_allclose(part, factor * expected, rtol=1e-6, atol=1e-8)
+
+
+def test_a_wrong_critic_is_a_bias_where_it_is_trusted():
+    """What the tests above could not fail by, were the gradient of any estimator the same."""
+    actual = BANDIT.expected_gradient(ReinforceLossConfig(), GaeConfig(lam=0.0, whiten=False), values=(0.7, -1.3))
+    assert np.abs(actual[0] - BANDIT.gradient(BANDIT.first, BANDIT.second)[0]).max() > 0.05
+
+
+@pytest.mark.parametrize("omega", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("config", TOKEN_LEVEL)
+def test_gigpo_is_short_by_the_share_of_each_visit_in_its_baseline(config, omega):
+    actual = BANDIT.expected_gradient(config, GigpoConfig(omega=omega, gamma=1.0))
+    first, second = BANDIT.gradient(BANDIT.first, BANDIT.second)
+    # Everyone passes the first state. n of G come to the second: the share is E[(n - 1)+]/E[n].
+    p, size = softmax(BANDIT.first)[0], BANDIT.group
+    visits = 1 - (1 - (1 - p) ** size) / (size * p)
+    np.testing.assert_allclose(actual[0], SHARE * (1 + omega) * first, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(actual[1], (SHARE + omega * visits) * second, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.6])
+def test_discounted_reinforce_follows_the_discounted_return(gamma):
+    actual = BANDIT.expected_gradient(ReinforceLossConfig(), ReinforceConfig(gamma=gamma))
+    p, q = softmax(BANDIT.first), softmax(BANDIT.second)
+    later = q @ np.array([2.0, -1.0])
+    values = np.array([0.5 + gamma * later, 1.0])
+    np.testing.assert_allclose(actual[0], p * (values - p @ values), rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(actual[1], BANDIT.gradient(BANDIT.first, BANDIT.second)[1], rtol=1e-6, atol=1e-8)
+
+
+ANY_RATIO = {"clip_low": 1 - 1e-9, "clip_high": 1e9}
+
+
+@pytest.mark.parametrize("name", UNIFORM)
+def test_the_ratio_of_whole_rollouts_makes_another_policys_samples_exact(name):
+    """`rloo_sequence` without its bounds: unbiased however far the policy has moved."""
+    estimator, factor = UNIFORM[name]
+    old = (BANDIT.first + np.array([0.8, -0.5]), BANDIT.second + np.array([-1.0, 0.3]))
+    config = RlooSequenceLossConfig(**ANY_RATIO)
+    actual = BANDIT.expected_gradient(config, estimator, old=old)
+    for part, expected in zip(actual, BANDIT.gradient(BANDIT.first, BANDIT.second), strict=True):
+        np.testing.assert_allclose(part, factor * expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "config", [ImportanceLossConfig(), PpoClipLossConfig(**ANY_RATIO), CispoLossConfig(clip_low=1.0, clip_high=1e9)]
+)
+def test_the_ratio_of_tokens_is_exact_for_the_one_choice_that_moved(config):
+    old = (BANDIT.first + np.array([0.8, -0.5]), BANDIT.second)
+    expected = BANDIT.gradient(BANDIT.first, BANDIT.second)[0]
+    actual = BANDIT.expected_gradient(config, RlooConfig(), old=old)[0]
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-8)
+    uncorrected = BANDIT.expected_gradient(ReinforceLossConfig(), RlooConfig(), old=old)[0]
+    assert np.abs(uncorrected - expected).max() > 0.01
 
 
 def test_configs_are_chosen_by_type():
-    assert draccus.decode(PolicyLossConfig, {"type": "reinforce"}) == ReinforceLossConfig()
-    assert draccus.decode(PolicyLossConfig, {"type": "importance"}) == ImportanceLossConfig()
-    fields = {"type": "ppo_clip", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 3.0}
-    assert draccus.decode(PolicyLossConfig, fields) == PpoClipLossConfig(0.1, 0.3, 3.0)
+    decoded = {
+        "reinforce": ReinforceLossConfig(),
+        "importance": ImportanceLossConfig(),
+        "ppo_clip": PpoClipLossConfig(0.2, 0.2),
+        "gspo": GspoLossConfig(3e-4, 4e-4),
+        "rloo_sequence": RlooSequenceLossConfig(0.2, 0.2),
+        "cispo": CispoLossConfig(1.0, 0.2),
+    }
+    assert set(PolicyLossConfig.get_known_choices()) == set(decoded)
+    for name, config in decoded.items():
+        assert draccus.decode(PolicyLossConfig, {"type": name}) == config
+    fields = {"clip_low": 0.1, "clip_high": 0.3}
+    for name in ("gspo", "rloo_sequence", "cispo"):
+        expected = type(decoded[name])(**fields)
+        assert draccus.decode(PolicyLossConfig, {"type": name, **fields}) == expected
+    dual = draccus.decode(PolicyLossConfig, {"type": "ppo_clip", **fields, "dual_clip": 3.0})
+    assert dual == PpoClipLossConfig(0.1, 0.3, 3.0)
 
 
+def test_what_each_is():
+    assert [config.is_sequence_level for config in TOKEN_LEVEL + SEQUENCE_LEVEL] == [False] * 5 + [True] * 2
+    assert [config.uses_ratio for config in TOKEN_LEVEL + SEQUENCE_LEVEL] == [False] + [True] * 6
+
+
+@pytest.mark.parametrize("config", [PpoClipLossConfig, GspoLossConfig, RlooSequenceLossConfig, CispoLossConfig])
 @pytest.mark.parametrize(("fields", "message"), [
     ({"clip_low": -0.1}, r"policy_loss\.clip_low is -0\.1"),
-    ({"clip_low": 1.0}, r"policy_loss\.clip_low is 1\.0"),
+    ({"clip_low": 1.1}, r"policy_loss\.clip_low is 1\.1"),
+    ({"clip_low": math.nan}, r"policy_loss\.clip_low is nan"),
     ({"clip_high": -0.1}, r"policy_loss\.clip_high is -0\.1"),
     ({"clip_high": math.nan}, r"policy_loss\.clip_high is nan"),
-    ({"dual_clip": 1.0}, r"policy_loss\.dual_clip is 1\.0"),
-    ({"dual_clip": math.nan}, r"policy_loss\.dual_clip is nan"),
+    ({"clip_high": math.inf}, r"policy_loss\.clip_high is inf"),
 ])  # fmt: skip
-def test_impossible_bounds_are_named(fields, message):
+def test_impossible_bounds_are_named(config, fields, message):
     with pytest.raises(ValueError, match=message):
-        PpoClipLossConfig(**fields)
+        config(**fields)
+
+
+@pytest.mark.parametrize("config", [PpoClipLossConfig, GspoLossConfig, RlooSequenceLossConfig])
+def test_a_bound_that_lets_a_ratio_fall_to_zero_is_none(config):
+    with pytest.raises(ValueError, match=r"policy_loss\.clip_low is 1\.0; it must be in \[0, 1\)"):
+        config(clip_low=1.0)
+
+
+@pytest.mark.parametrize("value", [1.0, math.nan, math.inf])
+def test_impossible_dual_clips_are_named(value):
+    with pytest.raises(ValueError, match=rf"policy_loss\.dual_clip is {value}"):
+        PpoClipLossConfig(dual_clip=value)

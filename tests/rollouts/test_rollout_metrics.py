@@ -22,7 +22,13 @@ def rollout(
     version: int = 5,
 ) -> Rollout:
     turns = tuple(
-        Turn((1, 2), Generation((3,) * length, (-1.0,) * length, stop, version, version), (), 0.0, index == 0)
+        Turn(
+            (1, 2),
+            Generation((3,) * length, (-1.0,) * length, stop, version, version),
+            (),
+            0.0,
+            starts_sequence=index == 0,
+        )
         for index, length in enumerate(lengths)
     )
     found = status or (RolloutStatus.COMPLETED if rewards else RolloutStatus.FAILED)

@@ -273,6 +273,21 @@ def test_when_all_fail_the_first_error_is_told():
         play(player(says("a"), Game(begin)), [task(), task(prompt="up")], group_size=2)
 
 
+def test_where_that_is_allowed_all_may_fail():
+    def begin(task: Task, seed: int) -> Episode:
+        raise ConnectionError("away")
+
+    [group] = run_groups(
+        player(says("a"), Game(begin)),
+        [task()],
+        group_size=2,
+        temperature=0.7,
+        seed_parts=(11, "train", 9),
+        all_may_fail=True,
+    )
+    assert [rollout.error for rollout in group.rollouts] == ["ConnectionError: away"] * 2
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_reward_that_is_not_finite_names_the_rollout(value: float):
     made = player(says("a"), Game(lambda task, seed: Fixed(Step({"won": value}))))
@@ -306,6 +321,37 @@ def test_rewards_of_the_same_name_add_up_and_others_stand_alone():
 
     rollout = only(play(player(says("a", "b"), Game(lambda task, seed: Two())), [task()]))
     assert rollout.rewards == {"hit": 3.0, "end": -1.0}
+
+
+def test_a_step_without_a_reward_is_not_one_of_nought():
+    steps = [Step({}, (Message(role="user", content="on"),), done=False), Step({"hit": 0.0})]
+
+    @dataclasses.dataclass
+    class Late:
+        played: int = 0
+
+        def step(self, reply: str) -> Step:
+            self.played += 1
+            return steps[self.played - 1]
+
+    rollout = only(play(player(says("a", "b"), Game(lambda task, seed: Late())), [task()]))
+    assert [turn.reward for turn in rollout.turns] == [None, 0.0]
+    assert rollout.rewards == {"hit": 0.0}
+
+
+def test_turns_that_saw_the_same_have_the_same_anchor_state():
+    @dataclasses.dataclass
+    class Circle:
+        played: int = 0
+
+        def step(self, reply: str) -> Step:
+            self.played += 1
+            return Step({"on": 0.0}, (Message(role="user", content="n" if self.played == 1 else "go"),), done=False)
+
+    made = player(says("a", "b", "c"), Game(lambda task, seed: Circle()), Limits(64, 6, max_turns=3))
+    first, second, third = [turn.anchor_state for turn in only(play(made, [task()])).turns]
+    assert first == third != second
+    assert second != ""
 
 
 def test_time_is_counted_by_phase():

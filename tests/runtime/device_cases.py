@@ -8,30 +8,29 @@ import json
 import os
 import sys
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-
 from marin_rl.runtime.config import default_trainer
 from marin_rl.runtime.devices import DeviceError, start_devices
 
 CASES = {
-    "fits": (16, {}),
-    "model axis": (4, {"model_axis_size": 2}),
-    "microbatches": (32, {"per_device_parallelism": 2}),
-    "rows": (12, {}),
-    "rows with model axis": (6, {"model_axis_size": 2}),
-    "model axis too large": (16, {"model_axis_size": 3}),
-    "microbatches do not fit": (24, {"per_device_parallelism": 2}),
-    "accelerator": (16, {"require_accelerator": True}),
+    "data axis": {},
+    "model axis": {"model_axis_size": 2},
+    "replicas": {"replica_ici_axis_size": 4},
+    "rows that were asked for": {"per_device_parallelism": 5},
+    "model axis too large": {"model_axis_size": 3},
+    "accelerator": {"require_accelerator": True},
 }
 
 
-def outcome(rows: int, changes: dict) -> str:
-    """How many rows a device takes at a time, or what is wrong."""
-    section = dataclasses.replace(default_trainer(), train_batch_size=rows, jax_compilation_cache_dir=None, **changes)
+def outcome(changes: dict) -> str:
+    """How many rows a pass and a device take, or what is wrong."""
+    section = dataclasses.replace(default_trainer(), jax_compilation_cache_dir=None, **changes)
     try:
-        return f"{start_devices(section, rows=rows).per_device_parallelism} rows a device"
+        started = start_devices(section, rows_per_device=3)
     except DeviceError as error:
         return str(error)
+    return f"{started.train_batch_size} rows, {started.per_device_parallelism} a device"
 
 
-json.dump({name: outcome(rows, changes) for name, (rows, changes) in CASES.items()}, sys.stdout)
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    json.dump({name: outcome(changes) for name, changes in CASES.items()}, sys.stdout)

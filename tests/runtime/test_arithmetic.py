@@ -4,12 +4,17 @@
 import dataclasses
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+import pytest
 from levanter.models.llama import LlamaConfig
 
 from marin_rl.environments.arithmetic import ArithmeticConfig
+from marin_rl.learner.critic import CriticConfig
+from marin_rl.objectives.advantages import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig
+from marin_rl.objectives.policy_loss import PpoClipLossConfig
+from marin_rl.rollouts.filters import ResampleGroupsConfig
 from marin_rl.runtime.arithmetic import describe_run
-from marin_rl.runtime.config import RolloutConfig, TrainConfig
+from marin_rl.runtime.config import RolloutConfig, TrainConfig, UpdateConfig
 from marin_rl.runtime.evaluation import EvaluationConfig
 from marin_rl.runtime.warm_start import WarmStartConfig
 from marin_rl.sampling.levanter_sampler import SamplingConfig
@@ -41,12 +46,48 @@ def test_the_numbers_of_a_run():
     # one more norm at the end.
     parameters = 2 * 264 * 16 + 2 * (4 * 256 + 3 * 512 + 32) + 16
     assert found["parameters"] == f"{parameters:,}, vocabulary 264"
-    assert found["one update"] == "8 prompts x 4 attempts = 32 rollouts"
-    assert found["batch"] == "32 rows x 50 positions = 1,600 tokens"
-    assert found["sampled per update"] == "at most 576 tokens"
-    assert found["the run"] == "100 updates, 3,200 rollouts, 2.00 passes over 400 training tasks"
-    assert found["logits at a time"].startswith("32 x 16 x 264 floats")
+    assert found["one step"] == "8 prompts x 4 attempts = 32 rollouts"
+    assert found["sampled per step"] == "at most 576 tokens"
+    assert found["updates per step"].startswith("1 = 1 x 1 ")
+    # Rows of 50 tokens are rounded up to 128 positions, of which 8 rows make about a thousand.
+    assert found["one pass"].startswith("8 rows x 128 positions = 1,024 tokens on each data-parallel device, several")
+    assert found["the run"] == "100 steps, 100 updates, 3,200 rollouts, each of 400 training tasks 2.00 times"
+    assert found["logits at a time"].startswith("8 x 16 x 264 floats")
     assert found["reference model"] == "not loaded, the KL coefficient is 0"
+    assert found["critic"] == "none"
+
+
+def test_several_updates_and_rounds_of_a_step_are_counted():
+    found = lines(
+        dataclasses.replace(
+            CONFIG,
+            updates=UpdateConfig(epochs=2, minibatches=4),
+            policy_loss=PpoClipLossConfig(),
+            filter=ResampleGroupsConfig(max_rounds=3),
+        )
+    )
+    assert found["updates per step"].startswith("8 = 2 x 4 ")
+    assert found["the run"].startswith("100 steps, 800 updates, 3,200 rollouts")
+    assert found["sampled per step"] == "at most 576 tokens, 3 times that with resampling"
+
+
+def test_rows_that_are_asked_for_and_not_packed():
+    found = lines(
+        dataclasses.replace(
+            CONFIG,
+            rollouts=dataclasses.replace(CONFIG.rollouts, packing=False),
+            trainer=dataclasses.replace(CONFIG.trainer, per_device_parallelism=6),
+        )
+    )
+    assert found["one pass"].startswith("6 rows x 50 positions = 300 tokens on each data-parallel device, one sequence")
+
+
+@pytest.mark.parametrize(
+    ("shared", "words"), [(True, "one output on the policy's trunk"), (False, "a trunk of its own")]
+)
+def test_a_critic_is_told_of(shared: bool, words: str):
+    found = lines(dataclasses.replace(CONFIG, advantage=GaeConfig(), critic=CriticConfig(shared_trunk=shared)))
+    assert found["critic"] == words
 
 
 def test_evaluations_are_counted_as_they_will_be_made():
@@ -67,4 +108,4 @@ def test_a_reference_is_told_of():
 
 
 def test_no_more_logits_than_positions():
-    assert lines(dataclasses.replace(CONFIG, logprob_block_size=512))["logits at a time"].startswith("32 x 50 x 264")
+    assert lines(dataclasses.replace(CONFIG, logprob_block_size=512))["logits at a time"].startswith("8 x 128 x 264")

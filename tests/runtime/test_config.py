@@ -8,15 +8,35 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 from levanter.models.llama import LlamaConfig
 
+from marin_rl.batching.packing import RowLayout
 from marin_rl.environments.arithmetic import ArithmeticConfig
-from marin_rl.objectives.advantages import GrpoConfig, ReinforceConfig
+from marin_rl.learner.critic import CriticConfig
+from marin_rl.objectives.advantages import (
+    AdvantageConfig,
+    DrGrpoConfig,
+    GaeConfig,
+    GigpoConfig,
+    GrpoConfig,
+    Normalization,
+    ReinforceConfig,
+    RlooConfig,
+)
+from marin_rl.objectives.aggregation import AggregationConfig
+from marin_rl.objectives.gigpo import GigpoNormalization
+from marin_rl.objectives.importance import MismatchConfig
+from marin_rl.objectives.kl import KlConfig, KlEstimator, LossKlConfig
+from marin_rl.objectives.policy_loss import GspoLossConfig, PolicyLossConfig, RlooSequenceLossConfig
+from marin_rl.objectives.shaping import TruncationConfig
+from marin_rl.rollouts.filters import FilterConfig
 from marin_rl.runtime.config import (
     RolloutConfig,
     TrainConfig,
+    UpdateConfig,
     compilation_cache,
     default_trainer,
     levanter_defaults,
 )
+from marin_rl.runtime.config_decoding import ConfigError
 from marin_rl.runtime.config_parsing import from_yaml, parse_config, to_yaml
 
 MODEL = LlamaConfig(seq_len=64, hidden_dim=16, intermediate_dim=32, num_layers=1, num_heads=2, num_kv_heads=2)
@@ -54,7 +74,7 @@ def test_compiled_programs_are_kept_in_the_users_cache(monkeypatch: pytest.Monke
 
 def test_what_the_trainer_needs_follows_from_the_run():
     trainer = config(seed=7, num_steps=30).trainer_config()
-    assert (trainer.train_batch_size, trainer.num_train_steps, trainer.seed, trainer.id) == (32, 30, 7, "test")
+    assert (trainer.num_train_steps, trainer.seed, trainer.id) == (30, 7, "test")
     named = dataclasses.replace(default_trainer(), id="mine")
     assert config(trainer=named).trainer_config().id == "mine"
 
@@ -118,5 +138,262 @@ def test_sizes_are_at_least_one(name: str):
         RolloutConfig(**{name: 0})
 
 
-def test_rows_of_a_batch():
+@pytest.mark.parametrize("name", ["epochs", "minibatches"])
+def test_there_is_at_least_one_update(name: str):
+    with pytest.raises(ValueError, match=rf"updates\.{name} is 0; it must be at least 1"):
+        UpdateConfig(**{name: 0})
+    assert UpdateConfig(epochs=3, minibatches=4).per_step == 12
+
+
+# Objectives, as a YAML file has them.
+
+
+def from_lines(**sections: str) -> TrainConfig:
+    """A config from YAML, section by section."""
+    settings = {
+        "run_dir": "runs/test",
+        "environment": "{type: arithmetic}",
+        "model": "{type: llama, seq_len: 64, hidden_dim: 16, intermediate_dim: 32, num_layers: 1, num_heads: 2, "
+        "num_kv_heads: 2}",
+        "rollouts": "{prompts_per_step: 4, group_size: 8, max_length: 32}",
+        **sections,
+    }
+    return from_yaml(TrainConfig, "".join(f"{name}: {value}\n" for name, value in settings.items()), "test.yaml")
+
+
+GAE = {"advantage": "{type: gae}", "critic": "{}"}
+SEVERAL_TURNS = {"rollouts": "{prompts_per_step: 4, group_size: 8, max_length: 32, max_turns: 3}"}
+
+CHOICES: dict[str, tuple[type, dict[str, dict[str, str]]]] = {
+    "advantage": (
+        AdvantageConfig,
+        {
+            **{name: {} for name in ("rloo", "grpo", "dr_grpo", "reinforce")},
+            "gae": {"critic": "{}"},
+            "gigpo": SEVERAL_TURNS,
+        },
+    ),
+    "policy_loss": (
+        PolicyLossConfig,
+        {name: {} for name in ("reinforce", "importance", "ppo_clip", "gspo", "rloo_sequence", "cispo")},
+    ),
+    "kl": (KlConfig, {"none": {}, "in_reward": {"": "beta: 0.1"}, "in_loss": {"": "beta: 0.1"}}),
+    "aggregation": (
+        AggregationConfig,
+        {**{name: {} for name in ("token_mean", "sequence_mean", "sequence_sum")}, "constant": {"": "length: 64"}},
+    ),
+    "mismatch": (MismatchConfig, {name: {} for name in ("none", "tis", "mask", "icepop")}),
+    "truncation": (TruncationConfig, {name: {} for name in ("keep", "mask", "reward")}),
+    "filter": (FilterConfig, {name: {} for name in ("keep", "drop", "resample")}),
+}
+"""By section: its registry, and its choices, each with what else has to be set, in others or ("") in its own."""
+
+
+@pytest.mark.parametrize("section", CHOICES)
+def test_the_choices_of_a_section_are_these(section: str):
+    registry, choices = CHOICES[section]
+    assert set(registry.get_known_choices()) == set(choices)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "more"),
+    [(section, name, more) for section, (_, choices) in CHOICES.items() for name, more in choices.items()],
+)
+def test_every_choice_is_reachable_by_its_name(section: str, name: str, more: dict[str, str]):
+    registry, _ = CHOICES[section]
+    others = {other: value for other, value in more.items() if other}
+    inside = f", {more['']}" if "" in more else ""
+    made = from_lines(**{**others, section: f"{{type: {name}{inside}}}"})
+    assert type(getattr(made, section)) is registry.get_choice_class(name)
+    assert from_yaml(TrainConfig, to_yaml(made), "again") == made
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3_plus"])
+def test_every_estimator_of_the_kl_is_reachable_by_its_name(estimator: str):
+    made = from_lines(kl=f"{{type: in_loss, beta: 0.1, estimator: {estimator}}}")
+    assert isinstance(made.kl, LossKlConfig)
+    assert made.kl.estimator is KlEstimator(estimator)
+    assert {known.value for known in KlEstimator} == {"k1", "k2", "k3", "k3_plus"}
+
+
+@pytest.mark.parametrize("advantage", ["rloo", "dr_grpo"])
+@pytest.mark.parametrize("normalize", ["none", "group", "batch"])
+def test_every_normalization_is_reachable_by_its_name(advantage: str, normalize: str):
+    made = from_lines(advantage=f"{{type: {advantage}, normalize: {normalize}}}")
+    assert isinstance(made.advantage, RlooConfig | DrGrpoConfig)
+    assert made.advantage.normalize is Normalization(normalize)
+
+
+@pytest.mark.parametrize("normalize", ["none", "std"])
+def test_every_normalization_of_gigpo_is_reachable_by_its_name(normalize: str):
+    made = from_lines(advantage=f"{{type: gigpo, normalize: {normalize}}}", **SEVERAL_TURNS)
+    assert isinstance(made.advantage, GigpoConfig)
+    assert made.advantage.normalize is GigpoNormalization(normalize)
+
+
+def test_ppo_with_everything_that_belongs_to_it():
+    made = from_lines(
+        advantage="{type: gae, gamma: 0.99, lam: 0.9, whiten: false}",
+        critic="{shared_trunk: false, coefficient: 0.25, clip: null}",
+        policy_loss="{type: ppo_clip, clip_low: 0.1, clip_high: 0.3, dual_clip: 3.0}",
+        kl="{type: in_reward, beta: 0.05}",
+        updates="{epochs: 4, minibatches: 2}",
+        overlong="{buffer: 4, factor: 0.5}",
+        mismatch="{type: tis, cap: 3.0}",
+        rollouts="{prompts_per_step: 4, group_size: 1, max_length: 32}",
+    )
+    assert made.critic == CriticConfig(shared_trunk=False, coefficient=0.25, clip=None)
+    assert made.advantage == GaeConfig(gamma=0.99, lam=0.9, whiten=False)
+    assert (made.updates.per_step, made.overlong.buffer) == (8, 4)
+
+
+# What cannot be combined says what to do instead.
+
+GSPO, RLOO_SEQUENCE = "{type: gspo}", "{type: rloo_sequence}"
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem", "remedy"),
+    [
+        (
+            {"advantage": "{type: gae}"},
+            "advantage 'gae' needs a critic's values",
+            r"add critic: {shared_trunk: true}, or use an advantage .* advantage: {type: rloo}",
+        ),
+        (
+            {"critic": "{}"},
+            "critic is set, but advantage 'rloo' uses no values",
+            "set advantage: {type: gae}, or critic: null",
+        ),
+        (
+            {"policy_loss": GSPO, "mismatch": "{type: tis}"},
+            "mismatch 'tis' weighs single tokens, but policy_loss 'gspo' has one ratio per rollout",
+            "use mismatch: {type: mask}",
+        ),
+        (
+            {"policy_loss": GSPO, "advantage": "{type: gae}", "critic": "{shared_trunk: true}"},
+            "advantage 'gae' credits single tokens or turns, but policy_loss 'gspo' has one ratio per rollout",
+            r"set policy_loss: \{type: ppo_clip\}",
+        ),
+        (
+            {"policy_loss": RLOO_SEQUENCE, "advantage": "{type: reinforce, gamma: 0.9}"},
+            "advantage 'reinforce' credits single tokens or turns",
+            r"set policy_loss: \{type: ppo_clip\}",
+        ),
+        (
+            {"policy_loss": GSPO, "mismatch": "{type: icepop}"},
+            "mismatch 'icepop' weighs single tokens, but policy_loss 'gspo' .* cannot leave out some of its tokens",
+            "use mismatch: {type: mask}",
+        ),
+        (
+            {"policy_loss": RLOO_SEQUENCE, "mismatch": "{type: tis}"},
+            "mismatch 'tis' weighs single tokens, but policy_loss 'rloo_sequence'",
+            "use mismatch: {type: mask}",
+        ),
+        (
+            {"policy_loss": RLOO_SEQUENCE, "mismatch": "{type: icepop}"},
+            "mismatch 'icepop' weighs single tokens, but policy_loss 'rloo_sequence'",
+            "use mismatch: {type: mask}",
+        ),
+        (
+            {"updates": "{epochs: 2}"},
+            "updates asks for 2 updates per step, but policy_loss 'reinforce' ignores that the policy has moved",
+            "use policy_loss: {type: ppo_clip}, or one update",
+        ),
+        (
+            {"updates": "{epochs: 2, minibatches: 4}"},
+            "updates asks for 8 updates per step, but policy_loss 'reinforce'",
+            "use policy_loss: {type: ppo_clip}, or one update",
+        ),
+        (
+            {"updates": "{minibatches: 33}", "policy_loss": "{type: ppo_clip}"},
+            "updates.minibatches is 33, but a step has only 32 rollouts",
+            "lower it",
+        ),
+        (
+            {"advantage": "{type: gigpo}"},
+            "advantage 'gigpo' compares steps of a rollout, but rollouts.max_turns is 1",
+            r"Raise it, .* or use advantage: {type: rloo}",
+        ),
+        (
+            {"filter": "{type: drop}", "rollouts": "{group_size: 1, max_length: 32}", **GAE},
+            "filter 'drop' leaves out groups whose rewards are all equal, and with rollouts.group_size 1 every",
+            "raise it, or use filter: {type: keep}",
+        ),
+        (
+            {"filter": "{type: resample}", "rollouts": "{group_size: 1, max_length: 32}", **GAE},
+            "filter 'resample' leaves out groups whose rewards are all equal",
+            "raise it, or use filter: {type: keep}",
+        ),
+        (
+            {"sampling": "{top_p: 0.9}", "policy_loss": "{type: ppo_clip}"},
+            "sampling.top_p is 0.9, but truncated sampling .* biases every log-ratio of the objectives",
+            "set sampling.top_p: 1.0 and change sampling.temperature instead",
+        ),
+        (
+            {"sampling": "{top_k: 50}"},
+            "sampling.top_k is 50, but truncated sampling .* biases every log-ratio of the objectives",
+            "set sampling.top_k: null and change sampling.temperature instead",
+        ),
+        (
+            {"rollouts": "{max_length: 32, row_length: 31}"},
+            "rollouts.row_length is 31, but a sequence may have rollouts.max_length = 32 tokens",
+            "raise row_length or lower max_length",
+        ),
+        (
+            {"overlong": "{buffer: 65}"},
+            "overlong.buffer is 65, but an answer has at most sampling.max_new_tokens = 64 tokens",
+            "lower the one or raise the other",
+        ),
+    ],
+)
+def test_objectives_that_cannot_be_combined_say_what_to_do(sections: dict[str, str], problem: str, remedy: str):
+    with pytest.raises(ConfigError, match=f"(?s){problem}.*{remedy}"):
+        from_lines(**sections)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"policy_loss": GSPO, "mismatch": "{type: mask}"},
+        {"policy_loss": RLOO_SEQUENCE, "mismatch": "{type: mask}", "updates": "{epochs: 2, minibatches: 4}"},
+        {"policy_loss": "{type: cispo}", "mismatch": "{type: icepop}", "updates": "{minibatches: 32}"},
+        {"policy_loss": "{type: importance}", "updates": "{epochs: 2}", "filter": "{type: drop}"},
+        {**GAE, "rollouts": "{group_size: 1, max_length: 32}", "policy_loss": "{type: ppo_clip}"},
+        {"sampling": "{top_p: 1.0, top_k: null}"},
+    ],
+)
+def test_what_can_be_combined_is_accepted(sections: dict[str, str]):
+    assert from_lines(**sections).run_dir == "runs/test"
+
+
+# Rows of a batch.
+
+
+def test_rollouts_of_a_step():
     assert RolloutConfig(prompts_per_step=3, group_size=5).rollouts_per_step == 15
+
+
+@pytest.mark.parametrize(
+    ("settings", "positions", "rows"),
+    [
+        ({"max_length": 12}, 128, 8),
+        ({"max_length": 512}, 512, 2),
+        ({"max_length": 513}, 640, 1),
+        ({"max_length": 4096}, 4096, 1),
+        ({"max_length": 12, "packing": False}, 12, 85),
+        ({"max_length": 12, "row_length": 32}, 32, 32),
+        ({"max_length": 12, "row_length": 32, "packing": False}, 32, 32),
+    ],
+)
+def test_rows_have_about_a_thousand_tokens_together(settings: dict, positions: int, rows: int):
+    made = RolloutConfig(**settings)
+    assert (made.positions, made.rows_per_device) == (positions, rows)
+
+
+def test_the_layout_of_a_pass():
+    trainer = dataclasses.replace(default_trainer(), train_batch_size=6)
+    layout = config().row_layout(trainer)
+    assert layout == RowLayout(row_length=128, rows_per_pass=6, packed=True, whole_rollouts=False)
+    for loss in (GspoLossConfig(), RlooSequenceLossConfig()):
+        assert config(policy_loss=loss).row_layout(trainer).whole_rollouts

@@ -54,7 +54,6 @@ def plain(total: int, steps, metrics=METRICS, clock=None) -> list[str]:
     stream = Stream()
     with Progress(total, stream, clock=clock or itertools.count(0, 2).__next__) as progress:
         for step in steps:
-            progress.phase("sampling")
             progress.update(step, metrics)
     return stream.getvalue().splitlines()
 
@@ -75,14 +74,14 @@ def test_where_lines_can_be_redrawn(stream, environment, expected):
 
 def test_a_plain_line_says_it_all():
     assert plain(10, [1, 2]) == [
-        "update 1/10   reward 0.250   KL 0.013   length 5.2   tok/s 8.1k   entropy 0.500   left ?",
-        "update 2/10   reward 0.250   KL 0.013   length 5.2   tok/s 8.1k   entropy 0.500   left 16.0s",
+        "step 1/10   reward 0.250   KL 0.013   length 5.2   tok/s 8.1k   entropy 0.500   left ?",
+        "step 2/10   reward 0.250   KL 0.013   length 5.2   tok/s 8.1k   entropy 0.500   left 16.0s",
     ]
 
 
 def test_metrics_that_are_missing_are_left_out():
-    assert plain(10, [1], {"train/rewards": 1.0}) == ["update 1/10   reward 1.000   left ?"]
-    assert plain(10, [1], {}) == ["update 1/10   left ?"]
+    assert plain(10, [1], {"train/rewards": 1.0}) == ["step 1/10   reward 1.000   left ?"]
+    assert plain(10, [1], {}) == ["step 1/10   left ?"]
 
 
 @pytest.mark.parametrize("total", [1, 7, 50, 51, 200, 10_000])
@@ -90,8 +89,8 @@ def test_a_run_prints_about_fifty_lines_first_and_last_among_them(total):
     lines = plain(total, range(1, total + 1))
     assert len(lines) <= MAX_PLAIN_LINES + 2
     assert len(lines) >= min(total, MAX_PLAIN_LINES // 2)
-    assert lines[0].startswith(f"update 1/{total} ")
-    assert lines[-1].startswith(f"update {total}/{total} ")
+    assert lines[0].startswith(f"step 1/{total} ")
+    assert lines[-1].startswith(f"step {total}/{total} ")
 
 
 def test_evaluations_always_get_a_line_and_are_not_repeated():
@@ -102,7 +101,7 @@ def test_evaluations_always_get_a_line_and_are_not_repeated():
         progress.update(21, METRICS)
     first, second = stream.getvalue().splitlines()
     assert "held-out 0.625   greedy 0.750" in first
-    assert second.startswith("update 20/1000 ")
+    assert second.startswith("step 20/1000 ")
     assert "held-out" not in second
 
 
@@ -128,7 +127,6 @@ def test_the_live_lines_fit_and_keep_what_matters(width):
     # Not a terminal for rich, so that it draws the lines once, at the end, without control characters.
     stream = Stream()
     with Progress(10, stream, live=True, width=width, clock=itertools.count(0, 2).__next__) as progress:
-        progress.phase("sampling")
         progress.update(1, METRICS | ACCURACY)
         progress.update(2, METRICS)
     bar, line = stream.getvalue().splitlines()
@@ -136,19 +134,17 @@ def test_the_live_lines_fit_and_keep_what_matters(width):
     assert len(line) <= width
     assert line.startswith("reward 0.250")
     if width >= 60:
-        assert bar.startswith("update 2/10 ")
+        assert bar.startswith("step 2/10 ")
         assert bar.endswith("16.0s left")
         assert "KL 0.013" in line
     if width >= 80:
         assert "held-out 0.625" in line
 
 
-def test_the_phase_is_shown_while_it_lasts():
+def test_lines_that_stay_are_printed_above_those_that_are_redrawn():
     stream = Terminal()
     with Progress(10, stream, live=True, width=100) as progress:
-        progress.phase("sampling")
         progress.update(1, METRICS)
-        assert "sampling" in stream.getvalue()
         progress.say("a line that stays")
     assert "a line that stays" in stream.getvalue()
 

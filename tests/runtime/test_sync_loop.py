@@ -5,24 +5,25 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from haliax import Axis
 
-from marin_rl.environments.base import Split
+from marin_rl.environments.base import Environment, Episode, Split, Step
 from marin_rl.evaluate import EvaluateConfig, run_evaluation
-from marin_rl.learner.policy_model import model_shape
+from marin_rl.rollouts.filters import ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import run_groups
 from marin_rl.rollouts.store import write_rollouts
+from marin_rl.runtime.collect import draw_tasks
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml
-from marin_rl.runtime.sync_loop import draw_tasks, train
-from marin_rl.runtime.training_run import TrainingRun, open_run
+from marin_rl.runtime.sync_loop import train
+from marin_rl.runtime.training_run import TrainingRun, open_run, restore_policy
+from marin_rl.types import Task
 from tests.tiny_run import TinyRun, contents, copy_of, outcome, without_timings
 
 # OBJECTIVES.md, "Metrics that every run logs", without what needs a critic, a reference or a known device.
@@ -37,7 +38,8 @@ ALWAYS = {
     *("rollouts/truncated_share", "rollouts/turns", "rollouts/failed"),
     *("mismatch/logprob_difference_mean", "mismatch/logprob_difference_max", "mismatch/k3"),
     *("mismatch/effective_sample_size", "staleness/min", "staleness/mean", "staleness/max"),
-    *("tokens/trained_per_second", "tokens/sampled_per_second", "batch/packing_efficiency"),
+    *("tokens/trained_per_second", "tokens/sampled_per_second", "batch/packing_efficiency", "batch/passes"),
+    *("filter/kept_groups", "filter/dropped_zero_spread", "filter/dropped_ungraded", "filter/rounds", "updates"),
     *(f"seconds/{phase}" for phase in ("sample", "reward", "batch", "reference", "step", "transfer", "wait", "total")),
 }
 
@@ -51,11 +53,7 @@ def reopened(run: TinyRun, step: int) -> TrainingRun:
     """The run in memory, as it was after an update."""
     opened = open_run(config_of(run), run.path, lambda message: None)
     opened.progress.step = step
-    assert opened.config.model is not None
-    like = model_shape(opened.config.model, Axis("vocab", opened.progress.vocab_size), opened.trainer)
-    model = opened.checkpoints.open(step).restore_model(
-        like, axis_mapping=opened.learner.parameter_mapping, mesh=opened.learner.mesh
-    )
+    model = restore_policy(opened.checkpoints.open(step), opened.config, opened.trainer)
     opened.state = dataclasses.replace(opened.state, model=model)
     opened.publish()
     return opened
@@ -109,7 +107,8 @@ def test_the_rollouts_of_record_n_were_sampled_from_the_weights_before_update_n(
     config = after_two.config
     groups = run_groups(
         after_two.player,
-        draw_tasks(after_two, 3),
+        # Two updates of four tasks came before.
+        draw_tasks(after_two, 8, 4),
         group_size=config.rollouts.group_size,
         temperature=config.sampling.temperature,
         seed_parts=(config.seed, "train", 3),
@@ -154,11 +153,13 @@ def test_the_run_learns(finished_run: TinyRun) -> None:
 def test_counters_add_up(finished_run: TinyRun) -> None:
     records = finished_run.records()[1:]
     assert [record["episode"] for record in records] == [16.0 * step for step in range(1, 7)]
+    assert [record["updates"] for record in records] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     manifest = json.loads((finished_run.checkpoint(6) / "manifest.json").read_text())
     sampled = sum(record["train/output_length"] * 16 for record in records)
     assert manifest["progress"]["sampled_tokens"] == pytest.approx(sampled)
     assert manifest["progress"]["trained_tokens"] == manifest["progress"]["sampled_tokens"]
-    assert manifest["progress"]["step"] == 6
+    assert manifest["progress"]["step"] == manifest["progress"]["updates"] == 6
+    assert manifest["progress"]["tasks_drawn"] == 6 * 4
 
 
 def test_seconds_of_the_phases_add_up_to_the_update(finished_run: TinyRun) -> None:
@@ -178,17 +179,6 @@ def test_evaluation_changes_nothing(after_two: TrainingRun, finished_run: TinyRu
     assert step == 2
     assert all(np.array_equal(one, other) for one, other in zip(before, leaves(after_two), strict=True))
     assert contents(finished_run.path) == files
-
-
-def test_every_task_comes_once_in_a_pass_and_passes_differ(after_two: TrainingRun) -> None:
-    tasks = after_two.environment.tasks(Split.TRAIN)
-    count = after_two.config.rollouts.prompts_per_step
-    steps = -(-2 * len(tasks) // count)
-    drawn = [task.id for step in range(1, steps + 1) for task in draw_tasks(after_two, step)]
-    first, second = drawn[: len(tasks)], drawn[len(tasks) : 2 * len(tasks)]
-    assert sorted(first) == sorted(second) == sorted(task.id for task in tasks)
-    assert first != second
-    assert first != [task.id for task in tasks]
 
 
 @dataclasses.dataclass
@@ -222,6 +212,61 @@ def test_asked_to_stop_the_loop_saves_the_update_it_has_made(finished_run: TinyR
     expected = [without_timings(record) for record in finished_run.records()]
     for step, metrics in sink.records.items():
         assert without_timings({"step": step, **metrics}) == expected[step]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generous:
+    """An environment that rewards whatever is said, equally."""
+
+    inner: Environment
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return self.inner.tasks(split)
+
+    def start(self, task: Task, seed: int) -> Episode:
+        return Praise()
+
+
+class Praise:
+    def step(self, reply: str) -> Step:
+        return Step({"correct": 1.0})
+
+
+def test_a_step_whose_groups_were_all_dropped_changes_no_weight_and_is_recorded(
+    finished_run: TinyRun, tmp_path: Path
+) -> None:
+    copied = copy_of(finished_run, tmp_path / "copy")
+    run = open_run(
+        dataclasses.replace(config_of(copied), num_steps=8, filter=ResampleGroupsConfig(max_rounds=2)),
+        copied.path,
+        lambda message: None,
+    )
+    run.environment = Generous(run.environment)
+    before, sink = leaves(run), Sink(stop_after=8)
+    assert train(run, sink) is True
+    assert all(np.array_equal(one, other) for one, other in zip(before, leaves(run), strict=True))
+    assert list(sink.records) == [7, 8]
+    for step, record in sink.records.items():
+        assert {name: value for name, value in record.items() if name.startswith("filter/")} == {
+            "filter/kept_groups": 0,
+            "filter/dropped_zero_spread": 8,
+            "filter/dropped_ungraded": 0,
+            "filter/rounds": 2,
+        }
+        assert record["updates"] == 6
+        assert record["episode"] == 6 * 16 + (step - 6) * 32
+        assert record["objective/scores"] == 1.0
+        assert record["tokens/trained_per_second"] == 0.0
+        # Nothing is claimed about a loss that was not computed.
+        assert not any(name.startswith(("loss/", "val/ratio", "grad_norm", "objective/rlhf")) for name in record)
+    assert (run.progress.step, run.progress.updates, run.progress.tasks_drawn) == (8, 6, 24 + 16)
+    assert copied.steps()[-1] == 8
+    lines = (copied.path / "rollouts" / "step-00000008.jsonl").read_text().splitlines()
+    assert [json.loads(line)["advantage"] for line in lines] == [0.0] * 32
 
 
 def test_equal_configs_make_equal_runs_and_another_seed_another(

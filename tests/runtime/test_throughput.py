@@ -1,15 +1,17 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-import haliax as hax
 import jax
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import numpy as np
 import pytest
-from haliax import Axis
 from levanter.models.llama import LlamaConfig
 
-from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
+from marin_rl.batching.packing import RowLayout
+from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollout
+from marin_rl.batching.rl_example import PackedBatch, pack_batch
+from marin_rl.objectives.aggregation import TokenMeanConfig
+from marin_rl.objectives.signals import Credit
 from marin_rl.runtime import throughput
 from marin_rl.runtime.throughput import PHASES, model_flops_utilization, throughput_metrics
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
@@ -23,31 +25,59 @@ def group(*lengths: int) -> RolloutGroup:
     def rollout(length: int) -> Rollout:
         generation = Generation((1,) * length, (-1.0,) * length, StopReason.STOP, 0, 0)
         return Rollout(
-            "r", "g", TASK, (Turn((2, 3), generation, (), 1.0, True),), RolloutStatus.COMPLETED, {"correct": 1.0}
+            "r",
+            "g",
+            TASK,
+            (Turn((2, 3), generation, (), 1.0, starts_sequence=True),),
+            RolloutStatus.COMPLETED,
+            {"correct": 1.0},
         )
 
     return RolloutGroup("g", [rollout(length) for length in lengths])
 
 
-def batch(used: int, loss: int) -> RlExample:
-    """Two rows of ten positions; so many hold tokens, and so many of these carry loss."""
-    axes = (Axis("batch", 2), Axis("position", 10))
-    arrays = {name: np.zeros((2, 10), dtype) for name, dtype in PER_TOKEN_DTYPES.items()}
-    arrays["segment_ids"].flat[:used] = 1
-    arrays["loss_mask"].flat[:loss] = True
-    return RlExample(**{name: hax.named(array, axes) for name, array in arrays.items()})
+LAYOUT = RowLayout(row_length=10, rows_per_pass=1, packed=False)
+
+
+def batch(*lengths: int) -> PackedBatch:
+    """A pass of ten positions for each length: a prompt of two tokens, and an answer that fills the rest."""
+
+    def processed(index: int, length: int) -> ProcessedRollout:
+        generation = Generation((1,) * (length - 2), (-1.0,) * (length - 2), StopReason.STOP, 0, 0)
+        turn = Turn((2, 3), generation, (), 1.0, starts_sequence=True)
+        rollout = Rollout(str(index), "g", TASK, (turn,), RolloutStatus.COMPLETED, {"correct": 1.0})
+        return process_rollout(rollout, length=10, pad_token_id=0)
+
+    rollouts = [processed(index, length) for index, length in enumerate(lengths)]
+    credits = [Credit(np.ones(rollout.num_loss_tokens), np.zeros(rollout.num_loss_tokens)) for rollout in rollouts]
+    return pack_batch(rollouts, credits, TokenMeanConfig(), LAYOUT, pad_token_id=0)
 
 
 def test_rates_count_no_padding():
-    found = throughput_metrics([group(3, 5), group(4)], batch(used=15, loss=12), SECONDS, elapsed=4.0)
+    found = throughput_metrics([group(3, 5), group(4)], [batch(7, 8)], SECONDS, elapsed=4.0)
     assert found["eps"] == 3 / 4
     assert found["tokens/sampled_per_second"] == 12 / 0.5
-    assert found["tokens/trained_per_second"] == 12 / 2.0
+    assert found["tokens/trained_per_second"] == 11 / 2.0
     assert found["batch/packing_efficiency"] == 0.75
+    assert found["batch/passes"] == 2.0
+
+
+def test_what_is_trained_on_in_several_updates_counts_in_each():
+    found = throughput_metrics([group(3)], [batch(7, 8), batch(10)], SECONDS, elapsed=4.0)
+    assert found["tokens/trained_per_second"] == (11 + 8) / 2.0
+    assert found["batch/packing_efficiency"] == pytest.approx(25 / 30)
+    assert found["batch/passes"] == 3.0
+
+
+def test_a_step_without_an_update_trains_on_nothing():
+    found = throughput_metrics([group(3, 5)], [], SECONDS, elapsed=4.0)
+    assert found["tokens/sampled_per_second"] == 8 / 0.5
+    trained = ("tokens/trained_per_second", "batch/packing_efficiency", "batch/passes")
+    assert [found[name] for name in trained] == [0.0] * 3
 
 
 def test_every_phase_is_told_and_the_rest_is_waiting():
-    found = throughput_metrics([group(3)], batch(15, 12), SECONDS, elapsed=4.0)
+    found = throughput_metrics([group(3)], [batch(8)], SECONDS, elapsed=4.0)
     assert {phase: found[f"seconds/{phase}"] for phase in PHASES} == {
         **dict.fromkeys(PHASES, 0.0),
         **SECONDS,
@@ -55,18 +85,18 @@ def test_every_phase_is_told_and_the_rest_is_waiting():
     }
     assert found["seconds/total"] == 4.0
     # Clocks are read one after the other; what is accounted for may exceed the whole by a hair.
-    assert throughput_metrics([group(3)], batch(15, 12), SECONDS, elapsed=2.999)["seconds/wait"] == 0.0
+    assert throughput_metrics([group(3)], [batch(8)], SECONDS, elapsed=2.999)["seconds/wait"] == 0.0
 
 
 def test_nothing_sampled_in_no_time_is_no_division_by_zero():
-    found = throughput_metrics([group(3)], batch(15, 12), {}, elapsed=1.0)
+    found = throughput_metrics([group(3)], [batch(8)], {}, elapsed=1.0)
     assert np.isfinite(list(found.values())).all()
 
 
 def test_utilization_is_the_share_of_the_peak(monkeypatch: pytest.MonkeyPatch):
     peak = 1e6
     monkeypatch.setattr(throughput, "device_hardware_flops", lambda device: peak)
-    found = model_flops_utilization(MODEL, 264, batch(used=15, loss=12), step_seconds=2.0)
+    found = model_flops_utilization(MODEL, 264, [batch(7), batch(8)], step_seconds=2.0)
     per_token = MODEL.flops_per_token(264)
     assert per_token is not None
     assert found == {"mfu": pytest.approx(3 * per_token * 15 / (2.0 * peak * jax.device_count()))}
@@ -74,4 +104,9 @@ def test_utilization_is_the_share_of_the_peak(monkeypatch: pytest.MonkeyPatch):
 
 def test_where_the_peak_is_not_known_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(throughput, "device_hardware_flops", lambda device: None)
-    assert model_flops_utilization(MODEL, 264, batch(15, 12), 1.0) == {}
+    assert model_flops_utilization(MODEL, 264, [batch(8)], 1.0) == {}
+
+
+def test_without_an_update_there_is_no_utilization(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(throughput, "device_hardware_flops", lambda device: 1e6)
+    assert model_flops_utilization(MODEL, 264, [], 1.0) == {}

@@ -68,7 +68,7 @@ def test_every_place_gets_every_record_once(tmp_path):
 def test_an_update_is_recorded_once(tmp_path, step):
     records = StepRecords(tmp_path / "metrics.jsonl", NoopTracker())
     records.record(2, {})
-    with pytest.raises(ValueError, match=f"update {step} cannot be recorded: update 2 has been"):
+    with pytest.raises(ValueError, match=f"step {step} cannot be recorded: step 2 has been"):
         records.record(step, {})
     assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [2]
 
@@ -77,7 +77,7 @@ def test_a_resumed_run_goes_on_after_its_last_record(tmp_path):
     path = tmp_path / "metrics.jsonl"
     append_record(path, 4, {})
     records = StepRecords(path, NoopTracker())
-    with pytest.raises(ValueError, match="update 4 has been"):
+    with pytest.raises(ValueError, match="step 4 has been"):
         records.record(4, {})
     records.record(5, {})
 

@@ -10,20 +10,24 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import numpy as np
 import pytest
 
+from marin_rl.learner.critic import CriticConfig
+from marin_rl.objectives.advantages import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
+from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.runtime import training_run
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml
 from marin_rl.runtime.training_run import (
     Progress,
     TrainingRun,
-    batch_shape,
     describe_accuracy,
     hf_folder,
     make_loss,
     open_run,
     resolve_model,
+    restore_policy,
 )
+from marin_rl.sampling.levanter_sampler import SamplingConfig
 from tests.tiny_run import TinyRun, contents, copy_of
 
 
@@ -40,7 +44,7 @@ def test_a_run_is_taken_up_where_it_stopped(finished_run: TinyRun):
     said: list[str] = []
     files = contents(finished_run.path)
     opened = reopen(finished_run, said)
-    assert said == [f"resuming after update 6, from {finished_run.checkpoint(6)}"]
+    assert said == [f"resuming after step 6, from {finished_run.checkpoint(6)}"]
     saved = json.loads((finished_run.checkpoint(6) / "manifest.json").read_text())["progress"]
     assert dataclasses.asdict(opened.progress) == saved
     assert list(opened.progress.evaluations) == ["before warm start", "before RL", "after RL"]
@@ -66,15 +70,15 @@ def test_damaged_checkpoints_are_told_of(finished_run: TinyRun, tmp_path: Path):
     (copied.checkpoint(6) / "manifest.json").write_text("{")
     said: list[str] = []
     assert reopen(copied, said).progress.step == 5
-    assert said[0] == "the checkpoint of update 6 is damaged and passed over; log.txt says what is wrong with it"
-    assert said[1].startswith("resuming after update 5")
+    assert said[0] == "the checkpoint of step 6 is damaged and passed over; log.txt says what is wrong with it"
+    assert said[1].startswith("resuming after step 5")
 
 
 @pytest.mark.parametrize("kl", [LossKlConfig(beta=0.0), RewardKlConfig(beta=0.0)])
 def test_without_a_penalty_there_is_no_reference(
     finished_run: TinyRun, kl: LossKlConfig | RewardKlConfig, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(training_run, "ReferencePolicy", None)  # calling it would raise
+    monkeypatch.setattr(training_run, "restore_policy", None)  # calling it would raise
     opened = reopen(finished_run, [], kl=kl)
     assert opened.reference is None
     assert not opened.checkpoints.keep_first
@@ -83,12 +87,9 @@ def test_without_a_penalty_there_is_no_reference(
 def test_with_a_penalty_the_reference_is_the_policy_before_rl(finished_run: TinyRun):
     opened = reopen(finished_run, [], kl=LossKlConfig(beta=0.1))
     assert opened.checkpoints.keep_first
-    like = jax.eval_shape(lambda: opened.state.model)
-    first = opened.checkpoints.open(0).restore_model(
-        like, axis_mapping=opened.learner.parameter_mapping, mesh=opened.learner.mesh
-    )
+    first = restore_policy(opened.checkpoints.open(0), opened.config, opened.trainer)
     assert opened.reference is not None
-    reference, before, now = map(jax.tree.leaves, (opened.reference._model, first, opened.state.model))
+    reference, before, now = map(jax.tree.leaves, (opened.reference, first, opened.state.model))
     assert all(np.array_equal(a, b) for a, b in zip(reference, before, strict=True))
     assert not all(np.array_equal(a, b) for a, b in zip(reference, now, strict=True))
 
@@ -102,14 +103,19 @@ def test_another_architecture_does_not_fit_the_checkpoint(finished_run: TinyRun)
         reopen(finished_run, [], model=dataclasses.replace(model, intermediate_dim=48))
 
 
-def test_the_loss_knows_its_microbatches(finished_run: TinyRun):
-    config = config_of(finished_run)
-    trainer = dataclasses.replace(config.trainer_config(), per_device_parallelism=4)
-    assert make_loss(config, trainer).num_microbatches == 4
-    assert make_loss(config, dataclasses.replace(trainer, per_device_parallelism=-1)).num_microbatches == 1
-    assert make_loss(config, trainer).temperature == config.sampling.temperature
-    shape = batch_shape(config)
-    assert (shape.rows, shape.positions) == (16, 12)
+def test_the_loss_is_the_configured_one(finished_run: TinyRun):
+    config = dataclasses.replace(
+        config_of(finished_run),
+        policy_loss=PpoClipLossConfig(clip_high=0.28),
+        kl=LossKlConfig(beta=0.5),
+        advantage=GaeConfig(),
+        critic=CriticConfig(coefficient=0.25),
+        sampling=SamplingConfig(temperature=0.7),
+        logprob_block_size=5,
+    )
+    loss = make_loss(config)
+    assert (loss.policy_loss, loss.kl, loss.critic) == (config.policy_loss, config.kl, config.critic)
+    assert (loss.temperature, loss.block_size) == (0.7, 5)
 
 
 def test_the_architecture_is_read_where_it_is_left_out(finished_run: TinyRun):
@@ -131,7 +137,7 @@ def test_where_weights_lie(finished_run: TinyRun, tmp_path: Path):
 
 
 def test_progress_is_json(finished_run: TinyRun):
-    progress = Progress(3, 48, 100, 90, 264, {"before RL": {"eval/ones/accuracy_sampled": 0.5}})
+    progress = Progress(3, 6, 12, 48, 100, 90, 264, {"before RL": {"eval/ones/accuracy_sampled": 0.5}})
     assert Progress(**json.loads(json.dumps(dataclasses.asdict(progress)))) == progress
 
 

@@ -15,6 +15,7 @@ from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
+from marin_rl.batching.packing import RowLayout
 from marin_rl.environments.base import Split
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.learner.policy_model import model_shape
@@ -39,6 +40,7 @@ LLAMA = LlamaConfig(
     gradient_checkpointing=False,
     attn_backend=AttentionBackend.VANILLA,
 )
+LAYOUT = RowLayout(row_length=16, rows_per_pass=8, packed=False)
 CONFIG = WarmStartConfig(
     max_steps=6, batch_size=8, learning_rate=1e-2, target_accuracy=0.5, check_every=2, check_tasks=4
 )
@@ -46,8 +48,8 @@ CONFIG = WarmStartConfig(
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> TrainerConfig:
-    section = dataclasses.replace(default_trainer(), train_batch_size=8, id="test", jax_compilation_cache_dir=None)
-    return start_devices(section, rows=8)
+    section = dataclasses.replace(default_trainer(), id="test", jax_compilation_cache_dir=None)
+    return start_devices(section, rows_per_device=8)
 
 
 def make_model(trainer: TrainerConfig) -> LmHeadModel:
@@ -89,13 +91,19 @@ class Watch:
 
 
 def run(
-    trainer: TrainerConfig, made: Player, watch: Watch, config: WarmStartConfig = CONFIG, seed: int = 0
+    trainer: TrainerConfig,
+    made: Player,
+    watch: Watch,
+    config: WarmStartConfig = CONFIG,
+    seed: int = 0,
+    layout: RowLayout = LAYOUT,
 ) -> np.ndarray:
     model = warm_start(
         config,
         make_model(trainer),
         made,
         trainer,
+        layout,
         seed=seed,
         block_size=4,
         temperature=1.0,
@@ -162,10 +170,13 @@ def test_worked_answers_that_do_not_fit_are_told(trainer: TrainerConfig):
         run(trainer, player(WORKED, length=7), Watch())
 
 
-def test_a_batch_is_a_multiple_of_the_devices(trainer: TrainerConfig, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(TrainerConfig, "data_axis_size", property(lambda self: 3))
-    with pytest.raises(WarmStartError, match=r"batch_size 8 cannot be split over 3 .* make it a multiple of 3"):
-        run(trainer, player(WORKED), Watch())
+def test_packed_rows_and_several_passes_teach_the_same(trainer: TrainerConfig):
+    config = dataclasses.replace(CONFIG, max_steps=2)
+    apart = run(trainer, player(WORKED), Watch(), config)
+    # Two sequences of six or seven tokens to a row, two rows to a pass: two passes for the eight of a batch.
+    packed = RowLayout(row_length=16, rows_per_pass=2, packed=True)
+    np.testing.assert_allclose(run(trainer, player(WORKED), Watch(), config, layout=packed), apart, atol=1e-5)
+    assert not np.array_equal(apart, np.array(make_model(trainer).get_lm_head().array))
 
 
 @pytest.mark.parametrize(

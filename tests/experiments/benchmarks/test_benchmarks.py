@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,31 +51,55 @@ def printed_report(capsys: pytest.CaptureFixture[str], name: str) -> dict[str, A
 
 @pytest.mark.slow
 def test_training_step(capsys: pytest.CaptureFixture[str], tiny: list[str]) -> None:
-    benchmark_training_step.main(["--steps", "3", *tiny])
+    longer = ["--long_length", "256", "--long_rollouts", "16"]
+    benchmark_training_step.main(["--steps", "2", *longer, *tiny])
     figures = printed_report(capsys, "benchmark_training_step")
-    for kind in ("rloo", "lm"):
-        assert figures[kind]["compiles_after_first_step"] == 0
-        assert figures[kind]["step_seconds"]["count"] == 3
-        assert figures[kind]["step_program_bytes"]["temporaries"] > 0
-    assert figures["rloo_over_lm"]["min"] <= figures["rloo_over_lm"]["median"] <= figures["rloo_over_lm"]["max"]
+    for batch in ("config", "log_normal"):
+        measured = figures[batch]
+        for kind in ("rloo", "rloo_unpacked", "lm_packed", "lm_unpacked"):
+            assert measured[kind]["compiles_after_first_step"] == 0
+            assert measured[kind]["step_seconds"]["count"] == 2
+        for name, (numerator, denominator) in benchmark_training_step.RATIOS.items():
+            assert {numerator, denominator} <= set(measured)
+            assert 0 < measured[name]["min"] <= measured[name]["median"] <= measured[name]["max"]
+        for kind in ("rloo", "lm_packed"):
+            assert measured[kind]["pass_program_bytes"]["temporaries"] > 0
+    assert figures["config"]["tokens"] == 16 * 12
+    efficiency = [figures["log_normal"][kind]["packing_efficiency"] for kind in ("rloo", "rloo_unpacked")]
+    assert efficiency[0] > 2 * efficiency[1]
+    assert figures["log_normal"]["mean_length"] == pytest.approx(256 / 4, rel=0.01)
 
 
-def test_both_training_steps_do_the_same_work(tiny: list[str]) -> None:
+@pytest.mark.parametrize("count", [1, 7, 64, 512])
+def test_lengths_have_a_mean_of_a_quarter_of_the_longest(count: int) -> None:
+    lengths = benchmark_training_step.log_normal_lengths(count, 512)
+    assert lengths.shape == (count,)
+    assert (lengths >= 2).all()
+    assert (lengths <= 512).all()
+    assert lengths.mean() == pytest.approx(128, rel=0.02)
+
+
+def test_all_training_steps_do_the_same_work(tiny: list[str]) -> None:
     """With an advantage of 1 and a mean over tokens the RL loss is cross-entropy, so the baseline can be checked."""
-    config = measurement.load_config([*tiny, "--aggregation.type=token_mean"])
+    config = measurement.load_config([*tiny, "--aggregation.type=token_mean", "--trainer.per_device_parallelism=2"])
     assert config.model is not None
-    trainer = start_devices(config.trainer_config(), rows=config.rollouts.rollouts_per_step)
+    trainer = start_devices(config.trainer_config(), rows_per_device=1)
     tokenizer = config.tokenizer.build()
-    batch = benchmark_training_step.random_batch(config, tokenizer.vocab_size)
-    ones = np.asarray(batch.loss_mask.array).astype(np.float32)
-    batch = dataclasses.replace(batch, advantages=hax.named(ones, batch.loss_mask.axes))
-    losses = []
-    for kind in (benchmark_training_step.RlooStep, benchmark_training_step.LmStep):
+    lengths = benchmark_training_step.log_normal_lengths(16, config.rollouts.max_length)
+    rollouts = benchmark_training_step.random_rollouts(lengths, tokenizer.vocab_size, 3, config.rollouts.max_length)
+    losses, passes = {}, {}
+    for name, (make, is_packed) in benchmark_training_step.MAKERS.items():
+        # Rows of 16 positions, so that packed rollouts take several passes too.
+        sections = dataclasses.replace(config.rollouts, row_length=16 if is_packed else None)
+        shaped = dataclasses.replace(config, rollouts=sections)
+        packed = benchmark_training_step.pack(shaped, trainer, rollouts, [1.0] * 16, packed=is_packed)
         model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
-        stepper = kind(config, trainer, model, batch)
-        losses.append([stepper.step() for _ in range(3)])
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
-    assert losses[0][2] < losses[0][0]
+        update = make(config, trainer, model, packed)
+        losses[name], passes[name] = [update.step() for _ in range(3)], len(packed.passes)
+    assert passes == {"rloo": 2, "rloo_unpacked": 8, "lm_packed": 2, "lm_unpacked": 8}
+    for name, found in losses.items():
+        np.testing.assert_allclose(found, losses["lm_unpacked"], rtol=1e-5, err_msg=name)
+    assert losses["rloo"][2] < losses["rloo"][0]
 
 
 @pytest.mark.slow
@@ -94,13 +117,21 @@ def test_sampling(capsys: pytest.CaptureFixture[str], tiny: list[str]) -> None:
 def test_logprobs(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"batch": 2, "position": 12, "embed": 8, "vocab": 2000}
     flags = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
-    benchmark_logprobs.main([*flags, "--block_sizes", "3", "5", "--repeats", "2"])
+    shares = ["--shares", "1.0", "0.25", "--shares_block_size", "2"]
+    benchmark_logprobs.main([*flags, "--block_sizes", "3", "5", "--repeats", "2", *shares])
     figures = printed_report(capsys, "benchmark_logprobs")
     assert figures["full_logits_bytes"] == 4 * 2 * 12 * 2000
     assert set(figures["blockwise_by_block_size"]) == {"3", "5"}
     for blockwise in figures["blockwise_by_block_size"].values():
         assert blockwise["temporary_bytes"] < figures["materialised"]["temporary_bytes"]
         assert all(difference < 1e-5 for difference in blockwise["max_difference"].values())
+    by_share = figures["loss_shares"]["by_share"]
+    assert by_share["1.0"]["head_runs_on_share"] == 1
+    assert 0 < by_share["0.25"]["head_runs_on_share"] < 1
+    for measured in by_share.values():
+        assert all(difference < 1e-5 for difference in measured["max_difference"].values())
+        assert measured["times_faster"]["count"] == 2
+    assert set(figures["loss_shares"]["temporary_bytes"]) == {"every_position", "where_there_is_loss"}
 
 
 @pytest.mark.slow

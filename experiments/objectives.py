@@ -1,0 +1,136 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Six objectives on the task of experiments/rloo.yaml: the same start, tasks, number of samples and optimizer.
+
+    python -m experiments.objectives start --seed 1
+    python -m experiments.objectives gspo --seed 1
+
+`start` is the warm start of that seed, which all its objectives begin from. Each then takes 150 steps
+of 512 rollouts; the ratio-based ones train on them in four minibatches, at a third of the learning rate, and RLOO in
+one update.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from experiments.rloo_in_code import rloo
+from marin_rl.learner.critic import CriticConfig
+from marin_rl.objectives.advantages import DrGrpoConfig, GrpoConfig
+from marin_rl.objectives.aggregation import ConstantConfig, SequenceMeanConfig, TokenMeanConfig
+from marin_rl.objectives.gae import GaeConfig
+from marin_rl.objectives.kl import RewardKlConfig
+from marin_rl.objectives.policy_loss import CispoLossConfig, GspoLossConfig, PolicyLossConfig, PpoClipLossConfig
+from marin_rl.runtime.config import TrainConfig, UpdateConfig
+from marin_rl.runtime.session import run_session
+
+
+def in_minibatches(config: TrainConfig, policy_loss: PolicyLossConfig) -> TrainConfig:
+    """Four updates in each step, each a third as large, with a term that knows how far the policy has moved."""
+    optimizer = dataclasses.replace(config.optimizer, learning_rate=1e-4)
+    return dataclasses.replace(
+        config, policy_loss=policy_loss, updates=UpdateConfig(minibatches=4), optimizer=optimizer
+    )
+
+
+def grpo(config: TrainConfig) -> TrainConfig:
+    """Group-standardised advantages, the clipped term, the mean over rollouts of their token mean."""
+    return dataclasses.replace(
+        in_minibatches(config, PpoClipLossConfig()),
+        advantage=GrpoConfig(),
+        aggregation=SequenceMeanConfig(),
+    )
+
+
+def dr_grpo(config: TrainConfig) -> TrainConfig:
+    """Centred advantages, and a constant in place of every length and spread."""
+    return dataclasses.replace(
+        in_minibatches(config, PpoClipLossConfig()),
+        advantage=DrGrpoConfig(),
+        aggregation=ConstantConfig(length=config.sampling.max_new_tokens),
+    )
+
+
+def gspo(config: TrainConfig) -> TrainConfig:
+    """One ratio per rollout. Its bounds are those of answers of three tokens, wider than the paper's of thousands."""
+    return dataclasses.replace(
+        in_minibatches(config, GspoLossConfig(clip_low=0.1, clip_high=0.1)),
+        advantage=GrpoConfig(),
+        aggregation=SequenceMeanConfig(),
+    )
+
+
+def cispo(config: TrainConfig) -> TrainConfig:
+    """Bounded weights on the score-function term, averaged over all tokens."""
+    return dataclasses.replace(
+        in_minibatches(config, CispoLossConfig()),
+        advantage=GrpoConfig(),
+        aggregation=TokenMeanConfig(),
+    )
+
+
+def ppo(config: TrainConfig) -> TrainConfig:
+    """A critic on the policy's trunk instead of groups: as experiments/ppo.yaml."""
+    return dataclasses.replace(
+        in_minibatches(config, PpoClipLossConfig()),
+        rollouts=dataclasses.replace(config.rollouts, prompts_per_step=512, group_size=1),
+        advantage=GaeConfig(gamma=1.0, lam=1.0),
+        critic=CriticConfig(shared_trunk=True, coefficient=0.1),
+        aggregation=TokenMeanConfig(),
+    )
+
+
+def rloo_kl(config: TrainConfig) -> TrainConfig:
+    """RLOO with a penalty in the reward for leaving the start."""
+    return dataclasses.replace(config, kl=RewardKlConfig(beta=0.1))
+
+
+OBJECTIVES: dict[str, Callable[[TrainConfig], TrainConfig]] = {
+    "rloo": lambda config: config,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "ppo": ppo,
+    "rloo_kl": rloo_kl,
+}
+
+
+def start(seed: int, folder: Path) -> TrainConfig:
+    """The warm start of a seed, and no RL."""
+    return dataclasses.replace(rloo(seed), run_dir=str(folder / f"start-seed{seed}"), num_steps=0)
+
+
+def objective(name: str, seed: int, folder: Path) -> TrainConfig:
+    """The run of an objective from the start of its seed."""
+    config = OBJECTIVES[name](rloo(seed))
+    return dataclasses.replace(
+        config,
+        run_dir=str(folder / f"{name}-seed{seed}"),
+        initialize_from=str(folder / f"start-seed{seed}"),
+        warm_start=dataclasses.replace(config.warm_start, max_steps=0),
+        evaluation=dataclasses.replace(config.evaluation, every=25),
+    )
+
+
+def main() -> None:
+    """Run one of them."""
+    parser = argparse.ArgumentParser(description="Six objectives on the task of experiments/rloo.yaml.")
+    parser.add_argument("objective", choices=["start", *OBJECTIVES])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--folder", type=Path, default=Path("runs/objectives"), help="where the runs lie")
+    parser.add_argument("--steps", type=int, default=None, help="steps, where not 150")
+    arguments = parser.parse_args()
+    if arguments.objective == "start":
+        config = start(arguments.seed, arguments.folder)
+    else:
+        config = objective(arguments.objective, arguments.seed, arguments.folder)
+        config = dataclasses.replace(config, num_steps=arguments.steps or config.num_steps)
+    run_session(config, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Rollouts under given weights, without a gradient: log-probabilities and a critic's values."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import haliax as hax
+import jax
+import numpy as np
+from haliax import NamedArray
+from jaxtyping import Float32
+from levanter.models.lm_model import LmHeadModel
+from levanter.trainer import TrainerConfig
+
+from marin_rl.batching.packing import RowLayout
+from marin_rl.batching.processed_rollout import ProcessedRollout
+from marin_rl.batching.rl_example import PackedBatch, RlExample, pack_to_score
+from marin_rl.learner.critic import ActorCritic, policy_of
+from marin_rl.learner.logprobs import policy_activations, token_logprobs
+from marin_rl.learner.train_step import place
+
+
+class Scores(NamedTuple):
+    """What some weights say of a rollout."""
+
+    logprobs: Float32[np.ndarray, "batch position"]
+    """Log-probabilities (nats) of its tokens, 0 off the loss mask."""
+    values: Float32[np.ndarray, "batch position"]
+    """The critic's values, 0 off the loss mask and without a critic."""
+
+
+class Scorer:
+    """Runs models over rollouts, in passes of one shape.
+
+    Used for the frozen reference, for the policy's own log-probabilities before an update, and for the critic's
+    values; none of these needs a gradient.
+    """
+
+    def __init__(
+        self, trainer: TrainerConfig, layout: RowLayout, *, pad_token_id: int, temperature: float, block_size: int
+    ):
+        self._trainer = trainer
+        self._layout = layout
+        self._pad_token_id = pad_token_id
+
+        def score(model: LmHeadModel | ActorCritic, batch: RlExample) -> tuple[NamedArray, NamedArray]:
+            with hax.axis_mapping(trainer.compute_axis_mapping):
+                model = trainer.mp.cast_to_compute(model)
+                policy = policy_of(model)
+                trunk = policy_activations(policy, batch)
+                logprobs, _ = token_logprobs(
+                    trunk, policy.get_lm_head(), batch, temperature=temperature, block_size=block_size
+                )
+                values = model.values(batch, trunk) if isinstance(model, ActorCritic) else hax.zeros_like(logprobs)
+            return logprobs, values
+
+        self._score = hax.named_jit(score, axis_resources=trainer.parameter_axis_mapping)
+
+    def score(self, model: LmHeadModel | ActorCritic, rollouts: Sequence[ProcessedRollout]) -> list[Scores]:
+        """Log-probabilities and values of every token with loss.
+
+        Args:
+            model: the weights; unchanged.
+            rollouts: any number.
+
+        Returns:
+            One for each rollout, shaped like its arrays.
+        """
+        packed = pack_to_score(rollouts, self._layout, pad_token_id=self._pad_token_id)
+        with self._trainer.use_device_mesh():
+            mesh, mapping = self._trainer.device_mesh, self._trainer.compute_axis_mapping
+            scored = [self._score(model, place(batch, mesh, mapping)) for batch in packed.passes]
+        logprobs = _on_host(packed, [part[0] for part in scored])
+        values = _on_host(packed, [part[1] for part in scored])
+        # Rounding may lift the log-probability of a certain token above 0.
+        return [Scores(np.minimum(a, 0.0), b) for a, b in zip(logprobs, values, strict=True)]
+
+
+def _on_host(packed: PackedBatch, arrays: Sequence[NamedArray]) -> list[np.ndarray]:
+    axes = packed.passes[0].input_ids.axes
+    return packed.unpack([np.asarray(jax.device_get(array.rearrange(axes).array)) for array in arrays])

@@ -1,0 +1,118 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Groups that teach nothing, and what to do with them.
+
+Where all rewards of a group are equal, every advantage that compares them is 0: the group costs time and, where the
+loss is averaged over rollouts, dilutes the others.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import draccus
+
+from marin_rl.types import RolloutGroup
+
+
+class Filtered(NamedTuple):
+    """Groups, sorted by whether they teach something."""
+
+    kept: list[RolloutGroup]
+    """Groups to train on."""
+    zero_spread: list[RolloutGroup]
+    """Groups whose graded rollouts all earned the same."""
+    ungraded: list[RolloutGroup]
+    """Groups in which every rollout failed."""
+
+
+def sort_groups(groups: Sequence[RolloutGroup]) -> Filtered:
+    """Tell groups whose rewards differ from those whose rewards are all equal, or missing.
+
+    Args:
+        groups: any.
+    """
+    sorted_groups = Filtered([], [], [])
+    for group in groups:
+        rewards = {rollout.total_reward for rollout in group.rollouts if rollout.rewards}
+        place = sorted_groups.kept if len(rewards) > 1 else sorted_groups.zero_spread
+        (place if rewards else sorted_groups.ungraded).append(group)
+    return sorted_groups
+
+
+@dataclasses.dataclass(frozen=True)
+class FilterConfig(draccus.ChoiceRegistry, abc.ABC):
+    """Chooses what becomes of groups whose rewards are all equal, by `type`."""
+
+    @property
+    @abc.abstractmethod
+    def drops(self) -> bool:
+        """Whether such groups are left out of the batch."""
+
+    @property
+    @abc.abstractmethod
+    def rounds(self) -> int:
+        """Most rounds of sampling in a step, the first included."""
+
+
+@FilterConfig.register_subclass("keep")
+@dataclasses.dataclass(frozen=True)
+class KeepGroupsConfig(FilterConfig):
+    """Train on every group; those of equal rewards count in the loss's denominators and add nothing else."""
+
+    @property
+    def drops(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def rounds(self) -> int:
+        """One."""
+        return 1
+
+
+@FilterConfig.register_subclass("drop")
+@dataclasses.dataclass(frozen=True)
+class DropGroupsConfig(FilterConfig):
+    """Leave groups of equal rewards out: a smaller batch, and no update at all where no group is left."""
+
+    @property
+    def drops(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def rounds(self) -> int:
+        """One."""
+        return 1
+
+
+@FilterConfig.register_subclass("resample")
+@dataclasses.dataclass(frozen=True)
+class ResampleGroupsConfig(FilterConfig):
+    """Leave groups of equal rewards out and play further tasks in their place, up to a bound.
+
+    Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, section 3.2.
+    """
+
+    max_rounds: int = 4
+    """Most rounds of sampling in a step, the first included; at least 2. What is missing then is left out."""
+
+    def __post_init__(self) -> None:
+        if self.max_rounds < 2:
+            raise ValueError(
+                f"filter.max_rounds is {self.max_rounds}; resampling needs at least 2, the first included, "
+                "or use filter: {type: drop}"
+            )
+
+    @property
+    def drops(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def rounds(self) -> int:
+        """`max_rounds`."""
+        return self.max_rounds

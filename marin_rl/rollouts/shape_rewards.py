@@ -1,0 +1,40 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Rewards that depend on how long an answer was, and on whether it was cut off.
+
+Applied to training rollouts before they are compared; what it adds is a reward component like any other, so it is
+logged and stored like any other.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from marin_rl.objectives.shaping import OverlongConfig, TruncationConfig
+from marin_rl.types import Rollout, RolloutGroup, RolloutStatus
+
+
+def shape_rewards(
+    groups: Sequence[RolloutGroup], overlong: OverlongConfig, truncation: TruncationConfig, *, max_new_tokens: int
+) -> list[RolloutGroup]:
+    """The same groups with the overlong penalty, and the reward of truncated rollouts, in their rewards.
+
+    Args:
+        groups: graded groups; failed rollouts stay as they are.
+        overlong: the soft penalty, added as component `overlong`. Of several turns the longest answer counts.
+        truncation: may give truncated rollouts a fixed reward, as their only component `truncated`.
+        max_new_tokens: the limit of an answer.
+    """
+
+    def shaped(rollout: Rollout) -> Rollout:
+        if not rollout.rewards:
+            return rollout
+        if rollout.status is RolloutStatus.TRUNCATED and truncation.fixed_reward is not None:
+            return dataclasses.replace(rollout, rewards={"truncated": truncation.fixed_reward})
+        if not overlong.buffer:
+            return rollout
+        longest = max(len(turn.generation.token_ids) for turn in rollout.turns)
+        penalty = overlong.penalty(longest, max_new_tokens)
+        return dataclasses.replace(rollout, rewards={**rollout.rewards, "overlong": penalty})
+
+    return [RolloutGroup(group.id, [shaped(rollout) for rollout in group.rollouts]) for group in groups]

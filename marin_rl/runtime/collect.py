@@ -1,0 +1,104 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The rollouts of a step: tasks drawn, played, shaped and filtered, with a count of what was left out and why."""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from marin_rl.environments.base import Split
+from marin_rl.metrics import Metric
+from marin_rl.rollouts.filters import sort_groups
+from marin_rl.rollouts.rollout_metrics import rollout_metrics
+from marin_rl.rollouts.run_rollouts import Player, run_groups
+from marin_rl.rollouts.shape_rewards import shape_rewards
+from marin_rl.runtime.training_run import TrainingRun
+from marin_rl.seeds import derive_seed
+from marin_rl.types import RolloutGroup, Task
+
+
+class Collected(NamedTuple):
+    """What a step sampled."""
+
+    groups: list[RolloutGroup]
+    """Groups to train on."""
+    left_out: list[RolloutGroup]
+    """Groups that the filter left out."""
+    metrics: dict[str, Metric]
+    """Of everything that was sampled, and how much of it was left out."""
+
+    @property
+    def sampled(self) -> list[RolloutGroup]:
+        """All groups that were played."""
+        return [*self.groups, *self.left_out]
+
+
+def collect_groups(run: TrainingRun, player: Player, step: int) -> Collected:
+    """Sample until the step has its groups, or the filter's bound on rounds is reached.
+
+    The run's task cursor moves on by as many tasks as were played.
+
+    Args:
+        run: names tasks, shaping and filter.
+        player: plays them under the current weights.
+        step: the update that these rollouts are for.
+    """
+    config, progress = run.config, run.progress
+    kept: list[RolloutGroup] = []
+    left_out: list[RolloutGroup] = []
+    rounds = 0
+    while rounds < config.filter.rounds and len(kept) < config.rollouts.prompts_per_step:
+        missing = config.rollouts.prompts_per_step - len(kept)
+        again = (f"round{rounds}",) if rounds else ()
+        played = run_groups(
+            player,
+            draw_tasks(run, progress.tasks_drawn, missing),
+            group_size=config.rollouts.group_size,
+            temperature=config.sampling.temperature,
+            seed_parts=(config.seed, "train", step, *again),
+            # A few tasks more may well all be broken ones, after a round that was not.
+            all_may_fail=rounds > 0,
+        )
+        rounds += 1
+        progress.tasks_drawn += missing
+        shaped = shape_rewards(
+            played, config.overlong, config.truncation, max_new_tokens=config.sampling.max_new_tokens
+        )
+        if not config.filter.drops:
+            kept += shaped
+            continue
+        teaching, *nothing = sort_groups(shaped)
+        kept += teaching
+        left_out += [group for groups in nothing for group in groups]
+    equal = sum(any(rollout.rewards for rollout in group.rollouts) for group in left_out)
+    counts = {
+        "filter/kept_groups": len(kept),
+        "filter/dropped_zero_spread": equal,
+        "filter/dropped_ungraded": len(left_out) - equal,
+        "filter/rounds": rounds,
+    }
+    metrics = rollout_metrics([*kept, *left_out], progress.step)
+    return Collected(kept, left_out, {**metrics, **{name: Metric(float(count)) for name, count in counts.items()}})
+
+
+def draw_tasks(run: TrainingRun, start: int, count: int) -> list[Task]:
+    """The training tasks from a place in their order on: each task once per pass, every pass in its own order.
+
+    Args:
+        run: names environment and seed.
+        start: tasks drawn before.
+        count: how many.
+    """
+    tasks = run.environment.tasks(Split.TRAIN)
+    drawn = []
+    for index in range(start, start + count):
+        epoch, position = divmod(index, len(tasks))
+        drawn.append(tasks[_order(run.config.seed, epoch, len(tasks))[position]])
+    return drawn
+
+
+@functools.lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, size: int) -> np.ndarray:
+    return np.random.default_rng(derive_seed(seed, "task order", epoch)).permutation(size)

@@ -1,0 +1,214 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marin_rl.batching.packing import RowLayout, Slot, count_passes, pack_sequences
+
+Lengths = list[list[int]]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Lengths, RowLayout]:
+    """Rollouts that fit: as many sequences as rows at most, or (packed) small ones that share a row."""
+    layout = RowLayout(draw(st.integers(1, 24)), draw(st.integers(1, 5)), draw(st.booleans()))
+    lengths: Lengths = []
+    for _ in range(draw(st.integers(0, 12))):
+        if layout.packed and draw(st.booleans()):
+            left, own = layout.row_length, []
+            while left and len(own) < 8:
+                own.append(draw(st.integers(1, left)))
+                left -= own[-1]
+        else:
+            own = draw(st.lists(st.integers(1, layout.row_length), max_size=layout.rows_per_pass))
+        lengths.append(own)
+    return lengths, layout
+
+
+def rows_of(slots: Sequence[Sequence[Slot]]) -> dict[tuple[int, int], list[Slot]]:
+    """The slots of each row that is used, from left to right."""
+    rows: dict[tuple[int, int], list[Slot]] = {}
+    for slot in sorted(slot for own in slots for slot in own):
+        rows.setdefault((slot.pass_index, slot.row), []).append(slot)
+    return rows
+
+
+def filling(slots: Sequence[Sequence[Slot]]) -> list[list[tuple[int, ...]]]:
+    """Per pass, the lengths in each row: the layout without who is where."""
+    by_pass: dict[int, list[tuple[int, ...]]] = {}
+    for (pass_index, _), row in sorted(rows_of(slots).items()):
+        by_pass.setdefault(pass_index, []).append(tuple(sorted(slot.length for slot in row)))
+    return [sorted(rows) for rows in by_pass.values()]
+
+
+@given(problems())
+def test_nothing_is_lost_and_nothing_overlaps(problem: tuple[Lengths, RowLayout]) -> None:
+    lengths, layout = problem
+    slots = pack_sequences(lengths, layout)
+    assert [[slot.length for slot in own] for own in slots] == lengths
+    taken = Counter(
+        (slot.pass_index, slot.row, position)
+        for own in slots
+        for slot in own
+        for position in range(slot.start, slot.start + slot.length)
+    )
+    assert set(taken.values()) <= {1}
+    assert sum(taken.values()) == sum(map(sum, lengths))
+    for _, row, position in taken:
+        assert 0 <= row < layout.rows_per_pass
+        assert 0 <= position < layout.row_length
+
+
+@given(problems())
+def test_a_row_is_filled_from_the_left_and_numbered_from_one(problem: tuple[Lengths, RowLayout]) -> None:
+    lengths, layout = problem
+    for row in rows_of(pack_sequences(lengths, layout)).values():
+        starts = np.cumsum([0, *(slot.length for slot in row)])[:-1]
+        assert [slot.start for slot in row] == starts.tolist()
+        assert [slot.segment for slot in row] == list(range(1, len(row) + 1))
+        assert layout.packed or len(row) == 1
+
+
+@given(problems())
+def test_a_rollout_lies_within_one_pass_and_no_pass_is_skipped(problem: tuple[Lengths, RowLayout]) -> None:
+    lengths, layout = problem
+    slots = pack_sequences(lengths, layout)
+    for own in slots:
+        assert len({slot.pass_index for slot in own}) <= 1
+    used = {slot.pass_index for own in slots for slot in own}
+    assert used == set(range(len(used)))
+    assert count_passes(slots) == max(len(used), 1)
+
+
+@given(problems(), st.randoms(use_true_random=False))
+def test_the_order_of_rollouts_does_not_change_how_rows_are_filled(problem, random) -> None:
+    lengths, layout = problem
+    order = list(range(len(lengths)))
+    random.shuffle(order)
+    expected = filling(pack_sequences(lengths, layout))
+    assert filling(pack_sequences([lengths[index] for index in order], layout)) == expected
+    assert pack_sequences(lengths, layout) == pack_sequences([list(own) for own in lengths], layout)
+
+
+@given(st.lists(st.integers(1, 24), max_size=40), st.integers(1, 5))
+def test_single_sequences_are_packed_as_the_textbook_says(lengths: list[int], rows_per_pass: int) -> None:
+    room: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        row = next((row for row, free in enumerate(room) if free >= length), len(room))
+        room[row:] = [24, *room[row + 1 :]] if row == len(room) else room[row:]
+        room[row] -= length
+    slots = pack_sequences([[length] for length in lengths], RowLayout(24, rows_per_pass, packed=True))
+    used = [sum(slot.length for slot in row) for _, row in sorted(rows_of(slots).items())]
+    assert used == [24 - free for free in room]
+    # The rows of a pass are opened one after the other: only the last pass may have empty ones.
+    assert count_passes(slots) == max(-(-len(room) // rows_per_pass), 1)
+
+
+@given(st.lists(st.integers(1, 24), max_size=40))
+def test_no_two_rows_would_fit_into_one(lengths: list[int]) -> None:
+    slots = pack_sequences([[length] for length in lengths], RowLayout(24, 1, packed=True))
+    used = sorted(sum(slot.length for slot in row) for row in rows_of(slots).values())
+    assert all(first + second > 24 for first, second in itertools.pairwise(used))
+
+
+def log_normal_lengths(seed: int, sigma: float, *, count: int = 512, longest: int = 1024) -> list[list[int]]:
+    """Lengths whose mean is a quarter of the longest; what would be longer is cut there, as a sampler does."""
+    drawn = np.random.default_rng(seed).lognormal(0, sigma, count)
+    low, high = 0.0, float(longest)
+    for _ in range(60):
+        scale = (low + high) / 2
+        low, high = (scale, high) if np.minimum(scale * drawn, longest).mean() < longest / 4 else (low, scale)
+    return [[max(int(length), 1)] for length in np.minimum(low * drawn, longest)]
+
+
+@pytest.mark.parametrize("sigma", [0.25, 0.5, 1.0, 1.5])
+@pytest.mark.parametrize("seed", range(5))
+def test_realistic_lengths_fill_at_least_95_percent(seed: int, sigma: float) -> None:
+    lengths = log_normal_lengths(seed, sigma)
+    tokens = sum(map(sum, lengths))
+    assert tokens / 512 == pytest.approx(1024 / 4, rel=0.01)
+    single = count_passes(pack_sequences(lengths, RowLayout(1024, 1, packed=True)))
+    assert tokens / (single * 1024) >= 0.95
+    unpacked = count_passes(pack_sequences(lengths, RowLayout(1024, 1, packed=False)))
+    assert tokens / (unpacked * 1024) == pytest.approx(0.25, rel=0.01)
+    for rows in (4, 8):  # nothing is lost but the empty rows of the last pass
+        assert count_passes(pack_sequences(lengths, RowLayout(1024, rows, packed=True))) == -(-single // rows)
+
+
+@pytest.mark.parametrize("rows_per_pass", [4, 8])
+def test_rollouts_of_several_sequences_fill_as_well(rows_per_pass: int) -> None:
+    sequences = [length for (length,) in log_normal_lengths(0, 0.7)]
+    lengths: Lengths = []
+    while sequences:
+        lengths.append([sequences.pop() for _ in range(min(len(lengths) % 4 + 1, len(sequences)))])
+    slots = pack_sequences(lengths, RowLayout(1024, rows_per_pass, packed=True))
+    least = -(-sum(map(sum, lengths)) // (1024 * rows_per_pass))
+    assert count_passes(slots) <= least + 1
+
+
+def test_ten_thousand_sequences() -> None:
+    lengths = log_normal_lengths(0, 1.0, count=10_000)
+    slots = pack_sequences(lengths, RowLayout(1024, 8, packed=True))
+    assert sum(map(sum, lengths)) / (count_passes(slots) * 8 * 1024) >= 0.99
+
+
+def test_by_hand() -> None:
+    # The rollout of two sequences goes first; 6 and 3 still fit beside 7 and 4, 2 opens no pass, 8 does.
+    lengths = [[2], [6], [4, 7], [8], [3]]
+    slots = pack_sequences(lengths, RowLayout(row_length=10, rows_per_pass=2, packed=True))
+    assert slots == (
+        (Slot(1, 0, 8, 2, 2),),
+        (Slot(0, 1, 4, 2, 6),),
+        (Slot(0, 1, 0, 1, 4), Slot(0, 0, 0, 1, 7)),
+        (Slot(1, 0, 0, 1, 8),),
+        (Slot(0, 0, 7, 2, 3),),
+    )
+
+
+def test_unpacked_sequences_take_a_row_each() -> None:
+    slots = pack_sequences([[3], [1], [2]], RowLayout(row_length=10, rows_per_pass=2, packed=False))
+    assert [own[0][:4] for own in slots] == [(0, 0, 0, 1), (1, 0, 0, 1), (0, 1, 0, 1)]
+
+
+@pytest.mark.parametrize("lengths", [[], [[]], [[], []]])
+def test_nothing_to_pack_is_one_pass(lengths: Lengths) -> None:
+    slots = pack_sequences(lengths, RowLayout(4, 2, packed=True))
+    assert slots == ((),) * len(lengths)
+    assert count_passes(slots) == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "packed", "complaint"),
+    [
+        ([11], True, "a sequence of 11 tokens, which does not fit into rows of 10 positions"),
+        ([11], False, "a sequence of 11 tokens, which does not fit into rows of 10 positions"),
+        ([3, 0], True, "a sequence of 0 tokens; a sequence has at least 1"),
+        ([6, 7, 8], True, "3 sequences of 21 tokens together, which take 3 rows of 10 positions, but a pass has 2"),
+        ([1, 2, 3], False, "3 sequences of 6 tokens together, which take 3 rows of 10 positions, but a pass has 2"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_that_names_the_rollout(lengths, packed: bool, complaint: str) -> None:
+    layout = RowLayout(10, 2, packed)
+    with pytest.raises(ValueError, match=re.escape(f"rollout step-3/g/1 has {complaint}")):
+        pack_sequences([[4], lengths], layout, ["step-3/g/0", "step-3/g/1"])
+    with pytest.raises(ValueError, match="rollout 1 has"):
+        pack_sequences([[4], lengths], layout)
+
+
+def test_three_sequences_fit_into_two_rows_where_they_may_share_one() -> None:
+    slots = pack_sequences([[1, 2, 8]], RowLayout(10, 2, packed=True))
+    assert [slot.length for slot in slots[0]] == [1, 2, 8]
+
+
+@pytest.mark.parametrize(("name", "shape"), [("row_length", (0, 1)), ("rows_per_pass", (1, 0))])
+def test_an_empty_pass_is_refused(name: str, shape: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=f"RowLayout.{name} is 0"):
+        RowLayout(*shape, packed=True)

@@ -1,0 +1,459 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The same rollouts in many arrangements, and what a learner makes of them under every objective.
+
+Used by test_invariance.py, which also runs it on 8 fake CPU devices, in a process of its own:
+`python -m tests.learner.invariance_cases FOLDER`.
+
+All objectives are compiled together, one program for each shape of a pass: the model is repeated once for each, and the
+objective of each copy is chosen by its number. Aggregation and KL in the reward are data and need no program.
+"""
+
+import dataclasses
+import functools
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+from levanter.metrics import Metric
+from levanter.models.llama import LlamaConfig
+from levanter.models.lm_model import LmHeadModel
+from levanter.trainer import TrainerConfig
+
+from marin_rl.batching.packing import RowLayout
+from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollout, without_loss
+from marin_rl.batching.rl_example import PackedBatch, RlExample, pack_batch
+from marin_rl.learner.critic import ActorCritic, CriticConfig
+from marin_rl.learner.loss import RlLoss
+from marin_rl.learner.scoring import Scorer
+from marin_rl.learner.train_step import Learner
+from marin_rl.objectives.advantages import RlooConfig
+from marin_rl.objectives.aggregation import ConstantConfig, SequenceMeanConfig, SequenceSumConfig, TokenMeanConfig
+from marin_rl.objectives.kl import KlConfig, KlEstimator, LossKlConfig, NoKlConfig, RewardKlConfig
+from marin_rl.objectives.policy_loss import (
+    CispoLossConfig,
+    GspoLossConfig,
+    ImportanceLossConfig,
+    PolicyLossConfig,
+    PpoClipLossConfig,
+    ReinforceLossConfig,
+    RlooSequenceLossConfig,
+)
+from marin_rl.objectives.signals import Credit, RolloutSignal
+from marin_rl.types import Generation, Rollout, RolloutStatus, StopReason, Task, Turn
+from tests.learner import conftest as tiny
+
+POSITIONS, EMBED, VOCAB, MLP = 16, 8, 24, 8
+TEMPERATURE, BLOCK_SIZE = 0.8, 5
+CRITIC = CriticConfig(shared_trunk=True)
+AGGREGATIONS = {
+    "token_mean": TokenMeanConfig(),
+    "sequence_mean": SequenceMeanConfig(),
+    "sequence_sum": SequenceSumConfig(),
+    "constant": ConstantConfig(5),
+}
+# Bounds such that some rollouts and tokens are clipped, and others are not.
+TERMS: dict[str, PolicyLossConfig] = {
+    "reinforce": ReinforceLossConfig(),
+    "importance": ImportanceLossConfig(),
+    "ppo_clip": PpoClipLossConfig(0.1, 0.2, dual_clip=1.3),
+    "gspo": GspoLossConfig(0.05, 0.1),
+    "rloo_sequence": RlooSequenceLossConfig(0.05, 0.1),
+    "cispo": CispoLossConfig(0.2, 0.2),
+}
+KLS: dict[str, KlConfig] = {
+    "none": NoKlConfig(),
+    "in_reward": RewardKlConfig(0.2),
+    **{str(estimator): LossKlConfig(0.2, estimator) for estimator in KlEstimator},
+}
+COMBINATIONS = list(itertools.product(AGGREGATIONS, TERMS, KLS))
+
+
+class PrefixMean(LmHeadModel[LlamaConfig]):
+    """The least of a language model: each token sees the mean of its segment so far, its own position, and one MLP."""
+
+    embedding: NamedArray
+    positions: NamedArray
+    up: NamedArray
+    down: NamedArray
+    head: NamedArray
+
+    @property
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(hidden_dim=EMBED)
+
+    @property
+    def Vocab(self) -> Axis:
+        return Axis("vocab", VOCAB)
+
+    @classmethod
+    def init(cls, Vocab, config, *, key):
+        raise NotImplementedError
+
+    def activations(self, input_ids, attn_mask=None, *, key=None, pos_ids=None):
+        Pos = input_ids.resolve_axis("position")
+        KeyPos = Pos.alias("key_position")
+        seen = attn_mask.materialize(Pos, KeyPos).astype(jnp.float32)
+        tokens = self.embedding.take("vocab", input_ids) + self.positions.take("place", pos_ids)
+        mean = hax.dot(seen / hax.sum(seen, KeyPos), tokens.rename({"position": "key_position"}), axis=KeyPos)
+        inputs = tokens + 2 * mean
+        return inputs + hax.dot(hax.tanh(hax.dot(inputs, self.up, axis="embed")), self.down, axis="mlp")
+
+    def get_lm_head(self):
+        return self.head
+
+    def resize_vocab(self, new_size, key=None):
+        raise NotImplementedError
+
+
+def make_prefix_mean(trainer: TrainerConfig) -> PrefixMean:
+    rng = np.random.default_rng(0)
+    Embed, Vocab, Mlp, Place = Axis("embed", EMBED), Axis("vocab", VOCAB), Axis("mlp", MLP), Axis("place", POSITIONS)
+    axes = ((Vocab, Embed), (Place, Embed), (Embed, Mlp), (Mlp, Embed), (Embed, Vocab))
+    arrays = [hax.named(rng.normal(scale=0.6, size=[a.size for a in own]).astype(np.float32), own) for own in axes]
+    with trainer.use_device_mesh():
+        return hax.shard(PrefixMean(*arrays), trainer.parameter_axis_mapping)
+
+
+def make_actor_critic(trainer: TrainerConfig) -> ActorCritic:
+    """A real llama with a value head on its trunk."""
+    policy = tiny.make_model(trainer)
+    weight = np.random.default_rng(1).normal(scale=0.5, size=policy.Embed.size).astype(np.float32)
+    return ActorCritic(policy, hax.named(jnp.asarray(weight), policy.Embed), hax.named(jnp.float32(0.25), ()), None)
+
+
+Objective = Axis("objective", len(TERMS) * len(KLS))
+OBJECTIVES = list(itertools.product(TERMS, KLS))
+
+
+class EveryObjective(eqx.Module):
+    """One copy of a model for each objective. As no two share a parameter, each copy gets the gradient of its own."""
+
+    models: LmHeadModel | ActorCritic
+    """With the axis `objective` on every array."""
+    losses: NamedArray
+    """`{objective}` zeros, whose gradient is the loss of each: what a program measures costs it more time to compile
+    than another parameter does."""
+    clipped: NamedArray
+    """`{objective}` zeros, whose gradient is the number of tokens that were clipped."""
+
+    @staticmethod
+    def start(model: LmHeadModel | ActorCritic) -> "EveryObjective":
+        def repeat(leaf: NamedArray) -> NamedArray:
+            return hax.broadcast_axis(leaf, Objective)
+
+        models = jax.tree.map(repeat, model, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+        return EveryObjective(models, hax.zeros(Objective), hax.zeros(Objective))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChosenTerm(PolicyLossConfig):
+    index: jax.Array
+
+    @property
+    def is_sequence_level(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def uses_ratio(self) -> bool:
+        raise NotImplementedError
+
+    def per_token(self, logprobs, policy_logprobs, advantages, sequences):
+        branches = [config.per_token for config in TERMS.values()]
+        return jax.lax.switch(self.index, branches, logprobs, policy_logprobs, advantages, sequences)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChosenKl(KlConfig):
+    index: jax.Array
+
+    @property
+    def coefficient(self) -> float:
+        raise NotImplementedError
+
+    def reward_penalty(self, kl):
+        raise NotImplementedError
+
+    def loss_terms(self, logprobs, reference_logprobs):
+        return jax.lax.switch(self.index, [config.loss_terms for config in KLS.values()], logprobs, reference_logprobs)
+
+
+def every_loss(every: EveryObjective, batch: RlExample, *, key=None) -> tuple[jax.Array, dict[str, Metric]]:
+    """The sum of the losses of all objectives."""
+
+    def loss(model: LmHeadModel | ActorCritic, term: NamedArray, kl: NamedArray) -> tuple[jax.Array, jax.Array]:
+        total, metrics = RlLoss(ChosenTerm(term.array), ChosenKl(kl.array), TEMPERATURE, BLOCK_SIZE, CRITIC)(
+            model, batch
+        )
+        return total, metrics["policy/clipfrac_avg"]._value
+
+    term, kl = (hax.named(index, Objective) for index in np.indices((len(TERMS), len(KLS))).reshape(2, -1))
+    losses, clipped = hax.vmap(loss, Objective)(every.models, term, kl)
+    told = every.losses.array * jax.lax.stop_gradient(losses) + every.clipped.array * clipped
+    return jnp.sum(losses + told), {}
+
+
+class Episode(NamedTuple):
+    """A rollout in tokens."""
+
+    group: int
+    observations: tuple[tuple[int, ...], ...]
+    actions: tuple[tuple[int, ...], ...]
+    rewritten: tuple[int, ...]
+    """Turns before which the history was rewritten: what was said until then is not seen any more."""
+    score: float
+    has_loss: bool
+
+
+GROUPS = [
+    # turns of each rollout, and the turns at which it starts over; the issue's group of 1, 2, 6 and 3 turns comes first
+    [(1, ()), (2, ()), (6, ()), (3, (2,))],
+    [(1, ()), (1, ()), (2, (1,)), (1, ())],
+    [(1, ()), (2, ()), (2, (1,)), (1, ()), (1, ())],
+]
+SEQUENCES = 16
+
+
+def make_episodes() -> list[Episode]:
+    """Thirteen rollouts of three groups, in 16 sequences; the last has no loss."""
+    rng = np.random.default_rng(2)
+
+    def tokens(at_least: int, at_most: int) -> tuple[int, ...]:
+        return tuple(rng.integers(0, VOCAB, rng.integers(at_least, at_most + 1)).tolist())
+
+    episodes = []
+    for group, rollouts in enumerate(GROUPS):
+        for turns, rewritten in rollouts:
+            most = 5 if turns == 1 else 4 if turns < 4 else 1
+            observations = [tokens(2, 4), *(tokens(1, 2 if turns < 4 else 1) for _ in range(turns - 1))]
+            actions = [tokens(1, most) for _ in range(turns)]
+            episodes.append(Episode(group, tuple(observations), tuple(actions), rewritten, float(rng.normal()), True))
+    episodes[-1] = episodes[-1]._replace(has_loss=False)
+    return episodes
+
+
+class PerAction(NamedTuple):
+    """What each rollout's action tokens carry, one array a rollout."""
+
+    policy_logprobs: list[np.ndarray]
+    reference_logprobs: list[np.ndarray]
+    importance_weights: list[np.ndarray]
+    values: list[np.ndarray]
+    targets: list[np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrangement:
+    """One way to lay the rollouts out; none of this may change an update."""
+
+    rows: int
+    row_length: int = POSITIONS
+    packed: bool = False
+    passes: int = 1
+    """How many that takes: a check on the case itself."""
+    own_positions: int = POSITIONS
+    """Row length of a rollout's own arrays."""
+    order: int | None = None
+    """Seed of a permutation of the rollouts."""
+    each_turn_apart: bool = False
+    """Every turn is a sequence of its own, which repeats what came before without loss."""
+    whole_rollouts: bool = True
+
+    @property
+    def layout(self) -> RowLayout:
+        return RowLayout(self.row_length, self.rows, self.packed, self.whole_rollouts)
+
+
+BASE = Arrangement(SEQUENCES)
+# Four shapes of a pass, and so four programs.
+ARRANGEMENTS = {
+    "permuted": Arrangement(16, order=5),
+    "two passes": Arrangement(8, passes=2),
+    "packed": Arrangement(8, packed=True),
+    "longer rows of their own": Arrangement(8, own_positions=21, passes=2),
+    "each turn apart": Arrangement(8, packed=True, each_turn_apart=True, passes=2),
+    "each turn apart, unpacked": Arrangement(8, each_turn_apart=True, passes=3),
+    "four passes": Arrangement(4, passes=4),
+    "packed, two passes": Arrangement(4, packed=True, passes=2),
+    "packed, permuted": Arrangement(4, packed=True, order=6, passes=2),
+    "longer rows, eight passes": Arrangement(2, 17, passes=8),
+    "packed in longer rows, four passes": Arrangement(2, 17, packed=True, passes=4),
+}
+OF_LLAMA = ("packed", "each turn apart", "longer rows of their own")
+"""Of these, what the program of "two passes" can run."""
+ON_MESHES = ARRANGEMENTS["each turn apart"]
+SCATTERED = Arrangement(4, packed=True, passes=3, each_turn_apart=True, whole_rollouts=False)
+"""Rollouts whose sequences lie in different passes, which only terms without a ratio per rollout allow."""
+MESHES = {"data8": 1, "data4-model2": 2}
+"""Size of the model axis; the others share 8 devices."""
+
+
+def arrange(episode: Episode, name: str, arrangement: Arrangement) -> ProcessedRollout:
+    """The arrays of one rollout, through the same code as a sampled one."""
+    turns, seen = [], ()
+    for index, (observation, action) in enumerate(zip(episode.observations, episode.actions, strict=True)):
+        anew = index == 0 or index in episode.rewritten
+        context = observation if anew else (*seen, *observation)
+        starts = anew or arrangement.each_turn_apart
+        generation = Generation(action, (-1.0,) * len(action), StopReason.STOP, 0, 0)
+        turns.append(Turn(context if starts else observation, generation, (), None, "", starts))
+        seen = (*context, *action)
+    task = Task("t", "test", ({"role": "user", "content": ""},), "")
+    rollout = Rollout(name, str(episode.group), task, tuple(turns), RolloutStatus.COMPLETED, {"score": episode.score})
+    processed = process_rollout(rollout, length=arrangement.own_positions, pad_token_id=0)
+    return processed if episode.has_loss else without_loss(processed)
+
+
+def spread_actions(rollout: ProcessedRollout, values: np.ndarray) -> np.ndarray:
+    array = np.zeros(rollout.loss_mask.shape, np.float32)
+    array[rollout.loss_mask] = values
+    return array
+
+
+class Update(NamedTuple):
+    """What one step of gradient descent came to."""
+
+    loss: float
+    clipped: float
+    """Number of tokens."""
+    gradient: dict[str, np.ndarray]
+    """By parameter."""
+
+
+class Matrix:
+    """One model under every objective and arrangement."""
+
+    def __init__(self, trainer: TrainerConfig, model: LmHeadModel | ActorCritic):
+        self.trainer = trainer
+        self.learner = Learner(trainer, tiny.SgdConfig(), every_loss, num_updates=10)
+        self.episodes = make_episodes()
+        self.per_action = self._score(model)
+        with trainer.use_device_mesh():
+            start = eqx.filter_jit(EveryObjective.start)(model)
+        self._start = self.learner.initial_state(start, jax.random.PRNGKey(0))
+        self._before = arrays_by_name(self._start.model)
+        self._credits = functools.cache(self._compute_credits)
+        self._steps = functools.cache(self._run)
+
+    def update(self, arrangement: Arrangement, aggregation: str, term: str, kl: str) -> Update:
+        """One objective's part of a step, which is run once for all of them."""
+        return self._steps(arrangement, aggregation, kl == "in_reward")[OBJECTIVES.index((term, kl))]
+
+    def step(self, passes: Sequence[RlExample]) -> list[Update]:
+        """One step of gradient descent from the same weights, by objective."""
+        state = jax.tree.map(jnp.copy, self._start)  # steps take their state over
+        state, _ = self.learner.step(state, passes)
+        after = arrays_by_name(state.model)
+        gradient = {name: array - after[name] for name, array in self._before.items()}
+        losses, clipped = gradient.pop(".losses"), gradient.pop(".clipped")
+        return [
+            Update(losses[index], clipped[index], {name: array[index] for name, array in gradient.items()})
+            for index in range(len(OBJECTIVES))
+        ]
+
+    def _run(self, arrangement: Arrangement, aggregation: str, in_reward: bool) -> list[Update]:
+        packed = self.pack(arrangement, aggregation, in_reward)
+        assert len(packed.passes) == arrangement.passes
+        return self.step(packed.passes)
+
+    def pack(self, arrangement: Arrangement, aggregation: str, in_reward: bool) -> PackedBatch:
+        """The batch, and in it whatever the host has to say."""
+        actions, credits = self.per_action, self._credits(in_reward)
+        order = list(range(len(self.episodes)))
+        if arrangement.order is not None:
+            order = np.random.default_rng(arrangement.order).permutation(order).tolist()
+        rollouts = []
+        for index in order:
+            rollout = arrange(self.episodes[index], str(index), arrangement)
+            arrays = {
+                name: spread_actions(rollout, getattr(actions, name)[index])
+                for name in ("policy_logprobs", "reference_logprobs", "values")
+            }
+            rollouts.append(dataclasses.replace(rollout, **arrays))
+        return pack_batch(
+            rollouts,
+            [Credit(credits[index], actions.targets[index]) for index in order],
+            AGGREGATIONS[aggregation],
+            arrangement.layout,
+            pad_token_id=0,
+            importance_weights=[actions.importance_weights[index] for index in order],
+        )
+
+    def _score(self, model: LmHeadModel | ActorCritic) -> PerAction:
+        """Old and reference log-probs near those of the model, and the rest at random."""
+        rng = np.random.default_rng(3)
+        layout = ARRANGEMENTS["packed"].layout
+        scorer = Scorer(self.trainer, layout, pad_token_id=0, temperature=TEMPERATURE, block_size=BLOCK_SIZE)
+        rollouts = [arrange(episode, str(index), BASE) for index, episode in enumerate(self.episodes)]
+        scored = scorer.score(model, rollouts)
+        # Rounded, so that they are the same numbers on every mesh.
+        own = [scores.logprobs[r.loss_mask].round(3) for scores, r in zip(scored, rollouts, strict=True)]
+        values = [scores.values[r.loss_mask].round(3) for scores, r in zip(scored, rollouts, strict=True)]
+
+        def near(arrays: Sequence[np.ndarray], scale: float) -> list[np.ndarray]:
+            return [array + rng.normal(scale=scale, size=array.shape) for array in arrays]
+
+        return PerAction(
+            [np.minimum(array, 0) for array in near(own, 0.3)],
+            [np.minimum(array, 0) for array in near(own, 0.6)],
+            [rng.uniform(0.5, 1.5, array.shape) for array in own],
+            near(values, 0.3),
+            near(values, 1.0),
+        )
+
+    def _compute_credits(self, in_reward: bool) -> list[np.ndarray]:
+        """Advantages with or without a KL penalty in the reward."""
+        kl = KLS["in_reward"] if in_reward else KLS["none"]
+        groups: dict[int, list[RolloutSignal]] = {}
+        for index, episode in enumerate(self.episodes):
+            k1 = self.per_action.policy_logprobs[index] - self.per_action.reference_logprobs[index]
+            signal = RolloutSignal(
+                id=str(index),
+                score=episode.score,
+                turn_rewards=np.zeros(len(episode.actions)),
+                anchors=("",) * len(episode.actions),
+                turn_ids=np.zeros(k1.size, np.int32),
+                penalties=kl.reward_penalty(k1),
+                values=np.zeros(k1.size),
+            )
+            groups.setdefault(episode.group, []).append(signal)
+        computed = RlooConfig().compute(list(groups.values()))
+        return [credit.advantages for group in computed for credit in group]
+
+
+def arrays_by_name(model: EveryObjective) -> dict[str, np.ndarray]:
+    return {name.partition("[")[0]: array for name, array in tiny.arrays_by_path(model).items()}
+
+
+def assert_same(found: Update, expected: Update, what: str) -> None:
+    """To 1e-5 throughout."""
+    np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-5, atol=1e-5, err_msg=f"{what}: loss")
+    assert found.clipped == expected.clipped, what
+    assert found.gradient.keys() == expected.gradient.keys()
+    for name, array in expected.gradient.items():
+        np.testing.assert_allclose(found.gradient[name], array, rtol=0, atol=1e-5, err_msg=f"{what}: {name}")
+
+
+def main(folder: Path) -> None:
+    for name, model_axis in MESHES.items():
+        trainer = tiny.make_trainer(ON_MESHES.rows, model_axis=model_axis)
+        matrix = Matrix(trainer, make_prefix_mean(trainer))
+        updates = [matrix.update(ON_MESHES, *combination) for combination in COMBINATIONS]
+        mesh = {f"mesh {axis}": size for axis, size in matrix.learner.mesh.shape.items()}
+        shards = {str(shard.index) for shard in matrix._start.model.models.up.array.addressable_shards}
+        gradient = {name: np.stack([update.gradient[name] for update in updates]) for name in updates[0].gradient}
+        told = {name: [getattr(update, name) for update in updates] for name in ("loss", "clipped")}
+        np.savez(folder / f"{name}.npz", **mesh, shards=len(shards), **gradient, **told)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,155 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""How rollouts are laid out changes neither loss nor gradient, to 1e-5, under every objective there is."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import haliax as hax
+import numpy as np
+import pytest
+
+from marin_rl.batching.rl_example import RlExample
+from tests.learner.invariance_cases import (
+    AGGREGATIONS,
+    ARRANGEMENTS,
+    BASE,
+    COMBINATIONS,
+    KLS,
+    MESHES,
+    OBJECTIVES,
+    OF_LLAMA,
+    ON_MESHES,
+    SCATTERED,
+    TERMS,
+    Matrix,
+    Update,
+    assert_same,
+    make_actor_critic,
+    make_prefix_mean,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def matrix(trainer) -> Matrix:
+    return Matrix(trainer, make_prefix_mean(trainer))
+
+
+@pytest.fixture(scope="module")
+def llama(trainer) -> Matrix:
+    return Matrix(trainer, make_actor_critic(trainer))
+
+
+@pytest.mark.parametrize(("aggregation", "term", "kl"), COMBINATIONS)
+def test_no_arrangement_changes_an_update(matrix: Matrix, aggregation: str, term: str, kl: str) -> None:
+    expected = matrix.update(BASE, aggregation, term, kl)
+    for name, arrangement in ARRANGEMENTS.items():
+        assert_same(matrix.update(arrangement, aggregation, term, kl), expected, name)
+
+
+@pytest.mark.parametrize(("aggregation", "term", "kl"), COMBINATIONS)
+def test_nor_for_a_llama_with_a_critic(llama: Matrix, aggregation: str, term: str, kl: str) -> None:
+    expected = llama.update(ARRANGEMENTS["two passes"], aggregation, term, kl)
+    for name in OF_LLAMA:
+        assert_same(llama.update(ARRANGEMENTS[name], aggregation, term, kl), expected, name)
+
+
+@pytest.mark.parametrize(("aggregation", "term", "kl"), COMBINATIONS)
+def test_a_rollout_may_be_scattered_over_passes_where_it_has_no_ratio_of_its_own(
+    matrix: Matrix, aggregation: str, term: str, kl: str
+) -> None:
+    expected, found = (matrix.update(how, aggregation, term, kl) for how in (BASE, SCATTERED))
+    if TERMS[term].is_sequence_level:
+        assert largest_difference(found, expected) > 1e-3
+    else:
+        assert_same(found, expected, "scattered")
+
+
+@pytest.mark.slow
+def test_no_mesh_changes_an_update(matrix: Matrix, tmp_path: Path) -> None:
+    """Every combination on 8 devices, rows split eight ways, and four ways with the model split in two."""
+    command = [sys.executable, "-m", "tests.learner.invariance_cases", str(tmp_path)]
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for mesh, model_axis in MESHES.items():
+        found = dict(np.load(tmp_path / f"{mesh}.npz"))
+        assert (found.pop("mesh data"), found.pop("mesh model")) == (8 // model_axis, model_axis)
+        assert found.pop("mesh replica") == 1
+        assert found.pop("shards") == 8  # parameters are split over all devices
+        losses, clipped = found.pop("loss"), found.pop("clipped")
+        for index, combination in enumerate(COMBINATIONS):
+            gradient = {name: array[index] for name, array in found.items()}
+            update = Update(losses[index], clipped[index], gradient)
+            assert_same(update, matrix.update(BASE, *combination), f"{mesh}, {combination}")
+    assert_same(matrix.update(ON_MESHES, *COMBINATIONS[0]), matrix.update(BASE, *COMBINATIONS[0]), "one device")
+
+
+# What follows shows that the tests above can fail.
+
+
+def largest_difference(found: Update, expected: Update) -> float:
+    return max(float(np.abs(found.gradient[name] - array).max()) for name, array in expected.gradient.items())
+
+
+def test_no_two_objectives_come_to_the_same(matrix: Matrix) -> None:
+    updates = [matrix.update(BASE, *combination) for combination in COMBINATIONS]
+    # The loss too: k3_plus has the gradient of k2.
+    flat = np.stack([np.concatenate([[u.loss], *(array.ravel() for array in u.gradient.values())]) for u in updates])
+    for index, combination in enumerate(COMBINATIONS):
+        apart = np.abs(flat - flat[index]).max(axis=1)
+        apart[index] = np.inf
+        other = int(apart.argmin())
+        assert apart[other] > 1e-4, (combination, COMBINATIONS[other])
+    assert len(COMBINATIONS) == len(AGGREGATIONS) * len(TERMS) * len(KLS) == 4 * 6 * 6
+
+
+def test_the_bounds_on_ratios_hold_for_some_tokens_and_not_for_others(matrix: Matrix) -> None:
+    tokens = matrix.pack(BASE, "token_mean", False).num_loss_tokens
+    for term in TERMS:
+        clipped = matrix.update(BASE, "token_mean", term, "none").clipped
+        assert (0 < clipped < tokens) if term not in ("reinforce", "importance") else clipped == 0, (term, clipped)
+
+
+def change(example: RlExample, **arrays: np.ndarray) -> RlExample:
+    named = {name: hax.named(array, example.input_ids.axes) for name, array in arrays.items()}
+    return dataclasses.replace(example, **named)
+
+
+def one_segment(example: RlExample) -> RlExample:
+    return change(example, segment_ids=np.minimum(np.asarray(example.segment_ids.array), 1))
+
+
+def running_positions(example: RlExample) -> RlExample:
+    segments = np.asarray(example.segment_ids.array)
+    return change(example, position_ids=np.where(segments > 0, np.arange(segments.shape[1]), 0).astype(np.int32))
+
+
+def weights_of_its_own(example: RlExample) -> RlExample:
+    weights = np.asarray(example.loss_weights.array)
+    return change(example, loss_weights=weights / weights.sum())
+
+
+def one_rollout(example: RlExample) -> RlExample:
+    return change(example, rollout_ids=np.minimum(np.asarray(example.rollout_ids.array), 0))
+
+
+@pytest.mark.parametrize("mistake", [one_segment, running_positions, weights_of_its_own])
+def test_a_mistake_in_the_layout_shows_under_every_objective(matrix: Matrix, mistake) -> None:
+    packed = matrix.pack(ARRANGEMENTS["packed, two passes"], "token_mean", False)
+    right, wrong = matrix.step(packed.passes), matrix.step([mistake(example) for example in packed.passes])
+    for found, expected, objective in zip(wrong, right, OBJECTIVES, strict=True):
+        assert largest_difference(found, expected) > 1e-3, objective
+
+
+def test_mixing_up_rollouts_shows_where_they_have_a_ratio_of_their_own(matrix: Matrix) -> None:
+    packed = matrix.pack(ARRANGEMENTS["packed"], "token_mean", False)
+    right, wrong = matrix.step(packed.passes), matrix.step([one_rollout(example) for example in packed.passes])
+    for found, expected, (term, kl) in zip(wrong, right, OBJECTIVES, strict=True):
+        assert (largest_difference(found, expected) > 1e-3) == TERMS[term].is_sequence_level, (term, kl)

@@ -1,0 +1,230 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import math
+
+import draccus
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from marin_rl.objectives.advantages import AdvantageConfig, dr_grpo_advantages, grpo_advantages
+from marin_rl.objectives.gigpo import GigpoConfig, GigpoNormalization, anchor_of, step_advantages
+from tests.objectives.signal_cases import advantages, batches, make_signal, shuffled, signals
+
+EXAMPLE = [
+    make_signal(1.0, [0.0, 0.0, 1.0], anchors=["s0", "s1", "s2"], id="T0"),
+    make_signal(0.0, [0.0, 0.0, 0.0], anchors=["s0", "s1", "s3"], id="T1"),
+    make_signal(1.0, [0.0, 1.0], anchors=["s0", "s2"], id="T2"),
+]
+EPISODE = [1 / 3, -2 / 3, 1 / 3]
+STEP = [[0.285, 0.475, 0.0], [-0.6175, -0.475, 0.0], [0.3325, 0.0]]
+
+
+def compared(value, values, std):
+    """One value against the mean of all of them, by the definition."""
+    mean = sum(values) / len(values)
+    spread = math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1)) if len(values) > 1 else 0.0
+    return (value - mean) / (spread + 1e-6 if std else 1.0)
+
+
+def oracle(group, omega, gamma, std, default, at_end):
+    """A(i,t) of each turn by loops over turns, from the paper's definition."""
+    alive = [signal for signal in group if signal.score is not None]
+    total = {id(s): s.score - sum(s.penalties.tolist()) for s in alive}
+    turn_returns = {}
+    for s in alive:
+        rewards = [default if k in s.unrewarded_turns else r for k, r in enumerate(s.turn_rewards.tolist())]
+        if at_end:
+            rewards[-1] += s.score
+        for t in range(len(rewards)):
+            turn_returns[id(s), t] = sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards)))
+    result = []
+    for s in group:
+        if s.score is None or len(alive) == 1:
+            result.append([0.0] * s.turn_ids.size)
+            continue
+        episode = compared(total[id(s)], list(total.values()), std)
+        turns = []
+        for t, anchor in enumerate(s.anchors):
+            same = [turn_returns[id(o), k] for o in alive for k, a in enumerate(o.anchors) if a == anchor]
+            turns.append(episode + omega * compared(turn_returns[id(s), t], same, std))
+        result.append([turns[t] for t in s.turn_ids])
+    return result
+
+
+@settings(max_examples=60)
+@given(
+    batches,
+    st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+    st.booleans(),
+    st.sampled_from([0.0, -0.5]),
+    st.booleans(),
+)
+def test_matches_the_loops(groups, omega, gamma, std, default, at_end):
+    groups = signals(groups)
+    normalize = GigpoNormalization.STD if std else GigpoNormalization.NONE
+    config = GigpoConfig(omega, gamma, normalize, default, at_end)
+    for group, credits in zip(groups, config.compute(groups), strict=True):
+        for expected, credit in zip(oracle(group, omega, gamma, std, default, at_end), credits, strict=True):
+            np.testing.assert_allclose(credit.advantages, expected, rtol=1e-6, atol=1e-6)
+            assert credit.value_targets.tolist() == [0.0] * credit.advantages.size
+
+
+def test_worked_example():
+    both = advantages(GigpoConfig().compute([EXAMPLE]))[0]
+    alone = advantages(GigpoConfig(omega=0.0).compute([EXAMPLE]))[0]
+    for episode, steps, sums, episodes in zip(EPISODE, STEP, both, alone, strict=True):
+        np.testing.assert_allclose(episodes, [episode] * len(steps), atol=1e-15)
+        np.testing.assert_allclose(sums, np.add(episode, steps), atol=1e-15)
+    np.testing.assert_allclose(EPISODE, [0.333333, -0.666667, 0.333333], atol=5e-7)
+
+
+def test_std_divides_each_part_by_its_own_spread():
+    config = GigpoConfig(normalize=GigpoNormalization.STD)
+    actual = advantages(config.compute([EXAMPLE]))[0]
+    episode = grpo_advantages([1.0, 0.0, 1.0])
+    at_s0 = grpo_advantages([0.9025, 0.0, 0.95])
+    at_s1 = grpo_advantages([0.95, 0.0])
+    np.testing.assert_allclose(actual[0], episode[0] + np.array([at_s0[0], at_s1[0], 0.0]), rtol=1e-9)
+    np.testing.assert_allclose(actual[1], episode[1] + np.array([at_s0[1], at_s1[1], 0.0]), rtol=1e-9)
+    np.testing.assert_allclose(actual[2], episode[2] + np.array([at_s0[2], 0.0]), rtol=1e-9)
+
+
+def test_repeated_visits_count_each_time():
+    # State s was seen three times: twice by the first rollout, with returns 3 and 5, and once with 1.
+    parts = step_advantages([np.array([3.0, 5.0]), np.array([1.0])], [["s", "s"], ["s"]], GigpoNormalization.NONE)
+    assert [part.tolist() for part in parts] == [[0.0, 2.0], [-2.0]]
+
+
+def test_all_tokens_of_a_turn_share_its_advantage():
+    longer = [
+        make_signal(1.0, [0.0, 1.0], anchors=["s", "t"], tokens=[3, 2]),
+        make_signal(0.0, [0.0, 0.0], anchors=["s", "t"], tokens=[1, 0]),
+    ]
+    first, second = advantages(GigpoConfig(gamma=1.0).compute([longer]))[0]
+    assert first == [1.0] * 5
+    assert second == [-1.0]
+
+
+def test_the_episode_mean_is_over_episodes_not_over_steps():
+    long = make_signal(1.0, [0.0] * 5 + [1.0], anchors=list("abcdef"))
+    short = make_signal(0.0, [0.0], anchors=["z"])
+    assert advantages(GigpoConfig().compute([[long, short]]))[0] == [[0.5] * 6, [-0.5]]
+
+
+def test_singletons_are_zero():
+    # Each state seen once.
+    apart = [make_signal(1.0, [1.0], anchors=["a"]), make_signal(1.0, [1.0], anchors=["b"])]
+    for normalize in GigpoNormalization:
+        config = GigpoConfig(normalize=normalize)
+        assert advantages(config.compute([apart])) == [[[0.0], [0.0]]]
+        # A group of one, even one that came to a state twice; so is one whose others failed.
+        twice = make_signal(1.0, [0.0, 1.0], anchors=["a", "a"])
+        assert advantages(config.compute([[twice]])) == [[[0.0, 0.0]]]
+        assert advantages(config.compute([[twice, make_signal(None, [9.0])]])) == [[[0.0, 0.0], [0.0]]]
+        assert advantages(config.compute([[make_signal(None, [9.0])] * 2, []])) == [[[0.0], [0.0]], []]
+
+
+def test_equal_returns_are_exactly_zero():
+    same = [make_signal(0.1, [0.0, 0.1], anchors=["s", "t"]) for _ in range(6)]
+    for normalize in GigpoNormalization:
+        assert advantages(GigpoConfig(normalize=normalize).compute([same])) == [[[0.0, 0.0]] * 6]
+
+
+def test_groups_do_not_see_one_another():
+    alone = [GigpoConfig().compute([group])[0] for group in (EXAMPLE, EXAMPLE[:2])]
+    together = GigpoConfig().compute([EXAMPLE, EXAMPLE[:2]])
+    assert advantages(together) == advantages(alone)
+
+
+def test_one_turn_per_rollout_is_dr_grpo_twice():
+    scores = [1.0, 2.0, 5.0, 8.0]
+    group = [make_signal(score, anchors=["s"]) for score in scores]
+    actual = np.ravel(advantages(GigpoConfig().compute([group]))[0])
+    np.testing.assert_allclose(actual, 2 * dr_grpo_advantages(scores), rtol=1e-15)
+
+
+def test_the_score_is_added_at_the_last_turn_where_asked():
+    group = [make_signal(2.0, [0.5, 0.0], anchors=["s", "t"]), make_signal(0.0, [0.0, 0.0], anchors=["s", "t"])]
+    without = advantages(GigpoConfig(gamma=0.5).compute([group]))[0]
+    added = advantages(GigpoConfig(gamma=0.5, add_score_at_end=True).compute([group]))[0]
+    assert without == [[1.25, 1.0], [-1.25, -1.0]]  # 1 + (.5 - 0)/2, 1 + 0
+    assert added == [[1.75, 2.0], [-1.75, -2.0]]  # 1 + (.5 + .5·2)/2, 1 + 2/2
+
+
+def test_turns_without_a_reward_get_the_default():
+    group = [
+        make_signal(0.0, [0.0, 0.0], anchors=["s", "t"], unrewarded=[1]),
+        make_signal(0.0, [0.0, 0.0], anchors=["s", "t"]),
+    ]
+    actual = advantages(GigpoConfig(gamma=0.5, default_step_reward=-1.0).compute([group]))[0]
+    assert actual == [[-0.25, -0.5], [0.25, 0.5]]
+
+
+@settings(max_examples=30)
+@given(batches, st.integers(0, 99), st.sampled_from(list(GigpoNormalization)))
+def test_order_of_the_rollouts_changes_no_bit(groups, seed, normalize):
+    config = GigpoConfig(normalize=normalize)
+    groups = signals(groups)
+    moved, orders = shuffled(groups, seed)
+    expected = advantages(config.compute(groups))
+    for original, actual, order in zip(expected, advantages(config.compute(moved)), orders, strict=True):
+        assert actual == [original[source] for source in order]
+
+
+def test_a_turn_without_an_anchor_names_the_rollout():
+    bad = make_signal(1.0, [0.0, 1.0], anchors=["s", ""], id="step-7-2")
+    with pytest.raises(ValueError, match="rollout step-7-2: turn 1 has no anchor state"):
+        GigpoConfig().compute([[EXAMPLE[0], bad]])
+
+
+def test_signals_are_not_changed():
+    group = [make_signal(2.0, [0.5, 0.0], unrewarded=[1]), make_signal(0.0, [0.0, 0.0])]
+    GigpoConfig(default_step_reward=3.0, add_score_at_end=True).compute([group])
+    assert group[0].turn_rewards.tolist() == [0.5, 0.0]
+
+
+class TestAnchors:
+    def test_equal_observations_are_equal_whatever_the_order_of_keys(self):
+        assert anchor_of({"a": 1, "b": {"c": [1, 2], "d": None}}) == anchor_of({"b": {"d": None, "c": [1, 2]}, "a": 1})
+        assert anchor_of(({"role": "user", "content": "é"},)) == anchor_of([{"content": "é", "role": "user"}])
+
+    @pytest.mark.parametrize(
+        ("one", "other"), [("a", "b"), (1, "1"), (["ab"], ["a", "b"]), ([1, 2], [2, 1]), ({}, []), (None, "null")]
+    )
+    def test_different_observations_are_not(self, one, other):
+        assert anchor_of(one) != anchor_of(other)
+
+    def test_is_the_same_in_every_process(self):
+        # printf '{"a":[1,2]}' | sha256sum
+        expected = "01530d164d479cf08e26d3b1ad9bdba927120d97e2d057a6d792db778780d720"
+        assert anchor_of({"a": [1, 2]}) == expected
+
+    @pytest.mark.parametrize("observation", [object(), {1, 2}, {"x": math.nan}, {1: "a", "b": 2}])
+    def test_what_json_cannot_hold_is_an_error(self, observation):
+        with pytest.raises(TypeError, match="has no canonical JSON"):
+            anchor_of(observation)
+
+
+def test_config():
+    fields = {"type": "gigpo", "omega": 0.5, "gamma": 0.9, "normalize": "std", "default_step_reward": -0.1}
+    config = draccus.decode(AdvantageConfig, {**fields, "add_score_at_end": True})
+    assert config == GigpoConfig(0.5, 0.9, GigpoNormalization.STD, -0.1, True)
+    assert draccus.decode(AdvantageConfig, {"type": "gigpo"}) == GigpoConfig(1.0, 0.95)
+    assert config.needs_turns
+    assert not config.needs_critic
+    assert config.minimum_group_size == 2
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"omega": -1.0}, "omega is -1.0"),
+    ({"omega": math.nan}, "omega is nan"),
+    ({"gamma": 1.5}, "gamma is 1.5"),
+    ({"default_step_reward": math.inf}, "default_step_reward is inf"),
+])  # fmt: skip
+def test_impossible_settings_are_named(fields, message):
+    with pytest.raises(ValueError, match=rf"advantage\.{message}"):
+        GigpoConfig(**fields)

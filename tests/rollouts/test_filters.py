@@ -1,0 +1,69 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import pytest
+
+from marin_rl.rollouts.filters import DropGroupsConfig, KeepGroupsConfig, ResampleGroupsConfig, sort_groups
+from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
+
+TASK = Task("t", "sums", ({"role": "user", "content": "2+3="},), "5")
+
+
+def group(name: str, *rewards: float | None) -> RolloutGroup:
+    """A group whose attempts earned these; None where one failed."""
+    turn = Turn((1, 2), Generation((3,), (-1.0,), StopReason.STOP, 0, 0), (), starts_sequence=True)
+
+    def rollout(index: int, reward: float | None) -> Rollout:
+        if reward is None:
+            return Rollout(f"{name}-{index}", name, TASK, (turn,), RolloutStatus.FAILED, {}, "ValueError: no")
+        # Two components, so that it is their sum that is compared.
+        rewards = {"correct": reward - index, "style": float(index)}
+        return Rollout(f"{name}-{index}", name, TASK, (turn,), RolloutStatus.COMPLETED, rewards)
+
+    return RolloutGroup(name, [rollout(index, reward) for index, reward in enumerate(rewards)])
+
+
+def test_groups_are_told_apart_by_whether_their_rewards_differ():
+    groups = [
+        group("differ", 1.0, 0.0, 1.0),
+        group("right", 1.0, 1.0),
+        group("wrong", 0.0, 0.0, 0.0),
+        group("failed", None, None),
+        group("differ besides a failure", 1.0, None, 0.0),
+        group("equal besides a failure", None, 1.0, 1.0),
+        group("one left", None, 0.5),
+        group("alone", 1.0),
+        group("barely", 0.25, 0.25 + 1e-12),
+    ]
+    found = sort_groups(groups)
+    assert [made.id for made in found.kept] == ["differ", "differ besides a failure", "barely"]
+    assert [made.id for made in found.zero_spread] == ["right", "wrong", "equal besides a failure", "one left", "alone"]
+    assert [made.id for made in found.ungraded] == ["failed"]
+
+
+def test_no_group_is_lost_or_changed():
+    groups = [
+        group(str(index), *rewards) for index, rewards in enumerate([(1.0, 0.0), (1.0, 1.0), (None,), (0.0, 1.0)])
+    ]
+    found = sort_groups(groups)
+    assert sorted([*found.kept, *found.zero_spread, *found.ungraded], key=lambda made: made.id) == groups
+    assert sort_groups([]) == ([], [], [])
+
+
+@pytest.mark.parametrize(
+    ("config", "drops", "rounds"),
+    [
+        (KeepGroupsConfig(), False, 1),
+        (DropGroupsConfig(), True, 1),
+        (ResampleGroupsConfig(), True, 4),
+        (ResampleGroupsConfig(max_rounds=2), True, 2),
+    ],
+)
+def test_what_each_choice_does(config, drops: bool, rounds: int):
+    assert (config.drops, config.rounds) == (drops, rounds)
+
+
+@pytest.mark.parametrize("rounds", [1, 0, -3])
+def test_resampling_without_a_second_round_is_refused(rounds: int):
+    with pytest.raises(ValueError, match=rf"filter\.max_rounds is {rounds}; .* or use filter: {{type: drop}}"):
+        ResampleGroupsConfig(max_rounds=rounds)

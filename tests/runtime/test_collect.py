@@ -1,0 +1,254 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from marin_rl.environments.base import Episode, Split, Step
+from marin_rl.objectives.shaping import OverlongConfig, RewardTruncatedConfig
+from marin_rl.rollouts.filters import DropGroupsConfig, ResampleGroupsConfig
+from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Player
+from marin_rl.runtime.collect import Collected, collect_groups, draw_tasks
+from marin_rl.runtime.training_run import Progress, TrainingRun
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.types import Message, RolloutStatus, Task
+from tests.runtime.bare_run import END, bare_run, make_config, make_player
+
+
+@dataclasses.dataclass
+class Exam:
+    """Tasks whose `answer` says how their attempts do: `mixed` (0, 1, 0, 1), `equal` (all 1) or `broken`."""
+
+    kinds: Sequence[str]
+    name: str = "exam"
+    started: list[str] = dataclasses.field(default_factory=list)
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return [
+            Task(f"t{index}", self.name, (Message(role="user", content=f"t{index}"),), kind)
+            for index, kind in enumerate(self.kinds)
+        ]
+
+    def start(self, task: Task, seed: int) -> Episode:
+        self.started.append(task.id)
+        return Sitting(task.answer, self.started.count(task.id))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sitting:
+    kind: str
+    attempt: int
+
+    def step(self, reply: str) -> Step:
+        if self.kind == "broken":
+            raise TimeoutError("no verdict")
+        return Step({"correct": float(self.kind == "equal" or self.attempt % 2 == 0)})
+
+
+def says_a(request: SampleRequest) -> Sequence[int]:
+    return (97, END)
+
+
+def collect(
+    kinds: Sequence[str], steps: int = 1, script=says_a, **changes: Any
+) -> tuple[TrainingRun, Player, list[Collected]]:
+    """The first steps of a run on tasks of these kinds."""
+    run = bare_run(make_config(**changes), Exam(kinds))
+    player = make_player(run, script, run.environment)
+    return run, player, [further(run, player) for _ in range(steps)]
+
+
+def further(run: TrainingRun, player: Player) -> Collected:
+    """One step more."""
+    run.progress.step += 1
+    return collect_groups(run, player, run.progress.step)
+
+
+def kinds(groups: Sequence) -> list[str]:
+    return [group.rollouts[0].task.answer for group in groups]
+
+
+def names(groups: Sequence) -> list[str]:
+    return [group.rollouts[0].task.id for group in groups]
+
+
+def counts(found: Collected) -> dict[str, float]:
+    return {
+        name.removeprefix("filter/"): metric.value
+        for name, metric in found.metrics.items()
+        if name.startswith("filter/")
+    }
+
+
+# The order of tasks.
+
+
+def test_every_task_comes_once_in_an_epoch_and_every_epoch_has_an_order_of_its_own():
+    run = bare_run(make_config(), Exam(["mixed"] * 11))
+    drawn = [task.id for task in draw_tasks(run, 0, 33)]
+    epochs = [drawn[:11], drawn[11:22], drawn[22:]]
+    everything = sorted(f"t{index}" for index in range(11))
+    assert [sorted(epoch) for epoch in epochs] == [everything] * 3
+    assert len({tuple(epoch) for epoch in [*epochs, everything]}) == 4
+
+
+def test_the_order_goes_on_wherever_it_is_taken_up_and_another_seed_has_another():
+    environment = Exam(["mixed"] * 11)
+    run, other = bare_run(make_config(), environment), bare_run(make_config(seed=1), environment)
+    whole = draw_tasks(run, 0, 30)
+    assert [*draw_tasks(run, 0, 7), *draw_tasks(run, 7, 1), *draw_tasks(run, 8, 22)] == whole
+    assert draw_tasks(other, 0, 30) != whole
+
+
+def test_steps_draw_one_after_the_other():
+    run, _, found = collect(["mixed"] * 11, steps=3)
+    assert [name for step in found for name in names(step.groups)] == [task.id for task in draw_tasks(run, 0, 12)]
+    assert run.progress.tasks_drawn == 12
+
+
+# Filtering.
+
+
+def test_by_default_everything_is_kept():
+    run, _, [found] = collect(["mixed", "equal", "mixed", "broken"])
+    assert sorted(kinds(found.groups)) == ["broken", "equal", "mixed", "mixed"]
+    assert found.left_out == []
+    assert counts(found) == {"kept_groups": 4, "dropped_zero_spread": 0, "dropped_ungraded": 0, "rounds": 1}
+    assert run.progress.tasks_drawn == 4
+
+
+def test_groups_that_teach_nothing_are_dropped_and_counted_by_cause():
+    run, _, [found] = collect(["mixed", "equal", "equal", "broken"], filter=DropGroupsConfig())
+    assert kinds(found.groups) == ["mixed"]
+    assert sorted(kinds(found.left_out)) == ["broken", "equal", "equal"]
+    assert counts(found) == {"kept_groups": 1, "dropped_zero_spread": 2, "dropped_ungraded": 1, "rounds": 1}
+    assert run.progress.tasks_drawn == 4
+
+
+def test_metrics_are_of_everything_that_was_sampled():
+    _, _, [found] = collect(["mixed", "equal", "equal", "broken"], filter=DropGroupsConfig())
+    # Of twelve graded rollouts ten are right, and of sixteen four failed.
+    assert found.metrics["objective/scores"].value == pytest.approx(10 / 12)
+    assert found.metrics["rollouts/failed"].value == 4
+    assert found.metrics["groups/zero_spread_share"].value == pytest.approx(2 / 3)
+    assert len(found.sampled) == 4
+
+
+def test_all_groups_may_be_dropped():
+    _, _, [found] = collect(["equal"] * 4, filter=DropGroupsConfig())
+    assert found.groups == []
+    assert counts(found) == {"kept_groups": 0, "dropped_zero_spread": 4, "dropped_ungraded": 0, "rounds": 1}
+
+
+RESAMPLE = ResampleGroupsConfig(max_rounds=5)
+
+
+def test_resampling_plays_the_next_tasks_for_those_that_are_missing():
+    run, player, [found] = collect(["mixed", "equal"] * 10, filter=RESAMPLE)
+    order = [task.answer for task in draw_tasks(run, 0, 60)]
+    # Each round plays as many as are missing, so the step ends right after the task that completed it.
+    fourth = [index for index, kind in enumerate(order) if kind == "mixed"][3]
+    assert kinds(found.groups) == ["mixed"] * 4
+    assert run.progress.tasks_drawn == fourth + 1
+    assert names(found.groups) == [task.id for task in draw_tasks(run, 0, fourth + 1) if task.answer == "mixed"]
+    played = list(dict.fromkeys(player.environment.started))
+    assert played == [task.id for task in draw_tasks(run, 0, fourth + 1)]
+
+
+def test_nothing_is_lost_and_nothing_has_the_name_of_another():
+    run, player, found = collect(["mixed", "equal", "equal", "broken", "mixed"] * 3, steps=3, filter=RESAMPLE)
+    rollouts = [rollout for step in found for group in step.sampled for rollout in group.rollouts]
+    assert len(rollouts) == 4 * run.progress.tasks_drawn == len(player.environment.started)
+    assert len({rollout.id for rollout in rollouts}) == len(rollouts)
+    assert len({rollout.group_id for rollout in rollouts}) == run.progress.tasks_drawn
+    seeds = [request.seed for request in player.sampler.requests]
+    assert len(set(seeds)) == len(seeds)
+    for step in found:
+        assert counts(step)["kept_groups"] == len(step.groups) <= 4
+        assert counts(step)["dropped_zero_spread"] == kinds(step.left_out).count("equal")
+        assert counts(step)["dropped_ungraded"] == kinds(step.left_out).count("broken")
+        assert counts(step)["rounds"] > 1
+
+
+def test_resampling_ends_at_its_bound():
+    run, _, [found] = collect(["equal"] * 7, filter=ResampleGroupsConfig(max_rounds=3))
+    assert found.groups == []
+    assert len(found.left_out) == run.progress.tasks_drawn == 12
+    assert counts(found) == {"kept_groups": 0, "dropped_zero_spread": 12, "dropped_ungraded": 0, "rounds": 3}
+
+
+def test_one_round_is_enough_where_all_teach():
+    run, _, [found] = collect(["mixed"] * 7, filter=RESAMPLE)
+    assert counts(found) == {"kept_groups": 4, "dropped_zero_spread": 0, "dropped_ungraded": 0, "rounds": 1}
+    assert run.progress.tasks_drawn == 4
+
+
+def test_a_further_round_may_fail_as_a_whole_but_not_the_first():
+    exam = ["broken"] * 30 + ["mixed"] * 3
+    config = make_config(filter=ResampleGroupsConfig(max_rounds=2))
+    run = bare_run(config, Exam(exam))
+    order = [task.answer for task in draw_tasks(run, 0, 30)]
+    # A good task and six broken ones: three in the first round, three in the second.
+    start = next(i for i in range(25) if order[i] == "mixed" and order[i + 1 : i + 7] == ["broken"] * 6)
+    run.progress.tasks_drawn = start
+    found = further(run, make_player(run, says_a, run.environment))
+    assert counts(found) == {"kept_groups": 1, "dropped_zero_spread": 0, "dropped_ungraded": 6, "rounds": 2}
+    run.progress.tasks_drawn = start + 1
+    with pytest.raises(AllRolloutsFailedError, match="all 16 rollouts failed; the first, train-2-0-0"):
+        further(run, make_player(run, says_a, run.environment))
+
+
+def test_a_run_that_is_taken_up_again_samples_what_it_would_have_sampled():
+    changes = {"filter": RESAMPLE}
+    exam = ["mixed", "equal", "equal", "mixed", "equal", "broken", "mixed"] * 2
+    run, player, first = collect(exam, steps=2, **changes)
+    saved = dataclasses.asdict(run.progress)
+    asked = len(player.sampler.requests)
+    third = further(run, player)
+    resumed = bare_run(make_config(**changes), Exam(exam), progress=Progress(**saved))
+    again_player = make_player(resumed, says_a, resumed.environment)
+    # What an attempt earns here depends on how often its task came before; that memory is this test's, not the run's.
+    again_player.environment.started += [
+        rollout.task.id for step in first for group in step.sampled for rollout in group.rollouts
+    ]
+    again = further(resumed, again_player)
+    assert again.groups == third.groups
+    assert again.left_out == third.left_out
+    assert again_player.sampler.requests == player.sampler.requests[asked:]
+    assert resumed.progress == run.progress
+
+
+# Shaping comes before filtering.
+
+
+def by_turns(*lengths: int):
+    """Replies of these lengths, one after the other, without end."""
+    following = itertools.cycle(lengths)
+    return lambda request: (*[97] * (next(following) - 1), END)
+
+
+def test_a_penalty_on_length_makes_a_group_of_equal_rewards_worth_keeping():
+    changes = {"filter": DropGroupsConfig(), "overlong": OverlongConfig(buffer=4, factor=0.5)}
+    _, _, [found] = collect(["equal"] * 4, script=by_turns(2, 4, 6, 3), **changes)
+    assert len(found.groups) == 4
+    for group in found.groups:
+        assert [rollout.rewards for rollout in group.rollouts] == [
+            {"correct": 1.0, "overlong": penalty} for penalty in (0.0, -0.25, -0.5, -0.125)
+        ]
+    assert found.metrics["reward/overlong/mean"].value == pytest.approx(-0.875 / 4)
+
+
+def test_truncated_rollouts_with_a_fixed_reward_are_compared_by_that():
+    def cut_off(request: SampleRequest) -> Sequence[int]:
+        return (97,) * 6
+
+    changes = {"filter": DropGroupsConfig(), "truncation": RewardTruncatedConfig(reward=-1.0)}
+    _, _, [found] = collect(["mixed"] * 4, script=cut_off, **changes)
+    assert found.groups == []
+    rollouts = [rollout for group in found.left_out for rollout in group.rollouts]
+    assert {rollout.status for rollout in rollouts} == {RolloutStatus.TRUNCATED}
+    assert [rollout.rewards for rollout in rollouts] == [{"truncated": -1.0}] * 16

@@ -1,0 +1,275 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Episodes of different numbers of turns, from the environment's words to the batch that the learner gets."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from marin_rl.environments.base import Episode, Split, Step
+from marin_rl.objectives.advantages import GigpoConfig, ReinforceConfig
+from marin_rl.objectives.policy_loss import GspoLossConfig, ReinforceLossConfig, RlooSequenceLossConfig, Sequences
+from marin_rl.rollouts.run_rollouts import run_groups
+from marin_rl.runtime.config import RolloutConfig
+from marin_rl.runtime.training_batch import TrainingBatch, build_batch, minibatches
+from marin_rl.runtime.training_run import TrainingRun
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.timing import PhaseTimer
+from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import Message, RolloutGroup, Task
+from tests.runtime.bare_run import END, TOKENIZER, USER, bare_run, make_config, make_player
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """A step of an episode: what the policy sees, and what its answer earns; None where that is nothing at all."""
+
+    place: str
+    reward: float | None = None
+
+
+Path = Sequence[Visit]
+
+
+@dataclasses.dataclass
+class Maze:
+    """One task; attempt number n takes path number n, whatever is said."""
+
+    paths: Sequence[Path]
+    name: str = "maze"
+    started: int = 0
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return [Task("t", self.name, (Message(role="user", content=self.paths[0][0].place),), "")]
+
+    def start(self, task: Task, seed: int) -> Episode:
+        self.started += 1
+        return Walk(self.paths[self.started - 1])
+
+
+@dataclasses.dataclass
+class Walk:
+    path: Path
+    taken: int = 0
+
+    def step(self, reply: str) -> Step:
+        here, self.taken = self.path[self.taken], self.taken + 1
+        rewards: Mapping[str, float] = {} if here.reward is None else {"found": here.reward}
+        if self.taken == len(self.path):
+            return Step(rewards)
+        return Step(rewards, (Message(role="user", content=self.path[self.taken].place),), done=False)
+
+
+def answer(request: SampleRequest) -> Sequence[int]:
+    """One to four tokens, more with every turn."""
+    return (*[97] * (request.prompt_tokens.count(USER) % 4), END)
+
+
+ROLLOUTS = RolloutConfig(prompts_per_step=1, group_size=4, max_length=64, max_turns=8, row_length=64)
+
+
+def play(
+    paths: Sequence[Path], *, tokenizer: ChatTokenizer = TOKENIZER, rows: int = 4, **changes
+) -> tuple[TrainingRun, RolloutGroup, TrainingBatch]:
+    """One group, an attempt for each path, and the batch that it makes."""
+    run = bare_run(make_config(rollouts=ROLLOUTS, **changes), Maze(paths), tokenizer=tokenizer, rows=rows)
+    player = make_player(run, answer, run.environment, tokenizer=tokenizer)
+    [group] = run_groups(
+        player, run.environment.tasks(Split.TRAIN), group_size=len(paths), temperature=1.0, seed_parts=(0, "train", 1)
+    )
+    return run, group, build_batch(run, [group], PhaseTimer())
+
+
+def episode(turns: int, reward: float) -> Path:
+    """So many turns, the last of which earns something."""
+    return [*(Visit(f"n{index}") for index in range(turns - 1)), Visit(f"n{turns - 1}", reward)]
+
+
+TURNS = (1, 2, 6, 3)
+EPISODES = [episode(turns, reward) for turns, reward in zip(TURNS, (1.0, 2.0, 5.0, 8.0), strict=True)]
+ADVANTAGES = (-4.0, -8 / 3, 4 / 3, 16 / 3)
+TOKENS = (2, 5, 15, 9)
+"""Sampled in each: 2, 3, 4, 1, 2, 3 by turn."""
+
+
+def rewriting_tokenizer() -> ChatTokenizer:
+    """Its template leaves out all replies but the last, so that every turn starts a sequence of its own."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{%- for message in messages -%}"
+        "{%- if message['role'] == 'user' or loop.last -%}"
+        "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
+        "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+    )
+    return ChatTokenizer(tokenizer)
+
+
+@pytest.fixture(params=["one sequence", "a sequence a turn"])
+def tokenizer(request: pytest.FixtureRequest) -> ChatTokenizer:
+    return TOKENIZER if request.param == "one sequence" else rewriting_tokenizer()
+
+
+def sequence_counts(tokenizer: ChatTokenizer) -> list[int]:
+    return [1] * 4 if tokenizer is TOKENIZER else list(TURNS)
+
+
+def test_episodes_of_1_2_6_and_3_turns_are_one_group(tokenizer: ChatTokenizer):
+    _, group, batch = play(EPISODES, tokenizer=tokenizer)
+    assert [len(rollout.turns) for rollout in group.rollouts] == list(TURNS)
+    assert [processed.input_ids.shape[0] for processed in batch.rollouts] == sequence_counts(tokenizer)
+    assert [processed.num_loss_tokens for processed in batch.rollouts] == list(TOKENS)
+    # One advantage per rollout, the same on the tokens of all its turns.
+    for credit, advantage, tokens in zip(batch.credits, ADVANTAGES, TOKENS, strict=True):
+        np.testing.assert_allclose(credit.advantages, [advantage] * tokens, rtol=1e-12)
+
+
+def test_what_was_observed_never_carries_loss(tokenizer: ChatTokenizer):
+    _, group, batch = play(EPISODES, tokenizer=tokenizer)
+    for rollout, processed in zip(group.rollouts, batch.rollouts, strict=True):
+        sampled = [token for turn in rollout.turns for token in turn.generation.token_ids]
+        assert processed.input_ids[processed.loss_mask].tolist() == sampled
+        turns = [index for index, turn in enumerate(rollout.turns) for _ in turn.generation.token_ids]
+        assert processed.turn_ids[processed.loss_mask].tolist() == turns
+
+
+def test_log_probs_sum_over_the_tokens_of_all_turns(tokenizer: ChatTokenizer):
+    run, _, batch = play(EPISODES, tokenizer=tokenizer)
+    [packed] = minibatches(run, batch, 1)
+    rng = np.random.default_rng(0)
+    shape = (run.trainer.train_batch_size, 64)
+    learner = [-rng.random(shape).astype(np.float32) for _ in packed.passes]
+    loss = 0.0
+    for part, logprobs in zip(packed.passes, learner, strict=True):
+        terms = ReinforceLossConfig().per_token(
+            jnp.asarray(logprobs),
+            part.policy_logprobs.array,
+            part.advantages.array,
+            Sequences(part.loss_mask.array, part.rollout_ids.array),
+        )
+        loss += float(jnp.sum(part.loss_weights.array * terms.terms))
+    # -1/4 · Σ_i A_i Σ_t log π_t: four rollouts, however many sequences they became.
+    own = packed.unpack(learner)
+    sums = [array[made.loss_mask].sum(dtype=np.float64) for array, made in zip(own, batch.rollouts, strict=True)]
+    assert loss == pytest.approx(-np.dot(ADVANTAGES, sums) / 4, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "mean"), [(RlooSequenceLossConfig(0.9, 9.0), False), (GspoLossConfig(0.9, 9.0), True)]
+)
+def test_a_ratio_of_a_rollout_is_over_all_its_turns(config, mean: bool, tokenizer: ChatTokenizer):
+    run, _, batch = play(EPISODES, tokenizer=tokenizer, policy_loss=config)
+    [packed] = minibatches(run, batch, 1)
+    change = [np.random.default_rng(index).normal(0, 0.05, (4, 64)).astype(np.float32) for index in range(9)]
+    change = change[: len(packed.passes)]
+    found = []
+    for part, moved in zip(packed.passes, change, strict=True):
+        policy = part.policy_logprobs.array
+        sequences = Sequences(part.loss_mask.array, part.rollout_ids.array)
+        # An advantage of -1 makes the term the ratio itself.
+        found.append(np.asarray(config.per_token(policy + moved, policy, -jnp.ones_like(policy), sequences).terms))
+    for terms, moved, made in zip(packed.unpack(found), packed.unpack(change), batch.rollouts, strict=True):
+        total = moved[made.loss_mask].sum(dtype=np.float64)
+        tokens = made.num_loss_tokens
+        expected = np.exp(total / tokens) if mean else np.exp(total) / tokens
+        np.testing.assert_allclose(terms[made.loss_mask], expected, rtol=1e-4)
+
+
+def test_a_rollout_of_several_sequences_counts_once():
+    run, _, batch = play(EPISODES, tokenizer=rewriting_tokenizer(), rows=2)
+    [packed] = minibatches(run, batch, 1)
+    assert [len(slots) for slots in packed.slots] == list(TURNS)
+    weights = packed.unpack([np.asarray(part.loss_weights.array) for part in packed.passes])
+    # sequence_sum: one fourth, for four rollouts of twelve sequences.
+    for array, made in zip(weights, batch.rollouts, strict=True):
+        assert np.unique(array[made.loss_mask]).tolist() == [0.25]
+
+
+def test_sequences_of_a_rollout_lie_in_one_pass_where_its_ratio_is_taken():
+    run, _, batch = play(EPISODES, tokenizer=rewriting_tokenizer(), rows=2, policy_loss=GspoLossConfig())
+    [packed] = minibatches(run, batch, 1)
+    assert len(packed.passes) > 1
+    assert all(len({slot.pass_index for slot in slots}) == 1 for slots in packed.slots)
+
+
+# GiGPO.
+
+
+def worked_example() -> list[Path]:
+    """OBJECTIVES.md: T0 visits s0, s1, s2 with rewards 0, 0, 1; T1 s0, s1, s3 with 0, 0, 0; T2 s0, s2 with 0, 1."""
+    return [
+        [Visit("s0", 0.0), Visit("s1", 0.0), Visit("s2", 1.0)],
+        [Visit("s0", 0.0), Visit("s1", 0.0), Visit("s3", 0.0)],
+        [Visit("s0", 0.0), Visit("s2", 1.0)],
+    ]
+
+
+EPISODE = (1 / 3, -2 / 3, 1 / 3)
+STEPS = ((0.285, 0.475, 0.0), (-0.6175, -0.475, 0.0), (0.3325, 0.0))
+
+
+def by_turn(batch: TrainingBatch, group: RolloutGroup) -> list[list[float]]:
+    """The advantage of each turn, after a look at all of its tokens."""
+    found = []
+    for rollout, credit in zip(group.rollouts, batch.credits, strict=True):
+        lengths = [len(turn.generation.token_ids) for turn in rollout.turns]
+        parts = np.split(credit.advantages, np.cumsum(lengths)[:-1])
+        assert all(np.unique(part).size == 1 for part in parts)
+        found.append([float(part[0]) for part in parts])
+    return found
+
+
+def expected(episodes: Sequence[float], steps: Sequence[Sequence[float]]) -> list[list[float]]:
+    return [[of_episode + step for step in own] for of_episode, own in zip(episodes, steps, strict=True)]
+
+
+def compare(found: list[list[float]], wanted: list[list[float]]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one == pytest.approx(other, abs=1e-12)
+
+
+def test_the_worked_example_of_gigpo_from_words_to_tokens(tokenizer: ChatTokenizer):
+    _, group, batch = play(worked_example(), tokenizer=tokenizer, advantage=GigpoConfig())
+    anchors = [[turn.anchor_state for turn in rollout.turns] for rollout in group.rollouts]
+    # What is seen again is the same place, in whichever turn and attempt.
+    assert anchors[0][0] == anchors[1][0] == anchors[2][0]
+    assert anchors[0][1] == anchors[1][1]
+    assert anchors[0][2] == anchors[2][1]
+    assert len({anchor for own in anchors for anchor in own}) == 4
+    compare(by_turn(batch, group), expected(EPISODE, STEPS))
+
+
+def test_a_turn_without_a_reward_gets_the_default_and_one_of_zero_does_not():
+    paths = worked_example()
+    paths[1] = [Visit("s0", 0.0), Visit("s1"), Visit("s3", 0.0)]
+    config = GigpoConfig(default_step_reward=-1.0)
+    _, group, batch = play(paths, advantage=config)
+    assert [turn.reward for turn in group.rollouts[1].turns] == [0.0, None, 0.0]
+    # Its return from s1 is -1, from s0 -0.95; that of the whole rollout stays what its rewards say.
+    s0, s1 = np.array([0.9025, -0.95, 0.95]), np.array([0.95, -1.0])
+    steps = [
+        [s0[0] - s0.mean(), s1[0] - s1.mean(), 0.0],
+        [s0[1] - s0.mean(), s1[1] - s1.mean(), 0.0],
+        [s0[2] - s0.mean(), 0.0],
+    ]
+    compare(by_turn(batch, group), expected(EPISODE, steps))
+
+
+def test_a_score_at_the_end_alone_may_be_added_to_the_last_turn():
+    # The same example with an outcome instead of rewards on the way, whose turns get nothing else.
+    paths = [[Visit("s0"), Visit("s1"), Visit("s2", 1.0)], [Visit("s0"), Visit("s1"), Visit("s3", 0.0)]]
+    paths.append([Visit("s0"), Visit("s2", 1.0)])
+    _, group, batch = play(paths, advantage=GigpoConfig())
+    compare(by_turn(batch, group), expected(EPISODE, STEPS))
+    # Twice where the rewards of the turns already contain it: every return from a turn on doubles.
+    _, group, batch = play(paths, advantage=GigpoConfig(add_score_at_end=True))
+    compare(by_turn(batch, group), expected(EPISODE, [[2 * step for step in own] for own in STEPS]))
+
+
+def test_reinforce_with_a_discount_earns_each_turn_what_follows():
+    _, group, batch = play(worked_example(), advantage=ReinforceConfig(gamma=0.95))
+    compare(by_turn(batch, group), [[0.9025, 0.95, 1.0], [0.0, 0.0, 0.0], [0.95, 1.0]])

@@ -1,0 +1,162 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Runs with a critic, several updates a step, and resampling: stopped and taken up again, they end as if never stopped.
+
+What makes them different from the run in `tests/faults/test_resume.py` is state: the critic's weights and moments,
+the draw of minibatches, the place in the order of tasks.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from marin_rl.evaluate import EvaluateConfig, run_evaluation
+from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome
+
+STEPS = 3
+
+PPO: dict[str, Any] = {
+    "advantage": {"type": "gae"},
+    "critic": {"shared_trunk": False},
+    "policy_loss": {"type": "ppo_clip"},
+    "kl": {"type": "in_reward", "beta": 0.1},
+    "updates": {"epochs": 2, "minibatches": 2},
+}
+
+GSPO: dict[str, Any] = {
+    "advantage": {"type": "grpo"},
+    "policy_loss": {"type": "gspo"},
+    "mismatch": {"type": "mask"},
+    "updates": {"minibatches": 2},
+    "filter": {"type": "resample", "max_rounds": 3},
+    "rollouts__group_size": 2,
+}
+"""Pairs, which are equal often enough for tasks to be played in their place."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A run that was never stopped."""
+
+    run: TinyRun
+    settings: dict[str, Any]
+
+    @property
+    def progress(self) -> list[dict[str, Any]]:
+        """By step, what its checkpoint holds of the host's state."""
+        manifests = [self.run.checkpoint(step) / "manifest.json" for step in range(STEPS + 1)]
+        return [json.loads(manifest.read_text())["progress"] for manifest in manifests]
+
+
+@pytest.fixture(scope="module")
+def train(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
+    """Trains each kind of run once."""
+    made: dict[str, Trained] = {}
+
+    def by_name(name: str) -> Trained:
+        if name not in made:
+            settings = {
+                **{"ppo": PPO, "gspo": GSPO}[name],
+                "initialize_from": str(finished_run.path),
+                "warm_start__max_steps": 0,
+                "num_steps": STEPS,
+                "evaluation": {"every": 2, "tasks": 4, "greedy": False},
+                "checkpoint": {"every": 1, "keep_every": 1},
+            }
+            run = make_run(tmp_path_factory.mktemp(name), **settings)
+            assert run.train() == 0
+            made[name] = Trained(run, settings)
+        return made[name]
+
+    return by_name
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+@pytest.mark.parametrize("step", [1, 2])
+def test_stopped_and_resumed_it_ends_as_if_never_stopped(
+    name: str, step: int, train: Callable[[str], Trained], tmp_path: Path
+):
+    whole = train(name).run
+    resumed = interrupted_after(whole, step, tmp_path / "copy")
+    assert resumed.train() == 0
+    found, expected = outcome(resumed), outcome(whole)
+    assert [record["step"] for record in found["records"]] == list(range(STEPS + 1))
+    for piece in expected:
+        assert found[piece] == expected[piece], piece
+
+
+def test_a_step_of_ppo_is_several_updates(train: Callable[[str], Trained]):
+    trained = train("ppo")
+    records = trained.run.records()[1:]
+    assert [record["updates"] for record in records] == [4.0, 8.0, 12.0]
+    assert [progress["updates"] for progress in trained.progress] == [0, 4, 8, 12]
+    # Two epochs train on every token twice.
+    assert trained.progress[-1]["trained_tokens"] == 2 * trained.progress[-1]["sampled_tokens"]
+    for record in records:
+        assert record["loss/value_avg"] > 0
+        assert np.isfinite([record[name] for name in ("critic/explained_variance", "val/clipfrac_avg")]).all()
+        # After the first of its updates the policy is not the one that sampled.
+        assert record["policy/approxkl_avg"] > 0
+        # That one is what these compare the sampler with.
+        assert record["mismatch/logprob_difference_max"] < 1e-5
+    # It says 0 until it has learned something.
+    assert records[0]["critic/explained_variance"] == 0.0
+    assert records[1]["critic/explained_variance"] != 0.0
+    # The reference is the policy before RL, from which it moves away.
+    assert records[0]["objective/kl"] == pytest.approx(0.0, abs=1e-4)
+    assert abs(records[2]["objective/kl"]) > 1e-4
+
+
+def test_resampled_groups_move_the_place_in_the_order_of_tasks(train: Callable[[str], Trained]):
+    trained = train("gspo")
+    records, drawn = trained.run.records()[1:], [progress["tasks_drawn"] for progress in trained.progress]
+    played = [
+        sum(record[f"filter/{name}"] for name in ("kept_groups", "dropped_zero_spread", "dropped_ungraded"))
+        for record in records
+    ]
+    assert np.diff(drawn).tolist() == played
+    assert any(record["filter/rounds"] > 1 for record in records)
+    assert all(1 <= record["filter/rounds"] <= 3 and record["filter/kept_groups"] <= 4 for record in records)
+    # Every rollout that was sampled is counted, and written down with its fate.
+    assert [record["episode"] for record in records] == [2.0 * count for count in drawn[1:]]
+    for step in (2, 3):
+        lines = (trained.run.path / "rollouts" / f"step-{step:08d}.jsonl").read_text().splitlines()
+        assert len(lines) == 2 * played[step - 1]
+        advantages = [json.loads(line)["advantage"] for line in lines]
+        assert sum(advantage != 0 for advantage in advantages) == 2 * records[step - 1]["filter/kept_groups"]
+    assert {"mismatch/weight_mean", "mismatch/weight_max"} <= set(records[0])
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_a_run_is_evaluated_with_or_without_a_critic(name: str, train: Callable[[str], Trained]):
+    trained = train(name)
+    for step in (2, 3):
+        found, metrics = run_evaluation(EvaluateConfig(str(trained.run.path), step))
+        record = trained.run.records()[step]
+        assert found == step
+        assert metrics == {key: value for key, value in record.items() if key.startswith("eval/")}
+
+
+def test_training_goes_on_from_the_policy_of_a_run_with_a_critic(train: Callable[[str], Trained], tmp_path: Path):
+    trained = train("ppo")
+    settings = {
+        **trained.settings,
+        "initialize_from": str(trained.run.path),
+        "num_steps": 0,
+        "advantage": {"type": "rloo"},
+    }
+    further = make_run(tmp_path, **{**settings, "critic": None, "updates": {}, "policy_loss": {"type": "reinforce"}})
+    assert further.train() == 0
+    last = {key: value for key, value in trained.run.records()[-1].items() if key.startswith("eval/")}
+    assert further.records() == [{"step": 0, **last}]
