@@ -215,6 +215,15 @@ def tiny() -> ModuleType:
     return sys.modules[__name__]
 
 
+@pytest.fixture(scope="module")
+def compiled_quickly() -> Iterator[None]:
+    """Programs without most optimizations: where there are many of them, compiling takes longer than running."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="session")
 def trainer() -> TrainerConfig:
     return make_trainer()

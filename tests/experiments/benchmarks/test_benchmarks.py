@@ -66,7 +66,7 @@ def test_training_step(capsys: pytest.CaptureFixture[str], tiny: list[str]) -> N
             assert measured[kind]["pass_program_bytes"]["temporaries"] > 0
     assert figures["config"]["tokens"] == 16 * 12
     efficiency = [figures["log_normal"][kind]["packing_efficiency"] for kind in ("rloo", "rloo_unpacked")]
-    assert efficiency[0] > 2 * efficiency[1]
+    assert efficiency[0] >= 2 * efficiency[1]
     assert figures["log_normal"]["mean_length"] == pytest.approx(256 / 4, rel=0.01)
 
 
