@@ -88,6 +88,11 @@ def rloo_kl(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, kl=RewardKlConfig(beta=0.1))
 
 
+def rloo_watched(config: TrainConfig) -> TrainConfig:
+    """RLOO whose distance from the start is measured, by a penalty too small to be felt: what rloo_kl compares with."""
+    return dataclasses.replace(config, kl=RewardKlConfig(beta=1e-7))
+
+
 OBJECTIVES: dict[str, Callable[[TrainConfig], TrainConfig]] = {
     "rloo": lambda config: config,
     "grpo": grpo,
@@ -96,6 +101,7 @@ OBJECTIVES: dict[str, Callable[[TrainConfig], TrainConfig]] = {
     "cispo": cispo,
     "ppo": ppo,
     "rloo_kl": rloo_kl,
+    "rloo_watched": rloo_watched,
 }
 
 
