@@ -11,6 +11,7 @@ from pathlib import Path
 
 from marin_rl.environments.base import Split
 from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml, parse_config
@@ -68,7 +69,7 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     tokenizer = train_config.tokenizer.build()
     sampler = PolicySampler(train_config, model, tokenizer, trainer, checkpoint.step)
     metrics = evaluate(
-        make_player(train_config, train_config.environment.build(), tokenizer, sampler),
+        make_player(train_config, train_config.environment.build(), tokenizer, sampler, BackgroundLoop()),
         config.evaluation or train_config.evaluation,
         temperature=config.temperature or train_config.sampling.temperature,
         seed=train_config.seed,

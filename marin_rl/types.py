@@ -69,7 +69,14 @@ class RolloutStatus(enum.StrEnum):
     TRUNCATED = "truncated"
     """A generation hit its length limit, or the turns ran out; graded as it stands."""
     FAILED = "failed"
-    """Its environment or its reward function raised; it has no reward and carries no signal."""
+    """Its environment raised, or a reward component gave it no valid score; it has no reward and carries no signal."""
+    TIMED_OUT = "timed_out"
+    """Its environment or its rewards took longer than an episode may; no reward and no signal either."""
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether rollouts that ended so have rewards."""
+        return self not in (RolloutStatus.FAILED, RolloutStatus.TIMED_OUT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +93,8 @@ class Task:
     """The ground truth that the environment grades against."""
     worked_answer: str | None = None
     """A reply that would earn full reward, for a supervised warm start; None where there is none."""
+    anchor_state: object = None
+    """What identifies the state that the prompt shows (GiGPO), as JSON can hold it; None: the prompt itself."""
 
     def __post_init__(self) -> None:
         if not self.messages:
@@ -123,6 +132,40 @@ class Generation:
 
 
 @dataclasses.dataclass(frozen=True)
+class StepReward:
+    """What a reward component said about one turn."""
+
+    turn: int
+    """Index into `Rollout.turns`."""
+    base_reward: float
+    """The turn's reward, before the component's weight."""
+    reason: str | None = None
+    """Why, in words."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Numbers to log."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What one reward component said about a rollout."""
+
+    component: str
+    """The component's name."""
+    weight: float
+    """What its scores are multiplied by."""
+    score: float | None
+    """The score before the weight; None where it is not valid or was lost."""
+    steps: tuple[StepReward, ...] = ()
+    """Its words on single turns, in their order; at most one a turn."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Numbers to log."""
+    reason: str | None = None
+    """Why, in words."""
+    error: str | None = None
+    """What went wrong, where there is no score."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Turn:
     """One step of a rollout: what the policy was shown, and what it answered."""
 
@@ -134,14 +177,16 @@ class Turn:
     messages: tuple[Message, ...]
     """The turn in words: the observation's messages, then the assistant's."""
     reward: float | None = None
-    """Reward of this step alone, None where the environment gave none; the rollout's return is the sum of
-    `Rollout.rewards`."""
+    """Reward of this step alone, None where neither environment nor reward functions gave one; the rollout's return
+    is the sum of `Rollout.rewards`."""
     anchor_state: str = ""
     """A hash of what was observed; turns of a group with the same one stood at the same place (GiGPO). Empty where
     nobody needs it."""
     starts_sequence: bool = False
     """True where `observation_tokens` is the complete context instead of a continuation: in turn 0,
     and wherever the chat template rewrote the history."""
+    action: str | None = None
+    """What the environment took the reply for; None where that is the reply itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,14 +204,22 @@ class Rollout:
     status: RolloutStatus
     """How it ended."""
     rewards: Mapping[str, float]
-    """Reward by component name; empty exactly when `status` is failed."""
+    """Reward by component name, weights included; empty exactly when `status` is not a graded one."""
     error: str | None = None
-    """What went wrong, where the status is failed."""
+    """What went wrong, where the status is not a graded one."""
+    evaluations: tuple[Evaluation, ...] = ()
+    """What each reward component said, lost ones included."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """What the environment measured, by name."""
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict, compare=False)
+    """Where its time went: `sample`, waiting included, `environment` and `reward`."""
 
     def __post_init__(self) -> None:
-        if self.status is RolloutStatus.FAILED:
+        if not self.status.is_graded:
             if self.rewards:
-                raise ValueError(f"Rollout {self.id}: status is failed but rewards has length {len(self.rewards)}")
+                raise ValueError(
+                    f"Rollout {self.id}: status is {self.status.value} but rewards has length {len(self.rewards)}"
+                )
             return
         if not self.turns:
             raise ValueError(f"Rollout {self.id}: status is {self.status.value} but turns has length 0")
@@ -180,7 +233,7 @@ class Rollout:
 
     @property
     def total_reward(self) -> float | None:
-        """The scalar return: the sum of its rewards, or None where it failed."""
+        """The scalar return: the sum of its rewards, or None where it has none."""
         return sum(self.rewards.values()) if self.rewards else None
 
     @property

@@ -26,6 +26,7 @@ from marin_rl.objectives.signals import AdvantageConfig, RolloutSignal
 from marin_rl.runtime.config import TrainConfig, levanter_defaults
 from marin_rl.runtime.config_decoding import ConfigError, decode
 from marin_rl.runtime.config_parsing import merge, parse_config, parse_yaml
+from tests.one_reply import answer
 from tests.tiny_run import TinyRun, make_run
 
 ROOT = Path(__file__).parent.parent
@@ -170,8 +171,8 @@ def test_the_example_of_an_environment_can_be_named_in_a_config(extending: None)
     environment = config.build()
     tasks = [task for split in Split for task in environment.tasks(split)]
     assert sorted(task.id for task in tasks) == words
-    assert environment.start(tasks[0], 0).step(f" {tasks[0].answer}").rewards == {"correct": 1.0}
-    assert environment.start(tasks[0], 0).step("no").rewards == {"correct": 0.0}
+    assert answer(environment, tasks[0], f" {tasks[0].answer}").rewards == {"correct": 1.0}
+    assert answer(environment, tasks[0], "no").rewards == {"correct": 0.0}
 
 
 def signal(score: float | None, tokens: int) -> RolloutSignal:

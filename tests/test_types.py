@@ -121,5 +121,5 @@ def test_a_group_holds_its_own_rollouts_alone():
 
 
 def test_statuses_and_stop_reasons_are_words():
-    assert [status.value for status in RolloutStatus] == ["completed", "truncated", "failed"]
+    assert [status.value for status in RolloutStatus] == ["completed", "truncated", "failed", "timed_out"]
     assert [reason.value for reason in StopReason] == ["stop", "length"]

@@ -36,14 +36,28 @@ class Step:
     """What the policy is shown next; empty where the episode is over."""
     done: bool = True
     """Whether the episode is over."""
+    action: str | None = None
+    """What the reply was taken for (`left`); None where that is the reply itself."""
+    anchor_state: object = None
+    """What identifies the state that the messages show (GiGPO), as JSON can hold it; None: the messages themselves."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """What there is to measure, by name; of an episode's steps the last to name a metric decides it."""
 
 
 @runtime_checkable
 class Episode(Protocol):
-    """One attempt at one task; used once."""
+    """One attempt at one task; used once.
 
-    def step(self, reply: str) -> Step:
+    All episodes of a step run in one event loop. What takes long belongs behind an `await`: other episodes, and
+    sampling, go on meanwhile. Blocking code goes into `await asyncio.to_thread(...)`.
+    """
+
+    async def step(self, reply: str) -> Step:
         """Answer the policy's reply. Whatever this raises marks the rollout as failed."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of whatever the episode holds; called once, however it ended."""
         ...
 
 
@@ -60,8 +74,8 @@ class Environment(Protocol):
         """The tasks of a split, always in the same order; no problem text occurs in two splits."""
         ...
 
-    def start(self, task: Task, seed: int) -> Episode:
-        """Begin an attempt. Equal tasks and seeds begin equally."""
+    async def start(self, task: Task, seed: int) -> Episode:
+        """Begin an attempt. Equal tasks and seeds begin equally, and show the task's messages first."""
         ...
 
 

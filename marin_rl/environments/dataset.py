@@ -154,6 +154,7 @@ def _environment(
         score=_GradeWith(grader).score,
         format=config.format,
         reply_regex=config.reply_regex,
+        blocks=grader.blocks,
     )
 
 

@@ -91,9 +91,9 @@ class RandomRewardEnvironment:
         """The inner environment's tasks."""
         return self.inner.tasks(split)
 
-    def start(self, task: Task, seed: int) -> Episode:
+    async def start(self, task: Task, seed: int) -> Episode:
         """Begin an attempt; on a training task its reward is a function of task, seed and reply alone."""
-        episode = self.inner.start(task, seed)
+        episode = await self.inner.start(task, seed)
         if task.id not in self.train_ids:
             return episode
         return RandomRewardEpisode(episode, self.probability, f"{task.id}\x1f{seed}")
@@ -110,10 +110,14 @@ class RandomRewardEpisode:
     key: str
     """Names the attempt; with the reply it decides the coin."""
 
-    def step(self, reply: str) -> Step:
+    async def step(self, reply: str) -> Step:
         """Play the reply, and toss the coin where the episode is over."""
-        step = self.inner.step(reply)
+        step = await self.inner.step(reply)
         return dataclasses.replace(step, rewards={RANDOM: self._toss(reply) if step.done else 0.0})
+
+    async def close(self) -> None:
+        """Close the inner episode."""
+        await self.inner.close()
 
     def _toss(self, reply: str) -> float:
         digest = hashlib.sha256(f"{self.key}\x1f{reply}".encode("utf-8", "surrogatepass")).digest()

@@ -3,6 +3,7 @@
 
 """Environments of one question and one reply: what all built-in ones share."""
 
+import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -31,12 +32,14 @@ class SingleTurnEnvironment:
     """The reward `format`, if any."""
     reply_regex: str | None = None
     """Group 1 of its last match in the reply is what is scored; a reply without a match is wrong."""
+    blocks: bool = False
+    """Whether `score` may take long, and so belongs into a thread."""
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """The tasks of a split, always in the same order."""
         return self.splits[split]
 
-    def start(self, task: Task, seed: int) -> Episode:
+    async def start(self, task: Task, seed: int) -> Episode:
         """Begin an attempt; nothing in it is random, so the seed plays no part.
 
         Raises:
@@ -69,7 +72,7 @@ class SingleTurnEpisode:
     over: bool = False
     """Whether the reply was given."""
 
-    def step(self, reply: str) -> Step:
+    async def step(self, reply: str) -> Step:
         """Grade the reply; whatever the grader raises is passed on.
 
         Raises:
@@ -78,4 +81,9 @@ class SingleTurnEpisode:
         if self.over:
             raise RuntimeError(f"task {self.task.id!r}: the episode is over after one reply; start another")
         self.over = True
+        if self.environment.blocks:
+            return Step(rewards=await asyncio.to_thread(self.environment.rewards, self.task, reply))
         return Step(rewards=self.environment.rewards(self.task, reply))
+
+    async def close(self) -> None:
+        """Nothing is held."""

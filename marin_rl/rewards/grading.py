@@ -30,6 +30,11 @@ _WORKER = Path(__file__).with_name("math_worker.py")
 class Grader(Protocol):
     """Compares replies with ground truths. Safe to use from any thread."""
 
+    @property
+    def blocks(self) -> bool:
+        """Whether a grade may take long, and so belongs into a thread."""
+        ...
+
     def check(self, answer: str) -> None:
         """Check that an answer can serve as ground truth.
 
@@ -85,6 +90,11 @@ class ExactGrader:
     ignore_case: bool
     """Whether upper and lower case are equal."""
 
+    @property
+    def blocks(self) -> bool:
+        """No: a comparison of two strings takes no time."""
+        return False
+
     def check(self, answer: str) -> None:
         """Any answer will do, but an empty one.
 
@@ -131,6 +141,11 @@ class MathVerifyGrader:
         self._lock = threading.Lock()
         self._worker: subprocess.Popen[str] | None = None
         self._stop: weakref.finalize | None = None
+
+    @property
+    def blocks(self) -> bool:
+        """Yes: a reply may take all of its time limit."""
+        return True
 
     def check(self, answer: str) -> None:
         """Check that math-verify can parse the answer.

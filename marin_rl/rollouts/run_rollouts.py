@@ -1,19 +1,27 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Plays episodes: from tasks to groups of rollouts."""
+"""Plays episodes: from tasks to groups of rollouts.
 
+Every attempt is a coroutine of its own ([`play`][marin_rl.rollouts.episode.play]); they run in a background
+event loop, and ask the thread that owns the sampler for their answers. Tools and rewards of some so overlap with the
+sampling of others.
+"""
+
+import asyncio
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from marin_rl.environments.base import Environment, Episode, Step
-from marin_rl.objectives.gigpo import anchor_of
-from marin_rl.sampling.sampler import PromptTooLongError, Sampler, SampleRequest
+from marin_rl.environments.base import Environment
+from marin_rl.rollouts.episode import Attempt, Limits, play
+from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.rollouts.sampling_desk import SamplingDesk
+from marin_rl.sampling.sampler import PromptTooLongError, Sampler
 from marin_rl.seeds import derive_seed
 from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.types import Generation, Message, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
+from marin_rl.types import Rollout, RolloutGroup, Task
 
 logger = logging.getLogger(__name__)
 
@@ -22,16 +30,8 @@ class AllRolloutsFailedError(RuntimeError):
     """Not one rollout of a batch was graded, so there is nothing to learn from; names the first error."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """How far a rollout may go."""
-
-    max_length: int
-    """Most tokens in one sequence, prompt and answers together."""
-    max_new_tokens: int
-    """Most tokens in one answer, the stop token included."""
-    max_turns: int
-    """Most answers in one rollout."""
+class BlockedEventLoopError(RuntimeError):
+    """An environment's code keeps the event loop of all episodes from going on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,11 @@ class Player:
     """Answers."""
     limits: Limits
     """Bounds of every rollout."""
+    loop: BackgroundLoop = dataclasses.field(default_factory=BackgroundLoop)
+    """Where episodes and rewards run."""
     timer: PhaseTimer = dataclasses.field(default_factory=PhaseTimer)
-    """Where the seconds of sampling and of the environment's answers (`reward`) are counted."""
+    """Where the seconds are counted: of sampling, and (`reward`) those in which nothing could be sampled because
+    environments or rewards were still at work."""
 
 
 def run_groups(
@@ -62,7 +65,8 @@ def run_groups(
     """Play `group_size` attempts at each task, all of them at once.
 
     Attempts at one task start equally and differ by their sampling seed alone. An episode whose
-    environment or reward raises is marked failed, with the error; the others go on.
+    environment or reward raises is marked failed, with the error, and one that takes too long timed out; the others
+    go on.
 
     Args:
         player: environment, tokenizer, sampler and limits.
@@ -79,23 +83,26 @@ def run_groups(
         PromptTooLongError: if a task's prompt leaves no room for an answer.
         ValueError: if a reward is NaN or infinite, naming the rollout.
         AllRolloutsFailedError: if every single rollout failed, and that is an error.
+        BlockedEventLoopError: if an environment's code blocks all others for longer than an episode may take.
     """
+    if not tasks:
+        return []
     name = "-".join(str(part) for part in seed_parts[1:])
     prompts = [_prompt(player, task) for task in tasks]
     attempts = [
-        _Attempt(
+        Attempt(
             task=task,
-            observation=prompt,
+            prompt=prompt,
             group_id=f"{name}-{group}",
             id=f"{name}-{group}-{member}",
             seed=derive_seed(*seed_parts, group, member),
             start_seed=derive_seed(*seed_parts, group),
+            temperature=temperature,
         )
         for group, (task, prompt) in enumerate(zip(tasks, prompts, strict=True))
         for member in range(group_size)
     ]
-    _play(player, attempts, temperature)
-    rollouts = [attempt.finish() for attempt in attempts]
+    rollouts = _play_all(player, attempts)
     if not all_may_fail:
         _require_one_success(rollouts)
     return [
@@ -104,18 +111,37 @@ def run_groups(
     ]
 
 
-def _play(player: Player, attempts: Sequence["_Attempt"], temperature: float) -> None:
-    for attempt in attempts:
-        attempt.begin(player)
-    for turn in range(player.limits.max_turns):
-        active = [attempt for attempt in attempts if attempt.is_active]
-        if not active:
-            break
-        requests = [attempt.request(player.limits, turn, temperature) for attempt in active]
-        with player.timer.phase("sample"):
-            generations = player.sampler.sample(requests)
-        for attempt, generation in zip(active, generations, strict=True):
-            attempt.answer(player, generation)
+def _play_all(player: Player, attempts: Sequence[Attempt]) -> list[Rollout]:
+    """The event loop plays while this thread samples."""
+    desk = SamplingDesk(player.sampler.batch_size, len(attempts))
+
+    async def everything() -> list[Rollout]:
+        try:
+            async with asyncio.TaskGroup() as together:
+                playing = [
+                    together.create_task(play(attempt, player.environment, player.tokenizer, desk, player.limits))
+                    for attempt in attempts
+                ]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in playing]
+
+    def check() -> None:
+        if not player.loop.responds(player.limits.max_seconds):
+            raise BlockedEventLoopError(
+                f"environment {player.environment.name!r} has kept the event loop of all episodes busy for over "
+                f"{player.limits.max_seconds:g} s (rollouts.max_seconds); put what blocks behind "
+                "`await asyncio.to_thread(...)`"
+            )
+
+    playing = player.loop.submit(everything())
+    playing.add_done_callback(lambda _: desk.close())
+    try:
+        desk.serve(player.sampler, player.timer, check, player.limits.max_seconds)
+        return playing.result()
+    finally:
+        # Nothing of a step that ends with an error goes on behind its back.
+        playing.cancel()
 
 
 def _prompt(player: Player, task: Task) -> tuple[int, ...]:
@@ -130,119 +156,9 @@ def _prompt(player: Player, task: Task) -> tuple[int, ...]:
 
 
 def _require_one_success(rollouts: Sequence[Rollout]) -> None:
-    failed = [rollout for rollout in rollouts if rollout.status is RolloutStatus.FAILED]
+    failed = [rollout for rollout in rollouts if not rollout.status.is_graded]
     if rollouts and len(failed) == len(rollouts):
         raise AllRolloutsFailedError(
             f"all {len(rollouts)} rollouts failed; the first, {failed[0].id} "
             f"(task {failed[0].task.id!r} of environment {failed[0].task.environment!r}): {failed[0].error}"
         )
-
-
-@dataclasses.dataclass
-class _Attempt:
-    """One rollout in the making; mutable, and never seen outside this file."""
-
-    task: Task
-    group_id: str
-    id: str
-    seed: int
-    start_seed: int
-    observation: tuple[int, ...]
-    episode: Episode | None = None
-    observed: tuple[Message, ...] = ()
-    starts_sequence: bool = True
-    history: tuple[Message, ...] = ()
-    sequence: tuple[int, ...] = ()
-    turns: tuple[Turn, ...] = ()
-    rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    truncated: bool = False
-    done: bool = False
-    error: str | None = None
-
-    @property
-    def is_active(self) -> bool:
-        return not self.done and self.error is None
-
-    def begin(self, player: Player) -> None:
-        self.observed = self.task.messages
-        try:
-            self.episode = player.environment.start(self.task, self.start_seed)
-        except Exception as error:
-            self._fail(error)
-
-    def request(self, limits: Limits, turn: int, temperature: float) -> SampleRequest:
-        prompt = self.observation if self.starts_sequence else self.sequence + self.observation
-        room = max(limits.max_length - len(prompt), 1)
-        return SampleRequest(
-            prompt_tokens=prompt,
-            seed=derive_seed(self.seed, turn),
-            max_new_tokens=min(limits.max_new_tokens, room),
-            temperature=temperature,
-        )
-
-    def answer(self, player: Player, generation: Generation) -> None:
-        reply = player.tokenizer.decode_reply(generation.token_ids)
-        said: Message = {"role": "assistant", "content": reply}
-        assert self.episode is not None
-        try:
-            with player.timer.phase("reward"):
-                step = _checked(self.episode.step(reply))
-        except Exception as error:
-            self._fail(error)
-            step = Step(rewards={})
-        turn = Turn(
-            observation_tokens=self.observation,
-            generation=generation,
-            messages=(*self.observed, said),
-            reward=sum(step.rewards.values(), 0.0) if step.rewards else None,
-            anchor_state=anchor_of(self.observed),
-            starts_sequence=self.starts_sequence,
-        )
-        self.turns = (*self.turns, turn)
-        self.rewards = _add(self.rewards, step.rewards)
-        self.truncated |= generation.stop_reason is StopReason.LENGTH
-        self.history = (*self.history, *self.observed, said)
-        context = () if self.starts_sequence else self.sequence
-        self.sequence = context + self.observation + generation.token_ids
-        self.done = step.done
-        if self.is_active:
-            self._observe(player, step.messages)
-
-    def _observe(self, player: Player, messages: tuple[Message, ...]) -> None:
-        self.observed = messages
-        self.observation, self.starts_sequence = player.tokenizer.observation_tokens(
-            self.history, self.sequence, messages
-        )
-        context = 0 if self.starts_sequence else len(self.sequence)
-        if context + len(self.observation) >= player.limits.max_length:
-            self.done = self.truncated = True
-
-    def _fail(self, error: Exception) -> None:
-        self.error = f"{type(error).__name__}: {error}"
-        self.rewards = {}
-        logger.warning("rollout %s failed: %s", self.id, self.error)
-
-    def finish(self) -> Rollout:
-        if self.error is not None:
-            status = RolloutStatus.FAILED
-        elif self.truncated or not self.done:
-            status = RolloutStatus.TRUNCATED
-        else:
-            status = RolloutStatus.COMPLETED
-        return Rollout(self.id, self.group_id, self.task, self.turns, status, self.rewards, self.error)
-
-
-def _checked(step: Step) -> Step:
-    """The step with rewards that are numbers; what an environment gets wrong here fails its rollout, as a raise does.
-
-    Raises:
-        ValueError: if a reward is no number, or the episode goes on without anything to show.
-    """
-    rewards = {name: float(value) for name, value in step.rewards.items()}
-    if not step.done and not step.messages:
-        raise ValueError("the environment's step is not done, but has no messages to show the policy next")
-    return dataclasses.replace(step, rewards=rewards)
-
-
-def _add(earlier: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    return {name: earlier.get(name, 0.0) + now.get(name, 0.0) for name in (*earlier, *now)}

@@ -106,6 +106,11 @@ class RolloutConfig:
     """Most tokens in one sequence, prompt and answers together; also the positions of a batch row."""
     max_turns: int = 1
     """Most answers in one rollout."""
+    max_tokens: int | None = None
+    """Most tokens in all answers of one rollout together; null: no limit beyond the others."""
+    max_seconds: float = 120.0
+    """Most seconds that environment and rewards may take for one rollout; waiting for the sampler does not count. One
+    that takes longer is lost alone."""
     packing: bool = True
     """True puts several rollouts into a row of the batch, by segments that do not see one another; false gives each
     sequence a row of its own."""
@@ -117,6 +122,10 @@ class RolloutConfig:
         for name in ("prompts_per_step", "group_size", "max_length", "max_turns"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollouts.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"rollouts.max_tokens is {self.max_tokens}; it must be at least 1, or null for no limit")
+        if not self.max_seconds > 0:
+            raise ValueError(f"rollouts.max_seconds is {self.max_seconds}; it is a number of seconds above 0")
         if self.row_length is not None and self.row_length < self.max_length:
             raise ValueError(
                 f"rollouts.row_length is {self.row_length}, but a sequence may have rollouts.max_length = "

@@ -47,6 +47,11 @@ class PolicySampler:
                 version=version,
             )
 
+    @property
+    def batch_size(self) -> int:
+        """See `marin_rl.sampling.sampler.Sampler`."""
+        return self._sampler.batch_size
+
     def update(self, model: LmHeadModel, version: WeightVersion) -> None:
         """Sample from `model` from now on.
 

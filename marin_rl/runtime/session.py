@@ -58,7 +58,7 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
 def _work(config: TrainConfig, directory: RunDirectory, progress: Progress) -> TrainingRun:
     say = functools.partial(_say, progress)
     run = open_run(config, directory.path, say)
-    with stop_on_signals(say) as stop:
+    with contextlib.closing(run), stop_on_signals(say) as stop:
         sink = _Sink(_open_records(run, directory), progress, stop)
         complete = train(run, sink)
     plot_curves(directory.metrics, directory.curves)

@@ -22,7 +22,9 @@ from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.policy_model import initialize_policy, load_hf_policy, model_shape, read_hf_architecture
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
-from marin_rl.rollouts.run_rollouts import Limits, Player
+from marin_rl.rollouts.episode import Limits
+from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.rollouts.run_rollouts import Player
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import evaluate
@@ -86,11 +88,13 @@ class TrainingRun:
     """Weights, optimizer moments, random key."""
     progress: Progress
     """The host's share of the state."""
+    loop: BackgroundLoop
+    """Where episodes and rewards run."""
 
     @property
     def player(self) -> Player:
         """What plays episodes under the current weights, with a timer of its own."""
-        return make_player(self.config, self.environment, self.tokenizer, self.sampler)
+        return make_player(self.config, self.environment, self.tokenizer, self.sampler, self.loop)
 
     def publish(self) -> None:
         """Hand the learner's weights to the sampler, without a copy."""
@@ -100,13 +104,27 @@ class TrainingRun:
         """Write a checkpoint of everything that a resume needs."""
         return self.checkpoints.save(self.state, self.progress.step, dataclasses.asdict(self.progress))
 
+    def close(self) -> None:
+        """End what runs beside the training."""
+        self.loop.close()
+
 
 def make_player(
-    config: TrainConfig, environment: Environment, tokenizer: ChatTokenizer, sampler: PolicySampler
+    config: TrainConfig,
+    environment: Environment,
+    tokenizer: ChatTokenizer,
+    sampler: PolicySampler,
+    loop: BackgroundLoop,
 ) -> Player:
     """A player with the configured limits."""
-    limits = Limits(config.rollouts.max_length, config.sampling.max_new_tokens, config.rollouts.max_turns)
-    return Player(environment, tokenizer, sampler, limits)
+    limits = Limits(
+        max_length=config.rollouts.max_length,
+        max_new_tokens=config.sampling.max_new_tokens,
+        max_turns=config.rollouts.max_turns,
+        max_tokens=config.rollouts.max_tokens,
+        max_seconds=config.rollouts.max_seconds,
+    )
+    return Player(environment, tokenizer, sampler, limits, loop)
 
 
 def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
@@ -125,6 +143,7 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
     tokenizer = config.tokenizer.build()
     environment = config.environment.build()
+    loop = BackgroundLoop()
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
     # A learning rate schedule has no form for no steps at all, which is a run that only warms up and exports.
     num_updates = max(config.num_steps, 1) * config.updates.per_step
@@ -137,7 +156,7 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         report(f"resuming after step {progress.step}, from {checkpoint.path}")
         sampler = PolicySampler(config, policy_of(state.model), tokenizer, trainer, progress.step)
     else:
-        state, sampler, progress = _start(config, learner, trainer, tokenizer, environment, report)
+        state, sampler, progress = _start(config, learner, trainer, tokenizer, environment, loop, report)
     run = TrainingRun(
         config,
         trainer,
@@ -157,6 +176,7 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         folder / "rollouts",
         state,
         progress,
+        loop,
     )
     if checkpoint is None:
         run.save()
@@ -224,6 +244,7 @@ def _start(
     trainer: TrainerConfig,
     tokenizer: ChatTokenizer,
     environment: Environment,
+    loop: BackgroundLoop,
     report: Report,
 ) -> tuple[TrainerState, PolicySampler, Progress]:
     assert config.model is not None
@@ -233,7 +254,7 @@ def _start(
     else:
         model = load_hf_policy(hf_folder(config.initialize_from), tokenizer, trainer, config.model)
     sampler = PolicySampler(config, model, tokenizer, trainer, version=0)
-    player = make_player(config, environment, tokenizer, sampler)
+    player = make_player(config, environment, tokenizer, sampler, loop)
     progress = Progress(vocab_size=model.vocab_size)
 
     def use_weights(model: LmHeadModel) -> None:

@@ -164,6 +164,11 @@ class LevanterSampler:
         """Version of the weights that the next call samples from."""
         return self._version
 
+    @property
+    def batch_size(self) -> int:
+        """Sequences that are decoded together."""
+        return self._config.max_seqs
+
     def update_weights(self, model: LmHeadModel, version: WeightVersion) -> None:
         """Sample from `model` from now on; nothing is copied and nothing is compiled.
 

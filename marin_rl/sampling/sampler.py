@@ -29,6 +29,11 @@ class SampleRequest:
 class Sampler(Protocol):
     """Continues prompts under the current weights."""
 
+    @property
+    def batch_size(self) -> int:
+        """Requests that are answered together; with more, some wait for the others."""
+        ...
+
     def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
         """Continue every prompt; the answers come in the order of the requests.
 

@@ -28,6 +28,7 @@ class ScriptedSampler:
         stop_token_ids: Sequence[int],
         logprob: float = -1.0,
         version: WeightVersion = 0,
+        batch_size: int = 1_000_000,
     ) -> None:
         """Take the script.
 
@@ -36,8 +37,10 @@ class ScriptedSampler:
             stop_token_ids: each of them alone ends a reply.
             logprob: log-probability (nats) of every token, at most 0.
             version: weight version that the generations carry.
+            batch_size: requests answered together.
         """
         self.version = version
+        self.batch_size = batch_size
         self.requests: list[SampleRequest] = []
         self._script = script
         self._stop_token_ids = frozenset(stop_token_ids)

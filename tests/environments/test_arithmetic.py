@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import Environment, Split
 from marin_rl.rewards.patterns import FormatConfig
+from tests.one_reply import answer
 
 
 def all_tasks(environment: Environment):
@@ -45,7 +46,7 @@ def test_answers_are_right_and_worked_answers_earn_full_reward(terms, digits, op
         # eval is the oracle; leading zeros never occur.
         assert task.answer == str(eval(text.rstrip("=")))
         assert task.worked_answer is not None
-        assert environment.start(task, 0).step(task.worked_answer).rewards == {"correct": 1.0}
+        assert answer(environment, task, task.worked_answer).rewards == {"correct": 1.0}
 
 
 def test_every_problem_can_be_drawn():
@@ -58,7 +59,7 @@ def test_exact_reply_is_required():
     environment = ArithmeticConfig(size=200, reverse_answer=True).build()
     task = next(task for task in environment.tasks(Split.TRAIN) if len(task.answer) == 2 and len(set(task.answer)) == 2)
     for reply in (task.answer, task.answer[::-1] + "0", " " + task.answer[::-1], ""):
-        assert environment.start(task, 0).step(reply).rewards == {"correct": 0.0}
+        assert answer(environment, task, reply).rewards == {"correct": 0.0}
 
 
 def test_splits_are_disjoint_and_do_not_depend_on_the_seed():
@@ -78,7 +79,7 @@ def test_same_config_gives_the_same_tasks():
 def test_format_reward():
     environment = ArithmeticConfig(size=200, format=FormatConfig(regex=r"-?\d+", weight=0.1)).build()
     task = environment.tasks(Split.TRAIN)[0]
-    assert environment.start(task, 0).step("99999").rewards == {"correct": 0.0, "format": 0.1}
+    assert answer(environment, task, "99999").rewards == {"correct": 0.0, "format": 0.1}
 
 
 @pytest.mark.parametrize(

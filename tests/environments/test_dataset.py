@@ -13,6 +13,7 @@ from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig
 from marin_rl.environments.rows import RowFormat
 from marin_rl.rewards.grading import ExactConfig, MathVerifyConfig
 from marin_rl.rewards.math_worker import GroundTruthError
+from tests.one_reply import answer
 
 SAMPLE = Path(__file__).parents[2] / "experiments" / "data" / "arithmetic_words.jsonl"
 
@@ -39,8 +40,8 @@ def assert_sound(environment: Environment, count: int) -> None:
     for split in Split:
         for task in environment.tasks(split):
             assert task.worked_answer is not None
-            assert environment.start(task, 0).step(task.worked_answer).rewards == {"correct": 1.0}
-            assert environment.start(task, 0).step("no idea").rewards == {"correct": 0.0}
+            assert answer(environment, task, task.worked_answer).rewards == {"correct": 1.0}
+            assert answer(environment, task, "no idea").rewards == {"correct": 0.0}
 
 
 @pytest.mark.parametrize("grader", [ExactConfig(), MathVerifyConfig()])
@@ -143,14 +144,14 @@ def test_a_bad_ground_truth_met_later_propagates_from_the_step(tmp_path: Path):
     environment = JsonlConfig(path=write(tmp_path / "a.jsonl", rows), grader=MathVerifyConfig()).build()
     bad = next(task for task in environment.tasks(Split.TRAIN) if task.answer == r"\frac{1")
     with pytest.raises(GroundTruthError, match="cannot parse the ground truth"):
-        environment.start(bad, 0).step("1")
+        answer(environment, bad, "1")
 
 
 def test_reply_regex(tmp_path: Path):
     environment = JsonlConfig(path=write(tmp_path / "a.jsonl", sums(100)), reply_regex="#### (.*)").build()
     task = environment.tasks(Split.TRAIN)[0]
-    assert environment.start(task, 0).step(f"so\n#### {task.answer}").rewards == {"correct": 1.0}
-    assert environment.start(task, 0).step(task.answer).rewards == {"correct": 0.0}
+    assert answer(environment, task, f"so\n#### {task.answer}").rewards == {"correct": 1.0}
+    assert answer(environment, task, task.answer).rewards == {"correct": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,7 @@ def test_hf_messages_column(tmp_path: Path, offline):
     environment = HuggingFaceConfig(path=str(tmp_path / "chat")).build()
     task = environment.tasks(Split.TRAIN)[0]
     assert task.messages[0]["role"] == "user"
-    assert environment.start(task, 0).step(task.answer).rewards == {"correct": 1.0}
+    assert answer(environment, task, task.answer).rewards == {"correct": 1.0}
 
 
 def test_hf_missing_column_names_the_row(tmp_path: Path, offline):

@@ -1,6 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import asyncio
 import dataclasses
 
 import draccus
@@ -9,30 +10,29 @@ import pytest
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, RandomRewardConfig, Split
 from marin_rl.environments.base import Step
 from marin_rl.environments.random_reward import InnerEnvironmentConfig, RandomRewardEpisode
+from tests.one_reply import answer
 
 INNER = ArithmeticConfig(size=2000)
 
 
 def rewards(probability: float, seed: int = 0) -> list[float]:
     environment = RandomRewardConfig(environment=INNER, probability=probability).build()
-    return [
-        environment.start(task, seed).step(task.answer).rewards["random"] for task in environment.tasks(Split.TRAIN)
-    ]
+    return [answer(environment, task, task.answer, seed).rewards["random"] for task in environment.tasks(Split.TRAIN)]
 
 
 @pytest.mark.parametrize("split", [Split.VALIDATION, Split.HELD_OUT])
 def test_other_splits_are_graded_truly(split: Split):
     environment = RandomRewardConfig(environment=INNER).build()
     for task in environment.tasks(split):
-        assert environment.start(task, 0).step(task.answer).rewards == {"correct": 1.0}
-        assert environment.start(task, 0).step("wrong").rewards == {"correct": 0.0}
+        assert answer(environment, task, task.answer).rewards == {"correct": 1.0}
+        assert answer(environment, task, "wrong").rewards == {"correct": 0.0}
 
 
 def test_training_rewards_follow_the_probability_and_not_the_answer():
     environment = RandomRewardConfig(environment=INNER, probability=0.3).build()
     tasks = environment.tasks(Split.TRAIN)
     for reply_of in (lambda task: task.answer, lambda task: "wrong"):
-        given = [environment.start(task, 1).step(reply_of(task)).rewards for task in tasks]
+        given = [answer(environment, task, reply_of(task), 1).rewards for task in tasks]
         assert all(set(reward) == {"random"} for reward in given)
         # Four standard deviations of 1,700 coins.
         assert sum(reward["random"] for reward in given) / len(given) == pytest.approx(0.3, abs=0.045)
@@ -46,7 +46,7 @@ def test_rewards_repeat_and_change_with_the_seed():
 def test_rewards_change_with_the_reply():
     environment = RandomRewardConfig(environment=INNER).build()
     task = environment.tasks(Split.TRAIN)[0]
-    assert {environment.start(task, 0).step(str(reply)).rewards["random"] for reply in range(64)} == {0.0, 1.0}
+    assert {answer(environment, task, str(reply)).rewards["random"] for reply in range(64)} == {0.0, 1.0}
 
 
 @pytest.mark.parametrize("probability", [0.0, 1.0])
@@ -65,12 +65,15 @@ def test_only_the_last_step_of_an_episode_is_rewarded():
     class Dialogue:
         steps: int = 0
 
-        def step(self, reply: str) -> Step:
+        async def step(self, reply: str) -> Step:
             self.steps += 1
             return Step({"correct": 0.0}, messages=({"role": "user", "content": "more"},), done=self.steps == 2)
 
+        async def close(self) -> None:
+            pass
+
     episode = RandomRewardEpisode(Dialogue(), probability=1.0, key="k")
-    first, second = episode.step("a"), episode.step("b")
+    first, second = asyncio.run(episode.step("a")), asyncio.run(episode.step("b"))
     assert (first.rewards["random"], first.done, second.rewards["random"], second.done) == (0.0, False, 1.0, True)
     assert first.messages[0]["content"] == "more"
 

@@ -5,6 +5,7 @@ import pytest
 
 from marin_rl.environments.base import Environment, Split
 from marin_rl.environments.reasoning_gym import ReasoningGymConfig
+from tests.one_reply import answer
 
 TWO_TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 COMPACT = {"prompt_regex": ": (.*=)$", "remove_whitespace": True}
@@ -15,7 +16,7 @@ def chain_sum(**fields) -> Environment:
 
 
 def reward(environment: Environment, task, reply: str) -> float:
-    return environment.start(task, 0).step(reply).rewards["correct"]
+    return answer(environment, task, reply).rewards["correct"]
 
 
 def two_digit_task(environment: Environment):
@@ -135,7 +136,7 @@ def test_a_scorer_that_fails_on_the_right_answer_propagates(monkeypatch):
 
     monkeypatch.setattr(dataset, "score_answer", broken)
     with pytest.raises(RuntimeError, match="broken scorer"):
-        environment.start(task, 0).step("1")
+        answer(environment, task, "1")
 
 
 @pytest.mark.parametrize(

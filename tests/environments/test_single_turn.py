@@ -1,12 +1,16 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import asyncio
+import threading
+
 import pytest
 
 from marin_rl.environments.base import Split
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.rewards.patterns import FormatConfig
 from marin_rl.types import Message, Task
+from tests.one_reply import answer
 
 TASK = Task(id="a", environment="test", messages=(Message(role="user", content="1+1="),), answer="2")
 
@@ -21,20 +25,20 @@ def environment(**fields) -> SingleTurnEnvironment:
 
 
 def test_one_reply_ends_the_episode():
-    step = environment().start(TASK, seed=0).step("2")
+    step = answer(environment(), TASK, "2")
     assert (step.rewards, step.messages, step.done) == ({"correct": 1.0}, (), True)
 
 
 def test_format_is_a_component_of_its_own():
     made = environment(format=FormatConfig(regex=r"\d+", weight=0.5))
-    assert made.start(TASK, 0).step("3").rewards == {"correct": 0.0, "format": 0.5}
-    assert made.start(TASK, 0).step("two").rewards == {"correct": 0.0, "format": 0.0}
+    assert answer(made, TASK, "3").rewards == {"correct": 0.0, "format": 0.5}
+    assert answer(made, TASK, "two").rewards == {"correct": 0.0, "format": 0.0}
 
 
 def test_reply_regex_takes_the_scored_part():
     made = environment(reply_regex=r"<a>(.*?)</a>", format=FormatConfig(regex=r"<a>.*</a>"))
-    assert made.start(TASK, 0).step("<a>2</a>").rewards == {"correct": 1.0, "format": 1.0}
-    assert made.start(TASK, 0).step("2").rewards == {"correct": 0.0, "format": 0.0}
+    assert answer(made, TASK, "<a>2</a>").rewards == {"correct": 1.0, "format": 1.0}
+    assert answer(made, TASK, "2").rewards == {"correct": 0.0, "format": 0.0}
 
 
 def test_a_raising_grader_propagates():
@@ -42,16 +46,32 @@ def test_a_raising_grader_propagates():
         raise ZeroDivisionError("in the reward")
 
     with pytest.raises(ZeroDivisionError, match="in the reward"):
-        environment(score=broken).start(TASK, 0).step("2")
+        answer(environment(score=broken), TASK, "2")
 
 
 def test_an_episode_is_used_once():
-    episode = environment().start(TASK, 0)
-    episode.step("2")
+    async def play_twice() -> None:
+        episode = await environment().start(TASK, 0)
+        await episode.step("2")
+        await episode.step("2")
+
     with pytest.raises(RuntimeError, match="task 'a': the episode is over"):
-        episode.step("2")
+        asyncio.run(play_twice())
+
+
+def test_a_score_that_may_take_long_runs_in_a_thread_of_its_own():
+    threads = []
+
+    def score(task: Task, reply: str) -> float:
+        threads.append(threading.current_thread())
+        return 1.0
+
+    for blocks in (False, True):
+        answer(environment(score=score, blocks=blocks), TASK, "2")
+    assert threads[0] is threading.current_thread()
+    assert threads[1] is not threading.current_thread()
 
 
 def test_a_task_of_another_environment_is_refused():
     with pytest.raises(ValueError, match="environment 'other' cannot grade task 'a' of 'test'"):
-        environment(name="other").start(TASK, 0)
+        answer(environment(name="other"), TASK, "2")

@@ -42,7 +42,7 @@ class Judge:
         names = [f"{split.value[0]}{index}" for index in range(8)]
         return [Task(name, self.name, (Message(role="user", content=name),), "1") for name in names]
 
-    def start(self, task: Task, seed: int) -> Episode:
+    async def start(self, task: Task, seed: int) -> Episode:
         return Verdict(task, self.whim if task.id.startswith("t") else "none")
 
 
@@ -51,11 +51,14 @@ class Verdict:
     task: Task
     whim: str
 
-    def step(self, reply: str) -> Step:
+    async def step(self, reply: str) -> Step:
         if self.whim == "raises for all" or (self.whim == "raises for some" and self.task.id in ("t0", "t1", "t2")):
             raise TimeoutError(f"no verdict on {self.task.id}")
         value = {"nan": math.nan, "infinity": -math.inf}.get(self.whim, float("1" in reply))
         return Step({"correct": value})
+
+    async def close(self) -> None:
+        pass
 
 
 @pytest.fixture

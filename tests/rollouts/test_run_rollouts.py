@@ -1,15 +1,19 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import asyncio
 import dataclasses
 import logging
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import pytest
 
 from marin_rl.environments.base import Environment, Episode, Split, Step
-from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Limits, Player, run_groups
+from marin_rl.rollouts.episode import Limits
+from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, BlockedEventLoopError, Player, run_groups
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.sampling.scripted import ScriptedSampler
 from marin_rl.seeds import derive_seed
@@ -30,13 +34,16 @@ class Countdown:
     seed: int
     replies: list[str] = dataclasses.field(default_factory=list)
 
-    def step(self, reply: str) -> Step:
+    async def step(self, reply: str) -> Step:
         self.replies.append(reply)
         if reply == "boom":
             raise RuntimeError("the game broke")
         if len(self.replies) == int(self.task.answer):
             return Step({"won": 1.0, "moves": 0.5})
         return Step({"moves": 0.5}, (Message(role="user", content=f"n{len(self.replies)}"),), done=False)
+
+    async def close(self) -> None:
+        pass
 
 
 @dataclasses.dataclass
@@ -50,7 +57,7 @@ class Game:
     def tasks(self, split: Split) -> Sequence[Task]:
         return []
 
-    def start(self, task: Task, seed: int) -> Episode:
+    async def start(self, task: Task, seed: int) -> Episode:
         self.started.append((task, seed))
         return self.begin(task, seed)
 
@@ -61,8 +68,11 @@ class Fixed:
 
     outcome: Step
 
-    def step(self, reply: str) -> Step:
+    async def step(self, reply: str) -> Step:
         return self.outcome
+
+    async def close(self) -> None:
+        pass
 
 
 def task(turns: int = 1, prompt: str = "go") -> Task:
@@ -85,8 +95,17 @@ def player(
     return Player(environment or Game(), TOKENIZER, sampler, limits)
 
 
-def play(made: Player, tasks: Sequence[Task], group_size: int = 1, step: int = 9) -> list[RolloutGroup]:
-    return run_groups(made, tasks, group_size=group_size, temperature=0.7, seed_parts=(11, "train", step))
+def play(
+    made: Player, tasks: Sequence[Task], group_size: int = 1, step: int = 9, all_may_fail: bool = False
+) -> list[RolloutGroup]:
+    return run_groups(
+        made,
+        tasks,
+        group_size=group_size,
+        temperature=0.7,
+        seed_parts=(11, "train", step),
+        all_may_fail=all_may_fail,
+    )
 
 
 def only(groups: Sequence[RolloutGroup]) -> Rollout:
@@ -108,9 +127,9 @@ def test_episodes_of_1_2_6_and_3_turns_are_played_together():
     assert {rollout.status for rollout in rollouts} == {RolloutStatus.COMPLETED}
     assert [rollout.rewards for rollout in rollouts] == [{"moves": 0.5 * turns, "won": 1.0} for turns in (1, 2, 6, 3)]
     assert [turn.reward for turn in rollouts[3].turns] == [0.5, 0.5, 1.5]
-    # Each round asks for those that are still being played, and for no others.
+    # Those that are still being played are asked, and no others.
     prompts = [request.prompt_tokens.count(ASSISTANT) for request in made.sampler.requests]
-    assert prompts == [1] * 4 + [2] * 3 + [3] * 2 + [4, 5, 6]
+    assert sorted(prompts) == [1] * 4 + [2] * 3 + [3] * 2 + [4, 5, 6]
 
 
 def test_every_turn_continues_exactly_the_tokens_before_it():
@@ -315,9 +334,12 @@ def test_rewards_of_the_same_name_add_up_and_others_stand_alone():
     class Two:
         played: int = 0
 
-        def step(self, reply: str) -> Step:
+        async def step(self, reply: str) -> Step:
             self.played += 1
             return steps[self.played - 1]
+
+        async def close(self) -> None:
+            pass
 
     rollout = only(play(player(says("a", "b"), Game(lambda task, seed: Two())), [task()]))
     assert rollout.rewards == {"hit": 3.0, "end": -1.0}
@@ -330,9 +352,12 @@ def test_a_step_without_a_reward_is_not_one_of_nought():
     class Late:
         played: int = 0
 
-        def step(self, reply: str) -> Step:
+        async def step(self, reply: str) -> Step:
             self.played += 1
             return steps[self.played - 1]
+
+        async def close(self) -> None:
+            pass
 
     rollout = only(play(player(says("a", "b"), Game(lambda task, seed: Late())), [task()]))
     assert [turn.reward for turn in rollout.turns] == [None, 0.0]
@@ -344,14 +369,147 @@ def test_turns_that_saw_the_same_have_the_same_anchor_state():
     class Circle:
         played: int = 0
 
-        def step(self, reply: str) -> Step:
+        async def step(self, reply: str) -> Step:
             self.played += 1
             return Step({"on": 0.0}, (Message(role="user", content="n" if self.played == 1 else "go"),), done=False)
+
+        async def close(self) -> None:
+            pass
 
     made = player(says("a", "b", "c"), Game(lambda task, seed: Circle()), Limits(64, 6, max_turns=3))
     first, second, third = [turn.anchor_state for turn in only(play(made, [task()])).turns]
     assert first == third != second
     assert second != ""
+
+
+class Slow(Countdown):
+    """One that never answers a reply of `stuck`, and remembers that it was closed."""
+
+    closed: ClassVar[list[str]] = []
+
+    async def step(self, reply: str) -> Step:
+        if reply == "stuck":
+            await asyncio.Event().wait()
+        return await super().step(reply)
+
+    async def close(self) -> None:
+        self.closed.append(self.task.id)
+
+
+def sticks(request: SampleRequest) -> Sequence[int]:
+    return (*tokens("stuck" if request.prompt_tokens[1:3] == tokens("up") else "a"), END)
+
+
+def test_an_episode_that_never_answers_times_out_alone(caplog: pytest.LogCaptureFixture):
+    Slow.closed.clear()
+    limits = dataclasses.replace(LIMITS, max_seconds=0.2)
+    with caplog.at_level(logging.WARNING):
+        groups = play(player(sticks, Game(Slow), limits), [task(3), task(3, prompt="up"), task(1)])
+    good, stuck, short = (group.rollouts[0] for group in groups)
+    assert (good.status, short.status) == (RolloutStatus.COMPLETED, RolloutStatus.COMPLETED)
+    assert (stuck.status, stuck.rewards, len(stuck.turns)) == (RolloutStatus.TIMED_OUT, {}, 1)
+    assert stuck.error == "its environment took longer than 0.2 s (rollouts.max_seconds)"
+    assert "rollout train-9-1-0 timed out: its environment took longer than 0.2 s" in caplog.text
+    assert sorted(Slow.closed) == ["go1", "go3", "up3"]
+
+
+def test_an_environment_that_raises_a_timeout_of_its_own_has_failed():
+    class Asleep(Countdown):
+        async def step(self, reply: str) -> Step:
+            if self.task.id == "up1":
+                raise TimeoutError("the judge is asleep")
+            return await super().step(reply)
+
+    bad, good = play(player(says("a"), Game(Asleep)), [task(prompt="up"), task()])
+    assert (bad.rollouts[0].status, bad.rollouts[0].error) == (
+        RolloutStatus.FAILED,
+        "TimeoutError: the judge is asleep",
+    )
+    assert good.rollouts[0].status is RolloutStatus.COMPLETED
+
+
+def test_code_that_blocks_all_episodes_is_an_error_that_names_the_remedy():
+    release = threading.Event()
+
+    class Blocking(Countdown):
+        async def step(self, reply: str) -> Step:
+            release.wait(60)
+            return await super().step(reply)
+
+    limits = dataclasses.replace(LIMITS, max_seconds=0.1)
+    made = player(says("a"), Game(Blocking), limits)
+    with pytest.raises(BlockedEventLoopError, match=r"'countdown' has kept .* over 0.1 s .*asyncio.to_thread"):
+        play(made, [task()])
+    release.set()
+    made.loop.close()
+
+
+def test_every_episode_is_closed_once_however_it_ended(caplog: pytest.LogCaptureFixture):
+    class Careless(Slow):
+        async def close(self) -> None:
+            await super().close()
+            raise OSError("already gone")
+
+    Slow.closed.clear()
+    script = says("boom")
+    with caplog.at_level(logging.WARNING):
+        groups = play(player(script, Game(Careless)), [task(1), task(2)], all_may_fail=True)
+    assert {group.rollouts[0].status for group in groups} == {RolloutStatus.FAILED}
+    assert sorted(Slow.closed) == ["go1", "go2"]
+    assert "rollout train-9-0-0: its episode did not close: OSError: already gone" in caplog.text
+
+
+def test_all_answers_together_have_a_limit():
+    made = player(lambda request: tokens("abcdef"), limits=dataclasses.replace(LIMITS, max_tokens=8, max_length=640))
+    rollout = only(play(made, [task(9)]))
+    assert [len(turn.generation.token_ids) for turn in rollout.turns] == [6, 2]
+    assert rollout.status is RolloutStatus.TRUNCATED
+
+
+def test_actions_metrics_and_anchors_are_kept():
+    @dataclasses.dataclass
+    class Maze:
+        played: int = 0
+
+        async def step(self, reply: str) -> Step:
+            self.played += 1
+            shown = (Message(role="user", content=f"you are at {self.played}"),)
+            return Step(
+                {"won": 0.0}, shown, False, action="left", anchor_state=[0, 1], metrics={"n": float(self.played)}
+            )
+
+        async def close(self) -> None:
+            pass
+
+    start = dataclasses.replace(task(), anchor_state=[0, 1])
+    made = player(says("a", "b", "c"), Game(lambda task, seed: Maze()), dataclasses.replace(LIMITS, max_turns=3))
+    rollout = only(play(made, [start]))
+    assert [turn.action for turn in rollout.turns] == ["left"] * 3
+    assert len({turn.anchor_state for turn in rollout.turns}) == 1
+    assert rollout.metrics == {"n": 3.0}
+    assert set(rollout.seconds) == {"sample", "environment"}
+
+
+def test_an_anchor_state_that_json_cannot_hold_fails_its_rollout():
+    step = Step({}, (Message(role="user", content="on"),), done=False, anchor_state={1, 2})
+    made = player(says("a"), Game(lambda task, seed: Fixed(step)))
+    rollout = only(play(made, [task()], all_may_fail=True))
+    assert rollout.status is RolloutStatus.FAILED
+    assert "an observation of type set has no canonical JSON" in (rollout.error or "")
+
+
+def test_every_step_is_told_at_debug_and_every_episode_at_info(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.DEBUG, logger="marin_rl.rollouts.episode"):
+        play(player(says("a", "b")), [task(2)])
+    debug = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
+    info = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert debug[0] == (
+        "rollout train-9-0-0 turn 0: shown [{'role': 'user', 'content': 'go'}]; "
+        "said 'a' (log-probability -0.5000, stop); taken for 'a'; "
+        "reward {'moves': 0.5}; next [{'role': 'user', 'content': 'n1'}]"
+    )
+    assert debug[1].endswith("reward {'won': 1.0, 'moves': 0.5}; next nothing, it is over")
+    assert info == ["rollout train-9-0-0 of task go2: completed, 2 turns, 4 tokens, reward 2"]
 
 
 def test_time_is_counted_by_phase():

@@ -16,7 +16,8 @@ from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import Environment
 from marin_rl.learner.scoring import Scores
-from marin_rl.rollouts.run_rollouts import Limits, Player
+from marin_rl.rollouts.episode import Limits
+from marin_rl.rollouts.run_rollouts import Player
 from marin_rl.runtime.config import RolloutConfig, TrainConfig
 from marin_rl.runtime.training_run import Progress, TrainingRun
 from marin_rl.sampling.levanter_sampler import SamplingConfig

@@ -33,7 +33,7 @@ class Exam:
             for index, kind in enumerate(self.kinds)
         ]
 
-    def start(self, task: Task, seed: int) -> Episode:
+    async def start(self, task: Task, seed: int) -> Episode:
         self.started.append(task.id)
         return Sitting(task.answer, self.started.count(task.id))
 
@@ -43,10 +43,13 @@ class Sitting:
     kind: str
     attempt: int
 
-    def step(self, reply: str) -> Step:
+    async def step(self, reply: str) -> Step:
         if self.kind == "broken":
             raise TimeoutError("no verdict")
         return Step({"correct": float(self.kind == "equal" or self.attempt % 2 == 0)})
+
+    async def close(self) -> None:
+        pass
 
 
 def says_a(request: SampleRequest) -> Sequence[int]:

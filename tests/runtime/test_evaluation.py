@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from marin_rl.environments.base import Episode, Split, Step
-from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Limits, Player
+from marin_rl.rollouts.episode import Limits
+from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Player
 from marin_rl.runtime.evaluation import EvaluationConfig, evaluate
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.scripted import ScriptedSampler
@@ -34,7 +35,7 @@ class Exam:
             for index in range(4)
         ]
 
-    def start(self, task: Task, seed: int) -> Episode:
+    async def start(self, task: Task, seed: int) -> Episode:
         return Sitting(task)
 
 
@@ -42,10 +43,13 @@ class Exam:
 class Sitting:
     task: Task
 
-    def step(self, reply: str) -> Step:
+    async def step(self, reply: str) -> Step:
         if reply == "x":
             raise RuntimeError("illegible")
         return Step({"correct": float(reply == self.task.answer)})
+
+    async def close(self) -> None:
+        pass
 
 
 def message(text: str) -> Message:

@@ -47,7 +47,7 @@ class Maze:
     def tasks(self, split: Split) -> Sequence[Task]:
         return [Task("t", self.name, (Message(role="user", content=self.paths[0][0].place),), "")]
 
-    def start(self, task: Task, seed: int) -> Episode:
+    async def start(self, task: Task, seed: int) -> Episode:
         self.started += 1
         return Walk(self.paths[self.started - 1])
 
@@ -57,12 +57,15 @@ class Walk:
     path: Path
     taken: int = 0
 
-    def step(self, reply: str) -> Step:
+    async def step(self, reply: str) -> Step:
         here, self.taken = self.path[self.taken], self.taken + 1
         rewards: Mapping[str, float] = {} if here.reward is None else {"found": here.reward}
         if self.taken == len(self.path):
             return Step(rewards)
         return Step(rewards, (Message(role="user", content=self.path[self.taken].place),), done=False)
+
+    async def close(self) -> None:
+        pass
 
 
 def answer(request: SampleRequest) -> Sequence[int]:

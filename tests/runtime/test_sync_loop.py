@@ -227,13 +227,16 @@ class Generous:
     def tasks(self, split: Split) -> Sequence[Task]:
         return self.inner.tasks(split)
 
-    def start(self, task: Task, seed: int) -> Episode:
+    async def start(self, task: Task, seed: int) -> Episode:
         return Praise()
 
 
 class Praise:
-    def step(self, reply: str) -> Step:
+    async def step(self, reply: str) -> Step:
         return Step({"correct": 1.0})
+
+    async def close(self) -> None:
+        pass
 
 
 def test_a_step_whose_groups_were_all_dropped_changes_no_weight_and_is_recorded(

@@ -1,0 +1,76 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""An event loop in a thread of its own, where episodes and rewards run while the main thread samples."""
+
+import asyncio
+import concurrent.futures
+import threading
+import weakref
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class BackgroundLoop:
+    """Runs coroutines beside the thread that started them.
+
+    The thread starts with the first coroutine, and ends with `close`, with this object, or with the process.
+
+    >>> loop = BackgroundLoop()
+    >>> loop.submit(asyncio.sleep(0, "done")).result()
+    'done'
+    >>> loop.close()
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: weakref.finalize | None = None
+
+    def submit(self, work: Coroutine[Any, Any, Result]) -> "concurrent.futures.Future[Result]":
+        """Start a coroutine; its future may be waited for, or cancelled, from any thread."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
+            self._end = weakref.finalize(self, _end, self._loop, thread)
+            thread.start()
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def responds(self, seconds: float) -> bool:
+        """Whether the loop runs something else within so many seconds: false where a coroutine blocks it."""
+        return self._loop is None or _responds(self._loop, seconds)
+
+    def close(self) -> None:
+        """Cancel what still runs, and end the thread; one that a coroutine blocks is left behind."""
+        if self._end is not None:
+            self._end()
+        self._loop = self._end = None
+
+
+_PATIENCE = 5.0
+"""Seconds that a coroutine may take to give way at the end."""
+
+
+def _responds(loop: asyncio.AbstractEventLoop, seconds: float) -> bool:
+    answered = threading.Event()
+    loop.call_soon_threadsafe(answered.set)
+    return answered.wait(seconds)
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    if not _responds(loop, _PATIENCE):
+        return
+    asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(_PATIENCE)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+async def _cancel_all() -> None:
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    # Threads of to_thread are not waited for: one of them may be what was stuck.
+    if others:
+        await asyncio.wait(others, timeout=_PATIENCE / 2)

@@ -1,0 +1,88 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import asyncio
+import gc
+import threading
+import weakref
+
+import pytest
+
+from marin_rl.rollouts.event_loop import BackgroundLoop
+
+
+def episode_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "episodes"]
+
+
+async def thread() -> threading.Thread:
+    return threading.current_thread()
+
+
+def test_work_runs_in_one_other_thread_that_ends_with_the_loop():
+    loop = BackgroundLoop()
+    before = len(episode_threads())
+    first, second = loop.submit(thread()).result(), loop.submit(thread()).result()
+    assert first is second is not threading.current_thread()
+    loop.close()
+    assert not first.is_alive()
+    assert len(episode_threads()) == before
+
+
+def test_a_loop_that_nobody_holds_ends_its_thread():
+    loop = BackgroundLoop()
+    worker = loop.submit(thread()).result()
+    gone = weakref.ref(loop)
+    del loop
+    gc.collect()
+    assert gone() is None
+    assert not worker.is_alive()
+
+
+def test_what_still_runs_is_cancelled_at_the_end():
+    loop = BackgroundLoop()
+    started, cancelled = threading.Event(), threading.Event()
+
+    async def wait() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    waiting = loop.submit(wait())
+    assert started.wait(30)
+    loop.close()
+    assert cancelled.is_set()
+    assert waiting.cancelled()
+
+
+def test_it_tells_when_a_coroutine_blocks_it():
+    loop = BackgroundLoop()
+    blocked, release = threading.Event(), threading.Event()
+
+    async def block() -> None:
+        blocked.set()
+        release.wait()
+
+    assert loop.responds(0.01)
+    done = loop.submit(block())
+    assert blocked.wait(30)
+    assert not loop.responds(0.01)
+    release.set()
+    done.result()
+    assert loop.responds(30.0)
+    loop.close()
+
+
+def test_errors_are_passed_on():
+    loop = BackgroundLoop()
+
+    async def fail() -> None:
+        raise ZeroDivisionError("in there")
+
+    with pytest.raises(ZeroDivisionError, match="in there"):
+        loop.submit(fail()).result()
+    loop.close()
+    loop.close()

@@ -1,0 +1,132 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.rollouts.sampling_desk import SamplingDesk
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.timing import PhaseTimer
+from marin_rl.types import Generation, StopReason
+
+
+class Rounds:
+    """A sampler that echoes prompts, and keeps who shared a round with whom."""
+
+    def __init__(self, batch_size: int, before: Callable[[Sequence[int]], None] = lambda names: None) -> None:
+        self.batch_size = batch_size
+        self.rounds: list[list[int]] = []
+        self._before = before
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+        names = [request.prompt_tokens[0] for request in requests]
+        self.rounds.append(names)
+        self._before(names)
+        return [Generation((name,), (-1.0,), StopReason.STOP, 0, 0) for name in names]
+
+
+def request(name: int) -> SampleRequest:
+    return SampleRequest((name,), seed=0, max_new_tokens=1)
+
+
+def serve(
+    sampler: Rounds,
+    *episodes,
+    check: Callable[[], None] = lambda: None,
+    patience: float = 60.0,
+    linger: float = 60.0,
+):
+    """Run the episodes, sample for them, and say what each returned."""
+    desk = SamplingDesk(sampler.batch_size, len(episodes), linger)
+    loop = BackgroundLoop()
+
+    async def everything() -> list:
+        return await asyncio.gather(*(present(episode) for episode in episodes))
+
+    async def present(episode):
+        try:
+            return await episode(desk)
+        finally:
+            desk.leave()
+
+    playing = loop.submit(everything())
+    playing.add_done_callback(lambda _: desk.close())
+    try:
+        desk.serve(sampler, PhaseTimer(), check, patience)
+        return playing.result()
+    finally:
+        loop.close()
+
+
+def asks(*names: int):
+    async def episode(desk: SamplingDesk) -> list[int]:
+        return [(await desk.sample(request(name))).token_ids[0] for name in names]
+
+    return episode
+
+
+def test_a_round_waits_for_all_who_are_there_and_each_gets_its_own_answer():
+    sampler = Rounds(batch_size=100)
+    answers = serve(sampler, asks(1, 11), asks(2), asks(3, 13, 23))
+    assert answers == [[1, 11], [2], [3, 13, 23]]
+    assert [sorted(names) for names in sampler.rounds] == [[1, 2, 3], [11, 13], [23]]
+
+
+def test_a_full_round_is_answered_and_the_rest_waits_for_the_next():
+    sampler = Rounds(batch_size=2)
+    answers = serve(sampler, *(asks(name) for name in range(5)))
+    assert answers == [[name] for name in range(5)]
+    assert sorted(map(len, sampler.rounds)) == [1, 2, 2]
+
+
+def test_one_that_is_busy_elsewhere_holds_up_nobody():
+    """The busy one goes on only after the others were answered: who waited for it would wait for ever."""
+    answered = threading.Event()
+
+    async def busy(desk: SamplingDesk) -> list[int]:
+        await asyncio.to_thread(answered.wait)
+        return [(await desk.sample(request(9))).token_ids[0]]
+
+    sampler = Rounds(batch_size=100, before=lambda names: answered.set() if 2 in names else None)
+    assert serve(sampler, asks(1, 2), busy, linger=0.01) == [[1, 2], [9]]
+    assert sampler.rounds == [[1], [2], [9]]
+
+
+def test_work_beside_the_sampler_goes_on_while_it_samples():
+    """The round ends only after the other episode's tool has done its work."""
+    worked = threading.Event()
+
+    async def tool(desk: SamplingDesk) -> list[int]:
+        answer = (await desk.sample(request(1))).token_ids[0]
+        worked.set()
+        return [answer]
+
+    def before(names: Sequence[int]) -> None:
+        if names == [2]:
+            assert worked.wait(60)
+
+    sampler = Rounds(batch_size=1, before=before)
+
+    assert serve(sampler, tool, asks(2)) == [[1], [2]]
+
+
+def test_what_the_sampler_raises_is_passed_on():
+    def broken(names: Sequence[int]) -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        serve(Rounds(4, broken), asks(1), asks(2))
+
+
+def test_somebody_looks_where_nothing_happens():
+    release = threading.Event()
+
+    async def quiet(desk: SamplingDesk) -> None:
+        await asyncio.to_thread(release.wait)
+
+    serve(Rounds(4), quiet, check=release.set, patience=0.01)
+    assert release.is_set()
