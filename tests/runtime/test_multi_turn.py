@@ -4,6 +4,7 @@
 """Episodes of different numbers of turns, from the environment's words to the batch that the learner gets."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
@@ -244,6 +245,18 @@ def test_the_worked_example_of_gigpo_from_words_to_tokens(tokenizer: ChatTokeniz
     assert anchors[0][2] == anchors[2][1]
     assert len({anchor for own in anchors for anchor in own}) == 4
     compare(by_turn(batch, group), expected(EPISODE, STEPS))
+
+
+def test_what_gigpo_adds_up_is_told_turn_by_turn(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.DEBUG, logger="marin_rl.runtime.training_batch"):
+        _, group, _ = play(worked_example(), advantage=GigpoConfig())
+    said = [record.getMessage() for record in caplog.records if "anchor state" in record.getMessage()]
+    turns = [(rollout.id, turn, played) for rollout in group.rollouts for turn, played in enumerate(rollout.turns)]
+    assert len(said) == len(turns) == 8
+    for line, (id, turn, played) in zip(said, turns, strict=True):
+        assert line.startswith(f"rollout {id} turn {turn}: anchor state {played.anchor_state[:12]}, A_E ")
+    assert said[0].endswith("A_E 0.333333, return 0.9025, A_S 0.285")
+    assert said[3].endswith("A_E -0.666667, return 0, A_S -0.6175")
 
 
 def test_a_turn_without_a_reward_gets_the_default_and_one_of_zero_does_not():
