@@ -63,7 +63,7 @@ class Attempt:
 
 async def play(
     attempt: Attempt, environment: Environment, tokenizer: ChatTokenizer, desk: SamplingDesk, limits: Limits
-) -> Rollout:
+) -> "Draft":
     """Play an attempt to its end, whatever that is.
 
     What the environment raises, or takes too long for, is the end of this rollout alone. Errors of the sampler and of
@@ -76,29 +76,27 @@ async def play(
         desk: where answers are asked for; it is left once the last one came.
         limits: how far the rollout may go.
 
-    Raises:
-        ValueError: if a reward is NaN or infinite; the message names the rollout.
+    Returns:
+        The rollout, which reward functions may still judge.
     """
-    script = _Script(attempt)
-    clock = _Clock(limits.max_seconds)
+    draft = Draft(attempt)
+    clock = _Clock(limits.max_seconds, draft.seconds)
     episode: Episode | None = None
     try:
         episode = await clock.within(environment.start(attempt.task, attempt.start_seed))
-        while not script.over:
+        while not draft.over:
             with clock.counted("sample"):
-                generation = await desk.sample(script.request(limits))
+                generation = await desk.sample(draft.request(limits))
             reply = tokenizer.decode_reply(generation.token_ids)
-            script.hear(generation, reply)
-            script.see(await clock.within(episode.step(reply)), tokenizer, limits)
+            draft.hear(generation, reply)
+            draft.see(await clock.within(episode.step(reply)), tokenizer, limits)
     except _EnvironmentError as error:
-        script.fail(error)
+        draft.fail(error.status, str(error))
     finally:
         desk.leave()
         if episode is not None:
             await _close(episode, attempt.id)
-    rollout = script.finish(clock.seconds)
-    _log_summary(rollout)
-    return rollout
+    return draft
 
 
 class _EnvironmentError(Exception):
@@ -112,9 +110,9 @@ class _EnvironmentError(Exception):
 class _Clock:
     """Holds the environment to its time."""
 
-    def __init__(self, limit: float) -> None:
-        self.seconds: dict[str, float] = {"sample": 0.0, "environment": 0.0}
+    def __init__(self, limit: float, seconds: dict[str, float]) -> None:
         self._limit = limit
+        self._seconds = seconds
 
     @contextlib.contextmanager
     def counted(self, name: str) -> Iterator[None]:
@@ -122,11 +120,11 @@ class _Clock:
         try:
             yield
         finally:
-            self.seconds[name] += time.perf_counter() - start
+            self._seconds[name] += time.perf_counter() - start
 
     async def within(self, work: Awaitable[Result]) -> Result:
         """Wait for the environment for as long as it may still take."""
-        limit = asyncio.timeout(max(self._limit - self.seconds["environment"], 0.0))
+        limit = asyncio.timeout(max(self._limit - self._seconds["environment"], 0.0))
         try:
             with self.counted("environment"):
                 async with limit:
@@ -138,10 +136,14 @@ class _Clock:
             raise _EnvironmentError(RolloutStatus.FAILED, f"{type(error).__name__}: {error}") from error
 
 
-class _Script:
+class Draft:
     """A rollout in the making."""
 
     def __init__(self, attempt: Attempt) -> None:
+        self.over = False
+        """Whether the last turn was played."""
+        self.seconds = {"sample": 0.0, "environment": 0.0}
+        """Where its time went."""
         self._attempt = attempt
         self._observation = attempt.prompt
         self._observed: tuple[Message, ...] = attempt.task.messages
@@ -154,8 +156,8 @@ class _Script:
         self._rewards: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
         self._truncated = False
-        self._error: _EnvironmentError | None = None
-        self.over = False
+        self._status: RolloutStatus | None = None
+        self._error: str | None = None
 
     def request(self, limits: Limits) -> SampleRequest:
         """What to ask the policy next."""
@@ -211,28 +213,30 @@ class _Script:
         if no_room or len(self._turns) >= limits.max_turns or self._tokens_left(limits) < 1:
             self.over = self._truncated = True
 
-    def fail(self, error: _EnvironmentError) -> None:
+    def fail(self, status: RolloutStatus, error: str) -> None:
         """End without a reward."""
-        self._error = error
-        logger.warning("rollout %s %s: %s", self._attempt.id, error.status.value.replace("_", " "), error)
+        self._status, self._error = status, error
+        logger.warning("rollout %s %s: %s", self._attempt.id, status.value.replace("_", " "), error)
 
-    def finish(self, seconds: Mapping[str, float]) -> Rollout:
-        """The record of it."""
-        if self._error is not None:
-            status = self._error.status
-        else:
-            status = RolloutStatus.TRUNCATED if self._truncated else RolloutStatus.COMPLETED
-        return Rollout(
+    def finish(self) -> Rollout:
+        """The record of it.
+
+        Raises:
+            ValueError: if a reward is NaN or infinite, or there is none; the message names the rollout.
+        """
+        rollout = Rollout(
             id=self._attempt.id,
             group_id=self._attempt.group_id,
             task=self._attempt.task,
             turns=tuple(self._turns),
-            status=status,
+            status=self._status or (RolloutStatus.TRUNCATED if self._truncated else RolloutStatus.COMPLETED),
             rewards={} if self._error is not None else self._rewards,
-            error=None if self._error is None else str(self._error),
+            error=self._error,
             metrics=self._metrics,
-            seconds=dict(seconds),
+            seconds=self.seconds,
         )
+        _log_summary(rollout)
+        return rollout
 
     def _tokens_left(self, limits: Limits) -> int:
         if limits.max_tokens is None:

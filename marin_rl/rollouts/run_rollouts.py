@@ -124,7 +124,7 @@ def _play_all(player: Player, attempts: Sequence[Attempt]) -> list[Rollout]:
                 ]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return [task.result() for task in playing]
+        return [task.result().finish() for task in playing]
 
     def check() -> None:
         if not player.loop.responds(player.limits.max_seconds):
