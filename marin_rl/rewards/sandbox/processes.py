@@ -7,49 +7,53 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Set as AbstractSet
 
 _GONE = ("Z", "X")
 """States of a process that has ended and waits to be reaped."""
 
 
-def descendants(root: int) -> set[int]:
-    """The processes below `root` that are still alive, children of children included."""
+def descendants(root: int) -> dict[int, int]:
+    """The processes below `root` that are still alive, children of children included, and the group of each."""
     children: dict[int, list[int]] = {}
-    alive: set[int] = set()
+    groups: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as statistics:
                 # The second field, the name, is in parentheses and may hold anything.
-                state, parent, *_ = statistics.read().rpartition(")")[2].split()
+                state, parent, group, *_ = statistics.read().rpartition(")")[2].split()
             children.setdefault(int(parent), []).append(int(entry))
             if state not in _GONE:
-                alive.add(int(entry))
-    found: set[int] = set()
+                groups[int(entry)] = int(group)
+    found: dict[int, int] = {}
     waiting = [root]
     while waiting:
         below = children.get(waiting.pop(), [])
-        found.update(below)
+        found |= {process: groups[process] for process in below if process in groups}
         waiting.extend(below)
-    return found & alive
+    return found
 
 
-def end_descendants(spare: AbstractSet[int], seconds: float) -> bool:
+def end_descendants(spare: int | None, seconds: float) -> bool:
     """End every process below this one, also those that start meanwhile.
 
-    Orphans come to this process because it is a subreaper, so none is missed.
+    Orphans come to this process because it is a subreaper, so none is missed. Whole groups are ended at once, which
+    a process that keeps forking cannot outrun.
 
     Args:
-        spare: processes to leave.
+        spare: a process to leave, if any.
         seconds: when to give up.
 
     Returns:
         Whether none is left.
     """
     deadline = time.monotonic() + seconds
-    while found := descendants(os.getpid()) - spare:
+    own = os.getpgrp()
+    while found := {process: group for process, group in descendants(os.getpid()).items() if process != spare}:
+        for group in set(found.values()) - {own, spare}:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
         for process in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)

@@ -102,6 +102,7 @@ class Worker:
                 and len(ready.data) >= frames.HEADER_BYTES + frames.length(bytes(ready.data))
             ),
             processes=1 + self._spec.limits.processes,
+            counts=kernel.IS_LINUX,
         )
         failure = self._why_not_loaded(ready, violation)
         if failure is None:
@@ -127,8 +128,8 @@ class Worker:
             report = self._run(request, folder, stack)
         report["seconds"] = time.monotonic() - started
         if (report["violation"] or self._spec.can_start_processes) and kernel.IS_LINUX:
-            spare = set() if self._zygote is None else {self._zygote}
-            if not end_descendants(spare, END_SECONDS):
+            if not end_descendants(self._zygote, END_SECONDS):
+                # Its end is that of every process in its namespaces.
                 raise SystemExit("processes of a call could not be ended")
         _remove(folder)
         return report
@@ -153,7 +154,11 @@ class Worker:
             for descriptor in theirs[1:]:
                 os.close(descriptor)
         violation = self._watch(
-            streams, deadline, lambda: len(status.data) >= _STATUS.size, processes=2 + self._spec.limits.processes
+            streams,
+            deadline,
+            lambda: len(status.data) >= _STATUS.size,
+            processes=2 + self._spec.limits.processes,
+            counts=kernel.IS_LINUX and self._spec.can_start_processes,
         )
         if violation is not None and not status.ended:
             self._end_call(status)
@@ -176,7 +181,12 @@ class Worker:
         self._connection.sendall(data[frames.HEADER_BYTES :])
 
     def _watch(
-        self, streams: Mapping[int, _Stream], deadline: float, finished: Callable[[], bool], processes: int
+        self,
+        streams: Mapping[int, _Stream],
+        deadline: float,
+        finished: Callable[[], bool],
+        processes: int,
+        counts: bool,
     ) -> str | None:
         """Read until the zygote has answered; says which limit was exceeded, or None.
 
@@ -184,7 +194,8 @@ class Worker:
             streams: what to read from; the last is the zygote's.
             deadline: when to give up, on the monotonic clock.
             finished: whether the zygote has answered.
-            processes: how many may run below this one, where calls can start any.
+            processes: how many may run below this one.
+            counts: whether to count them.
         """
         poll = select.poll()
         # While a call runs the trainer says nothing; it can only go away.
@@ -192,7 +203,6 @@ class Worker:
         for descriptor in streams:
             poll.register(descriptor, select.POLLIN)
         *_, last = streams.values()
-        counts = self._spec.can_start_processes and kernel.IS_LINUX
         while not (finished() or last.ended):
             left = deadline - time.monotonic()
             if left <= 0:
@@ -213,7 +223,7 @@ class Worker:
         assert self._zygote is not None
         assert self._connection is not None
         if kernel.IS_LINUX:
-            end_descendants({self._zygote}, END_SECONDS)
+            end_descendants(self._zygote, END_SECONDS)
         self._connection.settimeout(END_SECONDS)
         with contextlib.suppress(TimeoutError, ConnectionError):
             while len(status.data) < _STATUS.size:
@@ -232,14 +242,14 @@ class Worker:
             os.killpg(self._zygote, signal.SIGKILL)
         os.waitpid(self._zygote, 0)
         self._zygote = self._connection = None
-        if kernel.IS_LINUX and not end_descendants(set(), END_SECONDS):
+        if kernel.IS_LINUX and not end_descendants(None, END_SECONDS):
             raise SystemExit("processes of a user's file could not be ended")
 
 
 def _end_all(*_: object) -> None:
     """The trainer is gone: so is everything that it started."""
     if kernel.IS_LINUX:
-        end_descendants(set(), END_SECONDS)
+        end_descendants(None, END_SECONDS)
     os._exit(1)
 
 
