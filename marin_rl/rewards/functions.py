@@ -17,8 +17,7 @@ from typing import Annotated, Any, overload
 
 import pydantic
 
-Message = Mapping[str, Any]
-"""One chat message: `role` and `content`."""
+from marin_rl.types import Message
 
 
 class RewardMode(enum.StrEnum):

@@ -25,7 +25,8 @@ from typing import Any, Self
 import pydantic
 
 from marin_rl.rewards.functions import EvaluateResult, RewardMode, RewardRequest
-from marin_rl.rewards.sandbox.causes import LossCause, SandboxError, loss_of
+from marin_rl.rewards.losses import CallLostError, LossCause
+from marin_rl.rewards.sandbox.causes import loss_of
 from marin_rl.rewards.sandbox.command import hidden_path, python_path, readable_paths
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
@@ -81,7 +82,7 @@ class PythonResult:
     """What it printed, up to `output_kb`."""
     stderr: str
     """What it wrote to stderr, up to `output_kb`."""
-    loss: SandboxError | None
+    loss: CallLostError | None
     """Why it ended before its time or with another status than 0; None where it ended well."""
     seconds: float
     """Wall-clock time from its start to its end."""
@@ -195,7 +196,7 @@ class Sandbox:
                 name: FunctionDescription.model_validate(found, strict=False)
                 for name, found in answer["loaded"].items()
             }
-        except (SandboxError, pydantic.ValidationError) as error:
+        except (CallLostError, pydantic.ValidationError) as error:
             raise UserFileError(f"{file} cannot be loaded: {error}") from error
 
     async def call(
@@ -212,11 +213,11 @@ class Sandbox:
             One result for each request, in their order.
 
         Raises:
-            SandboxError: if it brought no answer; the loss is counted.
+            CallLostError: if it brought no answer; the loss is counted.
         """
         try:
             return await self._call(function, requests, options)
-        except SandboxError as error:
+        except CallLostError as error:
             self.losses[error.cause] += 1
             raise
 
@@ -231,11 +232,11 @@ class Sandbox:
             What it printed and how it ended. What is printed is the program's own claim: it decides nothing.
 
         Raises:
-            SandboxError: if the sandbox itself failed; the loss is counted.
+            CallLostError: if the sandbox itself failed; the loss is counted.
         """
         try:
             report = await self._ask(None, {"kind": "python", "code": code, "stdin": stdin})
-        except SandboxError as error:
+        except CallLostError as error:
             self.losses[error.cause] += 1
             raise
         loss = loss_of(report, self.config.cpu_seconds)
@@ -260,7 +261,7 @@ class Sandbox:
             },
         )
         if "not_loaded" in report:
-            raise SandboxError(LossCause.WORKER, f"{function.file} cannot be loaded: {report['not_loaded']}")
+            raise CallLostError(LossCause.WORKER, f"{function.file} cannot be loaded: {report['not_loaded']}")
         loss = loss_of(report, self.config.cpu_seconds)
         if loss is not None:
             raise loss
@@ -274,7 +275,7 @@ class Sandbox:
                     return await worker.ask(request, self._seconds(worker))
                 except WorkerLostError as error:
                     if error.began or attempt == ATTEMPTS:
-                        raise SandboxError(LossCause.WORKER, str(error)) from error
+                        raise CallLostError(LossCause.WORKER, str(error)) from error
                 finally:
                     if worker.is_alive:
                         self._idle.append((file, worker))
@@ -361,15 +362,15 @@ def _holes(probe: Probe, report: Mapping[str, Any]) -> list[str]:
 
 def _validated(answer: str, count: int) -> list[EvaluateResult]:
     if not answer:
-        raise SandboxError(LossCause.EXITED, "it ended its process without an answer")
+        raise CallLostError(LossCause.EXITED, "it ended its process without an answer")
     try:
         found = _Answer.model_validate_json(answer)
     except pydantic.ValidationError as error:
-        raise SandboxError(LossCause.INVALID_ANSWER, f"{answer[:200]!r} is no answer: {error}") from error
+        raise CallLostError(LossCause.INVALID_ANSWER, f"{answer[:200]!r} is no answer: {error}") from error
     if found.memory:
-        raise SandboxError(LossCause.MEMORY, "more memory than sandbox.memory_mb")
+        raise CallLostError(LossCause.MEMORY, "more memory than sandbox.memory_mb")
     if found.raised is not None:
-        raise SandboxError(LossCause.RAISED, found.raised)
+        raise CallLostError(LossCause.RAISED, found.raised)
     if found.results is None or len(found.results) != count:
-        raise SandboxError(LossCause.INVALID_ANSWER, f"{answer[:200]!r} does not hold {count} results")
+        raise CallLostError(LossCause.INVALID_ANSWER, f"{answer[:200]!r} does not hold {count} results")
     return found.results

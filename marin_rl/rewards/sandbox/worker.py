@@ -127,10 +127,10 @@ class Worker:
         with contextlib.ExitStack() as stack:
             report = self._run(request, folder, stack)
         report["seconds"] = time.monotonic() - started
-        if (report["violation"] or self._spec.can_start_processes) and kernel.IS_LINUX:
-            if not end_descendants(self._zygote, END_SECONDS):
-                # Its end is that of every process in its namespaces.
-                raise SystemExit("processes of a call could not be ended")
+        may_have_left = kernel.IS_LINUX and (report["violation"] or self._spec.can_start_processes)
+        if may_have_left and not end_descendants(self._zygote, END_SECONDS):
+            # Its end is that of every process in its namespaces.
+            raise SystemExit("processes of a call could not be ended")
         _remove(folder)
         return report
 

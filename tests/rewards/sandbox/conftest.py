@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from marin_rl.rewards.functions import EvaluateResult, RewardRequest
-from marin_rl.rewards.sandbox.causes import LossCause, SandboxError
+from marin_rl.rewards.losses import CallLostError, LossCause
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox, UserFunction
@@ -44,10 +44,10 @@ class Attack:
         [result] = self.wait(self.sandbox.call(UserFunction(file, name), [REQUEST], options))
         return result
 
-    def lost(self, name: str, **options: Any) -> SandboxError:
+    def lost(self, name: str, **options: Any) -> CallLostError:
         """The loss that a call ends in: it must be one, be counted once, and leave the next call alone."""
         before = self.sandbox.losses.copy()
-        with pytest.raises(SandboxError) as raised:
+        with pytest.raises(CallLostError) as raised:
             self.call(name, **options)
         before[raised.value.cause] += 1
         assert self.sandbox.losses == before

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.rewards.sandbox.causes import LossCause
+from marin_rl.rewards.losses import LossCause
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.processes import descendants
 from tests.rewards.sandbox.conftest import Attack
