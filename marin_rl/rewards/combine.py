@@ -5,7 +5,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from marin_rl.metrics import Metric, mean, merge_all
+from marin_rl.metrics import Metric, mean, merge_all, total
 from marin_rl.types import Evaluation
 
 
@@ -53,14 +53,15 @@ def turn_rewards(evaluations: Sequence[Evaluation], turns: int) -> list[float | 
 def evaluation_metrics(evaluations: Iterable[Evaluation]) -> dict[str, Metric]:
     """What components said, as metrics: `rewards/<component>/score`, and what they measured under its own name.
 
-    The mean is over the rollouts that the component has a score for; a metric of a step counts once a step.
+    The mean is over the rollouts that the component has a score for; a metric of a step counts once a step. Rollouts
+    that it has none for are counted by cause, as `rewards/<component>/lost_<cause>`.
     """
     return merge_all(record for one in evaluations for record in _records(one))
 
 
 def _records(one: Evaluation) -> Iterable[dict[str, Metric]]:
     measured = [one.metrics, *(step.metrics for step in one.steps)]
-    scores = {} if one.score is None else {"score": mean([one.score])}
+    scores = {f"lost_{one.lost}": total([1])} if one.score is None else {"score": mean([one.score])}
     # A user's own metric may be called score; the component's stays what it is.
     for record in (
         *({name: mean([value]) for name, value in part.items() if name != "score"} for part in measured),

@@ -8,7 +8,6 @@ import collections
 import logging
 from collections.abc import Sequence
 
-from marin_rl.metrics import Metric, total
 from marin_rl.rewards.align import StepIndexError, align_steps
 from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardConfigError, RewardScope
 from marin_rl.rewards.functions import EvaluateResult, RewardRequest
@@ -33,8 +32,6 @@ class RewardPipeline:
         if twice:
             raise RewardConfigError(f"rewards: {', '.join(twice)} is there twice; give one of them another `name`")
         self._components = tuple(components)
-        self._losses: collections.Counter[tuple[str, LossCause]] = collections.Counter()
-        self._reported: collections.Counter[tuple[str, LossCause]] = collections.Counter()
 
     async def start(self) -> None:
         """Check every component.
@@ -61,16 +58,6 @@ class RewardPipeline:
     async def judge_batch(self, requests: Sequence[RewardRequest]) -> list[list[Evaluation]]:
         """What the components of scope `batch` say about all rollouts of a step: a list for each rollout."""
         return await self._judge(RewardScope.BATCH, requests)
-
-    @property
-    def losses(self) -> collections.Counter[tuple[str, LossCause]]:
-        """Rollouts without a score so far, by component and cause."""
-        return self._losses.copy()
-
-    def take_loss_metrics(self) -> dict[str, Metric]:
-        """Rollouts without a score since this was last asked: totals, under `rewards/<component>/lost_<cause>`."""
-        new, self._reported = self._losses - self._reported, self._losses.copy()
-        return {f"rewards/{name}/lost_{cause.value}": total([count]) for (name, cause), count in sorted(new.items())}
 
     async def close(self) -> None:
         """Close every component; the sandbox is the caller's."""
@@ -109,10 +96,9 @@ class RewardPipeline:
         )
 
     def _lost(self, component: RewardComponent, request: RewardRequest, cause: LossCause, detail: str) -> Evaluation:
-        self._losses[component.name, cause] += 1
         error = f"{cause.value}: {detail}"
         logger.warning("reward %r lost rollout %s: %s", component.name, request.rollout_id, error)
-        return Evaluation(component=component.name, weight=component.weight, score=None, error=error)
+        return Evaluation(component=component.name, weight=component.weight, score=None, error=error, lost=cause.value)
 
 
 def build_pipeline(configs: Sequence[RewardComponentConfig], sandbox: Sandbox) -> RewardPipeline:
