@@ -67,18 +67,7 @@ class FunctionReward:
         self._config = config
         self._sandbox = sandbox
         self._function = UserFunction(str(Path(config.path).resolve()), config.function)
-        self._scope: RewardScope | None = None
-
-    @property
-    def scope(self) -> RewardScope:
-        """What the function is given at once.
-
-        Raises:
-            RewardConfigError: if the component was not checked yet.
-        """
-        if self._scope is None:
-            raise RewardConfigError(f"reward {self.name!r} was not checked; await its check() first")
-        return self._scope
+        self.scope: RewardScope | None = None
 
     async def check(self) -> None:
         """Load the file in a worker, and see whether the function is there and fits.
@@ -92,7 +81,7 @@ class FunctionReward:
             functions = await self._sandbox.functions(self._function.file)
         except UserFileError as error:
             raise RewardConfigError(f"reward {self.name!r}: {error}") from error
-        self._scope = _fitting_scope(self._config, functions)
+        self.scope = _fitting_scope(self._config, functions)
 
     async def judge(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
         """One result for each rollout, all from one call.
