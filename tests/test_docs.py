@@ -380,7 +380,7 @@ def test_types_in_the_table_of_choices_are_those_there_are() -> None:
     from marin_rl.objectives.kl import KlConfig
     from marin_rl.objectives.shaping import TruncationConfig
     from marin_rl.rewards.component import RewardComponentConfig
-from marin_rl.rewards.grading import GraderConfig
+    from marin_rl.rewards.grading import GraderConfig
     from marin_rl.rollouts.filters import FilterConfig
 
     page = (ROOT / "docs" / "pages" / "configuration.md").read_text(encoding="utf-8")

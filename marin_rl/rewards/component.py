@@ -47,8 +47,8 @@ class RewardComponent(Protocol):
         ...
 
     @property
-    def scope(self) -> RewardScope:
-        """What it is given at once; known after `check`."""
+    def scope(self) -> RewardScope | None:
+        """What it is given at once; None where only `check` can tell."""
         ...
 
     async def check(self) -> None:

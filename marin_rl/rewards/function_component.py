@@ -67,7 +67,7 @@ class FunctionReward:
         self._config = config
         self._sandbox = sandbox
         self._function = UserFunction(str(Path(config.path).resolve()), config.function)
-        self.scope = config.scope or RewardScope.POINTWISE
+        self.scope: RewardScope | None = None
 
     async def check(self) -> None:
         """Load the file in a worker, and see whether the function is there and fits.

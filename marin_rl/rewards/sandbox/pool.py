@@ -119,6 +119,7 @@ class Sandbox:
         self._slots = asyncio.Semaphore(config.workers)
         self._idle: list[tuple[str | None, WorkerProcess]] = []
         self._workers: set[WorkerProcess] = set()
+        self._starting = 0
 
     async def __aenter__(self) -> Self:
         """Start it."""
@@ -222,7 +223,7 @@ class Sandbox:
             raise
 
     async def run_python(self, code: str, stdin: str = "") -> PythonResult:
-        """Run a program that a model wrote, in an interpreter that knows nothing of this package.
+        """Run a program that a model wrote, as `python main.py` would.
 
         Args:
             code: the program.
@@ -292,12 +293,17 @@ class Sandbox:
             if loaded == file:
                 del self._idle[index]
                 return worker
-        while self._idle and len(self._workers) >= self.config.workers:
-            # The one that has waited longest.
-            _, oldest = self._idle.pop(0)
-            self._workers.discard(oldest)
-            await oldest.close()
-        return await self._start_worker(file, self.isolation)
+        # Counted before anything is awaited: calls that come meanwhile must see it.
+        self._starting += 1
+        try:
+            if self._idle and len(self._workers) + self._starting > self.config.workers:
+                # The one that has waited longest.
+                _, oldest = self._idle.pop(0)
+                self._workers.discard(oldest)
+                await oldest.close()
+            return await self._start_worker(file, self.isolation)
+        finally:
+            self._starting -= 1
 
     async def _start_worker(self, file: str | None, level: Isolation) -> WorkerProcess:
         has_namespaces = level is Isolation.FULL
