@@ -82,11 +82,7 @@ class RlooStep:
 
     def program_bytes(self) -> dict[str, int | None]:
         """Of one pass."""
-        # The learner has no public handle on its jitted pass.
-        learner, batch = cast(Any, self._learner), self._passes[0]
-        with learner.trainer:
-            sums = learner._zeros(self._state.model, batch)
-            return program_bytes(learner._add.lower(self._state.model, batch, sums).compile())
+        return program_bytes(self._learner.lower_pass(self._state.model, self._passes[0]).compile())
 
 
 class LmStep:

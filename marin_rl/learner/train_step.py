@@ -4,7 +4,7 @@
 """The learner: sharded gradients, summed over passes, and one update from their sum."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import equinox as eqx
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 from haliax.partitioning import ResourceMapping
+from haliax.tree_util import hashable_combine, hashable_partition
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter.metrics import Metric, ReductionType, fold
 from levanter.optim import OptimizerConfig
@@ -45,6 +46,23 @@ class PassSums(NamedTuple):
     """Folded by their own reductions."""
 
 
+class _Structures(NamedTuple):
+    """How the arrays of a pass go together again; hashable, so that a program is found by it."""
+
+    model: jax.tree_util.PyTreeDef
+    constants: Hashable
+    batch: jax.tree_util.PyTreeDef
+    sums: jax.tree_util.PyTreeDef
+
+
+def _take_apart(
+    model: eqx.Module, batch: RlExample, sums: PassSums
+) -> tuple[_Structures, list[jax.Array], list[jax.Array], list[jax.Array]]:
+    arrays, constants = hashable_partition(model, eqx.is_array)
+    (of_model, like_model), (of_batch, like_batch), (of_sums, like_sums) = map(jax.tree.flatten, (arrays, batch, sums))
+    return _Structures(like_model, constants, like_batch, like_sums), of_model, of_batch, of_sums
+
+
 class Learner:
     """Turns batches into new weights.
 
@@ -66,7 +84,7 @@ class Learner:
         self.trainer = Trainer(quiet, guarded, cast(ComputeLossFunction, loss), add_default_hooks=False)
         mapping = self.trainer.parameter_axis_mapping
         self._zeros = hax.named_jit(self._make_zeros, axis_resources=mapping)
-        self._add = hax.named_jit(self._add_pass, axis_resources=mapping, donate_args=(False, False, True))
+        self._add = jax.jit(self._add_leaves, static_argnums=0, donate_argnums=3)
         self._update = hax.named_jit(self._take_step, axis_resources=mapping, donate_args=(True, False))
 
     def initial_state(self, model: eqx.Module, key: jax.Array) -> TrainerState:
@@ -114,9 +132,7 @@ class Learner:
         """
         with self.trainer:
             batches = [place(batch, self.mesh, self.trainer.compute_axis_mapping) for batch in passes]
-            sums = self._zeros(state.model, batches[0])
-            for batch in batches:
-                sums = self._add(state.model, batch, sums)
+            sums = self._sum_passes(state.model, batches)
             state, loss, metrics = self._update(state, sums)
         guard = cast(GuardState, state.opt_state)
         update = int(state.step)
@@ -133,6 +149,30 @@ class Learner:
                 "the weights were left as they were. Lower the learning rate, or look at the last rollouts"
             )
         return state, measured
+
+    def lower_pass(self, model: eqx.Module, batch: RlExample) -> jax.stages.Lowered:
+        """The program that every pass runs, lowered and not compiled: what to ask for its memory and its cost."""
+        with self.trainer:
+            placed = place(batch, self.mesh, self.trainer.compute_axis_mapping)
+            return self._add.lower(*_take_apart(model, placed, self._zeros(model, placed)))
+
+    def _sum_passes(self, model: eqx.Module, batches: Sequence[RlExample]) -> PassSums:
+        # Trees are taken apart once for all passes: that costs more than starting a program does.
+        structures, leaves, _, sums = _take_apart(model, batches[0], self._zeros(model, batches[0]))
+        for batch in batches:
+            sums = self._add(structures, leaves, jax.tree.leaves(batch), sums)
+        return jax.tree.unflatten(structures.sums, sums)
+
+    def _add_leaves(
+        self, structures: "_Structures", model: list[jax.Array], batch: list[jax.Array], sums: list[jax.Array]
+    ) -> list[jax.Array]:
+        with hax.axis_mapping(self.trainer.parameter_axis_mapping):
+            added = self._add_pass(
+                hashable_combine(jax.tree.unflatten(structures.model, model), structures.constants),
+                jax.tree.unflatten(structures.batch, batch),
+                jax.tree.unflatten(structures.sums, sums),
+            )
+        return jax.tree.leaves(added)
 
     def _make_zeros(self, model: eqx.Module, batch: RlExample) -> PassSums:
         def shapes(model: eqx.Module, batch: RlExample) -> PassSums:
