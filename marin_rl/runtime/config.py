@@ -30,6 +30,7 @@ from marin_rl.objectives.policy_loss import PolicyLossConfig, ReinforceLossConfi
 from marin_rl.objectives.shaping import KeepTruncatedConfig, OverlongConfig, TruncationConfig
 from marin_rl.objectives.signals import AdvantageConfig
 from marin_rl.rollouts.filters import FilterConfig, KeepGroupsConfig
+from marin_rl.rollouts.store import RolloutStoreConfig
 from marin_rl.runtime.config_decoding import decode
 from marin_rl.runtime.evaluation import EvaluationConfig
 from marin_rl.runtime.warm_start import WarmStartConfig
@@ -222,6 +223,8 @@ class TrainConfig:
     """Supervised training before RL."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out accuracy."""
+    rollout_store: RolloutStoreConfig = RolloutStoreConfig()
+    """Which rollouts stay in the run directory."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When to save."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamConfig)

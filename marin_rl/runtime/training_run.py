@@ -5,7 +5,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import equinox as eqx
@@ -25,13 +25,18 @@ from marin_rl.learner.train_step import Learner
 from marin_rl.rollouts.episode import Limits
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.run_rollouts import Player
+from marin_rl.rollouts.store import RolloutStore
+from marin_rl.rollouts.stored_rollout import TrainingSignal
+from marin_rl.rollouts.token_pieces import TokenPieces
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import evaluate
 from marin_rl.runtime.policy_sampler import PolicySampler
+from marin_rl.runtime.run_directory import writing
 from marin_rl.runtime.warm_start import warm_start
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +87,8 @@ class TrainingRun:
     """The frozen reference, where the KL coefficient is above 0; otherwise it is neither loaded nor run."""
     checkpoints: Checkpoints
     """Where state is saved."""
-    rollouts: Path
-    """Where rollouts are written."""
+    store: RolloutStore
+    """Writes rollouts."""
     state: TrainerState
     """Weights, optimizer moments, random key."""
     progress: Progress
@@ -101,12 +106,21 @@ class TrainingRun:
         self.sampler.update(policy_of(self.state.model), self.progress.step)
 
     def save(self) -> Path:
-        """Write a checkpoint of everything that a resume needs."""
+        """Write a checkpoint of everything that a resume needs; the rollouts before it are on the disk first."""
+        with writing(self.store.folder):
+            self.store.flush()
         return self.checkpoints.save(self.state, self.progress.step, dataclasses.asdict(self.progress))
 
+    def store_rollouts(self, step: int, groups: Sequence[RolloutGroup], signals: Mapping[str, TrainingSignal]) -> None:
+        """Hand a step's rollouts to the store, which writes what the config asks for."""
+        with writing(self.store.folder):
+            self.store.write(step, groups, signals)
+
     def close(self) -> None:
-        """End what runs beside the training."""
+        """End what runs beside the training; rollouts that are under way reach the disk."""
         self.loop.close()
+        with writing(self.store.folder):
+            self.store.close()
 
 
 def make_player(
@@ -173,7 +187,7 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         ),
         None,
         checkpoints,
-        folder / "rollouts",
+        RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer)),
         state,
         progress,
         loop,

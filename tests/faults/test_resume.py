@@ -91,7 +91,7 @@ def moments(chance: random.Random) -> list[Moment]:
         Moment("before record 1", r"open a .*metrics\.jsonl", 1),
         Moment("after update 1", seen=recorded(1), delay=chance.uniform(0, 0.02)),
         inside_checkpoint(2),
-        Moment("writing rollouts", r"open w .*rollouts/\.step-00000003"),
+        Moment("writing rollouts", r"open wb .*rollouts/\.step-00000003"),
         inside_checkpoint(4),
         Moment("deleting checkpoint 0", r"shutil\.rmtree .*step-00000000$", chance.randint(1, 60)),
         Moment("after update 5", seen=recorded(5), delay=chance.uniform(0, 0.02)),
@@ -198,7 +198,7 @@ def test_what_a_dying_process_leaves_behind_is_no_hindrance(
     for folder in (run.checkpoints / ".step-00000006.1f.partial" / "state", run.path / ".hf.partial"):
         folder.mkdir(parents=True)
         (folder / "half").write_text("written")
-    for file in (run.path / "rollouts" / ".step-00000006.jsonl.partial", run.path / ".metrics.jsonl.partial"):
+    for file in (run.path / "rollouts" / ".step-00000006.parquet.partial", run.path / ".metrics.jsonl.partial"):
         file.write_text("half")
     with (run.path / "metrics.jsonl").open("a") as metrics:
         # The record of an update that no checkpoint holds, and half of the next one.

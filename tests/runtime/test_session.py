@@ -19,7 +19,8 @@ def test_a_finished_run_has_everything_a_run_directory_promises(finished_run: Ti
     directory = RunDirectory(finished_run.path)
     assert all(path.is_file() for path in (directory.config, directory.metrics, directory.log, directory.curves))
     assert directory.curves.read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in directory.rollouts.iterdir()) == ["step-00000003.jsonl", "step-00000006.jsonl"]
+    stored = sorted(path.name for path in directory.rollouts.iterdir())
+    assert stored == [f"step-{step:08d}.parquet" for step in range(1, 7)]
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in directory.hf.iterdir()}
     assert finished_run.steps() == [0, 1, 2, 3, 4, 5, 6]
     assert "warm start 30: loss" in directory.log.read_text()
