@@ -13,6 +13,7 @@ from rich.console import Console
 from marin_rl.rollouts.store import RolloutStoreError
 from marin_rl.runtime.run_directory import RunDirectory, RunDirectoryError, open_existing
 from marin_rl.types import RolloutStatus
+from marin_rl.viewing.html_page import write_page
 from marin_rl.viewing.selection import Selection, SortKey, find_rollout, list_rollouts, newest_step, parse_steps
 from marin_rl.viewing.terminal import print_listing, print_rollout, print_side_by_side
 
@@ -59,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--id", action="append", default=[], help="this one in full; two of them side by side")
     how.add_argument("--compare", nargs=2, metavar=("A", "B"), default=[], help="these two side by side")
     how.add_argument("--tokens", action="store_true", help="with every sampled token and its numbers")
+    page = parser.add_argument_group("a page of the run")
+    page.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page instead")
+    page.add_argument("--max_rollouts", type=_positive, default=500, help="most rollouts on it (500)")
     return parser
 
 
@@ -72,6 +76,10 @@ def _positive(text: str) -> int:
 def _show(arguments: argparse.Namespace, directory: RunDirectory) -> None:
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, emoji=False)
     steps = _steps(arguments)
+    if arguments.html is not None:
+        count = write_page(directory, arguments.html, _selection(arguments, steps), arguments.max_rollouts)
+        console.print(f"{arguments.html}: {count} rollouts", markup=False, soft_wrap=True)
+        return
     ids = [*arguments.id, *arguments.compare]
     if ids:
         rows = [find_rollout(directory.rollouts, id, steps) for id in ids]
