@@ -76,7 +76,7 @@ def escaped_json(value: Any) -> str:
 
 
 def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return resources.files("marin_rl.viewing").joinpath(name).read_text(encoding="utf-8")
 
 
 def _digest(text: str) -> str:

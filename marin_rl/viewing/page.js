@@ -29,13 +29,14 @@ function number(value, digits = 4) {
   if (value === null || value === undefined) return "\u2013";
   if (value === 0) return "0";
   const size = Math.abs(value);
-  const text = size >= 1e6 || size < 1e-4 ? value.toExponential(digits - 2) : String(Number(value.toPrecision(digits)));
+  const far = size >= 1e6 || size < 1e-4;
+  const text = far ? value.toExponential(digits - 2).replace(/\.?0*e\+?/, "e") : String(Number(value.toPrecision(digits)));
   return text.replace("-", MINUS);
 }
 
 // ---------------------------------------------------------------- plots
 
-const WIDTH = 320, HEIGHT = 170, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 22;
+const WIDTH = 320, HEIGHT = 170, LEFT = 50, RIGHT = 8, TOP = 8, BOTTOM = 22;
 
 function ticks(low, high, wanted) {
   const rough = (high - low) / wanted, power = 10 ** Math.floor(Math.log10(rough));
@@ -57,13 +58,13 @@ function bounds(values) {
   return [low - room, high + room];
 }
 
-function frame(x, y, xDomain, yDomain, label) {
-  const svg = drawn("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, tabindex: "0", role: "img", "aria-label": label });
+function frame(x, y, xDomain, yDomain, label, width = WIDTH) {
+  const svg = drawn("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, tabindex: "0", role: "img", "aria-label": label });
   for (const value of ticks(...yDomain, 4)) {
-    svg.append(drawn("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
+    svg.append(drawn("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }));
     svg.append(drawn("text", { x: LEFT - 5, y: y(value) + 4, "text-anchor": "end" }, number(value, 3)));
   }
-  for (const value of ticks(...xDomain, 5).filter(Number.isInteger)) {
+  for (const value of ticks(...xDomain, 6).filter(Number.isInteger)) {
     svg.append(drawn("text", { x: x(value), y: HEIGHT - 7, "text-anchor": "middle" }, String(value)));
   }
   return svg;
@@ -86,7 +87,7 @@ function follow(svg, places, tell) {
     tell(null);
   };
   svg.addEventListener("pointermove", (event) => {
-    const box = svg.getBoundingClientRect(), place = ((event.clientX - box.left) / box.width) * WIDTH;
+    const box = svg.getBoundingClientRect(), place = ((event.clientX - box.left) / box.width) * svg.viewBox.baseVal.width;
     let best = 0;
     places.forEach((one, index) => { if (Math.abs(one - place) < Math.abs(places[best] - place)) best = index; });
     show(best);
@@ -169,9 +170,11 @@ function showPhases() {
   const totals = bars.map((bar) => bar.total).sort((one, other) => one - other);
   const usual = totals[Math.floor(totals.length * 0.9)] * 1.5;
   const top = Math.min(totals.at(-1), Math.max(usual, totals[Math.floor(totals.length / 2)] * 2)) * 1.05 || 1;
-  const width = (WIDTH - LEFT - RIGHT) / bars.length, x = (index) => LEFT + index * width;
+  // Drawn at its real size, up to a point, so that its text is neither huge nor tiny.
+  const whole = Math.max(WIDTH, Math.min(place.clientWidth, 760));
+  const width = (whole - LEFT - RIGHT) / bars.length, x = (index) => LEFT + index * width;
   const y = (value) => HEIGHT - BOTTOM - (Math.min(value, top) / top) * (HEIGHT - TOP - BOTTOM);
-  const svg = frame(() => -100, y, [0, 1], [0, top], "Seconds by phase and step; arrow keys read values");
+  const svg = frame(() => -100, y, [0, 1], [0, top], "Seconds by phase and step; arrow keys read values", whole);
   bars.forEach((bar, index) => {
     let below = 0;
     bar.seconds.forEach((seconds, phase) => {
@@ -198,7 +201,7 @@ function showPhases() {
 
 // ---------------------------------------------------------------- the table of rollouts
 
-const PAGE = 100;
+const PAGE = 25;
 const components = [...new Set(data.rollouts.flatMap((rollout) => rollout.rewards.map(([name]) => name)))];
 const rewardOf = (rollout, name) => (rollout.rewards.find(([one]) => one === name) || [name, null])[1];
 const COLUMNS = [
@@ -214,7 +217,8 @@ const COLUMNS = [
   { name: "tokens", value: (rollout) => rollout.num_tokens, number: true },
   { name: "not trained", value: (rollout) => rollout.not_trained || "" },
 ];
-const table = { sorted: null, descending: false, shown: PAGE, current: null, rows: [] };
+// The newest first.
+const table = { sorted: 1, descending: true, shown: PAGE, current: null, rows: [] };
 const filters = {};
 
 function compare(one, other) {
@@ -243,10 +247,8 @@ function haystack(rollout) {
 
 function showTable() {
   table.rows = data.rollouts.filter(passes);
-  if (table.sorted !== null) {
-    const value = COLUMNS[table.sorted].value;
-    table.rows.sort((one, other) => compare(value(one), value(other)));
-  }
+  const value = COLUMNS[table.sorted].value;
+  table.rows.sort((one, other) => compare(value(one), value(other)));
   document.querySelectorAll("#rollouts thead th").forEach((head, index) => {
     const order = index === table.sorted ? (table.descending ? "descending" : "ascending") : "none";
     head.setAttribute("aria-sort", order);
@@ -285,6 +287,7 @@ function makeTable() {
   const refresh = () => { table.shown = PAGE; showTable(); };
   const add = (name, label, control) => {
     filters[name] = control;
+    control.id = `filter-${name}`;
     control.addEventListener("input", refresh);
     byId("filters").append(element("label", {}, `${label} `, control));
   };
