@@ -73,7 +73,11 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
         metrics |= _rates(run, collected, updates, timer.seconds, elapsed)
         if step == config.num_steps or (config.evaluation.every and step % config.evaluation.every == 0):
             progress.evaluations["after RL"] = evaluate(
-                run.player, config.evaluation, temperature=config.sampling.temperature, seed=config.seed
+                run.player,
+                config.evaluation,
+                temperature=config.sampling.temperature,
+                seed=config.seed,
+                keep=run.store_evaluation,
             )
             metrics |= progress.evaluations["after RL"]
         sink.record(step, metrics)

@@ -25,12 +25,12 @@ from marin_rl.learner.train_step import Learner
 from marin_rl.rollouts.episode import Limits
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.run_rollouts import Player
-from marin_rl.rollouts.store import RolloutStore
+from marin_rl.rollouts.store import EVALUATION, RolloutStore
 from marin_rl.rollouts.stored_rollout import TrainingSignal
 from marin_rl.rollouts.token_pieces import TokenPieces
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.devices import start_devices
-from marin_rl.runtime.evaluation import evaluate
+from marin_rl.runtime.evaluation import Keep, evaluate, forget
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.run_directory import writing
 from marin_rl.runtime.warm_start import warm_start
@@ -116,6 +116,11 @@ class TrainingRun:
         with writing(self.store.folder):
             self.store.write(step, groups, signals)
 
+    def store_evaluation(self, groups: Sequence[RolloutGroup]) -> None:
+        """Hand the rollouts of an evaluation of the current weights to the store."""
+        with writing(self.store.folder):
+            self.store.write(self.progress.step, groups, {}, EVALUATION)
+
     def close(self) -> None:
         """End what runs beside the training; rollouts that are under way reach the disk."""
         self.loop.close()
@@ -158,6 +163,7 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
     tokenizer = config.tokenizer.build()
     environment = config.environment.build()
     loop = BackgroundLoop()
+    store = RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer))
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
     # A learning rate schedule has no form for no steps at all, which is a run that only warms up and exports.
     num_updates = max(config.num_steps, 1) * config.updates.per_step
@@ -170,7 +176,7 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         report(f"resuming after step {progress.step}, from {checkpoint.path}")
         sampler = PolicySampler(config, policy_of(state.model), tokenizer, trainer, progress.step)
     else:
-        state, sampler, progress = _start(config, learner, trainer, tokenizer, environment, loop, report)
+        state, sampler, progress = _start(config, learner, trainer, tokenizer, environment, loop, store, report)
     run = TrainingRun(
         config,
         trainer,
@@ -187,7 +193,7 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         ),
         None,
         checkpoints,
-        RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer)),
+        store,
         state,
         progress,
         loop,
@@ -259,6 +265,7 @@ def _start(
     tokenizer: ChatTokenizer,
     environment: Environment,
     loop: BackgroundLoop,
+    store: RolloutStore,
     report: Report,
 ) -> tuple[TrainerState, PolicySampler, Progress]:
     assert config.model is not None
@@ -274,9 +281,9 @@ def _start(
     def use_weights(model: LmHeadModel) -> None:
         sampler.update(model, 0)
 
-    def measure(landmark: str) -> None:
+    def measure(landmark: str, keep: Keep = forget) -> None:
         progress.evaluations[landmark] = evaluate(
-            player, config.evaluation, temperature=config.sampling.temperature, seed=config.seed
+            player, config.evaluation, temperature=config.sampling.temperature, seed=config.seed, keep=keep
         )
         report(f"{landmark}: {describe_accuracy(progress.evaluations[landmark])}")
 
@@ -297,7 +304,7 @@ def _start(
     trained = attach_critic(config.critic, model, trainer)
     state = learner.initial_state(trained, jax.random.PRNGKey(derive_seed(config.seed, "training") % 2**32))
     use_weights(policy_of(state.model))
-    measure("before RL")
+    measure("before RL", lambda groups: store.write(0, groups, {}, EVALUATION))
     return state, sampler, progress
 
 

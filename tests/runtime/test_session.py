@@ -20,7 +20,10 @@ def test_a_finished_run_has_everything_a_run_directory_promises(finished_run: Ti
     assert all(path.is_file() for path in (directory.config, directory.metrics, directory.log, directory.curves))
     assert directory.curves.read_bytes().startswith(b"\x89PNG")
     stored = sorted(path.name for path in directory.rollouts.iterdir())
-    assert stored == [f"step-{step:08d}.parquet" for step in range(1, 7)]
+    assert stored == [
+        *(f"eval-{step:08d}.parquet" for step in (0, 3, 6)),
+        *(f"step-{step:08d}.parquet" for step in range(1, 7)),
+    ]
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in directory.hf.iterdir()}
     assert finished_run.steps() == [0, 1, 2, 3, 4, 5, 6]
     assert "warm start 30: loss" in directory.log.read_text()

@@ -138,6 +138,47 @@ def test_the_rollouts_of_record_n_were_sampled_from_the_weights_before_update_n(
     assert [record[f"staleness/{kind}"] for kind in ("min", "mean", "max")] == [0.0] * 3
 
 
+def test_stored_evaluations_are_the_ones_that_were_recorded(finished_run: TinyRun) -> None:
+    tables = list(read_rollouts(finished_run.path / "rollouts", purposes=["evaluation"]))
+    assert [set(table["step"].to_pylist()) for table in tables] == [{0}, {3}, {6}]
+    for table, step in zip(tables, (0, 3, 6), strict=True):
+        rows = table.to_pylist()
+        greedy = [row for row in rows if "-greedy-" in row["id"]]
+        # Two samples of each task, and one greedy attempt.
+        assert 3 * len(greedy) == len(rows)
+        right = np.mean([dict(row["rewards"])["correct"] for row in greedy])
+        assert right == pytest.approx(finished_run.records()[step]["eval/ones/accuracy_greedy"])
+        assert {row["not_trained"] for row in rows} == {"evaluation"}
+        assert {turn["last_version"] for row in rows for turn in row["turns"]} == {step}
+
+
+def test_the_learners_logprobs_are_stored_where_they_are_asked_for_and_change_nothing(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+    settings = {
+        "initialize_from": str(finished_run.path),
+        "warm_start__max_steps": 0,
+        "num_steps": 2,
+        "kl": {"type": "in_loss", "beta": 0.1},
+    }
+    plain = new_run(**settings)
+    asked = new_run(**settings, rollout_store={"learner_logprobs": True, "every": 2})
+    for run in (plain, asked):
+        assert run.train() == 0
+    assert outcome(asked)["state"] == outcome(plain)["state"]
+    turns = [turn for row in rows_of(asked, 2) for turn in row["turns"]]
+    policy, learner, reference = (
+        np.concatenate([turn[name] for turn in turns])
+        for name in ("logprobs", "learner_logprobs", "reference_logprobs")
+    )
+    assert 0 < np.abs(policy - learner).max() < 1e-5
+    # The reference has stayed where the learner was a step ago.
+    assert np.abs(policy - reference).max() > 1e-3
+    assert {turn["learner_logprobs"] for row in rows_of(plain, 2) for turn in row["turns"]} == {None}
+    assert not (asked.path / "rollouts" / "step-00000001.parquet").exists()
+
+
 def test_advantages_of_a_group_are_those_of_leave_one_out(finished_run: TinyRun) -> None:
     groups: dict[str, list[dict[str, Any]]] = {}
     for rollout in rows_of(finished_run, 3):
