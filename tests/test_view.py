@@ -1,8 +1,11 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -108,6 +111,21 @@ def test_bad_arguments_are_refused(run, capsys):
             main([run, *argv])
         assert caught.value.code == 2
         assert argv[0] in capsys.readouterr().err
+
+
+def shown_commands():
+    page = (Path(__file__).parents[1] / "docs" / "pages" / "viewing.md").read_text(encoding="utf-8")
+    return re.findall(r"^python -m marin_rl\.view ([^#\n]*)", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", shown_commands())
+def test_the_commands_that_the_page_shows_work(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = empty_run(tmp_path / "runs" / "rloo")
+    group = [rollout_of(f"train-12-0-{index}", "train-12-0") for index in range(5)]
+    write(run / "rollouts", 12, [RolloutGroup("train-12-0", group)])
+    write(run / "rollouts", 12, [RolloutGroup("train-12-0", group)], purpose="evaluation")
+    assert view(capsys, *shlex.split(command))
 
 
 def test_it_starts_without_jax_and_transformers(run):
