@@ -91,7 +91,7 @@ def moments(chance: random.Random) -> list[Moment]:
         Moment("before record 1", r"open a .*metrics\.jsonl", 1),
         Moment("after update 1", seen=recorded(1), delay=chance.uniform(0, 0.02)),
         inside_checkpoint(2),
-        Moment("writing rollouts", r"open wb .*rollouts/\.step-00000003"),
+        Moment("writing rollouts", r"open w .*rollouts/\.step-00000003"),
         inside_checkpoint(4),
         Moment("deleting checkpoint 0", r"shutil\.rmtree .*step-00000000$", chance.randint(1, 60)),
         Moment("after update 5", seen=recorded(5), delay=chance.uniform(0, 0.02)),

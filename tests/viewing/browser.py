@@ -92,10 +92,12 @@ class Browser:
 
     def point_at(self, selector: str) -> None:
         """Move the pointer to the middle of an element's first line."""
+        # What was off the screen is laid out only once it is scrolled to, which moves it.
         box = self.run(
-            f"(() => {{ const found = document.querySelector({json.dumps(selector)}); "
-            "found.scrollIntoView({block: 'center'}); const box = found.getClientRects()[0]; "
-            "return [box.left + box.width / 2, box.top + box.height / 2]; })()"
+            f"(async () => {{ const found = document.querySelector({json.dumps(selector)}); "
+            "for (let frame = 0; frame < 3; frame++) { found.scrollIntoView({block: 'center'}); "
+            "await new Promise((done) => requestAnimationFrame(done)); } "
+            "const box = found.getClientRects()[0]; return [box.left + box.width / 2, box.top + box.height / 2]; })()"
         )
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
 
