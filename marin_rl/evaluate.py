@@ -3,6 +3,7 @@
 
 """Measure a run's held-out accuracy: `python -m marin_rl.evaluate --run runs/rloo`."""
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -11,20 +12,30 @@ from pathlib import Path
 
 from marin_rl.environments.base import Split
 from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from marin_rl.rewards.sandbox.pool import IsolationError
 from marin_rl.rollouts.event_loop import BackgroundLoop
-from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError
+from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, BlockedEventLoopError
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml, parse_config
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import EvaluationConfig, evaluate
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.run_directory import RunDirectory, RunDirectoryError, open_existing
-from marin_rl.runtime.training_run import make_player, restore_policy
+from marin_rl.runtime.training_run import make_judges, make_player, restore_policy
 from marin_rl.sampling.levanter_sampler import SamplerError
 
 FLAGS = {"json": "Print one JSON object instead of lines."}
 
-USER_ERRORS = (ValueError, OSError, RunDirectoryError, CheckpointError, SamplerError, AllRolloutsFailedError)
+USER_ERRORS = (
+    ValueError,
+    OSError,
+    RunDirectoryError,
+    CheckpointError,
+    SamplerError,
+    AllRolloutsFailedError,
+    BlockedEventLoopError,
+    IsolationError,
+)
 """Errors whose message says what to do; a traceback would only hide it."""
 
 
@@ -68,13 +79,15 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     model = restore_policy(checkpoint, train_config, trainer)
     tokenizer = train_config.tokenizer.build()
     sampler = PolicySampler(train_config, model, tokenizer, trainer, checkpoint.step)
-    metrics = evaluate(
-        make_player(train_config, train_config.environment.build(), tokenizer, sampler, BackgroundLoop()),
-        config.evaluation or train_config.evaluation,
-        temperature=config.temperature or train_config.sampling.temperature,
-        seed=train_config.seed,
-        split=Split.VALIDATION if config.validation else Split.HELD_OUT,
-    )
+    environment, loop = train_config.environment.build(), BackgroundLoop()
+    with contextlib.closing(make_judges(train_config, environment, loop)) as judges:
+        metrics = evaluate(
+            make_player(train_config, environment, tokenizer, sampler, loop, judges),
+            config.evaluation or train_config.evaluation,
+            temperature=config.temperature or train_config.sampling.temperature,
+            seed=train_config.seed,
+            split=Split.VALIDATION if config.validation else Split.HELD_OUT,
+        )
     return checkpoint.step, metrics
 
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from marin_rl.environments.base import Split
 from marin_rl.learner.checkpoint import CheckpointError
 from marin_rl.learner.train_step import NonFiniteUpdateError
-from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError
+from marin_rl.rewards.sandbox.pool import IsolationError
+from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, BlockedEventLoopError
 from marin_rl.runtime.arithmetic import describe_run
 from marin_rl.runtime.config import TrainConfig, levanter_defaults
 from marin_rl.runtime.config_parsing import parse_config, to_yaml
@@ -28,6 +29,8 @@ USER_ERRORS = (
     SamplerError,
     NonFiniteUpdateError,
     AllRolloutsFailedError,
+    BlockedEventLoopError,
+    IsolationError,
 )
 """Errors whose message says what to do; a traceback would only hide it."""
 

@@ -162,7 +162,16 @@ class Evaluation:
     reason: str | None = None
     """Why, in words."""
     error: str | None = None
-    """What went wrong, where there is no score."""
+    """What went wrong, where something did."""
+    lost: str | None = None
+    """Why there is no score, as counted (`timeout`, `memory`, …); None where there is one."""
+
+    def __post_init__(self) -> None:
+        if (self.score is None) != (self.lost is not None):
+            raise ValueError(
+                f"Evaluation of {self.component!r}: score is {self.score} and lost is {self.lost!r}; "
+                "exactly one of them is None"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +235,10 @@ class Rollout:
         if not self.turns[0].starts_sequence:
             raise ValueError(f"Rollout {self.id}: turns[0].starts_sequence is False; the first turn starts a sequence")
         if not self.rewards:
-            raise ValueError(f"Rollout {self.id}: status is {self.status.value} but it has no reward")
+            raise ValueError(
+                f"Rollout {self.id}: status is {self.status.value} but it has no reward; neither its environment nor "
+                "a reward function (environment.rewards) gave one"
+            )
         for name, value in self.rewards.items():
             if not math.isfinite(value):
                 raise ValueError(f"Rollout {self.id}: reward {name!r} is {value}; rewards must be finite")

@@ -379,6 +379,7 @@ def test_types_in_the_table_of_choices_are_those_there_are() -> None:
     from marin_rl.objectives.importance import MismatchConfig
     from marin_rl.objectives.kl import KlConfig
     from marin_rl.objectives.shaping import TruncationConfig
+    from marin_rl.rewards.component import RewardComponentConfig
     from marin_rl.rewards.grading import GraderConfig
     from marin_rl.rollouts.filters import FilterConfig
 
@@ -387,6 +388,7 @@ def test_types_in_the_table_of_choices_are_those_there_are() -> None:
     registries = {
         "environment": EnvironmentConfig,
         "environment.grader": GraderConfig,
+        "environment.rewards": RewardComponentConfig,
         "advantage": AdvantageConfig,
         "policy_loss": PolicyLossConfig,
         "kl": KlConfig,

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import draccus
 
+from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.types import Message, Task
 
 
@@ -82,6 +83,17 @@ class Environment(Protocol):
 @dataclasses.dataclass(frozen=True)
 class EnvironmentConfig(draccus.ChoiceRegistry, abc.ABC):
     """Chooses an environment by `type`."""
+
+    rewards: tuple[RewardComponentConfig, ...] = dataclasses.field(default=(), kw_only=True)
+    """Reward functions that judge its rollouts, besides the environment itself."""
+
+    def reward_components(self, environment: Environment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
+        """Which reward functions judge the rollouts of which environment, by its name.
+
+        Args:
+            environment: what `build` made.
+        """
+        return {environment.name: self.rewards}
 
     @abc.abstractmethod
     def build(self) -> Environment:

@@ -13,7 +13,7 @@ from marin_rl.environments.base import Environment, EnvironmentConfig, Split
 from marin_rl.environments.rows import Row, RowFormat
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.environments.splits import Problem, TaskSplits, check_shares, split_problems, without_duplicates
-from marin_rl.rewards.grading import ExactConfig, Grader, GraderConfig
+from marin_rl.rewards.grading import ExactConfig, Grader, GraderConfig, NoGraderConfig
 from marin_rl.rewards.math_worker import GroundTruthError
 from marin_rl.rewards.patterns import FormatConfig, check_pattern
 from marin_rl.types import Task
@@ -123,6 +123,11 @@ class HuggingFaceConfig(EnvironmentConfig):
 
 
 def _check(config: JsonlConfig | HuggingFaceConfig, field: str, explicit: str | None) -> None:
+    if isinstance(config.grader, NoGraderConfig) and config.format is None and not config.rewards:
+        raise ValueError(
+            "grader is none and there are no rewards, so nothing would reward a reply; name a reward function under "
+            "rewards, or use grader: {type: exact}"
+        )
     if explicit is not None and config.held_out is not None:
         raise ValueError(f"held_out {config.held_out} and {field} {explicit!r} exclude one another; drop one")
     if config.reply_regex is not None:
@@ -146,15 +151,16 @@ def _environment(
     else:
         splits = _with_held_out(problems, _problems(config, name, held_out), config.validation, source)
     grader = config.grader.build()
-    for problem in problems[:CHECKED_ANSWERS]:
-        _check_answer(grader, problem)
+    if grader is not None:
+        for problem in problems[:CHECKED_ANSWERS]:
+            _check_answer(grader, problem)
     return SingleTurnEnvironment(
         name=name,
         splits=splits,
-        score=_GradeWith(grader).score,
+        score=None if grader is None else _GradeWith(grader).score,
         format=config.format,
         reply_regex=config.reply_regex,
-        blocks=grader.blocks,
+        blocks=grader is not None and grader.blocks,
     )
 
 

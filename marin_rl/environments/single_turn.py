@@ -26,8 +26,8 @@ class SingleTurnEnvironment:
     """Name under which its metrics are logged."""
     splits: TaskSplits
     """The tasks of each split."""
-    score: Callable[[Task, str], float]
-    """The reward `correct` of a reply to a task."""
+    score: Callable[[Task, str], float] | None
+    """The reward `correct` of a reply to a task; None where reward functions alone judge it."""
     format: FormatConfig | None = None
     """The reward `format`, if any."""
     reply_regex: str | None = None
@@ -51,14 +51,14 @@ class SingleTurnEnvironment:
 
     def rewards(self, task: Task, reply: str) -> dict[str, float]:
         """The rewards of a reply by component; the form is judged on the complete reply."""
-        rewards = {CORRECT: self._correct(task, reply)}
+        rewards = {} if self.score is None else {CORRECT: self._correct(self.score, task, reply)}
         if self.format is not None:
             rewards[FORMAT] = self.format.reward(reply)
         return rewards
 
-    def _correct(self, task: Task, reply: str) -> float:
+    def _correct(self, score: Callable[[Task, str], float], task: Task, reply: str) -> float:
         scored = reply if self.reply_regex is None else extract_last(self.reply_regex, reply)
-        return 0.0 if scored is None else self.score(task, scored)
+        return 0.0 if scored is None else score(task, scored)
 
 
 @dataclasses.dataclass

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from marin_rl.objectives.returns import check_discount, discounted_returns
-from marin_rl.objectives.signals import AdvantageConfig, Credit, RolloutSignal, uniform_credit
+from marin_rl.objectives.signals import AdvantageConfig, Credit, RolloutSignal, TurnCredit, uniform_credit
 from marin_rl.objectives.spread import centered, standardized
 
 
@@ -154,10 +154,12 @@ class GigpoConfig(AdvantageConfig):
         episode = _compared(totals, self.normalize)
         returns = [discounted_returns(self._rewards(group[index]), self.gamma) for index in present]
         steps = step_advantages(returns, [_anchors(group[index]) for index in present], self.normalize)
-        advantages = [np.zeros(len(signal.turn_ids)) for signal in group]
-        for index, of_episode, of_turns in zip(present, episode, steps, strict=True):
-            advantages[index] = (of_episode + self.omega * of_turns)[group[index].turn_ids]
-        return [Credit(array, np.zeros(array.size)) for array in advantages]
+        credits = [uniform_credit(signal, 0.0) for signal in group]
+        for index, of_episode, own_returns, of_turns in zip(present, episode, returns, steps, strict=True):
+            advantages = (of_episode + self.omega * of_turns)[group[index].turn_ids]
+            parts = TurnCredit(float(of_episode), own_returns, of_turns)
+            credits[index] = Credit(advantages, np.zeros(advantages.size), parts)
+        return credits
 
     def _rewards(self, signal: RolloutSignal) -> Float64[np.ndarray, " turns"]:
         rewards = signal.turn_rewards.copy()

@@ -74,6 +74,17 @@ class RolloutSignal:
         return None if self.score is None else self.score - math.fsum(self.penalties)
 
 
+class TurnCredit(NamedTuple):
+    """What the advantages of a rollout's turns are made of; `episode_advantage + ω·step_advantages`."""
+
+    episode_advantage: float
+    """A_E: the rollout against the others of its group."""
+    returns: Float64[np.ndarray, " turns"]
+    """G_t: discounted rewards of each turn and those after it."""
+    step_advantages: Float64[np.ndarray, " turns"]
+    """A_S: each turn against the turns of the group at the same anchor state."""
+
+
 class Credit(NamedTuple):
     """What each action token of a rollout earned."""
 
@@ -81,6 +92,8 @@ class Credit(NamedTuple):
     """How much better than expected; what the policy term multiplies."""
     value_targets: Float64[np.ndarray, " tokens"]
     """What the critic should learn; zeros without one."""
+    of_turns: TurnCredit | None = None
+    """Where the advantages come from, for estimators that credit turns (GiGPO); for logs and stored rollouts."""
 
 
 @dataclasses.dataclass(frozen=True)

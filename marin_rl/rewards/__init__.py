@@ -1,2 +1,18 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from marin_rl.rewards.functions import EvaluateResult, StepOutput, reward_function
+
+__all__ = ["EvaluateResult", "StepOutput", "reward_function"]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily: the process that guards a sandbox lives in this package too, and must need only the standard library.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from marin_rl.rewards import functions
+
+    return getattr(functions, name)

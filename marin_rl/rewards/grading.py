@@ -57,8 +57,8 @@ class GraderConfig(draccus.ChoiceRegistry, abc.ABC):
     """Chooses a grader by `type`."""
 
     @abc.abstractmethod
-    def build(self) -> Grader:
-        """Make the grader."""
+    def build(self) -> Grader | None:
+        """Make the grader; None where replies are not compared with the answer at all."""
 
 
 def exact_match(reply: str, answer: str) -> bool:
@@ -110,6 +110,15 @@ class ExactGrader:
         if self.ignore_case:
             reply, answer = reply.casefold(), answer.casefold()
         return float(exact_match(reply, answer))
+
+
+@GraderConfig.register_subclass("none")
+@dataclasses.dataclass(frozen=True)
+class NoGraderConfig(GraderConfig):
+    """The reply is not compared with the answer; reward functions (`rewards`) judge it alone."""
+
+    def build(self) -> None:
+        """Nothing."""
 
 
 @GraderConfig.register_subclass("math_verify")

@@ -5,65 +5,25 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
-import math
 import time
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Iterator
 from typing import TypeVar
 
-from marin_rl.environments.base import Environment, Episode, Step
-from marin_rl.objectives.gigpo import anchor_of
+from marin_rl.environments.base import Environment, Episode
+from marin_rl.rollouts.draft import Attempt, Draft, EnvironmentFault, Limits
 from marin_rl.rollouts.sampling_desk import SamplingDesk
-from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.types import Generation, Message, Rollout, RolloutStatus, StopReason, Task, Turn
+from marin_rl.types import RolloutStatus
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """How far a rollout may go."""
-
-    max_length: int
-    """Most tokens in one sequence, prompt and answers together."""
-    max_new_tokens: int
-    """Most tokens in one answer, the stop token included."""
-    max_turns: int
-    """Most answers in one rollout."""
-    max_tokens: int | None = None
-    """Most tokens in all answers of a rollout together; None: no limit of their own."""
-    max_seconds: float = 120.0
-    """Most seconds that the environment may take for a whole rollout; waiting for the sampler does not count."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Attempt:
-    """What is to be played."""
-
-    task: Task
-    """The problem."""
-    prompt: tuple[int, ...]
-    """Its messages as tokens."""
-    group_id: str
-    """Group of the rollout."""
-    id: str
-    """Id of the rollout."""
-    seed: int
-    """Of the policy's answers."""
-    start_seed: int
-    """Of the environment; equal within a group."""
-    temperature: float
-    """Of sampling; 0 is greedy."""
-
-
 async def play(
     attempt: Attempt, environment: Environment, tokenizer: ChatTokenizer, desk: SamplingDesk, limits: Limits
-) -> Rollout:
+) -> Draft:
     """Play an attempt to its end, whatever that is.
 
     What the environment raises, or takes too long for, is the end of this rollout alone. Errors of the sampler and of
@@ -76,45 +36,35 @@ async def play(
         desk: where answers are asked for; it is left once the last one came.
         limits: how far the rollout may go.
 
-    Raises:
-        ValueError: if a reward is NaN or infinite; the message names the rollout.
+    Returns:
+        The rollout, which reward functions may still judge.
     """
-    script = _Script(attempt)
-    clock = _Clock(limits.max_seconds)
+    draft = Draft(attempt)
+    clock = _Clock(limits.max_seconds, draft.seconds)
     episode: Episode | None = None
     try:
         episode = await clock.within(environment.start(attempt.task, attempt.start_seed))
-        while not script.over:
+        while not draft.over:
             with clock.counted("sample"):
-                generation = await desk.sample(script.request(limits))
+                generation = await desk.sample(draft.request(limits))
             reply = tokenizer.decode_reply(generation.token_ids)
-            script.hear(generation, reply)
-            script.see(await clock.within(episode.step(reply)), tokenizer, limits)
-    except _EnvironmentError as error:
-        script.fail(error)
+            draft.hear(generation, reply)
+            draft.see(await clock.within(episode.step(reply)), tokenizer, limits)
+    except EnvironmentFault as error:
+        draft.fail(error.status, str(error))
     finally:
         desk.leave()
         if episode is not None:
             await _close(episode, attempt.id)
-    rollout = script.finish(clock.seconds)
-    _log_summary(rollout)
-    return rollout
-
-
-class _EnvironmentError(Exception):
-    """The environment raised, or took too long."""
-
-    def __init__(self, status: RolloutStatus, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+    return draft
 
 
 class _Clock:
     """Holds the environment to its time."""
 
-    def __init__(self, limit: float) -> None:
-        self.seconds: dict[str, float] = {"sample": 0.0, "environment": 0.0}
+    def __init__(self, limit: float, seconds: dict[str, float]) -> None:
         self._limit = limit
+        self._seconds = seconds
 
     @contextlib.contextmanager
     def counted(self, name: str) -> Iterator[None]:
@@ -122,11 +72,11 @@ class _Clock:
         try:
             yield
         finally:
-            self.seconds[name] += time.perf_counter() - start
+            self._seconds[name] += time.perf_counter() - start
 
     async def within(self, work: Awaitable[Result]) -> Result:
         """Wait for the environment for as long as it may still take."""
-        limit = asyncio.timeout(max(self._limit - self.seconds["environment"], 0.0))
+        limit = asyncio.timeout(max(self._limit - self._seconds["environment"], 0.0))
         try:
             with self.counted("environment"):
                 async with limit:
@@ -134,125 +84,8 @@ class _Clock:
         except Exception as error:
             if limit.expired():
                 message = f"its environment took longer than {self._limit:g} s (rollouts.max_seconds)"
-                raise _EnvironmentError(RolloutStatus.TIMED_OUT, message) from error
-            raise _EnvironmentError(RolloutStatus.FAILED, f"{type(error).__name__}: {error}") from error
-
-
-class _Script:
-    """A rollout in the making."""
-
-    def __init__(self, attempt: Attempt) -> None:
-        self._attempt = attempt
-        self._observation = attempt.prompt
-        self._observed: tuple[Message, ...] = attempt.task.messages
-        shown = attempt.task.anchor_state
-        self._anchor = anchor_of(attempt.task.messages if shown is None else shown)
-        self._starts_sequence = True
-        self._history: tuple[Message, ...] = ()
-        self._sequence: tuple[int, ...] = ()
-        self._turns: list[Turn] = []
-        self._rewards: dict[str, float] = {}
-        self._metrics: dict[str, float] = {}
-        self._truncated = False
-        self._error: _EnvironmentError | None = None
-        self.over = False
-
-    def request(self, limits: Limits) -> SampleRequest:
-        """What to ask the policy next."""
-        prompt = self._observation if self._starts_sequence else self._sequence + self._observation
-        room = max(limits.max_length - len(prompt), 1)
-        return SampleRequest(
-            prompt_tokens=prompt,
-            seed=derive_seed(self._attempt.seed, len(self._turns)),
-            max_new_tokens=min(limits.max_new_tokens, room, self._tokens_left(limits)),
-            temperature=self._attempt.temperature,
-        )
-
-    def hear(self, generation: Generation, reply: str) -> None:
-        """Take the policy's answer down."""
-        said: Message = {"role": "assistant", "content": reply}
-        turn = Turn(
-            observation_tokens=self._observation,
-            generation=generation,
-            messages=(*self._observed, said),
-            anchor_state=self._anchor,
-            starts_sequence=self._starts_sequence,
-        )
-        self._turns.append(turn)
-        self._truncated |= generation.stop_reason is StopReason.LENGTH
-        self._history = (*self._history, *self._observed, said)
-        context = () if self._starts_sequence else self._sequence
-        self._sequence = context + self._observation + generation.token_ids
-
-    def see(self, step: Step, tokenizer: ChatTokenizer, limits: Limits) -> None:
-        """Take the environment's answer down."""
-        rewards, metrics = _numbers(step.rewards), _numbers(step.metrics)
-        if not step.done and not step.messages:
-            raise _EnvironmentError(
-                RolloutStatus.FAILED,
-                "ValueError: the environment's step is not done, but has no messages to show the policy next",
-            )
-        self._turns[-1] = dataclasses.replace(
-            self._turns[-1], action=step.action, reward=sum(rewards.values(), 0.0) if rewards else None
-        )
-        for name, value in rewards.items():
-            self._rewards[name] = self._rewards.get(name, 0.0) + value
-        self._metrics |= metrics
-        _log_step(self._attempt.id, len(self._turns) - 1, self._turns[-1], step)
-        if step.done:
-            self.over = True
-            return
-        self._observed, self._anchor = step.messages, _anchor(step.messages, step.anchor_state)
-        self._observation, self._starts_sequence = tokenizer.observation_tokens(
-            self._history, self._sequence, step.messages
-        )
-        context = 0 if self._starts_sequence else len(self._sequence)
-        no_room = context + len(self._observation) >= limits.max_length
-        if no_room or len(self._turns) >= limits.max_turns or self._tokens_left(limits) < 1:
-            self.over = self._truncated = True
-
-    def fail(self, error: _EnvironmentError) -> None:
-        """End without a reward."""
-        self._error = error
-        logger.warning("rollout %s %s: %s", self._attempt.id, error.status.value.replace("_", " "), error)
-
-    def finish(self, seconds: Mapping[str, float]) -> Rollout:
-        """The record of it."""
-        if self._error is not None:
-            status = self._error.status
-        else:
-            status = RolloutStatus.TRUNCATED if self._truncated else RolloutStatus.COMPLETED
-        return Rollout(
-            id=self._attempt.id,
-            group_id=self._attempt.group_id,
-            task=self._attempt.task,
-            turns=tuple(self._turns),
-            status=status,
-            rewards={} if self._error is not None else self._rewards,
-            error=None if self._error is None else str(self._error),
-            metrics=self._metrics,
-            seconds=dict(seconds),
-        )
-
-    def _tokens_left(self, limits: Limits) -> int:
-        if limits.max_tokens is None:
-            return limits.max_new_tokens
-        return limits.max_tokens - sum(len(turn.generation.token_ids) for turn in self._turns)
-
-
-def _anchor(observed: tuple[Message, ...], state: object) -> str:
-    try:
-        return anchor_of(observed if state is None else state)
-    except TypeError as error:
-        raise _EnvironmentError(RolloutStatus.FAILED, f"TypeError: {error}") from error
-
-
-def _numbers(values: Mapping[str, float]) -> dict[str, float]:
-    """The values as numbers; what an environment gets wrong here fails its rollout, as a raise does."""
-    try:
-        return {name: float(value) for name, value in values.items()}
-    except (TypeError, ValueError) as error:
-        raise _EnvironmentError(RolloutStatus.FAILED, f"{type(error).__name__}: {error}") from error
+                raise EnvironmentFault(RolloutStatus.TIMED_OUT, message) from error
+            raise EnvironmentFault(RolloutStatus.FAILED, f"{type(error).__name__}: {error}") from error
 
 
 async def _close(episode: Episode, id: str) -> None:
@@ -265,31 +98,3 @@ async def _close(episode: Episode, id: str) -> None:
 
 
 _CLOSING_SECONDS = 10.0
-
-
-def _log_step(id: str, turn: int, played: Turn, step: Step) -> None:
-    if logger.isEnabledFor(logging.DEBUG):
-        logger.debug(
-            "rollout %s turn %d: shown %s; said %r (log-probability %.4f, %s); taken for %r; reward %s; next %s",
-            id,
-            turn,
-            list(played.messages[:-1]),
-            played.messages[-1]["content"],
-            math.fsum(played.generation.logprobs),
-            played.generation.stop_reason.value,
-            played.action if played.action is not None else played.messages[-1]["content"],
-            dict(step.rewards),
-            "nothing, it is over" if step.done else list(step.messages),
-        )
-
-
-def _log_summary(rollout: Rollout) -> None:
-    logger.info(
-        "rollout %s of task %s: %s, %d turns, %d tokens, reward %s",
-        rollout.id,
-        rollout.task.id,
-        rollout.status.value,
-        len(rollout.turns),
-        rollout.num_generated_tokens,
-        "none" if rollout.total_reward is None else f"{rollout.total_reward:g}",
-    )

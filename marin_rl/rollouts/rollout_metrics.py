@@ -42,9 +42,15 @@ def rollout_metrics(groups: Sequence[RolloutGroup], version: WeightVersion) -> d
 
 
 def is_correct(rollout: Rollout) -> bool:
-    """Whether the task was solved: full marks in the component `correct`, or without one any reward above 0."""
+    """Whether the task was solved.
+
+    Full marks in the component `correct`; without one what the environment measured as `success`; without either any
+    reward above 0.
+    """
     if "correct" in rollout.rewards:
         return rollout.rewards["correct"] >= 1
+    if "success" in rollout.metrics:
+        return rollout.status.is_graded and rollout.metrics["success"] >= 1
     return (rollout.total_reward or 0.0) > 0
 
 

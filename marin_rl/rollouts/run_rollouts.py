@@ -10,12 +10,14 @@ sampling of others.
 
 import asyncio
 import dataclasses
-import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 from marin_rl.environments.base import Environment
-from marin_rl.rollouts.episode import Attempt, Limits, play
+from marin_rl.rollouts.draft import Attempt, Draft, Limits
+from marin_rl.rollouts.episode import play
 from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.rollouts.judging import Judges, NoJudges
 from marin_rl.rollouts.sampling_desk import SamplingDesk
 from marin_rl.sampling.sampler import PromptTooLongError, Sampler
 from marin_rl.seeds import derive_seed
@@ -23,7 +25,7 @@ from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Rollout, RolloutGroup, Task
 
-logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class AllRolloutsFailedError(RuntimeError):
@@ -46,6 +48,8 @@ class Player:
     """Answers."""
     limits: Limits
     """Bounds of every rollout."""
+    judges: Judges = dataclasses.field(default_factory=NoJudges)
+    """Reward functions, which judge rollouts after their environment."""
     loop: BackgroundLoop = dataclasses.field(default_factory=BackgroundLoop)
     """Where episodes and rewards run."""
     timer: PhaseTimer = dataclasses.field(default_factory=PhaseTimer)
@@ -102,29 +106,34 @@ def run_groups(
         for group, (task, prompt) in enumerate(zip(tasks, prompts, strict=True))
         for member in range(group_size)
     ]
-    rollouts = _play_all(player, attempts)
-    if not all_may_fail:
-        _require_one_success(rollouts)
-    return [
-        RolloutGroup(id=f"{name}-{group}", rollouts=rollouts[group * group_size : (group + 1) * group_size])
-        for group in range(len(tasks))
+    drafts = _play_all(player, [attempts[at : at + group_size] for at in range(0, len(attempts), group_size)])
+    groups = [
+        RolloutGroup(id=f"{name}-{index}", rollouts=[draft.finish() for draft in group])
+        for index, group in enumerate(drafts)
     ]
+    if not all_may_fail:
+        _require_one_success([rollout for group in groups for rollout in group.rollouts])
+    return groups
 
 
-def _play_all(player: Player, attempts: Sequence[Attempt]) -> list[Rollout]:
-    """The event loop plays while this thread samples."""
-    desk = SamplingDesk(player.sampler.batch_size, len(attempts))
+def _play_all(player: Player, groups: Sequence[Sequence[Attempt]]) -> list[list[Draft]]:
+    """The event loop plays and judges while this thread samples."""
+    desk = SamplingDesk(player.sampler.batch_size, sum(map(len, groups)))
 
-    async def everything() -> list[Rollout]:
-        try:
-            async with asyncio.TaskGroup() as together:
-                playing = [
-                    together.create_task(play(attempt, player.environment, player.tokenizer, desk, player.limits))
-                    for attempt in attempts
-                ]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [task.result() for task in playing]
+    async def play_one(attempt: Attempt) -> Draft:
+        draft = await play(attempt, player.environment, player.tokenizer, desk, player.limits)
+        await player.judges.judge_one(draft)
+        return draft
+
+    async def play_group(attempts: Sequence[Attempt]) -> list[Draft]:
+        drafts = await _together(play_one(attempt) for attempt in attempts)
+        await player.judges.judge_group(drafts)
+        return drafts
+
+    async def play_all() -> list[list[Draft]]:
+        drafts = await _together(play_group(attempts) for attempts in groups)
+        await player.judges.judge_batch([draft for group in drafts for draft in group])
+        return drafts
 
     def check() -> None:
         if not player.loop.responds(player.limits.max_seconds):
@@ -134,7 +143,7 @@ def _play_all(player: Player, attempts: Sequence[Attempt]) -> list[Rollout]:
                 "`await asyncio.to_thread(...)`"
             )
 
-    playing = player.loop.submit(everything())
+    playing = player.loop.submit(play_all())
     playing.add_done_callback(lambda _: desk.close())
     try:
         desk.serve(player.sampler, player.timer, check, player.limits.max_seconds)
@@ -142,6 +151,16 @@ def _play_all(player: Player, attempts: Sequence[Attempt]) -> list[Rollout]:
     finally:
         # Nothing of a step that ends with an error goes on behind its back.
         playing.cancel()
+
+
+async def _together(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """All results, in order; the first error cancels the rest and is passed on."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def _prompt(player: Player, task: Task) -> tuple[int, ...]:

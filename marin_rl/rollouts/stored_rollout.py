@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Float
 
+from marin_rl.objectives.signals import TurnCredit
 from marin_rl.types import Evaluation, Rollout, RolloutStatus, Turn
 
 SCHEMA_VERSION = 1
@@ -42,6 +43,7 @@ _EVALUATION = pa.struct(
         ("weight", pa.float64()),
         ("score", pa.float64()),
         ("reason", pa.string()),
+        ("lost", pa.string()),
         ("error", pa.string()),
         ("metrics", _NUMBERS),
         ("steps", pa.list_(_STEP_REWARD)),
@@ -114,12 +116,8 @@ class TrainingSignal:
     """Log-probabilities (nats) under the learner's weights before the update; None where nobody scored them."""
     reference_logprobs: Float[np.ndarray, " tokens"] | None = None
     """Log-probabilities (nats) under the frozen reference; None without one."""
-    episode_advantage: float | None = None
-    """The part of the advantage that the whole rollout shares (GiGPO)."""
-    step_returns: Float[np.ndarray, " turns"] | None = None
-    """Discounted return from each turn on (GiGPO)."""
-    step_advantages: Float[np.ndarray, " turns"] | None = None
-    """The part of the advantage that is the turn's own, before its weight (GiGPO)."""
+    of_turns: TurnCredit | None = None
+    """What the advantages of its turns are made of (GiGPO)."""
 
     @property
     def mean_advantage(self) -> float | None:
@@ -167,11 +165,18 @@ def as_row(rollout: Rollout, step: int, purpose: str, signal: TrainingSignal | N
 def _check_lengths(rollout: Rollout, signal: TrainingSignal | None) -> None:
     if signal is None:
         return
-    for name in ("advantages", "learner_logprobs", "reference_logprobs", "step_returns", "step_advantages"):
-        array = getattr(signal, name)
-        expected = len(rollout.turns) if name.startswith("step_") else rollout.num_generated_tokens
-        if array is not None and len(array) != expected:
-            raise ValueError(f"rollout {rollout.id}: {name} has length {len(array)}, expected {expected}")
+    tokens, turns = rollout.num_generated_tokens, len(rollout.turns)
+    expected: list[tuple[str, np.ndarray | None, int]] = [
+        ("advantages", signal.advantages, tokens),
+        ("learner_logprobs", signal.learner_logprobs, tokens),
+        ("reference_logprobs", signal.reference_logprobs, tokens),
+    ]
+    if signal.of_turns is not None:
+        expected += [("returns", signal.of_turns.returns, turns)]
+        expected += [("step_advantages", signal.of_turns.step_advantages, turns)]
+    for name, array, length in expected:
+        if array is not None and len(array) != length:
+            raise ValueError(f"rollout {rollout.id}: {name} has length {len(array)}, expected {length}")
 
 
 def _why_not_trained(rollout: Rollout, purpose: str, signal: TrainingSignal | None) -> str | None:
@@ -196,6 +201,7 @@ def _evaluation_row(evaluation: Evaluation) -> dict[str, Any]:
         "weight": evaluation.weight,
         "score": evaluation.score,
         "reason": _text(evaluation.reason),
+        "lost": evaluation.lost,
         "error": _text(evaluation.error),
         "metrics": _numbers(evaluation.metrics),
         "steps": [
@@ -261,9 +267,17 @@ def _signal_columns(signal: TrainingSignal | None, turn: int, tokens: slice) -> 
         "learner_logprobs": _part(signal.learner_logprobs, tokens),
         "reference_logprobs": _part(signal.reference_logprobs, tokens),
         "advantages": _part(signal.advantages, tokens),
-        "episode_advantage": signal.episode_advantage,
-        "step_return": None if signal.step_returns is None else float(signal.step_returns[turn]),
-        "step_advantage": None if signal.step_advantages is None else float(signal.step_advantages[turn]),
+        **_turn_credit_columns(signal.of_turns, turn),
+    }
+
+
+def _turn_credit_columns(credit: TurnCredit | None, turn: int) -> dict[str, float]:
+    if credit is None:
+        return {}
+    return {
+        "episode_advantage": credit.episode_advantage,
+        "step_return": float(credit.returns[turn]),
+        "step_advantage": float(credit.step_advantages[turn]),
     }
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from marin_rl.environments.base import Split
 from marin_rl.metrics import Metric
+from marin_rl.rewards.combine import evaluation_metrics
 from marin_rl.rollouts.filters import sort_groups
 from marin_rl.rollouts.rollout_metrics import rollout_metrics
 from marin_rl.rollouts.run_rollouts import Player, run_groups
@@ -79,7 +80,9 @@ def collect_groups(run: TrainingRun, player: Player, step: int) -> Collected:
         "filter/dropped_ungraded": len(left_out) - equal,
         "filter/rounds": rounds,
     }
-    metrics = rollout_metrics([*kept, *left_out], progress.step)
+    sampled = [*kept, *left_out]
+    said = evaluation_metrics(one for group in sampled for rollout in group.rollouts for one in rollout.evaluations)
+    metrics = {**rollout_metrics(sampled, progress.step), **said}
     return Collected(kept, left_out, {**metrics, **{name: Metric(float(count)) for name, count in counts.items()}})
 
 

@@ -17,7 +17,10 @@ from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer import TrainerConfig
 
 import marin_rl.objectives.gae
-import marin_rl.objectives.gigpo  # noqa: F401
+import marin_rl.objectives.gigpo
+import marin_rl.rewards.code
+import marin_rl.rewards.function_component
+import marin_rl.rewards.judge  # noqa: F401
 from marin_rl.batching.packing import RowLayout
 from marin_rl.environments.base import EnvironmentConfig
 from marin_rl.learner.checkpoint import CheckpointConfig
@@ -29,6 +32,7 @@ from marin_rl.objectives.kl import KlConfig, NoKlConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig, ReinforceLossConfig
 from marin_rl.objectives.shaping import KeepTruncatedConfig, OverlongConfig, TruncationConfig
 from marin_rl.objectives.signals import AdvantageConfig
+from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rollouts.filters import FilterConfig, KeepGroupsConfig
 from marin_rl.rollouts.store import RolloutStoreConfig
 from marin_rl.runtime.config_decoding import decode
@@ -197,6 +201,8 @@ class TrainConfig:
     """Size of a batch and limits of a rollout."""
     sampling: SamplingConfig = SamplingConfig()
     """How the policy samples."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where reward functions and programs that a model wrote run, and what a call may use."""
     advantage: AdvantageConfig = RlooConfig()
     """How rewards of a group become advantages."""
     policy_loss: PolicyLossConfig = ReinforceLossConfig()

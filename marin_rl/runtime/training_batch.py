@@ -4,6 +4,7 @@
 """From the rewards of a step's groups to the batches that the learner trains on."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -23,6 +24,8 @@ from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.seeds import derive_seed
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus
+
+logger = logging.getLogger(__name__)
 
 Tokens = Float64[np.ndarray, " _tokens"]
 
@@ -73,6 +76,8 @@ def build_batch(run: TrainingRun, groups: Sequence[RolloutGroup], timer: PhaseTi
             for members, given in zip(grouped, computed, strict=True)
             for signal, credit in zip(members, given, strict=True)
         }
+        for rollout in graded:
+            _log_turns(rollout, credits[rollout.id])
         metrics |= _critic_metrics(run, list(signals.values()), [credits[r.id] for r in graded])
         kept = [credits[r.id] for r in graded]
         stored = _stored_signals(run, scored, own, kept)
@@ -171,6 +176,7 @@ def _stored_signals(
             advantages=credit.advantages if credit.advantages.size else None,
             learner_logprobs=None if logprobs is None else logprobs[rollout.loss_mask],
             reference_logprobs=None if run.reference is None else rollout.reference_logprobs[rollout.loss_mask],
+            of_turns=credit.of_turns,
         )
         for rollout, logprobs, credit in zip(scored, learner, credits, strict=True)
     }
@@ -197,6 +203,23 @@ def _signal(rollout: Rollout, processed: ProcessedRollout, penalties: Tokens) ->
         values=processed.values[mask].astype(np.float64),
         unrewarded_turns=tuple(index for index, turn in enumerate(rollout.turns) if turn.reward is None),
     )
+
+
+def _log_turns(rollout: Rollout, credit: Credit) -> None:
+    """What the advantages of the turns are made of, where an estimator credits turns."""
+    if credit.of_turns is None or not logger.isEnabledFor(logging.DEBUG):
+        return
+    episode, returns, steps = credit.of_turns
+    for index, turn in enumerate(rollout.turns):
+        logger.debug(
+            "rollout %s turn %d: anchor state %.12s, A_E %.6g, return %.6g, A_S %.6g",
+            rollout.id,
+            index,
+            turn.anchor_state,
+            episode,
+            returns[index],
+            steps[index],
+        )
 
 
 def _failed(rollout: Rollout) -> RolloutSignal:

@@ -22,8 +22,10 @@ from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.policy_model import initialize_policy, load_hf_policy, model_shape, read_hf_architecture
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
-from marin_rl.rollouts.episode import Limits
+from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.rollouts.draft import Limits
 from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.rollouts.judging import Judges, RewardFunctions
 from marin_rl.rollouts.run_rollouts import Player
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
 from marin_rl.rollouts.stored_rollout import TrainingSignal
@@ -95,11 +97,13 @@ class TrainingRun:
     """The host's share of the state."""
     loop: BackgroundLoop
     """Where episodes and rewards run."""
+    judges: RewardFunctions
+    """The environment's reward functions."""
 
     @property
     def player(self) -> Player:
         """What plays episodes under the current weights, with a timer of its own."""
-        return make_player(self.config, self.environment, self.tokenizer, self.sampler, self.loop)
+        return make_player(self.config, self.environment, self.tokenizer, self.sampler, self.loop, self.judges)
 
     def publish(self) -> None:
         """Hand the learner's weights to the sampler, without a copy."""
@@ -123,6 +127,7 @@ class TrainingRun:
 
     def close(self) -> None:
         """End what runs beside the training; rollouts that are under way reach the disk."""
+        self.judges.close()
         self.loop.close()
         with writing(self.store.folder):
             self.store.close()
@@ -134,6 +139,7 @@ def make_player(
     tokenizer: ChatTokenizer,
     sampler: PolicySampler,
     loop: BackgroundLoop,
+    judges: Judges,
 ) -> Player:
     """A player with the configured limits."""
     limits = Limits(
@@ -143,7 +149,17 @@ def make_player(
         max_tokens=config.rollouts.max_tokens,
         max_seconds=config.rollouts.max_seconds,
     )
-    return Player(environment, tokenizer, sampler, limits, loop)
+    return Player(environment, tokenizer, sampler, limits, judges, loop)
+
+
+def make_judges(config: TrainConfig, environment: Environment, loop: BackgroundLoop) -> RewardFunctions:
+    """The reward functions of the configured environment, started and checked.
+
+    Raises:
+        RewardConfigError: if one cannot be used.
+        IsolationError: if the machine offers less isolation than the sandbox requires.
+    """
+    return RewardFunctions(config.environment.reward_components(environment), Sandbox(config.sandbox), loop)
 
 
 def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
@@ -163,6 +179,7 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
     tokenizer = config.tokenizer.build()
     environment = config.environment.build()
     loop = BackgroundLoop()
+    judges = make_judges(config, environment, loop)
     store = RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer))
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
     # A learning rate schedule has no form for no steps at all, which is a run that only warms up and exports.
@@ -176,7 +193,7 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         report(f"resuming after step {progress.step}, from {checkpoint.path}")
         sampler = PolicySampler(config, policy_of(state.model), tokenizer, trainer, progress.step)
     else:
-        state, sampler, progress = _start(config, learner, trainer, tokenizer, environment, loop, store, report)
+        state, sampler, progress = _start(config, learner, trainer, tokenizer, environment, loop, judges, store, report)
     run = TrainingRun(
         config,
         trainer,
@@ -197,6 +214,7 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         state,
         progress,
         loop,
+        judges,
     )
     if checkpoint is None:
         run.save()
@@ -265,6 +283,7 @@ def _start(
     tokenizer: ChatTokenizer,
     environment: Environment,
     loop: BackgroundLoop,
+    judges: Judges,
     store: RolloutStore,
     report: Report,
 ) -> tuple[TrainerState, PolicySampler, Progress]:
@@ -275,7 +294,7 @@ def _start(
     else:
         model = load_hf_policy(hf_folder(config.initialize_from), tokenizer, trainer, config.model)
     sampler = PolicySampler(config, model, tokenizer, trainer, version=0)
-    player = make_player(config, environment, tokenizer, sampler, loop)
+    player = make_player(config, environment, tokenizer, sampler, loop, judges)
     progress = Progress(vocab_size=model.vocab_size)
 
     def use_weights(model: LmHeadModel) -> None:

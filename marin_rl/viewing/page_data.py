@@ -194,6 +194,7 @@ def _evaluation(evaluation: Row) -> dict[str, Any]:
         "weight": _number(evaluation["weight"]),
         "score": _number(evaluation["score"]),
         "reason": visible(evaluation["reason"] or ""),
+        "lost": visible(evaluation["lost"] or ""),
         "error": visible(evaluation["error"] or ""),
         "metrics": _pairs(evaluation["metrics"]),
         "steps": [

@@ -126,7 +126,7 @@ def _rewards(row: Row) -> RenderableType:
     rewards = dict(row["rewards"])
     for name in dict.fromkeys([*rewards, *evaluations]):
         said = evaluations.get(name, {})
-        why = " ".join(part for part in (said.get("reason"), said.get("error")) if part)
+        why = " · ".join(part for part in (said.get("reason"), said.get("lost"), said.get("error")) if part)
         values = (rewards.get(name), said.get("score"), said.get("weight"))
         table.add_row(Text(one_line(name)), *map(number, values), Text(visible(why)))
         for step in said.get("steps", ()):

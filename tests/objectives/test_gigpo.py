@@ -82,6 +82,20 @@ def test_worked_example():
     np.testing.assert_allclose(EPISODE, [0.333333, -0.666667, 0.333333], atol=5e-7)
 
 
+def test_the_parts_of_the_worked_example_are_told():
+    [credits] = GigpoConfig().compute([EXAMPLE])
+    parts = [credit.of_turns for credit in credits]
+    assert [part.episode_advantage for part in parts] == pytest.approx(EPISODE)
+    assert [part.step_advantages.tolist() for part in parts] == [pytest.approx(own) for own in STEP]
+    returns = [[0.9025, 0.95, 1.0], [0.0, 0.0, 0.0], [0.95, 1.0]]
+    assert [part.returns.tolist() for part in parts] == [pytest.approx(own) for own in returns]
+
+
+def test_a_failed_rollout_has_no_parts():
+    [credits] = GigpoConfig().compute([[*EXAMPLE, make_signal(None, [0.0], anchors=["s0"], id="T3")]])
+    assert [credit.of_turns is None for credit in credits] == [False, False, False, True]
+
+
 def test_std_divides_each_part_by_its_own_spread():
     config = GigpoConfig(normalize=GigpoNormalization.STD)
     actual = advantages(config.compute([EXAMPLE]))[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from marin_rl.objectives.signals import TurnCredit
 from marin_rl.rollouts.store import RolloutStore, RolloutStoreConfig, StoredFormat
 from marin_rl.rollouts.stored_rollout import TrainingSignal
 from marin_rl.types import (
@@ -74,7 +75,7 @@ def rich_rollout() -> Rollout:
         evaluations=(
             Evaluation("correct", 1.0, 1.0, steps, {"length": 3.0}, "equal to the answer"),
             Evaluation("style", 0.5, 1.0),
-            Evaluation("judge", 2.0, None, error="TimeoutError: 3 s"),
+            Evaluation("judge", 2.0, None, error="TimeoutError: 3 s", lost="timeout"),
         ),
         metrics={"retries": 1.0, "metrics": 4.0},
         seconds={"sample": 0.5, "environment": 0.25, "reward": 0.125},
@@ -87,9 +88,7 @@ def rich_signal() -> TrainingSignal:
         advantages=np.array([0.5, 0.5, 0.5, -0.25, -0.25]),
         learner_logprobs=np.array([-0.125, -0.25, -0.5, -0.125, -0.5]),
         reference_logprobs=np.array([-1.0, -1.0, -1.0, -2.0, -2.0]),
-        episode_advantage=0.25,
-        step_returns=np.array([1.2, 1.0]),
-        step_advantages=np.array([0.25, -0.5]),
+        of_turns=TurnCredit(0.25, np.array([1.2, 1.0]), np.array([0.25, -0.5])),
     )
 
 

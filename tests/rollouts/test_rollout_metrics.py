@@ -1,6 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import dataclasses
 import statistics
 from collections.abc import Mapping
 
@@ -132,3 +133,24 @@ def test_metrics_of_two_halves_merge_into_those_of_the_whole():
 )
 def test_what_counts_as_correct(rewards: dict[str, float], expected: bool):
     assert is_correct(rollout(rewards)) is expected
+
+
+@pytest.mark.parametrize(
+    ("rewards", "measured", "expected"),
+    [
+        ({"game": -20.0}, {"success": 1.0}, True),
+        ({"game": 3.0}, {"success": 0.0}, False),
+        ({"correct": 1.0}, {"success": 0.0}, True),
+        ({"game": 3.0}, {"moves": 0.0}, True),
+        ({}, {"success": 1.0}, False),
+    ],
+)
+def test_an_environment_may_measure_success(rewards: dict[str, float], measured: dict[str, float], expected: bool):
+    assert is_correct(dataclasses.replace(rollout(rewards), metrics=measured)) is expected
+
+
+def test_each_way_to_end_without_a_reward_is_counted_on_its_own():
+    late = rollout({}, status=RolloutStatus.TIMED_OUT)
+    found = metrics([GOOD, FAILED, late, late])
+    assert (found["rollouts/failed"], found["rollouts/timed_out"]) == (1.0, 2.0)
+    assert found["objective/scores"] == 1.0

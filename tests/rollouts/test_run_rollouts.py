@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 
 from marin_rl.environments.base import Environment, Episode, Split, Step
-from marin_rl.rollouts.episode import Limits
+from marin_rl.rollouts.draft import Limits
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, BlockedEventLoopError, Player, run_groups
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.sampling.scripted import ScriptedSampler

@@ -16,7 +16,7 @@ from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import Environment
 from marin_rl.learner.scoring import Scores
-from marin_rl.rollouts.episode import Limits
+from marin_rl.rollouts.draft import Limits
 from marin_rl.rollouts.run_rollouts import Player
 from marin_rl.runtime.config import RolloutConfig, TrainConfig
 from marin_rl.runtime.training_run import Progress, TrainingRun

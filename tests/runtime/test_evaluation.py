@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from marin_rl.environments.base import Episode, Split, Step
-from marin_rl.rollouts.episode import Limits
+from marin_rl.rollouts.draft import Limits
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Player
 from marin_rl.runtime.evaluation import EvaluationConfig, evaluate
 from marin_rl.sampling.sampler import SampleRequest

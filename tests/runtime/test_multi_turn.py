@@ -4,6 +4,7 @@
 """Episodes of different numbers of turns, from the environment's words to the batch that the learner gets."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from marin_rl.environments.base import Episode, Split, Step
 from marin_rl.objectives.advantages import GigpoConfig, ReinforceConfig
 from marin_rl.objectives.policy_loss import GspoLossConfig, ReinforceLossConfig, RlooSequenceLossConfig, Sequences
 from marin_rl.rollouts.run_rollouts import run_groups
+from marin_rl.rollouts.stored_rollout import as_row
 from marin_rl.runtime.config import RolloutConfig
 from marin_rl.runtime.training_batch import TrainingBatch, build_batch, minibatches
 from marin_rl.runtime.training_run import TrainingRun
@@ -244,6 +246,32 @@ def test_the_worked_example_of_gigpo_from_words_to_tokens(tokenizer: ChatTokeniz
     assert anchors[0][2] == anchors[2][1]
     assert len({anchor for own in anchors for anchor in own}) == 4
     compare(by_turn(batch, group), expected(EPISODE, STEPS))
+
+
+def test_what_gigpo_adds_up_is_told_turn_by_turn(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.DEBUG, logger="marin_rl.runtime.training_batch"):
+        _, group, _ = play(worked_example(), advantage=GigpoConfig())
+    said = [record.getMessage() for record in caplog.records if "anchor state" in record.getMessage()]
+    turns = [(rollout.id, turn, played) for rollout in group.rollouts for turn, played in enumerate(rollout.turns)]
+    assert len(said) == len(turns) == 8
+    for line, (id, turn, played) in zip(said, turns, strict=True):
+        assert line.startswith(f"rollout {id} turn {turn}: anchor state {played.anchor_state[:12]}, A_E ")
+    assert said[0].endswith("A_E 0.333333, return 0.9025, A_S 0.285")
+    assert said[3].endswith("A_E -0.666667, return 0, A_S -0.6175")
+
+
+def test_what_gigpo_adds_up_is_stored_turn_by_turn():
+    _, group, batch = play(worked_example(), advantage=GigpoConfig())
+    rows = [as_row(rollout, 1, "training", batch.signals[rollout.id], lambda token: b"x") for rollout in group.rollouts]
+    assert [row["turns"][0]["episode_advantage"] for row in rows] == pytest.approx(EPISODE)
+    assert [[turn["step_advantage"] for turn in row["turns"]] for row in rows] == [
+        pytest.approx(list(one)) for one in STEPS
+    ]
+    assert [turn["step_return"] for turn in rows[0]["turns"]] == pytest.approx([0.9025, 0.95, 1.0])
+    for row in rows:
+        for turn in row["turns"]:
+            total = turn["episode_advantage"] + turn["step_advantage"]
+            assert turn["advantages"] == pytest.approx([total] * len(turn["token_ids"]))
 
 
 def test_a_turn_without_a_reward_gets_the_default_and_one_of_zero_does_not():

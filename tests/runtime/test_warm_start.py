@@ -19,7 +19,7 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.environments.base import Split
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.learner.policy_model import model_shape
-from marin_rl.rollouts.episode import Limits
+from marin_rl.rollouts.draft import Limits
 from marin_rl.rollouts.run_rollouts import Player
 from marin_rl.runtime.config import default_trainer
 from marin_rl.runtime.devices import start_devices

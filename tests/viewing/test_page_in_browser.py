@@ -176,7 +176,7 @@ def evil_run(folder: Path) -> Path:
     task = Task(EVIL, EVIL, ({"role": "user", "content": EVIL},), EVIL)
     said = (
         Evaluation(EVIL, 1.0, 1.0, (StepReward(0, 1.0, EVIL, {EVIL: 1.0}),), {EVIL: 1.0}, EVIL),
-        Evaluation("lost", 1.0, None, error=EVIL),
+        Evaluation("lost", 1.0, None, error=EVIL, lost=EVIL),
     )
     turn = dataclasses.replace(
         turn_of(EVIL, EVIL, action=EVIL, anchor_state=EVIL),

@@ -1,0 +1,78 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Which turn a step's reward belongs to."""
+
+from collections.abc import Sequence
+
+from marin_rl.rewards.functions import StepOutput
+from marin_rl.types import Message, StepReward
+
+
+class StepIndexError(ValueError):
+    """A step index that names no message of the policy; the message names rollout, index and the valid ones."""
+
+
+def policy_messages(messages: Sequence[Message], first_policy_message: int) -> list[int]:
+    """The indices in `messages` of what the policy said: the k-th is turn k.
+
+    Args:
+        messages: the whole conversation.
+        first_policy_message: index of the first message that is not the prompt's; assistant messages before it are
+            examples that somebody wrote.
+
+    >>> chat = [{"role": role, "content": ""} for role in ("user", "assistant", "user", "assistant")]
+    >>> policy_messages(chat, 0), policy_messages(chat, 2)
+    ([1, 3], [3])
+    """
+    return [
+        index
+        for index, message in enumerate(messages)
+        if index >= first_policy_message and message["role"] == "assistant"
+    ]
+
+
+def align_steps(
+    rollout_id: str, messages: Sequence[Message], step_outputs: Sequence[StepOutput], first_policy_message: int = 0
+) -> dict[int, StepReward]:
+    """Match what a reward function says about steps with the turns that they are about.
+
+    Args:
+        rollout_id: names the rollout in errors.
+        messages: the whole conversation, as the function was given it.
+        step_outputs: what the function said, in any order.
+        first_policy_message: index of the first message that is not the prompt's.
+
+    Returns:
+        The step rewards by turn, in the turns' order; turns without one are left out.
+
+    Raises:
+        StepIndexError: if an index names no message, a message that is not the policy's, or one twice.
+    """
+    turns = {index: turn for turn, index in enumerate(policy_messages(messages, first_policy_message))}
+    found: dict[int, StepReward] = {}
+    for step in step_outputs:
+        index = step.step_index
+        problem = _problem(index, messages, first_policy_message)
+        if problem is None and turns[index] in found:
+            problem = "is given twice"
+        if problem is not None:
+            valid = ", ".join(map(str, turns)) or "none, it said nothing"
+            raise StepIndexError(
+                f"rollout {rollout_id}: step_index {index} {problem}; the policy's messages are {valid}"
+            )
+        found[turns[index]] = StepReward(
+            turn=turns[index], base_reward=step.base_reward, reason=step.reason, metrics=dict(step.metrics)
+        )
+    return dict(sorted(found.items()))
+
+
+def _problem(index: int, messages: Sequence[Message], first_policy_message: int) -> str | None:
+    if not 0 <= index < len(messages):
+        return f"is outside of the {len(messages)} messages"
+    role = messages[index]["role"]
+    if role != "assistant":
+        return f"is a message of role {role!r}"
+    if index < first_policy_message:
+        return f"is an example in the prompt, which ends at message {first_policy_message}"
+    return None

@@ -1,0 +1,70 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""From what the components said about a rollout to its rewards."""
+
+from collections.abc import Iterable, Sequence
+
+from marin_rl.metrics import Metric, mean, merge_all, total
+from marin_rl.types import Evaluation
+
+
+def failure(evaluations: Sequence[Evaluation]) -> str | None:
+    """Why a rollout has no reward: a component that has no score for it; None where every one has.
+
+    A missing score is no 0: the rollout leaves its group's baseline and carries no signal.
+    """
+    lost = [one for one in evaluations if one.score is None]
+    return "; ".join(f"reward {one.component!r}: {one.error}" for one in lost) or None
+
+
+def weighted_rewards(evaluations: Sequence[Evaluation]) -> dict[str, float]:
+    """A rollout's reward by component: weight times score.
+
+    Raises:
+        ValueError: if a component has no score for it.
+
+    >>> weighted_rewards([Evaluation("correct", weight=2.0, score=1.0), Evaluation("short", weight=0.5, score=0.5)])
+    {'correct': 2.0, 'short': 0.25}
+    """
+    missing = failure(evaluations)
+    if missing is not None:
+        raise ValueError(f"the rollout has no reward: {missing}")
+    return {one.component: one.weight * one.score for one in evaluations if one.score is not None}
+
+
+def turn_rewards(evaluations: Sequence[Evaluation], turns: int) -> list[float | None]:
+    """The reward of every turn: the sum of weight times base reward, None where no component gave one.
+
+    Args:
+        evaluations: what the components said about the rollout.
+        turns: how many turns it has.
+
+    Raises:
+        IndexError: if a component speaks of a turn that there is not.
+    """
+    rewards: list[float | None] = [None] * turns
+    for one in evaluations:
+        for step in one.steps:
+            rewards[step.turn] = (rewards[step.turn] or 0.0) + one.weight * step.base_reward
+    return rewards
+
+
+def evaluation_metrics(evaluations: Iterable[Evaluation]) -> dict[str, Metric]:
+    """What components said, as metrics: `rewards/<component>/score`, and what they measured under its own name.
+
+    The mean is over the rollouts that the component has a score for; a metric of a step counts once a step. Rollouts
+    that it has none for are counted by cause, as `rewards/<component>/lost_<cause>`.
+    """
+    return merge_all(record for one in evaluations for record in _records(one))
+
+
+def _records(one: Evaluation) -> Iterable[dict[str, Metric]]:
+    measured = [one.metrics, *(step.metrics for step in one.steps)]
+    scores = {f"lost_{one.lost}": total([1])} if one.score is None else {"score": mean([one.score])}
+    # A user's own metric may be called score; the component's stays what it is.
+    for record in (
+        *({name: mean([value]) for name, value in part.items() if name != "score"} for part in measured),
+        scores,
+    ):
+        yield {f"rewards/{one.component}/{name}": metric for name, metric in record.items()}

@@ -1,0 +1,243 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Reward functions: what a user writes, what it is given, and what it answers.
+
+A user's file needs one import, `from marin_rl.rewards import EvaluateResult, StepOutput, reward_function`. The
+decorated function works as a plain function in a notebook or a test; in training it runs in the sandbox.
+"""
+
+import dataclasses
+import enum
+import functools
+import inspect
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, overload
+
+import pydantic
+
+from marin_rl.types import Message
+
+
+class RewardMode(enum.StrEnum):
+    """What one call of a reward function judges."""
+
+    POINTWISE = "pointwise"
+    """One rollout."""
+    BATCH = "batch"
+    """Several rollouts, which it may compare: lists in, a list of equal length out."""
+
+
+def _to_float(value: Any) -> Any:
+    # numpy's numbers are registered as real ones; a string that looks like a number is a mistake.
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
+Number = Annotated[float, pydantic.BeforeValidator(_to_float), pydantic.Field(strict=True, allow_inf_nan=False)]
+"""A finite number; numpy's scalars and booleans become floats, strings do not."""
+
+
+class StepOutput(pydantic.BaseModel):
+    """What a reward function says about one step of a rollout."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    step_index: Annotated[int, pydantic.Field(strict=True, ge=0)]
+    """Index in `messages` of the assistant message that this is about, from 0."""
+    base_reward: Number
+    """Reward of the step alone; finite."""
+    metrics: dict[str, Number] = pydantic.Field(default_factory=dict)
+    """Further numbers to log, by name."""
+    reason: str | None = None
+    """Why, in words; kept with the rollout."""
+
+
+class EvaluateResult(pydantic.BaseModel):
+    """What a reward function says about one rollout."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    score: Number
+    """The rollout's reward, before the component's weight; finite."""
+    step_outputs: tuple[StepOutput, ...] = ()
+    """Rewards of single steps, in any order, at most one a step."""
+    metrics: dict[str, Number] = pydantic.Field(default_factory=dict)
+    """Further numbers to log, by name."""
+    reason: str | None = None
+    """Why, in words; kept with the rollout."""
+    is_score_valid: bool = True
+    """False where no score could be found: the rollout then carries no signal, instead of a misleading 0."""
+    error: str | None = None
+    """What went wrong, where something did."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardRequest:
+    """One rollout to be judged."""
+
+    rollout_id: str
+    """Unique within the run."""
+    messages: tuple[Message, ...]
+    """The whole conversation: the prompt, then what the policy said and was told."""
+    ground_truth: str
+    """The task's answer."""
+    task_id: str
+    """Unique within its environment; equal for the rollouts of one prompt."""
+    environment: str
+    """Name of the environment that made the task."""
+    status: str
+    """How the rollout ended: `completed` or `truncated`."""
+    first_policy_message: int = 0
+    """Index in `messages` of the first message that can be the policy's; assistant messages before it are examples
+    in the prompt."""
+
+
+class RewardFunctionError(TypeError):
+    """A reward function that cannot be used as it is written; the message names it and the remedy."""
+
+
+class RewardFunction:
+    """A decorated reward function. Call it with keywords, as the sandbox does."""
+
+    def __init__(self, function: Callable[..., Any], mode: RewardMode):
+        self.function = function
+        """What the user wrote."""
+        self.mode = mode
+        """What one call judges."""
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """What the function answers, validated.
+
+        Returns:
+            An `EvaluateResult`, or in batch mode a list with one for each rollout.
+
+        Raises:
+            RewardFunctionError: if it answers something else; the message names the function and what it answered.
+            pydantic.ValidationError: if a number is not finite or a key is unknown.
+        """
+        answer = self.function(*arguments, **keywords)
+        if self.mode is RewardMode.POINTWISE:
+            return self._result(answer)
+        messages = keywords["messages"] if "messages" in keywords else arguments[0]
+        if not isinstance(answer, Sequence) or isinstance(answer, str) or len(answer) != len(messages):
+            found = f"{len(answer)} results" if isinstance(answer, list | tuple) else type(answer).__name__
+            raise RewardFunctionError(
+                f"{self.name} answered {found} for {len(messages)} rollouts; in batch mode it returns a list with "
+                "one result for each, in their order"
+            )
+        return [self._result(one) for one in answer]
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return getattr(self.function, "__name__", "the reward function")
+
+    def _result(self, answer: Any) -> EvaluateResult:
+        if isinstance(answer, numbers.Real):
+            return EvaluateResult(score=float(answer))
+        if not isinstance(answer, EvaluateResult):
+            raise RewardFunctionError(
+                f"{self.name} answered {type(answer).__name__}; it returns an EvaluateResult or a number"
+            )
+        return answer
+
+
+@overload
+def reward_function(function: Callable[..., Any], /) -> RewardFunction: ...
+@overload
+def reward_function(*, mode: str = "pointwise") -> Callable[[Callable[..., Any]], RewardFunction]: ...
+
+
+def reward_function(function: Callable[..., Any] | None = None, /, *, mode: str = "pointwise") -> Any:
+    """Mark a function as a reward function.
+
+    Pointwise, it is given the `messages` of one rollout and its `ground_truth`; in batch mode, lists of both, one
+    entry a rollout. The other keywords are `task_id`, `environment`, `status` (lists in batch mode) and the
+    component's own options, so it ends in `**kwargs`.
+
+    Args:
+        function: the function, where the decorator is written without parentheses.
+        mode: `pointwise` or `batch`.
+
+    Raises:
+        RewardFunctionError: if the mode is unknown or the signature does not fit.
+
+    >>> @reward_function
+    ... def short(messages, ground_truth, **kwargs):
+    ...     return EvaluateResult(score=float(len(messages[-1]["content"]) < 5), reason="its length")
+    >>> short(messages=[{"role": "assistant", "content": "46"}], ground_truth="46").score
+    1.0
+    """
+    if function is None:
+        return functools.partial(_decorate, mode=mode)
+    return _decorate(function, mode=mode)
+
+
+def _decorate(function: Callable[..., Any], mode: str) -> RewardFunction:
+    name = getattr(function, "__name__", repr(function))
+    if mode not in tuple(RewardMode):
+        raise RewardFunctionError(f"{name}: mode is {mode!r}; it is 'pointwise' or 'batch'")
+    if inspect.iscoroutinefunction(function):
+        raise RewardFunctionError(f"{name} is async; write it with a plain def, calls run in processes of their own")
+    parameters = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    missing = [
+        wanted
+        for wanted in ("messages", "ground_truth")
+        if wanted not in parameters or parameters[wanted].kind not in by_name
+    ]
+    if missing or not takes_any:
+        raise RewardFunctionError(
+            f"{name}{inspect.signature(function)} lacks {', '.join([*missing, *([] if takes_any else ['**kwargs'])])}; "
+            "a reward function takes messages, ground_truth and **kwargs"
+        )
+    return RewardFunction(function, RewardMode(mode))
+
+
+GIVEN = ("messages", "ground_truth", "task_id", "environment", "status")
+"""The keywords that every reward function is given; a component's options have other names."""
+
+
+def required_options(function: RewardFunction) -> list[str]:
+    """The parameters that only a component's options can give.
+
+    >>> @reward_function
+    ... def near(messages, ground_truth, tolerance, steps=3, **kwargs): ...
+    >>> required_options(near)
+    ['tolerance']
+    """
+    return [
+        name
+        for name, parameter in inspect.signature(function.function).parameters.items()
+        if name not in GIVEN
+        and parameter.default is inspect.Parameter.empty
+        and parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    ]
+
+
+def evaluate(
+    function: RewardFunction, requests: Sequence[RewardRequest], options: Mapping[str, Any]
+) -> list[EvaluateResult]:
+    """Judge rollouts in this process.
+
+    Args:
+        function: what judges them.
+        requests: one rollout in pointwise mode, one or more in batch mode.
+        options: further keywords for the function.
+
+    Returns:
+        One result for each request, in their order.
+    """
+    if function.mode is RewardMode.POINTWISE:
+        return [function(**_keywords(request), **options) for request in requests]
+    keywords = [_keywords(request) for request in requests]
+    return function(**{name: [one[name] for one in keywords] for name in GIVEN}, **options)
+
+
+def _keywords(request: RewardRequest) -> dict[str, Any]:
+    return {"messages": [dict(message) for message in request.messages]} | {
+        name: getattr(request, name) for name in GIVEN if name != "messages"
+    }

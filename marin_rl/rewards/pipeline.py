@@ -1,0 +1,110 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""All reward components of an environment: who is asked when, and what becomes of a lost answer."""
+
+import asyncio
+import collections
+import logging
+from collections.abc import Sequence
+
+from marin_rl.rewards.align import StepIndexError, align_steps
+from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardConfigError, RewardScope
+from marin_rl.rewards.functions import EvaluateResult, RewardRequest
+from marin_rl.rewards.losses import CallLostError, LossCause
+from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.types import Evaluation
+
+logger = logging.getLogger(__name__)
+
+
+class RewardPipeline:
+    """Asks the components, and turns what they say into evaluations. A lost answer costs its own rollouts only."""
+
+    def __init__(self, components: Sequence[RewardComponent]):
+        """A pipeline that is not started yet.
+
+        Raises:
+            RewardConfigError: if two components have the same name.
+        """
+        counts = collections.Counter(component.name for component in components)
+        twice = sorted(name for name, count in counts.items() if count > 1)
+        if twice:
+            raise RewardConfigError(f"rewards: {', '.join(twice)} is there twice; give one of them another `name`")
+        self._components = tuple(components)
+
+    async def start(self) -> None:
+        """Check every component.
+
+        Raises:
+            RewardConfigError: if one cannot be used.
+        """
+        for component in self._components:
+            await component.check()
+
+    def has(self, scope: RewardScope) -> bool:
+        """Whether there are components of a scope."""
+        return any(component.scope is scope for component in self._components)
+
+    async def judge_one(self, request: RewardRequest) -> list[Evaluation]:
+        """What the pointwise components say about a rollout, in the config's order."""
+        [evaluations] = await self._judge(RewardScope.POINTWISE, [request])
+        return evaluations
+
+    async def judge_group(self, requests: Sequence[RewardRequest]) -> list[list[Evaluation]]:
+        """What the components of scope `group` say about all attempts at one prompt: a list for each rollout."""
+        return await self._judge(RewardScope.GROUP, requests)
+
+    async def judge_batch(self, requests: Sequence[RewardRequest]) -> list[list[Evaluation]]:
+        """What the components of scope `batch` say about all rollouts of a step: a list for each rollout."""
+        return await self._judge(RewardScope.BATCH, requests)
+
+    async def close(self) -> None:
+        """Close every component; the sandbox is the caller's."""
+        await asyncio.gather(*(component.close() for component in self._components))
+
+    async def _judge(self, scope: RewardScope, requests: Sequence[RewardRequest]) -> list[list[Evaluation]]:
+        asked = [component for component in self._components if component.scope is scope]
+        answers = await asyncio.gather(*(self._ask(component, requests) for component in asked))
+        return [[answer[index] for answer in answers] for index in range(len(requests))]
+
+    async def _ask(self, component: RewardComponent, requests: Sequence[RewardRequest]) -> list[Evaluation]:
+        if not requests:
+            return []
+        try:
+            results = await component.judge(requests)
+        except CallLostError as error:
+            return [self._lost(component, request, error.cause, error.detail) for request in requests]
+        return [self._evaluation(component, *pair) for pair in zip(requests, results, strict=True)]
+
+    def _evaluation(self, component: RewardComponent, request: RewardRequest, result: EvaluateResult) -> Evaluation:
+        if not result.is_score_valid:
+            why = result.error or result.reason or "it says that its score is not valid"
+            return self._lost(component, request, LossCause.INVALID_SCORE, why)
+        try:
+            steps = align_steps(request.rollout_id, request.messages, result.step_outputs, request.first_policy_message)
+        except StepIndexError as error:
+            return self._lost(component, request, LossCause.STEP_INDEX, str(error))
+        return Evaluation(
+            component=component.name,
+            weight=component.weight,
+            score=result.score,
+            steps=tuple(steps.values()),
+            metrics=dict(result.metrics),
+            reason=result.reason,
+            error=result.error,
+        )
+
+    def _lost(self, component: RewardComponent, request: RewardRequest, cause: LossCause, detail: str) -> Evaluation:
+        error = f"{cause.value}: {detail}"
+        logger.warning("reward %r lost rollout %s: %s", component.name, request.rollout_id, error)
+        return Evaluation(component=component.name, weight=component.weight, score=None, error=error, lost=cause.value)
+
+
+def build_pipeline(configs: Sequence[RewardComponentConfig], sandbox: Sandbox) -> RewardPipeline:
+    """The pipeline of a config's `rewards`.
+
+    Raises:
+        RewardConfigError: if two components have the same name.
+    """
+    return RewardPipeline([config.build(sandbox) for config in configs])

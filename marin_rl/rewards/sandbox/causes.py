@@ -1,0 +1,57 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""From what a worker observed of a call's process to the cause of the loss."""
+
+import os
+import signal
+from typing import Any
+
+from marin_rl.rewards.losses import CallLostError, LossCause
+from marin_rl.rewards.sandbox.zygote import NOT_CONFINED
+
+_VIOLATIONS = {
+    "timeout": (LossCause.TIMEOUT, "no answer within sandbox.wall_seconds"),
+    "output": (LossCause.OUTPUT, "more output than sandbox.output_kb"),
+    "processes": (LossCause.PROCESSES, "more processes than sandbox.processes"),
+}
+_SIGNALS = {
+    signal.SIGXCPU: (LossCause.CPU, "more processor time than sandbox.cpu_seconds"),
+    signal.SIGXFSZ: (LossCause.FILE_SIZE, "a file larger than sandbox.file_mb"),
+}
+
+
+def loss_of(report: dict[str, Any], cpu_seconds: float) -> CallLostError | None:
+    """Why a call's process ended before its time, or None where it ended by itself with status 0.
+
+    Args:
+        report: what the worker observed.
+        cpu_seconds: the limit on processor time.
+    """
+    if report["violation"] is not None:
+        return CallLostError(*_VIOLATIONS[report["violation"]])
+    if report["status"] is None:
+        return CallLostError(LossCause.WORKER, "the process that holds the loaded file died")
+    code = os.waitstatus_to_exitcode(report["status"])
+    if code >= 0:
+        return _exit_loss(code, report["stderr"])
+    if -code in _SIGNALS:
+        return CallLostError(*_SIGNALS[signal.Signals(-code)])
+    if -code == signal.SIGKILL and report["cpu"] >= cpu_seconds:
+        return CallLostError(*_SIGNALS[signal.SIGXCPU])
+    return CallLostError(LossCause.SIGNAL, f"ended by {_signal_name(-code)}")
+
+
+def _exit_loss(code: int, stderr: str) -> CallLostError | None:
+    if code == 0:
+        return None
+    if code == NOT_CONFINED:
+        return CallLostError(LossCause.WORKER, f"the call was not confined, and not run: {stderr[-500:]}")
+    return CallLostError(LossCause.EXITED, f"it ended its process with status {code}: {stderr[-500:]}")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,267 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Seccomp: a process gives up system calls that judging text never needs.
+
+The filter is a program of the kernel's classic packet filter (`include/uapi/linux/filter.h`, seccomp(2)), written
+out here because the usual library is not installed everywhere. It refuses what is named and lets the rest pass: the
+list holds what reaches other processes, the network, the kernel's configuration, or a file's attributes, which
+Landlock does not hold. System call numbers from `asm/unistd_64.h` (x86-64) and `asm-generic/unistd.h` (64-bit Arm).
+"""
+
+import ctypes
+import dataclasses
+import errno
+import os
+import struct
+
+from marin_rl.rewards.sandbox.kernel import IS_LINUX, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, PR_SET_SECCOMP, prctl
+
+# One row a system call: its number on x86-64 and on 64-bit Arm, None where the machine has no such call.
+_NETWORK = {"socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201)}
+_SIGNALS = {
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424),
+}
+_PROGRAMS = {"fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281)}
+_OTHER_PROCESSES = {
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "kcmp": (312, 272),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+}
+_NAMESPACES = {
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "setns": (308, 268),
+    "unshare": (272, 97),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "open_by_handle_at": (304, 265),
+    "name_to_handle_at": (303, 264),
+}
+_KERNEL = {
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "syslog": (103, 116),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "modify_ldt": (154, None),
+    "fanotify_init": (300, 262),
+    "vhangup": (153, 58),
+}
+_SHARED_MEMORY = {
+    # Memory that outlives the process or counts towards no limit of it.
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+}
+_ATTRIBUTES = {
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Machine:
+    audit_arch: int
+    column: int
+    clone: int
+    clone3: int
+    prctl: int
+    setrlimit: int
+    prlimit64: int
+
+
+_MACHINES = {
+    "x86_64": _Machine(0xC000003E, 0, clone=56, clone3=435, prctl=157, setrlimit=160, prlimit64=302),
+    "aarch64": _Machine(0xC00000B7, 1, clone=220, clone3=435, prctl=167, setrlimit=164, prlimit64=261),
+}
+
+_X32_BIT = 0x40000000
+_CLONE_THREAD = 0x00010000
+_CLONE_NAMESPACES = 0x7E020000
+
+_LOAD, _JUMP_EQUAL, _JUMP_SET, _JUMP_GREATER_EQUAL, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
+_ALLOW = 0x7FFF0000
+_KILL_PROCESS = 0x80000000
+_REFUSE = 0x00050000 | errno.EPERM
+_UNKNOWN = 0x00050000 | errno.ENOSYS
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class SystemCalls:
+    """What a filter leaves to a process."""
+
+    processes: bool
+    """Starting processes and programs; threads are always left."""
+    signals: bool
+    """Sending signals, to whomever it can reach."""
+    limits: bool
+    """Changing its own limits, and whether it ends with its parent."""
+
+
+def seccomp_is_known() -> bool:
+    """Whether this file knows the machine's system calls."""
+    return IS_LINUX and os.uname().machine in _MACHINES and struct.calcsize("P") == 8
+
+
+def restrict_system_calls(left: SystemCalls) -> None:
+    """Give up system calls, for this process and all it starts. They fail with EPERM from now on.
+
+    Raises:
+        OSError: if the kernel refuses.
+    """
+    program = filter_program(os.uname().machine, left)
+    code = ctypes.create_string_buffer(program, len(program))
+    # struct sock_fprog: the number of instructions, then, aligned, where they are.
+    description = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(code)))
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    prctl(PR_SET_SECCOMP, 2, ctypes.byref(description))
+
+
+def filter_program(machine: str, left: SystemCalls) -> bytes:
+    """The filter, eight bytes an instruction.
+
+    Args:
+        machine: `x86_64` or `aarch64`.
+        left: what the process may still do.
+    """
+    known = _MACHINES[machine]
+    start = [
+        _instruction(_LOAD, _ARCHITECTURE),
+        _instruction(_JUMP_EQUAL, known.audit_arch, 1, 0),
+        _instruction(_RETURN, _KILL_PROCESS),
+        _instruction(_LOAD, _NUMBER),
+    ]
+    if machine == "x86_64":
+        # The same calls have other numbers in the 32-bit-pointer variant.
+        start += [_instruction(_JUMP_GREATER_EQUAL, _X32_BIT, 0, 1), _instruction(_RETURN, _KILL_PROCESS)]
+    rules = [instruction for number in _refused(known, left) for instruction in _when(number, [_answer(_REFUSE)])]
+    # Its flags lie in memory, where a filter cannot look; the C library then falls back to clone.
+    rules += _when(known.clone3, [_answer(_UNKNOWN)])
+    rules += _when(known.clone, _clone_rule(left))
+    if not left.limits:
+        rules += _when(known.setrlimit, [_answer(_REFUSE)])
+        rules += _when(known.prlimit64, _unless_null(2))
+        rules += _when(known.prctl, _unless_differs(0, PR_SET_PDEATHSIG))
+    return b"".join([*start, *rules, _answer(_ALLOW)])
+
+
+def _refused(known: _Machine, left: SystemCalls) -> list[int]:
+    tables = [_NETWORK, _OTHER_PROCESSES, _NAMESPACES, _KERNEL, _SHARED_MEMORY, _ATTRIBUTES]
+    if not left.signals:
+        tables.append(_SIGNALS)
+    if not left.processes:
+        tables.append(_PROGRAMS)
+    numbers = [row[known.column] for table in tables for row in table.values()]
+    return [number for number in numbers if number is not None]
+
+
+def _clone_rule(left: SystemCalls) -> list[bytes]:
+    flags = _instruction(_LOAD, _ARGUMENTS)
+    if left.processes:
+        return [flags, _instruction(_JUMP_SET, _CLONE_NAMESPACES, 0, 1), _answer(_REFUSE), _answer(_ALLOW)]
+    return [flags, _instruction(_JUMP_SET, _CLONE_THREAD, 1, 0), _answer(_REFUSE), _answer(_ALLOW)]
+
+
+def _unless_null(argument: int) -> list[bytes]:
+    low = _ARGUMENTS + 8 * argument
+    return [
+        _instruction(_LOAD, low),
+        _instruction(_JUMP_EQUAL, 0, 0, 2),
+        _instruction(_LOAD, low + 4),
+        _instruction(_JUMP_EQUAL, 0, 1, 0),
+        _answer(_REFUSE),
+        _answer(_ALLOW),
+    ]
+
+
+def _unless_differs(argument: int, value: int) -> list[bytes]:
+    # prctl's first argument is an int: the kernel looks at its low half alone.
+    return [
+        _instruction(_LOAD, _ARGUMENTS + 8 * argument),
+        _instruction(_JUMP_EQUAL, value, 0, 1),
+        _answer(_REFUSE),
+        _answer(_ALLOW),
+    ]
+
+
+def _when(number: int, rule: list[bytes]) -> list[bytes]:
+    # Every rule ends in an answer, so the number is still loaded where it is skipped.
+    return [_instruction(_JUMP_EQUAL, number, 0, len(rule)), *rule]
+
+
+def _answer(value: int) -> bytes:
+    return _instruction(_RETURN, value)
+
+
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("HBBI", code, if_true, if_false, value)

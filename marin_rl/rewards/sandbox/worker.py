@@ -1,0 +1,312 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A worker of the sandbox: the process that the trainer starts, and that watches over user code.
+
+It never runs user code itself. It forks a zygote, which loads the user's file once and forks a child for every
+call; a call's limits on time, output and processes are enforced here, by ending what exceeds them. Nothing but the
+standard library is used, and what it reads from below is passed on as text, for the trainer to validate.
+"""
+
+import contextlib
+import dataclasses
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from marin_rl.rewards.sandbox import frames, kernel, zygote
+from marin_rl.rewards.sandbox.limits import address_space
+from marin_rl.rewards.sandbox.processes import descendants, end_descendants
+from marin_rl.rewards.sandbox.spec import WorkerSpec
+
+POLL_SECONDS = 0.02
+"""How often processes are counted, where a call can start any."""
+
+END_SECONDS = 5.0
+"""How long to wait for what was ended to be gone."""
+
+READY_BYTES = 1 << 20
+"""Most bytes that a zygote may say about the file that it loaded."""
+
+_STATUS = struct.Struct("=id")
+_REQUESTS, _ANSWERS = 0, 1
+
+
+@dataclasses.dataclass
+class _Stream:
+    """What was read from one descriptor."""
+
+    limit: int
+    data: bytearray = dataclasses.field(default_factory=bytearray)
+    ended: bool = False
+
+    @property
+    def exceeded(self) -> bool:
+        return len(self.data) > self.limit
+
+    def text(self) -> str:
+        return bytes(self.data[: self.limit]).decode("utf-8", errors="replace")
+
+
+class Worker:
+    """Answers the trainer's requests, one at a time."""
+
+    def __init__(self, spec: WorkerSpec):
+        self._spec = spec
+        self._zygote: int | None = None
+        self._connection: socket.socket | None = None
+        self._loaded: dict[str, Any] = {}
+        self._taken = 0
+
+    def serve(self) -> None:
+        """Answer requests until the trainer closes the pipe or is gone."""
+        while (request := frames.read(_REQUESTS)) is not None:
+            # From here on user code may have run: a call that was not announced can be tried again elsewhere.
+            frames.write(_ANSWERS, {"began": True})
+            frames.write(_ANSWERS, self._answer(request))
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._zygote is None:
+            failure = self._start_zygote()
+            if failure is not None:
+                return {"not_loaded": failure}
+        return {"loaded": self._loaded["functions"]} if request["kind"] == "load" else self._call(request)
+
+    def _start_zygote(self) -> str | None:
+        """Have the user's file loaded; says what went wrong, or None."""
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                ours.close()
+                zygote.run(self._spec, theirs)
+            finally:
+                os._exit(1)
+        theirs.close()
+        self._zygote, self._connection = pid, ours
+        ready = _Stream(READY_BYTES)
+        violation = self._watch(
+            {ours.fileno(): ready},
+            time.monotonic() + self._spec.start_seconds,
+            lambda: (
+                len(ready.data) >= frames.HEADER_BYTES
+                and len(ready.data) >= frames.HEADER_BYTES + frames.length(bytes(ready.data))
+            ),
+            processes=1 + self._spec.limits.processes,
+            counts=kernel.IS_LINUX,
+        )
+        failure = self._why_not_loaded(ready, violation)
+        if failure is None:
+            self._taken = address_space(pid) if kernel.IS_LINUX else 0
+        else:
+            self._end_zygote()
+        return failure
+
+    def _why_not_loaded(self, ready: _Stream, violation: str | None) -> str | None:
+        if violation == "timeout":
+            return f"it was not loaded after {self._spec.start_seconds:g} s"
+        if violation is not None:
+            return f"loading it exceeded the limit on {violation}"
+        if ready.ended:
+            return "the process that loaded it ended"
+        self._loaded = zygote.parse_ready(bytes(ready.data[frames.HEADER_BYTES :]))
+        return self._loaded["failed"]
+
+    def _call(self, request: dict[str, Any]) -> dict[str, Any]:
+        folder = tempfile.mkdtemp(dir=self._spec.scratch)
+        started = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            report = self._run(request, folder, stack)
+        report["seconds"] = time.monotonic() - started
+        may_have_left = kernel.IS_LINUX and (report["violation"] or self._spec.can_start_processes)
+        if may_have_left and not end_descendants(self._zygote, END_SECONDS):
+            # Its end is that of every process in its namespaces.
+            raise SystemExit("processes of a call could not be ended")
+        _remove(folder)
+        return report
+
+    def _run(self, request: dict[str, Any], folder: str, stack: contextlib.ExitStack) -> dict[str, Any]:
+        assert self._connection is not None
+        streams: dict[int, _Stream] = {}
+        theirs = [_input(request.get("stdin", ""), self._spec.scratch, stack)]
+        for _ in ("stdout", "stderr", "answer"):
+            reading, writing = os.pipe()
+            stack.callback(os.close, reading)
+            streams[reading] = _Stream(self._spec.limits.output_bytes)
+            theirs.append(writing)
+        status = _Stream(_STATUS.size)
+        streams[self._connection.fileno()] = status
+        deadline = time.monotonic() + self._spec.limits.wall_seconds
+        try:
+            self._send({**request, "folder": folder, "taken": self._taken}, theirs)
+        except OSError:
+            status.ended = True
+        finally:
+            for descriptor in theirs[1:]:
+                os.close(descriptor)
+        violation = self._watch(
+            streams,
+            deadline,
+            lambda: len(status.data) >= _STATUS.size,
+            processes=2 + self._spec.limits.processes,
+            counts=kernel.IS_LINUX and self._spec.can_start_processes,
+        )
+        if violation is not None and not status.ended:
+            self._end_call(status)
+        _drain(streams)
+        stdout, stderr, answer = (stream for stream in streams.values() if stream is not status)
+        if violation is None and any(stream.exceeded for stream in (stdout, stderr, answer)):
+            violation = "output"
+        report = {"violation": violation, "stdout": stdout.text(), "stderr": stderr.text(), "answer": answer.text()}
+        if len(status.data) == _STATUS.size:
+            exit_status, cpu = _STATUS.unpack(bytes(status.data))
+            return report | {"status": exit_status, "cpu": cpu}
+        self._end_zygote()
+        return report | {"status": None, "cpu": 0.0}
+
+    def _send(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        assert self._connection is not None
+        self._connection.settimeout(END_SECONDS)
+        data = frames.encode(message)
+        socket.send_fds(self._connection, [data[: frames.HEADER_BYTES]], descriptors)
+        self._connection.sendall(data[frames.HEADER_BYTES :])
+
+    def _watch(
+        self,
+        streams: Mapping[int, _Stream],
+        deadline: float,
+        finished: Callable[[], bool],
+        processes: int,
+        counts: bool,
+    ) -> str | None:
+        """Read until the zygote has answered; says which limit was exceeded, or None.
+
+        Args:
+            streams: what to read from; the last is the zygote's.
+            deadline: when to give up, on the monotonic clock.
+            finished: whether the zygote has answered.
+            processes: how many may run below this one.
+            counts: whether to count them.
+        """
+        poll = select.poll()
+        # While a call runs the trainer says nothing; it can only go away.
+        poll.register(_REQUESTS, select.POLLIN)
+        for descriptor in streams:
+            poll.register(descriptor, select.POLLIN)
+        *_, last = streams.values()
+        while not (finished() or last.ended):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return "timeout"
+            for descriptor, _ in poll.poll(1000 * (min(left, POLL_SECONDS) if counts else left)):
+                if descriptor == _REQUESTS:
+                    _end_all()
+                if _read_some(descriptor, streams[descriptor]):
+                    poll.unregister(descriptor)
+                if streams[descriptor].exceeded:
+                    return "output"
+            if counts and len(descendants(os.getpid())) > processes:
+                return "processes"
+        return None
+
+    def _end_call(self, status: _Stream) -> None:
+        """End what the call runs in; the zygote then says how it ended."""
+        assert self._zygote is not None
+        assert self._connection is not None
+        if kernel.IS_LINUX:
+            end_descendants(self._zygote, END_SECONDS)
+        self._connection.settimeout(END_SECONDS)
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            while len(status.data) < _STATUS.size:
+                part = self._connection.recv(_STATUS.size - len(status.data))
+                if not part:
+                    break
+                status.data += part
+
+    def _end_zygote(self) -> None:
+        assert self._zygote is not None
+        assert self._connection is not None
+        self._connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._zygote, signal.SIGKILL)
+            # Calls are in its process group; this is all that ends them where there is no /proc.
+            os.killpg(self._zygote, signal.SIGKILL)
+        os.waitpid(self._zygote, 0)
+        self._zygote = self._connection = None
+        if kernel.IS_LINUX and not end_descendants(None, END_SECONDS):
+            raise SystemExit("processes of a user's file could not be ended")
+
+
+def _end_all(*_: object) -> None:
+    """The trainer is gone: so is everything that it started."""
+    if kernel.IS_LINUX:
+        end_descendants(None, END_SECONDS)
+    os._exit(1)
+
+
+def _input(text: str, scratch: str, stack: contextlib.ExitStack) -> int:
+    if not text:
+        descriptor = os.open(os.devnull, os.O_RDONLY)
+        stack.callback(os.close, descriptor)
+        return descriptor
+    with tempfile.TemporaryFile(dir=scratch) as file:
+        file.write(text.encode("utf-8", errors="surrogateescape"))
+        file.seek(0)
+        # Opened again: with a descriptor that can be written, a call could grow the file.
+        descriptor = os.open(f"/dev/fd/{file.fileno()}", os.O_RDONLY)
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _read_some(descriptor: int, stream: _Stream) -> bool:
+    """Read what there is, once; True at the end."""
+    try:
+        part = os.read(descriptor, 1 << 16)
+    except ConnectionError:
+        part = b""
+    stream.data += part
+    stream.ended = not part
+    return stream.ended
+
+
+def _drain(streams: Mapping[int, _Stream]) -> None:
+    """Read what is left in the pipes of a call that has ended, without waiting."""
+    for descriptor, stream in streams.items():
+        while not stream.ended and not stream.exceeded and select.select([descriptor], [], [], 0)[0]:
+            _read_some(descriptor, stream)
+
+
+def _remove(folder: str) -> None:
+    try:
+        os.rmdir(folder)
+    except OSError:
+        try:
+            shutil.rmtree(folder)
+        except (OSError, RecursionError):
+            # Nested deeper than Python's own function can follow.
+            subprocess.run(["rm", "-rf", folder], check=True)
+
+
+def main(text: str) -> None:
+    """Serve as a worker until the trainer is gone.
+
+    Args:
+        text: the spec, as JSON.
+    """
+    spec = WorkerSpec.from_json(text)
+    signal.signal(signal.SIGTERM, _end_all)
+    if kernel.IS_LINUX:
+        kernel.signal_at_parents_end(signal.SIGTERM)
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    sys.path.extend(spec.python_path)
+    Worker(spec).serve()

@@ -1,0 +1,243 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The zygote: it loads a user's file once, and forks a child for every call.
+
+So a call pays for no import, its limits are its own, and what it changes, leaks or breaks ends with it.
+"""
+
+import contextlib
+import gc
+import importlib.util
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from marin_rl.rewards.sandbox import frames, kernel
+from marin_rl.rewards.sandbox.landlock import restrict_files, restrict_writes
+from marin_rl.rewards.sandbox.limits import limit_call, limit_import
+from marin_rl.rewards.sandbox.seccomp import SystemCalls, restrict_system_calls
+from marin_rl.rewards.sandbox.spec import WorkerSpec
+
+NOT_CONFINED = 117
+"""Exit status of a call that could not be confined, and was not run."""
+
+_DESCRIPTORS = 4
+_ANSWER = 3
+_DEVICES_READ = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+
+def run(spec: WorkerSpec, connection: socket.socket) -> None:
+    """Be the zygote: say what was loaded, then serve calls until the worker is gone."""
+    connection = _leave_worker(connection)
+    _confine_import(spec)
+    sys.path.extend(spec.python_path)
+    functions: dict[str, Any] = {}
+    try:
+        if spec.file is not None:
+            functions = _load(spec.file)
+        ready = {"functions": {name: _describe(function) for name, function in functions.items()}, "failed": None}
+    except BaseException as error:
+        ready = {"functions": {}, "failed": _explain(error)}
+    connection.sendall(frames.encode(ready))
+    # Objects that every child shares with this process stay untouched by its garbage collector, and so unshared.
+    gc.collect()
+    gc.freeze()
+    while _serve_one(spec, connection, functions):
+        pass
+
+
+def parse_ready(data: bytes) -> dict[str, Any]:
+    """What a zygote said about the file that it loaded, held to its form.
+
+    The file's own code ran in that process, so what it says is checked like a stranger's.
+    """
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError):
+        message = None
+    if isinstance(message, dict) and isinstance(message.get("functions"), dict) and "failed" in message:
+        failed = message["failed"]
+        return {"functions": message["functions"], "failed": None if failed is None else str(failed)}
+    return {"functions": {}, "failed": "the process that loaded it said something else than what it loaded"}
+
+
+def _leave_worker(connection: socket.socket) -> socket.socket:
+    """Let go of everything that the worker holds, its pipes to the trainer above all."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if kernel.IS_LINUX:
+        kernel.signal_at_parents_end(signal.SIGKILL)
+    os.setsid()
+    kept = os.dup2(connection.detach(), _ANSWER)
+    os.closerange(_ANSWER + 1, os.sysconf("SC_OPEN_MAX"))
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+    os.close(nothing)
+    return socket.socket(fileno=kept)
+
+
+def _confine_import(spec: WorkerSpec) -> None:
+    limit_import(spec.limits.memory_bytes)
+    if spec.landlock:
+        restrict_files((*spec.read, *_DEVICES_READ), (spec.scratch, os.devnull), spec.landlock)
+    if spec.seccomp:
+        kernel.drop_capabilities()
+        # It has to fork, and its children set limits of their own.
+        restrict_system_calls(SystemCalls(processes=True, signals=_may_signal(spec), limits=True))
+
+
+def _confine_call(spec: WorkerSpec, folder: str, taken: int) -> None:
+    if kernel.IS_LINUX:
+        kernel.signal_at_parents_end(signal.SIGKILL)
+    limit_call(spec.limits, taken)
+    if spec.landlock:
+        restrict_writes((folder, os.devnull), spec.landlock)
+    if spec.seccomp:
+        restrict_system_calls(SystemCalls(processes=spec.limits.processes > 0, signals=_may_signal(spec), limits=False))
+
+
+def _may_signal(spec: WorkerSpec) -> bool:
+    # Only those that start processes have something to end, and only in a namespace there is nobody else to reach.
+    return spec.limits.processes > 0 and spec.has_namespaces
+
+
+def _load(file: str) -> dict[str, Any]:
+    from marin_rl.rewards.functions import RewardFunction
+
+    sys.path.append(os.path.dirname(file))
+    name = "reward_file_" + os.path.basename(file).removesuffix(".py")
+    found = importlib.util.spec_from_file_location(name, file)
+    if found is None or found.loader is None:
+        raise ImportError(f"{file} is not a Python file")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    found.loader.exec_module(module)
+    return {name: value for name, value in vars(module).items() if isinstance(value, RewardFunction)}
+
+
+def _describe(function: Any) -> dict[str, Any]:
+    from marin_rl.rewards.functions import required_options
+
+    return {"mode": function.mode.value, "required": required_options(function)}
+
+
+def _serve_one(spec: WorkerSpec, connection: socket.socket, functions: Mapping[str, Any]) -> bool:
+    header, descriptors, _, _ = socket.recv_fds(connection, frames.HEADER_BYTES, _DESCRIPTORS)
+    if len(header) < frames.HEADER_BYTES:
+        return False
+    data = bytearray()
+    size = frames.length(header)
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            return False
+        data += part
+    child = os.fork()
+    if child == 0:
+        _be_child(spec, json.loads(data), descriptors, functions)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    _, status, usage = os.wait4(child, 0)
+    connection.sendall(struct.pack("=id", status, usage.ru_utime + usage.ru_stime))
+    return True
+
+
+def _be_child(spec: WorkerSpec, request: dict[str, Any], descriptors: list[int], functions: Mapping[str, Any]) -> None:
+    """Run one call and exit."""
+    status = NOT_CONFINED
+    try:
+        # A group of its own, so that it can be ended with all that it starts, at once.
+        os.setsid()
+        _take_descriptors(descriptors)
+        os.environ |= {"TMPDIR": request["folder"], "HOME": request["folder"]}
+        tempfile.tempdir = None
+        os.chdir(request["folder"])
+        _confine_call(spec, request["folder"], request["taken"])
+        if request["kind"] == "python":
+            os.close(_ANSWER)
+            status = _run_program(request["code"], spec)
+        else:
+            status = _run_function(request, functions)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _flush()
+        os._exit(status)
+
+
+def _take_descriptors(descriptors: list[int]) -> None:
+    # The pipes came with numbers above those that they get, so none is overwritten before it is moved.
+    for wanted, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, wanted)
+    os.closerange(_DESCRIPTORS, max(descriptors) + 1)
+
+
+def _run_function(request: dict[str, Any], functions: Mapping[str, Any]) -> int:
+    from marin_rl.rewards.functions import RewardRequest, evaluate
+
+    try:
+        requests = [RewardRequest(**one) for one in request["requests"]]
+        results = evaluate(functions[request["function"]], requests, request["options"])
+        answer = '{"results": [' + ", ".join(result.model_dump_json() for result in results) + "]}"
+    except MemoryError:
+        answer = '{"memory": true}'
+    except BaseException as error:
+        answer = json.dumps({"raised": _explain(error)})
+    rest = memoryview(answer.encode("utf-8", errors="replace"))
+    while rest:
+        rest = rest[os.write(_ANSWER, rest) :]
+    return 0
+
+
+def _run_program(code: str, spec: WorkerSpec) -> int:
+    """Run a program as `python main.py` would; its exit status. Functions registered with `atexit` are not run."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "marin_rl"]:
+        del sys.modules[name]
+    sys.path[:] = [path for path in sys.path if path not in spec.hidden_path]
+    sys.argv = ["main.py"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    try:
+        exec(compile(code, "main.py", "exec"), main.__dict__)
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+    except SystemExit as error:
+        return _exit_status(error.code)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _exit_status(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # The call may have closed or replaced them; what it printed is then its own loss.
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def _explain(error: BaseException) -> str:
+    """The error's type, message and the last lines of its traceback, as the user would see them."""
+    lines = traceback.format_exception(error, limit=-3)
+    return f"{type(error).__name__}: {error}\n{''.join(lines)}"[:8000]

@@ -1,0 +1,259 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A rollout in the making: what was said so far, and what became of it."""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+from marin_rl.environments.base import Step
+from marin_rl.objectives.gigpo import anchor_of
+from marin_rl.rewards.combine import failure, turn_rewards, weighted_rewards
+from marin_rl.rewards.functions import RewardRequest
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.seeds import derive_seed
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import Evaluation, Generation, Message, Rollout, RolloutStatus, StopReason, Task, Turn
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How far a rollout may go."""
+
+    max_length: int
+    """Most tokens in one sequence, prompt and answers together."""
+    max_new_tokens: int
+    """Most tokens in one answer, the stop token included."""
+    max_turns: int
+    """Most answers in one rollout."""
+    max_tokens: int | None = None
+    """Most tokens in all answers of a rollout together; None: no limit of their own."""
+    max_seconds: float = 120.0
+    """Most seconds that the environment may take for a whole rollout; waiting for the sampler does not count."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """What is to be played."""
+
+    task: Task
+    """The problem."""
+    prompt: tuple[int, ...]
+    """Its messages as tokens."""
+    group_id: str
+    """Group of the rollout."""
+    id: str
+    """Id of the rollout."""
+    seed: int
+    """Of the policy's answers."""
+    start_seed: int
+    """Of the environment; equal within a group."""
+    temperature: float
+    """Of sampling; 0 is greedy."""
+
+
+class EnvironmentFault(Exception):
+    """The environment raised, or took too long."""
+
+    def __init__(self, status: RolloutStatus, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Draft:
+    """A rollout in the making."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.over = False
+        """Whether the last turn was played."""
+        self.seconds = {"sample": 0.0, "environment": 0.0, "reward": 0.0}
+        """Where its time went."""
+        self._attempt = attempt
+        self._observation = attempt.prompt
+        self._observed: tuple[Message, ...] = attempt.task.messages
+        shown = attempt.task.anchor_state
+        self._anchor = anchor_of(attempt.task.messages if shown is None else shown)
+        self._starts_sequence = True
+        self._history: tuple[Message, ...] = ()
+        self._sequence: tuple[int, ...] = ()
+        self._turns: list[Turn] = []
+        self._rewards: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
+        self._truncated = False
+        self._status: RolloutStatus | None = None
+        self._error: str | None = None
+        self._evaluations: list[Evaluation] = []
+
+    @property
+    def task(self) -> Task:
+        """What is attempted."""
+        return self._attempt.task
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended without a reward."""
+        return self._error is not None
+
+    def request(self, limits: Limits) -> SampleRequest:
+        """What to ask the policy next."""
+        prompt = self._observation if self._starts_sequence else self._sequence + self._observation
+        room = max(limits.max_length - len(prompt), 1)
+        return SampleRequest(
+            prompt_tokens=prompt,
+            seed=derive_seed(self._attempt.seed, len(self._turns)),
+            max_new_tokens=min(limits.max_new_tokens, room, self._tokens_left(limits)),
+            temperature=self._attempt.temperature,
+        )
+
+    def hear(self, generation: Generation, reply: str) -> None:
+        """Take the policy's answer down."""
+        said: Message = {"role": "assistant", "content": reply}
+        turn = Turn(
+            observation_tokens=self._observation,
+            generation=generation,
+            messages=(*self._observed, said),
+            anchor_state=self._anchor,
+            starts_sequence=self._starts_sequence,
+        )
+        self._turns.append(turn)
+        self._truncated |= generation.stop_reason is StopReason.LENGTH
+        self._history = (*self._history, *self._observed, said)
+        context = () if self._starts_sequence else self._sequence
+        self._sequence = context + self._observation + generation.token_ids
+
+    def see(self, step: Step, tokenizer: ChatTokenizer, limits: Limits) -> None:
+        """Take the environment's answer down."""
+        rewards, metrics = _numbers(step.rewards), _numbers(step.metrics)
+        if not step.done and not step.messages:
+            raise EnvironmentFault(
+                RolloutStatus.FAILED,
+                "ValueError: the environment's step is not done, but has no messages to show the policy next",
+            )
+        self._turns[-1] = dataclasses.replace(
+            self._turns[-1], action=step.action, reward=sum(rewards.values(), 0.0) if rewards else None
+        )
+        for name, value in rewards.items():
+            self._rewards[name] = self._rewards.get(name, 0.0) + value
+        self._metrics |= metrics
+        _log_step(self._attempt.id, len(self._turns) - 1, self._turns[-1], step)
+        if step.done:
+            self.over = True
+            return
+        self._observed, self._anchor = step.messages, _anchor(step.messages, step.anchor_state)
+        self._observation, self._starts_sequence = tokenizer.observation_tokens(
+            self._history, self._sequence, step.messages
+        )
+        context = 0 if self._starts_sequence else len(self._sequence)
+        no_room = context + len(self._observation) >= limits.max_length
+        if no_room or len(self._turns) >= limits.max_turns or self._tokens_left(limits) < 1:
+            self.over = self._truncated = True
+
+    def reward_request(self) -> RewardRequest:
+        """What reward functions are told about it, once it has ended."""
+        return RewardRequest(
+            rollout_id=self._attempt.id,
+            messages=self._history,
+            ground_truth=self.task.answer,
+            task_id=self.task.id,
+            environment=self.task.environment,
+            status=self._end.value,
+            first_policy_message=len(self.task.messages),
+        )
+
+    def judged(self, evaluations: Sequence[Evaluation]) -> None:
+        """Take down what reward functions said; one without a valid score costs the rollout its reward."""
+        self._evaluations += evaluations
+        missing = failure(evaluations)
+        clash = [one.component for one in evaluations if one.component in self._rewards]
+        if missing is None and clash:
+            missing = f"reward {clash[0]!r} has the name of one that the environment gives; give it another `name`"
+        if missing is not None:
+            self.fail(RolloutStatus.FAILED, missing)
+            return
+        self._rewards |= weighted_rewards(evaluations)
+        for index, reward in enumerate(turn_rewards(evaluations, len(self._turns))):
+            if reward is not None:
+                turn = self._turns[index]
+                self._turns[index] = dataclasses.replace(turn, reward=(turn.reward or 0.0) + reward)
+
+    def fail(self, status: RolloutStatus, error: str) -> None:
+        """End without a reward."""
+        self._status, self._error = status, error
+        logger.warning("rollout %s %s: %s", self._attempt.id, status.value.replace("_", " "), error)
+
+    def finish(self) -> Rollout:
+        """The record of it.
+
+        Raises:
+            ValueError: if a reward is NaN or infinite, or there is none; the message names the rollout.
+        """
+        rollout = Rollout(
+            id=self._attempt.id,
+            group_id=self._attempt.group_id,
+            task=self._attempt.task,
+            turns=tuple(self._turns),
+            status=self._end,
+            rewards={} if self.has_failed else self._rewards,
+            error=self._error,
+            evaluations=tuple(self._evaluations),
+            metrics=self._metrics,
+            seconds=self.seconds,
+        )
+        _log_summary(rollout)
+        return rollout
+
+    @property
+    def _end(self) -> RolloutStatus:
+        return self._status or (RolloutStatus.TRUNCATED if self._truncated else RolloutStatus.COMPLETED)
+
+    def _tokens_left(self, limits: Limits) -> int:
+        if limits.max_tokens is None:
+            return limits.max_new_tokens
+        return limits.max_tokens - sum(len(turn.generation.token_ids) for turn in self._turns)
+
+
+def _anchor(observed: tuple[Message, ...], state: object) -> str:
+    try:
+        return anchor_of(observed if state is None else state)
+    except TypeError as error:
+        raise EnvironmentFault(RolloutStatus.FAILED, f"TypeError: {error}") from error
+
+
+def _numbers(values: Mapping[str, float]) -> dict[str, float]:
+    """The values as numbers; what an environment gets wrong here fails its rollout, as a raise does."""
+    try:
+        return {name: float(value) for name, value in values.items()}
+    except (TypeError, ValueError) as error:
+        raise EnvironmentFault(RolloutStatus.FAILED, f"{type(error).__name__}: {error}") from error
+
+
+def _log_step(id: str, turn: int, played: Turn, step: Step) -> None:
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug(
+            "rollout %s turn %d: shown %s; said %r (log-probability %.4f, %s); taken for %r; reward %s; next %s",
+            id,
+            turn,
+            list(played.messages[:-1]),
+            played.messages[-1]["content"],
+            math.fsum(played.generation.logprobs),
+            played.generation.stop_reason.value,
+            played.action if played.action is not None else played.messages[-1]["content"],
+            dict(step.rewards),
+            "nothing, it is over" if step.done else list(step.messages),
+        )
+
+
+def _log_summary(rollout: Rollout) -> None:
+    logger.info(
+        "rollout %s of task %s: %s, %d turns, %d tokens, reward %s",
+        rollout.id,
+        rollout.task.id,
+        rollout.status.value,
+        len(rollout.turns),
+        rollout.num_generated_tokens,
+        "none" if rollout.total_reward is None else f"{rollout.total_reward:g}",
+    )

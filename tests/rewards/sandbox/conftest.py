@@ -1,0 +1,134 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Sandboxes at every isolation that the machine offers, each in an event loop of its own."""
+
+import asyncio
+import functools
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marin_rl.rewards.functions import EvaluateResult, RewardRequest
+from marin_rl.rewards.losses import CallLostError, LossCause
+from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.isolation import Isolation
+from marin_rl.rewards.sandbox.pool import Sandbox, UserFunction
+
+HOSTILE = str(Path(__file__).with_name("hostile_rewards.py"))
+REQUEST = RewardRequest(
+    rollout_id="rollout",
+    messages=({"role": "user", "content": "40+6="}, {"role": "assistant", "content": "46"}),
+    ground_truth="46",
+    task_id="task",
+    environment="arithmetic",
+    status="completed",
+)
+
+
+class Attack:
+    """A started sandbox, and what a test does with it."""
+
+    def __init__(self, level: Isolation, config: SandboxConfig):
+        self.level = level
+        self.loop = asyncio.new_event_loop()
+        self.sandbox = Sandbox(config, strongest=level)
+        self.wait(self.sandbox.start())
+
+    def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(coroutine, timeout=300))
+
+    def call(self, name: str, file: str = HOSTILE, **options: Any) -> EvaluateResult:
+        [result] = self.wait(self.sandbox.call(UserFunction(file, name), [REQUEST], options))
+        return result
+
+    def lost(self, name: str, **options: Any) -> CallLostError:
+        """The loss that a call ends in: it must be one, be counted once, and leave the next call alone."""
+        before = self.sandbox.losses.copy()
+        with pytest.raises(CallLostError) as raised:
+            self.call(name, **options)
+        before[raised.value.cause] += 1
+        assert self.sandbox.losses == before
+        self.is_well()
+        return raised.value
+
+    def is_well(self) -> None:
+        assert self.call("honest") == EvaluateResult(score=1.0, metrics={"calls": 1.0})
+
+    def cause(self, name: str, **options: Any) -> LossCause:
+        return self.lost(name, **options).cause
+
+    def close(self) -> None:
+        self.wait(self.sandbox.close())
+        # Subprocess transports finish closing in callbacks.
+        self.loop.run_until_complete(asyncio.sleep(0))
+        self.loop.close()
+
+
+@functools.cache
+def offered(level: Isolation) -> str | None:
+    """Why the machine does not offer a level; None where it does."""
+
+    async def start() -> str | None:
+        sandbox = Sandbox(SandboxConfig(require=Isolation.NONE), strongest=level)
+        async with sandbox:
+            return None if sandbox.isolation is level else sandbox.describe()
+
+    return asyncio.run(start())
+
+
+TIGHT: dict[str, Any] = {"wall_seconds": 120.0, "cpu_seconds": 1.0, "memory_mb": 256, "file_mb": 1, "output_kb": 64}
+"""Patient, but with tight limits on everything that is not time."""
+
+LEVELS = list(Isolation)
+CONFINED_LEVELS = [Isolation.FULL, Isolation.PARTIAL]
+
+
+class Attacks:
+    """The sandboxes of a test session, each started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._started: dict[tuple[str, Isolation], Attack] = {}
+
+    def at(self, level: Isolation, kind: str, **settings: Any) -> Attack:
+        why_not = offered(level)
+        if why_not is not None:
+            pytest.skip(f"{level.value} isolation is not offered here: {why_not}")
+        if (kind, level) not in self._started:
+            self._started[kind, level] = Attack(level, SandboxConfig(require=level, workers=1, **settings))
+        return self._started[kind, level]
+
+    def close(self) -> None:
+        for attack in self._started.values():
+            attack.close()
+
+
+@pytest.fixture(scope="session")
+def attacks() -> Iterator[Attacks]:
+    attacks = Attacks()
+    yield attacks
+    attacks.close()
+
+
+@pytest.fixture(params=LEVELS)
+def attack(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
+    return attacks.at(request.param, "tight", **TIGHT)
+
+
+@pytest.fixture(params=CONFINED_LEVELS)
+def confined(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
+    """Levels that keep files, network and signals apart."""
+    return attacks.at(request.param, "tight", **TIGHT)
+
+
+@pytest.fixture(params=LEVELS)
+def impatient(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
+    return attacks.at(request.param, "impatient", wall_seconds=1.5, cpu_seconds=60.0)
+
+
+@pytest.fixture(params=LEVELS)
+def lenient(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
+    """Lets calls start a few processes."""
+    return attacks.at(request.param, "lenient", wall_seconds=120.0, processes=4)

@@ -1,0 +1,307 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Reward functions that attack. Run them in a sandbox, and nowhere else."""
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+from marin_rl.rewards import EvaluateResult, reward_function
+
+CALLS = []
+
+
+@reward_function
+def honest(messages, ground_truth, **kwargs):
+    CALLS.append(1)
+    return EvaluateResult(score=float(messages[-1]["content"] == ground_truth), metrics={"calls": len(CALLS)})
+
+
+@reward_function
+def loops_for_ever(messages, ground_truth, **kwargs):
+    while True:
+        pass
+
+
+@reward_function
+def sleeps_for_ever(messages, ground_truth, **kwargs):
+    time.sleep(1e6)
+
+
+@reward_function
+def ignores_signals_and_loops(messages, ground_truth, **kwargs):
+    for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        pass
+
+
+@reward_function
+def ignores_signals_and_sleeps(messages, ground_truth, **kwargs):
+    for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        time.sleep(1e6)
+
+
+@reward_function
+def allocates_ten_gigabytes(messages, ground_truth, **kwargs):
+    return float(len(bytearray(10 * 2**30)))
+
+
+@reward_function
+def allocates_step_by_step(messages, ground_truth, **kwargs):
+    held = []
+    while True:
+        held.append(bytearray(2**20))
+
+
+@reward_function
+def bombs_with_threads(messages, ground_truth, **kwargs):
+    while True:
+        threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
+
+
+@reward_function
+def bombs_with_forks(messages, ground_truth, **kwargs):
+    while True:
+        os.fork()
+
+
+@reward_function
+def starts_many(messages, ground_truth, **kwargs):
+    for _ in range(30):
+        if os.fork() == 0:
+            time.sleep(1e6)
+    time.sleep(1e6)
+
+
+@reward_function
+def leaves_a_daemon(messages, ground_truth, **kwargs):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(1e6)
+        os._exit(0)
+    os.wait()
+    return 1.0
+
+
+@reward_function
+def runs_a_program(messages, ground_truth, **kwargs):
+    return float(subprocess.run(["/bin/true"], check=True).returncode)
+
+
+@reward_function
+def reads(messages, ground_truth, path, **kwargs):
+    with open(path) as file:
+        return EvaluateResult(score=1.0, reason=file.read())
+
+
+@reward_function
+def deletes(messages, ground_truth, path, **kwargs):
+    os.remove(path)
+    return 1.0
+
+
+@reward_function
+def overwrites(messages, ground_truth, path, **kwargs):
+    with open(path, "w") as file:
+        file.write("overwritten")
+    return 1.0
+
+
+@reward_function
+def truncates(messages, ground_truth, path, **kwargs):
+    os.truncate(path, 0)
+    return 1.0
+
+
+@reward_function
+def makes_readable(messages, ground_truth, path, **kwargs):
+    os.chmod(path, 0o777)
+    return 1.0
+
+
+@reward_function
+def looks_for_secrets(messages, ground_truth, **kwargs):
+    found = [json.dumps(dict(os.environ))]
+    for place in range(1, 100_000):
+        for name in ("environ", "cmdline"):
+            with contextlib.suppress(OSError), open(f"/proc/{place}/{name}", errors="replace") as file:
+                found.append(file.read())
+    return EvaluateResult(score=1.0, reason="".join(found))
+
+
+@reward_function
+def connects(messages, ground_truth, port, **kwargs):
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(b"secret")
+    return 1.0
+
+
+@reward_function
+def writes_a_gigabyte(messages, ground_truth, **kwargs):
+    with tempfile.TemporaryFile() as file:
+        for _ in range(1024):
+            file.write(bytes(2**20))
+    return 1.0
+
+
+@reward_function
+def writes_many_files(messages, ground_truth, **kwargs):
+    for index in range(100):
+        with open(os.path.join(tempfile.gettempdir(), str(index)), "wb") as file:
+            file.write(bytes(2**20))
+    return 1.0
+
+
+@reward_function
+def nests_folders(messages, ground_truth, **kwargs):
+    for _ in range(1500):
+        os.mkdir("deeper")
+        os.chdir("deeper")
+    return 1.0
+
+
+@reward_function
+def prints_for_ever(messages, ground_truth, **kwargs):
+    while True:
+        print("x" * 1000)
+
+
+@reward_function
+def warns_for_ever(messages, ground_truth, **kwargs):
+    while True:
+        sys.stderr.write("x" * 1000)
+
+
+@reward_function
+def answers_endlessly(messages, ground_truth, **kwargs):
+    return EvaluateResult(score=1.0, reason="x" * 10_000_000)
+
+
+@reward_function
+def forges(messages, ground_truth, text, **kwargs):
+    os.write(3, text.encode())
+    os._exit(0)
+
+
+@reward_function
+def answers_twice(messages, ground_truth, **kwargs):
+    os.write(3, b'{"results": [{"score": 1000000}]}')
+    return 1.0
+
+
+@reward_function
+def exits(messages, ground_truth, code, **kwargs):
+    os._exit(code)
+
+
+@reward_function
+def raises_system_exit(messages, ground_truth, **kwargs):
+    sys.exit(0)
+
+
+@reward_function
+def signals(messages, ground_truth, process=None, **kwargs):
+    os.kill(os.getppid() if process is None else process, signal.SIGKILL)
+    return 1.0
+
+
+@reward_function
+def recurses(messages, ground_truth, **kwargs):
+    sys.setrecursionlimit(10**9)
+
+    def deeper(count):
+        return deeper(count + 1) + 1
+
+    return deeper(0)
+
+
+@reward_function
+def overflows_the_stack(messages, ground_truth, **kwargs):
+    sys.setrecursionlimit(10**9)
+    nested = []
+    for _ in range(10**6):
+        nested = [nested]
+    return float(len(repr(nested)))
+
+
+@reward_function
+def crashes(messages, ground_truth, **kwargs):
+    import ctypes
+
+    return ctypes.string_at(0)
+
+
+@reward_function
+def patches_everything(messages, ground_truth, **kwargs):
+    import builtins
+
+    from marin_rl.rewards import functions
+
+    functions.RewardFunction.__call__ = lambda *a, **k: EvaluateResult(score=99.0)
+    functions.evaluate = lambda *a, **k: [EvaluateResult(score=99.0)]
+    os.fork = os.wait4 = os._exit = lambda *a: 0
+    json.loads = json.dumps = lambda *a: {}
+    builtins.len = lambda *a: 7
+    CALLS.extend([1] * 1000)
+    for thing in gc.get_objects():
+        if isinstance(thing, socket.socket):
+            thing.close()
+    return 1.0
+
+
+@reward_function
+def closes_descriptors(messages, ground_truth, **kwargs):
+    os.closerange(0, 100)
+    return 1.0
+
+
+@reward_function
+def raises_limits(messages, ground_truth, **kwargs):
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return float(len(bytearray(10 * 2**30)))
+
+
+@reward_function
+def outlives_its_parent(messages, ground_truth, **kwargs):
+    import ctypes
+
+    return float(ctypes.CDLL(None).prctl(1, 0, 0, 0, 0))
+
+
+@reward_function
+def reads_its_parents_memory(messages, ground_truth, **kwargs):
+    with open(f"/proc/{os.getppid()}/mem", "rb") as memory:
+        return float(len(memory.read(1)))
+
+
+@reward_function
+def answers_infinity(messages, ground_truth, **kwargs):
+    return float("inf")
+
+
+@reward_function
+def answers_text(messages, ground_truth, **kwargs):
+    return "1.0"
+
+
+@reward_function
+def remembers_files(messages, ground_truth, **kwargs):
+    found = os.listdir(tempfile.gettempdir())
+    with open(os.path.join(tempfile.gettempdir(), "left"), "w") as file:
+        file.write("behind")
+    return EvaluateResult(score=float(bool(found)))

@@ -1,0 +1,240 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Hostile reward functions: each is contained, and each loss is counted under its cause."""
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from marin_rl.rewards.losses import LossCause
+from marin_rl.rewards.sandbox.isolation import Isolation
+from marin_rl.rewards.sandbox.processes import descendants
+from tests.rewards.sandbox.conftest import Attack
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_text("the secret")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize("name", ["loops_for_ever", "ignores_signals_and_loops"])
+def test_processor_time(attack: Attack, name: str):
+    assert attack.cause(name) is LossCause.CPU
+
+
+@pytest.mark.parametrize("name", ["sleeps_for_ever", "ignores_signals_and_sleeps"])
+def test_wall_clock(impatient: Attack, name: str):
+    assert impatient.cause(name) is LossCause.TIMEOUT
+
+
+@pytest.mark.parametrize("name", ["allocates_ten_gigabytes", "allocates_step_by_step"])
+def test_memory(attack: Attack, name: str):
+    assert attack.cause(name) is LossCause.MEMORY
+
+
+def test_threads_are_bounded_by_memory(attack: Attack):
+    lost = attack.lost("bombs_with_threads")
+    assert lost.cause in (LossCause.RAISED, LossCause.MEMORY)
+    assert "can't start new thread" in lost.detail or lost.cause is LossCause.MEMORY
+
+
+def test_fork_bomb(confined: Attack):
+    lost = confined.lost("bombs_with_forks")
+    assert lost.cause is LossCause.RAISED
+    assert "PermissionError" in lost.detail
+
+
+def test_too_many_processes(lenient: Attack):
+    assert lenient.cause("starts_many") is LossCause.PROCESSES
+
+
+def test_too_many_processes_where_none_is_allowed(attack: Attack):
+    expected = LossCause.PROCESSES if attack.level is Isolation.NONE else LossCause.RAISED
+    assert attack.cause("starts_many") is expected
+
+
+def test_nothing_is_left_running(lenient: Attack):
+    lenient.is_well()
+    before = descendants(os.getpid())
+    assert lenient.call("leaves_a_daemon").score == 1.0
+    assert set(descendants(os.getpid())) <= set(before)
+
+
+def test_no_programs(confined: Attack):
+    lost = confined.lost("runs_a_program")
+    assert lost.cause is LossCause.RAISED
+    assert "PermissionError" in lost.detail
+
+
+def test_programs_where_processes_are_allowed(lenient: Attack):
+    assert lenient.call("runs_a_program").score == 0.0
+
+
+@pytest.mark.parametrize("name", ["reads", "deletes", "overwrites", "truncates", "makes_readable"])
+def test_files_outside(confined: Attack, secret: Path, name: str):
+    lost = confined.lost(name, path=str(secret))
+    assert lost.cause is LossCause.RAISED
+    # In namespaces the file is not even there, or not to be written; calls that change attributes never pass.
+    invisible = confined.level is Isolation.FULL and name != "makes_readable"
+    assert lost.detail.startswith(("FileNotFoundError", "OSError: [Errno 30]") if invisible else "PermissionError")
+    assert secret.read_text() == "the secret"
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("name", ["deletes", "overwrites", "truncates", "makes_readable"])
+def test_its_own_file(confined: Attack, name: str):
+    own = Path(__file__).with_name("hostile_rewards.py")
+    before = own.read_bytes(), own.stat().st_mode
+    assert confined.cause(name, path=str(own)) is LossCause.RAISED
+    assert (own.read_bytes(), own.stat().st_mode) == before
+
+
+@pytest.mark.parametrize("name", ["reads", "overwrites"])
+@pytest.mark.parametrize("path", ["/etc/shadow", "/proc/1/environ", "/dev/mem", "/root/.bashrc", "/tmp/new"])
+def test_places_of_the_system(confined: Attack, name: str, path: str):
+    assert confined.cause(name, path=path) is LossCause.RAISED
+
+
+def test_environment_of_the_trainer(attack: Attack, monkeypatch: pytest.MonkeyPatch):
+    # The pool's processes started before; what counts is what they inherited, and what they can look up.
+    assert os.environ["PYTEST_CURRENT_TEST"]
+    if attack.level is Isolation.NONE:
+        reason = attack.call("reads", path="/proc/self/environ").reason
+    else:
+        reason = attack.call("looks_for_secrets").reason
+        assert "/proc" not in (reason or "")
+    assert reason is not None
+    assert "PYTEST" not in reason
+    assert "JAX_PLATFORMS" not in reason
+
+
+def test_network(confined: Attack):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        lost = confined.lost("connects", port=server.getsockname()[1])
+        assert lost.cause is LossCause.RAISED
+        assert "PermissionError" in lost.detail
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_a_large_file(attack: Attack):
+    assert attack.cause("writes_a_gigabyte") is LossCause.FILE_SIZE
+
+
+def test_many_files(attack: Attack):
+    if attack.level is Isolation.FULL:
+        lost = attack.lost("writes_many_files")
+        assert lost.cause is LossCause.RAISED
+        assert "No space left" in lost.detail
+    else:
+        # Nothing bounds what they take together while the call runs; nothing of it stays.
+        assert attack.call("writes_many_files").score == 1.0
+    attack.is_well()
+
+
+def test_folders_nested_deeply_are_removed(attack: Attack):
+    assert attack.call("nests_folders").score == 1.0
+    attack.is_well()
+
+
+@pytest.mark.parametrize("name", ["prints_for_ever", "warns_for_ever", "answers_endlessly"])
+def test_output(attack: Attack, name: str):
+    assert attack.cause(name) is LossCause.OUTPUT
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nonsense",
+        "[]",
+        "{}",
+        '{"results": []}',
+        '{"results": [{"score": 1}, {"score": 1}]}',
+        '{"results": [{"score": NaN}]}',
+        '{"results": [{"score": 1e999}]}',
+        '{"results": [{"score": "1"}]}',
+        '{"results": [{"score": 1, "weight": 100}]}',
+        '{"results": [{"score": 1, "step_outputs": [{"step_index": -1, "base_reward": 1}]}]}',
+        '{"results": [{"score": 1}]} {"results": [{"score": 1}]}',
+        "[" * 30_000,
+        '{"results": [{"score": 1, "reason": "\x00"}]}',
+    ],
+)
+def test_forged_answers(attack: Attack, text: str):
+    assert attack.cause("forges", text=text) is LossCause.INVALID_ANSWER
+
+
+def test_two_answers(attack: Attack):
+    assert attack.cause("answers_twice") is LossCause.INVALID_ANSWER
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_exits(attack: Attack, code: int):
+    assert attack.cause("exits", code=code) is LossCause.EXITED
+
+
+@pytest.mark.parametrize("name", ["raises_system_exit", "answers_infinity", "answers_text"])
+def test_raises(attack: Attack, name: str):
+    assert attack.cause(name) is LossCause.RAISED
+
+
+def test_signal_to_its_parent(attack: Attack):
+    expected = LossCause.WORKER if attack.level is Isolation.NONE else LossCause.RAISED
+    assert attack.cause("signals") is expected
+
+
+def test_signal_to_the_trainer(confined: Attack):
+    lost = confined.lost("signals", process=os.getpid())
+    assert lost.cause is LossCause.RAISED
+
+
+def test_deep_recursion(attack: Attack):
+    assert attack.cause("recurses") in (LossCause.MEMORY, LossCause.SIGNAL, LossCause.CPU)
+
+
+@pytest.mark.parametrize("name", ["overflows_the_stack", "crashes"])
+def test_crashes(attack: Attack, name: str):
+    lost = attack.lost(name)
+    assert lost.cause is LossCause.SIGNAL
+    assert "SIGSEGV" in lost.detail
+
+
+def test_monkey_patches_end_with_the_call(attack: Attack):
+    before = attack.sandbox.losses.total()
+    try:
+        attack.call("patches_everything")
+    except RuntimeError:
+        assert attack.sandbox.losses.total() == before + 1
+    attack.is_well()
+    attack.is_well()
+
+
+def test_closed_descriptors(attack: Attack):
+    assert attack.lost("closes_descriptors").cause in (LossCause.EXITED, LossCause.WORKER)
+
+
+def test_limits_cannot_be_raised(confined: Attack):
+    lost = confined.lost("raises_limits")
+    assert lost.cause is LossCause.RAISED
+    assert "not allowed" in lost.detail or "not permitted" in lost.detail
+
+
+def test_it_ends_with_its_parent(confined: Attack):
+    assert confined.call("outlives_its_parent").score == -1.0
+
+
+def test_its_parents_memory(confined: Attack):
+    assert confined.cause("reads_its_parents_memory") is LossCause.RAISED
+
+
+def test_files_end_with_the_call(attack: Attack):
+    assert attack.call("remembers_files").score == 0.0
+    assert attack.call("remembers_files").score == 0.0

@@ -1,0 +1,395 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from marin_rl.rewards.functions import RewardMode
+from marin_rl.rewards.losses import CallLostError, LossCause
+from marin_rl.rewards.sandbox.command import package_root
+from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.isolation import Isolation
+from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox, UserFileError, UserFunction
+from marin_rl.rewards.sandbox.processes import descendants
+from tests.rewards.sandbox.conftest import CONFINED_LEVELS, HOSTILE, LEVELS, REQUEST, TIGHT, Attacks, offered
+
+SLOW = str(Path(__file__).with_name("slow_rewards.py"))
+ROOT = Path(__file__).parents[3]
+WAITS = UserFunction(SLOW, "waits")
+HONEST = UserFunction(HOSTILE, "honest")
+
+
+def require(level: Isolation) -> None:
+    why_not = offered(level)
+    if why_not is not None:
+        pytest.skip(f"{level.value} isolation is not offered here: {why_not}")
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def alive(pids: set[int]) -> set[int]:
+    """Those of the processes that have not ended."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                found.add(pid)
+    return found
+
+
+def running_calls(sandbox: Sandbox) -> int:
+    """Calls that user code is running: a worker has, below it, a zygote and then the call."""
+    deep = 3 if sandbox.isolation is Isolation.FULL else 2
+    return sum(len(descendants(pid)) >= deep for pid in sandbox.worker_pids)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_all_workers_killed_in_the_middle_of_a_batch(level: Isolation):
+    require(level)
+
+    async def run() -> None:
+        async with Sandbox(SandboxConfig(require=level, workers=2), strongest=level) as sandbox:
+            calls = [
+                asyncio.create_task(sandbox.call(WAITS, [REQUEST], {"seconds": 5.0 if index < 2 else 0.01}))
+                for index in range(8)
+            ]
+            await until(lambda: running_calls(sandbox) == 2)
+            killed = sandbox.worker_pids
+            below = {pid for worker in killed for pid in descendants(worker)}
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            lost = [one for one in outcomes if isinstance(one, BaseException)]
+            assert [type(one) for one in lost] == [CallLostError, CallLostError]
+            assert sandbox.losses == {LossCause.WORKER: 2}
+            assert [one[0].score for one in outcomes if isinstance(one, list)] == [1.0] * 6
+            assert not set(killed) & set(sandbox.worker_pids)
+            await until(lambda: not alive(below))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_idle_worker_that_was_killed_costs_nothing(level: Isolation):
+    require(level)
+
+    async def run() -> None:
+        async with Sandbox(SandboxConfig(require=level, workers=1), strongest=level) as sandbox:
+            for _ in range(3):
+                await sandbox.call(HONEST, [REQUEST], {})
+                killed = set(sandbox.worker_pids)
+                below = {pid for worker in killed for pid in descendants(worker)}
+                for pid in killed:
+                    os.kill(pid, signal.SIGKILL)
+                # In namespaces the worker ends a moment after the process that was killed.
+                while alive(killed | below):
+                    time.sleep(0.001)
+                assert (await sandbox.call(HONEST, [REQUEST], {}))[0].score == 1.0
+            assert not sandbox.losses
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_close_leaves_no_process_and_no_file(level: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    require(level)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+    async def run() -> None:
+        before = set(descendants(os.getpid()))
+        sandbox = Sandbox(SandboxConfig(require=level, workers=3), strongest=level)
+        await sandbox.start()
+        await asyncio.gather(*(sandbox.call(HONEST, [REQUEST], {}) for _ in range(6)))
+        running = asyncio.create_task(sandbox.call(WAITS, [REQUEST], {"seconds": 1000.0}))
+        await until(lambda: running_calls(sandbox) >= 1)
+        assert set(descendants(os.getpid())) > before
+        await sandbox.close()
+        with pytest.raises(CallLostError):
+            await running
+        await sandbox.close()
+        assert set(descendants(os.getpid())) <= before
+
+    asyncio.run(run())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_cancelled_call_ends(level: Isolation):
+    require(level)
+
+    async def run() -> None:
+        async with Sandbox(SandboxConfig(require=level, workers=1), strongest=level) as sandbox:
+            call = asyncio.create_task(sandbox.call(WAITS, [REQUEST], {"seconds": 1000.0}))
+            await until(lambda: running_calls(sandbox) == 1)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            # Not the cancelled call's answer.
+            assert (await sandbox.call(HONEST, [REQUEST], {}))[0].metrics == {"calls": 1.0}
+
+    asyncio.run(run())
+
+
+TRAINER = """
+import asyncio, os, sys
+sys.path.insert(0, {root!r})
+from marin_rl.rewards.sandbox.command import package_root
+from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.isolation import Isolation
+from marin_rl.rewards.sandbox.pool import Sandbox
+from tests.rewards.sandbox.conftest import REQUEST
+from tests.rewards.sandbox.test_pool import WAITS, running_calls, until
+
+async def main():
+    level = Isolation({level!r})
+    sandbox = Sandbox(SandboxConfig(require=level, workers=2, wall_seconds=1000.0), strongest=level)
+    await sandbox.start()
+    calls = [asyncio.create_task(sandbox.call(WAITS, [REQUEST], {{"seconds": 1000.0}})) for _ in range(2)]
+    await until(lambda: running_calls(sandbox) == 2)
+    print("running", flush=True)
+    await asyncio.gather(*calls)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_killed_trainer_leaves_no_process(level: Isolation):
+    require(level)
+    code = TRAINER.format(root=str(ROOT), level=level.value)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "running\n"
+        below = set(descendants(trainer.pid))
+        assert len(below) >= 6
+        trainer.kill()
+
+    deadline = time.monotonic() + 60
+    while alive(below) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive(below)
+
+
+def test_workers_are_shared_between_files():
+    async def run() -> None:
+        config = SandboxConfig(require=Isolation.NONE, workers=2)
+        async with Sandbox(config) as sandbox:
+            for _ in range(3):
+                calls = [sandbox.call(HONEST, [REQUEST], {}), sandbox.call(WAITS, [REQUEST], {"seconds": 0.0})]
+                await asyncio.gather(*calls, sandbox.run_python("print(1)"))
+                assert len(sandbox.worker_pids) <= 2
+
+    asyncio.run(run())
+
+
+def test_batch_mode(attacks: Attacks):
+    sandbox = attacks.at(Isolation.NONE, "tight", **TIGHT)
+    longer = dataclasses.replace(REQUEST, messages=({"role": "assistant", "content": "forty-six"},))
+    function = UserFunction(SLOW, "compares")
+    results = sandbox.wait(sandbox.sandbox.call(function, [longer, REQUEST], {}))
+    assert [result.score for result in results] == [0.0, 1.0]
+
+
+def test_functions_are_described(attacks: Attacks):
+    attack = attacks.at(Isolation.NONE, "tight", **TIGHT)
+    found = attack.wait(attack.sandbox.functions(SLOW))
+    assert {name: (one.mode, one.required) for name, one in found.items()} == {
+        "waits": (RewardMode.POINTWISE, ("seconds",)),
+        "compares": (RewardMode.BATCH, ()),
+    }
+
+
+IMPORT = "from marin_rl.rewards import reward_function\n"
+
+
+@pytest.mark.parametrize("level", CONFINED_LEVELS)
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("1 +", "SyntaxError"),
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("raise SystemExit(0)", "SystemExit"),
+        ("import os; os._exit(0)", "the process that loaded it ended"),
+        ("import time; time.sleep(1e6)", "not loaded after 2 s"),
+        ("bytearray(10 * 2**30)", "MemoryError"),
+        ("import os, time\nfor _ in range(9): os.fork() or time.sleep(1e6)\ntime.sleep(1e6)", "limit on processes"),
+        ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
+        ("import socket; socket.socket()", "PermissionError"),
+        ("import os; os.write(3, b'\\x00\\x00\\x00\\x02[]'); os._exit(0)", "something else than what it loaded"),
+        ("import os\nwhile True: os.write(3, b'\\x7f' * 1000)", "limit on output"),
+        ("import os; text = b'{\"functions\": {\"f\": 1}, \"failed\": null}'\n"
+         "os.write(3, len(text).to_bytes(4, 'big') + text)\nwhile True: pass", "cannot be loaded"),
+        (IMPORT + "@reward_function\ndef f(messages): ...", "a reward function takes messages, ground_truth"),
+    ],
+)  # fmt: skip
+def test_files_that_cannot_be_loaded(level: Isolation, code: str, said: str, tmp_path: Path):
+    require(level)
+    file = tmp_path / "rewards.py"
+    file.write_text(code)
+
+    async def run() -> None:
+        config = SandboxConfig(require=level, workers=1, start_seconds=2.0, memory_mb=512)
+        async with Sandbox(config, strongest=level) as sandbox:
+            with pytest.raises(UserFileError, match=said) as raised:
+                await sandbox.functions(str(file))
+            assert str(file) in str(raised.value)
+            # The worker that failed at this file serves others.
+            assert (await sandbox.run_python("print(1)")).stdout == "1\n"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("level", CONFINED_LEVELS)
+def test_neighbours_and_read_paths_can_be_imported(level: Isolation, tmp_path: Path):
+    require(level)
+    ours, shared = tmp_path / "ours", tmp_path / "shared"
+    for folder in (ours, shared):
+        folder.mkdir()
+    (shared / "shared_scores.py").write_text("SCORE = 3.0")
+    (ours / "own_scores.py").write_text("SCORE = 4.0")
+    (ours / "random.py").write_text("raise RuntimeError('hides the standard library')")
+    file = ours / "rewards.py"
+    file.write_text(
+        IMPORT + "import random\nfrom own_scores import SCORE as own\nfrom shared_scores import SCORE as shared\n"
+        "@reward_function\ndef f(messages, ground_truth, **kwargs): return own + shared"
+    )
+
+    async def run() -> None:
+        config = SandboxConfig(require=level, workers=1, read_paths=(str(shared),))
+        async with Sandbox(config, strongest=level) as sandbox:
+            [result] = await sandbox.call(UserFunction(str(file), "f"), [REQUEST], {})
+            assert result.score == 7.0
+
+    asyncio.run(run())
+
+
+def test_less_isolation_than_required_is_refused(monkeypatch: pytest.MonkeyPatch):
+    async def run() -> None:
+        sandbox = Sandbox(SandboxConfig(require=Isolation.FULL), strongest=Isolation.PARTIAL)
+        with pytest.raises(IsolationError, match=r"sandbox.require is full, but here isolation is (partial|none)"):
+            await sandbox.start()
+        assert sandbox.worker_pids == []
+        monkeypatch.setattr("shutil.which", lambda name: None)
+        bare = Sandbox(SandboxConfig(require=Isolation.FULL))
+        with pytest.raises(IsolationError, match="bubblewrap \\(bwrap\\) is not installed"):
+            await bare.start()
+
+    asyncio.run(run())
+
+
+def test_a_bubblewrap_that_does_not_work_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'No permissions to create a new namespace' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda name: str(broken))
+
+    async def run() -> None:
+        async with Sandbox(SandboxConfig(require=Isolation.NONE)) as sandbox:
+            assert sandbox.isolation is not Isolation.FULL
+            assert "No permissions to create a new namespace" in sandbox.describe()
+
+    asyncio.run(run())
+
+
+def test_a_bubblewrap_that_isolates_nothing_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pretending = tmp_path / "bwrap"
+    pretending.write_text('#!/bin/sh\nwhile [ "$1" != "--" ]; do shift; done\nshift\nmkdir -p /run/calls\nexec "$@"\n')
+    pretending.chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda name: str(pretending))
+    # The call's own Landlock rules would hide that nothing else is in force.
+    monkeypatch.setattr("marin_rl.rewards.sandbox.pool.landlock_version", lambda: 0)
+
+    async def run() -> None:
+        async with Sandbox(SandboxConfig(require=Isolation.NONE)) as sandbox:
+            assert sandbox.isolation is Isolation.NONE
+            assert "reads a file outside" in sandbox.describe()
+
+    asyncio.run(run())
+
+
+def test_a_sandbox_has_to_be_started():
+    async def run() -> None:
+        sandbox = Sandbox(SandboxConfig())
+        with pytest.raises(IsolationError, match="await its start"):
+            await sandbox.call(HONEST, [REQUEST], {})
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_in_force_is_said(level: Isolation, caplog: pytest.LogCaptureFixture):
+    require(level)
+
+    async def run() -> None:
+        async with Sandbox(SandboxConfig(require=level), strongest=level):
+            pass
+
+    with caplog.at_level("INFO", logger="marin_rl.rewards.sandbox.pool"):
+        asyncio.run(run())
+    [record] = [record for record in caplog.records if record.name == "marin_rl.rewards.sandbox.pool"]
+    assert f"isolation {level.value}" in record.message
+    assert record.levelname == ("WARNING" if level is Isolation.NONE else "INFO")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+class TestPrograms:
+    """Programs that a model wrote."""
+
+    def run(self, attacks: Attacks, level: Isolation, code: str, stdin: str = ""):
+        attack = attacks.at(level, "tight", **TIGHT)
+        return attack.wait(attack.sandbox.run_python(code, stdin))
+
+    def test_input_and_output(self, attacks: Attacks, level: Isolation):
+        ran = self.run(attacks, level, "import sys\nprint(input()[::-1])\nprint(len(sys.stdin.read()))", "abc\nmöre\n")
+        assert (ran.stdout, ran.stderr, ran.loss) == ("cba\n5\n", "", None)
+
+    def test_it_is_main(self, attacks: Attacks, level: Isolation):
+        code = (
+            "import sys, dataclasses\n@dataclasses.dataclass\nclass A:\n    x: 'int'\nassert __name__ == '__main__'\n"
+        )
+        code += "assert sys.modules['__main__'].A is A and sys.argv == ['main.py']\nprint(A(1))"
+        assert self.run(attacks, level, code).stdout == "A(x=1)\n"
+
+    @pytest.mark.parametrize(("code", "status"), [("import sys; sys.exit(3)", 3), ("1/0", 1), ("exit('bad')", 1)])
+    def test_exit_status(self, attacks: Attacks, level: Isolation, code: str, status: int):
+        loss = self.run(attacks, level, code).loss
+        assert loss is not None
+        assert loss.cause is LossCause.EXITED
+        assert f"status {status}" in loss.detail
+
+    def test_errors_are_printed_as_python_does(self, attacks: Attacks, level: Isolation):
+        assert "ZeroDivisionError: division by zero" in self.run(attacks, level, "1/0").stderr
+        assert "SyntaxError" in self.run(attacks, level, "1 +").stderr
+
+    def test_this_package_is_not_on_its_path(self, attacks: Attacks, level: Isolation):
+        code = "import sys; print(sys.path, [name for name in sys.modules if name.split('.')[0] == 'marin_rl'])"
+        printed = self.run(attacks, level, code).stdout
+        assert repr(package_root()) not in printed or package_root().endswith("site-packages")
+        assert printed.endswith(" []\n")
+
+    def test_it_has_no_way_to_answer(self, attacks: Attacks, level: Isolation):
+        ran = self.run(attacks, level, "import os; os.write(3, b'{}')")
+        assert "Bad file descriptor" in ran.stderr
+
+    def test_input_cannot_be_changed(self, attacks: Attacks, level: Isolation):
+        assert "OSError" in self.run(attacks, level, "import os; os.write(0, b'x')", "input").stderr
+
+    def test_the_next_program_knows_nothing_of_it(self, attacks: Attacks, level: Isolation):
+        self.run(attacks, level, "import json, builtins; builtins.left = json.left = 1; open('left', 'w').close()")
+        code = "import json, builtins, os; print(hasattr(builtins, 'left'), hasattr(json, 'left'), os.listdir())"
+        assert self.run(attacks, level, code).stdout == "False False []\n"

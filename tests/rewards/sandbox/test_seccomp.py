@@ -1,0 +1,146 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The filter against an interpreter of the kernel's packet filter, written from its manual."""
+
+import errno
+import struct
+
+import pytest
+
+from marin_rl.rewards.sandbox.seccomp import SystemCalls, filter_program
+
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+ALLOWED, REFUSED, UNKNOWN, KILLED = "allowed", "refused", "unknown", "killed"
+NOTHING = SystemCalls(processes=False, signals=False, limits=False)
+EVERYTHING = SystemCalls(processes=True, signals=True, limits=True)
+
+# From asm/unistd_64.h and asm-generic/unistd.h, apart from the tables under test.
+NUMBERS = {
+    "x86_64": {
+        "read": 0,
+        "openat": 257,
+        "mmap": 9,
+        "socketpair": 53,
+        "fork": 57,
+        "clone": 56,
+        "clone3": 435,
+        "execve": 59,
+        "kill": 62,
+        "tgkill": 234,
+        "socket": 41,
+        "ptrace": 101,
+        "prctl": 157,
+        "prlimit64": 302,
+        "setrlimit": 160,
+        "io_uring_setup": 425,
+        "fchmodat": 268,
+        "unshare": 272,
+    },
+    "aarch64": {
+        "read": 63,
+        "openat": 56,
+        "mmap": 222,
+        "socketpair": 199,
+        "clone": 220,
+        "clone3": 435,
+        "execve": 221,
+        "kill": 129,
+        "tgkill": 131,
+        "socket": 198,
+        "ptrace": 117,
+        "prctl": 167,
+        "prlimit64": 261,
+        "setrlimit": 164,
+        "io_uring_setup": 425,
+        "fchmodat": 53,
+        "unshare": 97,
+    },
+}
+CLONE_THREAD = 0x00010000
+CLONE_NEWUSER = 0x10000000
+PR_SET_PDEATHSIG = 1
+
+
+def interpret(program: bytes, architecture: int, number: int, *arguments: int) -> str:
+    values = (*arguments, *[0] * (6 - len(arguments)))
+    data = struct.pack("<IIQ6Q", number, architecture, 0, *values)
+    code = list(struct.iter_unpack("<HBBI", program))
+    accumulator, position = 0, 0
+    while True:
+        operation, if_true, if_false, value = code[position]
+        position += 1
+        if operation == 0x20:
+            [accumulator] = struct.unpack_from("<I", data, value)
+        elif operation == 0x06:
+            return {0x7FFF0000: ALLOWED, 0x80000000: KILLED, 0x50000 | errno.EPERM: REFUSED}.get(value, UNKNOWN)
+        else:
+            holds = {0x15: accumulator == value, 0x35: accumulator >= value, 0x45: bool(accumulator & value)}
+            position += if_true if holds[operation] else if_false
+
+
+@pytest.fixture(params=list(ARCHITECTURES))
+def machine(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def verdict(machine: str, left: SystemCalls, name: str, *arguments: int) -> str:
+    program = filter_program(machine, left)
+    return interpret(program, ARCHITECTURES[machine], NUMBERS[machine][name], *arguments)
+
+
+@pytest.mark.parametrize("left", [NOTHING, EVERYTHING])
+def test_what_every_call_may_do(machine: str, left: SystemCalls):
+    for name in ("read", "openat", "mmap", "socketpair"):
+        assert verdict(machine, left, name) == ALLOWED
+
+
+@pytest.mark.parametrize("left", [NOTHING, EVERYTHING])
+def test_what_no_call_may_do(machine: str, left: SystemCalls):
+    for name in ("socket", "ptrace", "io_uring_setup", "fchmodat", "unshare"):
+        assert verdict(machine, left, name) == REFUSED
+    assert verdict(machine, left, "clone3") == UNKNOWN
+
+
+def test_processes(machine: str):
+    for left, expected in ((NOTHING, REFUSED), (EVERYTHING, ALLOWED)):
+        assert verdict(machine, left, "clone", 17) == expected
+        assert verdict(machine, left, "execve") == expected
+        assert verdict(machine, left, "clone", CLONE_THREAD | 0x3D0F00) == ALLOWED
+    assert verdict(machine, EVERYTHING, "clone", CLONE_NEWUSER | 17) == REFUSED
+    if machine == "x86_64":
+        assert verdict(machine, NOTHING, "fork") == REFUSED
+
+
+def test_signals(machine: str):
+    for name in ("kill", "tgkill"):
+        assert verdict(machine, NOTHING, name) == REFUSED
+        assert verdict(machine, EVERYTHING, name) == ALLOWED
+
+
+def test_limits(machine: str):
+    for pointer in (1, 1 << 32, 0x7FFFFFFFE000):
+        assert verdict(machine, NOTHING, "prlimit64", 0, 9, pointer) == REFUSED
+        assert verdict(machine, EVERYTHING, "prlimit64", 0, 9, pointer) == ALLOWED
+    assert verdict(machine, NOTHING, "prlimit64", 0, 9, 0) == ALLOWED
+    assert verdict(machine, NOTHING, "setrlimit") == REFUSED
+    assert verdict(machine, NOTHING, "prctl", PR_SET_PDEATHSIG) == REFUSED
+    # The kernel takes prctl's first argument as an int.
+    assert verdict(machine, NOTHING, "prctl", (1 << 32) | PR_SET_PDEATHSIG) == REFUSED
+    assert verdict(machine, NOTHING, "prctl", 15) == ALLOWED
+
+
+def test_another_architecture_ends_the_process(machine: str):
+    program = filter_program(machine, NOTHING)
+    for architecture in {0x40000003, *ARCHITECTURES.values()} - {ARCHITECTURES[machine]}:
+        assert interpret(program, architecture, 1) == KILLED
+
+
+def test_the_other_numbers_of_x86_end_the_process():
+    program = filter_program("x86_64", NOTHING)
+    for number in (0, 41, 520, 545):
+        assert interpret(program, ARCHITECTURES["x86_64"], 0x40000000 | number) == KILLED
+
+
+def test_the_program_is_short_enough_for_the_kernel(machine: str):
+    assert len(filter_program(machine, NOTHING)) // 8 < 4096

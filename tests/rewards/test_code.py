@@ -1,0 +1,226 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marin_rl.rewards.code import (
+    CodeReward,
+    CodeRewardConfig,
+    CodeScore,
+    CodeTests,
+    CodeTestsError,
+    StdinCase,
+    extract_code,
+    parse_tests,
+    run_tests,
+    split_assert,
+)
+from marin_rl.rewards.functions import EvaluateResult
+from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.isolation import Isolation
+from marin_rl.rewards.sandbox.pool import Sandbox
+
+ADDS = CodeTests(asserts=("assert add(2, 3) == 5", "assert add(-1, 1) == 0", "assert add('a', 'b') == 'ab'"))
+SUMS = CodeTests(cases=(StdinCase(stdin="2 3\n", stdout="5\n"), StdinCase(stdin="10 -4\n", stdout="6\n")))
+
+
+class Grading:
+    """A started sandbox in an event loop."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.sandbox = Sandbox(SandboxConfig(require=Isolation.NONE, workers=2, memory_mb=256, cpu_seconds=1.0))
+        self.wait(self.sandbox.start())
+
+    def wait(self, coroutine: Any) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 300))
+
+    def passed(self, code: str, tests: CodeTests) -> list[bool]:
+        return self.wait(run_tests(self.sandbox, code, tests))
+
+
+@pytest.fixture(scope="module")
+def grading() -> Iterator[Grading]:
+    grading = Grading()
+    yield grading
+    grading.wait(grading.sandbox.close())
+    grading.loop.close()
+
+
+def test_right_code_passes(grading: Grading):
+    assert grading.passed("def add(a, b):\n    return a + b", ADDS) == [True, True, True]
+    assert grading.passed("print(sum(map(int, input().split())))", SUMS) == [True, True]
+    assert grading.passed("if __name__ == '__main__':\n    print(sum(map(int, input().split())))", SUMS) == [True, True]
+
+
+def test_partly_right_code_passes_in_part(grading: Grading):
+    assert grading.passed("def add(a, b):\n    return 5 if a == 2 else 1", ADDS) == [True, False, False]
+    assert grading.passed("print(5)", SUMS) == [True, False]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "",
+        "def add(a, b",
+        "raise SystemExit(0)",
+        "import os; os._exit(0)",
+        "while True: pass",
+        "x = [0] * 10**9",
+        "def add(a, b): return None",
+        "def add(a, b): raise SystemExit(0)",
+        "def add(a, b):\n    import os; os._exit(0)",
+        # Says that all is well.
+        "print('all passed'); print('5\\n0\\nab'); print('[true, true, true]')\ndef add(a, b): return 7",
+        # Equal to everything, in every way that Python asks.
+        "class Equal:\n    def __eq__(self, other): return True\n    def __hash__(self): return 0\n"
+        "    def __repr__(self): return '5'\n    def __bool__(self): return True\n"
+        "def add(a, b): return Equal()",
+        "class Five(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\n"
+        "def add(a, b): return Five(7)",
+        "class Text(str):\n    def __eq__(self, other): return True\n    def __repr__(self): return '5'\n"
+        "    __hash__ = str.__hash__\ndef add(a, b): return Text('x')",
+        # Changes what judges.
+        "import builtins, json\nbuiltins.all = lambda *a: True\njson.dumps = lambda *a: '[true, true, true]'\n"
+        "def add(a, b): return 7",
+        "import builtins\nbuiltins.eval = builtins.repr = lambda *a: 'True'\ndef add(a, b): return 7",
+        # Answers that break what reads them.
+        "def add(a, b):\n    x = []\n    for _ in range(100000): x = [x]\n    return x",
+        "import builtins\nbuiltins.repr = lambda *a: '(' * 100000\ndef add(a, b): return 7",
+        "import builtins\nbuiltins.repr = lambda *a: '__import__(\"os\")._exit(0)'\ndef add(a, b): return 7",
+        "def add(a, b): return float('nan')",
+        "def add(a, b): return 10**100000",
+    ],
+)  # fmt: skip
+def test_wrong_code_fails_whatever_it_does(grading: Grading, code: str):
+    assert grading.passed(code, ADDS) == [False, False, False]
+
+
+LOOKS_AROUND = """
+import gc, sys
+
+def find(backwards):
+    found, frame = [], sys._getframe()
+    while frame is not None:
+        found.append(repr(frame.f_locals) + repr(frame.f_globals) + repr(frame.f_code.co_consts))
+        frame = frame.f_back
+    found.extend(repr(thing) for thing in gc.get_objects() if isinstance(thing, (list, dict, tuple)))
+    return backwards[::-1] in "".join(found)
+"""
+
+
+def test_code_cannot_find_what_is_expected(grading: Grading):
+    expected_is_hidden = "assert find('64_DETCEPXE') == ('EXPECTED_46' == '')"
+    # The search finds what is there: the function that asks, in a frame below.
+    search_works = "assert find('ksa_') == True"
+    tests = CodeTests(asserts=(expected_is_hidden, search_works))
+    assert grading.passed(LOOKS_AROUND, tests) == [True, True]
+
+
+def test_a_guess_printed_early_is_no_answer(grading: Grading):
+    code = "import atexit, os, sys\nprint('5'); sys.stdout.flush(); os._exit(1)"
+    assert grading.passed(code, SUMS) == [False, False]
+
+
+@pytest.mark.parametrize("printed", ["5\n", "5", "5  \n", "5\n\n\n"])
+def test_white_space_at_ends_is_set_aside(grading: Grading, printed: str):
+    case = CodeTests(cases=(StdinCase(stdin="", stdout="5\n"),))
+    assert grading.passed(f"import sys; sys.stdout.write({printed!r})", case) == [True]
+
+
+@pytest.mark.parametrize("printed", [" 5", "5 5", "\n5", "55", ""])
+def test_other_white_space_counts(grading: Grading, printed: str):
+    case = CodeTests(cases=(StdinCase(stdin="", stdout="5\n"),))
+    assert grading.passed(f"import sys; sys.stdout.write({printed!r})", case) == [False]
+
+
+@pytest.mark.parametrize(
+    ("line", "expressions", "condition"),
+    [
+        ("assert f(1) == 2", ("f(1)",), "_0 == 2"),
+        ("assert f(g(1), [2]) == 2, 'message'", ("f(g(1), [2])",), "_0 == 2"),
+        ("assert Solution().two_sum([2, 7], 9) == [0, 1]", ("Solution().two_sum([2, 7], 9)",), "_0 == [0, 1]"),
+        ("assert math.isclose(f(1), 0.5)", ("f(1)",), "math.isclose(_0, 0.5)"),
+        ("assert sorted(f(1)) == [1] and not f(2)", ("f(1)", "f(2)"), "sorted(_0) == [1] and (not _1)"),
+        ("assert set(f([x for x in range(3)])) == {1}", ("f([x for x in range(3)])",), "set(_0) == {1}"),
+        ("assert LIMIT > 3", ("LIMIT",), "_0 > 3"),
+        ("assert f(1)[0] == 2", ("f(1)[0]",), "_0 == 2"),
+        ("assert 'a'.join(f(1)) == ''", ("f(1)",), "'a'.join(_0) == ''"),
+    ],
+)
+def test_asserts_are_taken_apart(line: str, expressions: tuple[str, ...], condition: str):
+    found = split_assert(line)
+    assert (found.expressions, found.condition) == (expressions, condition)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("f(1) == 2", "is not one assert statement"),
+        ("assert f(1) == 2; import os", "is not one assert statement"),
+        ("assert 1 == 1", "calls nothing of the tested code"),
+        ("assert all(f(i) == i for i in range(3))", "binds names"),
+        ("assert (y := f(1)) == 2", "binds names"),
+        ("assert f(1", "is no Python"),
+        ("assert f(1) == '\x00'", "is no Python"),
+    ],
+)
+def test_asserts_that_cannot_be_judged_apart(line: str, problem: str):
+    with pytest.raises(CodeTestsError, match=problem):
+        split_assert(line)
+
+
+@pytest.mark.parametrize(
+    "ground_truth",
+    ["", "46", "[]", "{}", '{"asserts": []}', '{"asserts": [1]}', '{"tests": []}', '{"cases": [{"stdin": ""}]}'],
+)
+def test_ground_truths_that_hold_no_tests(ground_truth: str):
+    with pytest.raises(CodeTestsError, match="ground truth"):
+        parse_tests(ground_truth)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(value=VALUES)
+def test_what_is_expected_is_never_asked(value: object):
+    test = split_assert(f"assert f(1) == {value!r}")
+    assert test.expressions == ("f(1)",)
+
+
+@pytest.mark.parametrize(
+    ("reply", "code"),
+    [
+        ("```python\na\n```", "a\n"),
+        ("first\n```\na\n```\nbetter\n```py\nb\nc\n```\nbye", "b\nc\n"),
+        ("print(1)", "print(1)"),
+        ("```Python\na = '`'\n```", "a = '`'\n"),
+        ("", ""),
+    ],
+)
+def test_code_is_taken_from_replies(reply: str, code: str):
+    assert extract_code(reply) == code
+
+
+@pytest.mark.parametrize(("score", "expected"), [(CodeScore.ALL, 0.0), (CodeScore.SHARE, 1 / 3)])
+def test_scores(grading: Grading, request_of: Any, score: CodeScore, expected: float):
+    component = CodeReward(CodeRewardConfig(score=score), grading.sandbox)
+    grading.wait(component.check())
+    reply = "```python\ndef add(a, b):\n    return 5 if a == 2 else 1\n```"
+    request = request_of(reply, ground_truth=json.dumps({"asserts": list(ADDS.asserts)}))
+    broken = request_of(reply, ground_truth="46")
+    found, invalid = grading.wait(component.judge([request, broken]))
+    assert found == EvaluateResult(score=expected, metrics={"passed_share": 1 / 3}, reason="1 of 3 tests passed")
+    assert not invalid.is_score_valid
+    assert "task t1: the ground truth '46' is no tests" in str(invalid.error)

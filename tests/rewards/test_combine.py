@@ -1,0 +1,46 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import pytest
+
+from marin_rl.rewards.combine import evaluation_metrics, failure, turn_rewards, weighted_rewards
+from marin_rl.types import Evaluation, StepReward
+
+CORRECT = Evaluation(
+    "correct",
+    weight=2.0,
+    score=1.0,
+    steps=(StepReward(0, 0.5, metrics={"moves": 1.0}), StepReward(2, 0.0, metrics={"moves": 4.0})),
+    metrics={"length": 3.0, "score": 99.0},
+)
+SHORT = Evaluation("short", weight=-0.5, score=0.5, steps=(StepReward(2, 4.0),))
+LOST = Evaluation("judge", weight=1.0, score=None, error="timeout: no answer", lost="timeout")
+
+
+def test_rewards_are_weighted():
+    assert weighted_rewards([CORRECT, SHORT]) == {"correct": 2.0, "short": -0.25}
+    assert failure([CORRECT, SHORT]) is None
+
+
+def test_a_missing_score_fails_the_rollout():
+    assert failure([CORRECT, LOST]) == "reward 'judge': timeout: no answer"
+    with pytest.raises(ValueError, match="'judge': timeout: no answer"):
+        weighted_rewards([CORRECT, LOST])
+
+
+def test_turn_rewards_add_up_and_stay_empty_where_nobody_spoke():
+    assert turn_rewards([CORRECT, SHORT], 3) == [1.0, None, -2.0]
+    assert turn_rewards([], 2) == [None, None]
+    with pytest.raises(IndexError):
+        turn_rewards([CORRECT], 2)
+
+
+def test_metrics_are_means_over_rollouts_and_steps():
+    other = Evaluation("correct", weight=2.0, score=0.0, metrics={"length": 6.0})
+    found = evaluation_metrics([CORRECT, other, LOST])
+    assert {name: (metric.value, metric.weight) for name, metric in found.items()} == {
+        "rewards/correct/score": (0.5, 2.0),
+        "rewards/correct/length": (4.5, 2.0),
+        "rewards/correct/moves": (2.5, 2.0),
+        "rewards/judge/lost_timeout": (1.0, 1.0),
+    }

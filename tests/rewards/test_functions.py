@@ -1,0 +1,175 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pydantic
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marin_rl.rewards import EvaluateResult, StepOutput, reward_function
+from marin_rl.rewards.functions import RewardFunctionError, RewardMode, evaluate, required_options
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(
+    score=FINITE,
+    steps=st.lists(st.builds(StepOutput, step_index=st.integers(0, 9), base_reward=FINITE), max_size=3),
+    metrics=st.dictionaries(st.text(max_size=5), FINITE, max_size=3),
+    reason=st.none() | st.text(),
+    is_score_valid=st.booleans(),
+    error=st.none() | st.text(),
+)
+def test_results_survive_json(score, steps, metrics, reason, is_score_valid, error):
+    result = EvaluateResult(
+        score=score,
+        step_outputs=tuple(steps),
+        metrics=metrics,
+        reason=reason,
+        is_score_valid=is_score_valid,
+        error=error,
+    )
+    assert EvaluateResult.model_validate_json(result.model_dump_json(), strict=True) == result
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf, "1.0", None, [1.0], 1j])
+def test_scores_are_finite_numbers(score):
+    with pytest.raises(pydantic.ValidationError, match="score"):
+        EvaluateResult(score=score)
+    with pytest.raises(pydantic.ValidationError, match="length"):
+        EvaluateResult(score=1.0, metrics={"length": score})
+    with pytest.raises(pydantic.ValidationError, match="base_reward"):
+        StepOutput(step_index=0, base_reward=score)
+
+
+@pytest.mark.parametrize("score", [1, True, np.float32(1.0), np.int64(1), np.float64(1.0)])
+def test_scores_may_be_any_real_number(score):
+    found = EvaluateResult(score=score).score
+    assert (type(found), found) == (float, 1.0)
+
+
+@pytest.mark.parametrize("index", [-1, 1.5, "1", None, True])
+def test_step_indices_are_integers_from_zero(index):
+    with pytest.raises(pydantic.ValidationError, match="step_index"):
+        StepOutput(step_index=index, base_reward=0.0)
+
+
+def test_unknown_fields_and_changes_are_refused():
+    with pytest.raises(pydantic.ValidationError, match="scores"):
+        EvaluateResult.model_validate({"score": 1.0, "scores": 2.0})
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        EvaluateResult(score=1.0).score = 2.0
+
+
+def test_pointwise_outside_the_sandbox(request_of):
+    @reward_function
+    def exact(messages, ground_truth, tolerance, **kwargs):
+        """Doc."""
+        assert kwargs == {"task_id": "t1", "environment": "arithmetic", "status": "completed"}
+        return abs(float(messages[-1]["content"]) - float(ground_truth)) <= tolerance
+
+    assert (exact.name, exact.mode, exact.__doc__) == ("exact", RewardMode.POINTWISE, "Doc.")
+    assert required_options(exact) == ["tolerance"]
+    requests = [request_of("46"), request_of("47")]
+    assert [result.score for result in evaluate(exact, requests, {"tolerance": 0})] == [1.0, 0.0]
+
+
+def test_batch_outside_the_sandbox(request_of):
+    @reward_function(mode="batch")
+    def shortest(messages, ground_truth, **kwargs):
+        assert kwargs["task_id"] == ["t1", "t1"]
+        lengths = [len(chat[-1]["content"]) for chat in messages]
+        return [EvaluateResult(score=float(length == min(lengths))) for length in lengths]
+
+    requests = [request_of("forty-six"), request_of("46")]
+    assert [result.score for result in evaluate(shortest, requests, {})] == [0.0, 1.0]
+    assert [result.score for result in shortest([[{"content": "a"}]] * 2, ["", ""], task_id=["t1", "t1"])] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("answer", [[], [1.0], [1.0, 2.0, 3.0], 1.0, "ab", None, {"a": 1.0}])
+def test_batch_answers_have_the_batchs_length(request_of, answer):
+    @reward_function(mode="batch")
+    def wrong(messages, ground_truth, **kwargs):
+        return answer
+
+    with pytest.raises(RewardFunctionError, match=r"wrong answered .* for 2 rollouts"):
+        evaluate(wrong, [request_of(), request_of()], {})
+
+
+@pytest.mark.parametrize("answer", ["1.0", None, [1.0], {"score": 1.0}])
+def test_pointwise_answers_are_results_or_numbers(request_of, answer):
+    @reward_function
+    def wrong(messages, ground_truth, **kwargs):
+        return answer
+
+    with pytest.raises(RewardFunctionError, match=f"wrong answered {type(answer).__name__}"):
+        evaluate(wrong, [request_of()], {})
+
+
+def lacks_messages(ground_truth, **kwargs): ...
+def lacks_ground_truth(messages, **kwargs): ...
+def lacks_kwargs(messages, ground_truth): ...
+def takes_positions(messages, ground_truth, /, **kwargs): ...
+def takes_stars(*messages, ground_truth, **kwargs): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "lacking"),
+    [
+        (lacks_messages, "lacks messages;"),
+        (lacks_ground_truth, "lacks ground_truth;"),
+        (lacks_kwargs, r"lacks \*\*kwargs;"),
+        (takes_positions, "lacks messages, ground_truth;"),
+        (takes_stars, "lacks messages;"),
+    ],
+)
+def test_signatures_are_checked_early(function, lacking):
+    with pytest.raises(RewardFunctionError, match=f"{function.__name__}.*{lacking}"):
+        reward_function(function)
+
+
+def test_modes_and_async_are_checked_early():
+    with pytest.raises(RewardFunctionError, match="mode is 'pairwise'"):
+        reward_function(mode="pairwise")(lacks_messages)
+
+    async def late(messages, ground_truth, **kwargs): ...
+
+    with pytest.raises(RewardFunctionError, match="late is async"):
+        reward_function(late)
+
+
+def test_a_function_does_not_change_the_next_ones_messages(request_of):
+    @reward_function
+    def rude(messages, ground_truth, **kwargs):
+        messages[-1]["content"] = "46"
+        messages.clear()
+        return 1.0
+
+    request = request_of("47")
+    evaluate(rude, [request], {})
+    assert request.messages[-1]["content"] == "47"
+
+
+def test_importing_is_light():
+    code = (
+        "import sys; from marin_rl.rewards import reward_function, EvaluateResult, StepOutput\n"
+        "heavy = {'jax', 'numpy', 'draccus', 'transformers', 'asyncio', 'httpx'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "import marin_rl.rewards.functions\n"
+        "from marin_rl.rewards import reward_function as again\n"
+        "assert again is reward_function"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_worker_needs_only_the_standard_library():
+    code = (
+        "import sys; import marin_rl.rewards.sandbox.worker\n"
+        "assert not {'pydantic', 'jax', 'numpy', 'draccus'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

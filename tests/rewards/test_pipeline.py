@@ -1,0 +1,236 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marin_rl.metrics import Metric, Reduction
+from marin_rl.rewards.combine import evaluation_metrics, failure, weighted_rewards
+from marin_rl.rewards.component import RewardComponent, RewardConfigError, RewardScope
+from marin_rl.rewards.function_component import FunctionRewardConfig
+from marin_rl.rewards.functions import EvaluateResult, RewardRequest, StepOutput
+from marin_rl.rewards.losses import CallLostError, LossCause
+from marin_rl.rewards.pipeline import RewardPipeline, build_pipeline
+from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.isolation import Isolation
+from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.types import Evaluation, StepReward
+
+
+class Scripted:
+    """A component that says what a test tells it to."""
+
+    def __init__(self, name: str, answer: Any, scope: RewardScope = RewardScope.POINTWISE, weight: float = 1.0):
+        self.name, self.weight, self.scope = name, weight, scope
+        self.answer = answer
+        self.asked: list[list[str]] = []
+        self.closed = 0
+
+    async def check(self) -> None: ...
+
+    async def judge(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
+        self.asked.append([request.rollout_id for request in requests])
+        if isinstance(self.answer, CallLostError):
+            raise self.answer
+        return [self.answer] * len(requests)
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+TIMEOUT = CallLostError(LossCause.TIMEOUT, "no answer")
+
+
+def test_a_component_of_each_scope_is_asked_once(request_of):
+    parts = [Scripted(scope.value, EvaluateResult(score=1.0), scope) for scope in RewardScope]
+    assert all(isinstance(part, RewardComponent) for part in parts)
+    pipeline = RewardPipeline(parts)
+    requests = [request_of(rollout_id=f"r{index}") for index in range(3)]
+
+    async def run() -> list[Any]:
+        ones = [await pipeline.judge_one(request) for request in requests]
+        found = [ones, await pipeline.judge_group(requests), await pipeline.judge_batch(requests)]
+        await pipeline.close()
+        return found
+
+    for scope, found in zip(RewardScope, asyncio.run(run()), strict=True):
+        assert found == [[Evaluation(scope.value, 1.0, 1.0)]] * 3
+    assert [part.asked for part in parts] == [[["r0"], ["r1"], ["r2"]], [["r0", "r1", "r2"]], [["r0", "r1", "r2"]]]
+    assert [part.closed for part in parts] == [1, 1, 1]
+    assert all(pipeline.has(scope) for scope in RewardScope)
+
+
+def test_what_a_component_says_arrives(request_of):
+    result = EvaluateResult(
+        score=0.5,
+        step_outputs=(StepOutput(step_index=1, base_reward=2.0, reason="well said"),),
+        metrics={"length": 2.0},
+        reason="because",
+    )
+    pipeline = RewardPipeline([Scripted("style", result, weight=3.0)])
+    assert asyncio.run(pipeline.judge_one(request_of())) == [
+        Evaluation(
+            component="style",
+            weight=3.0,
+            score=0.5,
+            steps=(StepReward(0, 2.0, "well said"),),
+            metrics={"length": 2.0},
+            reason="because",
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause", "said"),
+    [
+        (TIMEOUT, LossCause.TIMEOUT, "timeout: no answer"),
+        (EvaluateResult(score=0.0, is_score_valid=False, error="parser down"), LossCause.INVALID_SCORE, "parser down"),
+        (EvaluateResult(score=0.0, is_score_valid=False), LossCause.INVALID_SCORE, "not valid"),
+        (
+            EvaluateResult(score=1.0, step_outputs=(StepOutput(step_index=0, base_reward=1.0),)),
+            LossCause.STEP_INDEX,
+            "rollout r1: step_index 0 is a message of role 'user'; the policy's messages are 1",
+        ),
+    ],
+)
+def test_a_lost_score_is_counted_and_fails_its_rollout_alone(request_of, answer, cause, said):
+    pipeline = RewardPipeline([Scripted("good", EvaluateResult(score=1.0)), Scripted("bad", answer)])
+    good, bad = asyncio.run(pipeline.judge_one(request_of()))
+    assert (good.score, bad.score) == (1.0, None)
+    assert said in str(bad.error)
+    assert f"reward 'bad': {cause.value}: " in str(failure([good, bad]))
+    assert bad.lost == cause.value
+    assert evaluation_metrics([good, bad, bad]) == {
+        "rewards/good/score": Metric(1.0),
+        f"rewards/bad/lost_{cause.value}": Metric(2.0, weight=2.0, reduction=Reduction.SUM),
+    }
+
+
+def test_a_lost_group_call_costs_every_rollout_of_the_group(request_of):
+    pipeline = RewardPipeline([Scripted("compare", TIMEOUT, RewardScope.GROUP)])
+    found = asyncio.run(pipeline.judge_group([request_of(rollout_id="a"), request_of(rollout_id="b")]))
+    assert [[one.score for one in rollout] for rollout in found] == [[None], [None]]
+    assert [one.lost for rollout in found for one in rollout] == ["timeout", "timeout"]
+
+
+def test_other_errors_are_not_swallowed(request_of):
+    class Broken(Scripted):
+        async def judge(self, requests):
+            raise ZeroDivisionError
+
+    pipeline = RewardPipeline([Broken("broken", None)])
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(pipeline.judge_one(request_of()))
+
+
+def test_names_are_unique():
+    with pytest.raises(RewardConfigError, match="style is there twice"):
+        RewardPipeline([Scripted("style", None), Scripted("style", None)])
+
+
+def test_no_rollouts_ask_nobody():
+    part = Scripted("compare", TIMEOUT, RewardScope.BATCH)
+    assert asyncio.run(RewardPipeline([part]).judge_batch([])) == []
+    assert part.asked == []
+
+
+REWARDS = """
+from marin_rl.rewards import EvaluateResult, StepOutput, reward_function
+
+@reward_function
+def accuracy(messages, ground_truth, tolerance=0, **kwargs):
+    reply = messages[-1]["content"]
+    if reply == "crash":
+        raise RuntimeError("cannot judge this")
+    return EvaluateResult(
+        score=float(abs(float(reply) - float(ground_truth)) <= tolerance),
+        step_outputs=[StepOutput(step_index=len(messages) - 1, base_reward=0.25)],
+    )
+
+@reward_function(mode="batch")
+def shortest(messages, ground_truth, **kwargs):
+    lengths = [len(chat[-1]["content"]) for chat in messages]
+    return [float(length == min(lengths)) for length in lengths]
+"""
+
+
+def test_from_a_file_and_a_name_to_rewards(request_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    configs = [
+        FunctionRewardConfig(path="my_rewards.py", function="accuracy", weight=2.0, options={"tolerance": 1}),
+        FunctionRewardConfig(path="my_rewards.py", function="accuracy", name="exact"),
+        FunctionRewardConfig(path="my_rewards.py", function="shortest", weight=0.5),
+    ]
+    replies = ["46", "47.0", "crash"]
+
+    async def run() -> tuple[list[list[Evaluation]], list[list[Evaluation]]]:
+        async with Sandbox(SandboxConfig(require=Isolation.NONE)) as sandbox:
+            pipeline = build_pipeline(configs, sandbox)
+            await pipeline.start()
+            assert pipeline.has(RewardScope.GROUP)
+            assert not pipeline.has(RewardScope.BATCH)
+            requests = [request_of(reply, rollout_id=f"r{index}") for index, reply in enumerate(replies)]
+            ones = await asyncio.gather(*(pipeline.judge_one(request) for request in requests))
+            return list(ones), await pipeline.judge_group(requests)
+
+    ones, group = asyncio.run(run())
+    assert weighted_rewards([*ones[0], *group[0]]) == {"accuracy": 2.0, "exact": 1.0, "shortest": 0.5}
+    assert weighted_rewards([*ones[1], *group[1]]) == {"accuracy": 2.0, "exact": 0.0, "shortest": 0.0}
+    assert ones[0][0].steps == (StepReward(0, 0.25),)
+    assert "RuntimeError: cannot judge this" in str(failure(ones[2]))
+    assert [[one.lost for one in rollout] for rollout in ones] == [[None, None], [None, None], ["raised", "raised"]]
+
+
+def checked(config: FunctionRewardConfig) -> RewardScope | None:
+    async def run() -> RewardScope | None:
+        async with Sandbox(SandboxConfig(require=Isolation.NONE, workers=1)) as sandbox:
+            component = config.build(sandbox)
+            assert component.scope is None
+            await component.check()
+            return component.scope
+
+    return asyncio.run(run())
+
+
+def test_function_components_are_checked_early(tmp_path: Path):
+    file = tmp_path / "my_rewards.py"
+    file.write_text(REWARDS + "\n@reward_function\ndef needs(messages, ground_truth, model, **kwargs): ...\n")
+
+    def config(function: str, **fields: Any) -> FunctionRewardConfig:
+        return FunctionRewardConfig(path=str(file), function=function, **fields)
+
+    assert checked(config("shortest")) is RewardScope.GROUP
+    assert checked(config("shortest", scope=RewardScope.BATCH)) is RewardScope.BATCH
+    assert checked(config("accuracy")) is RewardScope.POINTWISE
+    for wrong, said in [
+        (config("acuracy"), r"acuracy in .*my_rewards.py is no reward function; .* are: accuracy, needs, shortest"),
+        (config("needs"), "needs model; give it under options"),
+        (config("accuracy", scope=RewardScope.GROUP), "has mode pointwise, so its scope is pointwise, not group"),
+        (config("shortest", scope=RewardScope.POINTWISE), "its scope is group or batch, not pointwise"),
+        (FunctionRewardConfig(path=str(tmp_path / "none.py"), function="f"), "there is no file .*none.py"),
+    ]:
+        with pytest.raises(RewardConfigError, match=said):
+            checked(wrong)
+    file.write_text("def accuracy(messages, ground_truth, **kwargs): ...")
+    with pytest.raises(RewardConfigError, match="are: none; decorate the function"):
+        checked(config("accuracy"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"weight": float("nan")}, "the weight of 'f' is nan"),
+        ({"name": "my reward"}, "the name 'my reward'"),
+        ({"options": {"status": 1, "task_id": 2}}, "name status, task_id, which every function is given"),
+        ({"options": {"a": float("inf")}}, "must be JSON values"),
+        ({"options": {"a": object()}}, "must be JSON values"),
+    ],
+)
+def test_function_configs_are_checked_at_once(fields: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=said):
+        FunctionRewardConfig(path="f.py", function="f", **fields)
