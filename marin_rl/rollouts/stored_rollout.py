@@ -21,7 +21,7 @@ from marin_rl.objectives.signals import TurnCredit
 from marin_rl.types import Evaluation, Rollout, RolloutStatus, Turn
 
 SCHEMA_VERSION = 1
-"""Raised whenever a column changes its meaning or goes; a new column alone does not."""
+"""Raised whenever the columns change; a file of another version is refused."""
 
 VERSION_KEY = b"marin_rl.rollouts.version"
 """Where a file's metadata holds the version."""

@@ -62,7 +62,9 @@ def test_what_does_not_change_the_result_may_differ_and_the_rest_may_not(
 ):
     monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: None)
     again = copy_of(finished_run, tmp_path / "copy")
-    assert again.train("--checkpoint.every", "5", "--evaluation.every", "2", "--checkpoint.keep_every", "0") == 0
+    assert (
+        again.train("--checkpoint.every", "5", "--evaluation.every", "2", "--rollout_store.keep", "not_completed") == 0
+    )
     files = contents(again.path)
     assert again.train("--seed", "4", "--optimizer.learning_rate", "1") == 1
     error = capfd.readouterr().err
