@@ -31,7 +31,7 @@ function number(value, digits = 4) {
   const size = Math.abs(value);
   const far = size >= 1e6 || size < 1e-4;
   const text = far ? value.toExponential(digits - 2).replace(/\.?0*e\+?/, "e") : String(Number(value.toPrecision(digits)));
-  return text.replace("-", MINUS);
+  return text.replaceAll("-", MINUS);
 }
 
 // ---------------------------------------------------------------- plots

@@ -133,6 +133,34 @@ def test_tokens_have_the_colour_of_their_value(tab, small):
     assert [value for name, value in colours() if name == "positive"] == ["0.500", "1.000"]
 
 
+def luminance(channels: list[float]) -> float:
+    """Relative luminance as the Web Content Accessibility Guidelines define it; channels from 0 to 1."""
+    linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_text_can_be_read_on_the_strongest_colours(tab, small, dark):
+    tab.open(small, dark=dark, address=FIRST)
+    # A canvas says what a colour comes to on the page's own ground.
+    painted = """((selector) => {
+        const style = getComputedStyle(document.querySelector(selector));
+        const context = document.createElement("canvas").getContext("2d");
+        const seen = (...colours) => {
+            for (const colour of colours) { context.fillStyle = colour; context.fillRect(0, 0, 1, 1); }
+            return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3).map((one) => one / 255);
+        };
+        const ground = getComputedStyle(document.documentElement).backgroundColor;
+        return [seen(ground, style.backgroundColor), seen(style.color)];
+    })"""
+    tab.run("document.querySelectorAll('#one .tokens span').forEach((one) => one.style.setProperty('--v', '1'))")
+    for name in ("positive", "negative", "unlikely"):
+        if name == "unlikely":
+            choose(tab, "#colour", "logprob")
+        under, text = (luminance(channels) for channels in tab.run(f"{painted}('#one .tokens .{name}:last-child')"))
+        assert (max(under, text) + 0.05) / (min(under, text) + 0.05) >= 4.5, name
+
+
 def test_values_show_under_the_pointer_and_by_keyboard(tab, small):
     tab.open(small, address=FIRST)
     assert tip(tab) is None
