@@ -182,11 +182,21 @@ def outcome(run: TinyRun) -> dict[str, Any]:
         "steps": run.steps(),
         "progress": manifest["progress"],
         "state": {name: file for name, file in manifest["files"].items() if name != "state/metadata.json"},
-        "rollouts": contents(run.path / "rollouts"),
+        "rollouts": stored(run.path / "rollouts"),
         "hf": {
             path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((run.path / "hf").iterdir())
         },
     }
+
+
+def stored(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The rows of every file of rollouts, without their timings; fails over a file that is something else."""
+    from marin_rl.rollouts.store import list_files, read_file
+
+    files = list_files(folder)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(file.path.name for file in files)
+    tables = {file.path.name: read_file(file.path) for file in files}
+    return {name: table.drop_columns("seconds").to_pylist() for name, table in tables.items() if table is not None}
 
 
 def contents(folder: Path) -> dict[str, bytes]:

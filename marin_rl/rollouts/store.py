@@ -1,64 +1,391 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rollouts at rest: what was asked, what was answered, what it earned."""
+"""Rollouts at rest: a file per step in the run directory, one row a rollout, readable while the run goes on.
 
+```
+rollouts/
+  step-00000012.parquet    the rollouts that update 12 was made of
+  eval-00000050.parquet    the rollouts of the evaluation after update 50
+```
+
+Every file is whole or absent. The columns are those of `marin_rl.rollouts.stored_rollout.SCHEMA`.
+"""
+
+import dataclasses
+import enum
+import hashlib
+import io
 import json
+import logging
+import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from marin_rl.types import Rollout, RolloutGroup
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from marin_rl.rollouts.stored_rollout import (
+    SCHEMA,
+    SCHEMA_VERSION,
+    VERSION_KEY,
+    PieceOf,
+    TrainingSignal,
+    as_row,
+    bytes_as_json,
+    bytes_from_json,
+)
+from marin_rl.types import Rollout, RolloutGroup, RolloutStatus
+
+logger = logging.getLogger(__name__)
+
+TRAINING, EVALUATION = "training", "evaluation"
+"""What rollouts were played for; the `purpose` column."""
+
+_PREFIX = {TRAINING: "step", EVALUATION: "eval"}
+_NAME = re.compile(r"(step|eval)-(\d{8,})\.(parquet|jsonl)")
+_PIECES = {"observation_pieces", "pieces"}
+_MAPS = {"rewards", "metrics", "seconds"}
+_BYTES_IN_MB = 1e6
 
 
-def write_rollouts(folder: Path, step: int, groups: Sequence[RolloutGroup], advantages: Mapping[str, float]) -> Path:
-    """Write the rollouts of one update to `step-NNNNNNNN.jsonl`, one JSON object a line; whole, or not at all.
+class RolloutStoreError(RuntimeError):
+    """A file of rollouts cannot be read; the message names it and the remedy."""
+
+
+class StoredFormat(enum.StrEnum):
+    """How rollouts are written."""
+
+    PARQUET = "parquet"
+    """Columns, compressed."""
+    JSONL = "jsonl"
+    """The same columns, one JSON object a line; some ten times larger."""
+
+
+class Keep(enum.StrEnum):
+    """Which rollouts of a step are stored."""
+
+    ALL = "all"
+    """All of them."""
+    NOT_COMPLETED = "not_completed"
+    """Those that were truncated, failed or timed out."""
+    BEST_AND_WORST = "best_and_worst"
+    """Of every group the one with the highest reward and the one with the lowest, the first where several are; and
+    all that have no reward."""
+    ONE_PER_GROUP = "one_per_group"
+    """The first of every group."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutStoreConfig:
+    """Which rollouts stay in the run directory, and for how long."""
+
+    every: int = 1
+    """Store the rollouts of every so many steps, and of every evaluation. 0: of none."""
+    keep: Keep = Keep.ALL
+    """Which of a step's rollouts: `all`, `not_completed`, `best_and_worst` or `one_per_group`."""
+    max_per_step: int | None = None
+    """About how many rollouts of one step at most: whole groups, chosen by a hash of their ids, as long as they fit,
+    and at least one. null: no limit."""
+    format: StoredFormat = StoredFormat.PARQUET
+    """`parquet`, or `jsonl`, which is larger and can be read without a library."""
+    max_mb: float = 1000.0
+    """Most megabytes in all files together. The oldest go first; the newest always stays."""
+    learner_logprobs: bool = False
+    """Also store each token's log-probability under the learner's weights before the update, to see where sampler and
+    learner differ. Costs one forward pass over the step's rollouts, unless a critic or a mismatch correction makes
+    that pass anyway."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"rollout_store.every is {self.every}; it must be at least 1, or 0 to store nothing")
+        if self.max_per_step is not None and self.max_per_step < 1:
+            raise ValueError(
+                f"rollout_store.max_per_step is {self.max_per_step}; it must be at least 1, or null for no limit "
+                "(rollout_store.every 0 stores nothing)"
+            )
+        if not self.max_mb > 0:
+            raise ValueError(f"rollout_store.max_mb is {self.max_mb}; it is a number of megabytes above 0")
+
+    def stores(self, step: int, purpose: str = TRAINING) -> bool:
+        """Whether rollouts of a step are stored."""
+        return self.every > 0 and (purpose == EVALUATION or step % self.every == 0)
+
+    def scores_learner(self, step: int) -> bool:
+        """Whether the learner's log-probabilities of a step's rollouts are wanted."""
+        return self.learner_logprobs and self.stores(step)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class StoredFile:
+    """One file of rollouts; they sort by age."""
+
+    step: int
+    """The update they trained, or the one after which they were played for an evaluation."""
+    purpose: str
+    """`training` or `evaluation`."""
+    path: Path
+    """The file."""
+
+
+def list_files(folder: Path) -> list[StoredFile]:
+    """The files of rollouts in a folder, the oldest first; none where there is no folder."""
+    if not folder.is_dir():
+        return []
+    purposes = {prefix: purpose for purpose, prefix in _PREFIX.items()}
+    matches = [(match, entry) for entry in folder.iterdir() if (match := _NAME.fullmatch(entry.name))]
+    # An evaluation comes after its step.
+    return sorted(
+        (StoredFile(int(match[2]), purposes[match[1]], path) for match, path in matches),
+        key=lambda file: (file.step, file.purpose != TRAINING, file.path.name),
+    )
+
+
+def read_rollouts(
+    folder: Path,
+    steps: Container[int] | None = None,
+    columns: Sequence[str] | None = None,
+    purposes: Container[str] = (TRAINING, EVALUATION),
+) -> Iterator[pa.Table]:
+    """The stored rollouts, a table per file, the oldest first; each file is read when its turn comes.
+
+    A file that goes while this runs, because the run's store is full, is passed over.
 
     Args:
-        folder: the run directory's `rollouts/`.
-        step: the update they trained.
-        groups: all of its groups, failed rollouts included.
-        advantages: by rollout id; one that failed or was left out has none, which is written as 0.
+        folder: a run directory's `rollouts/`.
+        steps: which steps; None for all.
+        columns: which columns of `SCHEMA`; None for all.
+        purposes: `training`, `evaluation`, or both.
 
-    Returns:
-        The file.
+    Raises:
+        RolloutStoreError: if a file is damaged or of another version, naming it.
     """
-    target = folder / f"step-{step:08d}.jsonl"
-    partial = folder / f".{target.name}.partial"
-    with partial.open("w", encoding="utf-8") as file:
-        for group in groups:
-            for rollout in group.rollouts:
-                line = json.dumps(_as_json(rollout, advantages.get(rollout.id, 0.0)), ensure_ascii=False)
-                file.write(line + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(target)
-    return target
+    for file in list_files(folder):
+        if (steps is None or file.step in steps) and file.purpose in purposes:
+            table = read_file(file.path, columns)
+            if table is not None:
+                yield table
 
 
-def _as_json(rollout: Rollout, advantage: float) -> dict[str, Any]:
-    return {
-        "id": rollout.id,
-        "group_id": rollout.group_id,
-        "task_id": rollout.task.id,
-        "environment": rollout.task.environment,
-        "answer": rollout.task.answer,
-        "status": rollout.status.value,
-        "error": rollout.error,
-        "rewards": dict(rollout.rewards),
-        "advantage": advantage,
-        "turns": [
-            {
-                "messages": list(turn.messages),
-                "reward": turn.reward,
-                "starts_sequence": turn.starts_sequence,
-                "observation_tokens": list(turn.observation_tokens),
-                "token_ids": list(turn.generation.token_ids),
-                "logprobs": list(turn.generation.logprobs),
-                "stop_reason": turn.generation.stop_reason.value,
-                "versions": [turn.generation.first_version, turn.generation.last_version],
-            }
-            for turn in rollout.turns
-        ],
-    }
+def read_file(path: Path, columns: Sequence[str] | None = None) -> pa.Table | None:
+    """The rollouts of one file; None where there is no such file (any more).
+
+    Raises:
+        RolloutStoreError: if it is damaged or of another version, naming it.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        if path.suffix == ".jsonl":
+            return _from_jsonl(data, columns)
+        parquet = pq.ParquetFile(io.BytesIO(data))
+        _check_version((parquet.schema_arrow.metadata or {}).get(VERSION_KEY, b"none").decode())
+        return parquet.read(columns=None if columns is None else list(columns))
+    except (pa.ArrowException, ValueError, KeyError, TypeError, OSError) as error:
+        raise RolloutStoreError(
+            f"{path} is not a readable file of rollouts ({error}); delete it to go on without it"
+        ) from error
+
+
+class RolloutStore:
+    """Writes a run's rollouts, beside the training.
+
+    A thread of its own turns records into files; a call waits for the one before it, so that at most one step is on
+    its way. Errors of the thread come out of the next call.
+    """
+
+    def __init__(self, folder: Path, config: RolloutStoreConfig, piece: PieceOf):
+        """Take up a folder as it stands.
+
+        Args:
+            folder: where to write; it exists.
+            config: what to write.
+            piece: the bytes of a token id.
+        """
+        self._folder, self._config, self._piece = folder, config, piece
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-store")
+        self._under_way: Future[None] | None = None
+        self._sizes: dict[StoredFile, int] = {}
+        self._count_files()
+
+    @property
+    def folder(self) -> Path:
+        """Where the files lie."""
+        return self._folder
+
+    def write(
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        signals: Mapping[str, TrainingSignal],
+        purpose: str = TRAINING,
+    ) -> None:
+        """Store what the config asks for of a step; a later call or `flush` says so if it could not be written.
+
+        Args:
+            step: the update they are for, or, of an evaluation, the update before it.
+            groups: all of its groups, those that were left out included.
+            signals: by rollout id, what training made of them; one that was not trained on has none.
+            purpose: `training` or `evaluation`.
+
+        Raises:
+            OSError: if an earlier call's file could not be written.
+        """
+        self.flush()
+        chosen = _chosen(groups, self._config) if self._config.stores(step, purpose) else []
+        if chosen:
+            self._under_way = self._thread.submit(self._write, step, chosen, signals, purpose)
+
+    def flush(self) -> None:
+        """Wait until everything that was handed over is on the disk.
+
+        Raises:
+            OSError: if it could not be written.
+        """
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def close(self) -> None:
+        """Finish what is under way, and end the thread."""
+        try:
+            self.flush()
+        finally:
+            self._thread.shutdown()
+
+    def truncate(self, after_step: int) -> None:
+        """Remove the rollouts of steps after `after_step`, and what was never finished.
+
+        A run that is taken up at a checkpoint plays those steps again.
+        """
+        self.flush()
+        for partial in self._folder.glob(".*.partial"):
+            partial.unlink()
+        for file in list_files(self._folder):
+            if file.step > after_step:
+                file.path.unlink()
+        self._count_files()
+
+    def _count_files(self) -> None:
+        self._sizes = {file: file.path.stat().st_size for file in list_files(self._folder)}
+
+    def _write(
+        self, step: int, rollouts: Sequence[Rollout], signals: Mapping[str, TrainingSignal], purpose: str
+    ) -> None:
+        rows = [as_row(rollout, step, purpose, signals.get(rollout.id), self._piece) for rollout in rollouts]
+        data = _to_jsonl(rows) if self._config.format is StoredFormat.JSONL else _to_parquet(rows)
+        target = self._folder / f"{_PREFIX[purpose]}-{step:08d}.{self._config.format.value}"
+        partial = self._folder / f".{target.name}.partial"
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(target)
+        self._sizes[StoredFile(step, purpose, target)] = len(data)
+        self._make_room(target)
+
+    def _make_room(self, newest: Path) -> None:
+        limit, total = self._config.max_mb * _BYTES_IN_MB, sum(self._sizes.values())
+        gone: list[StoredFile] = []
+        for file in sorted(self._sizes, key=lambda file: (file.step, file.purpose != TRAINING)):
+            if total <= limit or file.path == newest:
+                break
+            file.path.unlink(missing_ok=True)
+            total -= self._sizes.pop(file)
+            gone.append(file)
+        if gone:
+            logger.info(
+                "rollouts/: removed %d files (steps %d to %d) to stay within rollout_store.max_mb = %g; %.1f MB left",
+                len(gone),
+                gone[0].step,
+                gone[-1].step,
+                self._config.max_mb,
+                total / _BYTES_IN_MB,
+            )
+
+
+def _chosen(groups: Sequence[RolloutGroup], config: RolloutStoreConfig) -> list[Rollout]:
+    kept = [_KEEPERS[config.keep](group.rollouts) for group in groups]
+    if config.max_per_step is None:
+        return [rollout for rollouts in kept for rollout in rollouts]
+    order = sorted(range(len(groups)), key=lambda index: hashlib.sha256(groups[index].id.encode()).digest())
+    taken: set[int] = set()
+    room = config.max_per_step
+    for index in order:
+        if kept[index] and (len(kept[index]) <= room or not taken):
+            taken.add(index)
+            room -= len(kept[index])
+    return [rollout for index in sorted(taken) for rollout in kept[index]]
+
+
+def _not_completed(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    return [rollout for rollout in rollouts if rollout.status is not RolloutStatus.COMPLETED]
+
+
+def _best_and_worst(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    scores = {index: score for index, rollout in enumerate(rollouts) if (score := rollout.total_reward) is not None}
+    extremes = {max(scores, key=scores.__getitem__), min(scores, key=scores.__getitem__)} if scores else set()
+    return [rollout for index, rollout in enumerate(rollouts) if index in extremes or index not in scores]
+
+
+_KEEPERS: Mapping[Keep, Callable[[Sequence[Rollout]], list[Rollout]]] = {
+    Keep.ALL: list,
+    Keep.NOT_COMPLETED: _not_completed,
+    Keep.BEST_AND_WORST: _best_and_worst,
+    Keep.ONE_PER_GROUP: lambda rollouts: list(rollouts[:1]),
+}
+
+
+def _to_parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), buffer, compression="zstd", write_statistics=False)
+    return buffer.getvalue()
+
+
+def _to_jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    # Through Arrow, so that both formats hold the same values, rounded alike, in the same form.
+    table = pa.Table.from_pylist(list(rows), schema=SCHEMA)
+    stored = table.to_pylist(maps_as_pydicts="strict")
+    lines = [json.dumps(_jsonable({"version": SCHEMA_VERSION, **row}), ensure_ascii=False) for row in stored]
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _from_jsonl(data: bytes, columns: Sequence[str] | None) -> pa.Table:
+    rows = [json.loads(line, object_hook=_from_jsonable) for line in data.splitlines()]
+    for row in rows:
+        _check_version(str(row.pop("version", "none")))
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    return table if columns is None else table.select(list(columns))
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return bytes_as_json(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        # As in metrics.jsonl: JSON has no such numbers.
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {name: _jsonable(inner) for name, inner in value.items()}
+    return [_jsonable(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _from_jsonable(row: dict[str, Any]) -> dict[str, Any]:
+    """Undo, object by object, what JSON could not hold."""
+    for name, value in row.items():
+        # A number of such a name is a metric that somebody called so.
+        if name in _MAPS and isinstance(value, dict):
+            row[name] = [(key, float(number)) for key, number in value.items()]
+        elif name in _PIECES and isinstance(value, list):
+            row[name] = [bytes_from_json(piece) for piece in value]
+    return row
+
+
+def _check_version(found: str) -> None:
+    if found != str(SCHEMA_VERSION):
+        raise ValueError(f"its version is {found}, and this program reads version {SCHEMA_VERSION}")

@@ -34,6 +34,7 @@ from marin_rl.objectives.shaping import KeepTruncatedConfig, OverlongConfig, Tru
 from marin_rl.objectives.signals import AdvantageConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rollouts.filters import FilterConfig, KeepGroupsConfig
+from marin_rl.rollouts.store import RolloutStoreConfig
 from marin_rl.runtime.config_decoding import decode
 from marin_rl.runtime.evaluation import EvaluationConfig
 from marin_rl.runtime.warm_start import WarmStartConfig
@@ -228,6 +229,8 @@ class TrainConfig:
     """Supervised training before RL."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out accuracy."""
+    rollout_store: RolloutStoreConfig = RolloutStoreConfig()
+    """Which rollouts stay in the run directory."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When to save."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamConfig)

@@ -4,7 +4,7 @@
 """Held-out accuracy; changes no parameter."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from marin_rl.environments.base import Split
 from marin_rl.metrics import mean
@@ -40,8 +40,22 @@ class EvaluationConfig:
                 )
 
 
+Keep = Callable[[Sequence[RolloutGroup]], None]
+"""Takes all groups that an evaluation played."""
+
+
+def forget(groups: Sequence[RolloutGroup]) -> None:
+    """Nobody wants the rollouts, only what they come to."""
+
+
 def evaluate(
-    player: Player, config: EvaluationConfig, *, temperature: float, seed: int, split: Split = Split.HELD_OUT
+    player: Player,
+    config: EvaluationConfig,
+    *,
+    temperature: float,
+    seed: int,
+    split: Split = Split.HELD_OUT,
+    keep: Keep = forget,
 ) -> dict[str, float]:
     """Accuracy on held-out tasks, per environment.
 
@@ -54,6 +68,7 @@ def evaluate(
         temperature: of the sampled attempts; above 0.
         seed: the run's seed.
         split: which tasks.
+        keep: is given the rollouts, sampled ones first.
 
     Returns:
         `eval/<environment>/accuracy_sampled`, `…/accuracy_greedy`, `…/pass@k` for each k, and the number
@@ -72,6 +87,7 @@ def evaluate(
     sampled = run_groups(
         player, tasks, group_size=config.samples, temperature=temperature, seed_parts=(seed, name, "sampled")
     )
+    greedy: list[RolloutGroup] = []
     metrics: dict[str, float] = {}
     for environment, groups in _by_environment(sampled).items():
         prefix = f"eval/{environment}"
@@ -84,6 +100,7 @@ def evaluate(
         greedy = run_groups(player, tasks, group_size=1, temperature=0.0, seed_parts=(seed, name, "greedy"))
         for environment, groups in _by_environment(greedy).items():
             metrics[f"eval/{environment}/accuracy_greedy"] = _accuracy(groups)
+    keep([*sampled, *greedy])
     return metrics
 
 

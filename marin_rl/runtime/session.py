@@ -23,14 +23,14 @@ from marin_rl.runtime.config_parsing import to_yaml
 from marin_rl.runtime.console import ClosingSummary, Progress, print_closing_table
 from marin_rl.runtime.curves import plot_curves
 from marin_rl.runtime.metrics_file import read_records, truncate_records
-from marin_rl.runtime.run_directory import RunDirectory, create_or_open, lock, open_log
+from marin_rl.runtime.run_directory import RunDirectory, create_or_open, lock, open_log, writing
 from marin_rl.runtime.sync_loop import train
 from marin_rl.runtime.tracking import StepRecords, make_tracker
 from marin_rl.runtime.training_run import TrainingRun, open_run
 
 logger = logging.getLogger(__name__)
 
-MAY_DIFFER = ("evaluation.every", "checkpoint", "trainer.tracker", "trainer.jax_compilation_cache_dir")
+MAY_DIFFER = ("evaluation.every", "checkpoint", "rollout_store", "trainer.tracker", "trainer.jax_compilation_cache_dir")
 """Settings that may change between two starts of one run, because they do not change what is computed."""
 
 
@@ -140,6 +140,8 @@ def _open_records(run: TrainingRun, directory: RunDirectory) -> StepRecords:
     """The records of the updates that the run's state has behind it; the record of step 0 is its starting point."""
     step = run.progress.step
     truncate_records(directory.metrics, step if step else -1)
+    with writing(directory.rollouts):
+        run.store.truncate(step)
     tracker = make_tracker(run.config.trainer.tracker, run.learner.trainer.run_id, encode(run.config), last_step=step)
     records = StepRecords(directory.metrics, tracker)
     if step == 0:

@@ -20,7 +20,6 @@ from levanter.metrics import Metric
 
 from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.learner.loss import loss_metrics
-from marin_rl.rollouts.store import write_rollouts
 from marin_rl.runtime.collect import Collected, collect_groups
 from marin_rl.runtime.evaluation import evaluate
 from marin_rl.runtime.throughput import model_flops_utilization, throughput_metrics
@@ -65,6 +64,8 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
         _advance(run, collected, updates)
         with timer.phase("transfer"):
             run.publish()
+        with timer.phase("store"):
+            run.store_rollouts(step, collected.sampled, batch.signals)
         elapsed = time.perf_counter() - started
         metrics = {name: metric.value for name, metric in collected.metrics.items()}
         metrics |= loss_metrics(measured) if measured else {}
@@ -72,10 +73,13 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
         metrics |= _rates(run, collected, updates, timer.seconds, elapsed)
         if step == config.num_steps or (config.evaluation.every and step % config.evaluation.every == 0):
             progress.evaluations["after RL"] = evaluate(
-                run.player, config.evaluation, temperature=config.sampling.temperature, seed=config.seed
+                run.player,
+                config.evaluation,
+                temperature=config.sampling.temperature,
+                seed=config.seed,
+                keep=run.store_evaluation,
             )
             metrics |= progress.evaluations["after RL"]
-            write_rollouts(run.rollouts, step, collected.sampled, batch.advantages)
         sink.record(step, metrics)
         last = step == config.num_steps or sink.stop_requested()
         if last or (config.checkpoint.every and step % config.checkpoint.every == 0):

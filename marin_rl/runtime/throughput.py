@@ -12,7 +12,7 @@ from levanter.utils.flop_utils import device_hardware_flops
 from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.types import RolloutGroup
 
-PHASES = ("sample", "reward", "batch", "reference", "step", "transfer", "wait")
+PHASES = ("sample", "reward", "batch", "reference", "step", "transfer", "store", "wait")
 """The phases of an update; `wait` is what none of the others accounts for."""
 
 

@@ -19,6 +19,7 @@ from marin_rl.objectives.importance import mismatch_statistics
 from marin_rl.objectives.kl import MAX_LOG_RATIO
 from marin_rl.objectives.signals import Credit, RolloutSignal
 from marin_rl.objectives.value_loss import explained_variance
+from marin_rl.rollouts.stored_rollout import TrainingSignal
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.seeds import derive_seed
 from marin_rl.timing import PhaseTimer
@@ -38,8 +39,8 @@ class TrainingBatch(NamedTuple):
     """Advantages and value targets of their action tokens."""
     importance_weights: Sequence[Tokens]
     """What corrects the policy term of each action token for the sampler; 1 without a correction."""
-    advantages: Mapping[str, float]
-    """Mean advantage by rollout id; 0 for failed rollouts."""
+    signals: Mapping[str, TrainingSignal]
+    """What is stored about each of them, by rollout id."""
     metrics: Mapping[str, float]
     """The reward signal: scores, what the KL penalty takes from them, and how good the critic was."""
 
@@ -58,7 +59,8 @@ def build_batch(run: TrainingRun, groups: Sequence[RolloutGroup], timer: PhaseTi
     with timer.phase("batch"):
         rollouts = [_process(run, rollout) for rollout in graded]
     with timer.phase("reference"):
-        rollouts, weights, metrics = _correct(run, _score(run, rollouts))
+        scored, own = _score(run, rollouts)
+        rollouts, weights, metrics = _correct(run, (scored, own))
     with timer.phase("batch"):
         penalties = [run.config.kl.reward_penalty(_k1(rollout)) for rollout in rollouts]
         metrics |= _reward_metrics(run, graded, rollouts)
@@ -77,8 +79,9 @@ def build_batch(run: TrainingRun, groups: Sequence[RolloutGroup], timer: PhaseTi
         for rollout in graded:
             _log_turns(rollout, credits[rollout.id])
         metrics |= _critic_metrics(run, list(signals.values()), [credits[r.id] for r in graded])
-    means = {id: float(given.advantages.mean()) if given.advantages.size else 0.0 for id, given in credits.items()}
-    return TrainingBatch(rollouts, [credits[r.id] for r in graded], weights, means, metrics)
+        kept = [credits[r.id] for r in graded]
+        stored = _stored_signals(run, scored, own, kept)
+    return TrainingBatch(rollouts, kept, weights, stored, metrics)
 
 
 def minibatches(run: TrainingRun, batch: TrainingBatch, step: int) -> Iterator[PackedBatch]:
@@ -124,7 +127,8 @@ def _score(
             dataclasses.replace(rollout, reference_logprobs=scores.logprobs)
             for rollout, scores in zip(scored, reference, strict=True)
         ]
-    if run.config.critic is None and not run.config.mismatch.needs_old_logprobs:
+    stored = run.config.rollout_store.scores_learner(run.progress.step + 1)
+    if run.config.critic is None and not run.config.mismatch.needs_old_logprobs and not stored:
         return scored, None
     own = run.scorer.score(run.state.model, scored)
     scored = [dataclasses.replace(rollout, values=scores.values) for rollout, scores in zip(scored, own, strict=True)]
@@ -160,6 +164,22 @@ def _mask_truncated(
         [without_loss(rollout) if cut else rollout for rollout, cut in zip(rollouts, cut_off, strict=True)],
         [np.zeros(0) if cut else own for own, cut in zip(weights, cut_off, strict=True)],
     )
+
+
+def _stored_signals(
+    run: TrainingRun, scored: Sequence[ProcessedRollout], own: Sequence[Scores] | None, credits: Sequence[Credit]
+) -> dict[str, TrainingSignal]:
+    """By rollout id, what the store keeps; the scored rollouts still have all their loss."""
+    learner = [None] * len(scored) if own is None else [scores.logprobs for scores in own]
+    return {
+        rollout.id: TrainingSignal(
+            advantages=credit.advantages if credit.advantages.size else None,
+            learner_logprobs=None if logprobs is None else logprobs[rollout.loss_mask],
+            reference_logprobs=None if run.reference is None else rollout.reference_logprobs[rollout.loss_mask],
+            of_turns=credit.of_turns,
+        )
+        for rollout, logprobs, credit in zip(scored, learner, credits, strict=True)
+    }
 
 
 def _k1(rollout: ProcessedRollout) -> Tokens:

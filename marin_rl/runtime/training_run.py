@@ -5,7 +5,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import equinox as eqx
@@ -27,13 +27,18 @@ from marin_rl.rollouts.draft import Limits
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.judging import Judges, RewardFunctions
 from marin_rl.rollouts.run_rollouts import Player
+from marin_rl.rollouts.store import EVALUATION, RolloutStore
+from marin_rl.rollouts.stored_rollout import TrainingSignal
+from marin_rl.rollouts.token_pieces import TokenPieces
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.devices import start_devices
-from marin_rl.runtime.evaluation import evaluate
+from marin_rl.runtime.evaluation import Keep, evaluate, forget
 from marin_rl.runtime.policy_sampler import PolicySampler
+from marin_rl.runtime.run_directory import writing
 from marin_rl.runtime.warm_start import warm_start
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +89,8 @@ class TrainingRun:
     """The frozen reference, where the KL coefficient is above 0; otherwise it is neither loaded nor run."""
     checkpoints: Checkpoints
     """Where state is saved."""
-    rollouts: Path
-    """Where rollouts are written."""
+    store: RolloutStore
+    """Writes rollouts."""
     state: TrainerState
     """Weights, optimizer moments, random key."""
     progress: Progress
@@ -105,13 +110,27 @@ class TrainingRun:
         self.sampler.update(policy_of(self.state.model), self.progress.step)
 
     def save(self) -> Path:
-        """Write a checkpoint of everything that a resume needs."""
+        """Write a checkpoint of everything that a resume needs; the rollouts before it are on the disk first."""
+        with writing(self.store.folder):
+            self.store.flush()
         return self.checkpoints.save(self.state, self.progress.step, dataclasses.asdict(self.progress))
 
+    def store_rollouts(self, step: int, groups: Sequence[RolloutGroup], signals: Mapping[str, TrainingSignal]) -> None:
+        """Hand a step's rollouts to the store, which writes what the config asks for."""
+        with writing(self.store.folder):
+            self.store.write(step, groups, signals)
+
+    def store_evaluation(self, groups: Sequence[RolloutGroup]) -> None:
+        """Hand the rollouts of an evaluation of the current weights to the store."""
+        with writing(self.store.folder):
+            self.store.write(self.progress.step, groups, {}, EVALUATION)
+
     def close(self) -> None:
-        """End what runs beside the training."""
+        """End what runs beside the training; rollouts that are under way reach the disk."""
         self.judges.close()
         self.loop.close()
+        with writing(self.store.folder):
+            self.store.close()
 
 
 def make_player(
@@ -161,6 +180,7 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
     environment = config.environment.build()
     loop = BackgroundLoop()
     judges = make_judges(config, environment, loop)
+    store = RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer))
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
     # A learning rate schedule has no form for no steps at all, which is a run that only warms up and exports.
     num_updates = max(config.num_steps, 1) * config.updates.per_step
@@ -173,7 +193,7 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         report(f"resuming after step {progress.step}, from {checkpoint.path}")
         sampler = PolicySampler(config, policy_of(state.model), tokenizer, trainer, progress.step)
     else:
-        state, sampler, progress = _start(config, learner, trainer, tokenizer, environment, loop, judges, report)
+        state, sampler, progress = _start(config, learner, trainer, tokenizer, environment, loop, judges, store, report)
     run = TrainingRun(
         config,
         trainer,
@@ -190,7 +210,7 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         ),
         None,
         checkpoints,
-        folder / "rollouts",
+        store,
         state,
         progress,
         loop,
@@ -264,6 +284,7 @@ def _start(
     environment: Environment,
     loop: BackgroundLoop,
     judges: Judges,
+    store: RolloutStore,
     report: Report,
 ) -> tuple[TrainerState, PolicySampler, Progress]:
     assert config.model is not None
@@ -279,9 +300,9 @@ def _start(
     def use_weights(model: LmHeadModel) -> None:
         sampler.update(model, 0)
 
-    def measure(landmark: str) -> None:
+    def measure(landmark: str, keep: Keep = forget) -> None:
         progress.evaluations[landmark] = evaluate(
-            player, config.evaluation, temperature=config.sampling.temperature, seed=config.seed
+            player, config.evaluation, temperature=config.sampling.temperature, seed=config.seed, keep=keep
         )
         report(f"{landmark}: {describe_accuracy(progress.evaluations[landmark])}")
 
@@ -302,7 +323,7 @@ def _start(
     trained = attach_critic(config.critic, model, trainer)
     state = learner.initial_state(trained, jax.random.PRNGKey(derive_seed(config.seed, "training") % 2**32))
     use_weights(policy_of(state.model))
-    measure("before RL")
+    measure("before RL", lambda groups: store.write(0, groups, {}, EVALUATION))
     return state, sampler, progress
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from marin_rl.environments.base import EnvironmentConfig, Episode, Split, Step
+from marin_rl.rollouts.store import read_rollouts
 from marin_rl.runtime import session, sync_loop
 from marin_rl.train import main
 from marin_rl.types import Message, Task
@@ -283,15 +284,13 @@ def test_rollouts_whose_judge_raises_are_marked_and_counted_and_the_run_goes_on(
     records = run.records()[1:]
     # Two updates of four tasks are a pass over all eight, three of which have no verdict.
     assert sum(record["rollouts/failed"] for record in records) == 3 * 4
-    written = [
-        json.loads(line)
-        for step in (1, 2)
-        for line in (run.path / "rollouts" / f"step-{step:08d}.jsonl").read_text().splitlines()
-    ]
+    stored = read_rollouts(run.path / "rollouts", purposes=["training"])
+    written = [rollout for table in stored for rollout in table.to_pylist()]
     failed = [rollout for rollout in written if rollout["status"] == "failed"]
     assert {rollout["task_id"] for rollout in failed} == {"t0", "t1", "t2"}
     assert {rollout["error"].split(" on ")[0] for rollout in failed} == {"TimeoutError: no verdict"}
-    assert all(rollout["advantage"] == 0.0 and rollout["rewards"] == {} for rollout in failed)
+    assert all(rollout["advantage"] is None and rollout["rewards"] == [] for rollout in failed)
+    assert {rollout["not_trained"] for rollout in failed} == {"failed"}
     assert "failed: TimeoutError: no verdict on t0" in (run.path / "log.txt").read_text()
 
 

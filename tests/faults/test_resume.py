@@ -198,7 +198,7 @@ def test_what_a_dying_process_leaves_behind_is_no_hindrance(
     for folder in (run.checkpoints / ".step-00000006.1f.partial" / "state", run.path / ".hf.partial"):
         folder.mkdir(parents=True)
         (folder / "half").write_text("written")
-    for file in (run.path / "rollouts" / ".step-00000006.jsonl.partial", run.path / ".metrics.jsonl.partial"):
+    for file in (run.path / "rollouts" / ".step-00000006.parquet.partial", run.path / ".metrics.jsonl.partial"):
         file.write_text("half")
     with (run.path / "metrics.jsonl").open("a") as metrics:
         # The record of an update that no checkpoint holds, and half of the next one.

@@ -2,48 +2,303 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import json
+import logging
+import math
+import threading
 
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from marin_rl.rollouts.store import write_rollouts
-from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
-
-TASK = Task("t", "sums", ({"role": "user", "content": "2+3"},), "5")
-
-
-def group() -> RolloutGroup:
-    generation = Generation((53, 257), (-0.5, -0.25), StopReason.STOP, 3, 3)
-    said = {"role": "assistant", "content": "5 — naïve"}
-    turn = Turn((259, 50, 257, 260), generation, (*TASK.messages, said), 1.0, starts_sequence=True)
-    good = Rollout("g-0", "g", TASK, (turn,), RolloutStatus.COMPLETED, {"correct": 1.0})
-    bad = Rollout("g-1", "g", TASK, (), RolloutStatus.FAILED, {}, "ValueError: no")
-    return RolloutGroup("g", [good, bad])
-
-
-def test_every_rollout_is_a_line_that_holds_what_was_sampled(tmp_path):
-    path = write_rollouts(tmp_path, 7, [group()], {"g-0": 0.5, "g-1": 0.0})
-    good, bad = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert path.name == "step-00000007.jsonl"
-    assert good["turns"][0]["token_ids"] == [53, 257]
-    assert good["turns"][0]["logprobs"] == [-0.5, -0.25]
-    assert good["turns"][0]["messages"][-1]["content"] == "5 — naïve"
-    assert (good["advantage"], good["rewards"], good["status"]) == (0.5, {"correct": 1.0}, "completed")
-    assert (bad["status"], bad["error"], bad["turns"]) == ("failed", "ValueError: no", [])
+from marin_rl.rollouts.store import (
+    Keep,
+    RolloutStore,
+    RolloutStoreConfig,
+    RolloutStoreError,
+    StoredFormat,
+    list_files,
+    read_file,
+    read_rollouts,
+)
+from marin_rl.rollouts.stored_rollout import TrainingSignal
+from marin_rl.types import RolloutGroup, RolloutStatus
+from tests.rollouts.rollout_cases import group_of, piece, rich_rollout, rich_signal, rollout_of, write
 
 
-def test_a_rollout_that_was_left_out_has_an_advantage_of_zero(tmp_path):
-    path = write_rollouts(tmp_path, 7, [group()], {})
-    assert [json.loads(line)["advantage"] for line in path.read_text(encoding="utf-8").splitlines()] == [0.0, 0.0]
+def rows(folder, **selection):
+    return [row for table in read_rollouts(folder, **selection) for row in table.to_pylist()]
 
 
-def test_a_write_that_fails_leaves_no_file_under_the_name(tmp_path, monkeypatch):
+def ids(folder, **selection):
+    return [row["id"] for row in rows(folder, **selection)]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def rich_group():
+    return RolloutGroup("g", [rich_rollout(), rollout_of("g-1", reward=None)])
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_row_holds_all_there_is_to_a_rollout(tmp_path, kind):
+    write(tmp_path, 7, [rich_group()], {"g-0": rich_signal()}, format=kind)
+    assert names(tmp_path) == [f"step-00000007.{kind}"]
+    good, bad = rows(tmp_path)
+    assert (good["step"], good["purpose"], good["status"], good["not_trained"]) == (7, "training", "completed", None)
+    assert (good["reward"], good["rewards"]) == (1.5, [("correct", 1.0), ("style", 0.5)])
+    assert (good["num_turns"], good["num_tokens"], good["advantage"]) == (2, 5, 0.2)
+    assert good["metrics"] == [("retries", 1.0), ("metrics", 4.0)]
+    assert dict(good["seconds"]) == {"sample": 0.5, "environment": 0.25, "reward": 0.125}
+    correct, style, judge = good["evaluations"]
+    assert correct["steps"][0] == {
+        "turn": 0,
+        "base_reward": 0.25,
+        "reason": "half \u2028 right",
+        "metrics": [("chars", 2.0)],
+    }
+    assert (correct["reason"], style["score"], judge["score"]) == ("equal to the answer", 1.0, None)
+    assert (judge["lost"], judge["error"]) == ("timeout", "TimeoutError: 3 s")
+    first, second = good["turns"]
+    assert first["pieces"] == [b"\xc3", b"\xa9", b"<|end|>"]
+    assert b"".join(first["observation_pieces"]).decode() == "<|259|>2+3 — naïve?<|end|><|260|>"
+    assert first["token_ids"] == [0xC3, 0xA9, 257]
+    assert first["logprobs"] == [-0.125, -0.25, -0.375]
+    assert first["learner_logprobs"] == [-0.125, -0.25, -0.5]
+    assert first["reference_logprobs"] == [-1.0] * 3
+    assert first["loss_mask"] == [True] * 3
+    assert (first["advantages"], second["advantages"]) == ([0.5] * 3, [-0.25] * 2)
+    assert (first["episode_advantage"], first["step_return"], first["step_advantage"]) == (0.25, 1.2, 0.25)
+    assert (second["step_return"], second["step_advantage"]) == (1.0, -0.5)
+    assert (first["first_version"], first["last_version"], first["stop_reason"]) == (3, 3, "stop")
+    assert (first["action"], first["anchor_state"], first["starts_sequence"]) == ("say", "a0", True)
+    assert second["messages"][1] == {"role": "assistant", "content": "5", "more": None}
+    assert (bad["status"], bad["error"], bad["reward"], bad["turns"]) == ("failed", "ValueError: no", None, [])
+
+
+def test_both_formats_hold_the_same(tmp_path):
+    for kind in ("parquet", "jsonl"):
+        (tmp_path / kind).mkdir()
+        write(tmp_path / kind, 7, [rich_group()], {"g-0": rich_signal()}, format=kind)
+    assert rows(tmp_path / "parquet") == rows(tmp_path / "jsonl")
+
+
+def test_json_lines_are_strict_json(tmp_path):
+    odd = rollout_of("g-0", metrics={"worst": -math.inf, "unknown": math.nan})
+    write(tmp_path, 7, [RolloutGroup("g", [odd])], format="jsonl")
+    [line] = (tmp_path / "step-00000007.jsonl").read_text(encoding="utf-8").splitlines()
+    found = json.loads(line, parse_constant=pytest.fail)
+    assert found["metrics"] == {"worst": "-Infinity", "unknown": "NaN"}
+    assert found["rewards"] == {"correct": 1.0}
+    [back] = rows(tmp_path)
+    assert back["metrics"][0] == ("worst", -math.inf)
+    assert math.isnan(back["metrics"][1][1])
+
+
+@given(st.lists(st.tuples(st.text(), st.binary(max_size=4)), max_size=5), st.sampled_from(["parquet", "jsonl"]))
+@settings(deadline=None, max_examples=30)
+def test_any_text_and_any_bytes_come_back(tmp_path_factory, said, kind):
+    folder = tmp_path_factory.mktemp("any")
+    made = [rollout_of(f"g-{index}", error=text) for index, (text, _) in enumerate(said)]
+    pieces = [data for _, data in said]
+    store = RolloutStore(
+        folder, RolloutStoreConfig(format=StoredFormat(kind)), lambda token: pieces[token % len(pieces)]
+    )
+    store.write(1, [RolloutGroup("g", made)], {})
+    store.close()
+    assert [row["error"] for row in rows(folder)] == [text for text, _ in said]
+    for row in rows(folder):
+        [turn] = row["turns"]
+        assert turn["pieces"] == [pieces[token % len(pieces)] for token in turn["token_ids"]]
+
+
+def test_half_a_character_does_not_stop_a_run(tmp_path):
+    write(tmp_path, 1, [RolloutGroup("g", [rollout_of("g-0", error="\ud83d")])])
+    assert rows(tmp_path)[0]["error"] == "\\ud83d"
+
+
+def test_why_a_rollout_was_not_trained_on(tmp_path):
+    lost = rollout_of("g-3", reward=None, status=RolloutStatus.TIMED_OUT)
+    cut = rollout_of("g-4", status=RolloutStatus.TRUNCATED)
+    made = [rich_rollout(), rollout_of("g-1", reward=None), rollout_of("g-2"), lost, cut]
+    write(tmp_path, 1, [RolloutGroup("g", made)], {"g-0": rich_signal(), "g-4": TrainingSignal(None)})
+    write(tmp_path, 1, [RolloutGroup("g", [rich_rollout()])], purpose="evaluation")
+    found = [(row["not_trained"], row["advantage"]) for row in rows(tmp_path)]
+    assert found == [(None, 0.2), *((why, None) for why in ("failed", "filtered", "timed_out", "masked", "evaluation"))]
+    [turn] = rows(tmp_path)[4]["turns"]
+    assert (turn["loss_mask"], turn["advantages"]) == ([False, False], None)
+
+
+def test_a_signal_that_does_not_fit_is_an_error_that_names_the_rollout(tmp_path):
+    with pytest.raises(ValueError, match="rollout g-0: advantages has length 5, expected 2"):
+        write(tmp_path, 1, [group_of("g", 1.0)], {"g-0": rich_signal()})
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [
+        ("all", ["g-0", "g-1", "g-2", "g-3", "h-0", "h-1"]),
+        ("not_completed", ["g-2", "h-0", "h-1"]),
+        ("best_and_worst", ["g-0", "g-1", "g-2", "h-0", "h-1"]),
+        ("one_per_group", ["g-0", "h-0"]),
+    ],
+)
+def test_what_is_kept(tmp_path, keep, expected):
+    write(tmp_path, 1, [group_of("g", 0.5, 0.0, None, 0.5), group_of("h", None, None)], keep=Keep(keep))
+    assert ids(tmp_path) == expected
+
+
+def test_every_so_many_steps_and_every_evaluation(tmp_path):
+    for step in range(1, 7):
+        write(tmp_path, step, [group_of("g", 1.0)], every=3)
+        write(tmp_path, step, [group_of("g", 1.0)], every=0)
+    write(tmp_path, 4, [group_of("g", 1.0)], purpose="evaluation", every=3)
+    write(tmp_path, 5, [group_of("g", 1.0)], purpose="evaluation", every=0)
+    assert names(tmp_path) == ["eval-00000004.parquet", "step-00000003.parquet", "step-00000006.parquet"]
+    assert [file.step for file in list_files(tmp_path)] == [3, 4, 6]
+
+
+def test_a_limit_takes_whole_groups_the_same_ones_every_time(tmp_path):
+    groups = [group_of(f"g{index}", 1.0, 0.0, 1.0) for index in range(20)]
+    for folder, order in (("one", groups), ("other", groups[::-1])):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder, 1, order, max_per_step=10)
+    found = ids(tmp_path / "one")
+    assert len(found) == 9
+    assert sorted(found) == sorted(ids(tmp_path / "other"))
+    assert found == [f"{group}-{member}" for group in dict.fromkeys(id[:-2] for id in found) for member in range(3)]
+
+
+def test_one_group_is_stored_even_where_it_is_larger_than_the_limit(tmp_path):
+    write(tmp_path, 1, [group_of("g", 1.0, 0.0, 1.0), group_of("h", 1.0, 0.0, 1.0)], max_per_step=2)
+    assert len(ids(tmp_path)) == 3
+
+
+def test_the_oldest_files_go_first_and_the_newest_stays(tmp_path, caplog):
+    write(tmp_path, 1, [group_of("g", 1.0, 0.0)])
+    size = (tmp_path / "step-00000001.parquet").stat().st_size
+    store = RolloutStore(tmp_path, RolloutStoreConfig(max_mb=3.5 * size / 1e6), piece)
+    with caplog.at_level(logging.INFO, "marin_rl"):
+        for step in (2, 3, 4, 5):
+            store.write(step, [group_of("g", 1.0, 0.0)], {})
+        store.close()
+    assert names(tmp_path) == [f"step-0000000{step}.parquet" for step in (3, 4, 5)]
+    assert "removed 1 files (steps 2 to 2) to stay within rollout_store.max_mb" in caplog.messages[-1]
+    write(tmp_path, 6, [group_of("g", 1.0)], max_mb=1e-9)
+    assert names(tmp_path) == ["step-00000006.parquet"]
+
+
+def test_a_resumed_run_begins_after_its_checkpoint(tmp_path):
+    for step in (1, 2, 3, 4):
+        write(tmp_path, step, [group_of("g", 1.0)])
+        write(tmp_path, step, [group_of("g", 1.0)], purpose="evaluation", format="jsonl")
+    (tmp_path / ".step-00000005.parquet.partial").write_bytes(b"half")
+    store = RolloutStore(tmp_path, RolloutStoreConfig(), piece)
+    store.truncate(2)
+    store.close()
+    assert names(tmp_path) == [
+        *("eval-00000001.jsonl", "eval-00000002.jsonl", "step-00000001.parquet", "step-00000002.parquet")
+    ]
+
+
+def test_a_write_that_fails_says_so_at_the_next_call_and_leaves_no_file_under_the_name(tmp_path, monkeypatch):
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
+    store = RolloutStore(tmp_path, RolloutStoreConfig(), piece)
     with monkeypatch.context() as patched:
         patched.setattr("os.fsync", full)
+        store.write(7, [group_of("g", 1.0)], {})
         with pytest.raises(OSError, match="No space left"):
-            write_rollouts(tmp_path, 7, [group()], {"g-0": 0.5, "g-1": 0.0})
-    assert not (tmp_path / "step-00000007.jsonl").exists()
-    write_rollouts(tmp_path, 7, [group()], {"g-0": 0.5, "g-1": 0.0})
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007.jsonl"]
+            store.flush()
+    assert list_files(tmp_path) == []
+    store.write(7, [group_of("g", 1.0)], {})
+    store.close()
+    assert names(tmp_path) == ["step-00000007.parquet"]
+
+
+def test_writing_goes_on_beside_the_caller_and_close_waits_for_it(tmp_path):
+    proceed, begun = threading.Event(), threading.Event()
+
+    def slow(token: int) -> bytes:
+        begun.set()
+        assert proceed.wait(10)
+        return piece(token)
+
+    store = RolloutStore(tmp_path, RolloutStoreConfig(), slow)
+    store.write(1, [group_of("g", 1.0)], {})
+    assert begun.wait(10)
+    assert list_files(tmp_path) == []
+    proceed.set()
+    store.close()
+    assert names(tmp_path) == ["step-00000001.parquet"]
+
+
+def test_files_are_read_when_their_turn_comes_and_may_go_meanwhile(tmp_path):
+    for step in (1, 2, 3):
+        write(tmp_path, step, [group_of(f"g{step}", 1.0)])
+    tables = read_rollouts(tmp_path, columns=["id"])
+    assert next(tables).column_names == ["id"]
+    (tmp_path / "step-00000002.parquet").unlink()
+    assert [table.to_pylist() for table in tables] == [[{"id": "g3-0"}]]
+
+
+def test_steps_and_columns_are_chosen(tmp_path):
+    for step in (1, 2, 3):
+        write(tmp_path, step, [group_of(f"g{step}", 1.0)], format="jsonl" if step == 2 else "parquet")
+    found = rows(tmp_path, steps=range(2, 9), columns=["reward", "id"])
+    assert found == [{"reward": 1.0, "id": "g2-0"}, {"reward": 1.0, "id": "g3-0"}]
+
+
+def test_there_may_be_nothing(tmp_path):
+    assert rows(tmp_path) == rows(tmp_path / "missing") == []
+    assert read_file(tmp_path / "step-00000001.parquet") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "harm"),
+    [
+        *(("parquet", harm) for harm in ("cut", "bit", "empty", "version", "else")),
+        *(("jsonl", harm) for harm in ("cut", "bit", "version", "else")),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, kind, harm):
+    write(tmp_path, 1, [group_of("g", 1.0)], format=kind)
+    path = tmp_path / f"step-00000001.{kind}"
+    data = path.read_bytes()
+    if harm == "version":
+        changed = (
+            data.replace(b'"version": 1', b'"version": 2')
+            if kind == "jsonl"
+            else _with_metadata(path, {b"marin_rl.rollouts.version": b"2"})
+        )
+    else:
+        changed = {"cut": data[: len(data) // 2], "bit": b"x" + data[1:-1] + b"x", "empty": b"", "else": b"[1]\n"}[harm]
+    path.write_bytes(changed)
+    with pytest.raises(RolloutStoreError, match=rf"step-00000001\.{kind} is not a readable file of rollouts") as caught:
+        rows(tmp_path)
+    assert "delete it to go on without it" in str(caught.value)
+    if harm == "version":
+        assert "its version is 2, and this program reads version 1" in str(caught.value)
+
+
+def _with_metadata(path, metadata):
+    table = pq.read_table(path).replace_schema_metadata(metadata)
+    pq.write_table(table, path)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": -1}, "rollout_store.every is -1"),
+        ({"max_per_step": 0}, "rollout_store.max_per_step is 0"),
+        ({"max_mb": 0.0}, "rollout_store.max_mb is 0"),
+        ({"max_mb": math.nan}, "rollout_store.max_mb is nan"),
+    ],
+)
+def test_bad_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutStoreConfig(**settings)

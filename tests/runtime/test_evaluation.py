@@ -14,7 +14,7 @@ from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.scripted import ScriptedSampler
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.types import Message, Task
+from marin_rl.types import Message, RolloutGroup, Task
 
 END = 257
 TOKENIZER = ChatTokenizer(byte_tokenizer())
@@ -78,6 +78,14 @@ def test_accuracy_sampled_and_greedy():
         "eval/exam/accuracy_greedy": 1.0,
     }
     assert {request.temperature for request in made.sampler.requests} == {0.8, 0.0}
+
+
+def test_whoever_wants_the_rollouts_gets_all_of_them():
+    kept: list[RolloutGroup] = []
+    made = player(lambda request: "1")
+    evaluate(made, EvaluationConfig(samples=2), temperature=0.8, seed=0, keep=kept.extend)
+    assert [len(group.rollouts) for group in kept] == [2] * 4 + [1] * 4
+    assert len({rollout.id for group in kept for rollout in group.rollouts}) == 12
 
 
 def test_pass_at_k_is_unbiased():

@@ -15,6 +15,7 @@ from marin_rl.environments.base import Episode, Split, Step
 from marin_rl.objectives.advantages import GigpoConfig, ReinforceConfig
 from marin_rl.objectives.policy_loss import GspoLossConfig, ReinforceLossConfig, RlooSequenceLossConfig, Sequences
 from marin_rl.rollouts.run_rollouts import run_groups
+from marin_rl.rollouts.stored_rollout import as_row
 from marin_rl.runtime.config import RolloutConfig
 from marin_rl.runtime.training_batch import TrainingBatch, build_batch, minibatches
 from marin_rl.runtime.training_run import TrainingRun
@@ -257,6 +258,20 @@ def test_what_gigpo_adds_up_is_told_turn_by_turn(caplog: pytest.LogCaptureFixtur
         assert line.startswith(f"rollout {id} turn {turn}: anchor state {played.anchor_state[:12]}, A_E ")
     assert said[0].endswith("A_E 0.333333, return 0.9025, A_S 0.285")
     assert said[3].endswith("A_E -0.666667, return 0, A_S -0.6175")
+
+
+def test_what_gigpo_adds_up_is_stored_turn_by_turn():
+    _, group, batch = play(worked_example(), advantage=GigpoConfig())
+    rows = [as_row(rollout, 1, "training", batch.signals[rollout.id], lambda token: b"x") for rollout in group.rollouts]
+    assert [row["turns"][0]["episode_advantage"] for row in rows] == pytest.approx(EPISODE)
+    assert [[turn["step_advantage"] for turn in row["turns"]] for row in rows] == [
+        pytest.approx(list(one)) for one in STEPS
+    ]
+    assert [turn["step_return"] for turn in rows[0]["turns"]] == pytest.approx([0.9025, 0.95, 1.0])
+    for row in rows:
+        for turn in row["turns"]:
+            total = turn["episode_advantage"] + turn["step_advantage"]
+            assert turn["advantages"] == pytest.approx([total] * len(turn["token_ids"]))
 
 
 def test_a_turn_without_a_reward_gets_the_default_and_one_of_zero_does_not():

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from marin_rl.evaluate import EvaluateConfig, run_evaluation
+from marin_rl.rollouts.store import read_rollouts
 from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome
 
 STEPS = 3
@@ -131,10 +132,11 @@ def test_resampled_groups_move_the_place_in_the_order_of_tasks(train: Callable[[
     # Every rollout that was sampled is counted, and written down with its fate.
     assert [record["episode"] for record in records] == [2.0 * count for count in drawn[1:]]
     for step in (2, 3):
-        lines = (trained.run.path / "rollouts" / f"step-{step:08d}.jsonl").read_text().splitlines()
-        assert len(lines) == 2 * played[step - 1]
-        advantages = [json.loads(line)["advantage"] for line in lines]
-        assert sum(advantage != 0 for advantage in advantages) == 2 * records[step - 1]["filter/kept_groups"]
+        [table] = read_rollouts(trained.run.path / "rollouts", [step], purposes=["training"])
+        assert len(table) == 2 * played[step - 1]
+        fates = table["not_trained"].to_pylist()
+        assert fates.count(None) == 2 * records[step - 1]["filter/kept_groups"]
+        assert set(fates) <= {None, "filtered"}
     assert {"mismatch/weight_mean", "mismatch/weight_max"} <= set(records[0])
 
 

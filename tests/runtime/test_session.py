@@ -19,7 +19,11 @@ def test_a_finished_run_has_everything_a_run_directory_promises(finished_run: Ti
     directory = RunDirectory(finished_run.path)
     assert all(path.is_file() for path in (directory.config, directory.metrics, directory.log, directory.curves))
     assert directory.curves.read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in directory.rollouts.iterdir()) == ["step-00000003.jsonl", "step-00000006.jsonl"]
+    stored = sorted(path.name for path in directory.rollouts.iterdir())
+    assert stored == [
+        *(f"eval-{step:08d}.parquet" for step in (0, 3, 6)),
+        *(f"step-{step:08d}.parquet" for step in range(1, 7)),
+    ]
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in directory.hf.iterdir()}
     assert finished_run.steps() == [0, 1, 2, 3, 4, 5, 6]
     assert "warm start 30: loss" in directory.log.read_text()
@@ -58,7 +62,9 @@ def test_what_does_not_change_the_result_may_differ_and_the_rest_may_not(
 ):
     monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: None)
     again = copy_of(finished_run, tmp_path / "copy")
-    assert again.train("--checkpoint.every", "5", "--evaluation.every", "2", "--checkpoint.keep_every", "0") == 0
+    assert (
+        again.train("--checkpoint.every", "5", "--evaluation.every", "2", "--rollout_store.keep", "not_completed") == 0
+    )
     files = contents(again.path)
     assert again.train("--seed", "4", "--optimizer.learning_rate", "1") == 1
     error = capfd.readouterr().err

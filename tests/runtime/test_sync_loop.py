@@ -17,7 +17,9 @@ from marin_rl.environments.base import Environment, Episode, Split, Step
 from marin_rl.evaluate import EvaluateConfig, run_evaluation
 from marin_rl.rollouts.filters import ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import run_groups
-from marin_rl.rollouts.store import write_rollouts
+from marin_rl.rollouts.store import read_rollouts
+from marin_rl.rollouts.stored_rollout import as_row
+from marin_rl.rollouts.token_pieces import TokenPieces
 from marin_rl.runtime.collect import draw_tasks
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml
@@ -40,7 +42,8 @@ ALWAYS = {
     *("mismatch/effective_sample_size", "staleness/min", "staleness/mean", "staleness/max"),
     *("tokens/trained_per_second", "tokens/sampled_per_second", "batch/packing_efficiency", "batch/passes"),
     *("filter/kept_groups", "filter/dropped_zero_spread", "filter/dropped_ungraded", "filter/rounds", "updates"),
-    *(f"seconds/{phase}" for phase in ("sample", "reward", "batch", "reference", "step", "transfer", "wait", "total")),
+    *(f"seconds/{phase}" for phase in ("sample", "reward", "batch", "reference", "step", "transfer", "store", "wait")),
+    "seconds/total",
 }
 
 
@@ -63,6 +66,12 @@ def reopened(run: TinyRun, step: int) -> TrainingRun:
 def after_two(finished_run: TinyRun) -> TrainingRun:
     """The finished run after update 2."""
     return reopened(finished_run, 2)
+
+
+def rows_of(run: TinyRun, step: int) -> list[dict[str, Any]]:
+    """The stored rollouts of a step."""
+    [table] = read_rollouts(run.path / "rollouts", [step], purposes=["training"])
+    return table.to_pylist()
 
 
 def leaves(run: TrainingRun) -> list[np.ndarray]:
@@ -102,7 +111,7 @@ def test_the_evaluation_of_record_n_is_of_the_weights_after_update_n(finished_ru
 
 
 def test_the_rollouts_of_record_n_were_sampled_from_the_weights_before_update_n(
-    finished_run: TinyRun, after_two: TrainingRun, tmp_path: Path
+    finished_run: TinyRun, after_two: TrainingRun
 ) -> None:
     config = after_two.config
     groups = run_groups(
@@ -114,24 +123,69 @@ def test_the_rollouts_of_record_n_were_sampled_from_the_weights_before_update_n(
         seed_parts=(config.seed, "train", 3),
     )
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    again = write_rollouts(tmp_path, 3, groups, {rollout.id: 0.0 for rollout in rollouts}).read_text()
-    written = (finished_run.path / "rollouts" / "step-00000003.jsonl").read_text()
-    for one, other in zip(again.splitlines(), written.splitlines(), strict=True):
-        assert {**json.loads(one), "advantage": None} == {**json.loads(other), "advantage": None}
+    piece = TokenPieces(after_two.tokenizer.tokenizer)
+    for rollout, row in zip(rollouts, rows_of(finished_run, 3), strict=True):
+        again = as_row(rollout, 3, "training", None, piece)
+        for name in ("id", "group_id", "task_id", "answer", "status", "reward", "rewards", "evaluations"):
+            assert row[name] == again[name]
+        for turn, played in zip(row["turns"], again["turns"], strict=True):
+            for name in ("messages", "observation_tokens", "token_ids", "pieces", "stop_reason", "first_version"):
+                assert list(turn[name]) == list(played[name]) if name.endswith("s") else turn[name] == played[name]
+            np.testing.assert_array_equal(turn["logprobs"], np.float32(played["logprobs"]))
     assert {turn.generation.first_version for rollout in rollouts for turn in rollout.turns} == {2}
     record = finished_run.records()[3]
     assert record["objective/scores"] == pytest.approx(np.mean([rollout.total_reward for rollout in rollouts]))
     assert [record[f"staleness/{kind}"] for kind in ("min", "mean", "max")] == [0.0] * 3
 
 
+def test_stored_evaluations_are_the_ones_that_were_recorded(finished_run: TinyRun) -> None:
+    tables = list(read_rollouts(finished_run.path / "rollouts", purposes=["evaluation"]))
+    assert [set(table["step"].to_pylist()) for table in tables] == [{0}, {3}, {6}]
+    for table, step in zip(tables, (0, 3, 6), strict=True):
+        rows = table.to_pylist()
+        greedy = [row for row in rows if "-greedy-" in row["id"]]
+        # Two samples of each task, and one greedy attempt.
+        assert 3 * len(greedy) == len(rows)
+        right = np.mean([dict(row["rewards"])["correct"] for row in greedy])
+        assert right == pytest.approx(finished_run.records()[step]["eval/ones/accuracy_greedy"])
+        assert {row["not_trained"] for row in rows} == {"evaluation"}
+        assert {turn["last_version"] for row in rows for turn in row["turns"]} == {step}
+
+
+def test_the_learners_logprobs_are_stored_where_they_are_asked_for_and_change_nothing(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+    settings = {
+        "initialize_from": str(finished_run.path),
+        "warm_start__max_steps": 0,
+        "num_steps": 2,
+        "kl": {"type": "in_loss", "beta": 0.1},
+    }
+    plain = new_run(**settings)
+    asked = new_run(**settings, rollout_store={"learner_logprobs": True, "every": 2})
+    for run in (plain, asked):
+        assert run.train() == 0
+    assert outcome(asked)["state"] == outcome(plain)["state"]
+    turns = [turn for row in rows_of(asked, 2) for turn in row["turns"]]
+    policy, learner, reference = (
+        np.concatenate([turn[name] for turn in turns])
+        for name in ("logprobs", "learner_logprobs", "reference_logprobs")
+    )
+    assert 0 < np.abs(policy - learner).max() < 1e-5
+    # The reference has stayed where the learner was a step ago.
+    assert np.abs(policy - reference).max() > 1e-3
+    assert {turn["learner_logprobs"] for row in rows_of(plain, 2) for turn in row["turns"]} == {None}
+    assert not (asked.path / "rollouts" / "step-00000001.parquet").exists()
+
+
 def test_advantages_of_a_group_are_those_of_leave_one_out(finished_run: TinyRun) -> None:
-    lines = (finished_run.path / "rollouts" / "step-00000003.jsonl").read_text().splitlines()
     groups: dict[str, list[dict[str, Any]]] = {}
-    for rollout in map(json.loads, lines):
+    for rollout in rows_of(finished_run, 3):
         groups.setdefault(rollout["group_id"], []).append(rollout)
     assert len(groups) == 4
     for group in groups.values():
-        rewards = [sum(rollout["rewards"].values()) for rollout in group]
+        rewards = [rollout["reward"] for rollout in group]
         for rollout, reward in zip(group, rewards, strict=True):
             others = (sum(rewards) - reward) / (len(group) - 1)
             assert rollout["advantage"] == pytest.approx(reward - others)
@@ -268,8 +322,8 @@ def test_a_step_whose_groups_were_all_dropped_changes_no_weight_and_is_recorded(
         assert not any(name.startswith(("loss/", "val/ratio", "grad_norm", "objective/rlhf")) for name in record)
     assert (run.progress.step, run.progress.updates, run.progress.tasks_drawn) == (8, 6, 24 + 16)
     assert copied.steps()[-1] == 8
-    lines = (copied.path / "rollouts" / "step-00000008.jsonl").read_text().splitlines()
-    assert [json.loads(line)["advantage"] for line in lines] == [0.0] * 32
+    rows = rows_of(copied, 8)
+    assert [(row["advantage"], row["not_trained"]) for row in rows] == [(None, "filtered")] * 32
 
 
 def test_equal_configs_make_equal_runs_and_another_seed_another(

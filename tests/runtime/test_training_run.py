@@ -14,9 +14,11 @@ from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives.advantages import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
+from marin_rl.rollouts.store import RolloutStore, RolloutStoreConfig
 from marin_rl.runtime import training_run
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml
+from marin_rl.runtime.run_directory import RunDirectoryError
 from marin_rl.runtime.training_run import (
     Progress,
     TrainingRun,
@@ -28,6 +30,7 @@ from marin_rl.runtime.training_run import (
     restore_policy,
 )
 from marin_rl.sampling.levanter_sampler import SamplingConfig
+from tests.rollouts.rollout_cases import group_of, piece
 from tests.tiny_run import TinyRun, contents, copy_of
 
 
@@ -51,6 +54,22 @@ def test_a_run_is_taken_up_where_it_stopped(finished_run: TinyRun):
     assert int(opened.state.step) == 6
     assert opened.reference is None
     assert contents(finished_run.path) == files
+
+
+def test_rollouts_that_cannot_be_written_stop_the_run_before_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    # Of the run there is the store alone: a save that went further would fail otherwise.
+    run = object.__new__(TrainingRun)
+    run.store = RolloutStore(tmp_path, RolloutStoreConfig(), piece)
+    monkeypatch.setattr("os.fsync", full)
+    run.store_rollouts(1, [group_of("g", 1.0)], {})
+    with pytest.raises(RunDirectoryError, match=r"the disk is full; free some space and rerun the same command"):
+        run.save()
+    run.store.close()
 
 
 def test_what_is_saved_is_what_is_read_again(finished_run: TinyRun, tmp_path: Path):

@@ -1,0 +1,302 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A rollout as a row: what was asked, what was answered, what it earned, and what training made of it.
+
+One row is one rollout. Arrays of a turn run over its tokens, in order; those of what the policy sampled
+(`token_ids`, `pieces`, `logprobs`, …) have one length, those of what it was shown another. A column that holds null
+says that the run did not compute it.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Float
+
+from marin_rl.objectives.signals import TurnCredit
+from marin_rl.types import Evaluation, Rollout, RolloutStatus, Turn
+
+SCHEMA_VERSION = 1
+"""Raised whenever the columns change; a file of another version is refused."""
+
+VERSION_KEY = b"marin_rl.rollouts.version"
+"""Where a file's metadata holds the version."""
+
+PieceOf = Callable[[int], bytes]
+"""The exact bytes that a token id stands for."""
+
+_NUMBERS = pa.map_(pa.string(), pa.float64())
+
+_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string()), ("more", pa.string())])
+
+_STEP_REWARD = pa.struct(
+    [("turn", pa.int32()), ("base_reward", pa.float64()), ("reason", pa.string()), ("metrics", _NUMBERS)]
+)
+
+_EVALUATION = pa.struct(
+    [
+        ("component", pa.string()),
+        ("weight", pa.float64()),
+        ("score", pa.float64()),
+        ("reason", pa.string()),
+        ("lost", pa.string()),
+        ("error", pa.string()),
+        ("metrics", _NUMBERS),
+        ("steps", pa.list_(_STEP_REWARD)),
+    ]
+)
+
+_TURN = pa.struct(
+    [
+        ("messages", pa.list_(_MESSAGE)),
+        ("action", pa.string()),
+        ("reward", pa.float64()),
+        ("anchor_state", pa.string()),
+        ("starts_sequence", pa.bool_()),
+        ("stop_reason", pa.string()),
+        ("first_version", pa.int64()),
+        ("last_version", pa.int64()),
+        ("observation_tokens", pa.list_(pa.int32())),
+        ("observation_pieces", pa.list_(pa.binary())),
+        ("token_ids", pa.list_(pa.int32())),
+        ("pieces", pa.list_(pa.binary())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("learner_logprobs", pa.list_(pa.float32())),
+        ("reference_logprobs", pa.list_(pa.float32())),
+        ("advantages", pa.list_(pa.float32())),
+        ("episode_advantage", pa.float64()),
+        ("step_return", pa.float64()),
+        ("step_advantage", pa.float64()),
+    ]
+)
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("purpose", pa.string()),
+        ("id", pa.string()),
+        ("group_id", pa.string()),
+        ("task_id", pa.string()),
+        ("environment", pa.string()),
+        ("answer", pa.string()),
+        ("status", pa.string()),
+        ("error", pa.string()),
+        ("not_trained", pa.string()),
+        ("reward", pa.float64()),
+        ("rewards", _NUMBERS),
+        ("evaluations", pa.list_(_EVALUATION)),
+        ("advantage", pa.float64()),
+        ("num_turns", pa.int32()),
+        ("num_tokens", pa.int32()),
+        ("metrics", _NUMBERS),
+        ("seconds", _NUMBERS),
+        ("turns", pa.list_(_TURN)),
+    ],
+    metadata={VERSION_KEY: str(SCHEMA_VERSION).encode()},
+)
+"""The columns, one row a rollout. `docs/pages/viewing.md` says what each of them means."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingSignal:
+    """What training made of one rollout. Arrays run over its sampled tokens, all turns one after the other.
+
+    Raises:
+        ValueError: if arrays over the same thing differ in length.
+    """
+
+    advantages: Float[np.ndarray, " tokens"] | None
+    """What the policy term was multiplied by; None where no token of it was trained on."""
+    learner_logprobs: Float[np.ndarray, " tokens"] | None = None
+    """Log-probabilities (nats) under the learner's weights before the update; None where nobody scored them."""
+    reference_logprobs: Float[np.ndarray, " tokens"] | None = None
+    """Log-probabilities (nats) under the frozen reference; None without one."""
+    of_turns: TurnCredit | None = None
+    """What the advantages of its turns are made of (GiGPO)."""
+
+    @property
+    def mean_advantage(self) -> float | None:
+        """The mean over its tokens; None where none was trained on."""
+        return None if self.advantages is None else float(self.advantages.mean())
+
+
+def as_row(rollout: Rollout, step: int, purpose: str, signal: TrainingSignal | None, piece: PieceOf) -> dict[str, Any]:
+    """A rollout as a row of `SCHEMA`, in plain values.
+
+    Args:
+        rollout: what was sampled.
+        step: the update that it was sampled for, or, of an evaluation, the update after which it was played.
+        purpose: `training` or `evaluation`.
+        signal: what training made of it; None where it was not trained on.
+        piece: the bytes of a token.
+
+    Raises:
+        ValueError: if the signal's arrays do not fit the rollout, naming both lengths.
+    """
+    _check_lengths(rollout, signal)
+    return {
+        "step": step,
+        "purpose": purpose,
+        "id": rollout.id,
+        "group_id": rollout.group_id,
+        "task_id": rollout.task.id,
+        "environment": rollout.task.environment,
+        "answer": _text(rollout.task.answer),
+        "status": rollout.status.value,
+        "error": _text(rollout.error),
+        "not_trained": _why_not_trained(rollout, purpose, signal),
+        "reward": rollout.total_reward,
+        "rewards": list(rollout.rewards.items()),
+        "evaluations": [_evaluation_row(evaluation) for evaluation in rollout.evaluations],
+        "advantage": None if signal is None else signal.mean_advantage,
+        "num_turns": len(rollout.turns),
+        "num_tokens": rollout.num_generated_tokens,
+        "metrics": _numbers(rollout.metrics),
+        "seconds": _numbers(rollout.seconds),
+        "turns": _turn_rows(rollout.turns, signal, piece),
+    }
+
+
+def _check_lengths(rollout: Rollout, signal: TrainingSignal | None) -> None:
+    if signal is None:
+        return
+    tokens, turns = rollout.num_generated_tokens, len(rollout.turns)
+    expected: list[tuple[str, np.ndarray | None, int]] = [
+        ("advantages", signal.advantages, tokens),
+        ("learner_logprobs", signal.learner_logprobs, tokens),
+        ("reference_logprobs", signal.reference_logprobs, tokens),
+    ]
+    if signal.of_turns is not None:
+        expected += [("returns", signal.of_turns.returns, turns)]
+        expected += [("step_advantages", signal.of_turns.step_advantages, turns)]
+    for name, array, length in expected:
+        if array is not None and len(array) != length:
+            raise ValueError(f"rollout {rollout.id}: {name} has length {len(array)}, expected {length}")
+
+
+def _why_not_trained(rollout: Rollout, purpose: str, signal: TrainingSignal | None) -> str | None:
+    if purpose != "training":
+        return purpose
+    if not rollout.status.is_graded:
+        return rollout.status.value
+    if signal is None:
+        return "filtered"
+    if signal.advantages is None:
+        return "masked" if rollout.status is RolloutStatus.TRUNCATED else "no_tokens"
+    return None
+
+
+def _numbers(values: Mapping[str, float]) -> list[tuple[str, float]]:
+    return [(name, float(value)) for name, value in values.items()]
+
+
+def _evaluation_row(evaluation: Evaluation) -> dict[str, Any]:
+    return {
+        "component": evaluation.component,
+        "weight": evaluation.weight,
+        "score": evaluation.score,
+        "reason": _text(evaluation.reason),
+        "lost": evaluation.lost,
+        "error": _text(evaluation.error),
+        "metrics": _numbers(evaluation.metrics),
+        "steps": [
+            {
+                "turn": step.turn,
+                "base_reward": step.base_reward,
+                "reason": _text(step.reason),
+                "metrics": _numbers(step.metrics),
+            }
+            for step in evaluation.steps
+        ],
+    }
+
+
+def _turn_rows(turns: Sequence[Turn], signal: TrainingSignal | None, piece: PieceOf) -> list[dict[str, Any]]:
+    rows = []
+    start = 0
+    for index, turn in enumerate(turns):
+        sampled = turn.generation
+        end = start + len(sampled.token_ids)
+        rows.append(
+            {
+                "messages": [_message_row(message) for message in turn.messages],
+                "action": _text(turn.action),
+                "reward": turn.reward,
+                "anchor_state": turn.anchor_state,
+                "starts_sequence": turn.starts_sequence,
+                "stop_reason": sampled.stop_reason.value,
+                "first_version": sampled.first_version,
+                "last_version": sampled.last_version,
+                "observation_tokens": turn.observation_tokens,
+                "observation_pieces": [piece(token) for token in turn.observation_tokens],
+                "token_ids": sampled.token_ids,
+                "pieces": [piece(token) for token in sampled.token_ids],
+                "logprobs": sampled.logprobs,
+                **_signal_columns(signal, index, slice(start, end)),
+            }
+        )
+        start = end
+    return rows
+
+
+def _text(text: str | None) -> str | None:
+    """Text as UTF-8 can hold it: half a character, as a reward function's words may have, is written out."""
+    return None if text is None else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _message_row(message: Mapping[str, Any]) -> dict[str, Any]:
+    more = {name: value for name, value in message.items() if name not in ("role", "content")}
+    return {
+        "role": message["role"],
+        "content": _text(message["content"]),
+        "more": json.dumps(more) if more else None,
+    }
+
+
+def _signal_columns(signal: TrainingSignal | None, turn: int, tokens: slice) -> dict[str, Any]:
+    if signal is None:
+        return {"loss_mask": [False] * (tokens.stop - tokens.start)}
+    trained = signal.advantages is not None
+    return {
+        "loss_mask": [trained] * (tokens.stop - tokens.start),
+        "learner_logprobs": _part(signal.learner_logprobs, tokens),
+        "reference_logprobs": _part(signal.reference_logprobs, tokens),
+        "advantages": _part(signal.advantages, tokens),
+        **_turn_credit_columns(signal.of_turns, turn),
+    }
+
+
+def _turn_credit_columns(credit: TurnCredit | None, turn: int) -> dict[str, float]:
+    if credit is None:
+        return {}
+    return {
+        "episode_advantage": credit.episode_advantage,
+        "step_return": float(credit.returns[turn]),
+        "step_advantage": float(credit.step_advantages[turn]),
+    }
+
+
+def _part(array: np.ndarray | None, tokens: slice) -> list[float] | None:
+    return None if array is None else array[tokens].tolist()
+
+
+def bytes_as_json(piece: bytes) -> str | dict[str, str]:
+    """A token's bytes as JSON can hold them: text, or `{"hex": …}` where they are only part of a character.
+
+    >>> bytes_as_json(b"5"), bytes_as_json("é".encode()[:1])
+    ('5', {'hex': 'c3'})
+    """
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return {"hex": piece.hex()}
+
+
+def bytes_from_json(value: str | Mapping[str, str]) -> bytes:
+    """The inverse of [`bytes_as_json`][marin_rl.rollouts.stored_rollout.bytes_as_json]."""
+    return value.encode("utf-8") if isinstance(value, str) else bytes.fromhex(value["hex"])

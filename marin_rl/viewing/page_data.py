@@ -1,0 +1,261 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What the page of a run shows, as plain values: curves, phase timings, rollouts with their tokens."""
+
+import codecs
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from marin_rl.rollouts.store import StoredFile, read_file
+from marin_rl.runtime.metrics_file import read_records
+from marin_rl.runtime.run_directory import RunDirectory
+from marin_rl.viewing.selection import Row, Selection
+from marin_rl.viewing.visible import visible
+
+MOMENTS = 10
+"""Of a long run, the page holds rollouts of so many steps, evenly spaced."""
+MAX_TOKENS = 1_000_000
+"""Tokens in all rollouts of a page together."""
+MAX_RECORDS = 1000
+"""Points of a curve."""
+MAX_BARS = 60
+"""Bars of the phase timings; each is the mean of neighbouring steps where there are more."""
+
+Record = Mapping[str, int | float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One plot of the page."""
+
+    title: str
+    """Above it."""
+    names: tuple[str, ...]
+    """Metrics in it; a name that ends in `*` stands for all that begin so."""
+    unit: str = ""
+    """Of the vertical axis."""
+
+
+PANELS = (
+    Panel("Reward per rollout", ("train/rewards", "train/correct_rewards", "train/format_rewards")),
+    Panel("Held-out accuracy", ("eval/*",)),
+    Panel("Entropy", ("policy/entropy_avg",), "nats per token"),
+    Panel("KL to the reference", ("objective/kl",), "nats per rollout"),
+    Panel("Size of an update (approximate KL)", ("policy/approxkl_avg",), "nats per token"),
+    Panel("Sampler against learner, log-probs", ("mismatch/logprob_difference_max",), "nats"),
+    Panel("Loss", ("loss/policy_avg", "loss/value_avg")),
+    Panel("Output length", ("train/output_length",), "tokens"),
+    Panel("Gradient norm", ("grad_norm",)),
+    Panel("Groups without signal", ("groups/all_good_share", "groups/all_bad_share"), "share"),
+)
+"""The plots that every page has, as far as the run has their metrics; any other metric can be chosen on the page."""
+
+
+def page_data(directory: RunDirectory, selection: Selection, max_rollouts: int) -> dict[str, Any]:
+    """Everything the page shows.
+
+    Args:
+        directory: the run.
+        selection: which rollouts.
+        max_rollouts: most of them.
+
+    Raises:
+        RunDirectoryError: if metrics.jsonl is damaged.
+        RolloutStoreError: if a file of rollouts is damaged.
+    """
+    records = read_records(directory.metrics)
+    rollouts, notes = _rollouts(directory.rollouts, selection, max_rollouts)
+    thinned = _thinned(records)
+    if len(thinned) < len(records):
+        notes.append(f"The curves show {len(thinned)} of {len(records)} records, evenly spaced, and every evaluation.")
+    return {
+        "run": visible(directory.path.resolve().name),
+        "steps": int(records[-1]["step"]) if records else 0,
+        "notes": notes,
+        "curves": _curves(thinned),
+        "panels": [dataclasses.asdict(panel) for panel in PANELS],
+        "phases": _phases(records),
+        "rollouts": rollouts,
+    }
+
+
+def _thinned(records: Sequence[Record]) -> list[Record]:
+    """At most `MAX_RECORDS` records, the first and the last among them, and all with an evaluation."""
+    if len(records) <= MAX_RECORDS:
+        return list(records)
+    chosen = set(_evenly(len(records), MAX_RECORDS))
+    return [
+        record
+        for index, record in enumerate(records)
+        if index in chosen or any(name.startswith("eval/") for name in record)
+    ]
+
+
+def _evenly(count: int, wanted: int) -> list[int]:
+    """Indices of `wanted` of `count` things, evenly spaced, both ends among them; of one, the last.
+
+    >>> _evenly(9, 3), _evenly(2, 5), _evenly(9, 1)
+    ([0, 4, 8], [0, 1], [8])
+    """
+    if wanted >= count:
+        return list(range(count))
+    if wanted == 1:
+        return [count - 1]
+    return [round(index * (count - 1) / (wanted - 1)) for index in range(wanted)]
+
+
+def _curves(records: Sequence[Record]) -> dict[str, Any]:
+    names = sorted({name for record in records for name in record} - {"step"})
+    return {
+        "steps": [int(record["step"]) for record in records],
+        "series": {visible(name): [_number(record.get(name)) for record in records] for name in names},
+    }
+
+
+def _phases(records: Sequence[Record]) -> dict[str, Any]:
+    """Seconds by phase, a bar per step or per run of neighbouring steps."""
+    prefix = "seconds/"
+    timed = [record for record in records if f"{prefix}total" in record]
+    measured = dict.fromkeys(name for record in timed for name in record)
+    names = [name for name in measured if name.startswith(prefix) and name != f"{prefix}total"]
+    width = max(1, math.ceil(len(timed) / MAX_BARS))
+    parts = [timed[start : start + width] for start in range(0, len(timed), width)]
+    return {
+        "names": [visible(name.removeprefix(prefix)) for name in names],
+        "bars": [
+            {
+                "first": int(part[0]["step"]),
+                "last": int(part[-1]["step"]),
+                "seconds": [_number(sum(record.get(name, 0.0) for record in part) / len(part)) for name in names],
+                "total": _number(sum(record[f"{prefix}total"] for record in part) / len(part)),
+            }
+            for part in parts
+        ],
+    }
+
+
+def _rollouts(folder: Path, selection: Selection, max_rollouts: int) -> tuple[list[dict[str, Any]], list[str]]:
+    files = selection.files(folder)
+    chosen = [files[index] for index in _evenly(len(files), MOMENTS)]
+    notes = []
+    if len(chosen) < len(files):
+        steps = ", ".join(str(file.step) for file in chosen)
+        notes.append(f"Rollouts are shown of {len(chosen)} of {len(files)} stored steps: {steps}.")
+    shown: list[dict[str, Any]] = []
+    found = 0
+    tokens = 0
+    for index, file in enumerate(chosen):
+        # What a step leaves of its share goes to the later ones.
+        room = (max_rollouts - len(shown)) // (len(chosen) - index)
+        rows = list(_selected(file, selection))
+        found += len(rows)
+        for row in rows[:room]:
+            tokens += sum(len(turn["token_ids"]) + len(turn["observation_tokens"]) for turn in row["turns"])
+            if tokens <= MAX_TOKENS:
+                shown.append(_rollout(row))
+    if len(shown) < found:
+        notes.append(
+            f"The page holds {len(shown)} of their {found} rollouts (at most {max_rollouts} rollouts and "
+            f"{MAX_TOKENS:,} tokens); choose others with --step or a filter, or raise --max_rollouts."
+        )
+    return shown, notes
+
+
+def _selected(file: StoredFile, selection: Selection) -> Iterator[Row]:
+    table = read_file(file.path)
+    if table is not None:
+        yield from (row for row in table.to_pylist() if selection.accepts(row))
+
+
+def _rollout(row: Row) -> dict[str, Any]:
+    texts = ("purpose", "id", "group_id", "task_id", "environment", "answer", "status", "error", "not_trained")
+    return {
+        **{name: None if row[name] is None else visible(row[name]) for name in texts},
+        "step": row["step"],
+        "reward": _number(row["reward"]),
+        "rewards": _pairs(row["rewards"]),
+        "evaluations": [_evaluation(evaluation) for evaluation in row["evaluations"]],
+        "advantage": _number(row["advantage"]),
+        "num_turns": row["num_turns"],
+        "num_tokens": row["num_tokens"],
+        "metrics": _pairs(row["metrics"]),
+        "seconds": _pairs(row["seconds"]),
+        "turns": [_turn(turn) for turn in row["turns"]],
+    }
+
+
+def _evaluation(evaluation: Row) -> dict[str, Any]:
+    return {
+        "component": visible(evaluation["component"]),
+        "weight": _number(evaluation["weight"]),
+        "score": _number(evaluation["score"]),
+        "reason": visible(evaluation["reason"] or ""),
+        "lost": visible(evaluation["lost"] or ""),
+        "error": visible(evaluation["error"] or ""),
+        "metrics": _pairs(evaluation["metrics"]),
+        "steps": [
+            {
+                "turn": step["turn"],
+                "base_reward": _number(step["base_reward"]),
+                "reason": visible(step["reason"] or ""),
+                "metrics": _pairs(step["metrics"]),
+            }
+            for step in evaluation["steps"]
+        ],
+    }
+
+
+def _turn(turn: Row) -> dict[str, Any]:
+    learner = turn["learner_logprobs"]
+    return {
+        "messages": [
+            {"role": visible(message["role"]), "content": visible(message["content"] + (message["more"] or ""))}
+            for message in turn["messages"]
+        ],
+        "action": None if turn["action"] is None else visible(turn["action"]),
+        "observed": "".join(texts_of(turn["observation_pieces"])),
+        "stop_reason": turn["stop_reason"],
+        "versions": [turn["first_version"], turn["last_version"]],
+        "reward": _number(turn["reward"]),
+        "episode_advantage": _number(turn["episode_advantage"]),
+        "step_return": _number(turn["step_return"]),
+        "step_advantage": _number(turn["step_advantage"]),
+        "anchor_state": visible(turn["anchor_state"]),
+        "texts": texts_of(turn["pieces"]),
+        "ids": turn["token_ids"],
+        "logprobs": _numbers(turn["logprobs"]),
+        "learner": _numbers(learner),
+        "difference": None
+        if learner is None
+        else _numbers([policy - own for policy, own in zip(turn["logprobs"], learner, strict=True)]),
+        "reference": _numbers(turn["reference_logprobs"]),
+        "advantages": _numbers(turn["advantages"]),
+    }
+
+
+def texts_of(pieces: Sequence[bytes]) -> list[str]:
+    r"""The text that each token adds; a character that several tokens make up belongs to the last of them.
+
+    >>> texts_of([b"a", b"\xc3", b"\xa9", b"\xff"])
+    ['a', '', 'é', '\\xff']
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    last = len(pieces) - 1
+    return [visible(decoder.decode(piece, final=index == last)) for index, piece in enumerate(pieces)]
+
+
+def _pairs(pairs: Sequence[tuple[str, float]]) -> list[tuple[str, float | None]]:
+    return [(visible(name), _number(value)) for name, value in pairs]
+
+
+def _numbers(values: Sequence[float] | None) -> list[float | None] | None:
+    return None if values is None else [_number(value) for value in values]
+
+
+def _number(value: float | None) -> float | None:
+    """To six digits; None for what JSON has no number for."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

@@ -1,0 +1,208 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Stored rollouts in a terminal: a list, one in full, two side by side.
+
+All text of models, environments and rewards passes through `visible` and reaches rich as `Text`, never as markup.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from marin_rl.viewing.selection import Listing, Row
+from marin_rl.viewing.visible import one_line, shown_bytes, visible
+
+ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+MISSING = "–"
+MAX_NAME = 24
+"""Characters of a component's name in one line of a list's head."""
+
+
+def print_listing(console: Console, listing: Listing) -> None:
+    """Show a line for each rollout."""
+    components = list(dict.fromkeys(name for row in listing.rows for name, _ in row["rewards"]))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for name in ("id", "step", "environment", "status"):
+        table.add_column(name, no_wrap=True, justify="right" if name == "step" else "left")
+    for name in ("reward", *components, "advantage", "turns", "tokens"):
+        table.add_column(Text(one_line(name)), justify="right", overflow="fold", max_width=MAX_NAME)
+    table.add_column("not trained", no_wrap=True)
+    for row in listing.rows:
+        rewards = dict(row["rewards"])
+        table.add_row(
+            _plain(row["id"]),
+            str(row["step"]),
+            _plain(row["environment"]),
+            _plain(row["status"]),
+            number(row["reward"]),
+            *(number(rewards.get(name)) for name in components),
+            number(row["advantage"]),
+            str(row["num_turns"]),
+            str(row["num_tokens"]),
+            _plain(row["not_trained"] or ""),
+        )
+    console.print(table)
+    shown = len(listing.rows)
+    console.print(Text(f"{shown} of {listing.found} rollouts" if shown < listing.found else f"{shown} rollouts", "dim"))
+
+
+def print_rollout(console: Console, row: Row, *, tokens: bool) -> None:
+    """Show one rollout in full.
+
+    Args:
+        console: where to.
+        row: the rollout.
+        tokens: whether to list every sampled token with its numbers.
+    """
+    console.print(Group(*_rollout(row, tokens=tokens)))
+
+
+def print_side_by_side(console: Console, rows: Sequence[Row], *, tokens: bool) -> None:
+    """Show rollouts in columns, turn beside turn.
+
+    Args:
+        console: where to.
+        rows: the rollouts; two, as a rule.
+        tokens: whether to list every sampled token with its numbers.
+    """
+    table = Table.grid(expand=True, padding=(0, 1))
+    for _ in rows:
+        table.add_column(ratio=1, overflow="fold")
+    for parts in itertools.zip_longest(*(_rollout(row, tokens=tokens) for row in rows), fillvalue=Text("")):
+        table.add_row(*parts)
+    console.print(table)
+
+
+def _rollout(row: Row, *, tokens: bool) -> Iterator[RenderableType]:
+    """Summary, task, rewards, then a part for each turn."""
+    yield Rule(Text(one_line(row["id"]), "bold"), align="left")
+    yield _summary(row)
+    yield _rewards(row)
+    for index, turn in enumerate(row["turns"]):
+        yield _turn(index, turn, tokens=tokens)
+
+
+def _summary(row: Row) -> RenderableType:
+    facts = {
+        "step": str(row["step"]),
+        "purpose": row["purpose"],
+        "group": row["group_id"],
+        "task": row["task_id"],
+        "environment": row["environment"],
+        "answer": row["answer"],
+        "status": row["status"],
+        "not trained": row["not_trained"],
+        "error": row["error"],
+        "advantage": None if row["advantage"] is None else number(row["advantage"]),
+        "metrics": _named_numbers(row["metrics"]),
+        "seconds": _named_numbers(row["seconds"]),
+    }
+    return _facts({name: value for name, value in facts.items() if value})
+
+
+def _facts(facts: Mapping[str, str]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in facts.items():
+        grid.add_row(name, Text(visible(value)))
+    return grid
+
+
+def _rewards(row: Row) -> RenderableType:
+    evaluations = {evaluation["component"]: evaluation for evaluation in row["evaluations"]}
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for name in ("component", "reward", "score", "weight"):
+        table.add_column(name, justify="left" if name == "component" else "right")
+    table.add_column("reason", overflow="fold")
+    rewards = dict(row["rewards"])
+    for name in dict.fromkeys([*rewards, *evaluations]):
+        said = evaluations.get(name, {})
+        why = " · ".join(part for part in (said.get("reason"), said.get("lost"), said.get("error")) if part)
+        values = (rewards.get(name), said.get("score"), said.get("weight"))
+        table.add_row(Text(one_line(name)), *map(number, values), Text(visible(why)))
+        for step in said.get("steps", ()):
+            label = Text(f"  turn {step['turn']}", "dim")
+            table.add_row(label, "", number(step["base_reward"]), "", Text(visible(step["reason"] or ""), "dim"))
+    table.add_row(Text("total", "bold"), number(row["reward"]), "", "", "")
+    return table
+
+
+def _turn(index: int, turn: Row, *, tokens: bool) -> RenderableType:
+    parts: list[RenderableType] = [_turn_title(index, turn)]
+    for message in turn["messages"]:
+        parts.append(Text(one_line(message["role"]), f"bold {ROLE_STYLES.get(message['role'], 'white')}"))
+        parts.append(
+            Padding(Text(visible(message["content"] + (message["more"] or "")), overflow="fold"), (0, 0, 0, 2))
+        )
+    if turn["action"] is not None:
+        parts.append(_facts({"taken as": turn["action"]}))
+    if tokens:
+        parts.append(_token_table(turn))
+    return Group(*parts)
+
+
+def _turn_title(index: int, turn: Row) -> RenderableType:
+    facts = [f"turn {index}", f"{len(turn['token_ids'])} tokens", f"stop: {turn['stop_reason']}"]
+    for label, name in (
+        ("reward", "reward"),
+        ("episode advantage", "episode_advantage"),
+        ("step return", "step_return"),
+        ("step advantage", "step_advantage"),
+    ):
+        if turn[name] is not None:
+            facts.append(f"{label} {number(turn[name])}")
+    first, last = turn["first_version"], turn["last_version"]
+    facts.append(f"weights {first}" if first == last else f"weights {first}–{last}")
+    return Text(" · ".join(facts), "dim")
+
+
+def _token_table(turn: Row) -> RenderableType:
+    columns = {
+        "logprob": turn["logprobs"],
+        "learner": turn["learner_logprobs"],
+        "policy−learner": differences(turn),
+        "reference": turn["reference_logprobs"],
+        "advantage": turn["advantages"],
+    }
+    present = {name: values for name, values in columns.items() if values is not None}
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for name in ("#", "id", "token", *present):
+        table.add_column(name, justify="left" if name == "token" else "right", no_wrap=name != "token")
+    for index, (token, piece) in enumerate(zip(turn["token_ids"], turn["pieces"], strict=True)):
+        numbers = (f"{values[index]:.4g}" for values in present.values())
+        table.add_row(str(index), str(token), Text(shown_bytes(piece), "bold"), *numbers)
+    return table
+
+
+def differences(turn: Row) -> list[float] | None:
+    """Log-probability when sampled minus the learner's, per token; None where the learner was not asked."""
+    learner = turn["learner_logprobs"]
+    if learner is None:
+        return None
+    return [policy - own for policy, own in zip(turn["logprobs"], learner, strict=True)]
+
+
+def number(value: float | None) -> str:
+    """A number as lists show it.
+
+    >>> number(0.25), number(-0.0), number(None)
+    ('0.25', '0', '–')
+    """
+    return MISSING if value is None else f"{value + 0.0:.4g}"
+
+
+def _named_numbers(pairs: Iterable[tuple[str, Any]]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in pairs)
+
+
+def _plain(text: str) -> Text:
+    return Text(one_line(text))

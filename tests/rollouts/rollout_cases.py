@@ -1,0 +1,107 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Rollouts of every kind, for the store and for the views of it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from marin_rl.objectives.signals import TurnCredit
+from marin_rl.rollouts.store import RolloutStore, RolloutStoreConfig, StoredFormat
+from marin_rl.rollouts.stored_rollout import TrainingSignal
+from marin_rl.types import (
+    Evaluation,
+    Generation,
+    Message,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    StepReward,
+    StopReason,
+    Task,
+    Turn,
+)
+
+END = 257
+TASK = Task("t", "sums", ({"role": "user", "content": "2+3"},), "5")
+
+
+def piece(token: int) -> bytes:
+    """The built-in tokenizer's bytes, without loading it."""
+    return bytes([token]) if token < 256 else b"<|end|>" if token == END else f"<|{token}|>".encode()
+
+
+def turn_of(asked: str, said: str, **more: object) -> Turn:
+    """A turn of bytes: what the user wrote, and what the policy answered."""
+    tokens = (*said.encode(), END)
+    generation = Generation(tokens, tuple(-0.125 * (1 + i % 8) for i in range(len(tokens))), StopReason.STOP, 3, 3)
+    messages: Sequence[Message] = ({"role": "user", "content": asked}, {"role": "assistant", "content": said})
+    return Turn((259, *asked.encode(), END, 260), generation, tuple(messages), **{"starts_sequence": True, **more})
+
+
+def rollout_of(
+    id: str, group: str = "g", said: str = "5", reward: float | None = 1.0, status: RolloutStatus | None = None, **more
+) -> Rollout:
+    """A rollout of one turn; without a reward, a failed one without turns."""
+    if reward is None:
+        lost = status or RolloutStatus.FAILED
+        return Rollout(id, group, TASK, (), lost, {}, **{"error": "ValueError: no", **more})
+    turns = (turn_of("2+3", said, reward=reward),)
+    status = status or RolloutStatus.COMPLETED
+    return Rollout(id, group, TASK, **{"turns": turns, "status": status, "rewards": {"correct": reward}, **more})
+
+
+def group_of(id: str, *rewards: float | None) -> RolloutGroup:
+    """A group with these rewards; None fails."""
+    return RolloutGroup(id, [rollout_of(f"{id}-{index}", id, reward=reward) for index, reward in enumerate(rewards)])
+
+
+def rich_rollout() -> Rollout:
+    """Two turns, two reward components, one of them lost, steps with reasons, text that is not ASCII."""
+    turns = (
+        turn_of("2+3 — naïve?", "é", reward=0.25, anchor_state="a0", action="say"),
+        turn_of("wrong, try again", "5", starts_sequence=False, reward=1.0, anchor_state="a1"),
+    )
+    steps = (StepReward(0, 0.25, "half \u2028 right", {"chars": 2.0}), StepReward(1, 1.0))
+    return Rollout(
+        "g-0",
+        "g",
+        TASK,
+        turns,
+        RolloutStatus.COMPLETED,
+        {"correct": 1.0, "style": 0.5},
+        evaluations=(
+            Evaluation("correct", 1.0, 1.0, steps, {"length": 3.0}, "equal to the answer"),
+            Evaluation("style", 0.5, 1.0),
+            Evaluation("judge", 2.0, None, error="TimeoutError: 3 s", lost="timeout"),
+        ),
+        metrics={"retries": 1.0, "metrics": 4.0},
+        seconds={"sample": 0.5, "environment": 0.25, "reward": 0.125},
+    )
+
+
+def rich_signal() -> TrainingSignal:
+    """What training made of the rich rollout: five tokens in two turns."""
+    return TrainingSignal(
+        advantages=np.array([0.5, 0.5, 0.5, -0.25, -0.25]),
+        learner_logprobs=np.array([-0.125, -0.25, -0.5, -0.125, -0.5]),
+        reference_logprobs=np.array([-1.0, -1.0, -1.0, -2.0, -2.0]),
+        of_turns=TurnCredit(0.25, np.array([1.2, 1.0]), np.array([0.25, -0.5])),
+    )
+
+
+def write(
+    folder: Path,
+    step: int,
+    groups: Sequence[RolloutGroup],
+    signals: dict[str, TrainingSignal] | None = None,
+    purpose: str = "training",
+    **config: object,
+) -> None:
+    """Store a step at once."""
+    kind = StoredFormat(config.pop("format", "parquet"))
+    store = RolloutStore(folder, RolloutStoreConfig(format=kind, **config), piece)
+    store.write(step, groups, signals or {}, purpose)
+    store.close()

@@ -1,0 +1,137 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from marin_rl.types import RolloutGroup
+from marin_rl.view import main
+from tests.rollouts.rollout_cases import rollout_of, turn_of, write
+from tests.viewing.run_cases import empty_run, small_run
+
+
+@pytest.fixture
+def run(tmp_path):
+    return str(small_run(tmp_path / "run"))
+
+
+def view(capsys, *argv):
+    status = main(argv)
+    captured = capsys.readouterr()
+    assert (status, captured.err) == (0, "")
+    return captured.out
+
+
+def test_a_list_shows_the_newest_step(run, capsys):
+    out = view(capsys, run)
+    assert "3 rollouts" in out
+    header, line = (next(line.split() for line in out.splitlines() if word in line) for word in ("environment", "g-0"))
+    assert header == [
+        "id",
+        "step",
+        *["environment", "status", "reward", "correct", "style", "advantage", "turns", "tokens", "not", "trained"],
+    ]
+    assert line == ["g-0", "3", "sums", "completed", "1.5", "1", "0.5", "0.2", "2", "5"]
+    assert "failed" in out
+    assert "s2-0" not in out
+
+
+def test_filters_sort_and_limit(run, capsys):
+    argv = ["--steps", "1-3", "--min_reward", "0.5", "--sort", "reward", "--descending", "--limit", "2"]
+    out = view(capsys, run, *argv)
+    assert "2 of 3 rollouts" in out
+    assert out.index("g-0") < out.index("s1-0")
+    assert "held-0" in view(capsys, run, "--evaluation", "--environment", "sums")
+    assert "0 rollouts" in view(capsys, run, "--step", "1", "--status", "failed", "--max_reward", "1")
+
+
+def test_one_in_full(run, capsys):
+    out = view(capsys, run, "--id", "g-0", "--tokens")
+    for text in (
+        *("2+3 — naïve?", "wrong, try again", "equal to the answer", "TimeoutError: 3 s", "half \\u2028 right"),
+        *("taken as", "step return 1.2", "step advantage -0.5", "episode advantage 0.25", "\\xc3", "<|end|>"),
+        *("policy−learner", "0.125", "retries 1", "answer"),
+    ):
+        assert text in out, text
+    assert "policy−learner" not in view(capsys, run, "--id", "g-0")
+
+
+def test_two_side_by_side(run, capsys):
+    for argv in (["--compare", "g-0", "s1-1"], ["--id", "g-0", "--id", "s1-1"]):
+        lines = view(capsys, run, *argv).splitlines()
+        assert any("g-0" in line and "s1-1" in line for line in lines)
+        assert any("turn 0" in line.partition("turn 0")[2] for line in lines)
+
+
+def test_text_of_models_cannot_act_on_the_terminal(tmp_path, capsys):
+    evil = "\x1b[2J\x1b]0;title\x07\x1b]8;;https://x\x1b\\[red]red[/red][link=x]\x9b31m\r\u202e:smile:"
+    run = empty_run(tmp_path / "run")
+    turns = (turn_of(evil, evil, action=evil),)
+    made = rollout_of("evil-0", turns=turns, error=evil, rewards={evil: 1.0, "correct": 0.5}, metrics={evil: 1.0})
+    write(run / "rollouts", 1, [RolloutGroup("g", [made])])
+    listed, full = view(capsys, str(run)), view(capsys, str(run), "--id", "evil-0", "--tokens")
+    for out in (listed, full, view(capsys, str(run), "--compare", "evil-0", "evil-0")):
+        assert not set(out) & {"\x1b", "\x07", "\x9b", "\r", "\u202e"}
+    assert "\\x1b[2J" in listed
+    assert "\\x1b[2J" in full
+    assert "[red]red[/red][link=x]\\x9b31m\\r\\u202e:smile:" in full
+
+
+def test_an_empty_run_says_why_nothing_is_there(tmp_path, capsys):
+    run = empty_run(tmp_path / "run")
+    assert "has no stored rollouts yet: its first step is not over" in view(capsys, str(run))
+    assert "has no stored evaluation rollouts yet" in view(capsys, str(run), "--evaluation")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["{tmp}"], "is not a run directory: it has no config.yaml"),
+        (["{tmp}/nowhere"], "is not a run directory: it has no config.yaml"),
+        (["{run}", "--id", "x"], "no stored rollout has the id 'x'"),
+        (["{run}", "--step", "1", "--steps", "1-2"], "both --step and --steps were given"),
+    ],
+)
+def test_errors_are_one_line(run, tmp_path, capsys, argv, message):
+    assert main([part.format(tmp=tmp_path, run=run) for part in argv]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_bad_arguments_are_refused(run, capsys):
+    for argv in (["--limit", "0"], ["--steps", "x"], ["--status", "odd"], ["--sort", "odd"]):
+        with pytest.raises(SystemExit) as caught:
+            main([run, *argv])
+        assert caught.value.code == 2
+        assert argv[0] in capsys.readouterr().err
+
+
+def shown_commands():
+    page = (Path(__file__).parents[1] / "docs" / "pages" / "viewing.md").read_text(encoding="utf-8")
+    return re.findall(r"^python -m marin_rl\.view ([^#\n]*)", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", shown_commands())
+def test_the_commands_that_the_page_shows_work(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = empty_run(tmp_path / "runs" / "rloo")
+    group = [rollout_of(f"train-12-0-{index}", "train-12-0") for index in range(5)]
+    write(run / "rollouts", 12, [RolloutGroup("train-12-0", group)])
+    write(run / "rollouts", 12, [RolloutGroup("train-12-0", group)], purpose="evaluation")
+    assert view(capsys, *shlex.split(command))
+
+
+def test_it_starts_without_jax_and_transformers(run):
+    code = (
+        "import sys; from marin_rl.view import main; status = main(sys.argv[1:]); "
+        "print(status, sorted({'jax', 'levanter', 'transformers', 'haliax'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, run], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("0 []\n")

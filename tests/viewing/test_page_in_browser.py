@@ -1,0 +1,284 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The page as a reader has it: in a browser, with pointer and keyboard, light and dark, wide and narrow."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from marin_rl.rollouts.stored_rollout import TrainingSignal
+from marin_rl.types import Evaluation, RolloutGroup, StepReward, Task
+from marin_rl.view import main
+from tests.rollouts.rollout_cases import rollout_of, turn_of, write
+from tests.viewing.browser import Browser
+from tests.viewing.run_cases import empty_run, small_run, write_records
+
+EVIL = (
+    "</script><script>window.ran = 1</script><img src=x onerror='window.ran = 2'><svg/onload=window.ran=3>"
+    '<!--<script>"\'`${window.ran=4}javascript:window.ran=5 \u2028 &lt;b&gt; <a href="javascript:window.ran=6">x</a>'
+)
+SHOWN_EVIL = EVIL.replace("\u2028", "\\u2028")
+FIRST = "#3%2Ftraining%2Fg-0"
+
+
+def page_of(run: Path, *more: str) -> Path:
+    page = run.parent / "page.html"
+    assert main([str(run), "--html", str(page), *more]) == 0
+    return page
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return page_of(small_run(tmp_path_factory.mktemp("small") / "run"))
+
+
+def texts(tab: Browser, selector: str) -> list[str]:
+    return tab.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.textContent)")
+
+
+def tip(tab: Browser) -> str | None:
+    return tab.run("document.getElementById('tip').hidden ? null : document.getElementById('tip').textContent")
+
+
+def ids(tab: Browser) -> list[str]:
+    return texts(tab, "#rollouts tbody th")
+
+
+def choose(tab: Browser, selector: str, value: str) -> None:
+    tab.run(
+        f"(() => {{ const one = document.querySelector({json.dumps(selector)}); one.value = {json.dumps(value)}; "
+        "one.dispatchEvent(new Event('input')); one.dispatchEvent(new Event('change')); })()"
+    )
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [360, 1200])
+def test_the_page_loads_nothing_breaks_nothing_and_never_scrolls_sideways(tab, small, dark, width):
+    tab.open(small, width=width, height=700, dark=dark, address=FIRST)
+    assert tab.requests() == [small.resolve().as_uri()]
+    assert tab.complaints() == []
+    assert tab.run("document.documentElement.scrollWidth") == width
+    assert len(texts(tab, "#curves figure")) == 3
+    style = "getComputedStyle(document.documentElement)"
+    colours = tab.run(f"[{style}.backgroundColor, {style}.color]")
+    assert colours == (["rgb(20, 23, 27)", "rgb(230, 233, 237)"] if dark else ["rgb(255, 255, 255)", "rgb(27, 31, 36)"])
+
+
+def test_the_table_sorts_filters_and_opens(tab, small):
+    tab.open(small)
+    assert ids(tab) == ["g-0", "g-1", "g-2", "s2-0", "s2-1", "s1-0", "s1-1"]
+    sorts = "[...document.querySelectorAll('#rollouts thead th')].map((head) => head.getAttribute('aria-sort'))"
+    tab.run("document.querySelectorAll('#rollouts thead button')[4].click()")
+    assert tab.run(sorts)[1:5] == ["none", "none", "none", "descending"]
+    # One without a reward is last, whichever way.
+    assert ids(tab) == ["g-0", "s1-0", "s2-0", "g-2", "s1-1", "s2-1", "g-1"]
+    tab.run("document.querySelectorAll('#rollouts thead button')[4].click()")
+    assert tab.run(sorts)[4] == "ascending"
+    assert ids(tab) == ["s1-1", "s2-1", "g-2", "s1-0", "s2-0", "g-0", "g-1"]
+    choose(tab, "#filter-status", "completed")
+    choose(tab, "#filter-least", "0.5")
+    assert ids(tab) == ["s1-0", "s2-0", "g-0"]
+    choose(tab, "#filter-text", "NAÏVE")
+    assert ids(tab) == ["g-0"]
+    assert texts(tab, "#count") == ["1 of 1 rollouts, filtered from 7"]
+    tab.run("document.querySelector('#rollouts tbody button').click()")
+    assert texts(tab, "#h-one") == ["g-0"]
+    assert tab.run("document.activeElement.id") == "h-one"
+    assert tab.run("location.hash") == FIRST
+
+
+def test_a_rollout_shows_all_there_is_to_it(tab, small):
+    tab.open(small, address=FIRST)
+    [shown] = texts(tab, "#one")
+    for text in (
+        *(
+            "2+3 — naïve?",
+            "wrong, try again",
+            "equal to the answer",
+            "TimeoutError: 3 s",
+            "half \\u2028 right",
+            "chars 2",
+        ),
+        *("taken as: say", "step return 1.2", "step advantage −0.5", "episode advantage 0.25", "retries 1", "length 3"),
+    ):
+        assert text in shown, text
+    assert texts(tab, "#one .tokens[data-turn='0'] span") == ["", "é", "<|end|>"]
+    tab.run("document.querySelectorAll('#one .controls button')[1].click()")
+    assert texts(tab, "#h-one") == ["g-1"]
+    assert "ValueError: no" in texts(tab, "#one")[0]
+    assert "It has no turns." in texts(tab, "#one")[0]
+
+
+def test_tokens_have_the_colour_of_their_value(tab, small):
+    tab.open(small, address=FIRST)
+
+    def colours() -> list[list[str]]:
+        return tab.run(
+            "[...document.querySelectorAll('#one .tokens[data-turn] span')].map("
+            "(one) => [one.className.replace('part ', ''), one.style.getPropertyValue('--v')])"
+        )
+
+    assert colours() == [["positive", "1.000"]] * 3 + [["negative", "0.500"]] * 2
+    assert texts(tab, "#scale") == ["−0.5+0.5"]
+    choose(tab, "#colour", "logprob")
+    assert [value for _, value in colours()] == ["0.333", "0.667", "1.000", "0.333", "0.667"]
+    assert {name for name, _ in colours()} == {"unlikely"}
+    choose(tab, "#colour", "difference")
+    # Policy minus learner: 0, 0, 0.125 and 0, 0.25.
+    assert [name for name, _ in colours()] == ["part", "", "positive", "", "positive"]
+    assert [value for name, value in colours() if name == "positive"] == ["0.500", "1.000"]
+
+
+def luminance(channels: list[float]) -> float:
+    """Relative luminance as the Web Content Accessibility Guidelines define it; channels from 0 to 1."""
+    linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_text_can_be_read_on_the_strongest_colours(tab, small, dark):
+    tab.open(small, dark=dark, address=FIRST)
+    # A canvas says what a colour comes to on the page's own ground.
+    painted = """((selector) => {
+        const style = getComputedStyle(document.querySelector(selector));
+        const context = document.createElement("canvas").getContext("2d");
+        const seen = (...colours) => {
+            for (const colour of colours) { context.fillStyle = colour; context.fillRect(0, 0, 1, 1); }
+            return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3).map((one) => one / 255);
+        };
+        const ground = getComputedStyle(document.documentElement).backgroundColor;
+        return [seen(ground, style.backgroundColor), seen(style.color)];
+    })"""
+    tab.run("document.querySelectorAll('#one .tokens span').forEach((one) => one.style.setProperty('--v', '1'))")
+    for name in ("positive", "negative", "unlikely"):
+        if name == "unlikely":
+            choose(tab, "#colour", "logprob")
+        under, text = (luminance(channels) for channels in tab.run(f"{painted}('#one .tokens .{name}:last-child')"))
+        assert (max(under, text) + 0.05) / (min(under, text) + 0.05) >= 4.5, name
+
+
+def test_values_show_under_the_pointer_and_by_keyboard(tab, small):
+    tab.open(small, address=FIRST)
+    assert tip(tab) is None
+    tab.point_at("#one .tokens[data-turn='0'] span:nth-child(3)")
+    assert tip(tab) == (
+        "token 2: <|end|> (id 257)\nlog-prob −0.375\nlearner −0.5, difference 0.125\nreference −1\nadvantage 0.5"
+    )
+    tab.run("document.getElementById('colour').focus()")
+    # To the summary of the observation, then to the tokens.
+    for _ in range(2):
+        tab.press("Tab", 9)
+    assert tab.run("document.activeElement.dataset.turn") == "0"
+    assert tip(tab).startswith("token 0: part of a character (id 195)")
+    tab.press("ArrowRight", 39)
+    assert tip(tab).startswith("token 1: é (id 169)")
+    tab.press("End", 35)
+    tab.press("ArrowRight", 39)
+    assert tip(tab).startswith("token 2: <|end|>")
+    tab.press("Tab", 9)
+    assert tip(tab) is None
+
+
+def test_curves_and_bars_tell_their_values(tab, small):
+    tab.open(small)
+    tab.run("document.querySelector('#curves svg').focus({focusVisible: true})")
+    legend = "#curves figure:first-child .legend"
+    assert texts(tab, legend) == ["train/rewards 0.3step 3"]
+    tab.press("ArrowLeft", 37)
+    assert texts(tab, legend) == ["train/rewards 0.2step 2"]
+    tab.run("document.querySelector('#phases svg').focus({focusVisible: true})")
+    assert texts(tab, legend) == ["train/rewards "]
+    assert texts(tab, "#phases .legend") == ["sample 0.5step 0.25step 3: 0.75 s in all"]
+    choose(tab, "#metric", "seconds/sample")
+    assert texts(tab, "#curves figcaption")[0] == "seconds/sample"
+    assert len(texts(tab, "#curves figure")) == 4
+
+
+def evil_run(folder: Path) -> Path:
+    """A run whose every text tries to become markup."""
+    run = empty_run(folder)
+    task = Task(EVIL, EVIL, ({"role": "user", "content": EVIL},), EVIL)
+    said = (
+        Evaluation(EVIL, 1.0, 1.0, (StepReward(0, 1.0, EVIL, {EVIL: 1.0}),), {EVIL: 1.0}, EVIL),
+        Evaluation("lost", 1.0, None, error=EVIL, lost=EVIL),
+    )
+    turn = dataclasses.replace(
+        turn_of(EVIL, EVIL, action=EVIL, anchor_state=EVIL),
+        messages=({"role": EVIL, "content": EVIL}, {"role": "assistant", "content": EVIL}),
+    )
+    made = rollout_of(
+        EVIL, EVIL, turns=(turn,), evaluations=said, rewards={EVIL: 1.0}, metrics={EVIL: 2.0}, seconds={EVIL: 1.0}
+    )
+    lost = rollout_of("lost", EVIL, reward=None, error=EVIL)
+    made, lost = (dataclasses.replace(one, task=task) for one in (made, lost))
+    tokens = made.num_generated_tokens
+    write(run / "rollouts", 1, [RolloutGroup(EVIL, [made, lost])], {EVIL: TrainingSignal(np.ones(tokens))})
+    write_records(run, [{"step": 1, EVIL: 1.0, f"eval/{EVIL}": 1.0, f"seconds/{EVIL}": 1.0, "seconds/total": 1.0}])
+    return run
+
+
+def test_no_text_of_a_run_becomes_markup_or_code(tab, tmp_path):
+    page = page_of(evil_run(tmp_path / "<img src=x onerror=window.ran=7>"))
+    source = page.read_text(encoding="utf-8")
+    assert source.count("<script") == source.count("</script") == 2
+    tab.open(page)
+    tab.run("document.querySelectorAll('#rollouts thead button').forEach((one) => one.click())")
+    choose(tab, "#metric", SHOWN_EVIL)
+    for index in (0, 1):
+        tab.run(f"document.querySelectorAll('#rollouts tbody button')[{index}].click()")
+        [shown] = texts(tab, "#one")
+        assert shown.count(SHOWN_EVIL) >= 5
+        if "lost" not in texts(tab, "#h-one"):
+            assert "".join(texts(tab, "#one .tokens[data-turn] span")) == f"{SHOWN_EVIL}<|end|>"
+            assert shown.count(SHOWN_EVIL) >= 12
+    assert SHOWN_EVIL in ids(tab)
+    assert texts(tab, "#run") == ["<img src=x onerror=window.ran=7>"]
+    # Whatever would load or run does so after the page's own script at the latest.
+    tab.run("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)))")
+    assert tab.run("typeof window.ran") == "undefined"
+    assert tab.run("document.querySelectorAll('img, a, iframe, object, embed, form').length") == 0
+    assert tab.run("document.scripts.length") == 2
+    assert tab.complaints() == []
+    assert tab.requests() == [page.resolve().as_uri()]
+
+
+def test_the_policy_stops_what_the_script_would_miss(tab, small, tmp_path):
+    page = tmp_path / "broken.html"
+    injected = (
+        "<script>window.ran = 1</script><img src=x onerror='window.ran = 2'><style>h1 { color: rgb(1, 2, 3) }</style>"
+    )
+    page.write_text(small.read_text(encoding="utf-8").replace("<header>", f"<header>{injected}"), encoding="utf-8")
+    tab.open(page)
+    assert tab.run("typeof window.ran") == "undefined"
+    assert tab.run("getComputedStyle(document.querySelector('h1')).color") != "rgb(1, 2, 3)"
+    assert any("Content Security Policy" in complaint for complaint in tab.complaints())
+    assert tab.requests() == [page.resolve().as_uri()]
+    # The page's own script is the one that the policy knows.
+    assert texts(tab, "#run") == ["run"]
+
+
+def test_a_very_long_rollout_is_whole_and_answers(tab, tmp_path):
+    run = empty_run(tmp_path / "run")
+    made = rollout_of("long", said="word " * 4000)
+    tokens = made.num_generated_tokens
+    assert tokens > 20_000
+    write(run / "rollouts", 1, [RolloutGroup("g", [made])], {"long": TrainingSignal(np.linspace(-1, 1, tokens))})
+    tab.open(page_of(run), width=360, address="#1%2Ftraining%2Flong")
+    assert len(texts(tab, "#one .tokens[data-turn] span")) == tokens
+    choose(tab, "#colour", "logprob")
+    tab.point_at(f"#one .tokens[data-turn] span:nth-child({tokens})")
+    assert tip(tab).startswith(f"token {tokens - 1}: <|end|>")
+    assert tab.run("document.documentElement.scrollWidth") == 360
+
+
+def test_an_empty_run_has_a_page_too(tab, tmp_path):
+    tab.open(page_of(empty_run(tmp_path / "run")))
+    assert texts(tab, "#about") == ["0 steps recorded · 0 rollouts on this page"]
+    assert texts(tab, "#curves p") == ["No records yet."]
+    assert texts(tab, "#phases p") == ["No timings yet."]
+    assert texts(tab, "#count") == ["0 of 0 rollouts"]
+    assert tab.complaints() == []

@@ -1,0 +1,96 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import pytest
+
+from marin_rl.rollouts.store import RolloutStoreError
+from marin_rl.types import RolloutStatus
+from marin_rl.viewing.selection import (
+    RolloutNotFoundError,
+    Selection,
+    SortKey,
+    find_rollout,
+    list_rollouts,
+    newest_step,
+    parse_steps,
+)
+from tests.rollouts.rollout_cases import group_of, write
+from tests.viewing.run_cases import empty_run, small_run
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return small_run(tmp_path / "run") / "rollouts"
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        (Selection(), ["s1-0", "s1-1", "s2-0", "s2-1", "g-0", "g-1", "g-2"]),
+        (Selection(steps=range(2, 4)), ["s2-0", "s2-1", "g-0", "g-1", "g-2"]),
+        (Selection(evaluation=True), ["held-0"]),
+        (Selection(environment="sums", status=RolloutStatus.FAILED), ["g-1"]),
+        (Selection(environment="chess"), []),
+        (Selection(min_reward=0.25), ["s1-0", "s2-0", "g-0", "g-2"]),
+        (Selection(max_reward=0.25), ["s1-1", "s2-1", "g-2"]),
+    ],
+)
+def test_every_filter_counts(folder, selection, expected):
+    assert [row["id"] for row in list_rollouts(folder, selection, limit=99).rows] == expected
+
+
+def test_a_list_is_sorted_and_cut_and_says_how_many_there_are(folder):
+    found = list_rollouts(folder, Selection(), sort=SortKey.REWARD, descending=True, limit=3)
+    assert ([row["id"] for row in found.rows], found.found) == (["g-0", "s1-0", "s2-0"], 7)
+    rising = list_rollouts(folder, Selection(), sort=SortKey.REWARD, limit=99).rows
+    assert [row["reward"] for row in rising] == [0.0, 0.0, 0.25, 1.0, 1.0, 1.5, None]
+
+
+@pytest.mark.parametrize("key", SortKey)
+def test_every_key_sorts(folder, key):
+    rows = list_rollouts(folder, Selection(), sort=key, limit=99).rows
+    values = [row[key.value] for row in rows if row[key.value] is not None]
+    assert len(rows) == 7
+    assert values == sorted(values)
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "last"), [("12", 12, 12), ("10-20", 10, 20), ("10-", 10, 10**12 - 1), ("-20", 0, 20)]
+)
+def test_steps(text, first, last):
+    steps = parse_steps(text)
+    assert (steps[0], steps[-1]) == (first, last)
+
+
+@pytest.mark.parametrize("text", ["", "-", "x", "1-x", "1-2-3", "1.5", "--"])
+def test_what_names_no_steps_is_an_error(text):
+    with pytest.raises(ValueError, match="names no steps; write 12, 10-20"):
+        parse_steps(text)
+
+
+def test_a_rollout_is_found_whole(folder):
+    row = find_rollout(folder, "g-0")
+    assert (row["step"], len(row["turns"]), row["turns"][0]["token_ids"]) == (3, 2, [0xC3, 0xA9, 257])
+
+
+def test_of_several_evaluations_the_newest_or_the_one_that_is_named(folder):
+    write(folder, 5, [group_of("held", 0.0)], purpose="evaluation")
+    assert [find_rollout(folder, "held-0", steps)["step"] for steps in (None, range(3, 4))] == [5, 3]
+
+
+def test_a_missing_rollout_says_what_there_is(folder, tmp_path):
+    with pytest.raises(RolloutNotFoundError, match="no stored rollout has the id 'nobody'; steps 1 to 3 are stored"):
+        find_rollout(folder, "nobody")
+    with pytest.raises(RolloutNotFoundError, match="nothing is stored there"):
+        find_rollout(empty_run(tmp_path / "empty") / "rollouts", "nobody")
+
+
+def test_newest_step(folder, tmp_path):
+    assert newest_step(folder, evaluation=False) == 3
+    assert newest_step(tmp_path, evaluation=True) is None
+
+
+def test_a_damaged_file_is_an_error_that_names_it(folder):
+    (folder / "step-00000002.parquet").write_bytes(b"PAR1")
+    with pytest.raises(RolloutStoreError, match="step-00000002"):
+        list_rollouts(folder, Selection(), limit=1)
