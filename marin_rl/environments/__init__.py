@@ -4,13 +4,15 @@
 """What can be attempted. Importing this registers every environment, and loads no jax."""
 
 from marin_rl.environments.arithmetic import ArithmeticConfig
-from marin_rl.environments.base import Environment, EnvironmentConfig, Episode, Split, Step
+from marin_rl.environments.base import Demonstrator, Environment, EnvironmentConfig, Episode, Split, Step
 from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig
 from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.environments.reasoning_gym import ReasoningGymConfig
+from marin_rl.environments.text_game import TextGameConfig
 
 __all__ = [
     "ArithmeticConfig",
+    "Demonstrator",
     "Environment",
     "EnvironmentConfig",
     "Episode",
@@ -20,4 +22,5 @@ __all__ = [
     "ReasoningGymConfig",
     "Split",
     "Step",
+    "TextGameConfig",
 ]

@@ -80,6 +80,53 @@ class Environment(Protocol):
         ...
 
 
+@runtime_checkable
+class Demonstrator(Protocol):
+    """An environment that can show how its tasks are done, over all their turns: what a warm start imitates."""
+
+    def can_demonstrate(self, task: Task) -> bool:
+        """Whether there is a demonstration of a task."""
+        ...
+
+    def demonstrate(self, task: Task) -> tuple[Message, ...]:
+        """A complete conversation that attempts a task well: its messages, replies, and what they were answered.
+
+        Always the same for the same task.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        ...
+
+
+def can_demonstrate(environment: Environment, task: Task) -> bool:
+    """Whether there is a conversation to imitate: the environment's demonstration, or the task's worked answer."""
+    if isinstance(environment, Demonstrator):
+        return environment.can_demonstrate(task)
+    return task.worked_answer is not None
+
+
+def demonstration(environment: Environment, task: Task) -> tuple[Message, ...]:
+    """The conversation to imitate for a task.
+
+    Args:
+        environment: made the task. What it demonstrates itself comes first; otherwise the task's worked answer is
+            the one reply.
+        task: what is attempted.
+
+    Returns:
+        The task's messages, then replies (role `assistant`) and what they were answered.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if isinstance(environment, Demonstrator):
+        return environment.demonstrate(task)
+    if task.worked_answer is None:
+        raise ValueError(f"task {task.id!r} of environment {task.environment!r} has no worked answer to imitate")
+    return (*task.messages, Message(role="assistant", content=task.worked_answer))
+
+
 @dataclasses.dataclass(frozen=True)
 class EnvironmentConfig(draccus.ChoiceRegistry, abc.ABC):
     """Chooses an environment by `type`."""

@@ -8,8 +8,16 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from marin_rl.environments.base import Environment, EnvironmentConfig, Episode, Split, Step
-from marin_rl.types import Task
+from marin_rl.environments.base import (
+    Environment,
+    EnvironmentConfig,
+    Episode,
+    Split,
+    Step,
+    can_demonstrate,
+    demonstration,
+)
+from marin_rl.types import Message, Task
 
 RANDOM = "random"
 """Reward component: a coin's."""
@@ -90,6 +98,14 @@ class RandomRewardEnvironment:
     def tasks(self, split: Split) -> Sequence[Task]:
         """The inner environment's tasks."""
         return self.inner.tasks(split)
+
+    def can_demonstrate(self, task: Task) -> bool:
+        """Whether the inner environment has a conversation to imitate."""
+        return can_demonstrate(self.inner, task)
+
+    def demonstrate(self, task: Task) -> tuple[Message, ...]:
+        """The inner environment's demonstration or worked answer."""
+        return demonstration(self.inner, task)
 
     async def start(self, task: Task, seed: int) -> Episode:
         """Begin an attempt; on a training task its reward is a function of task, seed and reply alone."""
