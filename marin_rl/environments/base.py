@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import draccus
 
@@ -130,6 +130,9 @@ def demonstration(environment: Environment, task: Task) -> tuple[Message, ...]:
 @dataclasses.dataclass(frozen=True)
 class EnvironmentConfig(draccus.ChoiceRegistry, abc.ABC):
     """Chooses an environment by `type`."""
+
+    level: ClassVar[int] = 0
+    """How deep environments nest: this one may hold those of lower levels. 0: it holds none."""
 
     rewards: tuple[RewardComponentConfig, ...] = dataclasses.field(default=(), kw_only=True)
     """Reward functions that judge its rollouts, besides the environment itself."""

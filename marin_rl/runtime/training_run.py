@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -49,7 +50,9 @@ class Progress:
     updates: int = 0
     """Updates of the weights; several in a step with epochs or minibatches."""
     tasks_drawn: int = 0
-    """Training tasks played; where the next step goes on in their order."""
+    """Training tasks drawn."""
+    task_stream: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Where the next step goes on drawing tasks, in each environment, and what a curriculum has seen."""
     episodes: int = 0
     """Rollouts sampled for training."""
     sampled_tokens: int = 0

@@ -26,6 +26,7 @@ from marin_rl.objectives.policy_loss import ReinforceLossConfig
 from marin_rl.objectives.signals import Credit
 from marin_rl.rollouts.rollout_metrics import is_correct
 from marin_rl.rollouts.run_rollouts import Player, run_groups
+from marin_rl.runtime.evaluation import first_of_each
 from marin_rl.seeds import derive_seed
 from marin_rl.types import Task
 
@@ -51,7 +52,7 @@ class WarmStartConfig:
     check_every: int = 25
     """Measure that accuracy after every so many updates."""
     check_tasks: int = 256
-    """Validation tasks to measure it on."""
+    """Validation tasks to measure it on, of each environment."""
 
     def __post_init__(self) -> None:
         if self.max_steps < 0:
@@ -141,7 +142,7 @@ def _worked_tasks(player: Player) -> Sequence[Task]:
 
 
 def _check_tasks(config: WarmStartConfig, player: Player) -> Sequence[Task]:
-    tasks = player.environment.tasks(Split.VALIDATION)[: config.check_tasks]
+    tasks = first_of_each(player.environment.tasks(Split.VALIDATION), config.check_tasks)
     if not tasks:
         raise WarmStartError(
             f"environment {player.environment.name!r} has no validation tasks to tell when a warm start is enough; "
