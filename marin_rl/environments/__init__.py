@@ -7,6 +7,7 @@ from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import Demonstrator, Environment, EnvironmentConfig, Episode, Split, Step
 from marin_rl.environments.curriculum import CurriculumConfig
 from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig
+from marin_rl.environments.from_file import FileConfig
 from marin_rl.environments.mixture import MixtureConfig
 from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.environments.reasoning_gym import ReasoningGymConfig
@@ -19,6 +20,7 @@ __all__ = [
     "Environment",
     "EnvironmentConfig",
     "Episode",
+    "FileConfig",
     "HuggingFaceConfig",
     "JsonlConfig",
     "MixtureConfig",

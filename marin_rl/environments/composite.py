@@ -10,7 +10,9 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from marin_rl.environments.base import Environment, Episode, Split, can_demonstrate, demonstration
+from marin_rl.environments.nesting import NestedEnvironmentConfig
 from marin_rl.environments.task_stream import StreamState, TaskStream, task_stream
+from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.seeds import derive_seed
 from marin_rl.types import Message, Task
 
@@ -82,6 +84,23 @@ def by_name(environments: Iterable[Environment], whole: str) -> dict[str, Enviro
     if not found:
         raise ValueError(f"{whole} has no environments; give it at least one")
     return found
+
+
+def part_rewards(
+    environment: Environment, parts: Sequence[NestedEnvironmentConfig], more: tuple[RewardComponentConfig, ...]
+) -> dict[str, tuple[RewardComponentConfig, ...]]:
+    """Which reward functions judge the rollouts of which part.
+
+    Args:
+        environment: the composite.
+        parts: the configs of its parts, in order.
+        more: reward functions that judge all of them.
+    """
+    assert isinstance(environment, CompositeEnvironment)
+    found: dict[str, tuple[RewardComponentConfig, ...]] = {}
+    for config, part in zip(parts, environment.parts.values(), strict=True):
+        found |= config.reward_components(part)
+    return {name: (*own, *more) for name, own in found.items()}
 
 
 def draw_by_weight(

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from marin_rl.environments.base import Environment, EnvironmentConfig
-from marin_rl.environments.composite import CompositeEnvironment, by_name, draw_by_weight
+from marin_rl.environments.composite import CompositeEnvironment, by_name, draw_by_weight, part_rewards
 from marin_rl.environments.nesting import PartEnvironmentConfig
 from marin_rl.environments.single_turn import CORRECT
 from marin_rl.environments.task_stream import StreamState
+from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.types import Rollout, RolloutGroup, Task
 
 
@@ -82,6 +83,10 @@ class CurriculumConfig(EnvironmentConfig):
                 f"curriculum {self.name!r}: lessons wait for one another: {' after '.join(map(repr, cycle))}; "
                 "none of them could ever open, so leave out one `after`"
             )
+
+    def reward_components(self, environment: Environment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
+        """Each lesson's own reward functions, and those of the whole."""
+        return part_rewards(environment, [lesson.environment for lesson in self.lessons], self.rewards)
 
     def build(self) -> Environment:
         """Make the lessons' environments.

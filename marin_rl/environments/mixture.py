@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from marin_rl.environments.base import Environment, EnvironmentConfig
-from marin_rl.environments.composite import CompositeEnvironment, by_name, draw_by_weight
+from marin_rl.environments.composite import CompositeEnvironment, by_name, draw_by_weight, part_rewards
 from marin_rl.environments.nesting import PartEnvironmentConfig
 from marin_rl.environments.task_stream import StreamState
+from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.types import RolloutGroup, Task
 
 
@@ -39,6 +40,10 @@ class MixtureConfig(EnvironmentConfig):
     """The environments and their weights."""
     name: str = "mixture"
     """Name of the whole in messages; metrics go by the names of the parts."""
+
+    def reward_components(self, environment: Environment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
+        """Each part's own reward functions, and those of the whole."""
+        return part_rewards(environment, [part.environment for part in self.parts], self.rewards)
 
     def build(self) -> Environment:
         """Make the parts.

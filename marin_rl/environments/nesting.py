@@ -7,9 +7,11 @@ A registry that held itself would send the command line's parser round for ever,
 and holds only those below its own.
 """
 
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from marin_rl.environments.base import Environment, EnvironmentConfig
+from marin_rl.rewards.component import RewardComponentConfig
 
 
 def environments_below(level: int) -> dict[str, Any]:
@@ -24,6 +26,10 @@ class NestedEnvironmentConfig(Protocol):
 
     def build(self) -> Environment:
         """Make the environment."""
+        ...
+
+    def reward_components(self, environment: Environment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
+        """Which reward functions judge the rollouts of which environment, by its name."""
         ...
 
     @classmethod

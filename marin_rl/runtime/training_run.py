@@ -28,6 +28,7 @@ from marin_rl.rollouts.draft import Limits
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.judging import Judges, RewardFunctions
 from marin_rl.rollouts.run_rollouts import Player
+from marin_rl.rollouts.state_hashing import default_state_hash
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import evaluate
@@ -133,7 +134,9 @@ def make_player(
         max_tokens=config.rollouts.max_tokens,
         max_seconds=config.rollouts.max_seconds,
     )
-    return Player(environment, tokenizer, sampler, limits, judges, loop)
+    hashing = config.rollouts.state_hashing
+    state_hash = default_state_hash if hashing is None else hashing.build()
+    return Player(environment, tokenizer, sampler, limits, state_hash, judges, loop)
 
 
 def make_judges(config: TrainConfig, environment: Environment, loop: BackgroundLoop) -> RewardFunctions:
