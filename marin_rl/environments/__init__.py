@@ -12,6 +12,7 @@ from marin_rl.environments.mixture import MixtureConfig
 from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.environments.reasoning_gym import ReasoningGymConfig
 from marin_rl.environments.text_game import TextGameConfig
+from marin_rl.environments.tool_use import ToolUseConfig
 
 __all__ = [
     "ArithmeticConfig",
@@ -29,4 +30,5 @@ __all__ = [
     "Split",
     "Step",
     "TextGameConfig",
+    "ToolUseConfig",
 ]

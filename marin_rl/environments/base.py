@@ -13,6 +13,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import draccus
 
 from marin_rl.rewards.component import RewardComponentConfig
+from marin_rl.rewards.sandbox.pool import PythonResult
 from marin_rl.types import Message, Task
 
 
@@ -81,6 +82,15 @@ class Environment(Protocol):
 
 
 @runtime_checkable
+class CodeRunner(Protocol):
+    """Runs programs that a model wrote, where they can do no harm."""
+
+    async def run_python(self, code: str, stdin: str = "") -> PythonResult:
+        """Run a program as `python main.py` would."""
+        ...
+
+
+@runtime_checkable
 class Demonstrator(Protocol):
     """An environment that can show how its tasks are done, over all their turns: what a warm start imitates."""
 
@@ -125,6 +135,26 @@ def demonstration(environment: Environment, task: Task) -> tuple[Message, ...]:
     if task.worked_answer is None:
         raise ValueError(f"task {task.id!r} of environment {task.environment!r} has no worked answer to imitate")
     return (*task.messages, Message(role="assistant", content=task.worked_answer))
+
+
+@runtime_checkable
+class CodeRunningEnvironment(Protocol):
+    """An environment that runs programs which the policy wrote, in a sandbox that is made later than it."""
+
+    def connect_code_runner(self, runner: CodeRunner) -> None:
+        """Take the sandbox; called once, before anything is played."""
+        ...
+
+
+def connect_code_runner(environment: Environment, runner: CodeRunner) -> None:
+    """Give an environment the sandbox, if it or a part of it runs programs.
+
+    Args:
+        environment: about to be played.
+        runner: runs programs where they can do no harm.
+    """
+    if isinstance(environment, CodeRunningEnvironment):
+        environment.connect_code_runner(runner)
 
 
 @dataclasses.dataclass(frozen=True)

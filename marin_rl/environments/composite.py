@@ -9,7 +9,15 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from marin_rl.environments.base import Environment, Episode, Split, can_demonstrate, demonstration
+from marin_rl.environments.base import (
+    CodeRunner,
+    Environment,
+    Episode,
+    Split,
+    can_demonstrate,
+    connect_code_runner,
+    demonstration,
+)
 from marin_rl.environments.nesting import NestedEnvironmentConfig
 from marin_rl.environments.task_stream import StreamState, TaskStream, task_stream
 from marin_rl.rewards.component import RewardComponentConfig
@@ -43,6 +51,11 @@ class CompositeEnvironment:
     def stream(self, seed: int) -> TaskStream:
         """The stream of training tasks."""
         return self.make_stream(seed)
+
+    def connect_code_runner(self, runner: CodeRunner) -> None:
+        """Give the sandbox to the parts that run programs."""
+        for part in self.parts.values():
+            connect_code_runner(part, runner)
 
     def can_demonstrate(self, task: Task) -> bool:
         """Whether the task's environment has a conversation to imitate."""

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from marin_rl.environments.base import (
+    CodeRunner,
     Environment,
     EnvironmentConfig,
     Episode,
     Split,
     Step,
     can_demonstrate,
+    connect_code_runner,
     demonstration,
 )
 from marin_rl.environments.nesting import ControlledEnvironmentConfig
@@ -74,6 +76,10 @@ class RandomRewardEnvironment:
     def stream(self, seed: int) -> TaskStream:
         """The inner environment's stream of training tasks."""
         return task_stream(self.inner, seed)
+
+    def connect_code_runner(self, runner: CodeRunner) -> None:
+        """Give the sandbox to the inner environment."""
+        connect_code_runner(self.inner, runner)
 
     def can_demonstrate(self, task: Task) -> bool:
         """Whether the inner environment has a conversation to imitate."""

@@ -16,7 +16,7 @@ from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
-from marin_rl.environments.base import Environment
+from marin_rl.environments.base import Environment, connect_code_runner
 from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
 from marin_rl.learner.critic import attach_critic, policy_of, with_critic
 from marin_rl.learner.loss import RlLoss
@@ -140,13 +140,15 @@ def make_player(
 
 
 def make_judges(config: TrainConfig, environment: Environment, loop: BackgroundLoop) -> RewardFunctions:
-    """The reward functions of the configured environment, started and checked.
+    """The reward functions of the configured environment, started and checked; tools share their sandbox.
 
     Raises:
         RewardConfigError: if one cannot be used.
         IsolationError: if the machine offers less isolation than the sandbox requires.
     """
-    return RewardFunctions(config.environment.reward_components(environment), Sandbox(config.sandbox), loop)
+    sandbox = Sandbox(config.sandbox)
+    connect_code_runner(environment, sandbox)
+    return RewardFunctions(config.environment.reward_components(environment), sandbox, loop)
 
 
 def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
