@@ -4,20 +4,31 @@
 """What can be attempted. Importing this registers every environment, and loads no jax."""
 
 from marin_rl.environments.arithmetic import ArithmeticConfig
-from marin_rl.environments.base import Environment, EnvironmentConfig, Episode, Split, Step
+from marin_rl.environments.base import Demonstrator, Environment, EnvironmentConfig, Episode, Split, Step
+from marin_rl.environments.curriculum import CurriculumConfig
 from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig
+from marin_rl.environments.from_file import FileConfig
+from marin_rl.environments.mixture import MixtureConfig
 from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.environments.reasoning_gym import ReasoningGymConfig
+from marin_rl.environments.text_game import TextGameConfig
+from marin_rl.environments.tool_use import ToolUseConfig
 
 __all__ = [
     "ArithmeticConfig",
+    "CurriculumConfig",
+    "Demonstrator",
     "Environment",
     "EnvironmentConfig",
     "Episode",
+    "FileConfig",
     "HuggingFaceConfig",
     "JsonlConfig",
+    "MixtureConfig",
     "RandomRewardConfig",
     "ReasoningGymConfig",
     "Split",
     "Step",
+    "TextGameConfig",
+    "ToolUseConfig",
 ]

@@ -8,11 +8,12 @@ import dataclasses
 import enum
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import draccus
 
 from marin_rl.rewards.component import RewardComponentConfig
+from marin_rl.rewards.sandbox.pool import PythonResult
 from marin_rl.types import Message, Task
 
 
@@ -80,9 +81,88 @@ class Environment(Protocol):
         ...
 
 
+@runtime_checkable
+class CodeRunner(Protocol):
+    """Runs programs that a model wrote, where they can do no harm."""
+
+    async def run_python(self, code: str, stdin: str = "") -> PythonResult:
+        """Run a program as `python main.py` would."""
+        ...
+
+
+@runtime_checkable
+class Demonstrator(Protocol):
+    """An environment that can show how its tasks are done, over all their turns: what a warm start imitates."""
+
+    def can_demonstrate(self, task: Task) -> bool:
+        """Whether there is a demonstration of a task."""
+        ...
+
+    def demonstrate(self, task: Task) -> tuple[Message, ...]:
+        """A complete conversation that attempts a task well: its messages, replies, and what they were answered.
+
+        Always the same for the same task.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        ...
+
+
+def can_demonstrate(environment: Environment, task: Task) -> bool:
+    """Whether there is a conversation to imitate: the environment's demonstration, or the task's worked answer."""
+    if isinstance(environment, Demonstrator):
+        return environment.can_demonstrate(task)
+    return task.worked_answer is not None
+
+
+def demonstration(environment: Environment, task: Task) -> tuple[Message, ...]:
+    """The conversation to imitate for a task.
+
+    Args:
+        environment: made the task. What it demonstrates itself comes first; otherwise the task's worked answer is
+            the one reply.
+        task: what is attempted.
+
+    Returns:
+        The task's messages, then replies (role `assistant`) and what they were answered.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if isinstance(environment, Demonstrator):
+        return environment.demonstrate(task)
+    if task.worked_answer is None:
+        raise ValueError(f"task {task.id!r} of environment {task.environment!r} has no worked answer to imitate")
+    return (*task.messages, Message(role="assistant", content=task.worked_answer))
+
+
+@runtime_checkable
+class CodeRunningEnvironment(Protocol):
+    """An environment that runs programs which the policy wrote, in a sandbox that is made later than it."""
+
+    def connect_code_runner(self, runner: CodeRunner) -> None:
+        """Take the sandbox; called once, before anything is played."""
+        ...
+
+
+def connect_code_runner(environment: Environment, runner: CodeRunner) -> None:
+    """Give an environment the sandbox, if it or a part of it runs programs.
+
+    Args:
+        environment: about to be played.
+        runner: runs programs where they can do no harm.
+    """
+    if isinstance(environment, CodeRunningEnvironment):
+        environment.connect_code_runner(runner)
+
+
 @dataclasses.dataclass(frozen=True)
 class EnvironmentConfig(draccus.ChoiceRegistry, abc.ABC):
     """Chooses an environment by `type`."""
+
+    level: ClassVar[int] = 0
+    """How deep environments nest: this one may hold those of lower levels. 0: it holds none."""
 
     rewards: tuple[RewardComponentConfig, ...] = dataclasses.field(default=(), kw_only=True)
     """Reward functions that judge its rollouts, besides the environment itself."""

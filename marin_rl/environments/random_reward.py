@@ -6,46 +6,25 @@
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import ClassVar
 
-from marin_rl.environments.base import Environment, EnvironmentConfig, Episode, Split, Step
-from marin_rl.types import Task
+from marin_rl.environments.base import (
+    CodeRunner,
+    Environment,
+    EnvironmentConfig,
+    Episode,
+    Split,
+    Step,
+    can_demonstrate,
+    connect_code_runner,
+    demonstration,
+)
+from marin_rl.environments.nesting import ControlledEnvironmentConfig
+from marin_rl.environments.task_stream import TaskStream, task_stream
+from marin_rl.types import Message, Task
 
 RANDOM = "random"
 """Reward component: a coin's."""
-
-
-@runtime_checkable
-class InnerEnvironmentConfig(Protocol):
-    """Every registered environment but the random control itself, by `type`.
-
-    A registry that holds itself would send the command line's parser round for ever.
-    """
-
-    def build(self) -> Environment:
-        """Make the environment."""
-        ...
-
-    @classmethod
-    def get_choice_class(cls, name: str) -> Any:
-        """The config class registered under a name."""
-        return InnerEnvironmentConfig.get_known_choices()[name]
-
-    @classmethod
-    def get_known_choices(cls) -> dict[str, Any]:
-        """Config classes by name."""
-        known = EnvironmentConfig.get_known_choices()
-        return {name: choice for name, choice in known.items() if choice is not RandomRewardConfig}
-
-    @classmethod
-    def get_choice_name(cls, subcls: type) -> str:
-        """The name under which a config class is registered."""
-        return EnvironmentConfig.get_choice_name(subcls)
-
-    @classmethod
-    def default_choice_name(cls) -> str | None:
-        """No default: a control is a control of something."""
-        return None
 
 
 @EnvironmentConfig.register_subclass("random_control")
@@ -56,7 +35,9 @@ class RandomRewardConfig(EnvironmentConfig):
     A lift under random rewards is not learning from rewards: run it beside every result.
     """
 
-    environment: InnerEnvironmentConfig
+    level: ClassVar[int] = 3
+
+    environment: ControlledEnvironmentConfig
     """The environment whose tasks are attempted."""
     probability: float = 0.5
     """Probability that an attempt earns 1 and not 0; at best the share that the true grader would give."""
@@ -68,7 +49,8 @@ class RandomRewardConfig(EnvironmentConfig):
     def build(self) -> Environment:
         """Make the inner environment and put the coin before its grader."""
         inner = self.environment.build()
-        return RandomRewardEnvironment(inner, self.probability, frozenset(task.id for task in inner.tasks(Split.TRAIN)))
+        trained = frozenset((task.environment, task.id) for task in inner.tasks(Split.TRAIN))
+        return RandomRewardEnvironment(inner, self.probability, trained)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +61,8 @@ class RandomRewardEnvironment:
     """Makes the tasks, and grades those that are not trained on."""
     probability: float
     """Probability of a reward of 1."""
-    train_ids: frozenset[str]
-    """Ids of the tasks with random rewards."""
+    trained: frozenset[tuple[str, str]]
+    """Environments and ids of the tasks with random rewards."""
 
     @property
     def name(self) -> str:
@@ -91,10 +73,26 @@ class RandomRewardEnvironment:
         """The inner environment's tasks."""
         return self.inner.tasks(split)
 
+    def stream(self, seed: int) -> TaskStream:
+        """The inner environment's stream of training tasks."""
+        return task_stream(self.inner, seed)
+
+    def connect_code_runner(self, runner: CodeRunner) -> None:
+        """Give the sandbox to the inner environment."""
+        connect_code_runner(self.inner, runner)
+
+    def can_demonstrate(self, task: Task) -> bool:
+        """Whether the inner environment has a conversation to imitate."""
+        return can_demonstrate(self.inner, task)
+
+    def demonstrate(self, task: Task) -> tuple[Message, ...]:
+        """The inner environment's demonstration or worked answer."""
+        return demonstration(self.inner, task)
+
     async def start(self, task: Task, seed: int) -> Episode:
         """Begin an attempt; on a training task its reward is a function of task, seed and reply alone."""
         episode = await self.inner.start(task, seed)
-        if task.id not in self.train_ids:
+        if (task.environment, task.id) not in self.trained:
             return episode
         return RandomRewardEpisode(episode, self.probability, f"{task.id}\x1f{seed}")
 

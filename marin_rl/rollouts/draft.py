@@ -9,9 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from marin_rl.environments.base import Step
-from marin_rl.objectives.gigpo import anchor_of
+from marin_rl.environments.user_file import UserFileError
 from marin_rl.rewards.combine import failure, turn_rewards, weighted_rewards
 from marin_rl.rewards.functions import RewardRequest
+from marin_rl.rollouts.state_hashing import StateHash, default_state_hash
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -54,6 +55,8 @@ class Attempt:
     """Of the environment; equal within a group."""
     temperature: float
     """Of sampling; 0 is greedy."""
+    state_hash: StateHash = default_state_hash
+    """Says which turns stood at the same place (GiGPO)."""
 
 
 class EnvironmentFault(Exception):
@@ -75,8 +78,7 @@ class Draft:
         self._attempt = attempt
         self._observation = attempt.prompt
         self._observed: tuple[Message, ...] = attempt.task.messages
-        shown = attempt.task.anchor_state
-        self._anchor = anchor_of(attempt.task.messages if shown is None else shown)
+        self._anchor = attempt.state_hash(attempt.task.messages, attempt.task.anchor_state)
         self._starts_sequence = True
         self._history: tuple[Message, ...] = ()
         self._sequence: tuple[int, ...] = ()
@@ -143,7 +145,7 @@ class Draft:
         if step.done:
             self.over = True
             return
-        self._observed, self._anchor = step.messages, _anchor(step.messages, step.anchor_state)
+        self._observed, self._anchor = step.messages, self._anchor_of(step)
         self._observation, self._starts_sequence = tokenizer.observation_tokens(
             self._history, self._sequence, step.messages
         )
@@ -206,6 +208,12 @@ class Draft:
         _log_summary(rollout)
         return rollout
 
+    def _anchor_of(self, step: Step) -> str:
+        try:
+            return self._attempt.state_hash(step.messages, step.anchor_state)
+        except (TypeError, UserFileError) as error:
+            raise EnvironmentFault(RolloutStatus.FAILED, f"{type(error).__name__}: {error}") from error
+
     @property
     def _end(self) -> RolloutStatus:
         return self._status or (RolloutStatus.TRUNCATED if self._truncated else RolloutStatus.COMPLETED)
@@ -214,13 +222,6 @@ class Draft:
         if limits.max_tokens is None:
             return limits.max_new_tokens
         return limits.max_tokens - sum(len(turn.generation.token_ids) for turn in self._turns)
-
-
-def _anchor(observed: tuple[Message, ...], state: object) -> str:
-    try:
-        return anchor_of(observed if state is None else state)
-    except TypeError as error:
-        raise EnvironmentFault(RolloutStatus.FAILED, f"TypeError: {error}") from error
 
 
 def _numbers(values: Mapping[str, float]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from marin_rl.rollouts.episode import play
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.judging import Judges, NoJudges
 from marin_rl.rollouts.sampling_desk import SamplingDesk
+from marin_rl.rollouts.state_hashing import StateHash, default_state_hash
 from marin_rl.sampling.sampler import PromptTooLongError, Sampler
 from marin_rl.seeds import derive_seed
 from marin_rl.timing import PhaseTimer
@@ -48,6 +49,8 @@ class Player:
     """Answers."""
     limits: Limits
     """Bounds of every rollout."""
+    state_hash: StateHash = default_state_hash
+    """Says which turns stood at the same place (GiGPO)."""
     judges: Judges = dataclasses.field(default_factory=NoJudges)
     """Reward functions, which judge rollouts after their environment."""
     loop: BackgroundLoop = dataclasses.field(default_factory=BackgroundLoop)
@@ -102,6 +105,7 @@ def run_groups(
             seed=derive_seed(*seed_parts, group, member),
             start_seed=derive_seed(*seed_parts, group),
             temperature=temperature,
+            state_hash=player.state_hash,
         )
         for group, (task, prompt) in enumerate(zip(tasks, prompts, strict=True))
         for member in range(group_size)

@@ -3,20 +3,17 @@
 
 """The rollouts of a step: tasks drawn, played, shaped and filtered, with a count of what was left out and why."""
 
-import functools
 from typing import NamedTuple
 
-import numpy as np
-
-from marin_rl.environments.base import Split
+from marin_rl.environments.task_stream import task_stream
 from marin_rl.metrics import Metric
 from marin_rl.rewards.combine import evaluation_metrics
+from marin_rl.rollouts.environment_metrics import environment_metrics
 from marin_rl.rollouts.filters import sort_groups
 from marin_rl.rollouts.rollout_metrics import rollout_metrics
 from marin_rl.rollouts.run_rollouts import Player, run_groups
 from marin_rl.rollouts.shape_rewards import shape_rewards
 from marin_rl.runtime.training_run import TrainingRun
-from marin_rl.seeds import derive_seed
 from marin_rl.types import RolloutGroup, Task
 
 
@@ -39,7 +36,7 @@ class Collected(NamedTuple):
 def collect_groups(run: TrainingRun, player: Player, step: int) -> Collected:
     """Sample until the step has its groups, or the filter's bound on rounds is reached.
 
-    The run's task cursor moves on by as many tasks as were played.
+    The run's task stream moves on by as many tasks as were played, and is told what came of them.
 
     Args:
         run: names tasks, shaping and filter.
@@ -47,6 +44,7 @@ def collect_groups(run: TrainingRun, player: Player, step: int) -> Collected:
         step: the update that these rollouts are for.
     """
     config, progress = run.config, run.progress
+    stream = task_stream(run.environment, config.seed)
     kept: list[RolloutGroup] = []
     left_out: list[RolloutGroup] = []
     rounds = 0
@@ -55,7 +53,7 @@ def collect_groups(run: TrainingRun, player: Player, step: int) -> Collected:
         again = (f"round{rounds}",) if rounds else ()
         played = run_groups(
             player,
-            draw_tasks(run, progress.tasks_drawn, missing),
+            draw_tasks(run, missing),
             group_size=config.rollouts.group_size,
             temperature=config.sampling.temperature,
             seed_parts=(config.seed, "train", step, *again),
@@ -63,7 +61,7 @@ def collect_groups(run: TrainingRun, player: Player, step: int) -> Collected:
             all_may_fail=rounds > 0,
         )
         rounds += 1
-        progress.tasks_drawn += missing
+        progress.task_stream = dict(stream.learn(progress.task_stream, played))
         shaped = shape_rewards(
             played, config.overlong, config.truncation, max_new_tokens=config.sampling.max_new_tokens
         )
@@ -82,26 +80,20 @@ def collect_groups(run: TrainingRun, player: Player, step: int) -> Collected:
     }
     sampled = [*kept, *left_out]
     said = evaluation_metrics(one for group in sampled for rollout in group.rollouts for one in rollout.evaluations)
-    metrics = {**rollout_metrics(sampled, progress.step), **said}
+    counts |= stream.metrics(progress.task_stream)
+    metrics = {**rollout_metrics(sampled, progress.step), **environment_metrics(sampled, stream.parts), **said}
     return Collected(kept, left_out, {**metrics, **{name: Metric(float(count)) for name, count in counts.items()}})
 
 
-def draw_tasks(run: TrainingRun, start: int, count: int) -> list[Task]:
-    """The training tasks from a place in their order on: each task once per pass, every pass in its own order.
+def draw_tasks(run: TrainingRun, count: int) -> list[Task]:
+    """The next training tasks of the run, whose stream moves on by as many.
 
     Args:
         run: names environment and seed.
-        start: tasks drawn before.
         count: how many.
     """
-    tasks = run.environment.tasks(Split.TRAIN)
-    drawn = []
-    for index in range(start, start + count):
-        epoch, position = divmod(index, len(tasks))
-        drawn.append(tasks[_order(run.config.seed, epoch, len(tasks))[position]])
-    return drawn
-
-
-@functools.lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, size: int) -> np.ndarray:
-    return np.random.default_rng(derive_seed(seed, "task order", epoch)).permutation(size)
+    progress = run.progress
+    tasks, state = task_stream(run.environment, run.config.seed).draw(progress.task_stream, count)
+    progress.task_stream = dict(state)
+    progress.tasks_drawn += count
+    return tasks

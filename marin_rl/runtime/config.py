@@ -34,6 +34,7 @@ from marin_rl.objectives.shaping import KeepTruncatedConfig, OverlongConfig, Tru
 from marin_rl.objectives.signals import AdvantageConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rollouts.filters import FilterConfig, KeepGroupsConfig
+from marin_rl.rollouts.state_hashing import StateHashingConfig
 from marin_rl.rollouts.store import RolloutStoreConfig
 from marin_rl.runtime.config_decoding import decode
 from marin_rl.runtime.evaluation import EvaluationConfig
@@ -116,6 +117,9 @@ class RolloutConfig:
     max_seconds: float = 120.0
     """Most seconds that environment and rewards may take for one rollout; waiting for the sampler does not count. One
     that takes longer is lost alone."""
+    state_hashing: StateHashingConfig | None = None
+    """A function of one's own that says which turns stood at the same place, for `advantage: {type: gigpo}`; null: a
+    hash of the environment's anchor state or, without one, of the messages shown."""
     packing: bool = True
     """True puts several rollouts into a row of the batch, by segments that do not see one another; false gives each
     sequence a row of its own."""

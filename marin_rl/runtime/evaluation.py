@@ -11,7 +11,7 @@ from marin_rl.metrics import mean
 from marin_rl.objectives.pass_at_k import pass_at_k
 from marin_rl.rollouts.rollout_metrics import is_correct
 from marin_rl.rollouts.run_rollouts import Player, run_groups
-from marin_rl.types import RolloutGroup
+from marin_rl.types import RolloutGroup, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class EvaluationConfig:
     every: int = 50
     """Evaluate after every so many steps, and before and after RL. 0: only before and after."""
     tasks: int = 512
-    """Held-out tasks to evaluate on: the first so many, always the same."""
+    """Held-out tasks to evaluate on, of each environment: the first so many, always the same."""
     samples: int = 1
     """Attempts at each task at the sampling temperature; pass@k needs at least k."""
     pass_at: tuple[int, ...] = (1,)
@@ -77,7 +77,7 @@ def evaluate(
     Raises:
         ValueError: if the split has no tasks.
     """
-    tasks = player.environment.tasks(split)[: config.tasks]
+    tasks = first_of_each(player.environment.tasks(split), config.tasks)
     if not tasks:
         raise ValueError(
             f"environment {player.environment.name!r} has no {split.value} tasks to evaluate on; "
@@ -102,6 +102,22 @@ def evaluate(
             metrics[f"eval/{environment}/accuracy_greedy"] = _accuracy(groups)
     keep([*sampled, *greedy])
     return metrics
+
+
+def first_of_each(tasks: Sequence[Task], count: int) -> list[Task]:
+    """The first tasks of every environment, in their order.
+
+    Args:
+        tasks: of one environment or several.
+        count: most tasks of each.
+    """
+    taken: dict[str, int] = {}
+    found = []
+    for task in tasks:
+        taken[task.environment] = taken.get(task.environment, 0) + 1
+        if taken[task.environment] <= count:
+            found.append(task)
+    return found
 
 
 def _by_environment(groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,7 +16,7 @@ from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
-from marin_rl.environments.base import Environment
+from marin_rl.environments.base import Environment, connect_code_runner
 from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
 from marin_rl.learner.critic import attach_critic, policy_of, with_critic
 from marin_rl.learner.loss import RlLoss
@@ -27,6 +28,7 @@ from marin_rl.rollouts.draft import Limits
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.judging import Judges, RewardFunctions
 from marin_rl.rollouts.run_rollouts import Player
+from marin_rl.rollouts.state_hashing import default_state_hash
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
 from marin_rl.rollouts.stored_rollout import TrainingSignal
 from marin_rl.rollouts.token_pieces import TokenPieces
@@ -54,7 +56,9 @@ class Progress:
     updates: int = 0
     """Updates of the weights; several in a step with epochs or minibatches."""
     tasks_drawn: int = 0
-    """Training tasks played; where the next step goes on in their order."""
+    """Training tasks drawn."""
+    task_stream: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Where the next step goes on drawing tasks, in each environment, and what a curriculum has seen."""
     episodes: int = 0
     """Rollouts sampled for training."""
     sampled_tokens: int = 0
@@ -149,17 +153,21 @@ def make_player(
         max_tokens=config.rollouts.max_tokens,
         max_seconds=config.rollouts.max_seconds,
     )
-    return Player(environment, tokenizer, sampler, limits, judges, loop)
+    hashing = config.rollouts.state_hashing
+    state_hash = default_state_hash if hashing is None else hashing.build()
+    return Player(environment, tokenizer, sampler, limits, state_hash, judges, loop)
 
 
 def make_judges(config: TrainConfig, environment: Environment, loop: BackgroundLoop) -> RewardFunctions:
-    """The reward functions of the configured environment, started and checked.
+    """The reward functions of the configured environment, started and checked; tools share their sandbox.
 
     Raises:
         RewardConfigError: if one cannot be used.
         IsolationError: if the machine offers less isolation than the sandbox requires.
     """
-    return RewardFunctions(config.environment.reward_components(environment), Sandbox(config.sandbox), loop)
+    sandbox = Sandbox(config.sandbox)
+    connect_code_runner(environment, sandbox)
+    return RewardFunctions(config.environment.reward_components(environment), sandbox, loop)
 
 
 def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:

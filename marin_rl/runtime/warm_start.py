@@ -17,7 +17,7 @@ from levanter.trainer import TrainerConfig
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout, process_conversation
 from marin_rl.batching.rl_example import pack_batch
-from marin_rl.environments.base import Split
+from marin_rl.environments.base import Split, can_demonstrate, demonstration
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.train_step import Learner
 from marin_rl.objectives.aggregation import TokenMeanConfig
@@ -26,15 +26,16 @@ from marin_rl.objectives.policy_loss import ReinforceLossConfig
 from marin_rl.objectives.signals import Credit
 from marin_rl.rollouts.rollout_metrics import is_correct
 from marin_rl.rollouts.run_rollouts import Player, run_groups
+from marin_rl.runtime.evaluation import first_of_each
 from marin_rl.seeds import derive_seed
-from marin_rl.types import Message, Task
+from marin_rl.types import Task
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class WarmStartConfig:
-    """Supervised training on the environment's own worked answers, before RL.
+    """Supervised training on the environment's own worked answers or demonstrations, before RL.
 
     A model from scratch gets nothing right, so nothing can be reinforced; this gives it a start and
     stops early, at an accuracy that leaves room.
@@ -43,7 +44,7 @@ class WarmStartConfig:
     max_steps: int = 0
     """Most supervised updates; 0 does no warm start."""
     batch_size: int = 64
-    """Worked answers in each update."""
+    """Worked answers, or demonstrations of whole episodes, in each update."""
     learning_rate: float = 1e-3
     """Constant learning rate of AdamW."""
     target_accuracy: float = 0.25
@@ -51,7 +52,7 @@ class WarmStartConfig:
     check_every: int = 25
     """Measure that accuracy after every so many updates."""
     check_tasks: int = 256
-    """Validation tasks to measure it on."""
+    """Validation tasks to measure it on, of each environment."""
 
     def __post_init__(self) -> None:
         if self.max_steps < 0:
@@ -80,7 +81,7 @@ def warm_start(
     use_weights: Callable[[LmHeadModel], None],
     report: Callable[[str], None],
 ) -> LmHeadModel:
-    """Train `model` on worked answers until it gets some of them right.
+    """Train `model` on worked answers or demonstrations until it gets some tasks right.
 
     The loss is the policy term of REINFORCE with an advantage of 1 on every token that the assistant
     should write: cross-entropy, by the same code that RL trains with.
@@ -88,7 +89,7 @@ def warm_start(
     Args:
         config: how long, how fast, and when to stop.
         model: **donated**; use the returned one.
-        player: its environment gives worked answers and validation tasks.
+        player: its environment gives worked answers or demonstrations, and validation tasks.
         trainer: mesh and precision.
         layout: the shape of a pass.
         seed: the run's seed.
@@ -101,7 +102,8 @@ def warm_start(
         The trained model.
 
     Raises:
-        WarmStartError: if no training task has a worked answer, none of a batch fits, or nothing is there to check.
+        WarmStartError: if no training task has a worked answer or a demonstration, none of a batch fits, or nothing is
+            there to check.
     """
     tasks, check_tasks = _worked_tasks(player), _check_tasks(config, player)
     optimizer = AdamConfig(learning_rate=config.learning_rate, lr_schedule="constant", warmup=0, weight_decay=0.0)
@@ -130,17 +132,17 @@ def warm_start(
 
 
 def _worked_tasks(player: Player) -> Sequence[Task]:
-    tasks = [task for task in player.environment.tasks(Split.TRAIN) if task.worked_answer is not None]
+    tasks = [task for task in player.environment.tasks(Split.TRAIN) if can_demonstrate(player.environment, task)]
     if not tasks:
         raise WarmStartError(
-            f"environment {player.environment.name!r} has no worked answers to train on; set warm_start.max_steps: 0 "
-            "and start from weights that get some tasks right (initialize_from)"
+            f"environment {player.environment.name!r} has no worked answers or demonstrations to train on; set "
+            "warm_start.max_steps: 0 and start from weights that get some tasks right (initialize_from)"
         )
     return tasks
 
 
 def _check_tasks(config: WarmStartConfig, player: Player) -> Sequence[Task]:
-    tasks = player.environment.tasks(Split.VALIDATION)[: config.check_tasks]
+    tasks = first_of_each(player.environment.tasks(Split.VALIDATION), config.check_tasks)
     if not tasks:
         raise WarmStartError(
             f"environment {player.environment.name!r} has no validation tasks to tell when a warm start is enough; "
@@ -150,9 +152,8 @@ def _check_tasks(config: WarmStartConfig, player: Player) -> Sequence[Task]:
 
 
 def _worked_example(task: Task, player: Player) -> ProcessedRollout | None:
-    reply: Message = {"role": "assistant", "content": task.worked_answer or ""}
     return process_conversation(
-        [*task.messages, reply],
+        demonstration(player.environment, task),
         id=task.id,
         source=task.environment,
         length=player.limits.max_length,

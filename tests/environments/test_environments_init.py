@@ -12,13 +12,20 @@ from marin_rl.environments import EnvironmentConfig
 
 
 def test_the_registry_is_complete():
-    assert {"arithmetic", "reasoning_gym", "jsonl", "hf", "random_control"} <= set(
-        EnvironmentConfig.get_known_choices()
-    )
+    assert {
+        "arithmetic",
+        "reasoning_gym",
+        "text_game",
+        "mixture",
+        "curriculum",
+        "jsonl",
+        "hf",
+        "random_control",
+    } <= set(EnvironmentConfig.get_known_choices())
 
 
 def test_import_is_light():
-    heavy = "jax", "datasets", "reasoning_gym", "math_verify", "sympy", "transformers", "numpy"
+    heavy = "jax", "datasets", "reasoning_gym", "math_verify", "sympy", "transformers", "numpy", "gymnasium"
     code = f"import sys, marin_rl.environments; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -9,7 +9,8 @@ import pytest
 
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, RandomRewardConfig, Split
 from marin_rl.environments.base import Step
-from marin_rl.environments.random_reward import InnerEnvironmentConfig, RandomRewardEpisode
+from marin_rl.environments.nesting import ControlledEnvironmentConfig
+from marin_rl.environments.random_reward import RandomRewardEpisode
 from tests.one_reply import answer
 
 INNER = ArithmeticConfig(size=2000)
@@ -96,7 +97,7 @@ def test_config_round_trip():
 
 
 def test_a_control_does_not_wrap_a_control():
-    assert "random_control" not in InnerEnvironmentConfig.get_known_choices()
-    assert set(EnvironmentConfig.get_known_choices()) - set(InnerEnvironmentConfig.get_known_choices()) == {
+    assert "random_control" not in ControlledEnvironmentConfig.get_known_choices()
+    assert set(EnvironmentConfig.get_known_choices()) - set(ControlledEnvironmentConfig.get_known_choices()) == {
         "random_control"
     }

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from marin_rl.environments.base import Episode, Split, Step
+from marin_rl.environments.task_stream import task_stream
 from marin_rl.objectives.shaping import OverlongConfig, RewardTruncatedConfig
 from marin_rl.rollouts.filters import DropGroupsConfig, ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Player
@@ -71,6 +72,11 @@ def further(run: TrainingRun, player: Player) -> Collected:
     return collect_groups(run, player, run.progress.step)
 
 
+def order(run: TrainingRun, count: int) -> list[Task]:
+    """The tasks that a run begins with; the run stays where it is."""
+    return task_stream(run.environment, run.config.seed).draw({}, count)[0]
+
+
 def kinds(groups: Sequence) -> list[str]:
     return [group.rollouts[0].task.answer for group in groups]
 
@@ -92,7 +98,7 @@ def counts(found: Collected) -> dict[str, float]:
 
 def test_every_task_comes_once_in_an_epoch_and_every_epoch_has_an_order_of_its_own():
     run = bare_run(make_config(), Exam(["mixed"] * 11))
-    drawn = [task.id for task in draw_tasks(run, 0, 33)]
+    drawn = [task.id for task in draw_tasks(run, 33)]
     epochs = [drawn[:11], drawn[11:22], drawn[22:]]
     everything = sorted(f"t{index}" for index in range(11))
     assert [sorted(epoch) for epoch in epochs] == [everything] * 3
@@ -102,14 +108,15 @@ def test_every_task_comes_once_in_an_epoch_and_every_epoch_has_an_order_of_its_o
 def test_the_order_goes_on_wherever_it_is_taken_up_and_another_seed_has_another():
     environment = Exam(["mixed"] * 11)
     run, other = bare_run(make_config(), environment), bare_run(make_config(seed=1), environment)
-    whole = draw_tasks(run, 0, 30)
-    assert [*draw_tasks(run, 0, 7), *draw_tasks(run, 7, 1), *draw_tasks(run, 8, 22)] == whole
-    assert draw_tasks(other, 0, 30) != whole
+    whole = order(run, 30)
+    assert [*draw_tasks(run, 7), *draw_tasks(run, 1), *draw_tasks(run, 22)] == whole
+    assert run.progress.tasks_drawn == 30
+    assert order(other, 30) != whole
 
 
 def test_steps_draw_one_after_the_other():
     run, _, found = collect(["mixed"] * 11, steps=3)
-    assert [name for step in found for name in names(step.groups)] == [task.id for task in draw_tasks(run, 0, 12)]
+    assert [name for step in found for name in names(step.groups)] == [task.id for task in order(run, 12)]
     assert run.progress.tasks_drawn == 12
 
 
@@ -152,14 +159,14 @@ RESAMPLE = ResampleGroupsConfig(max_rounds=5)
 
 def test_resampling_plays_the_next_tasks_for_those_that_are_missing():
     run, player, [found] = collect(["mixed", "equal"] * 10, filter=RESAMPLE)
-    order = [task.answer for task in draw_tasks(run, 0, 60)]
+    ordered = [task.answer for task in order(run, 60)]
     # Each round plays as many as are missing, so the step ends right after the task that completed it.
-    fourth = [index for index, kind in enumerate(order) if kind == "mixed"][3]
+    fourth = [index for index, kind in enumerate(ordered) if kind == "mixed"][3]
     assert kinds(found.groups) == ["mixed"] * 4
     assert run.progress.tasks_drawn == fourth + 1
-    assert names(found.groups) == [task.id for task in draw_tasks(run, 0, fourth + 1) if task.answer == "mixed"]
+    assert names(found.groups) == [task.id for task in order(run, fourth + 1) if task.answer == "mixed"]
     played = list(dict.fromkeys(player.environment.started))
-    assert played == [task.id for task in draw_tasks(run, 0, fourth + 1)]
+    assert played == [task.id for task in order(run, fourth + 1)]
 
 
 def test_nothing_is_lost_and_nothing_has_the_name_of_another():
@@ -194,13 +201,13 @@ def test_a_further_round_may_fail_as_a_whole_but_not_the_first():
     exam = ["broken"] * 30 + ["mixed"] * 3
     config = make_config(filter=ResampleGroupsConfig(max_rounds=2))
     run = bare_run(config, Exam(exam))
-    order = [task.answer for task in draw_tasks(run, 0, 30)]
+    ordered = [task.answer for task in order(run, 30)]
     # A good task and six broken ones: three in the first round, three in the second.
-    start = next(i for i in range(25) if order[i] == "mixed" and order[i + 1 : i + 7] == ["broken"] * 6)
-    run.progress.tasks_drawn = start
+    start = next(i for i in range(25) if ordered[i] == "mixed" and ordered[i + 1 : i + 7] == ["broken"] * 6)
+    run.progress.task_stream = {"drawn": start}
     found = further(run, make_player(run, says_a, run.environment))
     assert counts(found) == {"kept_groups": 1, "dropped_zero_spread": 0, "dropped_ungraded": 6, "rounds": 2}
-    run.progress.tasks_drawn = start + 1
+    run.progress.task_stream = {"drawn": start + 1}
     with pytest.raises(AllRolloutsFailedError, match="all 16 rollouts failed; the first, train-2-0-0"):
         further(run, make_player(run, says_a, run.environment))
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from marin_rl.environments.base import Environment, Episode, Split, Step
+from marin_rl.environments.task_stream import task_stream
 from marin_rl.evaluate import EvaluateConfig, run_evaluation
 from marin_rl.rollouts.filters import ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import run_groups
 from marin_rl.rollouts.store import read_rollouts
 from marin_rl.rollouts.stored_rollout import as_row
 from marin_rl.rollouts.token_pieces import TokenPieces
-from marin_rl.runtime.collect import draw_tasks
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml
 from marin_rl.runtime.sync_loop import train
@@ -117,7 +117,7 @@ def test_the_rollouts_of_record_n_were_sampled_from_the_weights_before_update_n(
     groups = run_groups(
         after_two.player,
         # Two updates of four tasks came before.
-        draw_tasks(after_two, 8, 4),
+        task_stream(after_two.environment, config.seed).draw({"drawn": 8}, 4)[0],
         group_size=config.rollouts.group_size,
         temperature=config.sampling.temperature,
         seed_parts=(config.seed, "train", 3),

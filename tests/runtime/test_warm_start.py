@@ -151,7 +151,9 @@ def test_the_last_step_is_checked_even_out_of_turn_and_equal_seeds_make_equal_we
 
 
 def test_without_worked_answers_there_is_nothing_to_train_on(trainer: TrainerConfig):
-    with pytest.raises(WarmStartError, match=r"environment 'sums' has no worked answers .* warm_start.max_steps: 0"):
+    with pytest.raises(
+        WarmStartError, match=r"environment 'sums' has no worked answers or demonstrations .* warm_start.max_steps: 0"
+    ):
         run(trainer, player([task("1+1", None)]), Watch())
 
 

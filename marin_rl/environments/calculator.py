@@ -1,0 +1,120 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Arithmetic for tools: expressions of numbers and nothing else, in bounded time and memory."""
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping
+
+MAX_LENGTH = 400
+"""Most characters of an expression."""
+MAX_DEPTH = 60
+"""Most levels of an expression."""
+MAX_BITS = 4096
+"""Most bits of a whole number, about 1,200 digits."""
+
+Number = int | float
+
+
+class CalculatorError(ValueError):
+    """An expression that cannot be worked out; the message says why, to whoever wrote it."""
+
+
+def calculate(expression: str) -> str:
+    """The value of an expression.
+
+    Args:
+        expression: numbers, brackets, `+ - * / // % **`, and `abs`, `max`, `min`, `round`, `sqrt`.
+
+    Returns:
+        The value: whole numbers exactly, others to 15 digits.
+
+    Raises:
+        CalculatorError: if it is no such expression, has no value, or is too large.
+
+    >>> calculate("(3 + 4) * 2 ** 5")
+    '224'
+    >>> calculate("1 / 3")
+    '0.333333333333333'
+    """
+    if len(expression) > MAX_LENGTH:
+        raise CalculatorError(f"the expression has {len(expression)} characters; at most {MAX_LENGTH} are allowed")
+    if _WORDS.fullmatch(expression) is None:
+        raise CalculatorError("the expression may hold numbers, brackets, + - * / // % ** and functions; powers are **")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise CalculatorError(f"this is no expression: {error}") from error
+    try:
+        value = _value(tree.body, 0)
+    except ZeroDivisionError as error:
+        raise CalculatorError("division by zero") from error
+    except OverflowError as error:
+        raise CalculatorError("the result is too large") from error
+    return str(value) if isinstance(value, int) else format(value, ".15g")
+
+
+# A number with a letter right behind it is legal Python here and there, and draws a warning.
+_WORDS = re.compile(r"(?:(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?![\w.])|[a-z]+(?!\w)|[-+*/%(),\s])+")
+
+
+def _value(node: ast.expr, depth: int) -> Number:
+    if depth > MAX_DEPTH:
+        raise CalculatorError(f"the expression has more than {MAX_DEPTH} levels")
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return _bounded(number)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _SIGNS:
+            return _SIGNS[type(op)](_value(operand, depth + 1))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            return _bounded(_OPERATIONS[type(op)](_value(left, depth + 1), _value(right, depth + 1)))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+            return _call(name, [_value(argument, depth + 1) for argument in arguments])
+        case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
+            raise CalculatorError(f"{name!r} is not known; functions are {', '.join(_FUNCTIONS)}")
+    raise CalculatorError("only numbers, + - * / // % ** and functions of them can be worked out")
+
+
+def _bounded(value: object) -> Number:
+    if isinstance(value, int):
+        if value.bit_length() > MAX_BITS:
+            raise CalculatorError("the result is too large")
+        return value
+    if not isinstance(value, float) or not math.isfinite(value):
+        raise CalculatorError("the result is no real number")
+    return value
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    if isinstance(base, int) and isinstance(exponent, int) and abs(exponent) * math.log2(max(abs(base), 1)) > MAX_BITS:
+        raise CalculatorError("the power is too large")
+    return _bounded(base**exponent)
+
+
+def _call(name: str, arguments: list[Number]) -> Number:
+    try:
+        return _bounded(_FUNCTIONS[name](*arguments))
+    except (TypeError, ValueError) as error:
+        raise CalculatorError(f"{name} cannot be worked out: {error}") from error
+
+
+_SIGNS: Mapping[type, Callable[[Number], Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_OPERATIONS: Mapping[type, Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
+_FUNCTIONS: Mapping[str, Callable[..., Number]] = {
+    "abs": abs,
+    "max": max,
+    "min": min,
+    "round": round,
+    "sqrt": math.sqrt,
+}

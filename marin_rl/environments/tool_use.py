@@ -1,0 +1,257 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Questions that may be answered with the help of tools."""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from marin_rl.environments.base import CodeRunner, Environment, EnvironmentConfig, Episode, Split, Step
+from marin_rl.environments.nesting import PlainEnvironmentConfig
+from marin_rl.environments.single_turn import CORRECT
+from marin_rl.environments.tool_calls import describe_tools, find_calls, parse_call
+from marin_rl.environments.tools import (
+    CalculatorConfig,
+    PythonTool,
+    Tool,
+    ToolConfig,
+    ToolError,
+    ToolTimeoutError,
+    check_arguments,
+)
+from marin_rl.rewards.component import RewardComponentConfig
+from marin_rl.rewards.losses import CallLostError
+from marin_rl.types import Message, Task
+
+logger = logging.getLogger(__name__)
+
+TOOLS = "tools"
+"""Reward component: what mistakes in calling tools cost."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolLimits:
+    """How far calls may go."""
+
+    max_calls: int = 4
+    """Most calls in one reply; those beyond are not made, and the policy is told so."""
+    max_seconds: float = 20.0
+    """Most seconds that one call may take. It counts towards `rollouts.max_seconds` too."""
+    max_output: int = 2000
+    """Most characters of a tool's answer; what is beyond is cut off, and said to be."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_calls", "max_output"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"limits.{name} is {getattr(self, name)}; it must be at least 1")
+        if not self.max_seconds > 0:
+            raise ValueError(f"limits.max_seconds is {self.max_seconds}; it is a number of seconds above 0")
+
+
+@EnvironmentConfig.register_subclass("tool_use")
+@dataclasses.dataclass(frozen=True)
+class ToolUseConfig(EnvironmentConfig):
+    """Questions of another environment, and tools. A reply that calls no tool is the answer, and is graded there.
+
+    Set `rollouts.max_turns` to one more than the rounds of calls that are allowed.
+    """
+
+    level: ClassVar[int] = 1
+
+    questions: PlainEnvironmentConfig
+    """Where the questions come from, and who grades the final reply."""
+    tools: tuple[ToolConfig, ...] = (CalculatorConfig(),)
+    """The tools; their names must differ."""
+    describe: bool = True
+    """Whether a system message tells the policy of the tools, in the words that the templates of Qwen and Hermes have
+    for them; false where the questions' own prompt does."""
+    limits: ToolLimits = ToolLimits()
+    """How far calls may go."""
+    error_reward: float = 0.0
+    """Reward of each call that came to nothing (component `tools`): malformed, unknown, refused, failed or too slow;
+    at most 0."""
+    name: str | None = None
+    """Name under which metrics are logged; the name of the questions' environment by default."""
+
+    def __post_init__(self) -> None:
+        if not self.tools:
+            raise ValueError("tools is empty; name at least one, as tools: [{type: calculator}]")
+        if self.error_reward > 0:
+            raise ValueError(f"error_reward is {self.error_reward}; it must not pay for mistakes")
+
+    def reward_components(self, environment: Environment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
+        """The questions' own reward functions, and those given here."""
+        assert isinstance(environment, ToolUseEnvironment)
+        inner = environment.questions
+        return {environment.name: (*self.questions.reward_components(inner)[inner.name], *self.rewards)}
+
+    def build(self) -> Environment:
+        """Make questions and tools.
+
+        Raises:
+            ValueError: if two tools share a name.
+        """
+        tools: dict[str, Tool] = {}
+        for config in self.tools:
+            tool = config.build()
+            if tool.name in tools:
+                raise ValueError(f"there are two tools named {tool.name!r}; the policy could not tell them apart")
+            tools[tool.name] = tool
+        questions = self.questions.build()
+        name = questions.name if self.name is None else self.name
+        told = describe_tools(list(tools.values())) if self.describe else ""
+        asked = {split: [(_told(task, name, told), task) for task in questions.tasks(split)] for split in Split}
+        return ToolUseEnvironment(
+            name=name,
+            questions=questions,
+            tools=tools,
+            limits=self.limits,
+            error_reward=self.error_reward,
+            splits={split: [task for task, _ in pairs] for split, pairs in asked.items()},
+            originals={task.id: original for pairs in asked.values() for task, original in pairs},
+        )
+
+
+def _told(task: Task, name: str, told: str) -> Task:
+    """A question as it is asked here: under this environment's name, its tools told of."""
+    messages = task.messages
+    if told and messages[0]["role"] == "system":
+        first = Message(role="system", content=f"{messages[0]['content']}\n\n{told}")
+        messages = (first, *messages[1:])
+    elif told:
+        messages = (Message(role="system", content=told), *messages)
+    return dataclasses.replace(task, environment=name, messages=messages)
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolUseEnvironment:
+    """Questions with tools."""
+
+    name: str
+    """Name under which its metrics are logged."""
+    questions: Environment
+    """Grades the final replies."""
+    tools: Mapping[str, Tool]
+    """The tools, by name."""
+    limits: ToolLimits
+    """How far calls may go."""
+    error_reward: float
+    """Reward of each call that came to nothing."""
+    splits: Mapping[Split, Sequence[Task]]
+    """The tasks of each split."""
+    originals: Mapping[str, Task]
+    """The questions as their own environment knows them, by id."""
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """The tasks of a split, always in the same order."""
+        return self.splits[split]
+
+    async def start(self, task: Task, seed: int) -> Episode:
+        """Begin an attempt.
+
+        Raises:
+            ValueError: if the task belongs to another environment.
+            RuntimeError: if a tool lacks the sandbox that it runs in.
+        """
+        if task.environment != self.name or task.id not in self.originals:
+            raise ValueError(f"environment {self.name!r} has no question {task.id!r} of {task.environment!r}")
+        for tool in self.tools.values():
+            if isinstance(tool, PythonTool) and tool.runner is None:
+                raise RuntimeError(
+                    f"environment {self.name!r}: the tool {tool.name!r} has no sandbox to run in; call "
+                    "connect_code_runner(environment, sandbox) before it is played"
+                )
+        return ToolUseEpisode(self, await self.questions.start(self.originals[task.id], seed))
+
+    def connect_code_runner(self, runner: CodeRunner) -> None:
+        """Give the sandbox to the tools that run programs."""
+        for tool in self.tools.values():
+            if isinstance(tool, PythonTool):
+                tool.runner = runner
+
+
+@dataclasses.dataclass
+class ToolUseEpisode:
+    """One question, and the calls that were made for it."""
+
+    environment: ToolUseEnvironment
+    """Has the tools."""
+    question: Episode
+    """Grades what calls no tool."""
+    calls: int = 0
+    """Calls so far."""
+    errors: int = 0
+    """Those that came to nothing, the slow ones included."""
+    timeouts: int = 0
+    """Those that took too long."""
+
+    async def step(self, reply: str) -> Step:
+        """Answer the calls in a reply, in order, a message each; grade a reply that calls nothing."""
+        texts = find_calls(reply)
+        errors = self.errors
+        if not texts:
+            step = await self.question.step(reply)
+            success = {"success": float(step.rewards[CORRECT] >= 1)} if CORRECT in step.rewards else {}
+            return dataclasses.replace(
+                step, rewards={**step.rewards, TOOLS: 0.0}, metrics={**self._counts(), **success, **step.metrics}
+            )
+        limit = self.environment.limits.max_calls
+        answers = [await self._answer(text) for text in texts[:limit]]
+        if len(texts) > limit:
+            self.calls += len(texts) - limit
+            self.errors += len(texts) - limit
+            answers.append(f"Error: of {len(texts)} calls the first {limit} were made; no reply may hold more.")
+        return Step(
+            rewards={TOOLS: self.environment.error_reward * (self.errors - errors)},
+            messages=tuple(Message(role="tool", content=answer) for answer in answers),
+            done=False,
+            metrics={**self._counts(), "success": 0.0},
+        )
+
+    async def close(self) -> None:
+        """Close the question's episode."""
+        await self.question.close()
+
+    def _counts(self) -> dict[str, float]:
+        return {
+            "tool_calls": float(self.calls),
+            "tool_errors": float(self.errors),
+            "tool_timeouts": float(self.timeouts),
+        }
+
+    async def _answer(self, text: str) -> str:
+        self.calls += 1
+        try:
+            return self._cut(await self._call(text))
+        except ToolError as error:
+            self.errors += 1
+            self.timeouts += isinstance(error, ToolTimeoutError)
+            return self._cut(f"Error: {error}")
+
+    async def _call(self, text: str) -> str:
+        call = parse_call(text)
+        tool = self.environment.tools.get(call.name)
+        if tool is None:
+            raise ToolError(f"there is no tool {call.name!r}; there is: {', '.join(self.environment.tools)}")
+        check_arguments(tool.parameters, call.arguments)
+        limit = asyncio.timeout(self.environment.limits.max_seconds)
+        try:
+            async with limit:
+                return await tool.call(call.arguments)
+        except (ToolError, CallLostError):
+            raise
+        except Exception as error:
+            if limit.expired():
+                message = f"{tool.name} took longer than {self.environment.limits.max_seconds:g} seconds"
+                raise ToolTimeoutError(message) from error
+            logger.warning("tool %s raised %s: %s", tool.name, type(error).__name__, error)
+            raise ToolError(f"{tool.name} failed: {type(error).__name__}: {error}") from error
+
+    def _cut(self, text: str) -> str:
+        limit = self.environment.limits.max_output
+        # Half characters, which JSON can spell, are nothing that a tokenizer takes.
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        return text if len(text) <= limit else f"{text[:limit]}\n[{len(text) - limit} more characters]"

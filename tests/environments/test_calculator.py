@@ -1,0 +1,93 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import contextlib
+import math
+import warnings
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marin_rl.environments.calculator import CalculatorError, calculate
+
+
+@st.composite
+def expressions(draw: st.DrawFn, depth: int = 4) -> str:
+    if depth == 0 or draw(st.booleans()):
+        return draw(st.sampled_from(["0", "1", "2", "7", "12", "0.5", "3e2"]))
+    left, right = draw(expressions(depth - 1)), draw(expressions(depth - 1))
+    return f"({left}{draw(st.sampled_from(['+', '-', '*', '/', '//', '%', '**']))}{right})"
+
+
+@given(expression=expressions())
+def test_what_it_works_out_is_what_python_works_out(expression: str):
+    try:
+        found = calculate(expression)
+    except CalculatorError:
+        return
+    # eval is the oracle, of expressions that the calculator found small.
+    value = eval(expression)
+    if isinstance(value, int):
+        assert found == str(value)
+    else:
+        assert math.isclose(float(found), value, rel_tol=1e-14)
+
+
+@given(text=st.text(max_size=30) | st.text("0123456789+-*/%(). eEabsqrtmxin,_jl", max_size=30))
+def test_any_text_is_worked_out_or_refused_without_a_warning(text: str):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with contextlib.suppress(CalculatorError):
+            assert isinstance(calculate(text), str)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        (" 2 ** 10 ", "1024"),
+        ("-3 - -4", "1"),
+        ("7 // 2 + 7 % 2", "4"),
+        ("10 / 2", "5"),
+        ("sqrt(2)", "1.41421356237310"),
+        ("max(1, 2.5, -3) + abs(-2)", "4.5"),
+        ("round(2.567, 1)", "2.6"),
+        ("2**4095", str(2**4095)),
+        ("1/3", "0.333333333333333"),
+    ],
+)
+def test_values(expression: str, value: str):
+    assert calculate(expression) == value or math.isclose(float(calculate(expression)), float(value), rel_tol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("1 / 0", "division by zero"),
+        ("0 ** -1", "division by zero"),
+        ("9 ** 9 ** 9", "the power is too large"),
+        ("2 ** 99999", "the power is too large"),
+        ("10.0 ** 999", "the result is too large"),
+        ("1e308 * 10", "no real number"),
+        ("(-8) ** 0.5", "no real number"),
+        ("*".join(["9" * 60] * 6) + "*2**3000", "the result is too large"),
+        ("9" * 401, "401 characters; at most 400"),
+        ("(" * 190 + "1" + ")" * 189, "no expression"),
+        ("-" * 100 + "1", "more than 60 levels"),
+        ("", "may hold numbers"),
+        (" ", "no expression"),
+        ("1 +", "no expression"),
+        ("2 ^ 3", "powers are"),
+        ("__import__('os')", "may hold numbers"),
+        ("open", "'open' is not known; functions are abs, max"),
+        ("exec(1)", "'exec' is not known"),
+        ("sqrt(-1)", "sqrt cannot be worked out"),
+        ("sqrt(1, 2)", "sqrt cannot be worked out"),
+        ("(1, 2)", "only numbers"),
+        ("1 if 2 else 3", "only numbers"),
+        ("max(*(1, 2))", "only numbers"),
+    ],
+)
+def test_what_it_refuses(expression: str, message: str):
+    with pytest.raises(CalculatorError, match=message):
+        calculate(expression)

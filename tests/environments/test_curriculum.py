@@ -1,0 +1,149 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import pytest
+
+from marin_rl.environments import EnvironmentConfig
+from marin_rl.environments.base import Split
+from marin_rl.environments.curriculum import CurriculumConfig, LessonConfig
+from marin_rl.environments.task_stream import StreamState, TaskStream, task_stream
+from marin_rl.runtime.config_decoding import ConfigError, decode
+from marin_rl.types import RolloutGroup, Task
+from tests.environments.played import Cards, CardsConfig, group, rollout
+
+
+def lesson(name: str, *after: str, **changes) -> LessonConfig:
+    return LessonConfig(name, CardsConfig(f"{name} cards"), after=after, **{"window": 4, "unlock_at": 0.5, **changes})
+
+
+def stream_of(*lessons: LessonConfig) -> TaskStream:
+    return task_stream(CurriculumConfig(lessons).build(), 0)
+
+
+def task(name: str) -> Task:
+    return Cards(f"{name} cards").tasks(Split.TRAIN)[0]
+
+
+def opened(stream: TaskStream, state: StreamState) -> set[str]:
+    """The lessons that a hundred draws come from."""
+    return {task.environment.removesuffix(" cards") for task in stream.draw(state, 100)[0]}
+
+
+def shown_as_open(stream: TaskStream, state: StreamState) -> set[str]:
+    return {
+        name.split("/")[1] for name, value in stream.metrics(state).items() if name.endswith("/open") and value == 1.0
+    }
+
+
+CHAIN = (lesson("walk"), lesson("run", "walk"), lesson("fly", "run", "swim"), lesson("swim"))
+
+
+def test_lessons_open_when_all_before_them_have_been_learned():
+    stream = stream_of(*CHAIN)
+    state: StreamState = {}
+    steps = [
+        # A window that is not full says nothing, however good.
+        ("walk", (1.0, 1.0, 1.0), {"walk", "swim"}),
+        ("walk", (1.0,), {"walk", "swim", "run"}),
+        ("run", (0.0, 0.0, 1.0, 0.0), {"walk", "swim", "run"}),
+        # The oldest score falls out of the window: 0, 1, 0, 1.
+        ("run", (1.0,), {"walk", "swim", "run"}),
+        ("swim", (1.0, 0.0, 0.0, 0.0), {"walk", "swim", "run"}),
+        ("swim", (1.0, 1.0), {"walk", "swim", "run", "fly"}),
+        # What was learned once keeps open what it opened.
+        ("walk", (0.0,) * 9, {"walk", "swim", "run", "fly"}),
+    ]
+    assert opened(stream, state) == shown_as_open(stream, state) == {"walk", "swim"}
+    for name, scores, expected in steps:
+        state = stream.learn(state, [group(task(name), *scores)])
+        assert opened(stream, state) == shown_as_open(stream, state) == expected, (name, scores)
+
+
+def test_the_score_is_the_mean_of_the_last_window():
+    stream = stream_of(lesson("walk"))
+    assert stream.metrics({}) == {"curriculum/walk/open": 1.0}
+    state = stream.learn({}, [group(task("walk"), 0.0, 0.0, 1.0, 1.0), group(task("walk"), 0.25)])
+    assert stream.metrics(state) == {"curriculum/walk/open": 1.0, "curriculum/walk/score": 0.5625}
+    assert state["scores"] == {"walk": [0.0, 1.0, 1.0, 0.25]}
+
+
+def test_without_the_component_correct_the_return_counts_and_failed_rollouts_do_not():
+    stream = stream_of(lesson("walk"))
+    played = (rollout(task("walk"), game=0.25, step=0.5), rollout(task("walk")), rollout(task("walk"), game=1.0))
+    assert stream.learn({}, [RolloutGroup("g", played)])["scores"] == {"walk": [0.75, 1.0]}
+
+
+def test_graduated_lessons_are_drawn_no_more_until_nothing_else_is_left():
+    stream = stream_of(lesson("walk", graduate_at=1.0), lesson("run", "walk", graduate_at=0.75))
+    state = stream.learn({}, [group(task("walk"), 1.0, 0.0, 1.0, 1.0)])
+    assert opened(stream, state) == {"walk", "run"}
+    state = stream.learn(state, [group(task("walk"), 1.0, 1.0)])
+    assert opened(stream, state) == {"run"}
+    # It has graduated, but is not closed.
+    assert shown_as_open(stream, state) == {"walk", "run"}
+    state = stream.learn(state, [group(task("run"), 1.0, 1.0, 1.0, 0.0)])
+    assert opened(stream, state) == {"walk", "run"}
+
+
+def test_a_lesson_goes_on_where_it_was_when_others_open():
+    stream = stream_of(lesson("walk"), lesson("run", "walk"))
+    first, state = stream.draw({}, 3)
+    state = stream.learn(state, [group(task("walk"), 1.0, 1.0, 1.0, 1.0)])
+    second, _ = stream.draw(state, 40)
+    walked = [task.id for task in [*first, *second] if task.environment == "walk cards"]
+    alone = [task.id for task in stream_of(lesson("walk")).draw({}, len(walked))[0]]
+    assert walked == alone
+
+
+def test_weights_count_among_open_lessons():
+    stream = stream_of(lesson("walk", weight=3.0), lesson("swim"), lesson("run", "walk", weight=100.0))
+    drawn = [task.environment for task in stream.draw({}, 2000)[0]]
+    assert drawn.count("walk cards") / 2000 == pytest.approx(0.75, abs=0.04)
+
+
+@pytest.mark.parametrize(
+    ("lessons", "message"),
+    [
+        ((lesson("a", "b"), lesson("b", "a")), "wait for one another: 'a' after 'b' after 'a'"),
+        ((lesson("a"), lesson("b", "a", "b")), "'b' after 'b'; none of them could ever open"),
+        (
+            (lesson("a"), lesson("b", "a", "d"), lesson("c", "b"), lesson("d", "c")),
+            "'b' after 'd' after 'c' after 'b'",
+        ),
+        ((lesson("walk"), lesson("run", "wlak")), "'run' comes after 'wlak'.*did you mean 'walk'.*: walk, run"),
+        ((lesson("a"), lesson("a")), "several lessons named 'a'"),
+    ],
+)
+def test_lessons_that_make_no_order_are_refused(lessons: tuple[LessonConfig, ...], message: str):
+    with pytest.raises(ValueError, match=message):
+        CurriculumConfig(lessons)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight": 0.0}, "lesson 'a': weight is 0.0"),
+        ({"window": 0}, "lesson 'a': window is 0"),
+        ({"graduate_at": 0.25}, "lesson 'a': graduate_at 0.25 is below unlock_at 0.5"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        lesson("a", **changes)
+
+
+def test_environments_of_lessons_need_names_of_their_own():
+    same = CardsConfig("cards")
+    with pytest.raises(ValueError, match="curriculum 'curriculum' has two environments named 'cards'"):
+        CurriculumConfig((LessonConfig("a", same), LessonConfig("b", same))).build()
+
+
+def test_from_yaml():
+    def one(name: str, *after: str) -> dict:
+        return {"name": name, "after": list(after), "environment": {"type": "arithmetic", "name": name}}
+
+    config = decode(EnvironmentConfig, {"type": "curriculum", "lessons": [one("a"), one("b", "a")]})
+    assert isinstance(config, CurriculumConfig)
+    assert config.lessons[1].after == ("a",)
+    with pytest.raises(ConfigError, match=r"environment: .*'a' after 'b' after 'a'"):
+        decode(EnvironmentConfig, {"type": "curriculum", "lessons": [one("a", "b"), one("b", "a")]}, ("environment",))

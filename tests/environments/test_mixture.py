@@ -1,0 +1,88 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import asyncio
+import collections
+
+import pytest
+
+from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, TextGameConfig
+from marin_rl.environments.base import Demonstrator, Split
+from marin_rl.environments.mixture import MixtureConfig, MixturePartConfig
+from marin_rl.environments.nesting import environments_below
+from marin_rl.environments.task_stream import task_stream
+from marin_rl.runtime.config_decoding import decode
+from marin_rl.types import Message, Task
+from tests.environments.played import CardsConfig
+from tests.one_reply import answer
+
+SUMS = MixturePartConfig(ArithmeticConfig(size=200))
+LAKE = MixturePartConfig(TextGameConfig(id="FrozenLake-v1", num_tasks=60, validation=0.1))
+
+
+def test_tasks_are_drawn_by_weight():
+    weights = {"a": 2.0, "b": 0.5, "c": 1.5}
+    parts = tuple(MixturePartConfig(CardsConfig(name), weight) for name, weight in weights.items())
+    stream = task_stream(MixtureConfig(parts).build(), 0)
+    assert stream.parts == ("a", "b", "c")
+    drawn, _ = stream.draw({}, 4000)
+    counts = collections.Counter(task.environment for task in drawn)
+    for name, weight in weights.items():
+        # Four standard deviations of 4,000 draws.
+        assert counts[name] / 4000 == pytest.approx(weight / 4.0, abs=0.032)
+    # Within each part every task comes once per pass, and parts do not go in step.
+    for name in weights:
+        own = [task.id for task in drawn if task.environment == name]
+        assert all(len(set(own[start : start + 5])) == 5 for start in range(0, len(own) - 4, 5))
+    assert task_stream(MixtureConfig(parts).build(), 1).draw({}, 40)[0] != drawn[:40]
+
+
+def test_every_part_plays_judges_and_demonstrates_its_own():
+    mixture = MixtureConfig((SUMS, LAKE)).build()
+    sums, lake = SUMS.environment.build(), LAKE.environment.build()
+    for split in Split:
+        assert list(mixture.tasks(split)) == [*sums.tasks(split), *lake.tasks(split)]
+    total, game = sums.tasks(Split.TRAIN)[0], lake.tasks(Split.TRAIN)[0]
+    assert answer(mixture, total, total.answer).rewards == {"correct": 1.0}
+    assert answer(mixture, game, "right", seed=4) == answer(lake, game, "right", seed=4)
+    assert isinstance(mixture, Demonstrator)
+    assert mixture.can_demonstrate(total)
+    assert mixture.demonstrate(total) == (*total.messages, Message(role="assistant", content=total.answer))
+    assert mixture.demonstrate(game) == lake.demonstrate(game)
+
+
+def test_a_stranger_is_refused():
+    stranger = Task("x", "cards", (Message(role="user", content="?"),), "")
+    with pytest.raises(ValueError, match="'mixture' cannot play task 'x' of 'cards'; it has arithmetic, FrozenLake-v1"):
+        asyncio.run(MixtureConfig((SUMS, LAKE)).build().start(stranger, 0))
+
+
+def test_names_must_differ_and_there_must_be_some():
+    with pytest.raises(ValueError, match="mixture 'mixture' has two environments named 'arithmetic'"):
+        MixtureConfig((SUMS, SUMS)).build()
+    with pytest.raises(ValueError, match="mixture 'mixture' has no environments"):
+        MixtureConfig(()).build()
+    with pytest.raises(ValueError, match="environment 'cards' has no tasks to train on"):
+        MixtureConfig((MixturePartConfig(CardsConfig(size=0)),)).build()
+    with pytest.raises(ValueError, match=r"weight is 0.0; it must be above 0"):
+        MixturePartConfig(CardsConfig(), 0.0)
+
+
+def test_from_yaml():
+    raw = {
+        "type": "mixture",
+        "parts": [
+            {"environment": {"type": "arithmetic", "size": 200}},
+            {"weight": 2, "environment": {"type": "text_game", "id": "Taxi-v4"}},
+        ],
+    }
+    config = decode(EnvironmentConfig, raw)
+    assert isinstance(config, MixtureConfig)
+    assert config.parts == (SUMS, MixturePartConfig(TextGameConfig(id="Taxi-v4"), 2.0))
+
+
+def test_what_holds_others_holds_no_more_of_its_kind():
+    assert not {"mixture", "curriculum", "random_control"} & set(environments_below(2))
+    assert {"arithmetic", "text_game"} <= set(environments_below(1)) < set(environments_below(3))
+    with pytest.raises(ValueError, match="'mixture', which is not one of its types"):
+        decode(EnvironmentConfig, {"type": "mixture", "parts": [{"environment": {"type": "mixture", "parts": []}}]})

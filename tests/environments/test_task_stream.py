@@ -1,0 +1,98 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marin_rl.environments.base import Split
+from marin_rl.environments.curriculum import CurriculumConfig, LessonConfig
+from marin_rl.environments.mixture import MixtureConfig, MixturePartConfig
+from marin_rl.environments.random_reward import RandomRewardEnvironment
+from marin_rl.environments.task_stream import EpochStream, StreamState, TaskStream, task_stream
+from marin_rl.types import Task
+from tests.environments.played import Cards, CardsConfig, group
+
+MIXTURE = MixtureConfig((MixturePartConfig(CardsConfig("a"), 3.0), MixturePartConfig(CardsConfig("b", 7)))).build()
+CURRICULUM = CurriculumConfig(
+    (
+        LessonConfig("first", CardsConfig("a"), window=6, unlock_at=0.5, graduate_at=0.9),
+        LessonConfig("second", CardsConfig("b", 7), after=("first",), window=6),
+    )
+).build()
+STREAMS = {
+    "one": task_stream(Cards("a"), 3),
+    "mixture": task_stream(MIXTURE, 3),
+    "curriculum": task_stream(CURRICULUM, 3),
+}
+
+
+def score(task: Task, index: int) -> float:
+    """A policy that gets better."""
+    return float((index + len(task.id)) % 4 < index // 5)
+
+
+def play(stream: TaskStream, state: StreamState, rounds: range) -> tuple[list[Task], StreamState]:
+    """Draw and learn so many times."""
+    drawn: list[Task] = []
+    for index in rounds:
+        tasks, state = stream.draw(state, 1 + index % 3)
+        drawn += tasks
+        state = stream.learn(state, [group(task, score(task, index), 1.0) for task in tasks])
+    return drawn, state
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@given(cut=st.integers(0, 40))
+def test_a_stream_that_is_taken_up_again_draws_what_it_would_have_drawn(name: str, cut: int):
+    stream = STREAMS[name]
+    whole, end = play(stream, {}, range(40))
+    before, state = play(stream, {}, range(cut))
+    # As a checkpoint holds it.
+    restored = json.loads(json.dumps(state))
+    assert restored == state
+    after, again = play(stream, restored, range(cut, 40))
+    assert before + after == whole
+    assert again == end
+    assert stream.metrics(again) == stream.metrics(end)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_drawing_and_learning_leave_the_state_that_they_were_given(name: str):
+    stream = STREAMS[name]
+    _, state = play(stream, {}, range(9))
+    before = json.dumps(state)
+    tasks, later = stream.draw(state, 4)
+    stream.learn(later, [group(task, 1.0) for task in tasks])
+    assert json.dumps(state) == before
+    assert stream.draw(state, 4) == (tasks, later)
+
+
+def test_each_task_comes_once_per_pass_and_every_pass_has_an_order_of_its_own():
+    stream = EpochStream(Cards("a", 9), 0)
+    drawn, _ = stream.draw({}, 27)
+    passes = [[task.id for task in drawn[start : start + 9]] for start in (0, 9, 18)]
+    everything = sorted(task.id for task in Cards("a", 9).tasks(Split.TRAIN))
+    assert [sorted(one) for one in passes] == [everything] * 3
+    assert len({tuple(one) for one in [*passes, everything]}) == 4
+    assert EpochStream(Cards("a", 9), 1).draw({}, 27)[0] != drawn
+
+
+def test_how_many_are_drawn_at_once_does_not_matter():
+    for stream in STREAMS.values():
+        whole, end = stream.draw({}, 20)
+        state: StreamState = {}
+        drawn: list[Task] = []
+        for count in (1, 7, 0, 12):
+            tasks, state = stream.draw(state, count)
+            drawn += tasks
+        assert (drawn, state) == (whole, end)
+
+
+def test_a_control_draws_as_what_it_controls():
+    for environment in (Cards("a"), MIXTURE, CURRICULUM):
+        control = RandomRewardEnvironment(environment, 0.5, frozenset())
+        assert task_stream(control, 3).draw({}, 20) == task_stream(environment, 3).draw({}, 20)
+        assert task_stream(control, 3).parts == task_stream(environment, 3).parts

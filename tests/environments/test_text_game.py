@@ -1,0 +1,374 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import asyncio
+from collections import deque
+
+import gymnasium
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from marin_rl.environments.base import Demonstrator, Episode, Split, Step
+from marin_rl.environments.game_boards import View
+from marin_rl.environments.text_game import TextGameConfig, TextGameEnvironment, make_prototype
+from marin_rl.types import Message, Task
+
+STILL = {"is_slippery": False}
+
+
+def lake(**changes) -> TextGameConfig:
+    return TextGameConfig(**{"id": "FrozenLake-v1", "options": STILL, "num_tasks": 60, "validation": 0.1, **changes})
+
+
+def whole(**changes) -> TextGameEnvironment:
+    """All games in the training split."""
+    return lake(held_out=0.0, validation=0.0, **changes).build()
+
+
+def tasks(environment: TextGameEnvironment) -> list[Task]:
+    return [task for split in Split for task in environment.tasks(split)]
+
+
+def play(environment: TextGameEnvironment, task: Task, replies, seed: int = 0) -> list[Step]:
+    """Every step of an episode, up to its end."""
+
+    async def run() -> list[Step]:
+        episode = await environment.start(task, seed)
+        assert isinstance(episode, Episode)
+        steps = []
+        for reply in replies:
+            steps.append(await episode.step(reply))
+            if steps[-1].done:
+                break
+        await episode.close()
+        return steps
+
+    return asyncio.run(run())
+
+
+def replies_of(messages: tuple[Message, ...]) -> list[str]:
+    return [message["content"] for message in messages if message["role"] == "assistant"]
+
+
+def rewards(steps: list[Step], name: str) -> float:
+    return sum(step.rewards[name] for step in steps)
+
+
+LINE = ["SFFG"]
+"""A lake of one row: three steps right to the goal."""
+
+
+def line(**changes) -> tuple[TextGameEnvironment, Task]:
+    environment = whole(options={**STILL, "desc": LINE}, num_tasks=1, **changes)
+    return environment, environment.tasks(Split.TRAIN)[0]
+
+
+def test_a_game_is_played_to_its_goal():
+    environment, task = line(view=View.COMPACT)
+    assert [message["content"] for message in task.messages] == ["A..G"]
+    steps = play(environment, task, ["r", "l", "r", "r", "r"])
+    assert [step.messages[0]["content"] for step in steps[:-1]] == [".A.G", "A..G", ".A.G", "..AG"]
+    assert [step.action for step in steps] == ["right", "left", "right", "right", "right"]
+    assert [step.done for step in steps] == [False] * 4 + [True]
+    assert [dict(step.rewards) for step in steps] == [{"correct": 0.0, "game": 0.0}] * 4 + [
+        {"correct": 1.0, "game": 1.0}
+    ]
+    assert dict(steps[-1].metrics) == {"success": 1.0, "steps": 5.0, "invalid_actions": 0.0}
+
+
+def test_a_hole_is_the_end_and_no_win():
+    environment = whole(options={**STILL, "desc": ["SH", "FG"]}, num_tasks=1)
+    [step] = play(environment, environment.tasks(Split.TRAIN)[0], ["right"])
+    assert step.done
+    assert dict(step.rewards) == {"correct": 0.0, "game": 0.0}
+    assert step.metrics["success"] == 0.0
+
+
+def test_a_reply_without_an_action_costs_a_turn_and_is_told():
+    environment, task = line(view=View.COMPACT, invalid_reward=-0.5, step_reward=-0.25, max_steps=3)
+    steps = play(environment, task, ["x", "rr", ""])
+    assert [step.messages for step in steps] == [({"role": "user", "content": "?\nA..G"},)] * 2 + [()]
+    assert [step.action for step in steps] == [None] * 3
+    assert rewards(steps, "format") == -1.5
+    assert rewards(steps, "step") == -0.75
+    assert dict(steps[-1].metrics) == {"success": 0.0, "steps": 3.0, "invalid_actions": 3.0}
+    # The board has not changed, so nor has the anchor, whatever is said above it.
+    assert [step.anchor_state for step in steps] == [task.anchor_state] * 3
+    readable, task = line()
+    [step] = play(readable, task, ["I wait."])
+    assert step.messages[0]["content"].startswith(
+        "That reply names no action. Reply with one of: left, down, right, up."
+    )
+
+
+@pytest.mark.parametrize(
+    ("view", "regex", "reply", "action"),
+    [
+        (View.READABLE, None, "Left would be wrong, so I go RIGHT.", "right"),
+        (View.READABLE, None, "upright", None),
+        (View.READABLE, None, "r", None),
+        (View.COMPACT, None, "r", "right"),
+        (View.COMPACT, None, "l or r", "right"),
+        (View.COMPACT, None, "lr", None),
+        (View.COMPACT, None, "right", None),
+        (View.READABLE, r"<go>(.*?)</go>", "<go>left</go> no: <go> Right </go> left", "right"),
+        (View.READABLE, r"<go>(.*?)</go>", "<go>r</go>", "right"),
+        (View.READABLE, r"<go>(.*?)</go>", "<go>away</go>", None),
+        (View.READABLE, r"<go>(.*?)</go>", "right", None),
+    ],
+)
+def test_the_last_name_counts(view: View, regex: str | None, reply: str, action: str | None):
+    environment, task = line(view=view, action_regex=regex)
+    assert play(environment, task, [reply])[0].action == action
+
+
+def test_after_the_end_there_is_nothing_to_play():
+    environment, task = line(max_steps=1)
+
+    async def run() -> None:
+        episode = await environment.start(task, 0)
+        await episode.step("right")
+        await episode.step("right")
+
+    with pytest.raises(RuntimeError, match="the game 'FrozenLake-v1' is over"):
+        asyncio.run(run())
+
+
+GAMES = [
+    {"id": "FrozenLake-v1", "options": STILL},
+    {"id": "FrozenLake-v1", "options": {"is_slippery": True, "size": 5}},
+    {"id": "FrozenLake8x8-v1", "options": {"map_name": "8x8"}, "random_start": True},
+    {"id": "Taxi-v4"},
+    {"id": "Taxi-v4", "options": {"is_rainy": True, "fickle_passenger": True}},
+    {"id": "CliffWalking-v1", "random_start": True},
+    {"id": "CliffWalkingSlippery-v1", "random_start": True},
+    {"id": "Blackjack-v1"},
+]
+
+
+@pytest.mark.parametrize("view", View)
+@pytest.mark.parametrize("game", GAMES, ids=lambda game: game["id"])
+def test_equal_tasks_seeds_and_replies_play_equally(game: dict, view: View):
+    config = TextGameConfig(**game, view=view, num_tasks=20, held_out=0.0, validation=0.0)
+    first, second = config.build(), config.build()
+    assert tasks(first) == tasks(second)
+    for index, task in enumerate(tasks(first)[:6]):
+        names = make_prototype(game["id"], first.starts[task.id].arguments).board.names(view)
+        said = np.random.default_rng(index).choice(names, 30).tolist()
+        one = play(first, task, said, seed=index)
+        # Another game in between must not matter.
+        play(first, tasks(first)[-1], said, seed=index + 1)
+        assert play(first, task, said, seed=index) == one == play(second, task, said, seed=index)
+
+
+def test_chance_follows_the_start_seed():
+    environment = whole(
+        options={"is_slippery": True, "desc": ["FFFFF", "FFFFF", "FFSFF", "FFFFF", "FFFFG"]}, num_tasks=1
+    )
+    task = environment.tasks(Split.TRAIN)[0]
+    said = ["left", "up", "right", "down"] * 5
+    seen = {str(play(environment, task, said, seed)[-1].anchor_state) for seed in range(20)}
+    assert len(seen) > 5
+
+
+@given(seed=st.integers(0, 2**31), size=st.integers(2, 6), said=st.lists(st.integers(0, 3), max_size=30))
+@settings(max_examples=40, deadline=None)
+def test_games_are_gymnasiums_own(seed: int, size: int, said: list[int]):
+    """Against the game as `gymnasium.make` gives it: states, rewards and ends are the same."""
+    environment = whole(options={**STILL, "size": size}, num_tasks=1, seed=seed)
+    task = environment.tasks(Split.TRAIN)[0]
+    oracle = gymnasium.make("FrozenLake-v1", is_slippery=False, desc=task.anchor_state["options"]["desc"])
+    state, _ = oracle.reset(seed=0)
+    assert task.anchor_state["state"] == state
+    for action, step in zip(
+        said, play(environment, task, [("left", "down", "right", "up")[number] for number in said]), strict=False
+    ):
+        state, reward, ended, cut, _ = oracle.step(action)
+        assert step.anchor_state["state"] == state
+        assert step.rewards["game"] == reward
+        assert step.done == (ended or cut)
+
+
+def test_the_same_state_has_one_anchor_and_others_have_others():
+    environment = whole(num_tasks=30)
+    for task in tasks(environment):
+        steps = play(environment, task, ["left", "up", "nothing", "left"])
+        # Into the corner, or nowhere: always where the game begins.
+        assert [step.anchor_state for step in steps] == [task.anchor_state] * 4
+    anchors = [str(task.anchor_state) for task in tasks(environment)]
+    assert len(set(anchors)) == len(anchors)
+
+
+def test_no_start_is_in_two_splits_and_splits_do_not_depend_on_the_seed():
+    first, second = lake(num_tasks=300).build(), lake(num_tasks=300, seed=9).build()
+    anchors = {
+        split: {str(task.anchor_state) for made in (first, second) for task in made.tasks(split)} for split in Split
+    }
+    assert all(anchors.values())
+    assert not anchors[Split.TRAIN] & anchors[Split.HELD_OUT]
+    assert not anchors[Split.TRAIN] & anchors[Split.VALIDATION]
+    assert not anchors[Split.VALIDATION] & anchors[Split.HELD_OUT]
+    assert tasks(first) != tasks(second)
+
+
+def steps_to_goal(task: Task) -> int:
+    """The length of a shortest way over a lake, by breadth-first search on the map itself."""
+    rows = task.anchor_state["options"]["desc"]
+    size = len(rows)
+    start = divmod(task.anchor_state["state"], size)
+    waiting, seen = deque([(start, 0)]), {start}
+    while waiting:
+        (row, column), steps = waiting.popleft()
+        if rows[row][column] == "G":
+            return steps
+        for place in ((row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)):
+            if all(0 <= part < size for part in place) and place not in seen and rows[place[0]][place[1]] != "H":
+                seen.add(place)
+                waiting.append((place, steps + 1))
+    raise AssertionError("no way to the goal")
+
+
+@given(seed=st.integers(0, 2**31), size=st.integers(2, 7), random_start=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_demonstrations_win_on_a_shortest_way(seed: int, size: int, random_start: bool):
+    environment = whole(options={**STILL, "size": size}, num_tasks=2, seed=seed, random_start=random_start)
+    assert isinstance(environment, Demonstrator)
+    for task in environment.tasks(Split.TRAIN):
+        shown = environment.demonstrate(task)
+        assert shown[: len(task.messages)] == task.messages
+        said = replies_of(shown)
+        assert len(said) == steps_to_goal(task)
+        steps = play(environment, task, said)
+        assert rewards(steps, "correct") == 1.0
+        # What an episode answers to these replies is what the demonstration shows, word for word.
+        answered = [message for message in shown[len(task.messages) :] if message["role"] == "user"]
+        assert answered == [message for step in steps for message in step.messages]
+        assert [message["role"] for message in shown[len(task.messages) :]] == ["assistant", "user"] * (
+            len(said) - 1
+        ) + ["assistant"]
+
+
+def test_demonstrations_with_detours_are_longer_and_still_win():
+    straight, wandering = whole(num_tasks=40), whole(num_tasks=40, detours=0.4)
+    lengths = [
+        [len(replies_of(made.demonstrate(task))) for task in made.tasks(Split.TRAIN)] for made in (straight, wandering)
+    ]
+    assert all(long >= short for short, long in zip(*lengths, strict=True))
+    assert sum(lengths[1]) > 1.2 * sum(lengths[0])
+    for task in wandering.tasks(Split.TRAIN):
+        assert rewards(play(wandering, task, replies_of(wandering.demonstrate(task))), "correct") == 1.0
+        assert wandering.demonstrate(task) == wandering.demonstrate(task)
+
+
+@pytest.mark.parametrize(
+    ("game", "steps"),
+    [({"id": "Taxi-v4"}, None), ({"id": "CliffWalking-v1"}, 13)],
+    ids=["taxi", "cliff"],
+)
+def test_other_games_with_a_table_are_demonstrated_too(game: dict, steps: int | None):
+    environment = TextGameConfig(**game, num_tasks=15, held_out=0.0, validation=0.0).build()
+    for task in environment.tasks(Split.TRAIN):
+        said = replies_of(environment.demonstrate(task))
+        assert steps is None or len(said) == steps
+        played = play(environment, task, said)
+        assert rewards(played, "correct") == 1.0
+        assert played[-1].metrics["success"] == 1.0
+        # Taxi pays 20 for the delivery and -1 for any other step; CliffWalking -1 a step.
+        assert rewards(played, "game") == (20 - (len(said) - 1) if game["id"] == "Taxi-v4" else -len(said))
+
+
+def test_what_cannot_be_demonstrated_says_so():
+    environment = TextGameConfig(id="Blackjack-v1", num_tasks=5, held_out=0.0, validation=0.0).build()
+    task = environment.tasks(Split.TRAIN)[0]
+    assert not environment.can_demonstrate(task)
+    assert task.anchor_state is None
+    with pytest.raises(ValueError, match="'Blackjack-v1' has no transition table"):
+        environment.demonstrate(task)
+
+
+def test_rewards_can_be_weighed_and_left_out():
+    environment, task = line(game_weight=0.0)
+    assert [dict(step.rewards) for step in play(environment, task, ["right"] * 3)] == [{"correct": 0.0}] * 2 + [
+        {"correct": 1.0}
+    ]
+    environment, task = line(game_weight=0.5)
+    assert rewards(play(environment, task, ["right"] * 3), "game") == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "roles", "rules"),
+    [
+        ({}, ["system", "user"], "You cross a frozen lake"),
+        ({"rules": ""}, ["user"], None),
+        ({"rules": "Go."}, ["system", "user"], "Go."),
+        ({"view": View.COMPACT}, ["user"], None),
+        ({"view": View.COMPACT, "rules": "Go."}, ["system", "user"], "Go."),
+    ],
+)
+def test_rules_are_the_system_message(changes: dict, roles: list[str], rules: str | None):
+    _, task = line(**changes)
+    assert [message["role"] for message in task.messages] == roles
+    assert rules is None or task.messages[0]["content"].startswith(rules)
+
+
+def test_the_readable_boards():
+    _, task = line()
+    assert task.messages[-1]["content"] == "A . . G\nYou are in row 1, column 1."
+    [cliff] = TextGameConfig(id="CliffWalking-v1", num_tasks=1, held_out=0.0, validation=0.0).build().tasks(Split.TRAIN)
+    assert cliff.messages[-1]["content"].splitlines() == [
+        *[" ".join("............")] * 3,
+        " ".join("ACCCCCCCCCCG"),
+        "You are in row 4, column 1.",
+    ]
+    taxi = TextGameConfig(id="Taxi-v4", num_tasks=40, held_out=0.0, validation=0.0).build()
+    for task in tasks(taxi):
+        row, column, passenger, destination = make_prototype("Taxi-v4", "{}").game.decode(task.anchor_state["state"])
+        text = task.messages[-1]["content"]
+        board = text.splitlines()
+        assert [len(cells) for cells in board[:7]] == [11] * 7
+        assert board[row + 1][2 * column + 1] == "A"
+        assert f"The taxi is in row {row + 1}, column {column + 1}." in text
+        assert f"waiting at {'RGYB'[passenger]} and wants to go to {'RGYB'[destination]}." in text
+
+
+def test_a_task_of_another_environment_is_refused():
+    environment, _ = line()
+    stranger = Task("x", "sums", (Message(role="user", content="1+1="),), "2")
+    with pytest.raises(ValueError, match="'FrozenLake-v1' has no game 'x' of 'sums'"):
+        asyncio.run(environment.start(stranger, 0))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_tasks": 0}, "num_tasks is 0; draw at least 1 game"),
+        ({"max_steps": 0}, "max_steps is 0; it must be at least 1"),
+        ({"invalid_reward": 0.5}, "invalid_reward is 0.5"),
+        ({"detours": 1.0}, "detours is 1.0"),
+        ({"action_regex": "left"}, "action_regex: 'left' has 0 groups but needs 1"),
+        ({"held_out": 1.0}, "held_out is 1.0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(fields: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        lake(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"id": "FrozenLak-v1"}, "gymnasium has no text game 'FrozenLak-v1'; did you mean 'FrozenLake-v1'"),
+        ({"id": "Pendulum-v1", "options": {}}, "'Pendulum-v1' has actions Box.*only numbered ones"),
+        ({"options": {"slippery": False}}, "'FrozenLake-v1' refuses its options .*slippery"),
+        ({"options": {"map_name": "5x5"}}, r"refuses its options \{'map_name': '5x5'\}: KeyError\('5x5'\)"),
+        ({"options": {"size": 1}}, "options size 1 and p 0.8 must be"),
+        ({"options": {"map_name": "4x4"}}, "always begins in the same way .*random_start: true"),
+        ({"id": "Blackjack-v1", "options": {}, "random_start": True}, "no transition table to draw a start from"),
+        ({"num_tasks": 2, "held_out": 0.01, "validation": 0.01}, "none of its 2 problems fell into the validation"),
+    ],
+)
+def test_games_that_cannot_be_made_are_refused(fields: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        lake(**fields).build()

@@ -1,0 +1,219 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, MixtureConfig, ToolUseConfig
+from marin_rl.environments.base import Environment, Split, Step, connect_code_runner
+from marin_rl.environments.mixture import MixturePartConfig
+from marin_rl.environments.tool_use import ToolLimits, ToolUseEnvironment
+from marin_rl.environments.tools import CalculatorConfig, PythonConfig, ToolConfig, ToolError
+from marin_rl.rewards.losses import CallLostError, LossCause
+from marin_rl.rewards.sandbox.pool import PythonResult
+from marin_rl.runtime.config_decoding import decode
+from marin_rl.types import Message, Task
+
+QUESTIONS = ArithmeticConfig(size=200)
+
+
+@dataclasses.dataclass(frozen=True)
+class Odd:
+    """A tool that does whatever it is told to."""
+
+    name: str = "odd"
+    description: str = "Misbehaves."
+    parameters: Mapping[str, Any] = dataclasses.field(
+        default_factory=lambda: {"type": "object", "properties": {"how": {"type": "string"}}, "required": ["how"]}
+    )
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        match arguments["how"]:
+            case "hang":
+                await asyncio.sleep(60)
+            case "raise":
+                raise KeyError("lost")
+            case "refuse":
+                raise ToolError("not today")
+            case "break":
+                raise CallLostError(LossCause.WORKER, "the sandbox died")
+            case "babble":
+                return "x" * 5000
+            case "half":
+                return "a\ud800b"
+        return "fine"
+
+
+@dataclasses.dataclass(frozen=True)
+class OddConfig(ToolConfig):
+    def build(self) -> Odd:
+        return Odd()
+
+
+def build(**changes: Any) -> tuple[ToolUseEnvironment, Task]:
+    settings = {"questions": QUESTIONS, "tools": (CalculatorConfig(), OddConfig()), **changes}
+    environment = ToolUseConfig(**settings).build()
+    return environment, environment.tasks(Split.TRAIN)[0]
+
+
+def play(environment: Environment, task: Task, *replies: str) -> list[Step]:
+    async def run() -> list[Step]:
+        episode = await environment.start(task, 0)
+        steps = [await episode.step(reply) for reply in replies]
+        await episode.close()
+        return steps
+
+    return asyncio.run(run())
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def odd(how: str) -> str:
+    return call("odd", how=how)
+
+
+def said(step: Step) -> list[str]:
+    assert {message["role"] for message in step.messages} == {"tool"}
+    return [message["content"] for message in step.messages]
+
+
+def test_calls_are_answered_and_the_final_reply_is_graded():
+    environment, task = build()
+    expression = task.messages[-1]["content"].rstrip("=")
+    asked, final = play(environment, task, f"Let me see. {call('calculator', expression=expression)}", task.answer)
+    assert said(asked) == [task.answer]
+    assert not asked.done
+    assert dict(asked.rewards) == {"tools": 0.0}
+    assert final.done
+    assert dict(final.rewards) == {"correct": 1.0, "tools": 0.0}
+    assert dict(final.metrics) == {"tool_calls": 1.0, "tool_errors": 0.0, "tool_timeouts": 0.0, "success": 1.0}
+    [wrong] = play(environment, task, "no idea")
+    assert dict(wrong.rewards) == {"correct": 0.0, "tools": 0.0}
+    assert wrong.metrics["success"] == 0.0
+
+
+def test_several_calls_are_answered_in_order_up_to_the_bound():
+    environment, task = build(limits=ToolLimits(max_calls=2), error_reward=-0.25)
+    [step] = play(environment, task, "".join(call("calculator", expression=str(number)) for number in range(5)))
+    assert said(step) == ["0", "1", "Error: of 5 calls the first 2 were made; no reply may hold more."]
+    assert step.metrics["tool_calls"] == 5.0
+    assert step.metrics["tool_errors"] == 3.0
+    assert dict(step.rewards) == {"tools": -0.75}
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ("<tool_call>nonsense</tool_call>", "Error: the call is not valid JSON"),
+        (call("abacus"), "Error: there is no tool 'abacus'; there is: calculator, odd"),
+        (call("calculator"), "Error: argument 'expression' is missing"),
+        (call("calculator", expression="1/0"), "Error: division by zero"),
+        (odd("raise"), "Error: odd failed: KeyError: 'lost'"),
+        (odd("refuse"), "Error: not today"),
+        (odd("hang"), "Error: odd took longer than 0.01 seconds"),
+    ],
+)
+def test_calls_that_come_to_nothing_are_told_and_counted(reply: str, answer: str):
+    environment, task = build(limits=ToolLimits(max_seconds=0.01), error_reward=-0.5)
+    first, second = play(environment, task, reply, reply)
+    assert said(first)[0].startswith(answer)
+    assert not first.done
+    slow = float(reply == odd("hang"))
+    assert dict(first.metrics) == {"tool_calls": 1.0, "tool_errors": 1.0, "tool_timeouts": slow, "success": 0.0}
+    assert dict(second.metrics) == {"tool_calls": 2.0, "tool_errors": 2.0, "tool_timeouts": 2 * slow, "success": 0.0}
+    # Each turn pays for its own mistakes.
+    assert dict(first.rewards) == dict(second.rewards) == {"tools": -0.5}
+
+
+def test_what_says_nothing_about_the_policy_fails_the_rollout():
+    environment, task = build()
+    with pytest.raises(CallLostError, match="the sandbox died"):
+        play(environment, task, odd("break"))
+
+
+def test_long_answers_are_cut_and_half_characters_replaced():
+    environment, task = build(limits=ToolLimits(max_output=10))
+    long, half = play(environment, task, odd("babble"), odd("half"))
+    assert said(long) == ["x" * 10 + "\n[4990 more characters]"]
+    assert said(half) == ["a?b"]
+
+
+def test_the_policy_is_told_of_its_tools():
+    environment, task = build()
+    assert [message["role"] for message in task.messages] == ["system", "user"]
+    assert '"name": "calculator"' in task.messages[0]["content"]
+    inner = QUESTIONS.build()
+    assert [asked.id for asked in environment.tasks(Split.HELD_OUT)] == [
+        asked.id for asked in inner.tasks(Split.HELD_OUT)
+    ]
+    untold, task = build(describe=False)
+    assert task.messages == inner.tasks(Split.TRAIN)[0].messages
+    assert untold.name == "arithmetic"
+
+
+def test_a_system_message_of_the_questions_comes_first(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1", "answer": "2"}))
+    raw = {
+        "type": "tool_use",
+        "questions": {
+            "type": "jsonl",
+            "path": str(path),
+            "held_out": 0.0,
+            "validation": 0.0,
+            "rows": {"system_prompt": "Be brief."},
+        },
+        "tools": [{"type": "calculator"}, {"type": "python"}],
+        "name": "asked",
+    }
+    environment = decode(EnvironmentConfig, raw).build()
+    [task] = environment.tasks(Split.TRAIN)
+    assert task.environment == environment.name == "asked"
+    assert [message["role"] for message in task.messages] == ["system", "user"]
+    assert task.messages[0]["content"].startswith("Be brief.\n\n# Tools\n\n")
+
+
+class Runner:
+    async def run_python(self, code: str, stdin: str = "") -> PythonResult:
+        return PythonResult(stdout=f"ran {code}", stderr="", loss=None, seconds=0.1)
+
+
+def test_python_needs_its_sandbox_and_gets_it_through_mixtures():
+    config = ToolUseConfig(questions=QUESTIONS, tools=(PythonConfig(),))
+    mixture = MixtureConfig((MixturePartConfig(config),)).build()
+    task = mixture.tasks(Split.TRAIN)[0]
+    with pytest.raises(RuntimeError, match="environment 'arithmetic': the tool 'python' has no sandbox to run in"):
+        play(mixture, task, call("python", code="1"))
+    connect_code_runner(mixture, Runner())
+    [step] = play(mixture, task, call("python", code="print(1)"))
+    assert said(step) == ["ran print(1)"]
+
+
+def test_a_stranger_is_refused():
+    environment, _ = build()
+    stranger = Task("x", "cards", (Message(role="user", content="?"),), "")
+    with pytest.raises(ValueError, match="'arithmetic' has no question 'x' of 'cards'"):
+        asyncio.run(environment.start(stranger, 0))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ToolUseConfig(questions=QUESTIONS, tools=()), "tools is empty; name at least one"),
+        (lambda: ToolUseConfig(questions=QUESTIONS, error_reward=0.5), "error_reward is 0.5"),
+        (lambda: build(tools=(OddConfig(), OddConfig())), "two tools named 'odd'"),
+        (lambda: ToolLimits(max_calls=0), "limits.max_calls is 0"),
+        (lambda: ToolLimits(max_output=0), "limits.max_output is 0"),
+        (lambda: ToolLimits(max_seconds=0.0), "limits.max_seconds is 0.0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(make, message: str):
+    with pytest.raises(ValueError, match=message):
+        make()

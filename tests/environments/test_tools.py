@@ -1,0 +1,120 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from marin_rl.environments.tools import (
+    CalculatorConfig,
+    FileToolConfig,
+    PythonConfig,
+    PythonTool,
+    Tool,
+    ToolError,
+    ToolTimeoutError,
+    check_arguments,
+    tool_schema,
+)
+from marin_rl.environments.user_file import UserFileError
+from marin_rl.rewards.losses import CallLostError, LossCause
+from marin_rl.rewards.sandbox.pool import PythonResult
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "count": {"type": "integer"},
+        "share": {"type": "number"},
+        "flag": {"type": "boolean"},
+        "list": {"type": "array"},
+        "anything": {},
+    },
+    "required": ["text"],
+}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"count": 3}, {"share": 0.5}, {"share": 1}, {"flag": True}, {"list": []}, {"anything": None}]
+)
+def test_good_arguments_pass(more: dict):
+    check_arguments(SCHEMA, {"text": "", **more})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "argument 'text' is missing"),
+        ({"text": 3}, "argument 'text' is 3; it must be of type string"),
+        ({"text": "", "tex": ""}, "there is no argument 'tex'; there is: text, count"),
+        ({"text": "", "count": 1.5}, "'count' is 1.5; it must be of type integer"),
+        ({"text": "", "count": True}, "'count' is True; it must be of type integer"),
+        ({"text": "", "flag": 1}, "'flag' is 1; it must be of type boolean"),
+        ({"text": "", "share": "1"}, "'share' is '1'; it must be of type number"),
+        ({"text": "", "list": {}}, "'list' is {}; it must be of type array"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict, message: str):
+    with pytest.raises(ToolError, match=message):
+        check_arguments(SCHEMA, arguments)
+
+
+def test_the_calculator():
+    tool = CalculatorConfig().build()
+    assert isinstance(tool, Tool)
+    assert asyncio.run(tool.call({"expression": "6*7"})) == "42"
+    with pytest.raises(ToolError, match="division by zero"):
+        asyncio.run(tool.call({"expression": "1/0"}))
+    assert tool_schema(tool)["function"]["parameters"]["required"] == ["expression"]
+
+
+class Runner:
+    """Instead of a sandbox."""
+
+    def __init__(self, cause: LossCause | None = None) -> None:
+        self.cause = cause
+        self.ran: list[str] = []
+
+    async def run_python(self, code: str, stdin: str = "") -> PythonResult:
+        self.ran.append(code)
+        loss = None if self.cause is None else CallLostError(self.cause, "so it was")
+        return PythonResult(stdout="out", stderr="", loss=loss, seconds=0.1)
+
+
+def test_python_runs_where_it_was_connected():
+    tool = PythonConfig().build()
+    assert isinstance(tool, PythonTool)
+    with pytest.raises(RuntimeError, match="the tool python has no sandbox"):
+        asyncio.run(tool.call({"code": "print(1)"}))
+    tool.runner = Runner()
+    assert asyncio.run(tool.call({"code": "print(1)"})) == "out"
+    assert tool.runner.ran == ["print(1)"]
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [(LossCause.TIMEOUT, ToolTimeoutError), (LossCause.EXITED, ToolError), (LossCause.WORKER, CallLostError)],
+)
+def test_python_says_how_a_program_ended(cause: LossCause, kind: type[Exception]):
+    tool = PythonTool(runner=Runner(cause))
+    with pytest.raises(kind, match="so it was") as caught:
+        asyncio.run(tool.call({"code": "x"}))
+    assert type(caught.value) is kind
+
+
+def test_a_tool_from_a_file(tmp_path: Path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "class Echo:\n    name = 'echo'\n    description = 'Says it again.'\n"
+        "    parameters = {'type': 'object', 'properties': {'text': {'type': 'string'}}}\n"
+        "    def __init__(self, times=1):\n        self.times = times\n"
+        "    async def call(self, arguments):\n        return arguments['text'] * self.times\n"
+        "def nothing():\n    return 3\n"
+    )
+    tool = FileToolConfig(str(path), "Echo", {"times": 2}).build()
+    assert asyncio.run(tool.call({"text": "ab"})) == "abab"
+    with pytest.raises(UserFileError, match=r"'Echo' of .* refuses options {'x': 1}"):
+        FileToolConfig(str(path), "Echo", {"x": 1}).build()
+    with pytest.raises(UserFileError, match=r"'nothing' of .* gave int, which is no tool"):
+        FileToolConfig(str(path), "nothing").build()

@@ -1,0 +1,81 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+from pathlib import Path
+
+import pytest
+
+from marin_rl.environments import Split, TextGameConfig
+from marin_rl.environments.game_boards import View
+from marin_rl.environments.user_file import UserFileError
+from marin_rl.rollouts.draft import Limits
+from marin_rl.rollouts.run_rollouts import Player, run_groups
+from marin_rl.rollouts.state_hashing import StateHash, StateHashingConfig, default_state_hash
+from marin_rl.sampling.scripted import ScriptedSampler
+from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import Message, Rollout, RolloutStatus
+
+FUNCTIONS = """
+def column(messages, anchor_state):
+    return f"{messages[-1]['role']} {anchor_state['state'] % 3}"
+
+def number(messages, anchor_state):
+    return 3
+
+def fails_later(messages, anchor_state):
+    return "start" if anchor_state["state"] == 0 else 1 / 0
+
+X = 1
+"""
+LAKE = {"is_slippery": False, "desc": ["SFF", "FFF", "FFG"]}
+END = 257
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    file = tmp_path / "hashing.py"
+    file.write_text(FUNCTIONS)
+    return str(file)
+
+
+def walk(state_hash: StateHash) -> Rollout:
+    """Right, down, left, up over an empty lake, as it comes out of the rollout runner."""
+    game = TextGameConfig(
+        id="FrozenLake-v1", options=LAKE, num_tasks=1, view=View.COMPACT, held_out=0.0, validation=0.0, max_steps=5
+    )
+    said = iter("rdluu")
+    sampler = ScriptedSampler(lambda request: (ord(next(said)), END), stop_token_ids=[END])
+    player = Player(game.build(), ChatTokenizer(byte_tokenizer()), sampler, Limits(200, 4, 5), state_hash=state_hash)
+    tasks = player.environment.tasks(Split.TRAIN)
+    [group] = run_groups(player, tasks, group_size=1, temperature=1.0, seed_parts=(0, "t"), all_may_fail=True)
+    return group.rollouts[0]
+
+
+def test_by_default_equal_states_are_equal_and_others_are_not():
+    anchors = [turn.anchor_state for turn in walk(default_state_hash).turns]
+    assert anchors[0] == anchors[4]
+    assert len(set(anchors)) == 4
+    message: Message = {"role": "user", "content": "a"}
+    assert default_state_hash((message,), None) == default_state_hash((message,), None)
+    assert default_state_hash((message,), None) != default_state_hash((message, message), None)
+    assert default_state_hash((message,), {"x": 1}) == default_state_hash((), {"x": 1})
+
+
+def test_ones_own_function_decides(path: str):
+    rollout = walk(StateHashingConfig(path, "column").build())
+    assert [turn.anchor_state for turn in rollout.turns] == ["user 0", "user 1", "user 1", "user 0", "user 0"]
+
+
+def test_a_function_that_raises_on_the_way_fails_its_rollout(path: str):
+    rollout = walk(StateHashingConfig(path, "fails_later").build())
+    assert rollout.status is RolloutStatus.FAILED
+    assert "state_hashing: 'fails_later' of" in (rollout.error or "")
+    assert "ZeroDivisionError" in (rollout.error or "")
+
+
+def test_what_is_no_hashing_function_is_refused(path: str):
+    with pytest.raises(UserFileError, match=r"'number' of .* returned int; it must return a text"):
+        walk(StateHashingConfig(path, "number").build())
+    with pytest.raises(UserFileError, match=r"'X' of .* is int, and not a function"):
+        StateHashingConfig(path, "X").build()

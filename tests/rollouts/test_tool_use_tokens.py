@@ -1,0 +1,145 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Several turns with tools, under templates that rewrite history: what is trained on was sampled, token by token."""
+
+import itertools
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from marin_rl.batching.processed_rollout import process_rollout
+from marin_rl.environments import ArithmeticConfig, Split, ToolUseConfig
+from marin_rl.rollouts.draft import Limits
+from marin_rl.rollouts.run_rollouts import Player, run_groups
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.sampling.scripted import ScriptedSampler
+from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import Rollout
+from tests.tokenization.conftest import CHATML, THINKING, chatml_tokenizer
+
+# Qwen3's form for tools: answers stand in the user's role, and thinking before the last question is dropped.
+QWEN = """\
+{%- set ns = namespace(last_user=-1) %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{%- set ns.last_user = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- elif message.role == 'assistant' and '</think>' in message.content and not loop.last %}
+{{- '<|im_start|>assistant\\n' + message.content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>\\n' }}
+{%- else %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+TOKENIZERS = {
+    "bytes": ChatTokenizer(byte_tokenizer()),
+    "chatml": ChatTokenizer(chatml_tokenizer(CHATML)),
+    "thinking": ChatTokenizer(chatml_tokenizer(THINKING)),
+    "qwen": ChatTokenizer(chatml_tokenizer(QWEN)),
+}
+ENVIRONMENT = ToolUseConfig(questions=ArithmeticConfig(size=100)).build()
+LENGTH = 4000
+
+
+def tool_call(expression: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': 'calculator', 'arguments': {'expression': expression}})}\n</tool_call>"
+
+
+thoughts = st.text("ab \n<think>", max_size=8)
+calls = st.lists(st.sampled_from(["1+1", "2*3", "1/0", "what", "<|im_end|>"]), min_size=1, max_size=2).map(
+    lambda expressions: "\n".join(map(tool_call, expressions))
+) | st.sampled_from(["<tool_call>", "<tool_call>{}</tool_call>", "<tool_call>\nnot json\n</tool_call>"])
+
+
+@st.composite
+def replies(draw: st.DrawFn) -> list[str]:
+    """A conversation's replies: some that call tools, with and without thinking, and one that calls nothing."""
+    rounds = draw(st.lists(st.tuples(st.booleans(), thoughts, calls), max_size=3))
+    asked = [f"<think>{thought}</think>{call}" if thinks else f"{thought}{call}" for thinks, thought, call in rounds]
+    return [*asked, draw(st.sampled_from(["46", "<think>\nhm\n</think>\n\n46", " so: 46 ", ""]))]
+
+
+def play(tokenizer: ChatTokenizer, said: Sequence[str], stops: Sequence[bool]) -> tuple[Rollout, list[SampleRequest]]:
+    """One rollout whose policy says these replies; where `stops` is false, one is cut before its stop token."""
+    following = iter(zip(said, stops, strict=False))
+    stop = tokenizer.stop_token_ids[-1]
+    [filler] = tokenizer.tokenizer("x", add_special_tokens=False)["input_ids"]
+    requests: list[SampleRequest] = []
+
+    def script(request: SampleRequest) -> Sequence[int]:
+        requests.append(request)
+        text, ends = next(following)
+        tokens = tokenizer.tokenizer(text, add_special_tokens=False)["input_ids"]
+        # Contents may spell control tokens: as the policy's own tokens they end a reply, and are left to other tests.
+        tokens = [token for token in tokens if token not in tokenizer.stop_token_ids]
+        # One that is cut has as many tokens as it may have.
+        return (*tokens, stop) if ends else (*tokens, *[filler] * request.max_new_tokens)
+
+    limits = Limits(LENGTH, 200, len(said))
+    sampler = ScriptedSampler(script, stop_token_ids=list(tokenizer.stop_token_ids))
+    player = Player(ENVIRONMENT, tokenizer, sampler, limits)
+    [group] = run_groups(
+        player, ENVIRONMENT.tasks(Split.TRAIN)[:1], group_size=1, temperature=1.0, seed_parts=(0, "train", 1)
+    )
+    return group.rollouts[0], requests
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(said=replies(), stops=st.lists(st.booleans(), min_size=4, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_only_sampled_tokens_are_trained_on_and_each_in_its_own_context(name: str, said: list[str], stops: list[bool]):
+    tokenizer = TOKENIZERS[name]
+    rollout, requests = play(tokenizer, said, stops)
+    assert rollout.error is None
+    assert len(rollout.turns) == len(requests) == len(said)
+    arrays = process_rollout(rollout, length=LENGTH, pad_token_id=tokenizer.pad_token_id)
+    # Exactly the sampled tokens carry loss, all of them, in their order.
+    sampled = [token for turn in rollout.turns for token in turn.generation.token_ids]
+    assert arrays.input_ids[arrays.loss_mask].tolist() == sampled
+    # What stands before a turn's tokens in its row is exactly what the sampler was shown for them.
+    for index, (turn, request) in enumerate(zip(rollout.turns, requests, strict=True)):
+        [row] = {int(row) for row, _ in zip(*(arrays.turn_ids == index).nonzero(), strict=True)}
+        first = int((arrays.turn_ids[row] == index).nonzero()[0][0])
+        assert tuple(arrays.input_ids[row, :first].tolist()) == request.prompt_tokens
+        length = len(turn.generation.token_ids)
+        assert tuple(arrays.input_ids[row, first : first + length].tolist()) == turn.generation.token_ids
+    # A row begins where the template rewrote history, and nowhere else.
+    starts = [turn.starts_sequence for turn in rollout.turns]
+    assert arrays.input_ids.shape[0] == sum(starts)
+    assert starts[0]
+
+
+def test_a_template_that_strips_thinking_splits_the_rollout_and_one_that_does_not_keeps_it():
+    said = [f"<think>a</think>{tool_call('1+1')}", f"<think>b</think>{tool_call('2+2')}", "46"]
+    rows = {
+        name: sum(turn.starts_sequence for turn in play(tokenizer, said, [True] * 3)[0].turns)
+        for name, tokenizer in TOKENIZERS.items()
+    }
+    assert rows["bytes"] == rows["chatml"] == 1
+    assert rows["qwen"] == 3
+
+
+def test_what_tools_say_is_shown_as_the_template_has_it():
+    said = [tool_call("6*7") + tool_call("1/0"), "46"]
+    rollout, requests = play(TOKENIZERS["qwen"], said, [True, True])
+    shown = TOKENIZERS["qwen"].tokenizer.decode(requests[1].prompt_tokens)
+    assert shown.endswith(
+        "<|im_start|>user\n<tool_response>\n42\n</tool_response>\n<tool_response>\nError: division by zero\n"
+        "</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    bytes_rollout, requests = play(TOKENIZERS["bytes"], said, [True, True])
+    shown = TOKENIZERS["bytes"].tokenizer.decode(requests[1].prompt_tokens)
+    assert shown.endswith("<|tool|>42<|end|><|tool|>Error: division by zero<|end|><|assistant|>")
+    for played in (rollout, bytes_rollout):
+        assert list(itertools.chain.from_iterable(turn.messages for turn in played.turns))[-2]["role"] == "tool"
