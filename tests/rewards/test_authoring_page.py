@@ -89,9 +89,7 @@ def test_the_tests_can_be_read():
 
 
 def test_every_cause_is_on_the_page():
-    assert re.findall(r"^\| `(\w+)` \| ", PAGE.split("| cause |")[1].split("##")[0], re.MULTILINE) == list(
-        LossCause
-    )
+    assert re.findall(r"^\| `(\w+)` \| ", PAGE.split("| cause |")[1].split("##")[0], re.MULTILINE) == list(LossCause)
 
 
 def test_the_limits_defaults_are_on_the_page():

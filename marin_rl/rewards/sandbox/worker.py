@@ -259,7 +259,7 @@ def _input(text: str, scratch: str, stack: contextlib.ExitStack) -> int:
         stack.callback(os.close, descriptor)
         return descriptor
     with tempfile.TemporaryFile(dir=scratch) as file:
-        file.write(text.encode("utf-8", errors="surrogateescape"))
+        file.write(text.encode("utf-8", errors="replace"))
         file.seek(0)
         # Opened again: with a descriptor that can be written, a call could grow the file.
         descriptor = os.open(f"/dev/fd/{file.fileno()}", os.O_RDONLY)

@@ -156,8 +156,9 @@ def _be_child(spec: WorkerSpec, request: dict[str, Any], descriptors: list[int],
     """Run one call and exit."""
     status = NOT_CONFINED
     try:
-        # A group of its own, so that it can be ended with all that it starts, at once.
-        os.setsid()
+        if kernel.IS_LINUX:
+            # A group of its own, so that it can be ended with all that it starts, at once.
+            os.setsid()
         _take_descriptors(descriptors)
         os.environ |= {"TMPDIR": request["folder"], "HOME": request["folder"]}
         tempfile.tempdir = None

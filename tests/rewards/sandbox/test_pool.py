@@ -322,6 +322,29 @@ def test_a_bubblewrap_that_isolates_nothing_is_found_out(tmp_path: Path, monkeyp
     asyncio.run(run())
 
 
+def test_full_isolation_does_not_need_landlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    require(Isolation.FULL)
+    monkeypatch.setattr("marin_rl.rewards.sandbox.pool.landlock_version", lambda: 0)
+    (tmp_path / "secret").write_text("the secret")
+
+    async def lost(sandbox: Sandbox, name: str, path: str) -> bool:
+        try:
+            await sandbox.call(UserFunction(HOSTILE, name), [REQUEST], {"path": path})
+        except CallLostError as error:
+            return error.cause is LossCause.RAISED
+        return False
+
+    async def run() -> None:
+        async with Sandbox(SandboxConfig(require=Isolation.FULL, workers=1)) as sandbox:
+            assert "Landlock" not in sandbox.describe()
+            for path in (str(tmp_path / "secret"), "/etc/passwd", str(Path.home() / ".profile")):
+                assert await lost(sandbox, "reads", path)
+            for path in ("/dev/shm/new", "/dev/new", "/new", "/usr/new", HOSTILE, str(tmp_path / "new")):
+                assert await lost(sandbox, "overwrites", path), path
+
+    asyncio.run(run())
+
+
 def test_a_sandbox_has_to_be_started():
     async def run() -> None:
         sandbox = Sandbox(SandboxConfig())
