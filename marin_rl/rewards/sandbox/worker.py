@@ -305,7 +305,8 @@ def main(text: str) -> None:
     spec = WorkerSpec.from_json(text)
     signal.signal(signal.SIGTERM, _end_all)
     if kernel.IS_LINUX:
-        kernel.signal_at_parents_end(signal.SIGTERM)
+        # In namespaces all others end with this process, so nothing has to be left to a handler.
+        kernel.signal_at_parents_end(signal.SIGKILL if spec.has_namespaces else signal.SIGTERM)
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     sys.path.extend(spec.python_path)

@@ -239,6 +239,6 @@ def _flush() -> None:
 
 
 def _explain(error: BaseException) -> str:
-    """The error's type, message and the last lines of its traceback, as the user would see them."""
-    lines = traceback.format_exception(error, limit=-3)
-    return f"{type(error).__name__}: {error}\n{''.join(lines)}"[:8000]
+    """The error's type and message, and the end of its traceback, as the user would see them."""
+    traced = "".join(traceback.format_tb(error.__traceback__, limit=-3))
+    return f"{type(error).__name__}: {error}"[:2000] + f"\n{traced}"[-2000:]

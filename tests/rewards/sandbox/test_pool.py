@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -126,6 +127,39 @@ def test_close_leaves_no_process_and_no_file(level: Isolation, tmp_path: Path, m
 
     asyncio.run(run())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_worker_that_hangs_is_replaced(level: Isolation, monkeypatch: pytest.MonkeyPatch):
+    require(level)
+    monkeypatch.setattr("marin_rl.rewards.sandbox.pool.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("marin_rl.rewards.sandbox.worker_process.END_SECONDS", 0.5)
+
+    async def run() -> None:
+        config = SandboxConfig(require=level, workers=1, wall_seconds=2.0, start_seconds=4.0)
+        async with Sandbox(config, strongest=level) as sandbox:
+            await sandbox.call(HONEST, [REQUEST], {})
+            [pid] = sandbox.worker_pids
+            stopped = {pid, *descendants(pid)}
+            for process in stopped:
+                os.kill(process, signal.SIGSTOP)
+            # It had not begun with the call, so another takes it.
+            assert (await sandbox.call(HONEST, [REQUEST], {}))[0].score == 1.0
+            await until(lambda: not alive(stopped))
+            assert sandbox.worker_pids != [pid]
+            call = asyncio.create_task(sandbox.call(WAITS, [REQUEST], {"seconds": 1000.0}))
+            await until(lambda: running_calls(sandbox) == 1)
+            [pid] = sandbox.worker_pids
+            stopped = {pid, *descendants(pid)}
+            for process in stopped:
+                os.kill(process, signal.SIGSTOP)
+            with pytest.raises(CallLostError, match=r"did not answer within \d+\.5 s"):
+                await call
+            await until(lambda: not alive(stopped))
+            assert (await sandbox.call(HONEST, [REQUEST], {}))[0].score == 1.0
+            assert sandbox.losses == {LossCause.WORKER: 1}
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -416,3 +450,18 @@ class TestPrograms:
         self.run(attacks, level, "import json, builtins; builtins.left = json.left = 1; open('left', 'w').close()")
         code = "import json, builtins, os; print(hasattr(builtins, 'left'), hasattr(json, 'left'), os.listdir())"
         assert self.run(attacks, level, code).stdout == "False False []\n"
+
+
+def test_a_loop_in_another_thread():
+    """As the rollout runner has it."""
+    found: list[float] = []
+
+    async def run() -> None:
+        async with Sandbox(SandboxConfig(require=Isolation.NONE, workers=2)) as sandbox:
+            results = await asyncio.gather(*(sandbox.call(HONEST, [REQUEST], {}) for _ in range(4)))
+            found.extend(result.score for [result] in results)
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    thread.join()
+    assert found == [1.0] * 4
