@@ -84,11 +84,12 @@ class Worker:
     def _start_zygote(self) -> str | None:
         """Have the user's file loaded; says what went wrong, or None."""
         ours, theirs = socket.socketpair()
+        own = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
                 ours.close()
-                zygote.run(self._spec, theirs)
+                zygote.run(self._spec, theirs, own)
             finally:
                 os._exit(1)
         theirs.close()

@@ -22,18 +22,12 @@ from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox, UserFileError, UserFunction
 from marin_rl.rewards.sandbox.processes import descendants
-from tests.rewards.sandbox.conftest import CONFINED_LEVELS, HOSTILE, LEVELS, REQUEST, TIGHT, Attacks, offered
+from tests.rewards.sandbox.conftest import CONFINED_LEVELS, HOSTILE, LEVELS, REQUEST, TIGHT, Attacks, require
 
 SLOW = str(Path(__file__).with_name("slow_rewards.py"))
 ROOT = Path(__file__).parents[3]
 WAITS = UserFunction(SLOW, "waits")
 HONEST = UserFunction(HOSTILE, "honest")
-
-
-def require(level: Isolation) -> None:
-    why_not = offered(level)
-    if why_not is not None:
-        pytest.skip(f"{level.value} isolation is not offered here: {why_not}")
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -53,9 +47,11 @@ def alive(pids: set[int]) -> set[int]:
 
 
 def running_calls(sandbox: Sandbox) -> int:
-    """Calls that user code is running: a worker has, below it, a zygote and then the call."""
+    """Calls that are being run: a worker has, below it, a zygote and then the call, each leading its own group."""
     deep = 3 if sandbox.isolation is Isolation.FULL else 2
-    return sum(len(descendants(pid)) >= deep for pid in sandbox.worker_pids)
+    return sum(
+        sum(process == group for process, group in descendants(pid).items()) >= deep for pid in sandbox.worker_pids
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
