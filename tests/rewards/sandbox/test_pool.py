@@ -273,7 +273,8 @@ def test_files_that_cannot_be_loaded(level: Isolation, code: str, said: str, tmp
     file.write_text(code)
 
     async def run() -> None:
-        config = SandboxConfig(require=level, workers=1, start_seconds=2.0, memory_mb=512)
+        endless = "sleep" in code or "while True: pass" in code
+        config = SandboxConfig(require=level, workers=1, start_seconds=2.0 if endless else 60.0, memory_mb=512)
         async with Sandbox(config, strongest=level) as sandbox:
             with pytest.raises(UserFileError, match=said) as raised:
                 await sandbox.functions(str(file))
@@ -348,6 +349,16 @@ def test_a_bubblewrap_that_isolates_nothing_is_found_out(tmp_path: Path, monkeyp
         async with Sandbox(SandboxConfig(require=Isolation.NONE)) as sandbox:
             assert sandbox.isolation is Isolation.NONE
             assert "reads a file outside" in sandbox.describe()
+
+    asyncio.run(run())
+
+
+def test_an_unknown_machine_has_no_isolation(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("marin_rl.rewards.sandbox.pool.seccomp_is_known", lambda: False)
+
+    async def run() -> None:
+        with pytest.raises(IsolationError, match=r"isolation is none\. full isolation: seccomp is not known for "):
+            await Sandbox(SandboxConfig()).start()
 
     asyncio.run(run())
 
