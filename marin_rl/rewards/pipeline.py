@@ -97,7 +97,8 @@ class RewardPipeline:
 
     def _lost(self, component: RewardComponent, request: RewardRequest, cause: LossCause, detail: str) -> Evaluation:
         error = f"{cause.value}: {detail}"
-        logger.warning("reward %r lost rollout %s: %s", component.name, request.rollout_id, error)
+        # One line; the record keeps the rest.
+        logger.warning("reward %r lost rollout %s: %.300s", component.name, request.rollout_id, error.split("\n")[0])
         return Evaluation(component=component.name, weight=component.weight, score=None, error=error, lost=cause.value)
 
 

@@ -113,7 +113,8 @@ def worker_command(spec: WorkerSpec, bubblewrap: str | None) -> list[str]:
 def _bubblewrap_arguments(spec: WorkerSpec) -> list[str]:
     size = str(4 * spec.limits.file_bytes)
     arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
-    arguments += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--size", size, "--tmpfs", SCRATCH]
+    arguments += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    arguments += ["--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", SCRATCH]
     # The worker itself needs its package, also where no user's code is to be run.
     for path in sorted({*spec.read, os.path.join(package_root(), "marin_rl")}):
         arguments += ["--ro-bind", path, path]

@@ -6,6 +6,7 @@
 import ctypes
 import functools
 import os
+import signal
 import struct
 import sys
 
@@ -70,3 +71,14 @@ def drop_capabilities() -> None:
 def signal_at_parents_end(number: int) -> None:
     """Have the kernel send this process a signal when the process that started it ends, however it ends."""
     prctl(PR_SET_PDEATHSIG, number)
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel end this process when its parent ends, however that ends.
+
+    Args:
+        parent: the process that started this one; it may have ended before it could be asked for.
+    """
+    signal_at_parents_end(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

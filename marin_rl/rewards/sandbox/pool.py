@@ -263,6 +263,9 @@ class Sandbox:
         )
         if "not_loaded" in report:
             raise CallLostError(LossCause.WORKER, f"{function.file} cannot be loaded: {report['not_loaded']}")
+        for stream in ("stdout", "stderr"):
+            if report[stream]:
+                logger.debug("%s wrote to %s: %s", function.name, stream, report[stream])
         loss = loss_of(report, self.config.cpu_seconds)
         if loss is not None:
             raise loss

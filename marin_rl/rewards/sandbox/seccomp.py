@@ -94,14 +94,22 @@ _KERNEL = {
     "vhangup": (153, 58),
 }
 _SHARED_MEMORY = {
-    # Memory that outlives the process or counts towards no limit of it.
+    # Memory and queues that outlive the process, belong to others, or count towards no limit of it.
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
     "shmat": (30, 196),
+    "shmctl": (31, 195),
     "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
     "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
     "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
 }
 _ATTRIBUTES = {
     "chmod": (90, None),
@@ -135,14 +143,25 @@ class _Machine:
     clone: int
     clone3: int
     prctl: int
+    fcntl: int
+    ioctl: int
     setrlimit: int
     prlimit64: int
 
 
 _MACHINES = {
-    "x86_64": _Machine(0xC000003E, 0, clone=56, clone3=435, prctl=157, setrlimit=160, prlimit64=302),
-    "aarch64": _Machine(0xC00000B7, 1, clone=220, clone3=435, prctl=167, setrlimit=164, prlimit64=261),
+    "x86_64": _Machine(
+        0xC000003E, 0, clone=56, clone3=435, prctl=157, fcntl=72, ioctl=16, setrlimit=160, prlimit64=302
+    ),
+    "aarch64": _Machine(
+        0xC00000B7, 1, clone=220, clone3=435, prctl=167, fcntl=25, ioctl=29, setrlimit=164, prlimit64=261
+    ),
 }
+
+_SIGNALS_BY_FCNTL = (8, 10, 15)
+"""F_SETOWN, F_SETSIG and F_SETOWN_EX: a file that sends signals to any process of the user."""
+_SIGNALS_BY_IOCTL = (0x8901, 0x8902)
+"""FIOSETOWN and SIOCSPGRP: the same."""
 
 _X32_BIT = 0x40000000
 _CLONE_THREAD = 0x00010000
@@ -208,10 +227,15 @@ def filter_program(machine: str, left: SystemCalls) -> bytes:
     # Its flags lie in memory, where a filter cannot look; the C library then falls back to clone.
     rules += _when(known.clone3, [_answer(_UNKNOWN)])
     rules += _when(known.clone, _clone_rule(left))
-    if not left.limits:
+    rules += _when(known.fcntl, _unless_among(1, _SIGNALS_BY_FCNTL))
+    rules += _when(known.ioctl, _unless_among(1, _SIGNALS_BY_IOCTL))
+    if left.limits:
+        # Its own, and not another process's.
+        rules += _when(known.prlimit64, _unless_null(0))
+    else:
         rules += _when(known.setrlimit, [_answer(_REFUSE)])
         rules += _when(known.prlimit64, _unless_null(2))
-        rules += _when(known.prctl, _unless_differs(0, PR_SET_PDEATHSIG))
+        rules += _when(known.prctl, _unless_among(0, (PR_SET_PDEATHSIG,)))
     return b"".join([*start, *rules, _answer(_ALLOW)])
 
 
@@ -244,14 +268,10 @@ def _unless_null(argument: int) -> list[bytes]:
     ]
 
 
-def _unless_differs(argument: int, value: int) -> list[bytes]:
-    # prctl's first argument is an int: the kernel looks at its low half alone.
-    return [
-        _instruction(_LOAD, _ARGUMENTS + 8 * argument),
-        _instruction(_JUMP_EQUAL, value, 0, 1),
-        _answer(_REFUSE),
-        _answer(_ALLOW),
-    ]
+def _unless_among(argument: int, values: tuple[int, ...]) -> list[bytes]:
+    # Commands are ints: the kernel looks at the low half alone.
+    tests = [_instruction(_JUMP_EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
+    return [_instruction(_LOAD, _ARGUMENTS + 8 * argument), *tests, _answer(_ALLOW), _answer(_REFUSE)]
 
 
 def _when(number: int, rule: list[bytes]) -> list[bytes]:

@@ -84,11 +84,12 @@ class Worker:
     def _start_zygote(self) -> str | None:
         """Have the user's file loaded; says what went wrong, or None."""
         ours, theirs = socket.socketpair()
+        own = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
                 ours.close()
-                zygote.run(self._spec, theirs)
+                zygote.run(self._spec, theirs, own)
             finally:
                 os._exit(1)
         theirs.close()
@@ -259,7 +260,7 @@ def _input(text: str, scratch: str, stack: contextlib.ExitStack) -> int:
         stack.callback(os.close, descriptor)
         return descriptor
     with tempfile.TemporaryFile(dir=scratch) as file:
-        file.write(text.encode("utf-8", errors="surrogateescape"))
+        file.write(text.encode("utf-8", errors="replace"))
         file.seek(0)
         # Opened again: with a descriptor that can be written, a call could grow the file.
         descriptor = os.open(f"/dev/fd/{file.fileno()}", os.O_RDONLY)
@@ -305,7 +306,8 @@ def main(text: str) -> None:
     spec = WorkerSpec.from_json(text)
     signal.signal(signal.SIGTERM, _end_all)
     if kernel.IS_LINUX:
-        kernel.signal_at_parents_end(signal.SIGTERM)
+        # In namespaces all others end with this process, so nothing has to be left to a handler.
+        kernel.signal_at_parents_end(signal.SIGKILL if spec.has_namespaces else signal.SIGTERM)
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     sys.path.extend(spec.python_path)

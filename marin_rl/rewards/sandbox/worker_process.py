@@ -125,7 +125,7 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(2 * END_SECONDS):
+                async with asyncio.timeout(END_SECONDS):
                     await self._process.wait()
         if self._own_scratch is not None:
             # Not Python's own function: what a call left may be nested deeper than that can follow.

@@ -36,9 +36,15 @@ _ANSWER = 3
 _DEVICES_READ = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
-def run(spec: WorkerSpec, connection: socket.socket) -> None:
-    """Be the zygote: say what was loaded, then serve calls until the worker is gone."""
-    connection = _leave_worker(connection)
+def run(spec: WorkerSpec, connection: socket.socket, parent: int) -> None:
+    """Be the zygote: say what was loaded, then serve calls until the worker is gone.
+
+    Args:
+        spec: what the worker was told.
+        connection: to the worker.
+        parent: the worker's process.
+    """
+    connection = _leave_worker(connection, parent)
     _confine_import(spec)
     sys.path.extend(spec.python_path)
     functions: dict[str, Any] = {}
@@ -71,11 +77,11 @@ def parse_ready(data: bytes) -> dict[str, Any]:
     return {"functions": {}, "failed": "the process that loaded it said something else than what it loaded"}
 
 
-def _leave_worker(connection: socket.socket) -> socket.socket:
+def _leave_worker(connection: socket.socket, parent: int) -> socket.socket:
     """Let go of everything that the worker holds, its pipes to the trainer above all."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if kernel.IS_LINUX:
-        kernel.signal_at_parents_end(signal.SIGKILL)
+        kernel.end_with_parent(parent)
     os.setsid()
     kept = os.dup2(connection.detach(), _ANSWER)
     os.closerange(_ANSWER + 1, os.sysconf("SC_OPEN_MAX"))
@@ -97,8 +103,6 @@ def _confine_import(spec: WorkerSpec) -> None:
 
 
 def _confine_call(spec: WorkerSpec, folder: str, taken: int) -> None:
-    if kernel.IS_LINUX:
-        kernel.signal_at_parents_end(signal.SIGKILL)
     limit_call(spec.limits, taken)
     if spec.landlock:
         restrict_writes((folder, os.devnull), spec.landlock)
@@ -142,9 +146,10 @@ def _serve_one(spec: WorkerSpec, connection: socket.socket, functions: Mapping[s
         if not part:
             return False
         data += part
+    own = os.getpid()
     child = os.fork()
     if child == 0:
-        _be_child(spec, json.loads(data), descriptors, functions)
+        _be_child(spec, json.loads(data), descriptors, functions, own)
     for descriptor in descriptors:
         os.close(descriptor)
     _, status, usage = os.wait4(child, 0)
@@ -152,12 +157,16 @@ def _serve_one(spec: WorkerSpec, connection: socket.socket, functions: Mapping[s
     return True
 
 
-def _be_child(spec: WorkerSpec, request: dict[str, Any], descriptors: list[int], functions: Mapping[str, Any]) -> None:
+def _be_child(
+    spec: WorkerSpec, request: dict[str, Any], descriptors: list[int], functions: Mapping[str, Any], parent: int
+) -> None:
     """Run one call and exit."""
     status = NOT_CONFINED
     try:
-        # A group of its own, so that it can be ended with all that it starts, at once.
-        os.setsid()
+        if kernel.IS_LINUX:
+            kernel.end_with_parent(parent)
+            # A group of its own, so that it can be ended with all that it starts, at once.
+            os.setsid()
         _take_descriptors(descriptors)
         os.environ |= {"TMPDIR": request["folder"], "HOME": request["folder"]}
         tempfile.tempdir = None
@@ -238,6 +247,6 @@ def _flush() -> None:
 
 
 def _explain(error: BaseException) -> str:
-    """The error's type, message and the last lines of its traceback, as the user would see them."""
-    lines = traceback.format_exception(error, limit=-3)
-    return f"{type(error).__name__}: {error}\n{''.join(lines)}"[:8000]
+    """The error's type and message, and the end of its traceback, as the user would see them."""
+    traced = "".join(traceback.format_tb(error.__traceback__, limit=-3))
+    return f"{type(error).__name__}: {error}"[:2000] + f"\n{traced}"[-2000:]

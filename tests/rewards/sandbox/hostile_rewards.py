@@ -219,6 +219,26 @@ def signals(messages, ground_truth, process=None, **kwargs):
 
 
 @reward_function
+def signals_through_a_file(messages, ground_truth, process, **kwargs):
+    import fcntl
+
+    ours, theirs = socket.socketpair()
+    fcntl.fcntl(ours, fcntl.F_SETOWN, process)
+    fcntl.fcntl(ours, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(ours, fcntl.F_SETFL, os.O_ASYNC)
+    theirs.send(b"x")
+    return 1.0
+
+
+@reward_function
+def limits_the_trainer(messages, ground_truth, process, **kwargs):
+    import resource
+
+    resource.prlimit(process, resource.RLIMIT_NOFILE, (3, 3))
+    return 1.0
+
+
+@reward_function
 def recurses(messages, ground_truth, **kwargs):
     sys.setrecursionlimit(10**9)
 

@@ -191,8 +191,10 @@ def test_signal_to_its_parent(attack: Attack):
     assert attack.cause("signals") is expected
 
 
-def test_signal_to_the_trainer(confined: Attack):
-    lost = confined.lost("signals", process=os.getpid())
+@pytest.mark.parametrize("name", ["signals", "signals_through_a_file", "limits_the_trainer"])
+def test_attacks_on_the_trainer(confined: Attack, name: str):
+    lost = confined.lost(name, process=os.getpid())
+    assert "PermissionError" in lost.detail
     assert lost.cause is LossCause.RAISED
 
 

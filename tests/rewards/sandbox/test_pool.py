@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,18 +22,12 @@ from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox, UserFileError, UserFunction
 from marin_rl.rewards.sandbox.processes import descendants
-from tests.rewards.sandbox.conftest import CONFINED_LEVELS, HOSTILE, LEVELS, REQUEST, TIGHT, Attacks, offered
+from tests.rewards.sandbox.conftest import CONFINED_LEVELS, HOSTILE, LEVELS, REQUEST, TIGHT, Attacks, require
 
 SLOW = str(Path(__file__).with_name("slow_rewards.py"))
 ROOT = Path(__file__).parents[3]
 WAITS = UserFunction(SLOW, "waits")
 HONEST = UserFunction(HOSTILE, "honest")
-
-
-def require(level: Isolation) -> None:
-    why_not = offered(level)
-    if why_not is not None:
-        pytest.skip(f"{level.value} isolation is not offered here: {why_not}")
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -52,9 +47,11 @@ def alive(pids: set[int]) -> set[int]:
 
 
 def running_calls(sandbox: Sandbox) -> int:
-    """Calls that user code is running: a worker has, below it, a zygote and then the call."""
+    """Calls that are being run: a worker has, below it, a zygote and then the call, each leading its own group."""
     deep = 3 if sandbox.isolation is Isolation.FULL else 2
-    return sum(len(descendants(pid)) >= deep for pid in sandbox.worker_pids)
+    return sum(
+        sum(process == group for process, group in descendants(pid).items()) >= deep for pid in sandbox.worker_pids
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -126,6 +123,39 @@ def test_close_leaves_no_process_and_no_file(level: Isolation, tmp_path: Path, m
 
     asyncio.run(run())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_worker_that_hangs_is_replaced(level: Isolation, monkeypatch: pytest.MonkeyPatch):
+    require(level)
+    monkeypatch.setattr("marin_rl.rewards.sandbox.pool.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("marin_rl.rewards.sandbox.worker_process.END_SECONDS", 0.5)
+
+    async def run() -> None:
+        config = SandboxConfig(require=level, workers=1, wall_seconds=2.0, start_seconds=4.0)
+        async with Sandbox(config, strongest=level) as sandbox:
+            await sandbox.call(HONEST, [REQUEST], {})
+            [pid] = sandbox.worker_pids
+            stopped = {pid, *descendants(pid)}
+            for process in stopped:
+                os.kill(process, signal.SIGSTOP)
+            # It had not begun with the call, so another takes it.
+            assert (await sandbox.call(HONEST, [REQUEST], {}))[0].score == 1.0
+            await until(lambda: not alive(stopped))
+            assert sandbox.worker_pids != [pid]
+            call = asyncio.create_task(sandbox.call(WAITS, [REQUEST], {"seconds": 1000.0}))
+            await until(lambda: running_calls(sandbox) == 1)
+            [pid] = sandbox.worker_pids
+            stopped = {pid, *descendants(pid)}
+            for process in stopped:
+                os.kill(process, signal.SIGSTOP)
+            with pytest.raises(CallLostError, match=r"did not answer within \d+\.5 s"):
+                await call
+            await until(lambda: not alive(stopped))
+            assert (await sandbox.call(HONEST, [REQUEST], {}))[0].score == 1.0
+            assert sandbox.losses == {LossCause.WORKER: 1}
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -243,7 +273,8 @@ def test_files_that_cannot_be_loaded(level: Isolation, code: str, said: str, tmp
     file.write_text(code)
 
     async def run() -> None:
-        config = SandboxConfig(require=level, workers=1, start_seconds=2.0, memory_mb=512)
+        endless = said in ("not loaded after 2 s", "cannot be loaded")
+        config = SandboxConfig(require=level, workers=1, start_seconds=2.0 if endless else 60.0, memory_mb=512)
         async with Sandbox(config, strongest=level) as sandbox:
             with pytest.raises(UserFileError, match=said) as raised:
                 await sandbox.functions(str(file))
@@ -322,6 +353,39 @@ def test_a_bubblewrap_that_isolates_nothing_is_found_out(tmp_path: Path, monkeyp
     asyncio.run(run())
 
 
+def test_an_unknown_machine_has_no_isolation(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("marin_rl.rewards.sandbox.pool.seccomp_is_known", lambda: False)
+
+    async def run() -> None:
+        with pytest.raises(IsolationError, match=r"isolation is none\. full isolation: seccomp is not known for "):
+            await Sandbox(SandboxConfig()).start()
+
+    asyncio.run(run())
+
+
+def test_full_isolation_does_not_need_landlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    require(Isolation.FULL)
+    monkeypatch.setattr("marin_rl.rewards.sandbox.pool.landlock_version", lambda: 0)
+    (tmp_path / "secret").write_text("the secret")
+
+    async def lost(sandbox: Sandbox, name: str, path: str) -> bool:
+        try:
+            await sandbox.call(UserFunction(HOSTILE, name), [REQUEST], {"path": path})
+        except CallLostError as error:
+            return error.cause is LossCause.RAISED
+        return False
+
+    async def run() -> None:
+        async with Sandbox(SandboxConfig(require=Isolation.FULL, workers=1)) as sandbox:
+            assert "Landlock" not in sandbox.describe()
+            for path in (str(tmp_path / "secret"), "/etc/passwd", str(Path.home() / ".profile")):
+                assert await lost(sandbox, "reads", path)
+            for path in ("/dev/shm/new", "/dev/new", "/new", "/usr/new", HOSTILE, str(tmp_path / "new")):
+                assert await lost(sandbox, "overwrites", path), path
+
+    asyncio.run(run())
+
+
 def test_a_sandbox_has_to_be_started():
     async def run() -> None:
         sandbox = Sandbox(SandboxConfig())
@@ -393,3 +457,18 @@ class TestPrograms:
         self.run(attacks, level, "import json, builtins; builtins.left = json.left = 1; open('left', 'w').close()")
         code = "import json, builtins, os; print(hasattr(builtins, 'left'), hasattr(json, 'left'), os.listdir())"
         assert self.run(attacks, level, code).stdout == "False False []\n"
+
+
+def test_a_loop_in_another_thread():
+    """As the rollout runner has it."""
+    found: list[float] = []
+
+    async def run() -> None:
+        async with Sandbox(SandboxConfig(require=Isolation.NONE, workers=2)) as sandbox:
+            results = await asyncio.gather(*(sandbox.call(HONEST, [REQUEST], {}) for _ in range(4)))
+            found.extend(result.score for [result] in results)
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    thread.join()
+    assert found == [1.0] * 4

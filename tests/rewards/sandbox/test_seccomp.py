@@ -31,6 +31,8 @@ NUMBERS = {
         "socket": 41,
         "ptrace": 101,
         "prctl": 157,
+        "fcntl": 72,
+        "ioctl": 16,
         "prlimit64": 302,
         "setrlimit": 160,
         "io_uring_setup": 425,
@@ -50,6 +52,8 @@ NUMBERS = {
         "socket": 198,
         "ptrace": 117,
         "prctl": 167,
+        "fcntl": 25,
+        "ioctl": 29,
         "prlimit64": 261,
         "setrlimit": 164,
         "io_uring_setup": 425,
@@ -128,6 +132,27 @@ def test_limits(machine: str):
     # The kernel takes prctl's first argument as an int.
     assert verdict(machine, NOTHING, "prctl", (1 << 32) | PR_SET_PDEATHSIG) == REFUSED
     assert verdict(machine, NOTHING, "prctl", 15) == ALLOWED
+
+
+def test_limits_of_others(machine: str):
+    for pid in (1, 1 << 32):
+        assert verdict(machine, EVERYTHING, "prlimit64", pid, 9, 0) == REFUSED
+
+
+@pytest.mark.parametrize("left", [NOTHING, EVERYTHING])
+def test_files_that_send_signals(machine: str, left: SystemCalls):
+    for command in range(32):
+        expected = REFUSED if command in (8, 10, 15) else ALLOWED
+        assert verdict(machine, left, "fcntl", 3, command) == expected
+    for request, expected in {
+        0x8901: REFUSED,
+        0x8902: REFUSED,
+        0x8900: ALLOWED,
+        0x8903: ALLOWED,
+        0x5401: ALLOWED,
+    }.items():
+        assert verdict(machine, left, "ioctl", 3, request) == expected
+        assert verdict(machine, left, "ioctl", 3, (1 << 32) | request) == expected
 
 
 def test_another_architecture_ends_the_process(machine: str):

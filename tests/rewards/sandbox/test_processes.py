@@ -1,0 +1,62 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import os
+import subprocess
+import sys
+
+from marin_rl.rewards.sandbox.processes import descendants
+
+# In a process of its own: ending descendants would end those of other tests.
+TREE = """
+import os, sys, time
+from marin_rl.rewards.sandbox import kernel
+from marin_rl.rewards.sandbox.processes import descendants, end_descendants
+
+kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+ready, started = os.pipe()
+
+def sleep():
+    os.write(started, b"x")
+    time.sleep(1e6)
+
+spared = os.fork()
+if spared == 0:
+    sleep()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        if os.fork() == 0:
+            sleep()
+        sleep()
+    os._exit(0)
+if os.fork() == 0:
+    os.setsid()
+    os.write(started, b"x")
+    # Forks until it is ended; never more than a few at a time, for a test must not endanger its machine.
+    while True:
+        child = os.fork()
+        if child == 0:
+            time.sleep(0.01)
+            os._exit(0)
+        os.waitpid(child, 0)
+for _ in range(4):
+    os.read(ready, 1)
+found = descendants(os.getpid())
+assert len(found) >= 4 and found[spared] == os.getpgrp(), found
+assert end_descendants(spared, 30)
+assert set(descendants(os.getpid())) == {spared}
+assert end_descendants(None, 30)
+assert descendants(os.getpid()) == {}
+"""
+
+
+def test_descendants_are_ended_and_one_is_spared():
+    subprocess.run([sys.executable, "-c", TREE], check=True)
+
+
+def test_a_process_without_children():
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        assert child.pid in descendants(os.getpid())
+        assert descendants(child.pid) == {}
+    assert child.pid not in descendants(os.getpid())

@@ -1,0 +1,99 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What the page on rewards shows is run as it stands."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from marin_rl.rewards.code import parse_tests
+from marin_rl.rewards.combine import weighted_rewards
+from marin_rl.rewards.components import RewardComponentConfig
+from marin_rl.rewards.losses import LossCause
+from marin_rl.rewards.pipeline import build_pipeline
+from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.isolation import Isolation
+from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.runtime.config_decoding import decode
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "pages" / "authoring_rewards.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}(?: title=\"[^\"]*\")?\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for title, code in re.findall(r"```python title=\"([^\"]*)\"\n(.*?)```", PAGE, re.DOTALL):
+        (tmp_path / title).write_text(code)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["my_rewards.py", "try_my_rewards.py"]
+    return tmp_path
+
+
+def configs() -> list[list[RewardComponentConfig]]:
+    sections = [yaml.safe_load(text) for text in blocks("yaml")]
+    return [
+        decode(list[RewardComponentConfig], section["rewards"], ("rewards",))
+        for section in sections
+        if "rewards" in section
+    ]
+
+
+def test_the_function_works_outside_training(folder: Path):
+    # From the root, so that the package under test is found; the file's own folder is on the path.
+    command = [sys.executable, str(folder / "try_my_rewards.py")]
+    subprocess.run(command, check=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+
+
+def test_the_config_works(folder: Path, monkeypatch: pytest.MonkeyPatch, request_of: Any):
+    monkeypatch.chdir(folder)
+
+    async def run() -> None:
+        async with Sandbox(SandboxConfig(require=Isolation.NONE)) as sandbox:
+            pipeline = build_pipeline(configs()[0], sandbox)
+            await pipeline.start()
+            requests = [request_of("46.001"), request_of("forty-six")]
+            ones = [await pipeline.judge_one(request) for request in requests]
+            group = await pipeline.judge_group(requests)
+            rewards = [weighted_rewards([*one, *others]) for one, others in zip(ones, group, strict=True)]
+            assert rewards == [
+                {"accuracy": 1.0, "short_turns": 0.0, "shortest_of_group": 0.2},
+                {"accuracy": 0.0, "short_turns": 0.0, "shortest_of_group": 0.0},
+            ]
+            assert [step.base_reward for step in ones[0][1].steps] == [1.0]
+
+    asyncio.run(run())
+
+
+def test_the_other_sections_can_be_read():
+    _, [judge], [code] = configs()
+    assert type(judge).__name__ == "LlmJudgeConfig"
+    assert type(code).__name__ == "CodeRewardConfig"
+    [sandbox] = [yaml.safe_load(text)["sandbox"] for text in blocks("yaml") if text.startswith("sandbox")]
+    assert decode(SandboxConfig, sandbox, ("sandbox",)).require is Isolation.FULL
+
+
+def test_the_tests_can_be_read():
+    [tests] = blocks("json")
+    assert len(parse_tests(json.dumps(json.loads(tests))).asserts) == 2
+
+
+def test_every_cause_is_on_the_page():
+    assert re.findall(r"^\| `(\w+)` \| ", PAGE.split("| cause |")[1].split("##")[0], re.MULTILINE) == list(LossCause)
+
+
+def test_the_limits_defaults_are_on_the_page():
+    table = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", PAGE, re.MULTILINE))
+    config = SandboxConfig()
+    assert {name: float(value) for name, value in table.items()} == {name: getattr(config, name) for name in table}
+    assert len(table) == 7
