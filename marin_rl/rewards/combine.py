@@ -62,9 +62,13 @@ def evaluation_metrics(evaluations: Iterable[Evaluation]) -> dict[str, Metric]:
 def _records(one: Evaluation) -> Iterable[dict[str, Metric]]:
     measured = [one.metrics, *(step.metrics for step in one.steps)]
     scores = {f"lost_{one.lost}": total([1])} if one.score is None else {"score": mean([one.score])}
-    # A user's own metric may be called score; the component's stays what it is.
     for record in (
-        *({name: mean([value]) for name, value in part.items() if name != "score"} for part in measured),
+        *({name: mean([value]) for name, value in part.items() if not _is_reserved(name)} for part in measured),
         scores,
     ):
         yield {f"rewards/{one.component}/{name}": metric for name, metric in record.items()}
+
+
+def _is_reserved(name: str) -> bool:
+    # What a user measures may have any name; the component's own metrics stay what they are.
+    return name == "score" or name.startswith("lost_")

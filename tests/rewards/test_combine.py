@@ -11,7 +11,7 @@ CORRECT = Evaluation(
     weight=2.0,
     score=1.0,
     steps=(StepReward(0, 0.5, metrics={"moves": 1.0}), StepReward(2, 0.0, metrics={"moves": 4.0})),
-    metrics={"length": 3.0, "score": 99.0},
+    metrics={"length": 3.0, "score": 99.0, "lost_timeout": 99.0},
 )
 SHORT = Evaluation("short", weight=-0.5, score=0.5, steps=(StepReward(2, 4.0),))
 LOST = Evaluation("judge", weight=1.0, score=None, error="timeout: no answer", lost="timeout")
@@ -37,10 +37,12 @@ def test_turn_rewards_add_up_and_stay_empty_where_nobody_spoke():
 
 def test_metrics_are_means_over_rollouts_and_steps():
     other = Evaluation("correct", weight=2.0, score=0.0, metrics={"length": 6.0})
-    found = evaluation_metrics([CORRECT, other, LOST])
+    lost = Evaluation("correct", weight=2.0, score=None, error="timeout: no answer", lost="timeout")
+    found = evaluation_metrics([CORRECT, other, LOST, lost])
     assert {name: (metric.value, metric.weight) for name, metric in found.items()} == {
         "rewards/correct/score": (0.5, 2.0),
         "rewards/correct/length": (4.5, 2.0),
         "rewards/correct/moves": (2.5, 2.0),
+        "rewards/correct/lost_timeout": (1.0, 1.0),
         "rewards/judge/lost_timeout": (1.0, 1.0),
     }
