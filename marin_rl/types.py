@@ -71,7 +71,7 @@ class RolloutStatus(enum.StrEnum):
     FAILED = "failed"
     """Its environment raised, or a reward component gave it no valid score; it has no reward and carries no signal."""
     TIMED_OUT = "timed_out"
-    """Its environment or its rewards took longer than an episode may; no reward and no signal either."""
+    """Its environment took longer than an episode may; no reward and no signal either."""
 
     @property
     def is_graded(self) -> bool:

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -310,16 +311,92 @@ def everything(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) 
     return run.records()
 
 
+LESSON = """
+    import dataclasses
+
+    from marin_rl.environments.base import Split, Step, split_of
+    from marin_rl.types import Task
+
+
+    @dataclasses.dataclass(frozen=True)
+    class Words:
+        name: str = "words"
+
+        def tasks(self, split):
+            words = [f"{a}{b}" for a in range(2, 10) for b in range(2, 10)]
+            return [
+                Task(word, self.name, ({"role": "user", "content": word},), word)
+                for word in words
+                if split_of(word, 0.3, 0.2) is split
+            ]
+
+        async def start(self, task, seed):
+            return Episode()
+
+
+    class Episode:
+        async def step(self, reply):
+            return Step({}, metrics={"characters": float(len(reply))})
+
+        async def close(self):
+            pass
+"""
+REWARD = """
+    from marin_rl.rewards import EvaluateResult, reward_function
+
+
+    @reward_function
+    def shape(messages, ground_truth, **kwargs):
+        reply = messages[-1]["content"]
+        if len(reply) == 2:
+            raise ValueError("two characters")
+        return EvaluateResult(score=len(reply) / 3, metrics={"spaces": reply.count(" ")})
+"""
+
+
+@pytest.fixture(scope="module")
+def lessons(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The records of a curriculum in which a user's reward function judges a user's environment."""
+    folder = tmp_path_factory.mktemp("lessons")
+    for name, text in (("words.py", LESSON), ("shape.py", REWARD)):
+        (folder / name).write_text(textwrap.dedent(text))
+    words = {
+        "type": "file",
+        "path": str(folder / "words.py"),
+        "name": "Words",
+        "rewards": [{"type": "function", "path": str(folder / "shape.py"), "function": "shape"}],
+    }
+    numbers = {"type": "arithmetic", "terms": 2, "digits": 1, "size": 100, "name": "sums"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+        run = make_run(
+            folder,
+            environment={
+                "type": "curriculum",
+                "lessons": [
+                    {"name": "first", "environment": words, "window": 4},
+                    {"name": "second", "environment": numbers, "after": ["first"]},
+                ],
+            },
+            initialize_from=str(finished_run.path),
+            warm_start__max_steps=0,
+            num_steps=2,
+            evaluation={"tasks": 2, "greedy": False},
+        )
+        assert run.train() == 0
+    return run.records()
+
+
 NOT_ON_A_CPU = {"mfu"}
 STARTING_POINT = "before_warm_start/"
 
 
 def test_every_metric_is_defined_and_every_definition_is_of_a_metric(
-    finished_run: TinyRun, everything: list[dict[str, Any]]
+    finished_run: TinyRun, everything: list[dict[str, Any]], lessons: list[dict[str, Any]]
 ) -> None:
     defined = [definition.name for definition in defined_metrics()]
     assert len(defined) == len(set(defined)) > 60
-    logged = {name for record in (*finished_run.records(), *everything) for name in record}
+    logged = {name for record in (*finished_run.records(), *everything, *lessons) for name in record}
     undefined = {
         name
         for name in logged
@@ -330,11 +407,13 @@ def test_every_metric_is_defined_and_every_definition_is_of_a_metric(
     assert never_logged == NOT_ON_A_CPU
 
 
-def test_values_lie_in_the_ranges_that_the_page_gives(finished_run: TinyRun, everything: list[dict[str, Any]]) -> None:
+def test_values_lie_in_the_ranges_that_the_page_gives(
+    finished_run: TinyRun, everything: list[dict[str, Any]], lessons: list[dict[str, Any]]
+) -> None:
     definitions = defined_metrics()
     outside = [
         (name, value, definition.range)
-        for record in (*finished_run.records(), *everything)
+        for record in (*finished_run.records(), *everything, *lessons)
         for name, value in record.items()
         for definition in definitions
         if re.fullmatch(pattern(definition.name), name.removeprefix(STARTING_POINT))

@@ -34,6 +34,7 @@ def test_a_dry_run_prints_the_config_and_what_it_amounts_to_and_makes_nothing(
         "max_seconds": 120.0,
         "packing": True,
         "row_length": None,
+        "state_hashing": None,
     }
     assert config["advantage"]["type"] == "rloo"
     assert "4 prompts x 8 attempts = 32 rollouts" in arithmetic

@@ -115,8 +115,8 @@ class RolloutConfig:
     max_tokens: int | None = None
     """Most tokens in all answers of one rollout together; null: no limit beyond the others."""
     max_seconds: float = 120.0
-    """Most seconds that environment and rewards may take for one rollout; waiting for the sampler does not count. One
-    that takes longer is lost alone."""
+    """Most seconds that the environment may take for one rollout; waiting for the sampler does not count. One that
+    takes longer is lost alone. Reward functions have the limits of `sandbox`."""
     state_hashing: StateHashingConfig | None = None
     """A function of one's own that says which turns stood at the same place, for `advantage: {type: gigpo}`; null: a
     hash of the environment's anchor state or, without one, of the messages shown."""

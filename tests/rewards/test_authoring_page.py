@@ -43,9 +43,9 @@ def folder(tmp_path: Path) -> Path:
 def configs() -> list[list[RewardComponentConfig]]:
     sections = [yaml.safe_load(text) for text in blocks("yaml")]
     return [
-        decode(list[RewardComponentConfig], section["rewards"], ("rewards",))
+        decode(list[RewardComponentConfig], section["environment"]["rewards"], ("environment", "rewards"))
         for section in sections
-        if "rewards" in section
+        if "environment" in section
     ]
 
 
@@ -84,7 +84,7 @@ def test_the_other_sections_can_be_read():
 
 
 def test_the_tests_can_be_read():
-    [tests] = blocks("json")
+    [tests] = blocks("text")
     assert len(parse_tests(json.dumps(json.loads(tests))).asserts) == 2
 
 

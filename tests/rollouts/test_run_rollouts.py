@@ -487,7 +487,7 @@ def test_actions_metrics_and_anchors_are_kept():
     assert [turn.action for turn in rollout.turns] == ["left"] * 3
     assert len({turn.anchor_state for turn in rollout.turns}) == 1
     assert rollout.metrics == {"n": 3.0}
-    assert set(rollout.seconds) == {"sample", "environment"}
+    assert set(rollout.seconds) == {"sample", "environment", "reward"}
 
 
 def test_an_anchor_state_that_json_cannot_hold_fails_its_rollout():
@@ -499,7 +499,7 @@ def test_an_anchor_state_that_json_cannot_hold_fails_its_rollout():
 
 
 def test_every_step_is_told_at_debug_and_every_episode_at_info(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.DEBUG, logger="marin_rl.rollouts.episode"):
+    with caplog.at_level(logging.DEBUG, logger="marin_rl.rollouts.draft"):
         play(player(says("a", "b")), [task(2)])
     debug = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
     info = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
