@@ -141,20 +141,19 @@ def demonstration(environment: Environment, task: Task) -> tuple[Message, ...]:
 class CodeRunningEnvironment(Protocol):
     """An environment that runs programs which the policy wrote, in a sandbox that is made later than it."""
 
-    def connect_code_runner(self, runner: CodeRunner) -> None:
-        """Take the sandbox; called once, before anything is played."""
+    def connect_code_runner(self, runner: CodeRunner) -> bool:
+        """Take the sandbox, and say whether it will be needed; called once, before anything is played."""
         ...
 
 
-def connect_code_runner(environment: Environment, runner: CodeRunner) -> None:
-    """Give an environment the sandbox, if it or a part of it runs programs.
+def connect_code_runner(environment: Environment, runner: CodeRunner) -> bool:
+    """Give an environment the sandbox, if it or a part of it runs programs, and say whether it does.
 
     Args:
         environment: about to be played.
         runner: runs programs where they can do no harm.
     """
-    if isinstance(environment, CodeRunningEnvironment):
-        environment.connect_code_runner(runner)
+    return isinstance(environment, CodeRunningEnvironment) and environment.connect_code_runner(runner)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -166,11 +166,12 @@ class ToolUseEnvironment:
                 )
         return ToolUseEpisode(self, await self.questions.start(self.originals[task.id], seed))
 
-    def connect_code_runner(self, runner: CodeRunner) -> None:
-        """Give the sandbox to the tools that run programs."""
-        for tool in self.tools.values():
-            if isinstance(tool, PythonTool):
-                tool.runner = runner
+    def connect_code_runner(self, runner: CodeRunner) -> bool:
+        """Give the sandbox to the tools that run programs, and say whether there are any."""
+        running = [tool for tool in self.tools.values() if isinstance(tool, PythonTool)]
+        for tool in running:
+            tool.runner = runner
+        return bool(running)
 
 
 @dataclasses.dataclass

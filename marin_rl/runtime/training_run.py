@@ -166,8 +166,8 @@ def make_judges(config: TrainConfig, environment: Environment, loop: BackgroundL
         IsolationError: if the machine offers less isolation than the sandbox requires.
     """
     sandbox = Sandbox(config.sandbox)
-    connect_code_runner(environment, sandbox)
-    return RewardFunctions(config.environment.reward_components(environment), sandbox, loop)
+    has_tools = connect_code_runner(environment, sandbox)
+    return RewardFunctions(config.environment.reward_components(environment), sandbox, loop, has_tools=has_tools)
 
 
 def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
