@@ -141,20 +141,22 @@ def demonstration(environment: Environment, task: Task) -> tuple[Message, ...]:
 class CodeRunningEnvironment(Protocol):
     """An environment that runs programs which the policy wrote, in a sandbox that is made later than it."""
 
-    def connect_code_runner(self, runner: CodeRunner) -> None:
-        """Take the sandbox; called once, before anything is played."""
+    def connect_code_runner(self, runner: CodeRunner) -> bool:
+        """Take the sandbox; called once, before anything is played. Whether there is something to run in it."""
         ...
 
 
-def connect_code_runner(environment: Environment, runner: CodeRunner) -> None:
+def connect_code_runner(environment: Environment, runner: CodeRunner) -> bool:
     """Give an environment the sandbox, if it or a part of it runs programs.
 
     Args:
         environment: about to be played.
         runner: runs programs where they can do no harm.
+
+    Returns:
+        Whether it runs programs, so that the sandbox must be started.
     """
-    if isinstance(environment, CodeRunningEnvironment):
-        environment.connect_code_runner(runner)
+    return isinstance(environment, CodeRunningEnvironment) and environment.connect_code_runner(runner)
 
 
 @dataclasses.dataclass(frozen=True)

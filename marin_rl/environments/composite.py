@@ -52,10 +52,9 @@ class CompositeEnvironment:
         """The stream of training tasks."""
         return self.make_stream(seed)
 
-    def connect_code_runner(self, runner: CodeRunner) -> None:
-        """Give the sandbox to the parts that run programs."""
-        for part in self.parts.values():
-            connect_code_runner(part, runner)
+    def connect_code_runner(self, runner: CodeRunner) -> bool:
+        """Give the sandbox to the parts that run programs; whether there are any."""
+        return any([connect_code_runner(part, runner) for part in self.parts.values()])
 
     def can_demonstrate(self, task: Task) -> bool:
         """Whether the task's environment has a conversation to imitate."""

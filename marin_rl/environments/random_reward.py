@@ -77,9 +77,9 @@ class RandomRewardEnvironment:
         """The inner environment's stream of training tasks."""
         return task_stream(self.inner, seed)
 
-    def connect_code_runner(self, runner: CodeRunner) -> None:
-        """Give the sandbox to the inner environment."""
-        connect_code_runner(self.inner, runner)
+    def connect_code_runner(self, runner: CodeRunner) -> bool:
+        """Give the sandbox to the inner environment; whether that runs programs."""
+        return connect_code_runner(self.inner, runner)
 
     def can_demonstrate(self, task: Task) -> bool:
         """Whether the inner environment has a conversation to imitate."""
