@@ -54,7 +54,8 @@ class CompositeEnvironment:
 
     def connect_code_runner(self, runner: CodeRunner) -> bool:
         """Give the sandbox to the parts that run programs; whether there are any."""
-        return any([connect_code_runner(part, runner) for part in self.parts.values()])
+        needed = [connect_code_runner(part, runner) for part in self.parts.values()]
+        return any(needed)
 
     def can_demonstrate(self, task: Task) -> bool:
         """Whether the task's environment has a conversation to imitate."""
