@@ -142,16 +142,19 @@ class CodeRunningEnvironment(Protocol):
     """An environment that runs programs which the policy wrote, in a sandbox that is made later than it."""
 
     def connect_code_runner(self, runner: CodeRunner) -> bool:
-        """Take the sandbox, and say whether it will be needed; called once, before anything is played."""
+        """Take the sandbox; called once, before anything is played. Whether there is something to run in it."""
         ...
 
 
 def connect_code_runner(environment: Environment, runner: CodeRunner) -> bool:
-    """Give an environment the sandbox, if it or a part of it runs programs, and say whether it does.
+    """Give an environment the sandbox, if it or a part of it runs programs.
 
     Args:
         environment: about to be played.
         runner: runs programs where they can do no harm.
+
+    Returns:
+        Whether it runs programs, so that the sandbox must be started.
     """
     return isinstance(environment, CodeRunningEnvironment) and environment.connect_code_runner(runner)
 

@@ -53,7 +53,7 @@ class CompositeEnvironment:
         return self.make_stream(seed)
 
     def connect_code_runner(self, runner: CodeRunner) -> bool:
-        """Give the sandbox to the parts that run programs, and say whether there are any."""
+        """Give the sandbox to the parts that run programs; whether there are any."""
         needed = [connect_code_runner(part, runner) for part in self.parts.values()]
         return any(needed)
 

@@ -78,7 +78,7 @@ class RandomRewardEnvironment:
         return task_stream(self.inner, seed)
 
     def connect_code_runner(self, runner: CodeRunner) -> bool:
-        """Give the sandbox to the inner environment, and say whether it needs it."""
+        """Give the sandbox to the inner environment; whether that runs programs."""
         return connect_code_runner(self.inner, runner)
 
     def can_demonstrate(self, task: Task) -> bool:

@@ -24,6 +24,7 @@ from marin_rl.environments.tools import (
 )
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.losses import CallLostError
+from marin_rl.rewards.sandbox.pool import IsolationError
 from marin_rl.types import Message, Task
 
 logger = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ class ToolUseEnvironment:
         return ToolUseEpisode(self, await self.questions.start(self.originals[task.id], seed))
 
     def connect_code_runner(self, runner: CodeRunner) -> bool:
-        """Give the sandbox to the tools that run programs, and say whether there are any."""
+        """Give the sandbox to the tools that run programs; whether there are any."""
         running = [tool for tool in self.tools.values() if isinstance(tool, PythonTool)]
         for tool in running:
             tool.runner = runner
@@ -242,7 +243,7 @@ class ToolUseEpisode:
         try:
             async with limit:
                 return await tool.call(call.arguments)
-        except (ToolError, CallLostError):
+        except (ToolError, CallLostError, IsolationError):
             raise
         except Exception as error:
             if limit.expired():

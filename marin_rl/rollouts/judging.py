@@ -59,7 +59,7 @@ class RewardFunctions:
         sandbox: Sandbox,
         loop: BackgroundLoop,
         *,
-        has_tools: bool = False,
+        runs_programs: bool = False,
     ) -> None:
         """Start the sandbox and check every component; no sandbox is started where there is nothing to run in it.
 
@@ -67,7 +67,7 @@ class RewardFunctions:
             components: by name of the environment whose rollouts they judge.
             sandbox: where their code runs; not started yet.
             loop: where all of this happens.
-            has_tools: whether an environment runs programs in the sandbox.
+            runs_programs: whether an environment's tools run in the sandbox too, so that it is started in any case.
 
         Raises:
             RewardConfigError: if a component cannot be used.
@@ -76,8 +76,8 @@ class RewardFunctions:
         self._loop = loop
         self._sandbox = sandbox
         self._pipelines = {name: build_pipeline(own, sandbox) for name, own in components.items() if own}
-        self._is_used = bool(self._pipelines) or has_tools
-        if self._is_used:
+        self._is_started = bool(self._pipelines) or runs_programs
+        if self._is_started:
             try:
                 loop.submit(self._start()).result()
             except BaseException:
@@ -126,7 +126,7 @@ class RewardFunctions:
 
     def close(self) -> None:
         """End every process of theirs."""
-        if self._is_used:
+        if self._is_started:
             self._loop.submit(self._close()).result()
 
     async def _close(self) -> None:

@@ -166,8 +166,9 @@ def make_judges(config: TrainConfig, environment: Environment, loop: BackgroundL
         IsolationError: if the machine offers less isolation than the sandbox requires.
     """
     sandbox = Sandbox(config.sandbox)
-    has_tools = connect_code_runner(environment, sandbox)
-    return RewardFunctions(config.environment.reward_components(environment), sandbox, loop, has_tools=has_tools)
+    runs_programs = connect_code_runner(environment, sandbox)
+    components = config.environment.reward_components(environment)
+    return RewardFunctions(components, sandbox, loop, runs_programs=runs_programs)
 
 
 def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:

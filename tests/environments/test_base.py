@@ -2,10 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import collections
+import dataclasses
 
 import pytest
 
-from marin_rl.environments.base import Split, split_of
+from marin_rl.environments import ArithmeticConfig, TextGameConfig
+from marin_rl.environments.base import Split, can_demonstrate, demonstration, split_of
+from marin_rl.types import Message
 
 
 @pytest.mark.parametrize(("held_out", "validation"), [(0.1, 0.05), (0.3, 0.2), (0.0, 0.0)])
@@ -26,3 +29,21 @@ def test_the_split_of_a_text_is_the_same_on_every_machine():
     # Written down once: a split that moved would put problems of an old run's training set into the held-out one.
     splits = [split_of(f"{n}+{n}=", 0.3, 0.3) for n in range(6)]
     assert splits == [Split.HELD_OUT] * 5 + [Split.TRAIN]
+
+
+def test_without_demonstrations_of_its_own_an_environment_shows_worked_answers():
+    environment = ArithmeticConfig(size=50).build()
+    task = environment.tasks(Split.TRAIN)[0]
+    assert can_demonstrate(environment, task)
+    assert demonstration(environment, task) == (*task.messages, Message(role="assistant", content=task.answer))
+    unworked = dataclasses.replace(task, worked_answer=None)
+    assert not can_demonstrate(environment, unworked)
+    with pytest.raises(ValueError, match="has no worked answer to imitate"):
+        demonstration(environment, unworked)
+
+
+def test_an_environment_that_demonstrates_is_asked_first():
+    game = TextGameConfig(id="FrozenLake-v1", num_tasks=5, held_out=0.0, validation=0.0).build()
+    task = dataclasses.replace(game.tasks(Split.TRAIN)[0], worked_answer="up")
+    assert demonstration(game, task) == game.demonstrate(task)
+    assert len(demonstration(game, task)) > len(task.messages) + 1

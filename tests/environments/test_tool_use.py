@@ -15,7 +15,10 @@ from marin_rl.environments.mixture import MixturePartConfig
 from marin_rl.environments.tool_use import ToolLimits, ToolUseEnvironment
 from marin_rl.environments.tools import CalculatorConfig, PythonConfig, ToolConfig, ToolError
 from marin_rl.rewards.losses import CallLostError, LossCause
-from marin_rl.rewards.sandbox.pool import PythonResult
+from marin_rl.rewards.sandbox.config import Isolation, SandboxConfig
+from marin_rl.rewards.sandbox.pool import IsolationError, PythonResult, Sandbox
+from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.rollouts.judging import RewardFunctions
 from marin_rl.runtime.config_decoding import decode
 from marin_rl.types import Message, Task
 
@@ -194,6 +197,58 @@ def test_python_needs_its_sandbox_and_gets_it_through_mixtures():
     connect_code_runner(mixture, Runner())
     [step] = play(mixture, task, call("python", code="print(1)"))
     assert said(step) == ["ran print(1)"]
+
+
+def test_whether_a_sandbox_is_needed_is_told():
+    with_python = ToolUseConfig(questions=QUESTIONS, tools=(CalculatorConfig(), PythonConfig()), name="python").build()
+    without, _ = build()
+    assert connect_code_runner(with_python, Runner())
+    assert not connect_code_runner(without, Runner())
+    assert not connect_code_runner(QUESTIONS.build(), Runner())
+    both = MixtureConfig(
+        (
+            MixturePartConfig(ToolUseConfig(questions=QUESTIONS, tools=(PythonConfig(),), name="python")),
+            MixturePartConfig(QUESTIONS),
+            MixturePartConfig(ToolUseConfig(questions=QUESTIONS, tools=(PythonConfig(),), name="more python")),
+        )
+    ).build()
+    assert connect_code_runner(both, Runner())
+    for name in ("python", "more python"):
+        task = next(task for task in both.tasks(Split.TRAIN) if task.environment == name)
+        assert said(play(both, task, call("python", code="1"))[0]) == ["ran 1"]
+
+
+def test_programs_run_in_the_sandbox_which_is_started_for_them_alone():
+    environment, task = build(tools=(PythonConfig(),))
+    loop = BackgroundLoop()
+    sandbox = Sandbox(SandboxConfig(require=Isolation.NONE, workers=1))
+    needed = connect_code_runner(environment, sandbox)
+    # Nothing to judge; the tools alone need it.
+    judges = RewardFunctions({}, sandbox, loop, runs_programs=needed)
+    try:
+
+        async def run() -> list[Step]:
+            episode = await environment.start(task, 0)
+            codes = "print(6 * 7)", "print('so far')\n1 / 0"
+            return [await episode.step(call("python", code=code)) for code in codes]
+
+        good, bad = loop.submit(run()).result()
+    finally:
+        judges.close()
+        loop.close()
+    assert said(good) == ["42\n"]
+    [told] = said(bad)
+    assert told.startswith("Error: the program did not end well")
+    assert "ZeroDivisionError" in told
+    assert told.endswith("It printed:\nso far\n")
+    assert not sandbox.worker_pids
+
+
+def test_a_sandbox_that_was_not_started_is_no_answer_of_a_tool():
+    environment, task = build(tools=(PythonConfig(),))
+    connect_code_runner(environment, Sandbox(SandboxConfig()))
+    with pytest.raises(IsolationError, match="the sandbox is not started"):
+        play(environment, task, call("python", code="print(1)"))
 
 
 def test_a_stranger_is_refused():

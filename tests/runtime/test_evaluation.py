@@ -9,7 +9,7 @@ import pytest
 from marin_rl.environments.base import Episode, Split, Step
 from marin_rl.rollouts.draft import Limits
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Player
-from marin_rl.runtime.evaluation import EvaluationConfig, evaluate
+from marin_rl.runtime.evaluation import EvaluationConfig, evaluate, first_of_each
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.scripted import ScriptedSampler
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
@@ -67,6 +67,20 @@ def player(script, environment: Exam | None = None) -> Player:
 
 def measure(made: Player, split: Split = Split.HELD_OUT, seed: int = 0, **config) -> dict[str, float]:
     return evaluate(made, EvaluationConfig(**config), temperature=0.8, seed=seed, split=split)
+
+
+def test_every_environment_is_measured_on_as_many_tasks():
+    measured = measure(player(lambda request: "1"), tasks=1) | measure(
+        player(lambda request: "1", Exam(sources=("b", "a"))), tasks=1
+    )
+    assert {name: value for name, value in measured.items() if name.endswith("/tasks")} == {
+        "eval/exam/tasks": 1.0,
+        "eval/a/tasks": 1.0,
+        "eval/b/tasks": 1.0,
+    }
+    tasks = Exam(sources=("b", "a")).tasks(Split.HELD_OUT)
+    assert first_of_each(tasks, 1) == [tasks[0], tasks[1]]
+    assert first_of_each(tasks, 9) == tasks
 
 
 def test_accuracy_sampled_and_greedy():
