@@ -205,10 +205,14 @@ SHOWN = re.compile(r"-m (marin_rl\.(?:train|evaluate)\b[^#\n]*)")
 
 
 def shown_commands() -> list[Any]:
-    """What stands behind every `python -m` of ours in a fenced block; the one with `[OPTIONS]` aside."""
+    """What stands behind every `python -m` of ours in a fenced block; the one with `[OPTIONS]` aside.
+
+    Those of the tutorial are run, in a test of their own.
+    """
     return [
         pytest.param(shlex.split(command), id=f"{page.name}: {command.strip()}")
         for page in PAGES
+        if page.name != "tutorial.md"
         for block in FENCE.finditer(page.read_text(encoding="utf-8"))
         for command in SHOWN.findall(block[2])
         if " [" not in command
