@@ -7,7 +7,12 @@ import os
 import shutil
 import tempfile
 
+import hypothesis
 import pytest
+
+# How long an example takes says nothing about the code on a machine that does other things too.
+hypothesis.settings.register_profile("no deadlines", deadline=None)
+hypothesis.settings.load_profile("no deadlines")
 
 # Set before anything imports jax, and in the environment, so that subprocesses and workers inherit them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

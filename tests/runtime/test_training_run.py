@@ -156,7 +156,17 @@ def test_where_weights_lie(finished_run: TinyRun, tmp_path: Path):
 
 
 def test_progress_is_json(finished_run: TinyRun):
-    progress = Progress(3, 6, 12, 48, 100, 90, 264, {"before RL": {"eval/ones/accuracy_sampled": 0.5}})
+    progress = Progress(
+        step=3,
+        updates=6,
+        tasks_drawn=12,
+        task_stream={"drawn": 12, "parts": {"ones": {"drawn": 12}}},
+        episodes=48,
+        sampled_tokens=100,
+        trained_tokens=90,
+        vocab_size=264,
+        evaluations={"before RL": {"eval/ones/accuracy_sampled": 0.5}},
+    )
     assert Progress(**json.loads(json.dumps(dataclasses.asdict(progress)))) == progress
 
 

@@ -3,7 +3,7 @@
 
 import os
 import signal
-from collections.abc import Callable
+import sys
 from typing import Any
 
 import pytest
@@ -13,21 +13,16 @@ from marin_rl.rewards.sandbox.causes import loss_of
 from marin_rl.rewards.sandbox.zygote import NOT_CONFINED
 
 
-def ended(action: Callable[[], Any]) -> int:
-    """The status of a process that did something, from the kernel itself."""
-    pid = os.fork()
-    if pid == 0:
-        action()
-        os._exit(0)
+def ended(program: str) -> int:
+    """The status of a process that ran a program, from the kernel itself."""
+    code = f"import os, signal\n{program}"
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-I", "-S", "-c", code], os.environ)
     return os.waitpid(pid, 0)[1]
 
 
-def killed(number: int) -> Callable[[], None]:
-    def die() -> None:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    return die if number != signal.SIGKILL else lambda: os.kill(os.getpid(), number)
+def killed(number: int) -> str:
+    reset = "" if number == signal.SIGKILL else f"signal.signal({number}, signal.SIG_DFL)\n"
+    return f"{reset}os.kill(os.getpid(), {number})"
 
 
 def report(status: int | None = 0, violation: str | None = None, cpu: float = 0.0) -> dict[str, Any]:
@@ -35,12 +30,11 @@ def report(status: int | None = 0, violation: str | None = None, cpu: float = 0.
 
 
 def test_a_call_that_ended_well():
-    assert loss_of(report(ended(lambda: None)), 10.0) is None
+    assert loss_of(report(ended("pass")), 10.0) is None
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("action", "cpu", "cause", "detail"),
+    ("program", "cpu", "cause", "detail"),
     [
         (killed(signal.SIGXCPU), 10.0, LossCause.CPU, "cpu_seconds"),
         (killed(signal.SIGKILL), 11.0, LossCause.CPU, "cpu_seconds"),
@@ -48,12 +42,12 @@ def test_a_call_that_ended_well():
         (killed(signal.SIGXFSZ), 0.1, LossCause.FILE_SIZE, "file_mb"),
         (killed(signal.SIGTERM), 0.1, LossCause.SIGNAL, "SIGTERM"),
         (killed(signal.SIGRTMIN + 1), 0.1, LossCause.SIGNAL, f"signal {signal.SIGRTMIN + 1}"),
-        (lambda: os._exit(3), 0.1, LossCause.EXITED, "status 3: said"),
-        (lambda: os._exit(NOT_CONFINED), 0.1, LossCause.WORKER, "not confined, and not run: said"),
+        ("os._exit(3)", 0.1, LossCause.EXITED, "status 3: said"),
+        (f"os._exit({NOT_CONFINED})", 0.1, LossCause.WORKER, "not confined, and not run: said"),
     ],
 )
-def test_how_a_call_ended(action: Callable[[], Any], cpu: float, cause: LossCause, detail: str):
-    loss = loss_of(report(ended(action), cpu=cpu), 10.0)
+def test_how_a_call_ended(program: str, cpu: float, cause: LossCause, detail: str):
+    loss = loss_of(report(ended(program), cpu=cpu), 10.0)
     assert loss is not None
     assert loss.cause is cause
     assert detail in loss.detail
