@@ -12,31 +12,17 @@ from pathlib import Path
 
 from marin_rl.environments.base import Split
 from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
-from marin_rl.rewards.sandbox.pool import IsolationError
 from marin_rl.rollouts.event_loop import BackgroundLoop
-from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, BlockedEventLoopError
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml, parse_config
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import EvaluationConfig, evaluate
 from marin_rl.runtime.policy_sampler import PolicySampler
-from marin_rl.runtime.run_directory import RunDirectory, RunDirectoryError, open_existing
+from marin_rl.runtime.run_directory import RunDirectory, open_existing
 from marin_rl.runtime.training_run import make_judges, make_player, restore_policy
-from marin_rl.sampling.levanter_sampler import SamplerError
+from marin_rl.runtime.user_errors import USER_ERRORS
 
 FLAGS = {"json": "Print one JSON object instead of lines."}
-
-USER_ERRORS = (
-    ValueError,
-    OSError,
-    RunDirectoryError,
-    CheckpointError,
-    SamplerError,
-    AllRolloutsFailedError,
-    BlockedEventLoopError,
-    IsolationError,
-)
-"""Errors whose message says what to do; a traceback would only hide it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,32 +7,14 @@ import sys
 from collections.abc import Sequence
 
 from marin_rl.environments.base import Split
-from marin_rl.learner.checkpoint import CheckpointError
-from marin_rl.learner.train_step import NonFiniteUpdateError
-from marin_rl.rewards.sandbox.pool import IsolationError
-from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, BlockedEventLoopError
 from marin_rl.runtime.arithmetic import describe_run
 from marin_rl.runtime.config import TrainConfig, levanter_defaults
 from marin_rl.runtime.config_parsing import parse_config, to_yaml
-from marin_rl.runtime.run_directory import RunDirectoryError
 from marin_rl.runtime.session import run_session
 from marin_rl.runtime.training_run import resolve_model
-from marin_rl.sampling.levanter_sampler import SamplerError
+from marin_rl.runtime.user_errors import USER_ERRORS
 
 FLAGS = {"dry_run": "Check the config, print it in full with what each update amounts to, and stop."}
-
-USER_ERRORS = (
-    ValueError,
-    OSError,
-    RunDirectoryError,
-    CheckpointError,
-    SamplerError,
-    NonFiniteUpdateError,
-    AllRolloutsFailedError,
-    BlockedEventLoopError,
-    IsolationError,
-)
-"""Errors whose message says what to do; a traceback would only hide it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,24 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What the command lines print as one line."""
+
+from marin_rl.learner.checkpoint import CheckpointError
+from marin_rl.learner.train_step import NonFiniteUpdateError
+from marin_rl.rewards.sandbox.pool import IsolationError
+from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, BlockedEventLoopError
+from marin_rl.runtime.run_directory import RunDirectoryError
+from marin_rl.sampling.levanter_sampler import SamplerError
+
+USER_ERRORS = (
+    ValueError,
+    OSError,
+    RunDirectoryError,
+    CheckpointError,
+    SamplerError,
+    NonFiniteUpdateError,
+    AllRolloutsFailedError,
+    BlockedEventLoopError,
+    IsolationError,
+)
+"""Errors whose message says what to do; a traceback would only hide it."""

@@ -1,0 +1,116 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Reward functions on rollouts that are played: who is asked when, and what becomes of the rollout."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from marin_rl.environments.base import Step
+from marin_rl.rollouts.draft import Draft
+from marin_rl.types import Evaluation, Message, Rollout, RolloutStatus, StepReward
+from tests.rollouts.test_run_rollouts import Countdown, Game, play, player, says, task
+
+
+class Scripted:
+    """Judges that note whom they are asked about, and say what they are told to."""
+
+    def __init__(self, **said: list[Evaluation]) -> None:
+        self.said = said
+        self.asked: dict[str, list[list[str]]] = {"one": [], "group": [], "batch": []}
+
+    async def judge_one(self, draft: Draft) -> None:
+        self._judge("one", [draft])
+
+    async def judge_group(self, drafts: Sequence[Draft]) -> None:
+        self._judge("group", drafts)
+
+    async def judge_batch(self, drafts: Sequence[Draft]) -> None:
+        self._judge("batch", drafts)
+
+    def _judge(self, scope: str, drafts: Sequence[Draft]) -> None:
+        self.asked[scope].append([draft.reward_request().rollout_id for draft in drafts])
+        for draft in drafts:
+            if not draft.has_failed:
+                draft.judged(self.said.get(scope, []))
+
+
+def judged(*turns: int, group_size: int = 1, **said: list[Evaluation]) -> tuple[Scripted, list[list[Rollout]]]:
+    judges = Scripted(**said)
+    made = dataclasses.replace(player(says(*"abcdefgh")), judges=judges)
+    groups = play(made, [task(count) for count in turns], group_size, all_may_fail=True)
+    return judges, [list(group.rollouts) for group in groups]
+
+
+def test_each_rollout_each_group_and_the_batch_are_asked_about_once():
+    judges, _ = judged(1, 2, group_size=2)
+    ids = [["train-9-0-0", "train-9-0-1"], ["train-9-1-0", "train-9-1-1"]]
+    assert sorted(judges.asked["one"]) == [[id] for group in ids for id in group]
+    assert sorted(judges.asked["group"]) == ids
+    assert judges.asked["batch"] == [[*ids[0], *ids[1]]]
+
+
+def test_scores_are_weighted_and_added_to_what_the_environment_gives():
+    said = {
+        "one": [Evaluation("style", 0.5, 1.0)],
+        "group": [Evaluation("short", 2.0, 0.25)],
+        "batch": [Evaluation("rare", -1.0, 1.0)],
+    }
+    _, [[rollout]] = judged(1, **said)
+    assert rollout.rewards == {"won": 1.0, "moves": 0.5, "style": 0.5, "short": 0.5, "rare": -1.0}
+    assert rollout.total_reward == 1.5
+    assert [one.component for one in rollout.evaluations] == ["style", "short", "rare"]
+
+
+def test_step_rewards_join_those_of_the_environment():
+    steps = (StepReward(0, 3.0), StepReward(2, -1.0))
+    _, [[rollout]] = judged(3, one=[Evaluation("steps", 0.5, 0.0, steps)])
+    # The environment gives 0.5 a move and 1 for the last.
+    assert [turn.reward for turn in rollout.turns] == [0.5 + 1.5, 0.5, 1.5 - 0.5]
+
+
+def test_a_rollout_without_a_score_has_no_reward_at_all():
+    lost = Evaluation("judge", 1.0, None, error="timeout: no answer", lost="timeout")
+    judges, [[rollout]] = judged(1, one=[lost], group=[Evaluation("short", 1.0, 1.0)])
+    assert (rollout.status, rollout.rewards) == (RolloutStatus.FAILED, {})
+    assert rollout.error == "reward 'judge': timeout: no answer"
+    assert rollout.evaluations == (lost,)
+    assert judges.asked["group"] == [["train-9-0-0"]]
+
+
+def test_a_component_with_the_name_of_an_environments_reward_is_told():
+    _, [[rollout]] = judged(1, one=[Evaluation("won", 1.0, 1.0)])
+    assert rollout.status is RolloutStatus.FAILED
+    assert rollout.error == "reward 'won' has the name of one that the environment gives; give it another `name`"
+
+
+def test_functions_are_told_the_whole_conversation_and_where_the_policy_began():
+    requests = []
+
+    class Reading(Scripted):
+        async def judge_one(self, draft: Draft) -> None:
+            requests.append(draft.reward_request())
+
+    made = dataclasses.replace(player(says("a", "b")), judges=Reading())
+    play(made, [task(2)])
+    [request] = requests
+    assert [message["content"] for message in request.messages] == ["go", "a", "n1", "b"]
+    assert (request.first_policy_message, request.ground_truth, request.status) == (1, "2", "completed")
+
+
+def test_an_environment_that_gives_no_reward_needs_somebody_who_does():
+    class Silent(Countdown):
+        async def step(self, reply: str) -> Step:
+            return Step({})
+
+    silent = player(says("a"), Game(Silent))
+    with pytest.raises(
+        ValueError, match=r"train-9-0-0: .* has no reward; neither its environment nor a reward function"
+    ):
+        play(silent, [task()])
+    judges = Scripted(batch=[Evaluation("late", 1.0, 0.75)])
+    [group] = play(dataclasses.replace(silent, judges=judges), [task()])
+    assert group.rollouts[0].rewards == {"late": 0.75}
+    assert Message(role="user", content="go") in group.rollouts[0].turns[0].messages
