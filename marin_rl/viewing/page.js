@@ -36,7 +36,7 @@ function number(value, digits = 4) {
 
 // ---------------------------------------------------------------- plots
 
-const WIDTH = 320, HEIGHT = 170, LEFT = 50, RIGHT = 8, TOP = 8, BOTTOM = 22;
+const WIDTH = 320, HEIGHT = 170, LEFT = 50, RIGHT = 16, TOP = 8, BOTTOM = 22;
 
 function ticks(low, high, wanted) {
   const rough = (high - low) / wanted, power = 10 ** Math.floor(Math.log10(rough));
