@@ -18,9 +18,7 @@ from levanter.trainer import TrainerConfig
 
 import marin_rl.objectives.gae
 import marin_rl.objectives.gigpo
-import marin_rl.rewards.code
-import marin_rl.rewards.function_component
-import marin_rl.rewards.judge  # noqa: F401
+import marin_rl.rewards.components  # noqa: F401
 from marin_rl.batching.packing import RowLayout
 from marin_rl.environments.base import EnvironmentConfig
 from marin_rl.learner.checkpoint import CheckpointConfig
