@@ -26,6 +26,7 @@ from levanter.inference.engine import GenerationResult, InferenceEngine, Inferen
 from levanter.inference.jit_scheduler import SeqDecodingParams
 from levanter.models.lm_model import LmHeadModel
 
+from marin_rl.sampling.paged_attention import with_batched_attention
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.types import Generation, StopReason, WeightVersion
 
@@ -155,7 +156,7 @@ class LevanterSampler:
         self._stop_ids = frozenset(stop_ids)
         self._stop_tokens = _stop_sequences(stop_ids)
         self._engine_config = _engine_config(config, max_context, len(stop_ids))
-        self._model = model
+        self._model = _for_this_backend(model)
         self._version = version
         self._engine: InferenceEngine | None = self._build_engine()
 
@@ -179,6 +180,7 @@ class LevanterSampler:
         Raises:
             ValueError: if the model has another structure, or a shape or dtype differs.
         """
+        model = _for_this_backend(model)
         if _signature(model) != _signature(self._model):
             raise ValueError(
                 f"update_weights to version {version}: the model's structure, shapes or dtypes differ from those "
@@ -351,6 +353,11 @@ def _engine_config(config: SamplingConfig, max_context: int, num_stop_ids: int) 
         max_stop_tokens=min(num_stop_ids, 1),
         compute_dtype=jnp.dtype(config.kv_cache_dtype),
     )
+
+
+def _for_this_backend(model: LmHeadModel) -> LmHeadModel:
+    """The model with attention that is fast here: on TPU levanter's own kernel."""
+    return model if jax.default_backend() == "tpu" else with_batched_attention(model)
 
 
 def _signature(model: LmHeadModel) -> tuple[object, ...]:
