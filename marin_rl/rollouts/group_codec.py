@@ -1,0 +1,95 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Tasks and groups as JSON text and back, nothing lost: what waits in a checkpoint to be played or trained on.
+
+The store of rollouts ([`store`][marin_rl.rollouts.store]) is for people who look at them; this is for the run itself.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from marin_rl.types import (
+    Evaluation,
+    Generation,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    StepReward,
+    StopReason,
+    Task,
+    Turn,
+)
+
+
+def encode_task(task: Task) -> dict[str, Any]:
+    """A task as JSON values.
+
+    Raises:
+        ValueError: if its anchor state is none that JSON can hold; the message names the task.
+    """
+    return json.loads(_text(task, f"task {task.id!r}"))
+
+
+def decode_task(values: Mapping[str, Any]) -> Task:
+    """What `encode_task` was given."""
+    return Task(**{**values, "messages": tuple(values["messages"])})
+
+
+def encode_group(group: RolloutGroup) -> str:
+    """A group as one line of text.
+
+    Raises:
+        ValueError: if something in it is not finite, or nothing that JSON can hold; the message names the group.
+    """
+    return _text(group, f"group {group.id!r}")
+
+
+def decode_group(text: str) -> RolloutGroup:
+    """What `encode_group` was given."""
+    values = json.loads(text)
+    return RolloutGroup(values["id"], [_rollout(rollout) for rollout in values["rollouts"]])
+
+
+def _text(record: Task | RolloutGroup, name: str) -> str:
+    try:
+        return json.dumps(dataclasses.asdict(record), allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} cannot be saved: {error}") from error
+
+
+def _rollout(values: Mapping[str, Any]) -> Rollout:
+    return Rollout(
+        **{
+            **values,
+            "task": decode_task(values["task"]),
+            "turns": tuple(_turn(turn) for turn in values["turns"]),
+            "status": RolloutStatus(values["status"]),
+            "evaluations": tuple(_evaluation(evaluation) for evaluation in values["evaluations"]),
+        }
+    )
+
+
+def _turn(values: Mapping[str, Any]) -> Turn:
+    generation = values["generation"]
+    return Turn(
+        **{
+            **values,
+            "observation_tokens": tuple(values["observation_tokens"]),
+            "generation": Generation(
+                **{
+                    **generation,
+                    "token_ids": tuple(generation["token_ids"]),
+                    "logprobs": tuple(generation["logprobs"]),
+                    "stop_reason": StopReason(generation["stop_reason"]),
+                }
+            ),
+            "messages": tuple(values["messages"]),
+        }
+    )
+
+
+def _evaluation(values: Mapping[str, Any]) -> Evaluation:
+    return Evaluation(**{**values, "steps": tuple(StepReward(**step) for step in values["steps"])})

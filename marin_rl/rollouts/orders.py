@@ -1,0 +1,188 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Which groups are asked for, by whom they are owed, and how far ahead of training they may be.
+
+A group is ordered before it is played. Orders are numbered within the step that they are drawn for, and everything
+random about a group follows from its number, so that it does not matter who plays it, when, or how often it is lost
+and begun anew.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from marin_rl.rollouts.group_codec import decode_task, encode_task
+from marin_rl.types import RolloutGroup, Task, WeightVersion
+
+
+class OrderNumber(NamedTuple):
+    """Names an order; earlier ones are smaller."""
+
+    step: int
+    """The step that it was drawn for; it may be trained on in a later one."""
+    index: int
+    """Its place among those; replacements of dropped groups come after the others."""
+
+    @property
+    def group_id(self) -> str:
+        """The name of its group."""
+        return f"train-{self.step}-{self.index}"
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupOrder:
+    """A group that is to be played."""
+
+    number: OrderNumber
+    """Names it, and all randomness in it."""
+    task: Task
+    """What is to be attempted."""
+    min_version: WeightVersion
+    """The oldest weights to begin it with: with older ones it would be too stale when its turn comes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """How far sampling may be ahead of training."""
+
+    groups_per_step: int
+    """Groups in the batch of a step."""
+    max_staleness: int = 0
+    """Most steps between the weights that sampled a token and those that are updated with it."""
+    uses_per_group: int = 1
+    """Batches that a group is part of."""
+    replacements_per_step: int = 0
+    """Most groups that are ordered in place of dropped ones, for each step."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("groups_per_step", 1),
+            ("max_staleness", 0),
+            ("uses_per_group", 1),
+            ("replacements_per_step", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.uses_per_group > self.max_staleness + 1:
+            raise ValueError(
+                f"uses_per_group is {self.uses_per_group}, but a group is in one batch of a step, so with max_staleness "
+                f"{self.max_staleness} it can be used {self.max_staleness + 1} times at most; raise max_staleness"
+            )
+
+    @property
+    def room(self) -> int:
+        """Uses that may be ordered or waiting at a time: as many as are consumed before the last would be too old."""
+        return (self.max_staleness + 1) * self.groups_per_step
+
+
+class OrderBook:
+    """The orders of a run. What was settled once is settled: no group is taken twice."""
+
+    def __init__(self, pace: Pace, state: Mapping[str, Any] | None = None) -> None:
+        """Open the book.
+
+        Args:
+            pace: how far ahead to order.
+            state: what `state` gave; None at the beginning.
+        """
+        self.pace = pace
+        self._drawn = 0
+        self._replaced: dict[int, int] = {}
+        self._outstanding: dict[OrderNumber, GroupOrder] = {}
+        if state:
+            self._drawn = state["drawn"]
+            self._replaced = {int(step): count for step, count in state["replaced"].items()}
+            for order in state["outstanding"]:
+                number = OrderNumber(*order["number"])
+                self._outstanding[number] = GroupOrder(number, decode_task(order["task"]), order["min_version"])
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The book as JSON values."""
+        return {
+            "drawn": self._drawn,
+            "replaced": {str(step): count for step, count in self._replaced.items()},
+            "outstanding": [
+                {"number": list(order.number), "task": encode_task(order.task), "min_version": order.min_version}
+                for order in self.outstanding
+            ],
+        }
+
+    @property
+    def outstanding(self) -> list[GroupOrder]:
+        """Orders whose groups have not come, in order."""
+        return [self._outstanding[number] for number in sorted(self._outstanding)]
+
+    def is_owed(self, step: int) -> bool:
+        """Whether a group that was drawn for this step, or an earlier one, has not come yet."""
+        return any(number.step <= step for number in self._outstanding)
+
+    def order(
+        self, version: WeightVersion, waiting_uses: int, draw: Callable[[int], Sequence[Task]]
+    ) -> list[GroupOrder]:
+        """Order as many new groups as there is room for.
+
+        Args:
+            version: the newest weights.
+            waiting_uses: how often what has come will still be trained on.
+            draw: gives so many tasks, the next ones.
+        """
+        pace = self.pace
+        ahead = waiting_uses + pace.uses_per_group * len(self._outstanding)
+        count = max(pace.room - ahead, 0) // pace.uses_per_group
+        orders = []
+        for task in draw(count) if count else ():
+            step, index = divmod(self._drawn, pace.groups_per_step)
+            orders.append(self._open(OrderNumber(step + 1, index), task, version, ahead))
+            self._drawn += 1
+            ahead += pace.uses_per_group
+        return orders
+
+    def replace(
+        self,
+        dropped: Iterable[OrderNumber],
+        version: WeightVersion,
+        waiting_uses: int,
+        draw: Callable[[int], Sequence[Task]],
+    ) -> list[GroupOrder]:
+        """Order a further group for each that was dropped, as far as the bound of its step allows.
+
+        Args:
+            dropped: numbers that were settled.
+            version: the newest weights.
+            waiting_uses: how often what has come will still be trained on.
+            draw: gives so many tasks, the next ones.
+        """
+        numbers = []
+        for step in sorted(number.step for number in dropped):
+            done = self._replaced.get(step, 0)
+            if done < self.pace.replacements_per_step:
+                self._replaced[step] = done + 1
+                numbers.append(OrderNumber(step, self.pace.groups_per_step + done))
+        ahead = waiting_uses + self.pace.uses_per_group * len(self._outstanding)
+        return [
+            self._open(number, task, version, ahead)
+            for number, task in zip(numbers, draw(len(numbers)) if numbers else (), strict=True)
+        ]
+
+    def settle(self, number: OrderNumber) -> bool:
+        """Take note that a group has come. False where nobody owes it: it came before."""
+        return self._outstanding.pop(number, None) is not None
+
+    def forget_before(self, step: int) -> None:
+        """Forget what was replaced for steps that are over."""
+        self._replaced = {of_step: count for of_step, count in self._replaced.items() if of_step >= step}
+
+    def _open(self, number: OrderNumber, task: Task, version: WeightVersion, ahead: int) -> GroupOrder:
+        pace = self.pace
+        last_trained_at = version + ahead // pace.groups_per_step + pace.uses_per_group - 1
+        order = GroupOrder(number, task, max(last_trained_at - pace.max_staleness, 0))
+        self._outstanding[number] = order
+        return order
+
+
+def oldest_version(group: RolloutGroup) -> WeightVersion | None:
+    """Version of the weights behind the oldest token of a group; None where no token was sampled."""
+    versions = [turn.generation.first_version for rollout in group.rollouts for turn in rollout.turns]
+    return min(versions, default=None)

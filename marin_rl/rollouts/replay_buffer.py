@@ -1,0 +1,183 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Groups that were played and wait to be trained on: whole groups, none too old, none too often."""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from marin_rl.rollouts.group_codec import decode_group, encode_group
+from marin_rl.rollouts.orders import OrderNumber, oldest_version
+from marin_rl.seeds import derive_seed
+from marin_rl.types import RolloutGroup, WeightVersion
+
+_SCHEMA = pa.schema(
+    [("step", pa.int64()), ("index", pa.int64()), ("uses_left", pa.int64()), ("group", pa.large_string())]
+)
+
+
+class ReplayFileError(ValueError):
+    """A saved buffer that cannot be read; the message names the file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """A group in the buffer."""
+
+    number: OrderNumber
+    """Its order."""
+    group: RolloutGroup
+    """What was played."""
+    uses_left: int
+    """Batches that it may still be part of."""
+    oldest_version: WeightVersion
+    """Of its oldest token."""
+
+
+class ReplayBuffer:
+    """Holds groups between the samplers and the trainer.
+
+    Every order is taken once: what came before, or was dropped, is refused.
+    """
+
+    def __init__(
+        self, *, max_staleness: int, uses_per_group: int = 1, half_life: float | None = None, seed: int = 0
+    ) -> None:
+        """An empty buffer.
+
+        Args:
+            max_staleness: most versions between a group's oldest token and the weights that it is used to update.
+            uses_per_group: batches that a group is part of.
+            half_life: versions after which a group is half as likely to be drawn; None draws the oldest first.
+            seed: of the draws.
+        """
+        self._max_staleness = max_staleness
+        self._uses = uses_per_group
+        self._half_life = half_life
+        self._seed = seed
+        self._waiting: dict[OrderNumber, Waiting] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def uses_left(self) -> int:
+        """How often its groups may be used, all together."""
+        return sum(waiting.uses_left for waiting in self._waiting.values())
+
+    def add(self, number: OrderNumber, group: RolloutGroup) -> None:
+        """Put a group in.
+
+        Raises:
+            ValueError: if it is in already, or has no sampled token.
+        """
+        if number in self._waiting:
+            raise ValueError(f"group {group.id} is in the replay buffer already; an order is settled once")
+        oldest = oldest_version(group)
+        if oldest is None:
+            raise ValueError(f"group {group.id} has no sampled token, so there is nothing in it to train on")
+        self._waiting[number] = Waiting(number, group, self._uses, oldest)
+
+    def expire(self, version: WeightVersion) -> list[Waiting]:
+        """Take out what is too old to update weights of this version with.
+
+        Returns:
+            What was taken out, in order.
+        """
+        stale = [one for one in self._in_order() if version - one.oldest_version > self._max_staleness]
+        for one in stale:
+            del self._waiting[one.number]
+        return stale
+
+    def draw(self, count: int, version: WeightVersion) -> list[RolloutGroup]:
+        """Groups for a batch, each at most once, in the order of their numbers.
+
+        With a half-life `h` a group of staleness `s` is drawn in proportion to `2^(-s/h)`, without replacement
+        (Efraimidis and Spirakis 2006: the largest of `log u / w`).
+
+        Args:
+            count: how many; fewer come where there are no more.
+            version: of the weights that are to be updated; `expire` those that are too old for it first.
+
+        Raises:
+            ValueError: if a group is too old.
+        """
+        candidates = self._in_order()
+        for one in candidates:
+            if version - one.oldest_version > self._max_staleness:
+                raise ValueError(
+                    f"group {one.group.id} has tokens of version {one.oldest_version}, too old for weights of version "
+                    f"{version} with max_staleness {self._max_staleness}; expire it first"
+                )
+        if self._half_life is not None:
+            generator = np.random.default_rng(derive_seed(self._seed, "replay", version))
+            ages = np.array([version - one.oldest_version for one in candidates], np.float64)
+            keys = np.log(generator.uniform(size=len(candidates))) * np.exp2(ages / self._half_life)
+            chosen = sorted(np.argsort(-keys, kind="stable")[:count])
+            candidates = [candidates[place] for place in chosen]
+        drawn = candidates[:count]
+        for one in drawn:
+            if one.uses_left > 1:
+                self._waiting[one.number] = dataclasses.replace(one, uses_left=one.uses_left - 1)
+            else:
+                del self._waiting[one.number]
+        return [one.group for one in drawn]
+
+    def ages(self, version: WeightVersion) -> list[int]:
+        """Staleness of every group under weights of this version, in order."""
+        return [version - one.oldest_version for one in self._in_order()]
+
+    def by_environment(self) -> Mapping[str, int]:
+        """How many groups there are of each environment."""
+        counts: dict[str, int] = {}
+        for one in self._waiting.values():
+            name = one.group.rollouts[0].task.environment
+            counts[name] = counts.get(name, 0) + 1
+        return counts
+
+    def save(self, file: Path) -> None:
+        """Write the buffer to a Parquet file, whole or not at all."""
+        rows = self._in_order()
+        table = pa.table(
+            [
+                [one.number.step for one in rows],
+                [one.number.index for one in rows],
+                [one.uses_left for one in rows],
+                [encode_group(one.group) for one in rows],
+            ],
+            schema=_SCHEMA,
+        )
+        partial = file.with_name(f".{file.name}.partial")
+        with partial.open("wb") as stream:
+            pq.write_table(table, stream, compression="zstd")
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.rename(file)
+
+    def load(self, file: Path) -> None:
+        """Fill an empty buffer from a file.
+
+        Raises:
+            ReplayFileError: if it is not there, or is none of `save`'s.
+        """
+        try:
+            rows: Sequence[Mapping[str, object]] = pq.read_table(file, schema=_SCHEMA).to_pylist()
+            for row in rows:
+                number = OrderNumber(int(str(row["step"])), int(str(row["index"])))
+                self.add(number, decode_group(str(row["group"])))
+                self._waiting[number] = dataclasses.replace(
+                    self._waiting[number], uses_left=int(str(row["uses_left"]))
+                )
+        except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
+            raise ReplayFileError(
+                f"the replay buffer in {file} cannot be read: {error}; delete the checkpoint that it belongs to"
+            ) from error
+
+    def _in_order(self) -> list[Waiting]:
+        return [self._waiting[number] for number in sorted(self._waiting)]

@@ -1,0 +1,51 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Groups as text and back: equal to the last bit, or refused."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marin_rl.rollouts.group_codec import decode_group, decode_task, encode_group, encode_task
+from marin_rl.types import Generation, RolloutGroup, RolloutStatus, StopReason, Task, Turn
+from tests.rollouts.rollout_cases import group_of, rich_rollout, rollout_of
+
+
+def test_everything_a_rollout_can_hold_comes_back() -> None:
+    group = RolloutGroup(
+        "g", [rich_rollout(), rollout_of("g-1", reward=None, status=RolloutStatus.TIMED_OUT), rollout_of("g-2")]
+    )
+    again = decode_group(encode_group(group))
+    assert again == group
+    assert [rollout.seconds for rollout in again.rollouts] == [rollout.seconds for rollout in group.rollouts]
+    assert isinstance(again.rollouts[0].status, RolloutStatus)
+    assert isinstance(again.rollouts[0].turns[0].generation.stop_reason, StopReason)
+
+
+@given(st.lists(st.floats(max_value=0.0, allow_infinity=False, allow_nan=False)))
+def test_log_probabilities_keep_every_bit(logprobs: list[float]) -> None:
+    generation = Generation(tuple(range(len(logprobs))), tuple(logprobs), StopReason.LENGTH, 3, 5)
+    turn = Turn((1,), generation, (), starts_sequence=True)
+    group = RolloutGroup("g", [dataclasses.replace(rollout_of("g-0"), turns=(turn,))])
+    (again,) = decode_group(encode_group(group)).rollouts[0].turns
+    assert [math.copysign(1, value) for value in again.generation.logprobs] == [math.copysign(1, v) for v in logprobs]
+    assert again == turn
+
+
+def test_a_message_keeps_what_only_its_template_knows() -> None:
+    message = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
+    task = Task("t", "sums", (message,), "5", "2+3=5", {"cell": [1, 2]})
+    assert decode_task(encode_task(task)) == task
+
+
+def test_what_json_cannot_hold_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="task 't' cannot be saved"):
+        encode_task(Task("t", "sums", ({"role": "user", "content": ""},), "", anchor_state={1, 2}))
+    group = group_of("g", 1.0)
+    bad = RolloutGroup("g", [dataclasses.replace(group.rollouts[0], metrics={"speed": math.nan})])
+    with pytest.raises(ValueError, match="group 'g' cannot be saved"):
+        encode_group(bad)

@@ -1,0 +1,147 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The order book: how far ahead it orders, that nothing is taken twice, and that it comes back from a checkpoint."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marin_rl.rollouts.orders import GroupOrder, OrderBook, OrderNumber, Pace
+from marin_rl.types import Task
+
+
+class Tasks:
+    """Numbered tasks without end."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+
+    def __call__(self, count: int) -> list[Task]:
+        return [
+            Task(str(number), "sums", ({"role": "user", "content": str(number)},), "")
+            for number in itertools.islice(self.numbers, count)
+        ]
+
+
+def names(orders: list[GroupOrder]) -> list[tuple[int, int, str]]:
+    return [(order.number.step, order.number.index, order.task.id) for order in orders]
+
+
+def test_without_staleness_only_the_next_step_is_ordered() -> None:
+    book, tasks = OrderBook(Pace(3)), Tasks()
+    first = book.order(0, 0, tasks)
+    assert names(first) == [(1, 0, "0"), (1, 1, "1"), (1, 2, "2")]
+    assert {order.min_version for order in first} == {0}
+    assert book.order(0, 0, tasks) == []
+    for settled in range(3):
+        assert book.settle(first[settled].number)
+        # What has come waits to be trained on, and takes the room that it took before.
+        assert book.order(0, settled + 1, tasks) == []
+    second = book.order(1, 0, tasks)
+    assert names(second) == [(2, 0, "3"), (2, 1, "4"), (2, 2, "5")]
+    assert {order.min_version for order in second} == {1}
+
+
+def test_with_staleness_it_is_so_many_steps_ahead() -> None:
+    book = OrderBook(Pace(2, max_staleness=2))
+    orders = book.order(0, 0, Tasks())
+    assert [order.number.step for order in orders] == [1, 1, 2, 2, 3, 3]
+    # The group of step 3 is trained on by weights of version 2: version 0 is fresh enough.
+    assert [order.min_version for order in orders] == [0] * 6
+    for order in orders[:2]:
+        book.settle(order.number)
+    later = book.order(1, 0, Tasks())
+    assert [(order.number.step, order.min_version) for order in later] == [(4, 1), (4, 1)]
+
+
+def test_groups_that_are_used_twice_are_ordered_half_as_often() -> None:
+    book = OrderBook(Pace(4, max_staleness=1, uses_per_group=2))
+    first = book.order(0, 0, Tasks())
+    assert len(first) == 4
+    for order in first:
+        book.settle(order.number)
+    assert len(book.order(1, 4, Tasks())) == 2
+
+
+def test_a_dropped_group_is_replaced_up_to_a_bound() -> None:
+    book, tasks = OrderBook(Pace(2, replacements_per_step=3)), Tasks()
+    orders = book.order(0, 0, tasks)
+    for order in orders:
+        book.settle(order.number)
+    second = book.replace([order.number for order in orders], 0, 0, tasks)
+    assert names(second) == [(1, 2, "2"), (1, 3, "3")]
+    for order in second:
+        book.settle(order.number)
+    third = book.replace([order.number for order in second], 0, 0, tasks)
+    assert names(third) == [(1, 4, "4")]
+    book.settle(third[0].number)
+    assert book.replace([third[0].number], 0, 0, tasks) == []
+    assert not book.is_owed(1)
+
+
+@given(st.data())
+def test_which_groups_are_played_does_not_depend_on_when_they_come(data: st.DataObject) -> None:
+    # Of a step's groups some teach nothing, and are replaced one by one or all together: the same groups are played.
+    teaches = data.draw(st.lists(st.booleans(), min_size=40, max_size=40))
+
+    def played(one_by_one: bool) -> set[tuple[int, int, str]]:
+        book, tasks, kept = OrderBook(Pace(4, replacements_per_step=12)), Tasks(), 0
+        orders = book.order(0, 0, tasks)
+        everything = set(names(orders))
+        while orders:
+            size = 1 if one_by_one else len(orders)
+            chosen = data.draw(st.permutations(orders)) if one_by_one else orders
+            batch, orders = chosen[:size], list(chosen[size:])
+            for order in batch:
+                assert book.settle(order.number)
+            dropped = [order.number for order in batch if not teaches[int(order.task.id)]]
+            kept += len(batch) - len(dropped)
+            more = book.replace(dropped, 0, kept, tasks)
+            everything |= set(names(more))
+            orders += more
+        return everything
+
+    assert played(one_by_one=True) == played(one_by_one=False)
+
+
+def test_an_order_is_settled_once() -> None:
+    book = OrderBook(Pace(1))
+    (order,) = book.order(0, 0, Tasks())
+    assert book.is_owed(1)
+    assert book.settle(order.number)
+    assert not book.settle(order.number)
+    assert not book.settle(OrderNumber(7, 0))
+    assert not book.is_owed(1)
+
+
+def test_it_comes_back_from_a_checkpoint() -> None:
+    pace = Pace(2, max_staleness=1, replacements_per_step=4)
+    book, tasks = OrderBook(pace), Tasks()
+    orders = book.order(0, 0, tasks)
+    book.settle(orders[1].number)
+    book.replace([orders[1].number], 0, 0, tasks)
+    again = OrderBook(pace, json.loads(json.dumps(book.state)))
+    assert again.outstanding == book.outstanding
+    assert names(again.outstanding) == [(1, 0, "0"), (1, 2, "4"), (2, 0, "2"), (2, 1, "3")]
+    assert again.state == book.state
+    more = Tasks()
+    assert again.order(1, 0, more) == book.order(1, 0, Tasks())
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"groups_per_step": 0}, "groups_per_step is 0"),
+        ({"max_staleness": -1}, "max_staleness is -1"),
+        ({"uses_per_group": 0}, "uses_per_group is 0"),
+        ({"uses_per_group": 3, "max_staleness": 1}, "raise max_staleness"),
+        ({"replacements_per_step": -1}, "replacements_per_step is -1"),
+    ],
+)
+def test_a_pace_that_cannot_be_kept_is_refused(values: dict[str, int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Pace(**{"groups_per_step": 1, **values})
