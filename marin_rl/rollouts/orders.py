@@ -20,7 +20,7 @@ class OrderNumber(NamedTuple):
     """Names an order; earlier ones are smaller."""
 
     step: int
-    """The step that it was drawn for; it may be trained on in a later one."""
+    """The step that it is ordered for; it may be trained on in a later one."""
     index: int
     """Its place among those; replacements of dropped groups come after the others."""
 
@@ -87,11 +87,11 @@ class OrderBook:
             state: what `state` gave; None at the beginning.
         """
         self.pace = pace
-        self._drawn = 0
+        self._next_index: dict[int, int] = {}
         self._replaced: dict[int, int] = {}
         self._outstanding: dict[OrderNumber, GroupOrder] = {}
         if state:
-            self._drawn = state["drawn"]
+            self._next_index = {int(step): count for step, count in state["next_index"].items()}
             self._replaced = {int(step): count for step, count in state["replaced"].items()}
             for order in state["outstanding"]:
                 number = OrderNumber(*order["number"])
@@ -101,7 +101,7 @@ class OrderBook:
     def state(self) -> dict[str, Any]:
         """The book as JSON values."""
         return {
-            "drawn": self._drawn,
+            "next_index": {str(step): count for step, count in self._next_index.items()},
             "replaced": {str(step): count for step, count in self._replaced.items()},
             "outstanding": [
                 {"number": list(order.number), "task": encode_task(order.task), "min_version": order.min_version}
@@ -115,7 +115,7 @@ class OrderBook:
         return [self._outstanding[number] for number in sorted(self._outstanding)]
 
     def is_owed(self, step: int) -> bool:
-        """Whether a group that was drawn for this step, or an earlier one, has not come yet."""
+        """Whether a group that was ordered for this step, or an earlier one, has not come yet."""
         return any(number.step <= step for number in self._outstanding)
 
     def order(
@@ -129,55 +129,46 @@ class OrderBook:
             draw: gives so many tasks, the next ones.
         """
         pace = self.pace
+        for counts in (self._next_index, self._replaced):
+            for over in [step for step in counts if step <= version]:
+                del counts[over]
         ahead = waiting_uses + pace.uses_per_group * len(self._outstanding)
         count = max(pace.room - ahead, 0) // pace.uses_per_group
-        orders = []
-        for task in draw(count) if count else ():
-            step, index = divmod(self._drawn, pace.groups_per_step)
-            orders.append(self._open(OrderNumber(step + 1, index), task, version, ahead))
-            self._drawn += 1
-            ahead += pace.uses_per_group
-        return orders
+        tasks = draw(count) if count else ()
+        return [
+            self._open(task, version, version + 1 + (ahead + place * pace.uses_per_group) // pace.groups_per_step)
+            for place, task in enumerate(tasks)
+        ]
 
     def replace(
-        self,
-        dropped: Iterable[OrderNumber],
-        version: WeightVersion,
-        waiting_uses: int,
-        draw: Callable[[int], Sequence[Task]],
+        self, dropped: Iterable[OrderNumber], version: WeightVersion, draw: Callable[[int], Sequence[Task]]
     ) -> list[GroupOrder]:
         """Order a further group for each that was dropped, as far as the bound of its step allows.
 
         Args:
             dropped: numbers that were settled.
             version: the newest weights.
-            waiting_uses: how often what has come will still be trained on.
             draw: gives so many tasks, the next ones.
         """
-        numbers = []
-        for step in sorted(number.step for number in dropped):
-            done = self._replaced.get(step, 0)
-            if done < self.pace.replacements_per_step:
-                self._replaced[step] = done + 1
-                numbers.append(OrderNumber(step, self.pace.groups_per_step + done))
-        ahead = waiting_uses + self.pace.uses_per_group * len(self._outstanding)
-        return [
-            self._open(number, task, version, ahead)
-            for number, task in zip(numbers, draw(len(numbers)) if numbers else (), strict=True)
-        ]
+        steps = []
+        for step in sorted(max(number.step, version + 1) for number in dropped):
+            replaced = self._replaced.get(step, 0)
+            if replaced < self.pace.replacements_per_step:
+                self._replaced[step] = replaced + 1
+                steps.append(step)
+        tasks = draw(len(steps)) if steps else ()
+        return [self._open(task, version, step) for step, task in zip(steps, tasks, strict=True)]
 
     def settle(self, number: OrderNumber) -> bool:
         """Take note that a group has come. False where nobody owes it: it came before."""
         return self._outstanding.pop(number, None) is not None
 
-    def forget_before(self, step: int) -> None:
-        """Forget what was replaced for steps that are over."""
-        self._replaced = {of_step: count for of_step, count in self._replaced.items() if of_step >= step}
-
-    def _open(self, number: OrderNumber, task: Task, version: WeightVersion, ahead: int) -> GroupOrder:
-        pace = self.pace
-        last_trained_at = version + ahead // pace.groups_per_step + pace.uses_per_group - 1
-        order = GroupOrder(number, task, max(last_trained_at - pace.max_staleness, 0))
+    def _open(self, task: Task, version: WeightVersion, step: int) -> GroupOrder:
+        number = OrderNumber(step, self._next_index.get(step, 0))
+        self._next_index[step] = number.index + 1
+        # Step s updates the weights of version s - 1, and the group's last use comes as many steps later.
+        last_trained_at = step - 1 + self.pace.uses_per_group - 1
+        order = GroupOrder(number, task, max(last_trained_at - self.pace.max_staleness, 0))
         self._outstanding[number] = order
         return order
 

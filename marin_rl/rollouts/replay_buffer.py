@@ -36,8 +36,12 @@ class Waiting:
     """What was played."""
     uses_left: int
     """Batches that it may still be part of."""
-    oldest_version: WeightVersion
-    """Of its oldest token."""
+    oldest_version: WeightVersion | None
+    """Of its oldest token; None where none was sampled, because every attempt failed at once."""
+
+    def age(self, version: WeightVersion) -> int:
+        """Its staleness under weights of this version."""
+        return 0 if self.oldest_version is None else version - self.oldest_version
 
 
 class ReplayBuffer:
@@ -75,14 +79,11 @@ class ReplayBuffer:
         """Put a group in.
 
         Raises:
-            ValueError: if it is in already, or has no sampled token.
+            ValueError: if it is in already.
         """
         if number in self._waiting:
             raise ValueError(f"group {group.id} is in the replay buffer already; an order is settled once")
-        oldest = oldest_version(group)
-        if oldest is None:
-            raise ValueError(f"group {group.id} has no sampled token, so there is nothing in it to train on")
-        self._waiting[number] = Waiting(number, group, self._uses, oldest)
+        self._waiting[number] = Waiting(number, group, self._uses, oldest_version(group))
 
     def expire(self, version: WeightVersion) -> list[Waiting]:
         """Take out what is too old to update weights of this version with.
@@ -90,7 +91,7 @@ class ReplayBuffer:
         Returns:
             What was taken out, in order.
         """
-        stale = [one for one in self._in_order() if version - one.oldest_version > self._max_staleness]
+        stale = [one for one in self._in_order() if one.age(version) > self._max_staleness]
         for one in stale:
             del self._waiting[one.number]
         return stale
@@ -110,14 +111,14 @@ class ReplayBuffer:
         """
         candidates = self._in_order()
         for one in candidates:
-            if version - one.oldest_version > self._max_staleness:
+            if one.age(version) > self._max_staleness:
                 raise ValueError(
                     f"group {one.group.id} has tokens of version {one.oldest_version}, too old for weights of version "
                     f"{version} with max_staleness {self._max_staleness}; expire it first"
                 )
         if self._half_life is not None:
             generator = np.random.default_rng(derive_seed(self._seed, "replay", version))
-            ages = np.array([version - one.oldest_version for one in candidates], np.float64)
+            ages = np.array([one.age(version) for one in candidates], np.float64)
             keys = np.log(generator.uniform(size=len(candidates))) * np.exp2(ages / self._half_life)
             chosen = sorted(np.argsort(-keys, kind="stable")[:count])
             candidates = [candidates[place] for place in chosen]
@@ -131,7 +132,7 @@ class ReplayBuffer:
 
     def ages(self, version: WeightVersion) -> list[int]:
         """Staleness of every group under weights of this version, in order."""
-        return [version - one.oldest_version for one in self._in_order()]
+        return [one.age(version) for one in self._in_order()]
 
     def by_environment(self) -> Mapping[str, int]:
         """How many groups there are of each environment."""

@@ -72,14 +72,14 @@ def test_a_dropped_group_is_replaced_up_to_a_bound() -> None:
     orders = book.order(0, 0, tasks)
     for order in orders:
         book.settle(order.number)
-    second = book.replace([order.number for order in orders], 0, 0, tasks)
+    second = book.replace([order.number for order in orders], 0, tasks)
     assert names(second) == [(1, 2, "2"), (1, 3, "3")]
     for order in second:
         book.settle(order.number)
-    third = book.replace([order.number for order in second], 0, 0, tasks)
+    third = book.replace([order.number for order in second], 0, tasks)
     assert names(third) == [(1, 4, "4")]
     book.settle(third[0].number)
-    assert book.replace([third[0].number], 0, 0, tasks) == []
+    assert book.replace([third[0].number], 0, tasks) == []
     assert not book.is_owed(1)
 
 
@@ -89,7 +89,7 @@ def test_which_groups_are_played_does_not_depend_on_when_they_come(data: st.Data
     teaches = data.draw(st.lists(st.booleans(), min_size=40, max_size=40))
 
     def played(one_by_one: bool) -> set[tuple[int, int, str]]:
-        book, tasks, kept = OrderBook(Pace(4, replacements_per_step=12)), Tasks(), 0
+        book, tasks = OrderBook(Pace(4, replacements_per_step=12)), Tasks()
         orders = book.order(0, 0, tasks)
         everything = set(names(orders))
         while orders:
@@ -99,13 +99,23 @@ def test_which_groups_are_played_does_not_depend_on_when_they_come(data: st.Data
             for order in batch:
                 assert book.settle(order.number)
             dropped = [order.number for order in batch if not teaches[int(order.task.id)]]
-            kept += len(batch) - len(dropped)
-            more = book.replace(dropped, 0, kept, tasks)
+            more = book.replace(dropped, 0, tasks)
             everything |= set(names(more))
             orders += more
         return everything
 
     assert played(one_by_one=True) == played(one_by_one=False)
+
+
+def test_a_group_that_grew_too_old_makes_room_for_a_new_one() -> None:
+    # Two of step 2 came and were thrown away unused: step 3 is made of what was ordered for it, and so on.
+    book = OrderBook(Pace(2, max_staleness=1))
+    for order in book.order(0, 0, Tasks()):
+        book.settle(order.number)
+    orders = book.order(2, 0, Tasks())
+    assert [tuple(order.number) for order in orders] == [(3, 0), (3, 1), (4, 0), (4, 1)]
+    assert [order.min_version for order in orders] == [1, 1, 2, 2]
+    assert book.is_owed(3)
 
 
 def test_an_order_is_settled_once() -> None:
@@ -123,7 +133,7 @@ def test_it_comes_back_from_a_checkpoint() -> None:
     book, tasks = OrderBook(pace), Tasks()
     orders = book.order(0, 0, tasks)
     book.settle(orders[1].number)
-    book.replace([orders[1].number], 0, 0, tasks)
+    book.replace([orders[1].number], 0, tasks)
     again = OrderBook(pace, json.loads(json.dumps(book.state)))
     assert again.outstanding == book.outstanding
     assert names(again.outstanding) == [(1, 0, "0"), (1, 2, "4"), (2, 0, "2"), (2, 1, "3")]

@@ -80,12 +80,17 @@ def test_the_same_draw_comes_again() -> None:
     assert draw() == sorted(draw())
 
 
-def test_what_cannot_be_trained_on_is_refused() -> None:
+def test_an_order_is_taken_once() -> None:
     buffer = filled(ReplayBuffer(max_staleness=1), 0)
     with pytest.raises(ValueError, match="train-1-0 is in the replay buffer already"):
         filled(buffer, 0)
-    with pytest.raises(ValueError, match="no sampled token"):
-        buffer.add(OrderNumber(1, 5), group_of("train-1-5", None, None))
+
+
+def test_a_group_without_tokens_never_grows_old() -> None:
+    buffer = ReplayBuffer(max_staleness=0, half_life=1.0)
+    buffer.add(OrderNumber(1, 5), group_of("train-1-5", None, None))
+    assert buffer.expire(9) == []
+    assert [group.id for group in buffer.draw(1, 9)] == ["train-1-5"]
 
 
 def test_environments_are_counted() -> None:
