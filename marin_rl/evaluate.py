@@ -12,14 +12,13 @@ from pathlib import Path
 
 from marin_rl.environments.base import Split
 from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
-from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml, parse_config
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import EvaluationConfig, evaluate
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.run_directory import RunDirectory, open_existing
-from marin_rl.runtime.training_run import make_judges, make_player, restore_policy
+from marin_rl.runtime.training_run import make_player, open_judges, restore_policy
 from marin_rl.runtime.user_errors import USER_ERRORS
 
 FLAGS = {"json": "Print one JSON object instead of lines."}
@@ -65,8 +64,9 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     model = restore_policy(checkpoint, train_config, trainer)
     tokenizer = train_config.tokenizer.build()
     sampler = PolicySampler(train_config, model, tokenizer, trainer, checkpoint.step)
-    environment, loop = train_config.environment.build(), BackgroundLoop()
-    with contextlib.closing(make_judges(train_config, environment, loop)) as judges:
+    environment = train_config.environment.build()
+    with contextlib.ExitStack() as opened:
+        judges, loop = open_judges(train_config, environment, opened)
         metrics = evaluate(
             make_player(train_config, environment, tokenizer, sampler, loop, judges),
             config.evaluation or train_config.evaluation,

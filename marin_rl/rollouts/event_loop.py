@@ -7,10 +7,11 @@ import asyncio
 import concurrent.futures
 import threading
 import weakref
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 
 
 class BackgroundLoop:
@@ -32,6 +33,7 @@ class BackgroundLoop:
         """Start a coroutine; its future may be waited for, or cancelled, from any thread."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
+            self._loop.set_default_executor(_ThreadPerCall())
             thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
             self._end = weakref.finalize(self, _end, self._loop, thread)
             thread.start()
@@ -48,7 +50,7 @@ class BackgroundLoop:
         self._loop = self._end = None
 
 
-_PATIENCE = 5.0
+PATIENCE = 5.0
 """Seconds that a coroutine may take to give way at the end."""
 
 
@@ -59,18 +61,44 @@ def _responds(loop: asyncio.AbstractEventLoop, seconds: float) -> bool:
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    if not _responds(loop, _PATIENCE):
+    if not _responds(loop, PATIENCE):
         return
-    asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(_PATIENCE)
+    asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(PATIENCE)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+class _ThreadPerCall(concurrent.futures.ThreadPoolExecutor):
+    """Runs every call of `asyncio.to_thread` in a thread of its own, which nobody waits for at the end.
+
+    A call may be stuck for ever. In asyncio's own pool it would take a thread from the others, and keep the process
+    from ending. Asyncio accepts nothing but a kind of that pool.
+    """
+
+    def submit(
+        self, fn: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> "concurrent.futures.Future[Result]":
+        """Call a function in a new thread."""
+        future: concurrent.futures.Future[Result] = concurrent.futures.Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=run, name="episodes-blocking", daemon=True).start()
+        return future
 
 
 async def _cancel_all() -> None:
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in others:
         task.cancel()
-    # Threads of to_thread are not waited for: one of them may be what was stuck.
     if others:
-        await asyncio.wait(others, timeout=_PATIENCE / 2)
+        await asyncio.wait(others, timeout=PATIENCE / 2)

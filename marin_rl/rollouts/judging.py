@@ -9,15 +9,19 @@ group once all of its rollouts have, and those of the batch at the end.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+from marin_rl.closing import Closing
 from marin_rl.rewards.component import RewardComponentConfig, RewardScope
 from marin_rl.rewards.pipeline import RewardPipeline, build_pipeline
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.draft import Draft
-from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.rollouts.event_loop import PATIENCE, BackgroundLoop
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -78,11 +82,13 @@ class RewardFunctions:
         self._pipelines = {name: build_pipeline(own, sandbox) for name, own in components.items() if own}
         self._is_started = bool(self._pipelines) or runs_programs
         if self._is_started:
-            try:
-                loop.submit(self._start()).result()
-            except BaseException:
-                self.close()
-                raise
+            starting = loop.submit(self._start())
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(Closing(self.close))
+                # Nothing more is started behind the back of an interrupt.
+                stack.callback(starting.cancel)
+                starting.result()
+                stack.pop_all()
 
     async def _start(self) -> None:
         await self._sandbox.start()
@@ -125,9 +131,13 @@ class RewardFunctions:
             draft.judged(evaluations)
 
     def close(self) -> None:
-        """End every process of theirs."""
-        if self._is_started:
+        """End every process of theirs; where something blocks their loop, they end with this process."""
+        if not self._is_started:
+            return
+        if self._loop.responds(PATIENCE):
             self._loop.submit(self._close()).result()
+        else:
+            logger.warning("the event loop is blocked: the workers of the sandbox end when this process does")
 
     async def _close(self) -> None:
         for pipeline in self._pipelines.values():

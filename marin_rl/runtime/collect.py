@@ -5,7 +5,6 @@
 
 from typing import NamedTuple
 
-from marin_rl.environments.task_stream import task_stream
 from marin_rl.metrics import Metric
 from marin_rl.rewards.combine import evaluation_metrics
 from marin_rl.rollouts.environment_metrics import environment_metrics
@@ -43,8 +42,7 @@ def collect_groups(run: TrainingRun, player: Player, step: int) -> Collected:
         player: plays them under the current weights.
         step: the update that these rollouts are for.
     """
-    config, progress = run.config, run.progress
-    stream = task_stream(run.environment, config.seed)
+    config, progress, stream = run.config, run.progress, run.stream
     kept: list[RolloutGroup] = []
     left_out: list[RolloutGroup] = []
     rounds = 0
@@ -93,7 +91,7 @@ def draw_tasks(run: TrainingRun, count: int) -> list[Task]:
         count: how many.
     """
     progress = run.progress
-    tasks, state = task_stream(run.environment, run.config.seed).draw(progress.task_stream, count)
+    tasks, state = run.stream.draw(progress.task_stream, count)
     progress.task_stream = dict(state)
     progress.tasks_drawn += count
     return tasks

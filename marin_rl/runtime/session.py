@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from marin_rl.closing import Closing
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.runtime.config import TrainConfig
@@ -58,7 +59,7 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
 def _work(config: TrainConfig, directory: RunDirectory, progress: Progress) -> TrainingRun:
     say = functools.partial(_say, progress)
     run = open_run(config, directory.path, say)
-    with contextlib.closing(run), stop_on_signals(say) as stop:
+    with Closing(run.close), stop_on_signals(say) as stop:
         sink = _Sink(_open_records(run, directory), progress, stop)
         complete = train(run, sink)
     plot_curves(directory.metrics, directory.curves)

@@ -3,6 +3,7 @@
 
 """Puts the parts of a run together, and starts it or takes it up where it stopped."""
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,9 @@ from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
+from marin_rl.closing import Closing
 from marin_rl.environments.base import Environment, connect_code_runner
+from marin_rl.environments.task_stream import TaskStream, task_stream
 from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
 from marin_rl.learner.critic import attach_critic, policy_of, with_critic
 from marin_rl.learner.loss import RlLoss
@@ -103,6 +106,13 @@ class TrainingRun:
     """Where episodes and rewards run."""
     judges: RewardFunctions
     """The environment's reward functions."""
+    opened: contextlib.ExitStack
+    """Ends the loop, the judges and the store."""
+
+    @property
+    def stream(self) -> TaskStream:
+        """Draws the run's training tasks; where it stands is in the progress."""
+        return task_stream(self.environment, self.config.seed)
 
     @property
     def player(self) -> Player:
@@ -131,10 +141,7 @@ class TrainingRun:
 
     def close(self) -> None:
         """End what runs beside the training; rollouts that are under way reach the disk."""
-        self.judges.close()
-        self.loop.close()
-        with writing(self.store.folder):
-            self.store.close()
+        self.opened.close()
 
 
 def make_player(
@@ -158,21 +165,36 @@ def make_player(
     return Player(environment, tokenizer, sampler, limits, state_hash, judges, loop)
 
 
-def make_judges(config: TrainConfig, environment: Environment, loop: BackgroundLoop) -> RewardFunctions:
-    """The reward functions of the configured environment, started and checked; tools share their sandbox.
+def open_judges(
+    config: TrainConfig, environment: Environment, opened: contextlib.ExitStack
+) -> tuple[RewardFunctions, BackgroundLoop]:
+    """The reward functions of the configured environment, started and checked, and the loop that they run in.
+
+    Tools of the environment share their sandbox.
+
+    Args:
+        config: names reward functions and sandbox.
+        environment: as the config made it.
+        opened: ends both.
 
     Raises:
         RewardConfigError: if one cannot be used.
         IsolationError: if the machine offers less isolation than the sandbox requires.
     """
+    loop = BackgroundLoop()
+    opened.enter_context(Closing(loop.close))
     sandbox = Sandbox(config.sandbox)
     runs_programs = connect_code_runner(environment, sandbox)
     components = config.environment.reward_components(environment)
-    return RewardFunctions(components, sandbox, loop, runs_programs=runs_programs)
+    judges = RewardFunctions(components, sandbox, loop, runs_programs=runs_programs)
+    opened.enter_context(Closing(judges.close))
+    return judges, loop
 
 
 def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
     """Start a run, or take it up from its newest good checkpoint.
+
+    What was started by then is ended again where this raises or is interrupted.
 
     Args:
         config: what is asked for; its `model` filled in.
@@ -183,13 +205,20 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         ValueError: if parts do not fit one another (batch and mesh, tokenizer and model).
         CheckpointError: if there are checkpoints and none is usable.
     """
+    with contextlib.ExitStack() as opened:
+        run = _assemble(config, folder, report, opened)
+        run.opened = opened.pop_all()
+    return run
+
+
+def _assemble(config: TrainConfig, folder: Path, report: Report, opened: contextlib.ExitStack) -> TrainingRun:
     assert config.model is not None
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
     tokenizer = config.tokenizer.build()
     environment = config.environment.build()
-    loop = BackgroundLoop()
-    judges = make_judges(config, environment, loop)
+    judges, loop = open_judges(config, environment, opened)
     store = RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer))
+    opened.enter_context(Closing(lambda: _close_store(store)))
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
     # A learning rate schedule has no form for no steps at all, which is a run that only warms up and exports.
     num_updates = max(config.num_steps, 1) * config.updates.per_step
@@ -224,12 +253,18 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         progress,
         loop,
         judges,
+        opened,
     )
     if checkpoint is None:
         run.save()
     if config.kl.needs_reference:
         run.reference = restore_policy(checkpoints.open(0), config, trainer)
     return run
+
+
+def _close_store(store: RolloutStore) -> None:
+    with writing(store.folder):
+        store.close()
 
 
 def restore_policy(checkpoint: Checkpoint, config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel:

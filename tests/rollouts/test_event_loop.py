@@ -3,8 +3,11 @@
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 
@@ -85,4 +88,36 @@ def test_errors_are_passed_on():
     with pytest.raises(ZeroDivisionError, match="in there"):
         loop.submit(fail()).result()
     loop.close()
+    loop.close()
+
+
+STUCK = """
+import asyncio, threading
+from marin_rl.rollouts.event_loop import BackgroundLoop
+
+async def stuck():
+    async with asyncio.timeout(0.01):
+        await asyncio.to_thread(threading.Event().wait)
+
+loop = BackgroundLoop()
+print(repr(loop.submit(stuck()).exception()))
+loop.close()
+"""
+
+
+def test_a_thread_that_is_stuck_for_ever_does_not_keep_the_process_from_ending():
+    root = Path(__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-c", STUCK], cwd=root, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "TimeoutError()\n", "")
+
+
+def test_threads_that_are_stuck_leave_the_others_theirs():
+    loop, release = BackgroundLoop(), threading.Event()
+    # More than asyncio's own pool has threads, on any machine.
+    stuck = [loop.submit(asyncio.to_thread(release.wait)) for _ in range(40)]
+    assert loop.submit(asyncio.to_thread(int, "7")).result(60) == 7
+    with pytest.raises(ValueError, match="invalid literal"):
+        loop.submit(asyncio.to_thread(int, "seven")).result(60)
+    release.set()
+    assert all(one.result(60) for one in stuck)
     loop.close()

@@ -17,8 +17,7 @@ from marin_rl.environments.base import Split, Step
 from marin_rl.environments.tool_use import ToolUseConfig
 from marin_rl.environments.tools import PythonConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rollouts.event_loop import BackgroundLoop
-from marin_rl.runtime.training_run import make_judges
+from marin_rl.runtime.training_run import open_judges
 from tests.runtime.bare_run import make_config
 from tests.tiny_run import TinyRun
 
@@ -191,8 +190,8 @@ def test_tools_run_in_the_same_sandbox():
         questions=ArithmeticConfig(digits=1, size=50), tools=(PythonConfig(),), name="with_python"
     ).build()
     config = make_config(sandbox=SandboxConfig(workers=1))
-    loop = BackgroundLoop()
-    with contextlib.closing(make_judges(config, environment, loop)):
+    with contextlib.ExitStack() as opened:
+        _, loop = open_judges(config, environment, opened)
         call = '<tool_call>\n{"name": "python", "arguments": {"code": "print(6 * 7)"}}\n</tool_call>'
 
         async def ask() -> Step:
@@ -202,4 +201,3 @@ def test_tools_run_in_the_same_sandbox():
         step = loop.submit(ask()).result()
     assert not step.done
     assert "42" in step.messages[-1]["content"]
-    loop.close()
