@@ -12,7 +12,7 @@ import pytest
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, MixtureConfig, ToolUseConfig
 from marin_rl.environments.base import Environment, Split, Step, connect_code_runner
 from marin_rl.environments.mixture import MixturePartConfig
-from marin_rl.environments.tool_use import ToolLimits, ToolUseEnvironment
+from marin_rl.environments.tool_use import ToolDescription, ToolLimits, ToolUseEnvironment
 from marin_rl.environments.tools import CalculatorConfig, PythonConfig, ToolConfig, ToolError
 from marin_rl.rewards.losses import CallLostError, LossCause
 from marin_rl.rewards.sandbox.config import Isolation, SandboxConfig
@@ -156,7 +156,7 @@ def test_the_policy_is_told_of_its_tools():
     assert [asked.id for asked in environment.tasks(Split.HELD_OUT)] == [
         asked.id for asked in inner.tasks(Split.HELD_OUT)
     ]
-    untold, task = build(describe=False)
+    untold, task = build(describe=ToolDescription.NONE)
     assert task.messages == inner.tasks(Split.TRAIN)[0].messages
     assert untold.name == "arithmetic"
 
