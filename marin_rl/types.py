@@ -37,7 +37,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, NotRequired, TypedDict
 
 WeightVersion = int
 """The number of training steps behind a set of weights: 0 before the first. The only clock there is."""
@@ -50,6 +50,10 @@ class Message(TypedDict):
     """`system`, `user`, `assistant` or `tool`."""
     content: str
     """The message's text."""
+    tools: NotRequired[Sequence[Mapping[str, Any]]]
+    """JSON schemas of tools that the policy may call, for chat templates that have words of their own for them."""
+    tools_in_words: NotRequired[str]
+    """The same in words, for chat templates that have none: they are put behind `content`."""
 
 
 class StopReason(enum.StrEnum):

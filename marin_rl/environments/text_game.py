@@ -3,20 +3,15 @@
 
 """Games of gymnasium, played in words: FrozenLake, Taxi, CliffWalking, and whatever else has numbered actions."""
 
-import copy
 import dataclasses
-import difflib
-import functools
-import json
 import random
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from marin_rl.environments.base import Environment, EnvironmentConfig, Episode, Split, Step
-from marin_rl.environments.game_boards import Board, View, board_of
-from marin_rl.environments.game_plan import Plan, make_plan, read_table
-from marin_rl.environments.single_turn import CORRECT, FORMAT
+from marin_rl.environments.base import Environment, EnvironmentConfig, Episode, Split
+from marin_rl.environments.game_boards import View
+from marin_rl.environments.game_episode import GameTerms, TextGameEpisode
+from marin_rl.environments.game_start import Start, draw_start
 from marin_rl.environments.splits import (
     Problem,
     TaskSplits,
@@ -25,14 +20,9 @@ from marin_rl.environments.splits import (
     split_problems,
     without_duplicates,
 )
-from marin_rl.rewards.patterns import check_pattern, extract_last
+from marin_rl.rewards.patterns import check_pattern
 from marin_rl.seeds import derive_seed
 from marin_rl.types import Message, Task
-
-GAME = "game"
-"""Reward component: what the game itself pays."""
-STEP = "step"
-"""Reward component: the same for every reply; absent where it is 0."""
 
 
 @EnvironmentConfig.register_subclass("text_game")
@@ -117,7 +107,7 @@ class TextGameConfig(EnvironmentConfig):
     def _name(self) -> str:
         return self.id if self.name is None else self.name
 
-    def _problems(self, starts: dict[str, "Start"]) -> Iterator[Problem]:
+    def _problems(self, starts: dict[str, Start]) -> Iterator[Problem]:
         for index in range(self.num_tasks):
             seed = derive_seed(self.seed, "game", index)
             start = draw_start(self.id, self.options, seed, self.random_start)
@@ -132,7 +122,7 @@ class TextGameConfig(EnvironmentConfig):
             )
             yield Problem(text, task, where=f"game {index}")
 
-    def _opening(self, start: "Start") -> tuple[Message, ...]:
+    def _opening(self, start: Start) -> tuple[Message, ...]:
         board = start.prototype.board
         shown = Message(role="user", content=board.show(*start.begin(0), self.view))
         rules = self.rules
@@ -140,164 +130,6 @@ class TextGameConfig(EnvironmentConfig):
             names = ", ".join(board.actions)
             rules = f"{board.rules} Reply with one of: {names}." if self.view is View.READABLE else ""
         return (Message(role="system", content=rules), shown) if rules else (shown,)
-
-
-@dataclasses.dataclass(frozen=True)
-class Prototype:
-    """A game that was made once; episodes play copies of it."""
-
-    game: Any
-    """The gymnasium environment, unwrapped; never played itself where it has a table."""
-    board: Board
-    """Its words."""
-    has_table: bool
-    """Whether it is known what can follow each action, so that it can be copied, begun anywhere, and planned."""
-    max_steps: int | None
-    """Its own limit on steps."""
-
-    @functools.cached_property
-    def plan(self) -> Plan:
-        """How to win it from wherever it may begin."""
-        weights = self.game.initial_state_distrib
-        starts = [state for state in range(len(weights)) if weights[state] > 0]
-        return make_plan(
-            read_table(self.game.P), starts, lambda state, reward: self.board.wins(self.game, state, reward)
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """Where a game begins."""
-
-    id: str
-    """The game."""
-    arguments: str
-    """What it is made with, as JSON."""
-    state: int | None
-    """The state that it begins in; None where the game has no table, and its seed decides."""
-    seed: int
-    """The seed that it begins with where it has no table."""
-    shown: str
-    """Text of the first observation."""
-
-    @property
-    def prototype(self) -> Prototype:
-        """The game to copy."""
-        return make_prototype(self.id, self.arguments)
-
-    @property
-    def identity(self) -> str:
-        """What tells this start from others, and decides its split."""
-        return json.dumps(self.anchor(self.state) or [self.id, self.arguments, self.shown], sort_keys=True)
-
-    def anchor(self, state: int | None) -> object:
-        """What identifies a state of this game, whatever the words; None where only the words do."""
-        if state is None:
-            return None
-        return {"game": self.id, "options": self._options, "state": state}
-
-    @functools.cached_property
-    def _options(self) -> dict[str, Any]:
-        return json.loads(self.arguments)
-
-    def begin(self, seed: int) -> tuple[Any, Any]:
-        """A game that is about to be played, and its first observation.
-
-        Args:
-            seed: of everything random in a game with a table; others go by their own.
-        """
-        prototype = self.prototype
-        if not prototype.has_table:
-            game = _construct(self.id, json.loads(self.arguments))
-            return game, game.reset(seed=self.seed)[0]
-        # What a reset writes are attributes of its own; table and map are shared with the prototype.
-        game = copy.copy(prototype.game)
-        game.reset(seed=seed)
-        game.s = self.state
-        return game, self.state
-
-
-def draw_start(id: str, options: Mapping[str, Any], seed: int, random_start: bool) -> Start:
-    """Draw a game.
-
-    Args:
-        id: its name in gymnasium.
-        options: as the config has them.
-        seed: decides map and start.
-        random_start: whether it may begin in any state from which it can be won.
-
-    Raises:
-        ValueError: if gymnasium has no such game, refuses the options, or knows no table where a start is drawn.
-    """
-    arguments = json.dumps(_arguments(id, options, seed), sort_keys=True)
-    prototype = make_prototype(id, arguments)
-    if not prototype.has_table:
-        if random_start:
-            raise ValueError(f"text game {id!r} has no transition table to draw a start from; set random_start: false")
-        observation, _ = prototype.game.reset(seed=seed)
-        return Start(id, arguments, None, seed, prototype.board.show(prototype.game, observation, View.READABLE))
-    if random_start:
-        winnable = [int(state) for state, value in prototype.plan.values.items() if value > 0]
-        state = random.Random(seed).choice(winnable)
-    else:
-        state = int(copy.copy(prototype.game).reset(seed=seed)[0])
-    return Start(id, arguments, state, seed, "")
-
-
-def _arguments(id: str, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """What a game is made with; a lake without a map gets one."""
-    fixed = options.get("map_name") is not None or options.get("desc") is not None
-    if not id.startswith("FrozenLake") or fixed:
-        return dict(options)
-    from gymnasium.envs.toy_text.frozen_lake import generate_random_map
-
-    size, share = options.get("size", 4), options.get("p", 0.8)
-    if not (isinstance(size, int) and size >= 2 and 0 < share <= 1):
-        raise ValueError(
-            f"text game {id!r}: options size {size!r} and p {share!r} must be a whole number of at least 2 and a share "
-            "of ice above 0 and at most 1"
-        )
-    rest = {name: value for name, value in options.items() if name not in ("size", "p", "map_name", "desc")}
-    return {**rest, "desc": generate_random_map(size, share, seed)}
-
-
-@functools.lru_cache(maxsize=4096)
-def make_prototype(id: str, arguments: str) -> Prototype:
-    """Make a game, once.
-
-    Args:
-        id: its name in gymnasium.
-        arguments: what it is made with, as JSON.
-
-    Raises:
-        ValueError: if gymnasium has no such game, refuses the arguments, or its actions are not numbered.
-    """
-    import gymnasium
-
-    game = _construct(id, json.loads(arguments))
-    if not isinstance(game.action_space, gymnasium.spaces.Discrete):
-        raise ValueError(f"text game {id!r} has actions {game.action_space}; only numbered ones can be put into words")
-    has_table = all(getattr(game, name, None) is not None for name in ("P", "initial_state_distrib"))
-    return Prototype(game, board_of(game), has_table, gymnasium.spec(id).max_episode_steps)
-
-
-def _construct(id: str, arguments: Mapping[str, Any]) -> Any:
-    import gymnasium
-
-    try:
-        spec = gymnasium.spec(id)
-    except gymnasium.error.Error as error:
-        known = difflib.get_close_matches(id, gymnasium.registry, n=3)
-        hint = f"; did you mean {' or '.join(map(repr, known))}?" if known else ""
-        raise ValueError(f"gymnasium has no text game {id!r}{hint} ({error})") from error
-    entry = spec.entry_point
-    if entry is None:
-        raise ValueError(f"gymnasium has text game {id!r}, but not what makes it: its entry point is missing")
-    kind = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
-    try:
-        return kind(**{**spec.kwargs, **arguments})
-    except (TypeError, KeyError, ValueError, AssertionError) as error:
-        raise ValueError(f"text game {id!r} refuses its options {dict(arguments)}: {error!r}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,7 +177,7 @@ class TextGameEnvironment:
             said += [Message(role="assistant", content=reply), *episode.play(reply).messages]
         return tuple(said)
 
-    def _demonstrated_action(self, episode: "TextGameEpisode", generator: random.Random) -> int:
+    def _demonstrated_action(self, episode: TextGameEpisode, generator: random.Random) -> int:
         plan, state = episode.start.prototype.plan, int(episode.observation)
         best, safe = plan.best[state], plan.safe[state]
         takes_detour = generator.random() < self.config.detours and safe
@@ -356,110 +188,18 @@ class TextGameEnvironment:
             raise ValueError(f"environment {self.name!r} has no game {task.id!r} of {task.environment!r}")
         return self.starts[task.id]
 
-    def _begin(self, task: Task, seed: int) -> "TextGameEpisode":
+    def _begin(self, task: Task, seed: int) -> TextGameEpisode:
         start = self._start(task)
         game, observation = start.begin(derive_seed("game", task.id, seed))
-        own = start.prototype.max_steps if self.config.max_steps is None else self.config.max_steps
-        return TextGameEpisode(self.config, start, start.prototype.board, game, observation, own)
+        return TextGameEpisode(self._terms(start), start, start.prototype.board, game, observation)
 
-
-@dataclasses.dataclass
-class TextGameEpisode:
-    """One game."""
-
-    config: TextGameConfig
-    """Rewards, limits and words."""
-    start: Start
-    """Where it began."""
-    board: Board
-    """The words of the game."""
-    game: Any
-    """The gymnasium environment, unwrapped."""
-    observation: Any
-    """The last observation: the state, in games with a table."""
-    max_steps: int | None
-    """Most replies."""
-    steps: int = 0
-    """Replies so far."""
-    invalid: int = 0
-    """Those of them that named no action."""
-    over: bool = False
-    """Whether the game is over."""
-
-    @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        """What the policy says for each action."""
-        return self.board.names(self.config.view)
-
-    async def step(self, reply: str) -> Step:
-        """Take the action that the reply names; without one the turn passes, and the policy is told so.
-
-        Raises:
-            RuntimeError: if the game is over.
-        """
-        return self.play(reply)
-
-    async def close(self) -> None:
-        """Let go of the game."""
-        self.game.close()
-
-    def play(self, reply: str) -> Step:
-        """What `step` does, outside of an event loop."""
-        if self.over:
-            raise RuntimeError(f"the game {self.config.id!r} is over; start another")
-        action = parse_action(reply, self.board, self.config)
-        self.steps += 1
-        paid, won = 0.0, False
-        if action is None:
-            self.invalid += 1
-        else:
-            self.observation, reward, ended, cut, _ = self.game.step(action)
-            paid, self.over = float(reward), bool(ended or cut)
-            won = bool(ended and self.board.wins(self.game, self.observation, paid))
-        self.over |= self.max_steps is not None and self.steps >= self.max_steps
-        state = int(self.observation) if self.start.state is not None else None
-        return Step(
-            rewards=self._rewards(paid, won, action is None),
-            messages=() if self.over else (Message(role="user", content=self._shown(action is None)),),
-            done=self.over,
-            action=None if action is None else self.board.actions[action],
-            anchor_state=self.start.anchor(state),
-            metrics={"success": float(won), "steps": float(self.steps), "invalid_actions": float(self.invalid)},
+    def _terms(self, start: Start) -> GameTerms:
+        config = self.config
+        return GameTerms(
+            view=config.view,
+            action_regex=config.action_regex,
+            max_steps=start.prototype.max_steps if config.max_steps is None else config.max_steps,
+            game_weight=config.game_weight,
+            step_reward=config.step_reward,
+            invalid_reward=config.invalid_reward,
         )
-
-    def _rewards(self, paid: float, won: bool, invalid: bool) -> dict[str, float]:
-        rewards = {CORRECT: float(won)}
-        if self.config.game_weight:
-            rewards[GAME] = self.config.game_weight * paid
-        if self.config.step_reward:
-            rewards[STEP] = self.config.step_reward
-        if self.config.invalid_reward:
-            rewards[FORMAT] = self.config.invalid_reward if invalid else 0.0
-        return rewards
-
-    def _shown(self, invalid: bool) -> str:
-        text = self.board.show(self.game, self.observation, self.config.view)
-        if not invalid:
-            return text
-        if self.config.view is View.COMPACT:
-            return f"?\n{text}"
-        return f"That reply names no action. Reply with one of: {', '.join(self.names)}.\n\n{text}"
-
-
-def parse_action(reply: str, board: Board, config: TextGameConfig) -> int | None:
-    """The number of the action that a reply names, or None.
-
-    Args:
-        reply: what the policy said.
-        board: knows the actions' names.
-        config: `action_regex` cuts the name out; by default the last name that stands as a word of its own.
-    """
-    regex = config.action_regex or rf"(?i)\b({'|'.join(map(re.escape, board.names(config.view)))})\b"
-    found = extract_last(regex, reply)
-    if found is None:
-        return None
-    name = found.strip().lower()
-    for names in (board.actions, board.names(View.COMPACT)):
-        if name in names:
-            return names.index(name)
-    return None

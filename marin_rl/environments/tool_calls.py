@@ -1,10 +1,11 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tool calls in text, in the format of Hermes and Qwen: what the policy writes, and how it is told to.
+"""Tool calls in text: what the policy writes, and how it is told to.
 
-A call is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`; a reply may hold several. What stands before the last
-`</think>` is thinking, and calls nothing.
+A call is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Hermes and Qwen have it; a reply may hold several.
+A reply that is `{"name": …, "parameters": {…}}` and nothing else, as Llama has it, is one call. What stands before the
+last `</think>` is thinking, and calls nothing.
 """
 
 import dataclasses
@@ -35,7 +36,17 @@ def find_calls(reply: str) -> list[str]:
     ['{}']
     """
     _, _, said = reply.rpartition("</think>")
-    return [match[1].strip() for match in _CALL.finditer(said)]
+    found = [match[1].strip() for match in _CALL.finditer(said)]
+    return found or ([said.strip()] if _is_call(said) else [])
+
+
+def _is_call(text: str) -> bool:
+    """Whether a text is a call and nothing else. Answers in JSON are not, unless they have just the keys of one."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and found.keys() - {"type"} in ({"name", "parameters"}, {"name", "arguments"})
 
 
 _CALL = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)
@@ -43,6 +54,9 @@ _CALL = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)
 
 def parse_call(text: str) -> ToolCall:
     """Read a call.
+
+    Args:
+        text: JSON; the arguments may be called `parameters`, as Llama has it.
 
     Raises:
         ToolError: if it is not a JSON object with a name and arguments; the message says what is wrong.
@@ -56,7 +70,7 @@ def parse_call(text: str) -> ToolCall:
         raise ToolError(f"the call is not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise ToolError('the call is not a JSON object with "name" and "arguments"')
-    name, arguments = found.get("name"), found.get("arguments", {})
+    name, arguments = found.get("name"), found.get("arguments", found.get("parameters", {}))
     if not isinstance(name, str):
         raise ToolError('the call has no "name"')
     if not isinstance(arguments, dict):
@@ -74,7 +88,7 @@ def describe_tools(tools: Sequence[Tool]) -> str:
     Args:
         tools: at least one.
     """
-    schemas = "\n".join(json.dumps(tool_schema(tool)) for tool in tools)
+    schemas = "\n".join(json.dumps(tool_schema(tool), ensure_ascii=False) for tool in tools)
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
         "You are provided with function signatures within <tools></tools> XML tags:\n"

@@ -5,8 +5,10 @@
 
 import asyncio
 import dataclasses
+import enum
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from marin_rl.environments.base import CodeRunner, Environment, EnvironmentConfig, Episode, Split, Step
@@ -21,6 +23,7 @@ from marin_rl.environments.tools import (
     ToolError,
     ToolTimeoutError,
     check_arguments,
+    tool_schema,
 )
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.losses import CallLostError
@@ -31,6 +34,19 @@ logger = logging.getLogger(__name__)
 
 TOOLS = "tools"
 """Reward component: what mistakes in calling tools cost."""
+
+
+class ToolDescription(enum.StrEnum):
+    """Who tells the policy of its tools."""
+
+    MESSAGE = "message"
+    """A system message, in the words that the templates of Qwen and Hermes have for tools: under every template the
+    policy is told of the calls that are understood here."""
+    TEMPLATE = "template"
+    """The chat template, in its own words; a system message where it has none. For models that were trained on the
+    calls that are understood here: those of Qwen, Hermes and Llama."""
+    NONE = "none"
+    """The questions' own prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +82,9 @@ class ToolUseConfig(EnvironmentConfig):
     """Where the questions come from, and who grades the final reply."""
     tools: tuple[ToolConfig, ...] = (CalculatorConfig(),)
     """The tools; their names must differ."""
-    describe: bool = True
-    """Whether a system message tells the policy of the tools, in the words that the templates of Qwen and Hermes have
-    for them; false where the questions' own prompt does."""
+    describe: ToolDescription = ToolDescription.MESSAGE
+    """Who tells the policy of the tools: `message`, a system message; `template`, the chat template, where it can;
+    `none`, the questions' own prompt."""
     limits: ToolLimits = ToolLimits()
     """How far calls may go."""
     error_reward: float = 0.0
@@ -103,8 +119,9 @@ class ToolUseConfig(EnvironmentConfig):
             tools[tool.name] = tool
         questions = self.questions.build()
         name = questions.name if self.name is None else self.name
-        told = describe_tools(list(tools.values())) if self.describe else ""
-        asked = {split: [(_told(task, name, told), task) for task in questions.tasks(split)] for split in Split}
+        # One message for all questions that share a system message.
+        tell = functools.cache(lambda said: self._system_message(said, list(tools.values())))
+        asked = {split: [(self._asked(task, name, tell), task) for task in questions.tasks(split)] for split in Split}
         return ToolUseEnvironment(
             name=name,
             questions=questions,
@@ -115,16 +132,21 @@ class ToolUseConfig(EnvironmentConfig):
             originals={task.id: original for pairs in asked.values() for task, original in pairs},
         )
 
+    def _asked(self, task: Task, name: str, tell: Callable[[str], Message]) -> Task:
+        """A question as it is asked here: under this environment's name, its tools told of."""
+        messages = task.messages
+        if self.describe is not ToolDescription.NONE:
+            has_system = messages[0]["role"] == "system"
+            messages = (tell(messages[0]["content"]), *messages[1:]) if has_system else (tell(""), *messages)
+        return dataclasses.replace(task, environment=name, messages=messages)
 
-def _told(task: Task, name: str, told: str) -> Task:
-    """A question as it is asked here: under this environment's name, its tools told of."""
-    messages = task.messages
-    if told and messages[0]["role"] == "system":
-        first = Message(role="system", content=f"{messages[0]['content']}\n\n{told}")
-        messages = (first, *messages[1:])
-    elif told:
-        messages = (Message(role="system", content=told), *messages)
-    return dataclasses.replace(task, environment=name, messages=messages)
+    def _system_message(self, said: str, tools: Sequence[Tool]) -> Message:
+        """The system message of questions whose own says this."""
+        words = describe_tools(tools)
+        if self.describe is ToolDescription.TEMPLATE:
+            schemas = [tool_schema(tool) for tool in tools]
+            return Message(role="system", content=said, tools=schemas, tools_in_words=words)
+        return Message(role="system", content=f"{said}\n\n{words}" if said else words)
 
 
 @dataclasses.dataclass(frozen=True)

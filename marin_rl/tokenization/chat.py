@@ -16,6 +16,7 @@ from marin_rl.tokenization.chat_template import (
     template_encoder,
     unused_mark,
 )
+from marin_rl.tokenization.tool_messages import Conversation, fit_conversation
 from marin_rl.types import Message
 
 
@@ -24,7 +25,8 @@ class ChatTokenizer:
     """A Hugging Face tokenizer and its chat template.
 
     Text that spells out a special token, in whatever message, stays text: only the template makes special
-    tokens. Safe to share between threads.
+    tokens. Tools that a message brings along, and messages of the role `tool`, are put as the template can show
+    them. Safe to share between threads.
 
     Raises:
         ChatTemplateError: if the tokenizer has no chat template, or one that cannot render a plain exchange.
@@ -91,9 +93,10 @@ class ChatTokenizer:
             ChatTemplateError: if the template refuses the conversation.
         """
         self._require_messages(messages)
-        mark = unused_mark(messages, self._template)
-        text = self._template.render(self._encoder.escape(messages, mark), add_generation_prompt=True)
-        return tuple(self._encoder.encode(text, mark)[0])
+        template = self._template_for(messages)
+        shown = fit_conversation(messages, template)
+        mark = unused_mark(shown.messages, template, shown.tools)
+        return tuple(self._encoder.encode(self._text_of(shown, template, mark), mark)[0])
 
     def encode_conversation(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """Tokens of a finished conversation, and which of them the assistant wrote.
@@ -112,8 +115,12 @@ class ChatTokenizer:
                 refuses the conversation.
         """
         self._require_messages(messages)
-        mark = unused_mark(messages, self._template)
-        text, spans = self._template.render_with_spans(self._encoder.escape(messages, mark))
+        template = self._template_for(messages)
+        shown = fit_conversation(messages, template)
+        mark = unused_mark(shown.messages, template, shown.tools)
+        text, spans = template.render_with_spans(
+            self._encoder.escape(shown.messages, mark), self._encoder.escape_tools(shown.tools, mark)
+        )
         ids, offsets = self._encoder.encode(text, mark)
         mask = _overlapping(offsets, spans)
         if not any(mask) and any(message["role"] == "assistant" and message["content"] for message in messages):
@@ -153,15 +160,16 @@ class ChatTokenizer:
             raise ValueError(f"history must end with the assistant's reply, but its last role is {last!r}")
         if not sequence:
             raise ValueError("sequence is empty; it holds the prompt and the reply that history ends with")
-        mark = unused_mark([*history, *observation], self._template)
-        past = self._encoder.escape(history, mark)
-        before = self._template.render(past[:-1], add_generation_prompt=True)
-        everything = past + self._encoder.escape(observation, mark)
-        after = self._template.render(everything, add_generation_prompt=True)
-        kept = before + past[-1]["content"]
+        template = self._template_for([*history, *observation])
+        everything = fit_conversation([*history, *observation], template)
+        mark = unused_mark(everything.messages, template, everything.tools)
+        before = self._text_of(fit_conversation(history[:-1], template), template, mark)
+        after = self._text_of(everything, template, mark)
+        [said] = self._encoder.escape(history[-1:], mark)
+        kept = before + said["content"]
         if not after.startswith(kept) and self._sampled(sequence, " " + history[-1]["content"]):
             # Sentencepiece's decoder drops the space of a reply's first word, and templates made for it put it back.
-            kept = before + " " + past[-1]["content"]
+            kept = before + " " + said["content"]
         rest = self._rest(after, kept, sequence[-1], mark)
         if rest is None:
             return tuple(self._encoder.encode(after, mark)[0]), True
@@ -180,8 +188,23 @@ class ChatTokenizer:
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
-        source = self.tokenizer.get_chat_template()
+        return ChatTemplate(self.tokenizer.get_chat_template(), self.tokenizer.special_tokens_map, self.name)
+
+    @functools.cached_property
+    def _tool_template(self) -> ChatTemplate:
+        """The template for conversations with tools: some tokenizers have one of its own for them."""
+        source = self.tokenizer.get_chat_template(tools=[])
+        if source == self._template.source:
+            return self._template
         return ChatTemplate(source, self.tokenizer.special_tokens_map, self.name)
+
+    def _template_for(self, messages: Sequence[Message]) -> ChatTemplate:
+        return self._tool_template if any("tools" in message for message in messages) else self._template
+
+    def _text_of(self, shown: Conversation, template: ChatTemplate, mark: str) -> str:
+        """The conversation as text that asks for the next reply."""
+        messages, tools = self._encoder.escape(shown.messages, mark), self._encoder.escape_tools(shown.tools, mark)
+        return template.render(messages, add_generation_prompt=True, tools=tools)
 
     @functools.cached_property
     def _encoder(self) -> TemplateEncoder:

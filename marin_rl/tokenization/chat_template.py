@@ -13,6 +13,7 @@ Texts without control tokens, that is nearly all, contain no mark and are tokeni
 
 import dataclasses
 import functools
+import json
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,6 +36,24 @@ _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _RENDER_LOCK = threading.Lock()
 
 
+ToolSchema = Mapping[str, Any]
+"""A tool as chat templates take it: `{"type": "function", "function": {"name": …, "parameters": …}}`."""
+
+_PROBE_TOOL: ToolSchema = {
+    "type": "function",
+    "function": {
+        "name": "probe-tool",
+        "description": "Probes.",
+        "parameters": {
+            "type": "object",
+            "properties": {"probe": {"type": "string", "description": "A probe."}},
+            "required": ["probe"],
+        },
+    },
+}
+_PROBE = [{"role": "user", "content": "probe"}]
+
+
 class ChatTemplateError(ValueError):
     """A chat template is missing, refuses a conversation, or cannot do what was asked of it."""
 
@@ -55,16 +74,47 @@ class ChatTemplate:
         """Whether it has `{% generation %}` blocks, which tell the assistant's text from the template's."""
         return _GENERATION_BLOCK.search(self.source) is not None
 
-    def render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> str:
+    @functools.cached_property
+    def tells_of_tools(self) -> bool:
+        """Whether it has words for the schemas of tools, seen by rendering one."""
+        return self._shows("probe-tool", _PROBE, tools=[_PROBE_TOOL])
+
+    @functools.cached_property
+    def shows_tool_role(self) -> bool:
+        """Whether it renders messages of the role `tool` behind a reply; others leave them out, or refuse them."""
+        reply = {"role": "assistant", "content": "probe-reply"}
+        return self._shows("probe-answer", [*_PROBE, reply, {"role": "tool", "content": "probe-answer"}])
+
+    def _shows(self, text: str, messages: Sequence[dict[str, str]], tools: Sequence[ToolSchema] = ()) -> bool:
+        try:
+            return text in self.render(messages, add_generation_prompt=True, tools=tools)
+        except ChatTemplateError:
+            # What it refuses it does not show. Whatever else is wrong with it, a conversation will tell.
+            return False
+
+    def render(
+        self, messages: Sequence[dict[str, str]], add_generation_prompt: bool, tools: Sequence[ToolSchema] = ()
+    ) -> str:
         """The conversation as text.
+
+        Args:
+            messages: of role and content.
+            add_generation_prompt: whether the text asks for the next reply.
+            tools: the template's `tools`; only one that `tells_of_tools` shows them.
 
         Raises:
             ChatTemplateError: if the template refuses the conversation.
         """
-        return self._render(messages, add_generation_prompt, track=False)[0]
+        return self._render(messages, add_generation_prompt, tools, track=False)[0]
 
-    def render_with_spans(self, messages: Sequence[dict[str, str]]) -> tuple[str, list[tuple[int, int]]]:
+    def render_with_spans(
+        self, messages: Sequence[dict[str, str]], tools: Sequence[ToolSchema] = ()
+    ) -> tuple[str, list[tuple[int, int]]]:
         """The conversation as text, and the `[start, end)` characters that its generation blocks wrote.
+
+        Args:
+            messages: of role and content.
+            tools: the template's `tools`.
 
         Raises:
             ChatTemplateError: if the template refuses the conversation, or has no generation blocks.
@@ -75,15 +125,20 @@ class ChatTemplate:
                 "cannot be told from the template's; put {% generation %} and {% endgeneration %} around the "
                 "assistant's content and its end token in a copy of the template, and point chat_template at it"
             )
-        return self._render(messages, add_generation_prompt=False, track=True)
+        return self._render(messages, False, tools, track=True)
 
     def _render(
-        self, messages: Sequence[dict[str, str]], add_generation_prompt: bool, track: bool
+        self,
+        messages: Sequence[dict[str, str]],
+        add_generation_prompt: bool,
+        tools: Sequence[ToolSchema],
+        track: bool,
     ) -> tuple[str, list[tuple[int, int]]]:
         try:
             with _RENDER_LOCK:
                 rendered: Any = render_jinja_template(
                     conversations=[list(messages)],
+                    tools=[dict(tool) for tool in tools] or None,
                     chat_template=self.source,
                     return_assistant_tokens_mask=track,
                     add_generation_prompt=add_generation_prompt,
@@ -114,10 +169,21 @@ class TemplateEncoder:
 
     def escape(self, messages: Iterable[Message], mark: str) -> list[dict[str, str]]:
         """Break every control token's text in the messages with the mark."""
-        return [
-            {key: self._control_start.sub(lambda match: match[0] + mark, str(text)) for key, text in message.items()}
-            for message in messages
-        ]
+        return [{key: self._escape_text(str(text), mark) for key, text in message.items()} for message in messages]
+
+    def escape_tools(self, tools: Iterable[ToolSchema], mark: str) -> list[ToolSchema]:
+        """Break every control token's text in the names and texts of schemas with the mark."""
+        return [self._escape_json(tool, mark) for tool in tools]
+
+    def _escape_text(self, text: str, mark: str) -> str:
+        return self._control_start.sub(lambda match: match[0] + mark, text)
+
+    def _escape_json(self, value: Any, mark: str) -> Any:
+        if isinstance(value, str):
+            return self._escape_text(value, mark)
+        if isinstance(value, Mapping):
+            return {self._escape_text(str(key), mark): self._escape_json(one, mark) for key, one in value.items()}
+        return [self._escape_json(one, mark) for one in value] if isinstance(value, list | tuple) else value
 
     def encode(self, text: str, mark: str, continues: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
         """Tokenize rendered text, the control tokens of the template included.
@@ -163,13 +229,15 @@ def template_encoder(backend: Tokenizer, stop_tokens: Iterable[str]) -> Template
     return TemplateEncoder(copy, (*sorted(control), _BOUNDARY))
 
 
-def unused_mark(messages: Iterable[Message], template: ChatTemplate) -> str:
-    """A private-use character that neither the messages nor the template contain.
+def unused_mark(messages: Iterable[Message], template: ChatTemplate, tools: Sequence[ToolSchema] = ()) -> str:
+    """A private-use character that neither the messages nor the tools nor the template contain.
 
     Raises:
-        ValueError: if a message is not valid Unicode text.
+        ValueError: if a message or a tool's schema is not valid Unicode text.
     """
     text = template.source
+    for tool in tools:
+        text += _checked(json.dumps(tool, ensure_ascii=False), "a tool's schema")
     for index, message in enumerate(messages):
         for key, value in message.items():
             text += _checked(str(value), f"the {key} of message {index}")

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from marin_rl.environments.base import Demonstrator, Episode, Split, Step
 from marin_rl.environments.game_boards import View
-from marin_rl.environments.text_game import TextGameConfig, TextGameEnvironment, make_prototype
+from marin_rl.environments.game_start import make_prototype
+from marin_rl.environments.text_game import TextGameConfig, TextGameEnvironment
 from marin_rl.types import Message, Task
 
 STILL = {"is_slippery": False}
@@ -101,39 +102,6 @@ def test_a_reply_without_an_action_costs_a_turn_and_is_told():
     assert step.messages[0]["content"].startswith(
         "That reply names no action. Reply with one of: left, down, right, up."
     )
-
-
-@pytest.mark.parametrize(
-    ("view", "regex", "reply", "action"),
-    [
-        (View.READABLE, None, "Left would be wrong, so I go RIGHT.", "right"),
-        (View.READABLE, None, "upright", None),
-        (View.READABLE, None, "r", None),
-        (View.COMPACT, None, "r", "right"),
-        (View.COMPACT, None, "l or r", "right"),
-        (View.COMPACT, None, "lr", None),
-        (View.COMPACT, None, "right", None),
-        (View.READABLE, r"<go>(.*?)</go>", "<go>left</go> no: <go> Right </go> left", "right"),
-        (View.READABLE, r"<go>(.*?)</go>", "<go>r</go>", "right"),
-        (View.READABLE, r"<go>(.*?)</go>", "<go>away</go>", None),
-        (View.READABLE, r"<go>(.*?)</go>", "right", None),
-    ],
-)
-def test_the_last_name_counts(view: View, regex: str | None, reply: str, action: str | None):
-    environment, task = line(view=view, action_regex=regex)
-    assert play(environment, task, [reply])[0].action == action
-
-
-def test_after_the_end_there_is_nothing_to_play():
-    environment, task = line(max_steps=1)
-
-    async def run() -> None:
-        episode = await environment.start(task, 0)
-        await episode.step("right")
-        await episode.step("right")
-
-    with pytest.raises(RuntimeError, match="the game 'FrozenLake-v1' is over"):
-        asyncio.run(run())
 
 
 GAMES = [

@@ -41,10 +41,27 @@ def test_any_text_is_a_call_or_says_why_not(text: str):
         ("so <tool_call>a</tool_call> and <tool_call>b", ["a", "b"]),
         ("<tool_call>", [""]),
         ("</tool_call>", []),
+        ('<think>so</think> {"name": "a", "parameters": {}}\n', ['{"name": "a", "parameters": {}}']),
+        (
+            '{"type": "function", "name": "a", "parameters": {}}',
+            ['{"type": "function", "name": "a", "parameters": {}}'],
+        ),
+        ('{"name": "a", "arguments": 3}', ['{"name": "a", "arguments": 3}']),
+        # Answers in JSON, and text about calls, call nothing.
+        ('{"name": "Ada", "age": 36}', []),
+        ('{"name": "Ada", "parameters": {}, "age": 36}', []),
+        ('I call {"name": "a", "parameters": {}}', []),
+        ('{"name": "a", "parameters": {}', []),
+        ("[" * 100_000, []),
     ],
 )
 def test_where_calls_are(reply: str, calls: list[str]):
     assert find_calls(reply) == calls
+
+
+def test_arguments_are_parameters_in_llamas_form():
+    assert parse_call('{"name": "a", "parameters": {"x": 1}}') == ToolCall("a", {"x": 1})
+    assert parse_call('{"name": "a"}') == ToolCall("a", {})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, MixtureConfig, ToolUseConfig
 from marin_rl.environments.base import Environment, Split, Step, connect_code_runner
 from marin_rl.environments.mixture import MixturePartConfig
-from marin_rl.environments.tool_use import ToolLimits, ToolUseEnvironment
+from marin_rl.environments.tool_use import ToolDescription, ToolLimits, ToolUseEnvironment
 from marin_rl.environments.tools import CalculatorConfig, PythonConfig, ToolConfig, ToolError
 from marin_rl.rewards.losses import CallLostError, LossCause
 from marin_rl.rewards.sandbox.config import Isolation, SandboxConfig
@@ -20,6 +20,8 @@ from marin_rl.rewards.sandbox.pool import IsolationError, PythonResult, Sandbox
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.judging import RewardFunctions
 from marin_rl.runtime.config_decoding import decode
+from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
+from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Message, Task
 
 QUESTIONS = ArithmeticConfig(size=200)
@@ -156,7 +158,9 @@ def test_the_policy_is_told_of_its_tools():
     assert [asked.id for asked in environment.tasks(Split.HELD_OUT)] == [
         asked.id for asked in inner.tasks(Split.HELD_OUT)
     ]
-    untold, task = build(describe=False)
+    shared = {id(asked.messages[0]) for split in Split for asked in environment.tasks(split)}
+    assert len(shared) == 1
+    untold, task = build(describe=ToolDescription.NONE)
     assert task.messages == inner.tasks(Split.TRAIN)[0].messages
     assert untold.name == "arithmetic"
 
@@ -181,6 +185,20 @@ def test_a_system_message_of_the_questions_comes_first(tmp_path):
     assert task.environment == environment.name == "asked"
     assert [message["role"] for message in task.messages] == ["system", "user"]
     assert task.messages[0]["content"].startswith("Be brief.\n\n# Tools\n\n")
+
+
+def test_a_template_is_given_the_schemas_and_the_words_for_want_of_its_own():
+    by_message, by_template = (
+        build(describe=described)[1] for described in (ToolDescription.MESSAGE, ToolDescription.TEMPLATE)
+    )
+    first, *rest = by_template.messages
+    assert (first["role"], first["content"]) == ("system", "")
+    assert [schema["function"]["name"] for schema in first["tools"]] == ["calculator", "odd"]
+    assert first["tools_in_words"] == by_message.messages[0]["content"]
+    assert tuple(rest) == by_message.messages[1:]
+    # What it stands for in any other template is the message, to the letter.
+    plain = ChatTokenizer(byte_tokenizer())
+    assert plain.prompt_tokens(by_template.messages) == plain.prompt_tokens(by_message.messages)
 
 
 class Runner:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from marin_rl.batching.processed_rollout import process_rollout
 from marin_rl.environments import ArithmeticConfig, Split, ToolUseConfig
+from marin_rl.environments.tool_use import ToolDescription
 from marin_rl.rollouts.draft import Limits
 from marin_rl.rollouts.run_rollouts import Player, run_groups
 from marin_rl.sampling.sampler import SampleRequest
@@ -20,10 +21,11 @@ from marin_rl.sampling.scripted import ScriptedSampler
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Rollout
-from tests.tokenization.conftest import CHATML, THINKING, chatml_tokenizer
+from tests.tokenization.conftest import CHATML, THINKING, chatml_tokenizer, llama_tokenizer
+from tests.tokenization.tool_templates import QWEN3, SILENT
 
-# Qwen3's form for tools: answers stand in the user's role, and thinking before the last question is dropped.
-QWEN = """\
+# Answers stand in the user's role, and the thinking of every reply but the last is dropped.
+STRIPPING = """\
 {%- set ns = namespace(last_user=-1) %}
 {%- for message in messages %}
 {%- if message.role == 'user' %}{%- set ns.last_user = loop.index0 %}{%- endif %}
@@ -46,10 +48,16 @@ TOKENIZERS = {
     "bytes": ChatTokenizer(byte_tokenizer()),
     "chatml": ChatTokenizer(chatml_tokenizer(CHATML)),
     "thinking": ChatTokenizer(chatml_tokenizer(THINKING)),
-    "qwen": ChatTokenizer(chatml_tokenizer(QWEN)),
+    "stripping": ChatTokenizer(chatml_tokenizer(STRIPPING)),
+    "qwen3": ChatTokenizer(chatml_tokenizer(QWEN3)),
+    "llama": ChatTokenizer(llama_tokenizer()),
+    "silent": ChatTokenizer(chatml_tokenizer(SILENT)),
 }
-ENVIRONMENT = ToolUseConfig(questions=ArithmeticConfig(size=100)).build()
-LENGTH = 4000
+ENVIRONMENTS = {
+    described: ToolUseConfig(questions=ArithmeticConfig(size=100), describe=described).build()
+    for described in ToolDescription
+}
+LENGTH = 6000
 
 
 def tool_call(expression: str) -> str:
@@ -60,21 +68,33 @@ thoughts = st.text("ab \n<think>", max_size=8)
 calls = st.lists(st.sampled_from(["1+1", "2*3", "1/0", "what", "<|im_end|>"]), min_size=1, max_size=2).map(
     lambda expressions: "\n".join(map(tool_call, expressions))
 ) | st.sampled_from(["<tool_call>", "<tool_call>{}</tool_call>", "<tool_call>\nnot json\n</tool_call>"])
+# In Llama's form the whole reply is the call.
+bare_calls = st.sampled_from(["1+1", "1/0", "<|eot_id|>"]).map(
+    lambda expression: json.dumps({"name": "calculator", "parameters": {"expression": expression}})
+)
 
 
 @st.composite
 def replies(draw: st.DrawFn) -> list[str]:
     """A conversation's replies: some that call tools, with and without thinking, and one that calls nothing."""
-    rounds = draw(st.lists(st.tuples(st.booleans(), thoughts, calls), max_size=3))
-    asked = [f"<think>{thought}</think>{call}" if thinks else f"{thought}{call}" for thinks, thought, call in rounds]
+    before = st.tuples(thoughts, calls).map("".join) | bare_calls
+    rounds = draw(
+        st.lists(st.tuples(st.sampled_from(["", "<think>a</think>", "<think>\na\n</think>\n\n"]), before), max_size=3)
+    )
+    asked = [thought + call for thought, call in rounds]
     return [*asked, draw(st.sampled_from(["46", "<think>\nhm\n</think>\n\n46", " so: 46 ", ""]))]
 
 
-def play(tokenizer: ChatTokenizer, said: Sequence[str], stops: Sequence[bool]) -> tuple[Rollout, list[SampleRequest]]:
+def play(
+    tokenizer: ChatTokenizer,
+    said: Sequence[str],
+    stops: Sequence[bool],
+    described: ToolDescription = ToolDescription.MESSAGE,
+) -> tuple[Rollout, list[SampleRequest]]:
     """One rollout whose policy says these replies; where `stops` is false, one is cut before its stop token."""
+    environment = ENVIRONMENTS[described]
     following = iter(zip(said, stops, strict=False))
     stop = tokenizer.stop_token_ids[-1]
-    [filler] = tokenizer.tokenizer("x", add_special_tokens=False)["input_ids"]
     requests: list[SampleRequest] = []
 
     def script(request: SampleRequest) -> Sequence[int]:
@@ -83,24 +103,31 @@ def play(tokenizer: ChatTokenizer, said: Sequence[str], stops: Sequence[bool]) -
         tokens = tokenizer.tokenizer(text, add_special_tokens=False)["input_ids"]
         # Contents may spell control tokens: as the policy's own tokens they end a reply, and are left to other tests.
         tokens = [token for token in tokens if token not in tokenizer.stop_token_ids]
-        # One that is cut has as many tokens as it may have.
+        # One that is cut has as many tokens as it may have; spaces leave JSON what it is.
+        [filler] = tokenizer.tokenizer(" " if text.endswith("}") else "x", add_special_tokens=False)["input_ids"]
         return (*tokens, stop) if ends else (*tokens, *[filler] * request.max_new_tokens)
 
     limits = Limits(LENGTH, 200, len(said))
     sampler = ScriptedSampler(script, stop_token_ids=list(tokenizer.stop_token_ids))
-    player = Player(ENVIRONMENT, tokenizer, sampler, limits)
+    player = Player(environment, tokenizer, sampler, limits)
     [group] = run_groups(
-        player, ENVIRONMENT.tasks(Split.TRAIN)[:1], group_size=1, temperature=1.0, seed_parts=(0, "train", 1)
+        player, environment.tasks(Split.TRAIN)[:1], group_size=1, temperature=1.0, seed_parts=(0, "train", 1)
     )
     return group.rollouts[0], requests
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@given(said=replies(), stops=st.lists(st.booleans(), min_size=4, max_size=4))
+@given(
+    said=replies(),
+    stops=st.lists(st.booleans(), min_size=4, max_size=4),
+    described=st.sampled_from(ToolDescription),
+)
 @settings(max_examples=60, deadline=None)
-def test_only_sampled_tokens_are_trained_on_and_each_in_its_own_context(name: str, said: list[str], stops: list[bool]):
+def test_only_sampled_tokens_are_trained_on_and_each_in_its_own_context(
+    name: str, said: list[str], stops: list[bool], described: ToolDescription
+):
     tokenizer = TOKENIZERS[name]
-    rollout, requests = play(tokenizer, said, stops)
+    rollout, requests = play(tokenizer, said, stops, described)
     assert rollout.error is None
     assert len(rollout.turns) == len(requests) == len(said)
     arrays = process_rollout(rollout, length=LENGTH, pad_token_id=tokenizer.pad_token_id)
@@ -127,13 +154,17 @@ def test_a_template_that_strips_thinking_splits_the_rollout_and_one_that_does_no
         for name, tokenizer in TOKENIZERS.items()
     }
     assert rows["bytes"] == rows["chatml"] == 1
-    assert rows["qwen"] == 3
+    assert rows["stripping"] == rows["qwen3"] == 3
+    # Qwen3's own layout is kept from the last question on.
+    laid_out = [reply.replace("<think>", "<think>\n").replace("</think>", "\n</think>\n\n") for reply in said]
+    rollout, _ = play(TOKENIZERS["qwen3"], laid_out, [True] * 3)
+    assert [turn.starts_sequence for turn in rollout.turns] == [True, False, False]
 
 
 def test_what_tools_say_is_shown_as_the_template_has_it():
     said = [tool_call("6*7") + tool_call("1/0"), "46"]
-    rollout, requests = play(TOKENIZERS["qwen"], said, [True, True])
-    shown = TOKENIZERS["qwen"].tokenizer.decode(requests[1].prompt_tokens)
+    rollout, requests = play(TOKENIZERS["stripping"], said, [True, True])
+    shown = TOKENIZERS["stripping"].tokenizer.decode(requests[1].prompt_tokens)
     assert shown.endswith(
         "<|im_start|>user\n<tool_response>\n42\n</tool_response>\n<tool_response>\nError: division by zero\n"
         "</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -143,3 +174,28 @@ def test_what_tools_say_is_shown_as_the_template_has_it():
     assert shown.endswith("<|tool|>42<|end|><|tool|>Error: division by zero<|end|><|assistant|>")
     for played in (rollout, bytes_rollout):
         assert list(itertools.chain.from_iterable(turn.messages for turn in played.turns))[-2]["role"] == "tool"
+
+
+def test_message_and_template_tell_a_model_of_qwens_kind_the_same():
+    said = [tool_call("6*7"), "42"]
+    told = [
+        play(TOKENIZERS["qwen3"], said, [True, True], described)[1]
+        for described in (ToolDescription.MESSAGE, ToolDescription.TEMPLATE)
+    ]
+    assert [request.prompt_tokens for request in told[0]] == [request.prompt_tokens for request in told[1]]
+
+
+def test_a_model_of_llamas_kind_calls_and_is_answered_in_its_own_way():
+    tokenizer = TOKENIZERS["llama"]
+    said = [json.dumps({"name": "calculator", "parameters": {"expression": "6*7"}}), "42"]
+    rollout, requests = play(tokenizer, said, [True, True], ToolDescription.TEMPLATE)
+    first, second = (tokenizer.tokenizer.decode(request.prompt_tokens) for request in requests)
+    assert first.startswith("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\n")
+    assert 'Respond in the format {"name": function name, "parameters"' in first
+    assert "<tool_call>" not in first
+    assert second == (
+        f'{first}{said[0]}<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"42"<|eot_id|>'
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    assert rollout.metrics["tool_calls"] == 1.0
+    assert [turn.starts_sequence for turn in rollout.turns] == [True, False]

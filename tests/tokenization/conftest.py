@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
+from tests.tokenization.tool_templates import LLAMA
 
 SENTENCES = [
     "the quick brown fox jumps over the lazy dog",
@@ -113,6 +114,18 @@ def chatml_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
     )
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>")])
     return tokenizer
+
+
+def llama_tokenizer(template: str = LLAMA) -> PreTrainedTokenizerFast:
+    """Llama 3's kind: bos in the template, headers of special tokens, and an end of turn that is eos."""
+    special = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_trained(_special(*special), byte_level=True),
+        bos_token="<|begin_of_text|>",
+        eos_token="<|eot_id|>",
+        additional_special_tokens=["<|start_header_id|>", "<|end_header_id|>"],
+        chat_template=template,
+    )
 
 
 def phi_tokenizer() -> PreTrainedTokenizerFast:
