@@ -308,7 +308,7 @@ def everything(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) 
             kl={"type": "in_reward", "beta": 0.1},
             mismatch={"type": "tis"},
             environment__format=None,
-            filter={"type": "resample", "max_rounds": 2},
+            filter={"type": "resample", "max_batches": 2},
             evaluation={"tasks": 2, "greedy": False},
         )
         assert run.train() == 0
@@ -454,7 +454,7 @@ def test_episodes_count_what_was_left_out_too(everything: list[dict[str, Any]]) 
         played += sum(record[f"filter/{name}"] for name in ("kept_groups", "dropped_zero_spread", "dropped_ungraded"))
         assert record["episode"] == 4 * played
     assert any(record["filter/dropped_zero_spread"] for record in everything[1:])
-    assert any(record["filter/rounds"] > 1 for record in everything[1:])
+    assert any(record["filter/replaced"] > 0 for record in everything[1:])
 
 
 def test_types_in_the_table_of_choices_are_those_there_are() -> None:

@@ -53,8 +53,8 @@ class FilterConfig(draccus.ChoiceRegistry, abc.ABC):
 
     @property
     @abc.abstractmethod
-    def rounds(self) -> int:
-        """Most rounds of sampling in a step, the first included."""
+    def batches(self) -> int:
+        """Most groups that a step plays, in batches of `rollouts.prompts_per_step`."""
 
 
 @FilterConfig.register_subclass("keep")
@@ -68,7 +68,7 @@ class KeepGroupsConfig(FilterConfig):
         return False
 
     @property
-    def rounds(self) -> int:
+    def batches(self) -> int:
         """One."""
         return 1
 
@@ -84,7 +84,7 @@ class DropGroupsConfig(FilterConfig):
         return True
 
     @property
-    def rounds(self) -> int:
+    def batches(self) -> int:
         """One."""
         return 1
 
@@ -97,13 +97,14 @@ class ResampleGroupsConfig(FilterConfig):
     Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, section 3.2.
     """
 
-    max_rounds: int = 4
-    """Most rounds of sampling in a step, the first included; at least 2. What is missing then is left out."""
+    max_batches: int = 4
+    """Most groups that a step plays, in batches of `rollouts.prompts_per_step`; at least 2, the step's own included.
+    What is missing then is left out."""
 
     def __post_init__(self) -> None:
-        if self.max_rounds < 2:
+        if self.max_batches < 2:
             raise ValueError(
-                f"filter.max_rounds is {self.max_rounds}; resampling needs at least 2, the first included, "
+                f"filter.max_batches is {self.max_batches}; resampling needs at least 2, the step's own included, "
                 "or use filter: {type: drop}"
             )
 
@@ -113,6 +114,6 @@ class ResampleGroupsConfig(FilterConfig):
         return True
 
     @property
-    def rounds(self) -> int:
-        """`max_rounds`."""
-        return self.max_rounds
+    def batches(self) -> int:
+        """`max_batches`."""
+        return self.max_batches

@@ -8,8 +8,8 @@ The store of rollouts ([`store`][marin_rl.rollouts.store]) is for people who loo
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from marin_rl.types import (
     Evaluation,
@@ -23,6 +23,8 @@ from marin_rl.types import (
     Turn,
 )
 
+Record = TypeVar("Record")
+
 
 def encode_task(task: Task) -> dict[str, Any]:
     """A task as JSON values.
@@ -35,7 +37,7 @@ def encode_task(task: Task) -> dict[str, Any]:
 
 def decode_task(values: Mapping[str, Any]) -> Task:
     """What `encode_task` was given."""
-    return Task(**{**values, "messages": tuple(values["messages"])})
+    return _made(Task, values, messages=tuple(values["messages"]))
 
 
 def encode_group(group: RolloutGroup) -> str:
@@ -60,36 +62,41 @@ def _text(record: Task | RolloutGroup, name: str) -> str:
         raise ValueError(f"{name} cannot be saved: {error}") from error
 
 
+def _made(record: Callable[..., Record], values: Mapping[str, Any], **changed: Any) -> Record:
+    """A record of its fields, those named ones excepted."""
+    return record(**{**values, **changed})
+
+
 def _rollout(values: Mapping[str, Any]) -> Rollout:
-    return Rollout(
-        **{
-            **values,
-            "task": decode_task(values["task"]),
-            "turns": tuple(_turn(turn) for turn in values["turns"]),
-            "status": RolloutStatus(values["status"]),
-            "evaluations": tuple(_evaluation(evaluation) for evaluation in values["evaluations"]),
-        }
+    return _made(
+        Rollout,
+        values,
+        task=decode_task(values["task"]),
+        turns=tuple(_turn(turn) for turn in values["turns"]),
+        status=RolloutStatus(values["status"]),
+        evaluations=tuple(_evaluation(evaluation) for evaluation in values["evaluations"]),
     )
 
 
 def _turn(values: Mapping[str, Any]) -> Turn:
-    generation = values["generation"]
-    return Turn(
-        **{
-            **values,
-            "observation_tokens": tuple(values["observation_tokens"]),
-            "generation": Generation(
-                **{
-                    **generation,
-                    "token_ids": tuple(generation["token_ids"]),
-                    "logprobs": tuple(generation["logprobs"]),
-                    "stop_reason": StopReason(generation["stop_reason"]),
-                }
-            ),
-            "messages": tuple(values["messages"]),
-        }
+    return _made(
+        Turn,
+        values,
+        observation_tokens=tuple(values["observation_tokens"]),
+        generation=_generation(values["generation"]),
+        messages=tuple(values["messages"]),
+    )
+
+
+def _generation(values: Mapping[str, Any]) -> Generation:
+    return _made(
+        Generation,
+        values,
+        token_ids=tuple(values["token_ids"]),
+        logprobs=tuple(values["logprobs"]),
+        stop_reason=StopReason(values["stop_reason"]),
     )
 
 
 def _evaluation(values: Mapping[str, Any]) -> Evaluation:
-    return Evaluation(**{**values, "steps": tuple(StepReward(**step) for step in values["steps"])})
+    return _made(Evaluation, values, steps=tuple(StepReward(**step) for step in values["steps"]))

@@ -66,8 +66,9 @@ class Pace:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.uses_per_group > self.max_staleness + 1:
             raise ValueError(
-                f"uses_per_group is {self.uses_per_group}, but a group is in one batch of a step, so with max_staleness "
-                f"{self.max_staleness} it can be used {self.max_staleness + 1} times at most; raise max_staleness"
+                f"uses_per_group is {self.uses_per_group}, but a group is in one batch of a step, so with "
+                f"max_staleness {self.max_staleness} it can be used {self.max_staleness + 1} times at most; raise "
+                "max_staleness"
             )
 
     @property

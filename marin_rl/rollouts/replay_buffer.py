@@ -172,9 +172,7 @@ class ReplayBuffer:
             for row in rows:
                 number = OrderNumber(int(str(row["step"])), int(str(row["index"])))
                 self.add(number, decode_group(str(row["group"])))
-                self._waiting[number] = dataclasses.replace(
-                    self._waiting[number], uses_left=int(str(row["uses_left"]))
-                )
+                self._waiting[number] = dataclasses.replace(self._waiting[number], uses_left=int(str(row["uses_left"])))
         except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
             raise ReplayFileError(
                 f"the replay buffer in {file} cannot be read: {error}; delete the checkpoint that it belongs to"

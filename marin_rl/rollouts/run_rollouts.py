@@ -11,7 +11,7 @@ sampling of others.
 import asyncio
 import dataclasses
 from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from marin_rl.environments.base import Environment
 from marin_rl.rollouts.draft import Attempt, Draft, Limits
@@ -24,7 +24,7 @@ from marin_rl.sampling.sampler import PromptTooLongError, Sampler
 from marin_rl.seeds import derive_seed
 from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.types import Rollout, RolloutGroup, Task
+from marin_rl.types import RolloutGroup, Task
 
 Result = TypeVar("Result")
 
@@ -92,32 +92,69 @@ def run_groups(
         AllRolloutsFailedError: if every single rollout failed, and that is an error.
         BlockedEventLoopError: if an environment's code blocks all others for longer than an episode may take.
     """
-    if not tasks:
-        return []
     name = "-".join(str(part) for part in seed_parts[1:])
-    prompts = [_prompt(player, task) for task in tasks]
-    attempts = [
-        Attempt(
-            task=task,
-            prompt=prompt,
-            group_id=f"{name}-{group}",
-            id=f"{name}-{group}-{member}",
-            seed=derive_seed(*seed_parts, group, member),
-            start_seed=derive_seed(*seed_parts, group),
-            temperature=temperature,
-            state_hash=player.state_hash,
-        )
-        for group, (task, prompt) in enumerate(zip(tasks, prompts, strict=True))
-        for member in range(group_size)
-    ]
-    drafts = _play_all(player, [attempts[at : at + group_size] for at in range(0, len(attempts), group_size)])
-    groups = [
-        RolloutGroup(id=f"{name}-{index}", rollouts=[draft.finish() for draft in group])
-        for index, group in enumerate(drafts)
-    ]
+    requests = [GroupRequest(f"{name}-{number}", task, (*seed_parts, number)) for number, task in enumerate(tasks)]
+    groups = play_requests(player, requests, group_size=group_size, temperature=temperature)
     if not all_may_fail:
-        _require_one_success([rollout for group in groups for rollout in group.rollouts])
+        require_one_success(groups)
     return groups
+
+
+class GroupRequest(NamedTuple):
+    """A group that is to be played."""
+
+    group_id: str
+    """Its name, unique within the run."""
+    task: Task
+    """What is to be attempted."""
+    seed_parts: tuple[int | str, ...]
+    """What the seeds of its attempts derive from, with each attempt's number behind."""
+
+
+def play_requests(
+    player: Player, requests: Sequence[GroupRequest], *, group_size: int, temperature: float
+) -> list[RolloutGroup]:
+    """Play the groups, all attempts at once; what comes out of each does not depend on the others.
+
+    Args:
+        player: environment, tokenizer, sampler and limits.
+        requests: what to play.
+        group_size: attempts per task.
+        temperature: sampling temperature; 0 is greedy.
+
+    Returns:
+        One group per request, in order.
+
+    Raises:
+        PromptTooLongError: if a task's prompt leaves no room for an answer.
+        ValueError: if a reward is NaN or infinite, naming the rollout.
+        BlockedEventLoopError: if an environment's code blocks all others for longer than an episode may take.
+    """
+    if not requests:
+        return []
+    groups = []
+    for request in requests:
+        prompt = _prompt(player, request.task)
+        groups.append(
+            [
+                Attempt(
+                    task=request.task,
+                    prompt=prompt,
+                    group_id=request.group_id,
+                    id=f"{request.group_id}-{member}",
+                    seed=derive_seed(*request.seed_parts, member),
+                    start_seed=derive_seed(*request.seed_parts),
+                    temperature=temperature,
+                    state_hash=player.state_hash,
+                )
+                for member in range(group_size)
+            ]
+        )
+    drafts = _play_all(player, groups)
+    return [
+        RolloutGroup(id=request.group_id, rollouts=[draft.finish() for draft in group])
+        for request, group in zip(requests, drafts, strict=True)
+    ]
 
 
 def _play_all(player: Player, groups: Sequence[Sequence[Attempt]]) -> list[list[Draft]]:
@@ -178,7 +215,13 @@ def _prompt(player: Player, task: Task) -> tuple[int, ...]:
     return tokens
 
 
-def _require_one_success(rollouts: Sequence[Rollout]) -> None:
+def require_one_success(groups: Sequence[RolloutGroup]) -> None:
+    """See that something was graded.
+
+    Raises:
+        AllRolloutsFailedError: if every single rollout failed.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
     failed = [rollout for rollout in rollouts if not rollout.status.is_graded]
     if rollouts and len(failed) == len(rollouts):
         raise AllRolloutsFailedError(

@@ -31,14 +31,14 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
     rows, positions = pass_rows(config.trainer, rollouts.rows_per_device), rollouts.positions
     block = min(config.logprob_block_size, positions)
     prompts = rollouts.prompts_per_step * config.num_steps
-    rounds = f", {config.filter.rounds} times that with resampling" if config.filter.rounds > 1 else ""
+    most = f", {config.filter.batches} times that with resampling" if config.filter.batches > 1 else ""
     lines = [
         ("parameters", f"{parameters:,}, vocabulary {tokenizer.vocab_size:,}"),
         (
             "one step",
             f"{rollouts.prompts_per_step:,} prompts x {rollouts.group_size} attempts = {per_step:,} rollouts",
         ),
-        ("sampled per step", f"at most {per_step * rollouts.max_turns * limits.max_new_tokens:,} tokens{rounds}"),
+        ("sampled per step", f"at most {per_step * rollouts.max_turns * limits.max_new_tokens:,} tokens{most}"),
         (
             "updates per step",
             f"{updates.per_step:,} = {updates.epochs:,} x {updates.minibatches:,} (epochs x minibatches)",

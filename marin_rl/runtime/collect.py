@@ -1,86 +1,161 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The rollouts of a step: tasks drawn, played, shaped and filtered, with a count of what was left out and why."""
+"""The groups of a step: ordered, played, shaped, filtered, and taken from the replay buffer.
 
-from typing import NamedTuple
+Without staleness the orders of a step are given when its weights are there, and the step waits for all of them. With
+it they are given steps ahead, and the step takes what is there first.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from marin_rl.metrics import Metric
 from marin_rl.rewards.combine import evaluation_metrics
 from marin_rl.rollouts.environment_metrics import environment_metrics
 from marin_rl.rollouts.filters import sort_groups
+from marin_rl.rollouts.orders import GroupOrder, OrderNumber
 from marin_rl.rollouts.rollout_metrics import rollout_metrics
-from marin_rl.rollouts.run_rollouts import Player, run_groups
+from marin_rl.rollouts.run_rollouts import GroupRequest, Player, play_requests, require_one_success
 from marin_rl.rollouts.shape_rewards import shape_rewards
+from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.types import RolloutGroup, Task
 
 
+class Played(NamedTuple):
+    """A group that was played."""
+
+    number: OrderNumber
+    """What it was ordered as."""
+    group: RolloutGroup
+    """All its attempts."""
+
+
+@runtime_checkable
+class Crew(Protocol):
+    """Whoever plays what is ordered."""
+
+    def submit(self, orders: Sequence[GroupOrder]) -> None:
+        """Take orders."""
+        ...
+
+    def wait(self) -> Sequence[Played]:
+        """Wait until at least one group is there; each comes once, or again where nobody is sure that it came."""
+        ...
+
+
+class OwnCrew:
+    """Plays what was ordered in this process, when it is waited for."""
+
+    def __init__(self, config: TrainConfig, player: Player) -> None:
+        """Take no order yet.
+
+        Args:
+            config: size of a group, temperature and seed.
+            player: plays.
+        """
+        self._config = config
+        self._player = player
+        self._orders: list[GroupOrder] = []
+
+    def submit(self, orders: Sequence[GroupOrder]) -> None:
+        """See `Crew`."""
+        self._orders += orders
+
+    def wait(self) -> list[Played]:
+        """Play everything that was ordered; see `Crew`."""
+        orders, self._orders = self._orders, []
+        return play_orders(self._config, self._player, orders)
+
+
+def play_orders(config: TrainConfig, player: Player, orders: Sequence[GroupOrder]) -> list[Played]:
+    """Play groups as they were ordered: each is the same wherever and with whatever others it is played.
+
+    Args:
+        config: size of a group, temperature and seed.
+        player: plays.
+        orders: any.
+    """
+    requests = [
+        GroupRequest(order.number.group_id, order.task, (config.seed, "train", *order.number)) for order in orders
+    ]
+    groups = play_requests(
+        player, requests, group_size=config.rollouts.group_size, temperature=config.sampling.temperature
+    )
+    return [Played(order.number, group) for order, group in zip(orders, groups, strict=True)]
+
+
 class Collected(NamedTuple):
-    """What a step sampled."""
+    """What a step is made of."""
 
     groups: list[RolloutGroup]
     """Groups to train on."""
     left_out: list[RolloutGroup]
     """Groups that the filter left out."""
+    played: list[RolloutGroup]
+    """Groups that came since the step before; with staleness not the same ones."""
     metrics: dict[str, Metric]
     """Of everything that was sampled, and how much of it was left out."""
 
     @property
     def sampled(self) -> list[RolloutGroup]:
-        """All groups that were played."""
+        """Those to train on and those that were left out."""
         return [*self.groups, *self.left_out]
 
 
-def collect_groups(run: TrainingRun, player: Player, step: int) -> Collected:
-    """Sample until the step has its groups, or the filter's bound on rounds is reached.
+def collect_groups(run: TrainingRun, crew: Crew, step: int) -> Collected:
+    """Order and wait until the step has its groups, or nothing more is owed to it.
 
-    The run's task stream moves on by as many tasks as were played, and is told what came of them.
+    The run's task stream moves on by as many tasks as were ordered, and is told what came of those that were played.
 
     Args:
-        run: names tasks, shaping and filter.
-        player: plays them under the current weights.
-        step: the update that these rollouts are for.
+        run: names tasks, shaping and filter; its order book and replay buffer move on.
+        crew: plays.
+        step: the update that these groups are for.
+
+    Raises:
+        AllRolloutsFailedError: if not one rollout was graded.
     """
-    config, progress, stream = run.config, run.progress, run.stream
-    kept: list[RolloutGroup] = []
-    left_out: list[RolloutGroup] = []
-    rounds = 0
-    while rounds < config.filter.rounds and len(kept) < config.rollouts.prompts_per_step:
-        missing = config.rollouts.prompts_per_step - len(kept)
-        again = (f"round{rounds}",) if rounds else ()
-        played = run_groups(
-            player,
-            draw_tasks(run, missing),
-            group_size=config.rollouts.group_size,
-            temperature=config.sampling.temperature,
-            seed_parts=(config.seed, "train", step, *again),
-            # A few tasks more may well all be broken ones, after a round that was not.
-            all_may_fail=rounds > 0,
-        )
-        rounds += 1
-        progress.task_stream = dict(stream.learn(progress.task_stream, played))
-        shaped = shape_rewards(
-            played, config.overlong, config.truncation, max_new_tokens=config.sampling.max_new_tokens
-        )
-        if not config.filter.drops:
-            kept += shaped
-            continue
-        teaching, *nothing = sort_groups(shaped)
-        kept += teaching
-        left_out += [group for groups in nothing for group in groups]
-    equal = sum(any(rollout.rewards for rollout in group.rollouts) for group in left_out)
-    counts = {
-        "filter/kept_groups": len(kept),
-        "filter/dropped_zero_spread": equal,
-        "filter/dropped_ungraded": len(left_out) - equal,
-        "filter/rounds": rounds,
-    }
-    sampled = [*kept, *left_out]
-    said = evaluation_metrics(one for group in sampled for rollout in group.rollouts for one in rollout.evaluations)
-    counts |= stream.metrics(progress.task_stream)
-    metrics = {**rollout_metrics(sampled, progress.step), **environment_metrics(sampled, stream.parts), **said}
-    return Collected(kept, left_out, {**metrics, **{name: Metric(float(count)) for name, count in counts.items()}})
+    config, progress, orders, replay = run.config, run.progress, run.orders, run.replay
+    version, wanted = step - 1, config.rollouts.prompts_per_step
+
+    def draw(count: int) -> list[Task]:
+        return draw_tasks(run, count)
+
+    stale = replay.expire(version)
+    crew.submit(orders.order(version, replay.uses_left, draw))
+    came: dict[OrderNumber, RolloutGroup] = {}
+    left_out: dict[OrderNumber, RolloutGroup] = {}
+    replaced = 0
+    while len(replay) < wanted and orders.is_owed(step):
+        dropped = []
+        for number, played in crew.wait():
+            if not orders.settle(number):
+                continue
+            came[number] = played
+            [group] = shape_rewards(
+                [played], config.overlong, config.truncation, max_new_tokens=config.sampling.max_new_tokens
+            )
+            if config.filter.drops and not sort_groups([group]).kept:
+                left_out[number] = group
+                dropped.append(number)
+            else:
+                replay.add(number, group)
+        if len(came) >= wanted:
+            # Where everything is broken, further groups would be so too.
+            require_one_success(list(came.values()))
+        more = orders.replace(dropped, version, draw)
+        replaced += len(more)
+        crew.submit(more)
+    groups = replay.draw(wanted, version)
+    in_order = [came[number] for number in sorted(came)]
+    progress.task_stream = dict(run.stream.learn(progress.task_stream, in_order))
+    unequal = [left_out[number] for number in sorted(left_out)]
+    metrics = _metrics(run, groups, unequal, version)
+    counts = {"filter/replaced": replaced, "replay/stale": len(stale), "replay/waiting": len(replay)}
+    metrics |= {name: Metric(float(count)) for name, count in counts.items()}
+    return Collected(groups, unequal, in_order, metrics)
 
 
 def draw_tasks(run: TrainingRun, count: int) -> list[Task]:
@@ -95,3 +170,19 @@ def draw_tasks(run: TrainingRun, count: int) -> list[Task]:
     progress.task_stream = dict(state)
     progress.tasks_drawn += count
     return tasks
+
+
+def _metrics(
+    run: TrainingRun, kept: Sequence[RolloutGroup], left_out: Sequence[RolloutGroup], version: int
+) -> dict[str, Metric]:
+    sampled = [*kept, *left_out]
+    equal = sum(any(rollout.rewards for rollout in group.rollouts) for group in left_out)
+    said = evaluation_metrics(one for group in sampled for rollout in group.rollouts for one in rollout.evaluations)
+    counts = {
+        "filter/kept_groups": len(kept),
+        "filter/dropped_zero_spread": equal,
+        "filter/dropped_ungraded": len(left_out) - equal,
+        **run.stream.metrics(run.progress.task_stream),
+    }
+    metrics = {**rollout_metrics(sampled, version), **environment_metrics(sampled, run.stream.parts), **said}
+    return {**metrics, **{name: Metric(float(count)) for name, count in counts.items()}}

@@ -20,7 +20,7 @@ from levanter.metrics import Metric
 
 from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.learner.loss import loss_metrics
-from marin_rl.runtime.collect import Collected, collect_groups
+from marin_rl.runtime.collect import Collected, OwnCrew, collect_groups
 from marin_rl.runtime.evaluation import evaluate
 from marin_rl.runtime.throughput import model_flops_utilization, throughput_metrics
 from marin_rl.runtime.training_batch import build_batch, minibatches
@@ -55,7 +55,7 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
         started, step = time.perf_counter(), progress.step + 1
         player = run.player
         timer = player.timer
-        collected = collect_groups(run, player, step)
+        collected = collect_groups(run, OwnCrew(config, player), step)
         batch = build_batch(run, collected.groups, timer)
         with timer.phase("batch"):
             updates = list(minibatches(run, batch, step))
@@ -100,7 +100,7 @@ def _update(run: TrainingRun, updates: Sequence[PackedBatch]) -> list[dict[str, 
 
 def _advance(run: TrainingRun, collected: Collected, updates: Sequence[PackedBatch]) -> None:
     progress = run.progress
-    rollouts = [rollout for group in collected.sampled for rollout in group.rollouts]
+    rollouts = [rollout for group in collected.played for rollout in group.rollouts]
     progress.step += 1
     progress.updates += len(updates)
     progress.episodes += len(rollouts)

@@ -30,6 +30,8 @@ from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.draft import Limits
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.judging import Judges, RewardFunctions
+from marin_rl.rollouts.orders import OrderBook, Pace
+from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.run_rollouts import Player
 from marin_rl.rollouts.state_hashing import default_state_hash
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
@@ -64,6 +66,8 @@ class Progress:
     """Where the next step goes on drawing tasks, in each environment, and what a curriculum has seen."""
     episodes: int = 0
     """Rollouts sampled for training."""
+    orders: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Groups that were ordered and have not come."""
     sampled_tokens: int = 0
     """Tokens sampled for training."""
     trained_tokens: int = 0
@@ -106,6 +110,10 @@ class TrainingRun:
     """Where episodes and rewards run."""
     judges: RewardFunctions
     """The environment's reward functions."""
+    orders: OrderBook
+    """Groups that were ordered and have not come."""
+    replay: ReplayBuffer
+    """Groups that have come and wait to be trained on."""
     opened: contextlib.ExitStack
     """Ends the loop, the judges and the store."""
 
@@ -127,6 +135,7 @@ class TrainingRun:
         """Write a checkpoint of everything that a resume needs; the rollouts before it are on the disk first."""
         with writing(self.store.folder):
             self.store.flush()
+        self.progress.orders = self.orders.state
         return self.checkpoints.save(self.state, self.progress.step, dataclasses.asdict(self.progress))
 
     def store_rollouts(self, step: int, groups: Sequence[RolloutGroup], signals: Mapping[str, TrainingSignal]) -> None:
@@ -253,6 +262,8 @@ def _assemble(config: TrainConfig, folder: Path, report: Report, opened: context
         progress,
         loop,
         judges,
+        OrderBook(make_pace(config), progress.orders),
+        ReplayBuffer(max_staleness=0),
         opened,
     )
     if checkpoint is None:
@@ -260,6 +271,12 @@ def _assemble(config: TrainConfig, folder: Path, report: Report, opened: context
     if config.kl.needs_reference:
         run.reference = restore_policy(checkpoints.open(0), config, trainer)
     return run
+
+
+def make_pace(config: TrainConfig) -> Pace:
+    """How far ahead of training the config lets groups be ordered."""
+    wanted = config.rollouts.prompts_per_step
+    return Pace(wanted, replacements_per_step=(config.filter.batches - 1) * wanted)
 
 
 def _close_store(store: RolloutStore) -> None:

@@ -51,19 +51,19 @@ def test_no_group_is_lost_or_changed():
 
 
 @pytest.mark.parametrize(
-    ("config", "drops", "rounds"),
+    ("config", "drops", "batches"),
     [
         (KeepGroupsConfig(), False, 1),
         (DropGroupsConfig(), True, 1),
         (ResampleGroupsConfig(), True, 4),
-        (ResampleGroupsConfig(max_rounds=2), True, 2),
+        (ResampleGroupsConfig(max_batches=2), True, 2),
     ],
 )
-def test_what_each_choice_does(config, drops: bool, rounds: int):
-    assert (config.drops, config.rounds) == (drops, rounds)
+def test_what_each_choice_does(config, drops: bool, batches: int):
+    assert (config.drops, config.batches) == (drops, batches)
 
 
-@pytest.mark.parametrize("rounds", [1, 0, -3])
-def test_resampling_without_a_second_round_is_refused(rounds: int):
-    with pytest.raises(ValueError, match=rf"filter\.max_rounds is {rounds}; .* or use filter: {{type: drop}}"):
-        ResampleGroupsConfig(max_rounds=rounds)
+@pytest.mark.parametrize("batches", [1, 0, -3])
+def test_resampling_without_a_second_round_is_refused(batches: int):
+    with pytest.raises(ValueError, match=rf"filter\.max_batches is {batches}; .* or use filter: {{type: drop}}"):
+        ResampleGroupsConfig(max_batches=batches)

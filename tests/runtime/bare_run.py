@@ -17,9 +17,11 @@ from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import Environment
 from marin_rl.learner.scoring import Scores
 from marin_rl.rollouts.draft import Limits
+from marin_rl.rollouts.orders import OrderBook
+from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.run_rollouts import Player
 from marin_rl.runtime.config import RolloutConfig, TrainConfig
-from marin_rl.runtime.training_run import Progress, TrainingRun
+from marin_rl.runtime.training_run import Progress, TrainingRun, make_pace
 from marin_rl.sampling.levanter_sampler import SamplingConfig
 from marin_rl.sampling.scripted import Script, ScriptedSampler
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
@@ -91,6 +93,8 @@ def bare_run(
     run.trainer = dataclasses.replace(config.trainer, train_batch_size=rows)
     run.tokenizer = tokenizer
     run.progress = progress or Progress()
+    run.orders = OrderBook(make_pace(config), run.progress.orders)
+    run.replay = ReplayBuffer(max_staleness=0)
     run.scorer = FixedScorer()
     run.reference = None if reference is None else (reference, zeros)
     run.state = SimpleNamespace(model=(learner, values))

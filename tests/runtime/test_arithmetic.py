@@ -63,7 +63,7 @@ def test_several_updates_and_rounds_of_a_step_are_counted():
             CONFIG,
             updates=UpdateConfig(epochs=2, minibatches=4),
             policy_loss=PpoClipLossConfig(),
-            filter=ResampleGroupsConfig(max_rounds=3),
+            filter=ResampleGroupsConfig(max_batches=3),
         )
     )
     assert found["updates per step"].startswith("8 = 2 x 4 ")

@@ -13,7 +13,7 @@ from marin_rl.environments.task_stream import task_stream
 from marin_rl.objectives.shaping import OverlongConfig, RewardTruncatedConfig
 from marin_rl.rollouts.filters import DropGroupsConfig, ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Player
-from marin_rl.runtime.collect import Collected, collect_groups, draw_tasks
+from marin_rl.runtime.collect import Collected, OwnCrew, collect_groups, draw_tasks
 from marin_rl.runtime.training_run import Progress, TrainingRun
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.types import Message, RolloutStatus, Task
@@ -68,8 +68,9 @@ def collect(
 
 def further(run: TrainingRun, player: Player) -> Collected:
     """One step more."""
+    player.sampler.version = run.progress.step
     run.progress.step += 1
-    return collect_groups(run, player, run.progress.step)
+    return collect_groups(run, OwnCrew(run.config, player), run.progress.step)
 
 
 def order(run: TrainingRun, count: int) -> list[Task]:
@@ -127,7 +128,7 @@ def test_by_default_everything_is_kept():
     run, _, [found] = collect(["mixed", "equal", "mixed", "broken"])
     assert sorted(kinds(found.groups)) == ["broken", "equal", "mixed", "mixed"]
     assert found.left_out == []
-    assert counts(found) == {"kept_groups": 4, "dropped_zero_spread": 0, "dropped_ungraded": 0, "rounds": 1}
+    assert counts(found) == {"kept_groups": 4, "dropped_zero_spread": 0, "dropped_ungraded": 0, "replaced": 0}
     assert run.progress.tasks_drawn == 4
 
 
@@ -135,7 +136,7 @@ def test_groups_that_teach_nothing_are_dropped_and_counted_by_cause():
     run, _, [found] = collect(["mixed", "equal", "equal", "broken"], filter=DropGroupsConfig())
     assert kinds(found.groups) == ["mixed"]
     assert sorted(kinds(found.left_out)) == ["broken", "equal", "equal"]
-    assert counts(found) == {"kept_groups": 1, "dropped_zero_spread": 2, "dropped_ungraded": 1, "rounds": 1}
+    assert counts(found) == {"kept_groups": 1, "dropped_zero_spread": 2, "dropped_ungraded": 1, "replaced": 0}
     assert run.progress.tasks_drawn == 4
 
 
@@ -151,10 +152,10 @@ def test_metrics_are_of_everything_that_was_sampled():
 def test_all_groups_may_be_dropped():
     _, _, [found] = collect(["equal"] * 4, filter=DropGroupsConfig())
     assert found.groups == []
-    assert counts(found) == {"kept_groups": 0, "dropped_zero_spread": 4, "dropped_ungraded": 0, "rounds": 1}
+    assert counts(found) == {"kept_groups": 0, "dropped_zero_spread": 4, "dropped_ungraded": 0, "replaced": 0}
 
 
-RESAMPLE = ResampleGroupsConfig(max_rounds=5)
+RESAMPLE = ResampleGroupsConfig(max_batches=5)
 
 
 def test_resampling_plays_the_next_tasks_for_those_that_are_missing():
@@ -181,32 +182,32 @@ def test_nothing_is_lost_and_nothing_has_the_name_of_another():
         assert counts(step)["kept_groups"] == len(step.groups) <= 4
         assert counts(step)["dropped_zero_spread"] == kinds(step.left_out).count("equal")
         assert counts(step)["dropped_ungraded"] == kinds(step.left_out).count("broken")
-        assert counts(step)["rounds"] > 1
+        assert counts(step)["replaced"] > 0
 
 
 def test_resampling_ends_at_its_bound():
-    run, _, [found] = collect(["equal"] * 7, filter=ResampleGroupsConfig(max_rounds=3))
+    run, _, [found] = collect(["equal"] * 7, filter=ResampleGroupsConfig(max_batches=3))
     assert found.groups == []
     assert len(found.left_out) == run.progress.tasks_drawn == 12
-    assert counts(found) == {"kept_groups": 0, "dropped_zero_spread": 12, "dropped_ungraded": 0, "rounds": 3}
+    assert counts(found) == {"kept_groups": 0, "dropped_zero_spread": 12, "dropped_ungraded": 0, "replaced": 8}
 
 
-def test_one_round_is_enough_where_all_teach():
+def test_nothing_is_replaced_where_all_teach():
     run, _, [found] = collect(["mixed"] * 7, filter=RESAMPLE)
-    assert counts(found) == {"kept_groups": 4, "dropped_zero_spread": 0, "dropped_ungraded": 0, "rounds": 1}
+    assert counts(found) == {"kept_groups": 4, "dropped_zero_spread": 0, "dropped_ungraded": 0, "replaced": 0}
     assert run.progress.tasks_drawn == 4
 
 
-def test_a_further_round_may_fail_as_a_whole_but_not_the_first():
+def test_replacements_may_fail_as_a_whole_but_not_the_first_batch():
     exam = ["broken"] * 30 + ["mixed"] * 3
-    config = make_config(filter=ResampleGroupsConfig(max_rounds=2))
+    config = make_config(filter=ResampleGroupsConfig(max_batches=2))
     run = bare_run(config, Exam(exam))
     ordered = [task.answer for task in order(run, 30)]
-    # A good task and six broken ones: three in the first round, three in the second.
-    start = next(i for i in range(25) if ordered[i] == "mixed" and ordered[i + 1 : i + 7] == ["broken"] * 6)
+    # A good task and seven broken ones: three in the first batch, four in place of those.
+    start = next(i for i in range(25) if ordered[i] == "mixed" and ordered[i + 1 : i + 8] == ["broken"] * 7)
     run.progress.task_stream = {"drawn": start}
     found = further(run, make_player(run, says_a, run.environment))
-    assert counts(found) == {"kept_groups": 1, "dropped_zero_spread": 0, "dropped_ungraded": 6, "rounds": 2}
+    assert counts(found) == {"kept_groups": 1, "dropped_zero_spread": 0, "dropped_ungraded": 7, "replaced": 4}
     run.progress.task_stream = {"drawn": start + 1}
     with pytest.raises(AllRolloutsFailedError, match="all 16 rollouts failed; the first, train-2-0-0"):
         further(run, make_player(run, says_a, run.environment))

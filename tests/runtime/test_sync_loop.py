@@ -41,7 +41,15 @@ ALWAYS = {
     *("mismatch/logprob_difference_mean", "mismatch/logprob_difference_max", "mismatch/k3"),
     *("mismatch/effective_sample_size", "staleness/min", "staleness/mean", "staleness/max"),
     *("tokens/trained_per_second", "tokens/sampled_per_second", "batch/packing_efficiency", "batch/passes"),
-    *("filter/kept_groups", "filter/dropped_zero_spread", "filter/dropped_ungraded", "filter/rounds", "updates"),
+    *(
+        "filter/kept_groups",
+        "filter/dropped_zero_spread",
+        "filter/dropped_ungraded",
+        "filter/replaced",
+        "updates",
+        "replay/stale",
+        "replay/waiting",
+    ),
     *(f"seconds/{phase}" for phase in ("sample", "reward", "batch", "reference", "step", "transfer", "store", "wait")),
     "seconds/total",
 }
@@ -298,7 +306,7 @@ def test_a_step_whose_groups_were_all_dropped_changes_no_weight_and_is_recorded(
 ) -> None:
     copied = copy_of(finished_run, tmp_path / "copy")
     run = open_run(
-        dataclasses.replace(config_of(copied), num_steps=8, filter=ResampleGroupsConfig(max_rounds=2)),
+        dataclasses.replace(config_of(copied), num_steps=8, filter=ResampleGroupsConfig(max_batches=2)),
         copied.path,
         lambda message: None,
     )
@@ -312,7 +320,7 @@ def test_a_step_whose_groups_were_all_dropped_changes_no_weight_and_is_recorded(
             "filter/kept_groups": 0,
             "filter/dropped_zero_spread": 8,
             "filter/dropped_ungraded": 0,
-            "filter/rounds": 2,
+            "filter/replaced": 4,
         }
         assert record["updates"] == 6
         assert record["episode"] == 6 * 16 + (step - 6) * 32
