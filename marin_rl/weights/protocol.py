@@ -7,13 +7,14 @@ The learner publishes, workers receive. A version becomes visible whole or not a
 version, never a mixture. Only arrays travel; whatever else a tree holds is the receiver's own.
 """
 
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from marin_rl.types import WeightVersion
 
 T = TypeVar("T")
 
 
+@runtime_checkable
 class WeightSender(Protocol):
     """One for each training host."""
 
@@ -56,6 +57,7 @@ class WeightSender(Protocol):
         ...
 
 
+@runtime_checkable
 class WeightReceiver(Protocol):
     """One for each worker."""
 

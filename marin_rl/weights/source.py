@@ -4,7 +4,7 @@
 """What a receiver reads from: a server, or a folder."""
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from marin_rl.types import WeightVersion
 from marin_rl.weights.manifest import Chunk, Manifest
 
 
+@runtime_checkable
 class WeightSource(Protocol):
     """Serves the pieces of one or more training hosts. May be read from several threads at once."""
 

@@ -20,18 +20,23 @@ def named_leaves(tree: object) -> dict[str, Any]:
     {"['bias']": array([0., 0.])}
 
     Raises:
-        ValueError: if an array is not made of plain numbers (a typed random key).
+        ValueError: if an array is not made of plain numbers (typed random keys, text, a foreign byte order).
     """
     found = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
             name = jax.tree_util.keystr(path)
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or leaf.dtype.hasobject:
+            if not _is_plain(leaf):
                 raise ValueError(
                     f"{name} has dtype {leaf.dtype}; only plain numbers can travel: leave it out of the tree"
                 )
             found[name] = leaf
     return found
+
+
+def _is_plain(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
+    dtype = leaf.dtype
+    return (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)) and dtype.isnative
 
 
 def replace_leaves(tree: T, arrays: Mapping[str, jax.Array | np.ndarray]) -> T:
