@@ -1,0 +1,102 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The receiving end over Arrow Flight."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from marin_rl.types import WeightVersion
+from marin_rl.weights.arrow_flight import GET_MANIFEST, LIST_VERSIONS, SCHEMA, VERSION_GONE, bearer
+from marin_rl.weights.errors import (
+    CorruptTransferError,
+    ServerLostError,
+    VersionGoneError,
+    WeightTransferError,
+    WrongTokenError,
+)
+from marin_rl.weights.manifest import Chunk, Manifest
+from marin_rl.weights.token import check_token, unseal
+
+
+class FlightSource:
+    """One weight server; see [`WeightSource`][marin_rl.weights.source.WeightSource]."""
+
+    def __init__(self, address: str, token: str, *, streams: int, call_seconds: float) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            address: `grpc://host:port`.
+            token: the run's secret.
+            streams: how many are read at the same time, each on a connection of its own.
+            call_seconds: seconds after which a call counts as lost.
+        """
+        check_token(token)
+        self._address = address
+        self._token = token
+        self._streams = streams
+        self._options = flight.FlightCallOptions(timeout=call_seconds, headers=[(b"authorization", bearer(token))])
+
+    def __str__(self) -> str:
+        return f"weight server {self._address}"
+
+    @property
+    def streams(self) -> int:
+        """See [`WeightSource`][marin_rl.weights.source.WeightSource]."""
+        return self._streams
+
+    def versions(self) -> list[WeightVersion]:
+        """See [`WeightSource`][marin_rl.weights.source.WeightSource]."""
+        answer = self._act(flight.Action(LIST_VERSIONS, b""))
+        try:
+            return [int(version) for version in json.loads(answer)]
+        except (ValueError, TypeError) as error:
+            raise CorruptTransferError(f"{self}: the list of versions is damaged: {answer[:80]!r}") from error
+
+    def manifests(self, version: WeightVersion) -> list[Manifest]:
+        """See [`WeightSource`][marin_rl.weights.source.WeightSource]."""
+        body = unseal(self._token, self._act(flight.Action(GET_MANIFEST, str(version).encode())), str(self))
+        return [Manifest.from_json(body)]
+
+    def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Iterator[np.ndarray]:
+        """See [`WeightSource`][marin_rl.weights.source.WeightSource]."""
+        asked = {"version": manifest.version, "chunks": [(chunk.piece, chunk.number) for chunk in chunks]}
+        with self._connected() as client:
+            reader = client.do_get(flight.Ticket(json.dumps(asked, separators=(",", ":")).encode()), self._options)
+            if reader.schema != SCHEMA:
+                raise CorruptTransferError(f"{self}: a stream of {reader.schema} instead of {SCHEMA}")
+            try:
+                for batch in reader:
+                    yield np.frombuffer(batch.data.column(0).buffers()[1], np.uint8, count=batch.data.num_rows)
+            finally:
+                # A reader that leaves early tells the server, which would otherwise wait for it.
+                reader.cancel()
+
+    def _act(self, action: flight.Action) -> bytes:
+        with self._connected() as client:
+            return b"".join(result.body.to_pybytes() for result in client.do_action(action, self._options))
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[flight.FlightClient]:
+        """A connection of its own, whose errors are this package's."""
+        try:
+            # Without its own pool, gRPC would send all streams to a server through one connection.
+            with flight.FlightClient(self._address, generic_options=[("grpc.use_local_subchannel_pool", 1)]) as client:
+                yield client
+        except (pa.ArrowException, OSError) as error:
+            raise self._translate(error) from error
+
+    def _translate(self, error: pa.ArrowException | OSError) -> WeightTransferError:
+        reason = str(error).split(". gRPC client debug context", maxsplit=1)[0]
+        if isinstance(error, flight.FlightUnauthenticatedError):
+            return WrongTokenError(f"{self} refuses the token: {reason}")
+        if isinstance(error, flight.FlightError) and error.extra_info == VERSION_GONE:
+            return VersionGoneError(f"{self}: {reason}")
+        if isinstance(error, pa.ArrowInvalid):
+            return CorruptTransferError(f"{self}: what arrives cannot be read: {reason}")
+        return ServerLostError(f"{self} does not answer: {reason}")

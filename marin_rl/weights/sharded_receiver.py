@@ -1,0 +1,161 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Fetches the pieces that a worker's devices need, from all training hosts at once."""
+
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+
+from marin_rl.types import WeightVersion
+from marin_rl.weights.assemble import PieceKey, assemble, make_plan, wanted_arrays
+from marin_rl.weights.errors import (
+    CorruptTransferError,
+    MismatchedWeightsError,
+    NoWeightsError,
+    ServerLostError,
+    VersionGoneError,
+)
+from marin_rl.weights.manifest import Chunk, Manifest
+from marin_rl.weights.retry import Clock, RetryConfig, retrying
+from marin_rl.weights.source import WeightSource
+
+T = TypeVar("T")
+
+ALIGNMENT = 64
+"""Bytes. The CPU backend takes host memory as an array without a copy where it is aligned so."""
+
+
+class ShardedReceiver:
+    """Receives from servers or a folder; see [`WeightReceiver`][marin_rl.weights.protocol.WeightReceiver]."""
+
+    def __init__(
+        self, sources: Sequence[WeightSource], retry: RetryConfig, *, cast: bool, clock: Clock | None = None
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            sources: together they hold every piece.
+            retry: how long to go on when something fails.
+            cast: whether floating-point arrays may arrive in another floating-point dtype than is wanted.
+            clock: measures and waits between attempts; None for the real one.
+        """
+        if not sources:
+            raise ValueError("a receiver of weights needs at least one address; it got none")
+        self._sources = tuple(sources)
+        self._retry = retry
+        self._cast = cast
+        self._clock = clock or Clock()
+
+    def newest(self) -> WeightVersion | None:
+        """See [`WeightReceiver`][marin_rl.weights.protocol.WeightReceiver]."""
+        return retrying(self._retry, (ServerLostError, CorruptTransferError), self._find_newest, self._clock)
+
+    def receive(self, like: T, version: WeightVersion | None = None) -> tuple[T, WeightVersion]:
+        """See [`WeightReceiver`][marin_rl.weights.protocol.WeightReceiver]."""
+        passing = (ServerLostError, CorruptTransferError, NoWeightsError)
+        errors = passing if version is not None else (*passing, VersionGoneError)
+        return retrying(self._retry, errors, functools.partial(self._receive_once, like, version), self._clock)
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
+
+    def _find_newest(self) -> WeightVersion | None:
+        held = [set(source.versions()) for source in self._sources]
+        return max(set.intersection(*held), default=None)
+
+    def _receive_once(self, like: T, version: WeightVersion | None) -> tuple[T, WeightVersion]:
+        chosen = self._find_newest() if version is None else version
+        if chosen is None:
+            raise NoWeightsError("no version has been published yet that all training hosts hold")
+        owned = [(source, manifest) for source in self._sources for manifest in source.manifests(chosen)]
+        manifests = [manifest for _, manifest in owned]
+        _check_hosts(manifests, chosen)
+        plan = make_plan(wanted_arrays(like), manifests, cast=self._cast)
+        return assemble(like, plan, _download(owned, plan.keys())), chosen
+
+
+def _check_hosts(manifests: Sequence[Manifest], version: WeightVersion) -> None:
+    for manifest in manifests:
+        if manifest.version != version:
+            raise CorruptTransferError(f"asked for version {version}, got the manifest of version {manifest.version}")
+    hosts = sorted(manifest.host for manifest in manifests)
+    for count in {manifest.hosts for manifest in manifests}:
+        if hosts != list(range(count)):
+            raise MismatchedWeightsError(
+                f"the weights are published by {count} training hosts, but the receiver reads those of {hosts}; "
+                "give it the address of each, once"
+            )
+
+
+class _Stream:
+    """Chunks of one manifest that are read one after the other."""
+
+    def __init__(self, source: WeightSource, manifest: Manifest) -> None:
+        self.source = source
+        self.manifest = manifest
+        self.chunks: list[Chunk] = []
+
+    def read(self, buffers: Mapping[int, np.ndarray], stop: threading.Event) -> None:
+        """Fill the buffers, by piece; ends early when `stop` is set."""
+        arriving = self.source.fetch(self.manifest, self.chunks)
+        done = 0
+        for chunk, data in zip(self.chunks, arriving, strict=False):
+            if stop.is_set():
+                return
+            start, end = self.manifest.span(chunk)
+            self.manifest.check(chunk, data, str(self.source))
+            buffers[chunk.piece][start:end] = data
+            done += 1
+        if done < len(self.chunks):
+            raise CorruptTransferError(
+                f"{self.source}: the stream of version {self.manifest.version} ended after {done} of "
+                f"{len(self.chunks)} chunks"
+            )
+
+
+def _download(owned: Sequence[tuple[WeightSource, Manifest]], keys: Sequence[PieceKey]) -> dict[PieceKey, np.ndarray]:
+    """Fetch pieces; `keys` name them by position in `owned`."""
+    buffers = {key: _aligned_empty(owned[key.manifest][1].pieces[key.piece].num_bytes) for key in keys}
+    streams = []
+    for number, (source, manifest) in enumerate(owned):
+        own = {key.piece: buffers[key] for key in keys if key.manifest == number}
+        streams += [(stream, own) for stream in _split(source, manifest, list(own))]
+    stop = threading.Event()
+
+    def read(stream: _Stream, own: Mapping[int, np.ndarray]) -> None:
+        try:
+            stream.read(own, stop)
+        except BaseException:
+            stop.set()
+            raise
+
+    if streams:
+        with ThreadPoolExecutor(len(streams), thread_name_prefix="receive weights") as threads:
+            reading = [threads.submit(read, stream, own) for stream, own in streams]
+        for future in reading:
+            future.result()
+    return buffers
+
+
+def _split(source: WeightSource, manifest: Manifest, pieces: Sequence[int]) -> list[_Stream]:
+    """Streams of about as many bytes each."""
+    chunks = [chunk for piece in pieces for chunk in manifest.chunks(piece)]
+    total = sum(stop - start for start, stop in map(manifest.span, chunks))
+    streams = [_Stream(source, manifest) for _ in range(source.streams)]
+    before = 0
+    for chunk in chunks:
+        streams[before * len(streams) // total].chunks.append(chunk)
+        start, stop = manifest.span(chunk)
+        before += stop - start
+    return [stream for stream in streams if stream.chunks]
+
+
+def _aligned_empty(num_bytes: int) -> np.ndarray:
+    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + num_bytes]

@@ -1,0 +1,53 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The arrays of a tree, by name."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+T = TypeVar("T")
+
+
+def named_leaves(tree: object) -> dict[str, Any]:
+    """Every array or `jax.ShapeDtypeStruct` of a tree by its key path; other leaves are left out.
+
+    >>> named_leaves({"bias": np.zeros(2), "activation": "relu"})
+    {"['bias']": array([0., 0.])}
+
+    Raises:
+        ValueError: if an array is not made of plain numbers (typed random keys, text, a foreign byte order).
+    """
+    found = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+            name = jax.tree_util.keystr(path)
+            if not _is_plain(leaf):
+                raise ValueError(
+                    f"{name} has dtype {leaf.dtype}; only plain numbers can travel: leave it out of the tree"
+                )
+            found[name] = leaf
+    return found
+
+
+def _is_plain(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
+    dtype = leaf.dtype
+    return (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)) and dtype.isnative
+
+
+def replace_leaves(tree: T, arrays: Mapping[str, jax.Array | np.ndarray]) -> T:
+    """The tree with other arrays.
+
+    Args:
+        tree: its leaves that are no arrays stay.
+        arrays: one for each name of `named_leaves(tree)`.
+    """
+
+    def replace(path: Any, leaf: Any) -> Any:
+        return arrays.get(jax.tree_util.keystr(path), leaf)
+
+    return jax.tree_util.tree_map_with_path(replace, tree)

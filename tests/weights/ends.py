@@ -1,0 +1,112 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Both ends of a transfer, as the tests open them."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from marin_rl.types import WeightVersion
+from marin_rl.weights.arrow_flight import WeightServer
+from marin_rl.weights.arrow_flight_client import FlightSource
+from marin_rl.weights.manifest import Chunk, Manifest
+from marin_rl.weights.protocol import WeightSender
+from marin_rl.weights.retry import Clock, RetryConfig
+from marin_rl.weights.sharded_receiver import ShardedReceiver
+from marin_rl.weights.shelf import VersionShelf
+from marin_rl.weights.snapshot import Snapshot, TrainingHost, take_snapshot
+from marin_rl.weights.source import WeightSource
+from marin_rl.weights.token import make_token
+from marin_rl.weights.tree import named_leaves
+
+TOKEN = make_token()
+ONCE = RetryConfig(give_up_seconds=0.0)
+
+
+@contextlib.contextmanager
+def closing(sender: WeightSender) -> Iterator[WeightSender]:
+    try:
+        yield sender
+    finally:
+        sender.close()
+
+
+def snapshot_of(tree: object, version: WeightVersion, chunk_bytes: int = 1024) -> Snapshot:
+    """A snapshot as one training host makes it."""
+    return take_snapshot(named_leaves(tree), version, TrainingHost.current(), chunk_bytes)
+
+
+def source_of(server: WeightServer, token: str = TOKEN, streams: int = 1) -> FlightSource:
+    return FlightSource(f"grpc://127.0.0.1:{server.port}", token, streams=streams, call_seconds=60.0)
+
+
+@contextlib.contextmanager
+def serving(server_type: type[WeightServer] = WeightServer) -> Iterator[tuple[VersionShelf[Snapshot], WeightServer]]:
+    """A server with an empty shelf for two versions."""
+    shelf: VersionShelf[Snapshot] = VersionShelf(2, "the tested host")
+    server = server_type(shelf, TOKEN, "grpc://127.0.0.1:0")
+    try:
+        yield shelf, server
+    finally:
+        server.shutdown()
+
+
+class HookedSource:
+    """Calls a function before every answer and after every chunk, so that a test decides what happens in between."""
+
+    def __init__(self, source: WeightSource, hook: Callable[[str], None]) -> None:
+        self._source = source
+        self._hook = hook
+
+    def __str__(self) -> str:
+        return str(self._source)
+
+    @property
+    def streams(self) -> int:
+        return self._source.streams
+
+    def versions(self) -> list[WeightVersion]:
+        self._hook("versions")
+        return self._source.versions()
+
+    def manifests(self, version: WeightVersion) -> list[Manifest]:
+        self._hook("manifests")
+        return self._source.manifests(version)
+
+    def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Iterator[np.ndarray]:
+        for data in self._source.fetch(manifest, chunks):
+            yield data
+            self._hook("chunk")
+
+
+def receiver_of(
+    *sources: WeightSource,
+    retry: RetryConfig = ONCE,
+    cast: bool = False,
+    sleep: Callable[[float], None] | None = None,
+) -> ShardedReceiver:
+    """A receiver whose pauses take no time."""
+    waited: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        if sleep is not None:
+            sleep(seconds)
+
+    return ShardedReceiver(sources, retry, cast=cast, clock=Clock(now=lambda: sum(waited), sleep=wait))
+
+
+def assert_same(found: object, expected: object) -> None:
+    """Same structure, same dtypes, same bits."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert type(left) is type(right)
+        if isinstance(right, jax.Array | np.ndarray):
+            assert left.dtype == right.dtype
+            assert left.shape == right.shape
+            assert np.asarray(left).tobytes() == np.asarray(right).tobytes()
+        else:
+            assert left == right

@@ -1,0 +1,42 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Run by test_arrow_flight.py: a worker that stops itself when a first chunk has arrived; prints what it received."""
+
+import json
+import os
+import signal
+import sys
+
+
+def main(token: str, port: str) -> None:
+    import numpy as np
+
+    from marin_rl.weights.arrow_flight_client import FlightSource
+    from marin_rl.weights.retry import Clock, RetryConfig
+    from marin_rl.weights.sharded_receiver import ShardedReceiver
+
+    stopped = []
+    refused = []
+
+    class StoppingSource(FlightSource):
+        def fetch(self, manifest, chunks):
+            for data in super().fetch(manifest, chunks):
+                if not stopped:
+                    stopped.append(manifest.version)
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                yield data
+
+        def _translate(self, error):
+            refused.append(str(super()._translate(error)))
+            return super()._translate(error)
+
+    source = StoppingSource(f"grpc://127.0.0.1:{port}", token, streams=2, call_seconds=60.0)
+    receiver = ShardedReceiver([source], RetryConfig(), cast=False, clock=Clock(sleep=lambda seconds: None))
+    received, version = receiver.receive({"w": np.zeros(2**23, np.float32)})
+    told = {"version": version, "values": np.unique(received["w"]).tolist(), "refused": " | ".join(refused)}
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,442 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import gc
+import hashlib
+import json
+import os
+import pathlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import jax.numpy as jnp
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import marin_rl
+from marin_rl.weights.arrow_flight import ArrowFlightSender, WeightServer
+from marin_rl.weights.arrow_flight_client import FlightSource
+from marin_rl.weights.config import ArrowFlightConfig
+from marin_rl.weights.errors import (
+    CorruptTransferError,
+    MismatchedWeightsError,
+    ServerLostError,
+    VersionGoneError,
+    WrongTokenError,
+)
+from marin_rl.weights.manifest import Chunk
+from marin_rl.weights.retry import RetryConfig
+from marin_rl.weights.snapshot import Snapshot, TrainingHost
+from marin_rl.weights.token import make_token
+from tests.weights.ends import (
+    ONCE,
+    TOKEN,
+    HookedSource,
+    assert_same,
+    closing,
+    receiver_of,
+    serving,
+    snapshot_of,
+    source_of,
+)
+
+WEIGHTS = {"w": np.arange(3000, dtype=np.float32), "b": np.float32([[1], [2]])}
+PATIENT = RetryConfig(give_up_seconds=1000.0)
+
+
+def open_sender(**changes: object) -> ArrowFlightSender:
+    return ArrowFlightConfig(**changes).open_sender(TOKEN, TrainingHost.current())
+
+
+# The token.
+
+
+def test_a_wrong_token_is_refused_and_never_tried_again():
+    pauses: list[float] = []
+    with serving() as (shelf, server):
+        shelf.put(1, snapshot_of(WEIGHTS, 1))
+        manifest = source_of(server).manifests(1)[0]
+        wrong = source_of(server, make_token())
+        receiver = receiver_of(wrong, retry=PATIENT, sleep=pauses.append)
+        with pytest.raises(WrongTokenError, match=r"weight server grpc://127\.0\.0\.1:\d+ refuses the token"):
+            receiver.receive(WEIGHTS)
+        with pytest.raises(WrongTokenError):
+            receiver.newest()
+        with pytest.raises(WrongTokenError):
+            list(wrong.fetch(manifest, manifest.chunks(0)))
+    assert pauses == []
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [(b"authorization", b"")],
+        [(b"authorization", TOKEN.encode())],
+        [(b"authorization", b"Bearer " + TOKEN[:-1].encode())],
+        [(b"authorization", b"Bearer " + TOKEN.encode()), (b"authorization", b"Bearer other")],
+    ],
+)
+def test_every_call_needs_the_token(headers):
+    options = flight.FlightCallOptions(headers=headers)
+    with serving() as (shelf, server), flight.FlightClient(f"grpc://127.0.0.1:{server.port}") as client:
+        shelf.put(1, snapshot_of(WEIGHTS, 1))
+        for action in ("versions", "manifest", "anything"):
+            with pytest.raises(flight.FlightUnauthenticatedError, match="token"):
+                list(client.do_action(flight.Action(action, b"1"), options))
+        with pytest.raises(flight.FlightUnauthenticatedError, match="token"):
+            client.do_get(flight.Ticket(b'{"version": 1, "chunks": [[0, 0]]}'), options).read_all()
+        with pytest.raises(flight.FlightUnauthenticatedError, match="token"):
+            list(client.list_flights(options=options))
+
+
+# The address.
+
+
+def test_the_server_is_bound_to_loopback_unless_told_otherwise():
+    with closing(open_sender()) as sender:
+        port = int(sender.address.removeprefix("grpc://127.0.0.1:"))
+        with socket.create_connection(("127.0.0.1", port)):
+            pass
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.2", port))
+
+
+def test_a_wildcard_is_told_as_the_machines_name():
+    with closing(open_sender(host="0.0.0.0")) as sender:
+        assert sender.address.startswith(f"grpc://{socket.gethostname()}:")
+
+
+def test_a_taken_port_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=rf"weights cannot be served at grpc://127\.0\.0\.1:{port}"):
+            open_sender(port=port)
+
+
+def test_closing_frees_port_and_threads_even_while_a_worker_stands_still():
+    before = set(threading.enumerate())
+    sender = open_sender(chunk_mb=1)
+    sender.publish({"w": np.zeros(2**24, np.float32)}, 1)
+    sender.flush()
+    source = FlightSource(sender.address, TOKEN, streams=1, call_seconds=60.0)
+    manifest = source.manifests(1)[0]
+    stream = source.fetch(manifest, manifest.chunks(0))
+    next(stream)
+    sender.close()
+    with pytest.raises((VersionGoneError, ServerLostError)):
+        list(stream)
+    with socket.create_server(("127.0.0.1", int(sender.address.rsplit(":", 1)[1]))):
+        pass
+    assert set(threading.enumerate()) <= before
+
+
+# Streams that lie.
+
+
+class LyingServer(WeightServer):
+    """Sends the first streams wrong, each in the next way of `LIES`."""
+
+    lies: list[Callable[[list[np.ndarray]], list[np.ndarray]]]
+
+    def _send(self, version: int, chunks: list[Chunk]) -> Iterator[pa.RecordBatch]:
+        honest = [batch.column(0).to_numpy().copy() for batch in super()._send(version, chunks)]
+        told = self.lies.pop(0)(honest) if self.lies else honest
+        for data in told:
+            yield pa.record_batch([pa.array(data)], schema=pa.schema([pa.field("bytes", pa.uint8(), nullable=False)]))
+
+
+def flip(chunks: list[np.ndarray]) -> list[np.ndarray]:
+    chunks[3][17] ^= 4
+    return chunks
+
+
+LIES = {
+    "truncated": (lambda chunks: chunks[:-1], r"ended after 11 of 12 chunks"),
+    "empty": (lambda chunks: [], r"ended after 0 of 12 chunks"),
+    "corrupted": (flip, r"chunk 3 of piece \['0:3000'\] of \['w'\], version 1, fails its checksum"),
+    "short chunk": (lambda chunks: [chunks[0][:-1], *chunks[1:]], r"chunk 0 .* has 1023 bytes instead of 1024"),
+    "long chunk": (lambda chunks: [np.append(chunks[0], chunks[0][:1]), *chunks[1:]], r"has 1025 bytes instead of"),
+    "wrong order": (lambda chunks: [chunks[1], chunks[0], *chunks[2:]], r"chunk 0 .* fails its checksum"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_stream_that_lies_is_refused_and_read_again(lie: str, caplog):
+    spoil, message = LIES[lie]
+    with serving(LyingServer) as (shelf, server):
+        assert isinstance(server, LyingServer)
+        shelf.put(1, snapshot_of({"w": WEIGHTS["w"]}, 1))
+        server.lies = [spoil]
+        with pytest.raises(CorruptTransferError, match=message):
+            receiver_of(source_of(server)).receive({"w": WEIGHTS["w"]})
+        server.lies = [spoil, spoil]
+        received, _ = receiver_of(source_of(server), retry=PATIENT).receive({"w": WEIGHTS["w"]})
+    assert_same(received, {"w": WEIGHTS["w"]})
+    assert len(caplog.records) == 2
+
+
+class ForgingServer(WeightServer):
+    """Answers actions with what the test says."""
+
+    answers: dict[str, bytes]
+
+    def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> list[bytes]:
+        return [self.answers[action.type]] if action.type in self.answers else super().do_action(context, action)
+
+
+def test_a_forged_manifest_is_refused():
+    with serving(ForgingServer) as (shelf, server):
+        assert isinstance(server, ForgingServer)
+        shelf.put(1, snapshot_of(WEIGHTS, 1))
+        manifest = snapshot_of(WEIGHTS, 1).manifest.to_json()
+        server.answers = {"manifest": hashlib.sha256(manifest).digest() + manifest}
+        with pytest.raises(CorruptTransferError, match="damaged, or not the run's own"):
+            receiver_of(source_of(server)).receive(WEIGHTS)
+
+
+@pytest.mark.parametrize("answer", [b"", b"7", b"[null]", b'["new"]'])
+def test_a_damaged_list_of_versions_is_refused(answer: bytes):
+    with serving(ForgingServer) as (_, server):
+        assert isinstance(server, ForgingServer)
+        server.answers = {"versions": answer}
+        with pytest.raises(CorruptTransferError, match="list of versions is damaged"):
+            receiver_of(source_of(server)).newest()
+
+
+def test_the_manifest_of_another_version_is_refused():
+    with serving() as (shelf, server):
+        shelf.put(2, snapshot_of(WEIGHTS, 1))
+        with pytest.raises(CorruptTransferError, match="asked for version 2, got the manifest of version 1"):
+            receiver_of(source_of(server)).receive(WEIGHTS)
+
+
+def test_a_foreign_schema_is_refused():
+    class ForeignServer(WeightServer):
+        def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.RecordBatchStream:
+            return flight.RecordBatchStream(pa.table({"text": ["a"]}))
+
+    with serving(ForeignServer) as (shelf, server):
+        shelf.put(1, snapshot_of(WEIGHTS, 1))
+        with pytest.raises(CorruptTransferError, match="a stream of text: string instead of bytes: uint8"):
+            receiver_of(source_of(server)).receive(WEIGHTS)
+
+
+# Versions that go away.
+
+
+def test_a_version_dropped_in_mid_transfer_is_refused_by_name():
+    with serving() as (shelf, server):
+        large = {"w": np.zeros(2**22, np.float32)}
+        shelf.put(1, snapshot_of(large, 1, chunk_bytes=2**20))
+        source = source_of(server)
+        manifest = source.manifests(1)[0]
+        stream = source.fetch(manifest, manifest.chunks(0))
+        next(stream)
+        for version in (2, 3):
+            shelf.put(version, snapshot_of(large, version))
+        with pytest.raises(VersionGoneError, match=r"the tested host does not hold version 1; it holds \[2, 3\]"):
+            list(stream)
+
+
+def test_the_newest_is_taken_when_the_one_under_way_is_dropped(caplog):
+    with serving() as (shelf, server):
+        weights = {version: {"w": np.full(2**22, version, np.float32)} for version in (1, 2, 3)}
+        shelf.put(1, snapshot_of(weights[1], 1, chunk_bytes=2**20))
+
+        def drop(point: str) -> None:
+            if point == "chunk" and 1 in shelf.versions():
+                for version in (2, 3):
+                    shelf.put(version, snapshot_of(weights[version], version, chunk_bytes=2**20))
+
+        received, version = receiver_of(HookedSource(source_of(server), drop), retry=PATIENT).receive(weights[1])
+        assert version == 3
+        assert_same(received, weights[3])
+        assert "does not hold version 1" in caplog.text
+
+
+def test_an_asked_version_that_is_dropped_is_not_replaced():
+    with serving() as (shelf, server):
+        weights = {"w": np.zeros(2**22, np.float32)}
+        shelf.put(1, snapshot_of(weights, 1, chunk_bytes=2**20))
+
+        def drop(point: str) -> None:
+            if point == "chunk":
+                shelf.clear()
+
+        with pytest.raises(VersionGoneError, match="does not hold version 1; it holds none"):
+            receiver_of(HookedSource(source_of(server), drop), retry=PATIENT).receive(weights, 1)
+
+
+# Processes that stop and die.
+
+
+def start(script: str, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(marin_rl.__file__).parents[1])}
+    command = [sys.executable, str(pathlib.Path(__file__).with_name(script)), TOKEN, *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+
+
+def test_a_server_killed_in_mid_transfer_is_lost_and_its_successor_found(caplog):
+    like = {"w": np.zeros(2**23, np.float32)}
+    first = start("killed_server.py", "0", "1")
+    assert first.stdout is not None
+    port = first.stdout.readline().strip()
+    servers = [first]
+
+    def kill(point: str) -> None:
+        if point == "chunk" and len(servers) == 1 and first.poll() is None:
+            first.kill()
+            first.wait()
+
+    def replace(seconds: float) -> None:
+        if len(servers) == 1:
+            servers.append(start("killed_server.py", port, "2"))
+            assert servers[1].stdout is not None
+            assert servers[1].stdout.readline().strip() == port
+
+    try:
+        source = FlightSource(f"grpc://127.0.0.1:{port}", TOKEN, streams=2, call_seconds=60.0)
+        receiver = receiver_of(HookedSource(source, kill), retry=PATIENT, sleep=replace)
+        received, version = receiver.receive(like)
+    finally:
+        for server in servers:
+            server.kill()
+            server.communicate()
+    assert version == 2
+    assert (received["w"] == 2).all()
+    assert first.returncode == -signal.SIGKILL
+    assert f"weight server grpc://127.0.0.1:{port} does not answer" in caplog.text
+
+
+def test_a_lost_server_is_told_with_its_address():
+    with serving() as (_, server):
+        source = source_of(server)
+    with pytest.raises(ServerLostError, match=rf"weight server grpc://127\.0\.0\.1:{server.port} does not answer"):
+        receiver_of(source).newest()
+    retry = RetryConfig(first_seconds=1.0, longest_seconds=1.0, give_up_seconds=3.0)
+    with pytest.raises(ServerLostError, match="given up after"):
+        receiver_of(source, retry=retry).receive(WEIGHTS)
+
+
+def test_a_server_that_hangs_is_lost_after_the_configured_time():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ServerLostError, match="does not answer"):
+            receiver_of(FlightSource(address, TOKEN, streams=1, call_seconds=0.2)).newest()
+
+
+def test_a_worker_that_stood_still_takes_the_newest_and_holds_nothing_back():
+    with serving() as (shelf, server):
+        shelf.put(1, snapshot_of({"w": np.full(2**23, 1, np.float32)}, 1, chunk_bytes=2**20))
+        worker = start("stopping_worker.py", str(server.port))
+        try:
+            # The worker stops itself when the first chunk has arrived.
+            _, status = os.waitpid(worker.pid, os.WUNTRACED)
+            assert os.WIFSTOPPED(status)
+            held = weakref.ref(shelf.get(1))
+            for version in (2, 3):
+                shelf.put(version, snapshot_of({"w": np.full(2**23, version, np.float32)}, version, 2**20))
+            gc.collect()
+            assert held() is None
+            worker.send_signal(signal.SIGCONT)
+            output, _ = worker.communicate()
+        finally:
+            worker.kill()
+            worker.wait()
+        told = json.loads(output)
+    assert told["version"] == 3
+    assert told["values"] == [3.0]
+    assert "does not hold version 1; it holds [2, 3]" in told["refused"]
+
+
+# Several training hosts.
+
+
+def split(snapshot: Snapshot, hosts: int) -> list[Snapshot]:
+    """What several hosts would hold, its pieces dealt round."""
+    parts = []
+    for host in range(hosts):
+        pieces = snapshot.manifest.pieces[host::hosts]
+        manifest = type(snapshot.manifest)(
+            snapshot.manifest.version, host, hosts, snapshot.manifest.chunk_bytes, pieces
+        )
+        parts.append(Snapshot(manifest, snapshot.data[host::hosts]))
+    return parts
+
+
+def filled(version: int) -> dict[str, np.ndarray]:
+    return {name: np.full(600, version, np.float32) for name in "abcd"}
+
+
+def test_all_training_hosts_are_needed_once():
+    with serving() as (one, first), serving() as (two, second):
+        for shelf, part in zip((one, two), split(snapshot_of(filled(1), 1), 2), strict=True):
+            shelf.put(1, part)
+        received, _ = receiver_of(source_of(second), source_of(first)).receive(filled(0))
+        assert_same(received, filled(1))
+        with pytest.raises(
+            MismatchedWeightsError, match=r"published by 2 training hosts, but the receiver reads .*\[1\]"
+        ):
+            receiver_of(source_of(second)).receive(filled(0))
+        with pytest.raises(MismatchedWeightsError, match=r"those of \[0, 0\]"):
+            receiver_of(source_of(first), source_of(first)).receive(filled(0))
+
+
+@settings(max_examples=25)
+@given(schedule=st.lists(st.sampled_from(["first", "second", "nothing"]), max_size=40), seed=st.integers(0, 2**16))
+def test_no_schedule_makes_a_mixture(schedule: list[str], seed: int):
+    """Two hosts publish at any moment of a transfer; what arrives is always one version, on all arrays."""
+    moves = list(schedule)
+    names = ("first", "second")
+    with serving() as (one, first), serving() as (two, second):
+        shelves = dict(zip(names, (one, two), strict=True))
+        versions = dict.fromkeys(names, 0)
+
+        def publish(name: str) -> None:
+            versions[name] += 1
+            part = split(snapshot_of(filled(versions[name]), versions[name]), 2)[names.index(name)]
+            shelves[name].put(versions[name], part)
+
+        def move(point: str) -> None:
+            name = moves.pop(0) if moves else "nothing"
+            if name != "nothing":
+                publish(name)
+
+        def catch_up(seconds: float) -> None:
+            for name in names:
+                while versions[name] < max(versions.values()):
+                    publish(name)
+
+        publish("first")
+        publish("second")
+        sources = [HookedSource(source_of(server, streams=2), move) for server in (first, second)]
+        random.Random(seed).shuffle(sources)
+        receiver = receiver_of(*sources, retry=PATIENT, sleep=catch_up)
+        last = 0
+        for _ in range(3):
+            received, version = receiver.receive(filled(0))
+            assert_same(received, filled(version))
+            assert version >= last
+            last = version
+
+
+def test_a_closed_receiver_leaves_no_thread():
+    before = set(threading.enumerate())
+    with closing(open_sender()) as sender:
+        sender.publish({"w": jnp.zeros(1000)}, 1)
+        sender.flush()
+        receiver = ArrowFlightConfig(retry=ONCE).open_receiver([sender.address], TOKEN)
+        receiver.receive({"w": jnp.zeros(1000)})
+        receiver.close()
+    assert set(threading.enumerate()) <= before

@@ -1,0 +1,62 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marin_rl.weights.bounds import Bounds, bounds_of, find_gap, overlap, shape_of, slices_within, volume, whole
+
+SHAPE = (5, 4)
+
+
+def boxes() -> st.SearchStrategy[Bounds]:
+    def edges(size: int) -> st.SearchStrategy[tuple[int, int]]:
+        return st.tuples(st.integers(0, size), st.integers(0, size)).map(lambda pair: (min(pair), max(pair)))
+
+    return st.tuples(*(edges(size) for size in SHAPE))
+
+
+def mask(box: Bounds) -> np.ndarray:
+    marked = np.zeros(SHAPE, dtype=bool)
+    marked[tuple(slice(start, stop) for start, stop in box)] = True
+    return marked
+
+
+@given(boxes(), boxes())
+def test_overlap_is_what_both_masks_share(left: Bounds, right: Bounds):
+    shared = overlap(left, right)
+    both = mask(left) & mask(right)
+    assert (shared is None) == (not both.any())
+    if shared is not None:
+        np.testing.assert_array_equal(mask(shared), both)
+
+
+@given(boxes(), st.lists(boxes(), max_size=5))
+def test_a_gap_is_wanted_and_held_by_nobody(wanted: Bounds, held: list[Bounds]):
+    missing = mask(wanted)
+    for box in held:
+        missing &= ~mask(box)
+    gap = find_gap(wanted, held)
+    assert (gap is None) == (not missing.any())
+    if gap is not None:
+        assert volume(gap) > 0
+        assert missing[mask(gap)].all()
+
+
+@given(boxes(), boxes())
+def test_slices_within_a_box_select_the_same_elements(left: Bounds, right: Bounds):
+    shared = overlap(left, right)
+    if shared is not None:
+        array = np.arange(np.prod(SHAPE)).reshape(SHAPE)
+        inside = array[slices_within(left, whole(SHAPE))]
+        np.testing.assert_array_equal(inside[slices_within(shared, left)], array[slices_within(shared, whole(SHAPE))])
+
+
+def test_an_array_without_dimensions_has_one_element():
+    assert bounds_of((), ()) == ()
+    assert volume(()) == 1
+    assert overlap((), ()) == ()
+    assert find_gap((), []) == ()
+    assert find_gap((), [()]) is None
+    assert shape_of(((2, 2), (0, 3))) == (0, 3)

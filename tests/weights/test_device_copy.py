@@ -1,0 +1,61 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from marin_rl.weights.device_copy import DeviceCopier
+from tests.weights.ends import assert_same
+
+
+def test_a_copy_shares_no_memory_with_its_original():
+    arrays = {"f": jnp.arange(100.0), "i": jnp.arange(3), "n": np.arange(4.0), "s": jnp.float32(2)}
+    copies = DeviceCopier(None)(arrays)
+    assert_same(copies, arrays)
+    for name in "fis":
+        assert copies[name].unsafe_buffer_pointer() != arrays[name].unsafe_buffer_pointer()
+        assert copies[name].sharding == arrays[name].sharding
+    assert not np.shares_memory(copies["n"], arrays["n"])
+
+
+def test_a_copy_survives_donation_of_its_original():
+    # Without the copy, what numpy sees of a CPU array changes under it.
+    overwrite = jax.jit(lambda array: array * 0 - 1, donate_argnums=0)
+    copier = DeviceCopier(None)
+    for value in range(10):
+        array = jnp.full(200_000, value, jnp.float32)
+        copies = copier({"a": array})
+        array = overwrite(array)
+        assert (np.asarray(copies["a"]) == value).all()
+        assert (np.asarray(array) == -1).all()
+
+
+def test_only_floating_point_is_cast():
+    arrays = {
+        "f": jnp.float32([1.00390625, jnp.nan, 3e38]),
+        "b": jnp.bfloat16([2.5]),
+        "i": jnp.int32([2**24 + 1]),
+        "t": jnp.array([True]),
+        "n": np.float32([1.0039]),
+    }
+    copies = DeviceCopier("bfloat16")(arrays)
+    assert {name: copy.dtype.name for name, copy in copies.items()} == {
+        "f": "bfloat16",
+        "b": "bfloat16",
+        "i": "int32",
+        "t": "bool",
+        "n": "bfloat16",
+    }
+    assert_same(copies["f"], arrays["f"].astype(jnp.bfloat16))
+    assert_same(copies["i"], arrays["i"])
+    assert copies["b"].unsafe_buffer_pointer() != arrays["b"].unsafe_buffer_pointer()
+
+
+def test_a_second_version_compiles_nothing():
+    copier = DeviceCopier(None)
+    arrays = {"a": jnp.arange(5.0)}
+    copier(arrays)
+    [program] = copier._programs.values()
+    copier({"a": arrays["a"] + 1})
+    assert program._cache_size() == 1

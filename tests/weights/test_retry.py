@@ -1,0 +1,89 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import math
+
+import pytest
+
+from marin_rl.weights.errors import CorruptTransferError, ServerLostError, WeightTransferError, WrongTokenError
+from marin_rl.weights.retry import Clock, RetryConfig, retrying
+
+
+class FakeTime:
+    def __init__(self) -> None:
+        self.pauses: list[float] = []
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(now=lambda: sum(self.pauses), sleep=self.pauses.append)
+
+
+def failing(times: int, error: WeightTransferError):
+    left = [error] * times
+
+    def attempt() -> str:
+        if left:
+            raise left.pop()
+        return "weights"
+
+    return attempt
+
+
+def test_what_succeeds_is_tried_once():
+    time = FakeTime()
+    assert retrying(RetryConfig(), (ServerLostError,), failing(0, ServerLostError()), time.clock) == "weights"
+    assert time.pauses == []
+
+
+def test_pauses_double_up_to_the_longest_with_jitter(caplog):
+    time = FakeTime()
+    config = RetryConfig(first_seconds=1.0, longest_seconds=4.0, give_up_seconds=1000.0)
+    assert retrying(config, (ServerLostError,), failing(6, ServerLostError("gone")), time.clock) == "weights"
+    for pause, longest in zip(time.pauses, [1, 2, 4, 4, 4, 4], strict=True):
+        assert longest / 2 <= pause <= longest
+    assert len(set(time.pauses)) == 6
+    assert [record.message.split(";")[0] for record in caplog.records] == ["gone"] * 6
+
+
+def test_the_last_error_is_raised_when_time_is_up():
+    time = FakeTime()
+    config = RetryConfig(first_seconds=1.0, longest_seconds=1.0, give_up_seconds=3.0)
+    with pytest.raises(ServerLostError, match=r"gone \(given up after \d attempts in \d\.\d s\)"):
+        retrying(config, (ServerLostError,), failing(100, ServerLostError("gone")), time.clock)
+    assert sum(time.pauses) <= 3
+    assert len(time.pauses) >= 3
+
+
+def test_no_time_means_one_attempt():
+    time = FakeTime()
+    with pytest.raises(ServerLostError, match=r"^gone$"):
+        retrying(RetryConfig(give_up_seconds=0.0), (ServerLostError,), failing(1, ServerLostError("gone")), time.clock)
+    assert time.pauses == []
+
+
+@pytest.mark.parametrize("error", [WrongTokenError("no"), CorruptTransferError("no"), WeightTransferError("no")])
+def test_other_errors_are_raised_at_once(error: WeightTransferError):
+    time = FakeTime()
+    with pytest.raises(type(error), match=r"^no$"):
+        retrying(RetryConfig(), (ServerLostError,), failing(1, error), time.clock)
+    assert time.pauses == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("first_seconds", 0.0),
+        ("first_seconds", math.nan),
+        ("longest_seconds", 0.05),
+        ("longest_seconds", math.inf),
+        ("give_up_seconds", -1.0),
+        ("give_up_seconds", math.inf),
+    ],
+)
+def test_impossible_settings_are_refused(field: str, value: float):
+    with pytest.raises(ValueError, match=rf"retry\.{field} is {value}"):
+        RetryConfig(**{field: value})
+
+
+def test_pauses_never_overflow():
+    assert RetryConfig().pause(100_000) <= 5.0

@@ -1,0 +1,249 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What every way of transfer does, whichever is configured."""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from marin_rl.weights.config import (
+    ArrowFlightConfig,
+    InProcessConfig,
+    SharedFilesConfig,
+    TransferDtype,
+    WeightTransferConfig,
+)
+from marin_rl.weights.errors import MismatchedWeightsError, NoWeightsError, VersionGoneError
+from marin_rl.weights.protocol import WeightReceiver, WeightSender
+from marin_rl.weights.retry import RetryConfig
+from marin_rl.weights.snapshot import TrainingHost
+from tests.weights.ends import ONCE, TOKEN, assert_same
+
+WAYS = ["arrow_flight", "shared_files", "object_store", "in_process"]
+
+
+@contextlib.contextmanager
+def ends(config: WeightTransferConfig) -> Iterator[tuple[WeightSender, WeightReceiver]]:
+    before = set(threading.enumerate())
+    sender = config.open_sender(TOKEN, TrainingHost.current())
+    receiver = config.open_receiver([sender.address], TOKEN)
+    try:
+        yield sender, receiver
+    finally:
+        receiver.close()
+        sender.close()
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.fixture(params=WAYS)
+def config(request: pytest.FixtureRequest, tmp_path) -> WeightTransferConfig:
+    ways = {
+        "arrow_flight": ArrowFlightConfig(chunk_mb=1, streams=3, retry=ONCE),
+        "shared_files": SharedFilesConfig(folder=str(tmp_path / "weights"), chunk_mb=1, streams=3, retry=ONCE),
+        "object_store": SharedFilesConfig(folder=f"memory://{tmp_path.name}", chunk_mb=1, streams=2, retry=ONCE),
+        "in_process": InProcessConfig(),
+    }
+    return ways[request.param]
+
+
+class Model(eqx.Module):
+    embeddings: hax.NamedArray
+    bias: jax.Array
+    activation: str = eqx.field(static=True)
+
+
+def every_kind() -> dict[str, object]:
+    noise = np.random.default_rng(0)
+    return {
+        "model": Model(
+            hax.named(jnp.asarray(noise.normal(size=(7, 5)), jnp.float32), ("vocab", "embed")),
+            jnp.asarray(noise.normal(size=9), jnp.bfloat16),
+            "relu",
+        ),
+        # Longer than two chunks, and no multiple of one.
+        "long": jnp.asarray(noise.normal(size=700_001), jnp.float32),
+        "odd": jnp.asarray([0.0, -0.0, jnp.nan, jnp.inf, 1e-42], jnp.float32),
+        "scalar": jnp.asarray(3, jnp.int32),
+        "nothing": jnp.zeros((0, 4)),
+        "truth": jnp.asarray([[True], [False]]),
+        "numpy": np.arange(5, dtype=np.int64) << 40,
+        "number": 2.5,
+        "word": None,
+    }
+
+
+def test_what_arrives_is_what_was_published_bit_for_bit(config: WeightTransferConfig):
+    weights = every_kind()
+    with ends(config) as (sender, receiver):
+        sender.publish(weights, 3)
+        sender.flush()
+        assert sender.published == receiver.newest() == 3
+        received, version = receiver.receive(weights)
+    assert version == 3
+    assert_same(received, weights)
+
+
+def test_shapes_are_enough_to_ask(config: WeightTransferConfig):
+    weights = {"w": jnp.arange(6.0).reshape(2, 3), "step": 4}
+    like = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32), "step": 9}
+    with ends(config) as (sender, receiver):
+        sender.publish(weights, 0)
+        sender.flush()
+        received, _ = receiver.receive(like)
+    assert_same(received["w"], weights["w"])
+    assert received["step"] == 9
+
+
+def test_bfloat16_on_request_is_rounded_once(config: WeightTransferConfig):
+    config = dataclasses.replace(config, dtype=TransferDtype.BFLOAT16)
+    weights = {"f": jnp.asarray(np.random.default_rng(1).normal(size=1000), jnp.float32), "i": jnp.arange(3)}
+    with ends(config) as (sender, receiver):
+        sender.publish(weights, 1)
+        sender.flush()
+        wide, _ = receiver.receive(weights)
+        narrow, _ = receiver.receive({"f": jax.ShapeDtypeStruct((1000,), jnp.bfloat16), "i": weights["i"]})
+    rounded = weights["f"].astype(jnp.bfloat16)
+    assert_same(wide, {"f": rounded.astype(jnp.float32), "i": weights["i"]})
+    assert_same(narrow, {"f": rounded, "i": weights["i"]})
+
+
+def test_published_weights_may_be_donated(config: WeightTransferConfig):
+    step = jax.jit(lambda weights: weights + 1, donate_argnums=0)
+    weights = jnp.zeros(400_000)
+    with ends(config) as (sender, receiver):
+        for version in range(1, 8):
+            weights = step(weights)
+            sender.publish({"w": weights}, version)
+            weights = step(weights) - 1
+            sender.flush()
+            received, found = receiver.receive({"w": weights})
+            assert found == version
+            assert (received["w"] == version).all()
+
+
+def test_before_the_first_version_there_is_none(config: WeightTransferConfig):
+    with ends(config) as (sender, receiver):
+        assert sender.published is None
+        assert receiver.newest() is None
+        with pytest.raises(NoWeightsError, match="published"):
+            receiver.receive({"w": jnp.zeros(3)})
+
+
+def test_the_newest_is_received_and_an_old_one_is_refused_by_name(config: WeightTransferConfig):
+    with ends(config) as (sender, receiver):
+        for version in (1, 2, 5):
+            sender.publish({"w": jnp.full(3, version)}, version)
+        sender.flush()
+        received, version = receiver.receive({"w": jnp.zeros(3, jnp.int32)})
+        assert version == 5
+        assert (received["w"] == 5).all()
+        with pytest.raises(VersionGoneError, match=r"does not hold version 1; it holds \[.*5\]"):
+            receiver.receive({"w": jnp.zeros(3, jnp.int32)}, 1)
+        with pytest.raises(VersionGoneError, match="does not hold version 6"):
+            receiver.receive({"w": jnp.zeros(3, jnp.int32)}, 6)
+
+
+def test_the_version_before_is_still_there(config: WeightTransferConfig):
+    if isinstance(config, InProcessConfig):
+        pytest.skip("in process, nothing is ever under way, so only the newest is held")
+    with ends(config) as (sender, receiver):
+        for version in (1, 2):
+            sender.publish({"w": jnp.full(3, version)}, version)
+        sender.flush()
+        received, version = receiver.receive({"w": jnp.zeros(3, jnp.int32)}, 1)
+    assert version == 1
+    assert (received["w"] == 1).all()
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_versions_only_grow(config: WeightTransferConfig, version: int):
+    with ends(config) as (sender, _):
+        sender.publish({"w": jnp.zeros(3)}, 3)
+        with pytest.raises(ValueError, match=f"version {version} cannot be published after version 3"):
+            sender.publish({"w": jnp.zeros(3)}, version)
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        ({"w": jnp.zeros((3, 2))}, r"\['w'\] was published with shape \(2, 3\); the receiver needs \(3, 2\)"),
+        ({"w": jnp.zeros((2, 3), jnp.bfloat16)}, r"\['w'\] was published as float32; the receiver needs bfloat16"),
+        ({"w": jnp.zeros((2, 3), jnp.int32)}, r"\['w'\] was published as float32; the receiver needs int32"),
+        ({"v": jnp.zeros((2, 3))}, r"they lack \['v'\]; the model lacks \['w'\]"),
+        ({}, r"the model lacks \['w'\]"),
+    ],
+)
+def test_weights_of_another_model_are_refused(config: WeightTransferConfig, like: dict, message: str):
+    with ends(config) as (sender, receiver):
+        sender.publish({"w": jnp.zeros((2, 3))}, 3)
+        sender.flush()
+        with pytest.raises(MismatchedWeightsError, match=message):
+            receiver.receive(like)
+
+
+def test_a_whole_number_is_never_cast(config: WeightTransferConfig):
+    config = dataclasses.replace(config, dtype=TransferDtype.BFLOAT16)
+    with ends(config) as (sender, receiver):
+        sender.publish({"w": jnp.zeros(2, jnp.int32)}, 3)
+        sender.flush()
+        with pytest.raises(MismatchedWeightsError, match="was published as int32; the receiver needs float32"):
+            receiver.receive({"w": jnp.zeros(2)})
+
+
+def test_received_weights_may_be_donated(config: WeightTransferConfig):
+    """What arrives is the receiver's own; in process it is shared, and the sender's copy is what may not be donated."""
+    if isinstance(config, InProcessConfig):
+        pytest.skip("in process, receivers share the arrays")
+    overwrite = jax.jit(lambda weights: weights - 7, donate_argnums=0)
+    weights = {"w": jnp.arange(300_000.0)}
+    with ends(config) as (sender, receiver):
+        sender.publish(weights, 1)
+        sender.flush()
+        first, _ = receiver.receive(weights)
+        overwrite(first["w"]).block_until_ready()
+        second, _ = receiver.receive(weights)
+        assert_same(second, weights)
+
+
+def test_several_workers_read_while_the_learner_publishes(config: WeightTransferConfig):
+    if not isinstance(config, InProcessConfig):
+        config = dataclasses.replace(config, retry=RetryConfig(first_seconds=0.001, longest_seconds=0.002))
+    shape = {name: jnp.zeros(50_000, jnp.int32) for name in "abc"}
+    done = threading.Event()
+    seen: list[int] = []
+    faults: list[BaseException] = []
+
+    def work(receiver: WeightReceiver) -> None:
+        try:
+            while not done.is_set():
+                received, version = receiver.receive(shape)
+                assert {int(value) for array in received.values() for value in np.unique(array)} == {version}
+                seen.append(version)
+        except BaseException as fault:
+            faults.append(fault)
+
+    with ends(config) as (sender, receiver):
+        sender.publish({name: jnp.full(50_000, 0, jnp.int32) for name in shape}, 0)
+        sender.flush()
+        workers = [threading.Thread(target=work, args=(receiver,)) for _ in range(2)]
+        for worker in workers:
+            worker.start()
+        for version in range(1, 15):
+            sender.publish({name: jnp.full(50_000, version, jnp.int32) for name in shape}, version)
+        sender.flush()
+        done.set()
+        for worker in workers:
+            worker.join()
+        last, version = receiver.receive(shape)
+    assert not faults
+    assert version == 14
+    assert (last["a"] == 14).all()

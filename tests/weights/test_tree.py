@@ -1,0 +1,39 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from marin_rl.weights.tree import named_leaves, replace_leaves
+
+
+class Layer(eqx.Module):
+    weight: hax.NamedArray
+    scale: float
+    name: str = eqx.field(static=True)
+
+
+def test_arrays_of_a_model_have_names_and_the_rest_stays():
+    layer = Layer(hax.ones({"embed": 3}), 2.0, "first")
+    leaves = named_leaves({"layers": [layer]})
+    [name] = leaves
+    assert name == "['layers'][0].weight[<flat index 0>]"
+    replaced = replace_leaves({"layers": [layer]}, {name: jnp.zeros(3)})["layers"][0]
+    assert replaced.weight.axes == layer.weight.axes
+    assert replaced.weight.array.sum() == 0
+    assert (replaced.scale, replaced.name) == (2.0, "first")
+
+
+@pytest.mark.parametrize("array", [jax.random.key(0), np.array(["a"]), np.zeros(2, ">f4"), np.array([None])])
+def test_what_is_no_plain_number_cannot_travel(array):
+    with pytest.raises(ValueError, match=r"\['w'\] has dtype .*; only plain numbers can travel"):
+        named_leaves({"w": array})
+
+
+def test_small_dtypes_are_plain_numbers():
+    tree = {"b": jnp.zeros(2, jnp.bfloat16), "t": jnp.zeros(2, bool), "e": jnp.zeros(2, jnp.float8_e4m3fn)}
+    assert named_leaves(tree).keys() == {"['b']", "['t']", "['e']"}
