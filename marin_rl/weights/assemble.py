@@ -60,7 +60,7 @@ class Plan:
     pieces: Mapping[str, Mapping[PieceKey, Piece]]
     """By array, the pieces to fetch."""
 
-    def keys(self) -> list[PieceKey]:
+    def fetched(self) -> list[PieceKey]:
         """All pieces to fetch, in the order in which their hosts hold them."""
         return sorted(key for pieces in self.pieces.values() for key in pieces)
 

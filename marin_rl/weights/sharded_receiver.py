@@ -76,7 +76,7 @@ class ShardedReceiver:
         manifests = [manifest for _, manifest in owned]
         _check_hosts(manifests, chosen)
         plan = make_plan(wanted_arrays(like), manifests, cast=self._cast)
-        return assemble(like, plan, _download(owned, plan.keys())), chosen
+        return assemble(like, plan, _download(owned, plan.fetched())), chosen
 
 
 def _check_hosts(manifests: Sequence[Manifest], version: WeightVersion) -> None:

@@ -55,8 +55,8 @@ def start_copy_to_host(arrays: Mapping[str, Array], host: TrainingHost) -> None:
     """Ask the devices to copy what `take_snapshot` will read, without waiting."""
     for array in arrays.values():
         if isinstance(array, jax.Array):
-            for shard in _own_shards(array, host):
-                shard.data.copy_to_host_async()
+            for _, data in _own_shards(array, host):
+                data.copy_to_host_async()
 
 
 def take_snapshot(arrays: dict[str, Array], version: WeightVersion, host: TrainingHost, chunk_bytes: int) -> Snapshot:
@@ -85,13 +85,16 @@ def take_snapshot(arrays: dict[str, Array], version: WeightVersion, host: Traini
     return Snapshot(manifest, tuple(data))
 
 
-def _own_shards(array: jax.Array, host: TrainingHost) -> Iterator[jax.Shard]:
-    return (shard for shard in array.addressable_shards if shard.replica_id == 0 and shard.device in host.devices)
+def _own_shards(array: jax.Array, host: TrainingHost) -> Iterator[tuple[Bounds, jax.Array]]:
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0 and shard.device in host.devices:
+            assert shard.data is not None
+            yield bounds_of(shard.index, array.shape), shard.data
 
 
 def _parts(array: Array, host: TrainingHost) -> Iterator[tuple[Bounds, np.ndarray]]:
     if not isinstance(array, jax.Array):
         yield whole(array.shape), array
         return
-    for shard in _own_shards(array, host):
-        yield bounds_of(shard.index, array.shape), np.asarray(shard.data)
+    for bounds, data in _own_shards(array, host):
+        yield bounds, np.asarray(data)

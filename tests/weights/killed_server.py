@@ -1,21 +1,34 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Run by test_arrow_flight.py: serves weights that equal their version until it is killed; prints its port."""
+"""Run by test_arrow_flight.py: serves weights that equal their version until it is killed; prints its port.
+
+With `gated`, it sends only the first chunk of each stream.
+"""
 
 import sys
+import threading
 
 
-def main(token: str, port: str, version: str) -> None:
+def main(token: str, port: str, version: str, gate: str) -> None:
     import numpy as np
 
-    from marin_rl.weights.config import ArrowFlightConfig
-    from marin_rl.weights.snapshot import TrainingHost
+    from marin_rl.weights import arrow_flight
+    from marin_rl.weights.shelf import VersionShelf
+    from marin_rl.weights.snapshot import Snapshot, TrainingHost, take_snapshot
 
-    sender = ArrowFlightConfig(port=int(port), chunk_mb=1).open_sender(token, TrainingHost.current())
-    sender.publish({"w": np.full(2**23, int(version), np.float32)}, int(version))
-    sender.flush()
-    print(sender.address.rsplit(":", 1)[1], flush=True)
+    class GatedServer(arrow_flight.WeightServer):
+        def _send(self, version, chunks):
+            for batch in super()._send(version, chunks):
+                yield batch
+                if gate == "gated":
+                    threading.Event().wait()
+
+    shelf: VersionShelf[Snapshot] = VersionShelf(2, "the killed host")
+    weights = {"['w']": np.full(2**20, int(version), np.float32)}
+    shelf.put(int(version), take_snapshot(weights, int(version), TrainingHost.current(), 2**18))
+    server = GatedServer(shelf, token, f"grpc://127.0.0.1:{port}")
+    print(server.port, flush=True)
     sys.stdin.read()
 
 

@@ -33,8 +33,8 @@ def main(token: str, port: str) -> None:
 
     source = StoppingSource(f"grpc://127.0.0.1:{port}", token, streams=2, call_seconds=60.0)
     receiver = ShardedReceiver([source], RetryConfig(), cast=False, clock=Clock(sleep=lambda seconds: None))
-    received, version = receiver.receive({"w": np.zeros(2**23, np.float32)})
-    told = {"version": version, "values": np.unique(received["w"]).tolist(), "refused": " | ".join(refused)}
+    received, version = receiver.receive({name: np.zeros(600, np.float32) for name in "abcd"})
+    told = {"version": version, "values": np.unique(list(received.values())).tolist(), "refused": " | ".join(refused)}
     print(json.dumps(told))
 
 

@@ -1,0 +1,215 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import pathlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from marin_rl.weights.errors import CorruptTransferError, ServerLostError, VersionGoneError, WrongTokenError
+from marin_rl.weights.retry import RetryConfig
+from marin_rl.weights.shared_files import FolderSource, SharedFilesSender
+from marin_rl.weights.snapshot import TrainingHost
+from marin_rl.weights.token import make_token
+from tests.weights.ends import TOKEN, HookedSource, assert_same, closing, receiver_of
+
+PATIENT = RetryConfig(give_up_seconds=1000.0)
+
+
+def filled(version: int) -> dict[str, np.ndarray]:
+    return {name: np.full(600, version, np.float32) for name in "abc"}
+
+
+def open_sender(folder: pathlib.Path | str, token: str = TOKEN, host: int = 0, hosts: int = 1) -> SharedFilesSender:
+    return SharedFilesSender(
+        folder=str(folder),
+        token=token,
+        training_host=TrainingHost(host, hosts, frozenset()),
+        dtype=None,
+        chunk_bytes=1024,
+        keep=2,
+    )
+
+
+def source_of(folder: pathlib.Path, token: str = TOKEN) -> FolderSource:
+    return FolderSource(str(folder), token, streams=2)
+
+
+def publish(sender: SharedFilesSender, *versions: int) -> None:
+    for version in versions:
+        sender.publish(filled(version), version)
+    sender.flush()
+
+
+def names(folder: pathlib.Path) -> list[str]:
+    return sorted(path.name[:12].lstrip("0") + path.suffix for path in folder.iterdir())
+
+
+def test_only_the_newest_versions_stay_and_closing_deletes_them(tmp_path):
+    with closing(open_sender(tmp_path)) as sender:
+        publish(sender, 1, 2, 3)
+        assert names(tmp_path) == ["2.manifest", "2.pieces", "3.manifest", "3.pieces"]
+    assert names(tmp_path) == []
+
+
+def test_other_files_in_the_folder_are_left_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with closing(open_sender(tmp_path)) as sender:
+        publish(sender, 1)
+        assert source_of(tmp_path).versions() == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("left", [".pieces", ".partial"])
+def test_a_version_without_its_manifest_is_not_there_and_is_cleared_by_the_next_launch(tmp_path, left: str):
+    sender = open_sender(tmp_path)
+    publish(sender, 1, 2)
+    [manifest] = tmp_path.glob("000000000002-*.manifest")
+    # As a sender leaves it that is killed before the last move.
+    if left == ".partial":
+        manifest.rename(manifest.with_suffix(".partial"))
+    else:
+        manifest.unlink()
+    received, version = receiver_of(source_of(tmp_path)).receive(filled(0))
+    assert version == 1
+    assert_same(received, filled(1))
+    with closing(open_sender(tmp_path)):
+        assert names(tmp_path) == []
+    sender.close()
+
+
+def test_a_folder_that_is_not_there_holds_nothing(tmp_path):
+    assert receiver_of(source_of(tmp_path / "later")).newest() is None
+
+
+def test_weights_of_another_launch_are_refused_and_cleared_away(tmp_path):
+    old = open_sender(tmp_path, make_token())
+    publish(old, 7)
+    with pytest.raises(WrongTokenError, match="holds weights of another token alone"):
+        receiver_of(source_of(tmp_path), retry=PATIENT).newest()
+    with closing(open_sender(tmp_path)) as sender:
+        assert receiver_of(source_of(tmp_path)).newest() is None
+        # A run that is taken up again starts below what the killed one had published.
+        publish(sender, 3)
+        assert receiver_of(source_of(tmp_path)).receive(filled(0))[1] == 3
+    old.close()
+
+
+def test_files_of_more_hosts_are_cleared_by_the_first_host(tmp_path):
+    before = [open_sender(tmp_path, host=host, hosts=2) for host in range(2)]
+    for sender in before:
+        publish(sender, 1)
+    with closing(open_sender(tmp_path)):
+        assert names(tmp_path) == []
+    for sender in before:
+        sender.close()
+
+
+def test_a_version_is_there_when_every_host_has_written_it(tmp_path):
+    with (
+        closing(open_sender(tmp_path, host=0, hosts=2)) as first,
+        closing(open_sender(tmp_path, host=1, hosts=2)) as second,
+    ):
+        publish(first, 1, 2)
+        assert source_of(tmp_path).versions() == []
+        publish(second, 1)
+        assert source_of(tmp_path).versions() == [1]
+        received, version = receiver_of(source_of(tmp_path)).receive(filled(0))
+        assert version == 1
+        assert_same(received, filled(1))
+
+
+@pytest.mark.parametrize("suffix", [".pieces", ".manifest"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_a_damaged_file_is_refused(tmp_path, suffix: str, damage: str):
+    with closing(open_sender(tmp_path)) as sender:
+        publish(sender, 1)
+        [path] = tmp_path.glob(f"*{suffix}")
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes({"cut": content[:-1], "flipped": content, "empty": b""}[damage])
+        with pytest.raises(CorruptTransferError, match=r"weight folder .*(damaged|bytes instead of|checksum)"):
+            receiver_of(source_of(tmp_path)).receive(filled(0))
+
+
+def test_a_version_deleted_in_mid_transfer_gives_way_to_the_newest(tmp_path, caplog):
+    with closing(open_sender(tmp_path)) as sender:
+        publish(sender, 1)
+
+        def drop(point: str) -> None:
+            if point == "chunk" and sender.published == 1:
+                publish(sender, 2, 3)
+
+        hooked = HookedSource(FolderSource(str(tmp_path), TOKEN, streams=1), drop)
+        received, version = receiver_of(hooked, retry=PATIENT).receive(filled(0))
+    assert version == 3
+    assert_same(received, filled(3))
+    assert "version 1 was deleted" in caplog.text
+
+
+def test_an_asked_version_that_was_deleted_is_refused_by_name(tmp_path):
+    with closing(open_sender(tmp_path)) as sender:
+        publish(sender, 1, 2, 3)
+        with pytest.raises(VersionGoneError, match=r"does not hold version 1; it holds \[2, 3\]"):
+            receiver_of(source_of(tmp_path), retry=PATIENT).receive(filled(0), 1)
+
+
+def test_a_folder_that_cannot_be_listed_is_tried_again(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    pauses: list[float] = []
+    source = FolderSource(str(file / "weights"), TOKEN, streams=1)
+    with pytest.raises(ServerLostError, match="cannot be listed"):
+        receiver_of(source, retry=RetryConfig(give_up_seconds=1.0), sleep=pauses.append).newest()
+    assert pauses
+
+
+def test_a_full_disk_is_told_by_the_next_publish(tmp_path, monkeypatch):
+    with closing(open_sender(tmp_path)) as sender:
+        publish(sender, 1)
+        monkeypatch.setattr(sender._folder.files, "open", _no_space)
+        sender.publish(filled(2), 2)
+        with pytest.raises(OSError, match="no space left"):
+            sender.publish(filled(3), 3)
+        monkeypatch.undo()
+        assert receiver_of(source_of(tmp_path)).receive(filled(0))[1] == 1
+
+
+def _no_space(*arguments: object, **options: object) -> None:
+    raise OSError("no space left")
+
+
+@settings(max_examples=20)
+@given(schedule=st.lists(st.sampled_from([0, 1, None]), max_size=30))
+def test_no_schedule_makes_a_mixture(tmp_path_factory, schedule: list[int | None]):
+    folder = tmp_path_factory.mktemp("weights")
+    moves = list(schedule)
+    versions = [0, 0]
+    with (
+        closing(open_sender(folder, host=0, hosts=2)) as first,
+        closing(open_sender(folder, host=1, hosts=2)) as second,
+    ):
+
+        def step(host: int) -> None:
+            versions[host] += 1
+            publish((first, second)[host], versions[host])
+
+        def move(point: str) -> None:
+            host = moves.pop(0) if moves else None
+            if host is not None:
+                step(host)
+
+        def catch_up(seconds: float) -> None:
+            for host in range(2):
+                while versions[host] < max(versions):
+                    step(host)
+
+        step(0)
+        step(1)
+        source = HookedSource(FolderSource(str(folder), TOKEN, streams=1), move)
+        receiver = receiver_of(source, retry=PATIENT, sleep=catch_up)
+        for _ in range(3):
+            received, version = receiver.receive(filled(0))
+            assert_same(received, filled(version))
