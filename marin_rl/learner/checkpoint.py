@@ -21,7 +21,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,13 +80,20 @@ class Checkpoints:
     keep_first: bool = False
     """Whether to keep the checkpoint of step 0 for good, because its weights are the KL reference."""
 
-    def save(self, state: TrainerState, step: int, progress: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        state: TrainerState,
+        step: int,
+        progress: Mapping[str, Any],
+        add_files: Callable[[Path], object] = lambda folder: None,
+    ) -> Path:
         """Save a checkpoint and delete those that need not be kept.
 
         Args:
             state: the training state; written whole.
             step: updates done so far; names the checkpoint.
             progress: the host's share of the state, as JSON.
+            add_files: puts further files into the checkpoint's folder.
 
         Raises:
             CheckpointError: if it cannot be written (disk full, no permission); earlier ones are untouched.
@@ -98,6 +105,7 @@ class Checkpoints:
             self._remove_partials()
             partial.mkdir(parents=True)
             levanter_save(state, step, partial / "state", is_temporary=False)
+            add_files(partial)
             manifest = {
                 "format": FORMAT,
                 "step": step,

@@ -54,6 +54,8 @@ class Pace:
     """Batches that a group is part of."""
     replacements_per_step: int = 0
     """Most groups that are ordered in place of dropped ones, for each step."""
+    capacity: int | None = None
+    """Most groups that are ordered or waiting at a time; None leaves it to the other bounds."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -64,6 +66,10 @@ class Pace:
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.capacity is not None and self.capacity < self.groups_per_step:
+            raise ValueError(
+                f"capacity is {self.capacity} groups, but a step takes {self.groups_per_step} together; raise it"
+            )
         if self.uses_per_group > self.max_staleness + 1:
             raise ValueError(
                 f"uses_per_group is {self.uses_per_group}, but a group is in one batch of a step, so with "
@@ -74,7 +80,8 @@ class Pace:
     @property
     def room(self) -> int:
         """Uses that may be ordered or waiting at a time: as many as are consumed before the last would be too old."""
-        return (self.max_staleness + 1) * self.groups_per_step
+        fresh = (self.max_staleness + 1) * self.groups_per_step
+        return fresh if self.capacity is None else min(fresh, self.capacity * self.uses_per_group)
 
 
 class OrderBook:

@@ -59,6 +59,10 @@ class Player:
     """Where the seconds are counted: of sampling, and (`reward`) those in which nothing could be sampled because
     environments or rewards were still at work."""
 
+    def timed_by(self, timer: PhaseTimer) -> "Player":
+        """The same, whose seconds another timer counts."""
+        return dataclasses.replace(self, timer=timer)
+
 
 def run_groups(
     player: Player,

@@ -8,82 +8,19 @@ it they are given steps ahead, and the step takes what is there first.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from marin_rl.metrics import Metric
 from marin_rl.rewards.combine import evaluation_metrics
 from marin_rl.rollouts.environment_metrics import environment_metrics
 from marin_rl.rollouts.filters import sort_groups
-from marin_rl.rollouts.orders import GroupOrder, OrderNumber
+from marin_rl.rollouts.orders import OrderNumber
 from marin_rl.rollouts.rollout_metrics import rollout_metrics
-from marin_rl.rollouts.run_rollouts import GroupRequest, Player, play_requests, require_one_success
+from marin_rl.rollouts.run_rollouts import require_one_success
 from marin_rl.rollouts.shape_rewards import shape_rewards
-from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.training_run import TrainingRun
+from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup, Task
-
-
-class Played(NamedTuple):
-    """A group that was played."""
-
-    number: OrderNumber
-    """What it was ordered as."""
-    group: RolloutGroup
-    """All its attempts."""
-
-
-@runtime_checkable
-class Crew(Protocol):
-    """Whoever plays what is ordered."""
-
-    def submit(self, orders: Sequence[GroupOrder]) -> None:
-        """Take orders."""
-        ...
-
-    def wait(self) -> Sequence[Played]:
-        """Wait until at least one group is there; each comes once, or again where nobody is sure that it came."""
-        ...
-
-
-class OwnCrew:
-    """Plays what was ordered in this process, when it is waited for."""
-
-    def __init__(self, config: TrainConfig, player: Player) -> None:
-        """Take no order yet.
-
-        Args:
-            config: size of a group, temperature and seed.
-            player: plays.
-        """
-        self._config = config
-        self._player = player
-        self._orders: list[GroupOrder] = []
-
-    def submit(self, orders: Sequence[GroupOrder]) -> None:
-        """See `Crew`."""
-        self._orders += orders
-
-    def wait(self) -> list[Played]:
-        """Play everything that was ordered; see `Crew`."""
-        orders, self._orders = self._orders, []
-        return play_orders(self._config, self._player, orders)
-
-
-def play_orders(config: TrainConfig, player: Player, orders: Sequence[GroupOrder]) -> list[Played]:
-    """Play groups as they were ordered: each is the same wherever and with whatever others it is played.
-
-    Args:
-        config: size of a group, temperature and seed.
-        player: plays.
-        orders: any.
-    """
-    requests = [
-        GroupRequest(order.number.group_id, order.task, (config.seed, "train", *order.number)) for order in orders
-    ]
-    groups = play_requests(
-        player, requests, group_size=config.rollouts.group_size, temperature=config.sampling.temperature
-    )
-    return [Played(order.number, group) for order, group in zip(orders, groups, strict=True)]
 
 
 class Collected(NamedTuple):
@@ -104,20 +41,20 @@ class Collected(NamedTuple):
         return [*self.groups, *self.left_out]
 
 
-def collect_groups(run: TrainingRun, crew: Crew, step: int) -> Collected:
+def collect_groups(run: TrainingRun, step: int, timer: PhaseTimer) -> Collected:
     """Order and wait until the step has its groups, or nothing more is owed to it.
 
     The run's task stream moves on by as many tasks as were ordered, and is told what came of those that were played.
 
     Args:
-        run: names tasks, shaping and filter; its order book and replay buffer move on.
-        crew: plays.
+        run: names tasks, shaping and filter, and has those who play; its order book and replay buffer move on.
         step: the update that these groups are for.
+        timer: counts where the time goes.
 
     Raises:
         AllRolloutsFailedError: if not one rollout was graded.
     """
-    config, progress, orders, replay = run.config, run.progress, run.orders, run.replay
+    config, progress, crew, orders, replay = run.config, run.progress, run.crew, run.orders, run.replay
     version, wanted = step - 1, config.rollouts.prompts_per_step
 
     def draw(count: int) -> list[Task]:
@@ -130,7 +67,7 @@ def collect_groups(run: TrainingRun, crew: Crew, step: int) -> Collected:
     replaced = 0
     while len(replay) < wanted and orders.is_owed(step):
         dropped = []
-        for number, played in crew.wait():
+        for number, played in crew.wait(timer):
             if not orders.settle(number):
                 continue
             came[number] = played
@@ -154,7 +91,7 @@ def collect_groups(run: TrainingRun, crew: Crew, step: int) -> Collected:
     unequal = [left_out[number] for number in sorted(left_out)]
     metrics = _metrics(run, groups, unequal, version)
     counts = {"filter/replaced": replaced, "replay/stale": len(stale), "replay/waiting": len(replay)}
-    metrics |= {name: Metric(float(count)) for name, count in counts.items()}
+    metrics |= {name: Metric(float(value)) for name, value in {**counts, **crew.metrics()}.items()}
     return Collected(groups, unequal, in_order, metrics)
 
 

@@ -37,8 +37,10 @@ from marin_rl.rollouts.store import RolloutStoreConfig
 from marin_rl.runtime.config_decoding import decode
 from marin_rl.runtime.evaluation import EvaluationConfig
 from marin_rl.runtime.warm_start import WarmStartConfig
+from marin_rl.runtime.workers_config import Mode, ReplayConfig, WorkersConfig
 from marin_rl.sampling.levanter_sampler import SamplingConfig
 from marin_rl.tokenization.load import TokenizerConfig
+from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig
 
 
 def compilation_cache() -> str:
@@ -225,6 +227,14 @@ class TrainConfig:
     """What becomes of rollouts that hit a limit."""
     filter: FilterConfig = KeepGroupsConfig()
     """What becomes of groups whose rewards are all equal."""
+    mode: Mode = Mode.SYNC
+    """`sync` samples and trains in turns, in one process; `async` samples in workers while it trains."""
+    workers: WorkersConfig = WorkersConfig()
+    """Rollout workers, for `mode: async`."""
+    replay: ReplayConfig = ReplayConfig()
+    """How far sampling may be ahead of training, for `mode: async`."""
+    weights: WeightTransferConfig = ArrowFlightConfig()
+    """How weights reach the workers, for `mode: async`."""
     logprob_block_size: int = 128
     """Positions of a row whose logits exist at the same time."""
     warm_start: WarmStartConfig = WarmStartConfig()
@@ -264,6 +274,11 @@ class TrainConfig:
             raise ValueError(
                 "model.scan_layers is false, but levanter's inference engine samples from scanned layers alone; "
                 "leave it true"
+            )
+        if self.replay.capacity is not None and self.replay.capacity < self.rollouts.prompts_per_step:
+            raise ValueError(
+                f"replay.capacity is {self.replay.capacity}, but a step takes rollouts.prompts_per_step = "
+                f"{self.rollouts.prompts_per_step} groups together; raise it"
             )
         self._check_objective()
 

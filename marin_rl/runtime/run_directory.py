@@ -197,9 +197,22 @@ def open_log(directory: RunDirectory, level: int = logging.INFO) -> Iterator[Non
         directory: the run directory.
         level: the least severe messages to keep.
     """
+    with log_to(directory.log, level):
+        yield
+
+
+@contextlib.contextmanager
+def log_to(file: Path, level: int = logging.INFO) -> Iterator[None]:
+    """Append what this package's loggers say to a file, whose folder is made.
+
+    Args:
+        file: the file.
+        level: the least severe messages to keep.
+    """
     logger = logging.getLogger("marin_rl")
-    with writing(directory.log):
-        handler = logging.FileHandler(directory.log, encoding="utf-8")
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(file, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handler.setLevel(level)
     former_level = logger.level

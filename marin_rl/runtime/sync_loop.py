@@ -20,11 +20,12 @@ from levanter.metrics import Metric
 
 from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.learner.loss import loss_metrics
-from marin_rl.runtime.collect import Collected, OwnCrew, collect_groups
+from marin_rl.runtime.collect import Collected, collect_groups
 from marin_rl.runtime.evaluation import evaluate
 from marin_rl.runtime.throughput import model_flops_utilization, throughput_metrics
 from marin_rl.runtime.training_batch import build_batch, minibatches
 from marin_rl.runtime.training_run import TrainingRun
+from marin_rl.timing import PhaseTimer
 
 
 @runtime_checkable
@@ -53,9 +54,8 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
     config, progress = run.config, run.progress
     while progress.step < config.num_steps:
         started, step = time.perf_counter(), progress.step + 1
-        player = run.player
-        timer = player.timer
-        collected = collect_groups(run, OwnCrew(config, player), step)
+        timer = PhaseTimer()
+        collected = collect_groups(run, step, timer)
         batch = build_batch(run, collected.groups, timer)
         with timer.phase("batch"):
             updates = list(minibatches(run, batch, step))

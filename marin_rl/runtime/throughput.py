@@ -24,7 +24,7 @@ def throughput_metrics(
     Args:
         groups: the rollouts that were sampled for it.
         updates: what was trained on; a token that is trained on twice counts twice.
-        seconds: time by phase.
+        seconds: time by phase; without `sample` where others sample at the same time.
         elapsed: seconds from the first request to the published weights.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -34,7 +34,7 @@ def throughput_metrics(
     accounted = sum(seconds.get(phase, 0.0) for phase in PHASES)
     return {
         "eps": len(rollouts) / elapsed,
-        "tokens/sampled_per_second": sampled / max(seconds.get("sample", 0.0), 1e-9),
+        "tokens/sampled_per_second": sampled / max(seconds.get("sample", elapsed), 1e-9),
         "tokens/trained_per_second": trained / max(seconds.get("step", 0.0), 1e-9),
         "batch/packing_efficiency": sum(packed.num_tokens for packed in updates) / max(slots, 1),
         "batch/passes": float(sum(len(packed.passes) for packed in updates)),

@@ -38,18 +38,27 @@ from marin_rl.rollouts.store import EVALUATION, RolloutStore
 from marin_rl.rollouts.stored_rollout import TrainingSignal
 from marin_rl.rollouts.token_pieces import TokenPieces
 from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.crew import Crew, OwnCrew
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import Keep, evaluate, forget
 from marin_rl.runtime.policy_sampler import PolicySampler
+from marin_rl.runtime.ray_workers import ray_workers
+from marin_rl.runtime.remote_crew import RemoteCrew
 from marin_rl.runtime.run_directory import writing
 from marin_rl.runtime.warm_start import warm_start
+from marin_rl.runtime.workers_config import Mode
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import RolloutGroup
+from marin_rl.weights.snapshot import TrainingHost
+from marin_rl.weights.token import make_token
 
 logger = logging.getLogger(__name__)
 
 Report = Callable[[str], None]
+
+REPLAY = "replay.parquet"
+"""The replay buffer's file in a checkpoint."""
 
 
 @dataclasses.dataclass
@@ -110,6 +119,8 @@ class TrainingRun:
     """Where episodes and rewards run."""
     judges: RewardFunctions
     """The environment's reward functions."""
+    crew: Crew
+    """Plays the groups that are trained on."""
     orders: OrderBook
     """Groups that were ordered and have not come."""
     replay: ReplayBuffer
@@ -128,15 +139,22 @@ class TrainingRun:
         return make_player(self.config, self.environment, self.tokenizer, self.sampler, self.loop, self.judges)
 
     def publish(self) -> None:
-        """Hand the learner's weights to the sampler, without a copy."""
-        self.sampler.update(policy_of(self.state.model), self.progress.step)
+        """Hand the learner's weights to those who sample; the trainer's own sampler takes them without a copy."""
+        policy = policy_of(self.state.model)
+        self.sampler.update(policy, self.progress.step)
+        self.crew.publish(policy, self.progress.step)
 
     def save(self) -> Path:
         """Write a checkpoint of everything that a resume needs; the rollouts before it are on the disk first."""
         with writing(self.store.folder):
             self.store.flush()
         self.progress.orders = self.orders.state
-        return self.checkpoints.save(self.state, self.progress.step, dataclasses.asdict(self.progress))
+        return self.checkpoints.save(
+            self.state,
+            self.progress.step,
+            dataclasses.asdict(self.progress),
+            lambda into: self.replay.save(into / REPLAY),
+        )
 
     def store_rollouts(self, step: int, groups: Sequence[RolloutGroup], signals: Mapping[str, TrainingSignal]) -> None:
         """Hand a step's rollouts to the store, which writes what the config asks for."""
@@ -262,10 +280,20 @@ def _assemble(config: TrainConfig, folder: Path, report: Report, opened: context
         progress,
         loop,
         judges,
+        _open_crew(
+            config,
+            make_player(config, environment, tokenizer, sampler, loop, judges),
+            progress.vocab_size,
+            opened,
+        ),
         OrderBook(make_pace(config), progress.orders),
-        ReplayBuffer(max_staleness=0),
+        make_replay(config),
         opened,
     )
+    if checkpoint is not None:
+        run.replay.load(checkpoint.path / REPLAY)
+    run.crew.publish(policy_of(state.model), progress.step)
+    run.crew.submit(run.orders.outstanding)
     if checkpoint is None:
         run.save()
     if config.kl.needs_reference:
@@ -273,10 +301,40 @@ def _assemble(config: TrainConfig, folder: Path, report: Report, opened: context
     return run
 
 
+def _open_crew(config: TrainConfig, player: Player, vocab_size: int, opened: contextlib.ExitStack) -> Crew:
+    if config.mode is Mode.SYNC:
+        return OwnCrew(config, player)
+    token = make_token()
+    sender = config.weights.open_sender(token, TrainingHost.current())
+    opened.enter_context(Closing(sender.close))
+    # The workers end before the server that they fetch from.
+    desk = opened.enter_context(ray_workers(config, vocab_size, token))
+    crew = RemoteCrew(desk, sender, patience=config.workers.patience)
+    opened.enter_context(Closing(crew.close))
+    return crew
+
+
 def make_pace(config: TrainConfig) -> Pace:
-    """How far ahead of training the config lets groups be ordered."""
+    """How far ahead of training the config lets groups be ordered; in `mode: sync` not at all."""
     wanted = config.rollouts.prompts_per_step
-    return Pace(wanted, replacements_per_step=(config.filter.batches - 1) * wanted)
+    replacements = (config.filter.batches - 1) * wanted
+    if config.mode is Mode.SYNC:
+        return Pace(wanted, replacements_per_step=replacements)
+    replay = config.replay
+    return Pace(wanted, replay.max_staleness, replay.uses_per_group, replacements, replay.capacity)
+
+
+def make_replay(config: TrainConfig) -> ReplayBuffer:
+    """An empty replay buffer; in `mode: sync` one that holds a step's groups and no longer."""
+    if config.mode is Mode.SYNC:
+        return ReplayBuffer(max_staleness=0)
+    replay = config.replay
+    return ReplayBuffer(
+        max_staleness=replay.max_staleness,
+        uses_per_group=replay.uses_per_group,
+        half_life=replay.half_life,
+        seed=config.seed,
+    )
 
 
 def _close_store(store: RolloutStore) -> None:

@@ -67,6 +67,11 @@ def test_groups_that_are_used_twice_are_ordered_half_as_often() -> None:
     assert len(book.order(1, 4, Tasks())) == 2
 
 
+def test_a_capacity_bounds_what_is_ordered() -> None:
+    assert len(OrderBook(Pace(2, max_staleness=3, capacity=5)).order(0, 0, Tasks())) == 5
+    assert len(OrderBook(Pace(2, max_staleness=1, capacity=50)).order(0, 0, Tasks())) == 4
+
+
 def test_a_dropped_group_is_replaced_up_to_a_bound() -> None:
     book, tasks = OrderBook(Pace(2, replacements_per_step=3)), Tasks()
     orders = book.order(0, 0, tasks)
@@ -149,6 +154,7 @@ def test_it_comes_back_from_a_checkpoint() -> None:
         ({"max_staleness": -1}, "max_staleness is -1"),
         ({"uses_per_group": 0}, "uses_per_group is 0"),
         ({"uses_per_group": 3, "max_staleness": 1}, "raise max_staleness"),
+        ({"groups_per_step": 8, "capacity": 7}, "capacity is 7 groups, but a step takes 8"),
         ({"replacements_per_step": -1}, "replacements_per_step is -1"),
     ],
 )

@@ -13,9 +13,11 @@ from marin_rl.environments.task_stream import task_stream
 from marin_rl.objectives.shaping import OverlongConfig, RewardTruncatedConfig
 from marin_rl.rollouts.filters import DropGroupsConfig, ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Player
-from marin_rl.runtime.collect import Collected, OwnCrew, collect_groups, draw_tasks
+from marin_rl.runtime.collect import Collected, collect_groups, draw_tasks
+from marin_rl.runtime.crew import OwnCrew
 from marin_rl.runtime.training_run import Progress, TrainingRun
 from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.timing import PhaseTimer
 from marin_rl.types import Message, RolloutStatus, Task
 from tests.runtime.bare_run import END, bare_run, make_config, make_player
 
@@ -70,7 +72,8 @@ def further(run: TrainingRun, player: Player) -> Collected:
     """One step more."""
     player.sampler.version = run.progress.step
     run.progress.step += 1
-    return collect_groups(run, OwnCrew(run.config, player), run.progress.step)
+    run.crew = OwnCrew(run.config, player)
+    return collect_groups(run, run.progress.step, PhaseTimer())
 
 
 def order(run: TrainingRun, count: int) -> list[Task]:

@@ -23,6 +23,7 @@ from marin_rl.rollouts.stored_rollout import as_row
 from marin_rl.rollouts.token_pieces import TokenPieces
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml
+from marin_rl.runtime.crew import OwnCrew
 from marin_rl.runtime.sync_loop import train
 from marin_rl.runtime.training_run import TrainingRun, open_run, restore_policy
 from marin_rl.types import Task
@@ -311,6 +312,7 @@ def test_a_step_whose_groups_were_all_dropped_changes_no_weight_and_is_recorded(
         lambda message: None,
     )
     run.environment = Generous(run.environment)
+    run.crew = OwnCrew(run.config, run.player)
     before, sink = leaves(run), Sink(stop_after=8)
     assert train(run, sink) is True
     assert all(np.array_equal(one, other) for one, other in zip(before, leaves(run), strict=True))

@@ -1,0 +1,274 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Hands orders to rollout workers and their groups to the trainer, and notices who does not answer any more.
+
+All of it is bookkeeping in one place, without threads, clocks or messages of its own: it runs inside an actor, and in
+tests that play every order of events. The trainer knows what it is owed, so nothing is lost with a coordinator: a new
+one is told again.
+"""
+
+import dataclasses
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from marin_rl.rollouts.orders import GroupOrder, OrderNumber
+from marin_rl.types import WeightVersion
+
+
+class Work(NamedTuple):
+    """What a worker is told when it asks."""
+
+    orders: list[GroupOrder]
+    """Groups to play; none where there is nothing that it may begin with its weights."""
+    version: WeightVersion
+    """The newest weights."""
+    addresses: tuple[str, ...]
+    """Where they are; empty where there are none yet."""
+    stop: bool
+    """Whether the run is over."""
+
+
+class Delivery(NamedTuple):
+    """What the trainer is told when it asks."""
+
+    incarnation: str
+    """Names this coordinator; another one knows nothing of what the former was told."""
+    groups: list[tuple[OrderNumber, str]]
+    """Groups that came, encoded; they come again until they are acknowledged."""
+    workers: dict[str, int]
+    """Who is there, and how many groups each has played."""
+    counts: dict[str, int]
+    """What happened so far."""
+
+
+@dataclasses.dataclass
+class _Worker:
+    incarnation: str
+    last_heard: float
+    orders: set[OrderNumber] = dataclasses.field(default_factory=set)
+    finished: int = 0
+
+
+class Coordinator:
+    """Who plays what."""
+
+    def __init__(self, clock: Callable[[], float], *, silence: float) -> None:
+        """Know nothing.
+
+        Args:
+            clock: seconds that go on.
+            silence: seconds after which a worker that says nothing is given up and its orders go to others.
+        """
+        self.incarnation = uuid.uuid4().hex
+        self._clock = clock
+        self._silence = silence
+        self._orders: dict[OrderNumber, GroupOrder] = {}
+        self._finished: dict[OrderNumber, str] = {}
+        self._workers: dict[str, _Worker] = {}
+        self._version: WeightVersion = 0
+        self._addresses: tuple[str, ...] = ()
+        self._stop = False
+        self.counts = {"joined": 0, "lost": 0, "handed_again": 0, "late_groups": 0}
+        """Workers that joined, and that were given up; orders that were taken from those; groups that nobody owed any
+        more."""
+
+    # The trainer's side.
+
+    def submit(self, orders: Sequence[GroupOrder]) -> None:
+        """Take orders; one that is known already is not taken twice."""
+        for order in orders:
+            if order.number not in self._finished:
+                self._orders.setdefault(order.number, order)
+
+    def announce(self, version: WeightVersion, addresses: Sequence[str]) -> None:
+        """Say that all senders of these addresses offer these weights.
+
+        Raises:
+            ValueError: if the version is older than the one before.
+        """
+        if version < self._version:
+            raise ValueError(f"weights of version {version} are announced after those of version {self._version}")
+        self._version, self._addresses = version, tuple(addresses)
+
+    def take(self, acknowledged: Sequence[OrderNumber] = ()) -> Delivery:
+        """Groups that have come.
+
+        Args:
+            acknowledged: what the trainer has of an earlier delivery, and does not need again.
+        """
+        for number in acknowledged:
+            self._finished.pop(number, None)
+        self.give_up_silent()
+        return Delivery(self.incarnation, sorted(self._finished.items()), self.workers, dict(self.counts))
+
+    def stop(self) -> None:
+        """Tell all workers, when they ask next, that the run is over."""
+        self._stop = True
+
+    # The workers' side.
+
+    def join(self, worker: str, incarnation: str) -> None:
+        """A worker begins. What its former self was to play goes to others.
+
+        Args:
+            worker: its name.
+            incarnation: names this life of it.
+        """
+        if worker in self._workers:
+            self._give_up(worker)
+        self._workers[worker] = _Worker(incarnation, self._clock())
+        self.counts["joined"] += 1
+
+    def next_work(self, worker: str, incarnation: str, version: WeightVersion | None, room: int) -> Work | None:
+        """What to play next: the oldest orders that weights of this version may begin.
+
+        Args:
+            worker: who asks.
+            incarnation: which life of it.
+            version: of the weights that it has; None for none.
+            room: groups that it can begin.
+
+        Returns:
+            None where this worker is not known (any more): it joins anew, and forgets what it was to play.
+        """
+        known = self._heard(worker, incarnation)
+        if known is None:
+            return None
+        self.give_up_silent()
+        handed = {number for other in self._workers.values() for number in other.orders}
+        orders = []
+        for number in sorted(self._orders):
+            if len(orders) == room or version is None:
+                break
+            if number not in handed and self._orders[number].min_version <= version:
+                orders.append(self._orders[number])
+        known.orders |= {order.number for order in orders}
+        return Work(orders, self._version, self._addresses, self._stop)
+
+    def finish(self, worker: str, incarnation: str, number: OrderNumber, group: str) -> bool:
+        """A group is played. The first that comes for an order counts, whoever played it.
+
+        Returns:
+            Whether it was still owed.
+        """
+        known = self._heard(worker, incarnation)
+        if known is not None:
+            known.orders.discard(number)
+            known.finished += 1
+        if self._orders.pop(number, None) is None:
+            self.counts["late_groups"] += 1
+            return False
+        for other in self._workers.values():
+            other.orders.discard(number)
+        self._finished[number] = group
+        return True
+
+    def beat(self, worker: str, incarnation: str) -> bool:
+        """A worker is alive. False where it is not known (any more)."""
+        return self._heard(worker, incarnation) is not None
+
+    def leave(self, worker: str, incarnation: str) -> None:
+        """A worker ends in good order; what it has not played goes to others."""
+        if self._heard(worker, incarnation) is not None:
+            del self._workers[worker]
+
+    def give_up_silent(self) -> None:
+        """Give up the workers that have not been heard of for too long."""
+        now = self._clock()
+        for name in [name for name, worker in self._workers.items() if now - worker.last_heard > self._silence]:
+            self._give_up(name)
+
+    @property
+    def workers(self) -> dict[str, int]:
+        """Who is there, and how many groups each has played."""
+        return {name: worker.finished for name, worker in sorted(self._workers.items())}
+
+    def _heard(self, worker: str, incarnation: str) -> _Worker | None:
+        known = self._workers.get(worker)
+        if known is None or known.incarnation != incarnation:
+            return None
+        known.last_heard = self._clock()
+        return known
+
+    def _give_up(self, worker: str) -> None:
+        lost = self._workers.pop(worker)
+        self.counts["lost"] += 1
+        self.counts["handed_again"] += len(lost.orders)
+
+
+class Office:
+    """A coordinator that many threads may ask at once, and who has nothing to answer yet lets them wait."""
+
+    def __init__(self, silence: float) -> None:
+        """Open with a new coordinator.
+
+        Args:
+            silence: see [`Coordinator`][marin_rl.runtime.coordinator.Coordinator].
+        """
+        self._coordinator = Coordinator(time.monotonic, silence=silence)
+        self._changed = threading.Condition()
+
+    def submit(self, orders: Sequence[GroupOrder]) -> None:
+        """See `Coordinator`."""
+        with self._changed:
+            self._coordinator.submit(orders)
+            self._changed.notify_all()
+
+    def announce(self, version: WeightVersion, addresses: Sequence[str]) -> None:
+        """See `Coordinator`."""
+        with self._changed:
+            self._coordinator.announce(version, addresses)
+            self._changed.notify_all()
+
+    def take(self, acknowledged: Sequence[OrderNumber], seconds: float) -> Delivery:
+        """See `Coordinator`; waits so long for something to come."""
+        with self._changed:
+            delivery = self._coordinator.take(acknowledged)
+            if not delivery.groups and self._changed.wait(seconds):
+                delivery = self._coordinator.take()
+            return delivery
+
+    def stop(self) -> None:
+        """See `Coordinator`."""
+        with self._changed:
+            self._coordinator.stop()
+            self._changed.notify_all()
+
+    def join(self, worker: str, incarnation: str) -> None:
+        """See `Coordinator`."""
+        with self._changed:
+            self._coordinator.join(worker, incarnation)
+            self._changed.notify_all()
+
+    def next_work(
+        self, worker: str, incarnation: str, version: WeightVersion | None, room: int, seconds: float
+    ) -> Work | None:
+        """See `Coordinator`; waits so long for orders, for newer weights or for the end."""
+        with self._changed:
+            work = self._coordinator.next_work(worker, incarnation, version, room)
+            if work is not None and not (work.orders or work.stop or (work.addresses and work.version != version)):
+                self._changed.wait(seconds)
+                work = self._coordinator.next_work(worker, incarnation, version, room)
+            return work
+
+    def finish(self, worker: str, incarnation: str, number: OrderNumber, group: str) -> bool:
+        """See `Coordinator`."""
+        with self._changed:
+            owed = self._coordinator.finish(worker, incarnation, number, group)
+            self._changed.notify_all()
+            return owed
+
+    def beat(self, worker: str, incarnation: str) -> bool:
+        """See `Coordinator`."""
+        with self._changed:
+            return self._coordinator.beat(worker, incarnation)
+
+    def leave(self, worker: str, incarnation: str) -> None:
+        """See `Coordinator`."""
+        with self._changed:
+            self._coordinator.leave(worker, incarnation)
+            self._changed.notify_all()

@@ -1,0 +1,106 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Whoever plays the groups that a run orders: the trainer itself, or workers."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from levanter.models.lm_model import LmHeadModel
+
+from marin_rl.rollouts.orders import GroupOrder, OrderNumber
+from marin_rl.rollouts.run_rollouts import GroupRequest, Player, play_requests
+from marin_rl.runtime.config import TrainConfig
+from marin_rl.timing import PhaseTimer
+from marin_rl.types import RolloutGroup, WeightVersion
+
+
+class Played(NamedTuple):
+    """A group that was played."""
+
+    number: OrderNumber
+    """What it was ordered as."""
+    group: RolloutGroup
+    """All its attempts."""
+
+
+@runtime_checkable
+class Crew(Protocol):
+    """Plays what is ordered."""
+
+    def submit(self, orders: Sequence[GroupOrder]) -> None:
+        """Take orders."""
+        ...
+
+    def wait(self, timer: PhaseTimer) -> Sequence[Played]:
+        """Wait until at least one group is there.
+
+        Args:
+            timer: counts where the time goes.
+        """
+        ...
+
+    def publish(self, model: LmHeadModel, version: WeightVersion) -> None:
+        """Play with these weights from now on, or as soon as they have come to those who play.
+
+        Args:
+            model: the policy; when this returns, its arrays may be donated.
+            version: steps of training behind it.
+        """
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """What there is to say of it."""
+        ...
+
+
+class OwnCrew:
+    """The trainer's own sampler, when it is waited for."""
+
+    def __init__(self, config: TrainConfig, player: Player) -> None:
+        """Have no order yet.
+
+        Args:
+            config: size of a group, temperature and seed.
+            player: plays; its sampler is kept at the newest weights by others.
+        """
+        self._config = config
+        self._player = player
+        self._orders: list[GroupOrder] = []
+
+    def submit(self, orders: Sequence[GroupOrder]) -> None:
+        """See `Crew`."""
+        self._orders += orders
+
+    def wait(self, timer: PhaseTimer) -> list[Played]:
+        """Play everything that was ordered; see `Crew`."""
+        orders, self._orders = self._orders, []
+        return play_orders(self._config, self._player, orders, timer)
+
+    def publish(self, model: LmHeadModel, version: WeightVersion) -> None:
+        """Nothing: the sampler has the weights."""
+
+    def metrics(self) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+
+def play_orders(config: TrainConfig, player: Player, orders: Sequence[GroupOrder], timer: PhaseTimer) -> list[Played]:
+    """Play groups as they were ordered: each is the same wherever and with whatever others it is played.
+
+    Args:
+        config: size of a group, temperature and seed.
+        player: plays.
+        orders: any.
+        timer: counts where the time goes.
+    """
+    requests = [
+        GroupRequest(order.number.group_id, order.task, (config.seed, "train", *order.number)) for order in orders
+    ]
+    groups = play_requests(
+        player.timed_by(timer),
+        requests,
+        group_size=config.rollouts.group_size,
+        temperature=config.sampling.temperature,
+    )
+    return [Played(order.number, group) for order, group in zip(orders, groups, strict=True)]

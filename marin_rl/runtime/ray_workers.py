@@ -1,0 +1,186 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Coordinator and rollout workers as Ray actors. Ray starts, restarts and ends them; what they do is elsewhere."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError
+
+from marin_rl.closing import Closing
+from marin_rl.rollouts.orders import GroupOrder, OrderNumber
+from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.config_parsing import from_yaml, to_yaml
+from marin_rl.runtime.coordinator import Delivery, Office, Work
+from marin_rl.runtime.rollout_worker import work
+from marin_rl.runtime.run_directory import log_to
+from marin_rl.types import WeightVersion
+
+logger = logging.getLogger(__name__)
+
+FAREWELL = 20.0
+"""Seconds in which workers may end in good order."""
+CALLS_AT_ONCE = 64
+"""Questions that the coordinator lets wait at the same time."""
+
+
+class RayDesk:
+    """The coordinator's desk, for trainer and workers, over Ray.
+
+    A coordinator that is down is started anew by Ray; questions wait for it.
+    """
+
+    def __init__(self, coordinator: ActorHandle, patience: float) -> None:
+        """Ask this coordinator.
+
+        Args:
+            coordinator: the actor.
+            patience: seconds that it may be down.
+        """
+        self._coordinator = coordinator
+        self._patience = patience
+
+    def submit(self, orders: Sequence[GroupOrder]) -> None:
+        """See `Office`."""
+        self._ask(lambda: self._coordinator.submit.remote(list(orders)))
+
+    def announce(self, version: WeightVersion, addresses: Sequence[str]) -> None:
+        """See `Office`."""
+        self._ask(lambda: self._coordinator.announce.remote(version, tuple(addresses)))
+
+    def take(self, acknowledged: Sequence[OrderNumber], seconds: float) -> Delivery:
+        """See `Office`."""
+        return self._ask(lambda: self._coordinator.take.remote(list(acknowledged), seconds))
+
+    def stop(self) -> None:
+        """See `Office`."""
+        self._ask(lambda: self._coordinator.stop.remote())
+
+    def join(self, worker: str, incarnation: str) -> None:
+        """See `Office`."""
+        self._ask(lambda: self._coordinator.join.remote(worker, incarnation))
+
+    def next_work(
+        self, worker: str, incarnation: str, version: WeightVersion | None, room: int, seconds: float
+    ) -> Work | None:
+        """See `Office`."""
+        return self._ask(lambda: self._coordinator.next_work.remote(worker, incarnation, version, room, seconds))
+
+    def finish(self, worker: str, incarnation: str, number: OrderNumber, group: str) -> bool:
+        """See `Office`."""
+        return self._ask(lambda: self._coordinator.finish.remote(worker, incarnation, number, group))
+
+    def beat(self, worker: str, incarnation: str) -> bool:
+        """See `Office`."""
+        return self._ask(lambda: self._coordinator.beat.remote(worker, incarnation))
+
+    def leave(self, worker: str, incarnation: str) -> None:
+        """See `Office`."""
+        self._ask(lambda: self._coordinator.leave.remote(worker, incarnation))
+
+    def _ask(self, question: Callable[[], "ray.ObjectRef[Any]"]) -> Any:
+        deadline = time.monotonic() + self._patience
+        while True:
+            try:
+                return ray.get(question())
+            except RayActorError:
+                if time.monotonic() > deadline:
+                    raise
+                logger.warning("the coordinator is down; asking again")
+                time.sleep(0.5)
+
+
+class Worker:
+    """A rollout worker in a process of its own."""
+
+    def __init__(self, config: str, vocab_size: int, token: str, name: str, coordinator: ActorHandle) -> None:
+        """Take note of everything; nothing is loaded yet.
+
+        Args:
+            config: the run's, as YAML.
+            vocab_size: of the model.
+            token: the run's secret.
+            name: the worker's.
+            coordinator: hands out orders.
+        """
+        self._config = from_yaml(TrainConfig, config, "the run's config")
+        self._vocab_size = vocab_size
+        self._token = token
+        self._name = name
+        self._coordinator = coordinator
+
+    def run(self) -> None:
+        """Work until the run is over."""
+        from marin_rl.runtime.worker_policy import ReceivedPolicy
+
+        workers = self._config.workers
+        with log_to(Path(self._config.run_dir) / "workers" / f"{self._name}.txt"):
+            try:
+                policy = ReceivedPolicy(self._config, self._vocab_size, self._token)
+                with Closing(policy.close):
+                    desk = RayDesk(self._coordinator, workers.patience)
+                    work(desk, self._name, policy, silence=workers.silence)
+            except BaseException:
+                logger.exception("worker %s ends with an error", self._name)
+                raise
+
+
+@contextlib.contextmanager
+def ray_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[RayDesk]:
+    """Start coordinator and workers, and end them at the end of the block, whatever happens in it.
+
+    Args:
+        config: names how many, and the cluster to join.
+        vocab_size: of the model.
+        token: the run's secret.
+    """
+    workers = config.workers
+    with contextlib.ExitStack() as opened:
+        if workers.ray_address is None:
+            ray.init(
+                address="local",
+                num_cpus=workers.num_workers + 1,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=False,
+            )
+        else:
+            ray.init(address=workers.ray_address, log_to_driver=False)
+        opened.callback(ray.shutdown)
+        coordinator = _actor(Office, max_concurrency=CALLS_AT_ONCE, num_cpus=0).remote(workers.silence)
+        opened.callback(ray.kill, coordinator)
+        desk = RayDesk(coordinator, workers.patience)
+        worker = _actor(Worker, max_task_retries=-1, num_cpus=1, num_gpus=workers.gpus_per_worker)
+        actors = [
+            worker.remote(to_yaml(config), vocab_size, token, f"worker-{index}", coordinator)
+            for index in range(workers.num_workers)
+        ]
+        running = [actor.run.remote() for actor in actors]
+        opened.callback(_say_farewell, desk, actors, running)
+        yield desk
+
+
+def _actor(kind: type, **options: Any) -> Any:
+    """A class whose objects Ray keeps in processes of their own, and starts anew where one dies."""
+    return cast(Any, ray.remote(kind)).options(max_restarts=-1, **options)
+
+
+def _say_farewell(desk: RayDesk, actors: Sequence[ActorHandle], running: Sequence[Any]) -> None:
+    """Let workers end in good order, and end those that do not."""
+    try:
+        desk.stop()
+        ended, _ = ray.wait(list(running), num_returns=len(running), timeout=FAREWELL)
+        logger.info("%d of %d workers ended in good order", len(ended), len(running))
+    except RayError:
+        logger.warning("the coordinator did not hear that the run is over", exc_info=True)
+    finally:
+        for actor in actors:
+            ray.kill(actor)

@@ -1,0 +1,142 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The trainer's view of rollout workers: orders go out through a coordinator, groups come back."""
+
+import concurrent.futures
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from levanter.models.lm_model import LmHeadModel
+
+from marin_rl.rollouts.group_codec import decode_group
+from marin_rl.rollouts.orders import GroupOrder, OrderNumber
+from marin_rl.runtime.coordinator import Delivery
+from marin_rl.runtime.crew import Played
+from marin_rl.timing import PhaseTimer
+from marin_rl.types import WeightVersion
+from marin_rl.weights.protocol import WeightSender
+
+logger = logging.getLogger(__name__)
+
+
+class NoWorkersError(RuntimeError):
+    """Nothing came from any worker for too long; says what was owed."""
+
+
+@runtime_checkable
+class TrainerDesk(Protocol):
+    """What a trainer asks of a coordinator; calls may be repeated without harm."""
+
+    def submit(self, orders: Sequence[GroupOrder]) -> None:
+        """Take orders."""
+        ...
+
+    def announce(self, version: WeightVersion, addresses: Sequence[str]) -> None:
+        """Say where the newest weights are."""
+        ...
+
+    def take(self, acknowledged: Sequence[OrderNumber], seconds: float) -> Delivery:
+        """Groups that have come; waits so long for the first."""
+        ...
+
+
+class RemoteCrew:
+    """Rollout workers in other processes. It remembers what is owed, and tells a new coordinator all of it."""
+
+    def __init__(self, desk: TrainerDesk, sender: WeightSender, *, patience: float, poll: float = 1.0) -> None:
+        """Owe nothing.
+
+        Args:
+            desk: the coordinator.
+            sender: offers the weights.
+            patience: seconds without a single group after which to give up.
+            poll: seconds that one question may wait for its answer.
+        """
+        self._desk = desk
+        self._sender = sender
+        self._patience = patience
+        self._poll = poll
+        self._owed: dict[OrderNumber, GroupOrder] = {}
+        self._received: list[OrderNumber] = []
+        self._announced: tuple[WeightVersion, tuple[str, ...]] | None = None
+        self._announcing: concurrent.futures.Future[None] | None = None
+        self._background = concurrent.futures.ThreadPoolExecutor(1, "announce")
+        self._incarnation: str | None = None
+        self.workers: dict[str, int] = {}
+        """Who was there when the last groups came, and how many groups each had played."""
+        self.counts: dict[str, int] = {}
+        """What the coordinators have counted until then; see `Coordinator.counts`."""
+        self._counts_before: dict[str, int] = {}
+
+    def publish(self, model: LmHeadModel, version: WeightVersion) -> None:
+        """Offer the weights, and tell the workers as soon as they can have them; see `Crew`."""
+        self._settle_announcement()
+        self._sender.publish(model, version)
+        self._announcing = self._background.submit(self._announce, version)
+
+    def _announce(self, version: WeightVersion) -> None:
+        self._sender.flush()
+        self._announced = (version, (self._sender.address,))
+        self._desk.announce(*self._announced)
+
+    def _settle_announcement(self) -> None:
+        """Raise what went wrong with the last one, if anything did."""
+        if self._announcing is not None:
+            announcing, self._announcing = self._announcing, None
+            announcing.result()
+
+    def metrics(self) -> dict[str, float]:
+        """How many workers there are, and what became of them; see `Crew`."""
+        counts = {f"workers/{name}": float(count) for name, count in self.counts.items()}
+        return {"workers/alive": float(len(self.workers)), **counts}
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        self._background.shutdown()
+        self._settle_announcement()
+
+    def submit(self, orders: Sequence[GroupOrder]) -> None:
+        """See [`Crew`][marin_rl.runtime.collect.Crew]."""
+        if orders:
+            self._owed |= {order.number: order for order in orders}
+            self._desk.submit(orders)
+
+    def wait(self, timer: PhaseTimer) -> list[Played]:
+        """See [`Crew`][marin_rl.runtime.collect.Crew].
+
+        Raises:
+            NoWorkersError: if no group came in all the time of the patience.
+        """
+        deadline = time.monotonic() + self._patience
+        while time.monotonic() < deadline:
+            if self._announcing is not None and self._announcing.done():
+                self._settle_announcement()
+            delivery = self._desk.take(self._received, self._poll)
+            self._received = [number for number, _ in delivery.groups]
+            self._note(delivery)
+            played = [
+                Played(number, decode_group(text)) for number, text in delivery.groups if self._owed.pop(number, None)
+            ]
+            if played:
+                return played
+        owed = ", ".join(number.group_id for number in sorted(self._owed)[:5])
+        raise NoWorkersError(
+            f"no group came from any rollout worker in {self._patience:g} s (workers.patience); "
+            f"{len(self._owed)} are owed ({owed}, ...), and there are {len(self.workers)} workers. Their logs say what "
+            "holds them up; run the same command again to go on from the last checkpoint"
+        )
+
+    def _note(self, delivery: Delivery) -> None:
+        if self._incarnation not in (None, delivery.incarnation):
+            logger.warning("the coordinator was started anew; it is told of %d groups that are owed", len(self._owed))
+            self._counts_before = self.counts
+            if self._announced is not None:
+                self._desk.announce(*self._announced)
+            self._desk.submit([self._owed[number] for number in sorted(self._owed)])
+        self._incarnation = delivery.incarnation
+        self.workers = delivery.workers
+        before = self._counts_before
+        self.counts = {name: count + before.get(name, 0) for name, count in delivery.counts.items()}

@@ -1,0 +1,74 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""How sampling runs beside training: rollout workers, and the replay buffer between them and the trainer."""
+
+import dataclasses
+import enum
+import math
+
+
+class Mode(enum.StrEnum):
+    """Who samples."""
+
+    SYNC = "sync"
+    """The trainer itself, between two updates. No Ray; `workers`, `replay` and `weights` play no part."""
+    ASYNC = "async"
+    """Rollout workers, while the trainer trains."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkersConfig:
+    """Rollout workers, each a process with a sampler of its own."""
+
+    num_workers: int = 1
+    """How many. At least 1."""
+    ray_address: str | None = None
+    """The Ray cluster to join, such as `auto` or `ray://head:10001`; null starts one on this machine and ends it with
+    the run."""
+    gpus_per_worker: float = 0.0
+    """GPUs that Ray sets aside for each worker; at least 0."""
+    silence: float = 30.0
+    """Seconds after which a worker that says nothing is given up: what it was playing goes to others. Above 0."""
+    patience: float = 900.0
+    """Seconds without a single group, or without a coordinator, after which the run ends with an error. Above 0; the
+    first group comes after the workers have compiled."""
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise ValueError(f"workers.num_workers is {self.num_workers}; it must be at least 1, or mode: sync")
+        if not (self.gpus_per_worker >= 0 and math.isfinite(self.gpus_per_worker)):
+            raise ValueError(f"workers.gpus_per_worker is {self.gpus_per_worker}; it must be at least 0")
+        for name in ("silence", "patience"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"workers.{name} is {value}; it is a number of seconds above 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayConfig:
+    """What lies between sampling and training."""
+
+    max_staleness: int = 1
+    """Most steps by which the weights behind a group's oldest token may be behind those that it updates; older groups
+    are dropped. 0 samples only what the next step needs, with its weights, as `mode: sync` does."""
+    uses_per_group: int = 1
+    """Steps that each group is trained in, at most `max_staleness + 1`."""
+    half_life: float | None = None
+    """Steps after which a waiting group is half as likely to be drawn; null trains on the oldest first."""
+    capacity: int | None = None
+    """Most groups that are ordered or waiting at a time, at least `rollouts.prompts_per_step`; null leaves it to
+    `max_staleness`: as many as are trained on before they are too old."""
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < 0:
+            raise ValueError(f"replay.max_staleness is {self.max_staleness}; it must be at least 0")
+        if not 1 <= self.uses_per_group <= self.max_staleness + 1:
+            raise ValueError(
+                f"replay.uses_per_group is {self.uses_per_group}; a group is used once a step and for "
+                f"replay.max_staleness = {self.max_staleness} steps, so it must be from 1 to {self.max_staleness + 1}"
+            )
+        if self.half_life is not None and not (self.half_life > 0 and math.isfinite(self.half_life)):
+            raise ValueError(f"replay.half_life is {self.half_life}; it is a number of steps above 0, or null")
+        if self.capacity is not None and self.capacity < 1:
+            raise ValueError(f"replay.capacity is {self.capacity}; it must be at least 1, or null")
