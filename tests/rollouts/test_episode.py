@@ -127,24 +127,32 @@ def test_whatever_the_environment_does_is_the_end_of_this_rollout_alone(name: st
     assert (environment.closed, desk.left) == (int(environment.starts), 1)
 
 
-def test_the_time_for_the_environment_is_that_of_the_whole_rollout():
+def test_the_time_for_the_environment_is_that_of_the_whole_rollout(monkeypatch: pytest.MonkeyPatch):
     """Each step takes the same time on a clock that the test turns; together they take too long."""
     now = 0.0
+    allowed: list[float] = []
+    timeout = asyncio.timeout
 
     class Turning(Scripted):
         async def step(self, reply: str) -> Step:
             nonlocal now
-            now += 0.4 * LIMITS.max_seconds
+            now += 0.4
             return await super().step(reply)
 
+    def recorded(delay: float) -> asyncio.Timeout:
+        allowed.append(delay)
+        return timeout(delay)
+
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(module.asyncio, "timeout", recorded)
     environment, desk = Turning([GOES_ON, GOES_ON, GOES_ON, None]), Desk()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.time, "perf_counter", lambda: now)
-        rollout = run(environment, desk).finish()
-    # The third step began with a fifth of its time left and took two; the fourth had none and never answers.
+    rollout = run(environment, desk, dataclasses.replace(LIMITS, max_seconds=1.0)).finish()
+    start, *steps, closing = allowed
+    assert [start, *steps] == pytest.approx([1.0, 1.0, 0.6, 0.2, 0.0])
+    assert closing == module._CLOSING_SECONDS
     assert rollout.status is RolloutStatus.TIMED_OUT
     assert (len(rollout.turns), environment.closed) == (4, 1)
-    assert rollout.seconds["environment"] == pytest.approx(1.6 * LIMITS.max_seconds)
+    assert rollout.seconds["environment"] == pytest.approx(1.6)
     assert rollout.seconds["sample"] == 0.0
 
 
