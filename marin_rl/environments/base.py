@@ -81,6 +81,10 @@ class Environment(Protocol):
         ...
 
 
+class NoSandboxError(ValueError):
+    """Programs that the policy writes would have no sandbox to run in; the message names what runs them."""
+
+
 @runtime_checkable
 class CodeRunner(Protocol):
     """Runs programs that a model wrote, where they can do no harm."""
@@ -141,20 +145,27 @@ def demonstration(environment: Environment, task: Task) -> tuple[Message, ...]:
 class CodeRunningEnvironment(Protocol):
     """An environment that runs programs which the policy wrote, in a sandbox that is made later than it."""
 
-    def connect_code_runner(self, runner: CodeRunner) -> bool:
-        """Take the sandbox; called once, before anything is played. Whether there is something to run in it."""
+    def connect_code_runner(self, runner: CodeRunner | None) -> bool:
+        """Take the sandbox; called once, before anything is played. Whether there is something to run in it.
+
+        Raises:
+            NoSandboxError: if there is something to run, and None to run it in.
+        """
         ...
 
 
-def connect_code_runner(environment: Environment, runner: CodeRunner) -> bool:
+def connect_code_runner(environment: Environment, runner: CodeRunner | None) -> bool:
     """Give an environment the sandbox, if it or a part of it runs programs.
 
     Args:
         environment: about to be played.
-        runner: runs programs where they can do no harm.
+        runner: runs programs where they can do no harm; None where there is no sandbox.
 
     Returns:
         Whether it runs programs, so that the sandbox must be started.
+
+    Raises:
+        NoSandboxError: if it runs programs and there is no sandbox; names environment and tool.
     """
     return isinstance(environment, CodeRunningEnvironment) and environment.connect_code_runner(runner)
 

@@ -52,7 +52,7 @@ class CompositeEnvironment:
         """The stream of training tasks."""
         return self.make_stream(seed)
 
-    def connect_code_runner(self, runner: CodeRunner) -> bool:
+    def connect_code_runner(self, runner: CodeRunner | None) -> bool:
         """Give the sandbox to the parts that run programs; whether there are any."""
         needed = [connect_code_runner(part, runner) for part in self.parts.values()]
         return any(needed)

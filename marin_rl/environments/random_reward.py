@@ -77,7 +77,7 @@ class RandomRewardEnvironment:
         """The inner environment's stream of training tasks."""
         return task_stream(self.inner, seed)
 
-    def connect_code_runner(self, runner: CodeRunner) -> bool:
+    def connect_code_runner(self, runner: CodeRunner | None) -> bool:
         """Give the sandbox to the inner environment; whether that runs programs."""
         return connect_code_runner(self.inner, runner)
 

@@ -11,7 +11,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from marin_rl.environments.base import CodeRunner, Environment, EnvironmentConfig, Episode, Split, Step
+from marin_rl.environments.base import (
+    CodeRunner,
+    Environment,
+    EnvironmentConfig,
+    Episode,
+    NoSandboxError,
+    Split,
+    Step,
+)
 from marin_rl.environments.nesting import PlainEnvironmentConfig
 from marin_rl.environments.single_turn import CORRECT
 from marin_rl.environments.tool_calls import describe_tools, find_calls, parse_call
@@ -177,24 +185,37 @@ class ToolUseEnvironment:
 
         Raises:
             ValueError: if the task belongs to another environment.
-            RuntimeError: if a tool lacks the sandbox that it runs in.
+            NoSandboxError: if a tool was never connected to the sandbox that it runs in.
         """
         if task.environment != self.name or task.id not in self.originals:
             raise ValueError(f"environment {self.name!r} has no question {task.id!r} of {task.environment!r}")
-        for tool in self.tools.values():
-            if isinstance(tool, PythonTool) and tool.runner is None:
-                raise RuntimeError(
-                    f"environment {self.name!r}: the tool {tool.name!r} has no sandbox to run in; call "
-                    "connect_code_runner(environment, sandbox) before it is played"
-                )
+        for tool in self._running:
+            self._require_sandbox(tool, tool.runner)
         return ToolUseEpisode(self, await self.questions.start(self.originals[task.id], seed))
 
-    def connect_code_runner(self, runner: CodeRunner) -> bool:
-        """Give the sandbox to the tools that run programs; whether there are any."""
-        running = [tool for tool in self.tools.values() if isinstance(tool, PythonTool)]
-        for tool in running:
+    def connect_code_runner(self, runner: CodeRunner | None) -> bool:
+        """Give the sandbox to the tools that run programs; whether there are any.
+
+        Raises:
+            NoSandboxError: if there are, and there is no sandbox.
+        """
+        for tool in self._running:
+            self._require_sandbox(tool, runner)
             tool.runner = runner
-        return bool(running)
+        return bool(self._running)
+
+    @property
+    def _running(self) -> list[PythonTool]:
+        """The tools that run programs."""
+        return [tool for tool in self.tools.values() if isinstance(tool, PythonTool)]
+
+    def _require_sandbox(self, tool: PythonTool, runner: CodeRunner | None) -> None:
+        if runner is None:
+            raise NoSandboxError(
+                f"environment {self.name!r}: the tool {tool.name!r} runs programs that the policy writes, and there is "
+                "no sandbox for them; call connect_code_runner(environment, sandbox) with one before it is played, or "
+                f"leave {tool.name!r} out of the environment's tools"
+            )
 
 
 @dataclasses.dataclass

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import draccus
 
-from marin_rl.environments.base import CodeRunner
+from marin_rl.environments.base import CodeRunner, NoSandboxError
 from marin_rl.environments.calculator import CalculatorError, calculate
 from marin_rl.environments.user_file import UserFileError, load_from_file
 from marin_rl.rewards.losses import LossCause
@@ -166,10 +166,10 @@ class PythonTool:
         Raises:
             ToolError: if the program failed, or ran into a limit; with what it printed before.
             CallLostError: if the sandbox itself failed.
-            RuntimeError: if there is no sandbox to run it in.
+            NoSandboxError: if there is no sandbox to run it in.
         """
         if self.runner is None:
-            raise RuntimeError("the tool python has no sandbox to run in; connect one with connect_code_runner")
+            raise NoSandboxError(f"the tool {self.name!r} has no sandbox to run in; connect one (connect_code_runner)")
         result = await self.runner.run_python(arguments["code"])
         if result.loss is not None and result.loss.cause is LossCause.WORKER:
             raise result.loss

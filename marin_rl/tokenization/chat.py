@@ -13,10 +13,11 @@ from marin_rl.tokenization.chat_template import (
     ChatTemplate,
     ChatTemplateError,
     TemplateEncoder,
+    ToolSchema,
     template_encoder,
     unused_mark,
 )
-from marin_rl.tokenization.tool_messages import Conversation, fit_conversation
+from marin_rl.tokenization.tool_messages import fit_conversation
 from marin_rl.types import Message
 
 
@@ -93,10 +94,8 @@ class ChatTokenizer:
             ChatTemplateError: if the template refuses the conversation.
         """
         self._require_messages(messages)
-        template = self._template_for(messages)
-        shown = fit_conversation(messages, template)
-        mark = unused_mark(shown.messages, template, shown.tools)
-        return tuple(self._encoder.encode(self._text_of(shown, template, mark), mark)[0])
+        mark = self._mark(messages)
+        return tuple(self._encoder.encode(self._text_of(messages, mark), mark)[0])
 
     def encode_conversation(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """Tokens of a finished conversation, and which of them the assistant wrote.
@@ -115,12 +114,9 @@ class ChatTokenizer:
                 refuses the conversation.
         """
         self._require_messages(messages)
-        template = self._template_for(messages)
-        shown = fit_conversation(messages, template)
-        mark = unused_mark(shown.messages, template, shown.tools)
-        text, spans = template.render_with_spans(
-            self._encoder.escape(shown.messages, mark), self._encoder.escape_tools(shown.tools, mark)
-        )
+        mark = self._mark(messages)
+        template, shown, tools = self._fitted(messages, mark)
+        text, spans = template.render_with_spans(shown, tools)
         ids, offsets = self._encoder.encode(text, mark)
         mask = _overlapping(offsets, spans)
         if not any(mask) and any(message["role"] == "assistant" and message["content"] for message in messages):
@@ -160,11 +156,9 @@ class ChatTokenizer:
             raise ValueError(f"history must end with the assistant's reply, but its last role is {last!r}")
         if not sequence:
             raise ValueError("sequence is empty; it holds the prompt and the reply that history ends with")
-        template = self._template_for([*history, *observation])
-        everything = fit_conversation([*history, *observation], template)
-        mark = unused_mark(everything.messages, template, everything.tools)
-        before = self._text_of(fit_conversation(history[:-1], template), template, mark)
-        after = self._text_of(everything, template, mark)
+        everything = [*history, *observation]
+        mark = self._mark(everything)
+        before, after = self._text_of(history[:-1], mark), self._text_of(everything, mark)
         [said] = self._encoder.escape(history[-1:], mark)
         kept = before + said["content"]
         if not after.startswith(kept) and self._sampled(sequence, " " + history[-1]["content"]):
@@ -198,13 +192,21 @@ class ChatTokenizer:
             return self._template
         return ChatTemplate(source, self.tokenizer.special_tokens_map, self.name)
 
-    def _template_for(self, messages: Sequence[Message]) -> ChatTemplate:
-        return self._tool_template if any("tools" in message for message in messages) else self._template
+    def _mark(self, messages: Sequence[Message]) -> str:
+        return unused_mark(messages, self._template, self._tool_template)
 
-    def _text_of(self, shown: Conversation, template: ChatTemplate, mark: str) -> str:
+    def _fitted(
+        self, messages: Sequence[Message], mark: str
+    ) -> tuple[ChatTemplate, list[dict[str, str]], list[ToolSchema]]:
+        """The template for a conversation, and messages and tools as it can show them, escaped."""
+        template = self._tool_template if any("tools" in message for message in messages) else self._template
+        fitted = fit_conversation(messages, template)
+        return template, self._encoder.escape(fitted.messages, mark), self._encoder.escape_tools(fitted.tools, mark)
+
+    def _text_of(self, messages: Sequence[Message], mark: str) -> str:
         """The conversation as text that asks for the next reply."""
-        messages, tools = self._encoder.escape(shown.messages, mark), self._encoder.escape_tools(shown.tools, mark)
-        return template.render(messages, add_generation_prompt=True, tools=tools)
+        template, shown, tools = self._fitted(messages, mark)
+        return template.render(shown, add_generation_prompt=True, tools=tools)
 
     @functools.cached_property
     def _encoder(self) -> TemplateEncoder:

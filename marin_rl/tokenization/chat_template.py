@@ -229,18 +229,17 @@ def template_encoder(backend: Tokenizer, stop_tokens: Iterable[str]) -> Template
     return TemplateEncoder(copy, (*sorted(control), _BOUNDARY))
 
 
-def unused_mark(messages: Iterable[Message], template: ChatTemplate, tools: Sequence[ToolSchema] = ()) -> str:
-    """A private-use character that neither the messages nor the tools nor the template contain.
+def unused_mark(messages: Iterable[Message], *templates: ChatTemplate) -> str:
+    """A private-use character that neither the messages, with what they bring along, nor the templates contain.
 
     Raises:
-        ValueError: if a message or a tool's schema is not valid Unicode text.
+        ValueError: if a message is not valid Unicode text.
     """
-    text = template.source
-    for tool in tools:
-        text += _checked(json.dumps(tool, ensure_ascii=False), "a tool's schema")
+    text = "".join(template.source for template in templates)
     for index, message in enumerate(messages):
         for key, value in message.items():
-            text += _checked(str(value), f"the {key} of message {index}")
+            written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            text += _checked(written, f"the {key} of message {index}")
     return next(mark for mark in map(chr, range(0x10FFFD, 0xF0000, -1)) if mark not in text)
 
 

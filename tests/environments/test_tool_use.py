@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, MixtureConfig, ToolUseConfig
-from marin_rl.environments.base import Environment, Split, Step, connect_code_runner
+from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, MixtureConfig, RandomRewardConfig, ToolUseConfig
+from marin_rl.environments.base import Environment, NoSandboxError, Split, Step, connect_code_runner
 from marin_rl.environments.mixture import MixturePartConfig
 from marin_rl.environments.tool_use import ToolDescription, ToolLimits, ToolUseEnvironment
 from marin_rl.environments.tools import CalculatorConfig, PythonConfig, ToolConfig, ToolError
@@ -210,8 +210,14 @@ def test_python_needs_its_sandbox_and_gets_it_through_mixtures():
     config = ToolUseConfig(questions=QUESTIONS, tools=(PythonConfig(),))
     mixture = MixtureConfig((MixturePartConfig(config),)).build()
     task = mixture.tasks(Split.TRAIN)[0]
-    with pytest.raises(RuntimeError, match="environment 'arithmetic': the tool 'python' has no sandbox to run in"):
+    missing = r"environment 'arithmetic': the tool 'python' runs programs .* no sandbox .* leave 'python' out"
+    with pytest.raises(NoSandboxError, match=missing):
         play(mixture, task, call("python", code="1"))
+    # A run that has no sandbox hears of it before anything is played.
+    for environment in (config.build(), mixture, RandomRewardConfig(config).build()):
+        with pytest.raises(NoSandboxError, match=missing):
+            connect_code_runner(environment, None)
+    assert not connect_code_runner(QUESTIONS.build(), None)
     connect_code_runner(mixture, Runner())
     [step] = play(mixture, task, call("python", code="print(1)"))
     assert said(step) == ["ran print(1)"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from marin_rl.environments.base import NoSandboxError
 from marin_rl.environments.tools import (
     CalculatorConfig,
     FileToolConfig,
@@ -85,7 +86,7 @@ class Runner:
 def test_python_runs_where_it_was_connected():
     tool = PythonConfig().build()
     assert isinstance(tool, PythonTool)
-    with pytest.raises(RuntimeError, match="the tool python has no sandbox"):
+    with pytest.raises(NoSandboxError, match="the tool 'python' has no sandbox"):
         asyncio.run(tool.call({"code": "print(1)"}))
     tool.runner = Runner()
     assert asyncio.run(tool.call({"code": "print(1)"})) == "out"

@@ -145,7 +145,7 @@ def test_a_tool_that_spells_control_tokens_makes_none(chat: ChatTokenizer):
 
 
 def test_half_a_character_in_a_schema_is_an_error_that_says_where():
-    with pytest.raises(ValueError, match="a tool's schema has a lone surrogate"):
+    with pytest.raises(ValueError, match="the tools of message 0 has a lone surrogate"):
         QWEN3_CHAT.prompt_tokens([offer("", schema("hello", "a\ud800")), ASKED])
 
 
@@ -194,6 +194,18 @@ def test_a_turn_adds_what_hugging_face_renders_behind_the_reply(chat: ChatTokeni
     assert [*sequence, *rest] == expected
     shown = json.dumps('5 "five"') if chat is LLAMA_CHAT else '5 "five"'
     assert shown in chat.tokenizer.decode(rest)
+
+
+def test_a_template_of_its_own_for_tools_that_come_later_continues_nothing_that_another_rendered():
+    """The two put a reply's context differently, and only the first one's was seen."""
+    tokenizer = chatml_tokenizer()
+    tokenizer.chat_template = {"default": "{{ 'hello ' }}" + SILENT, "tool_use": SILENT}
+    chat = ChatTokenizer(tokenizer)
+    sequence = (*chat.prompt_tokens([ASKED]), chat.stop_token_ids[-1])
+    observation = [offer("Now with tools."), ASKED]
+    tokens, starts = chat.observation_tokens([ASKED, Message(role="assistant", content="")], sequence, observation)
+    assert starts
+    assert not chat.tokenizer.decode(tokens).startswith("hello")
 
 
 def test_tools_that_come_later_start_a_sequence():

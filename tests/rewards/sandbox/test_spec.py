@@ -1,0 +1,53 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marin_rl.rewards.sandbox.limits import CallLimits
+from marin_rl.rewards.sandbox.spec import WorkerSpec
+
+TEXT = st.text(max_size=8)
+# What JSON keeps exactly: numbers that are finite.
+SECONDS = st.floats(min_value=0, allow_infinity=False)
+COUNT = st.integers(0, 2**63)
+FIELDS = st.fixed_dictionaries(
+    {
+        "file": st.none() | TEXT,
+        "scratch": TEXT,
+        **{name: st.lists(TEXT).map(tuple) for name in ("read", "python_path", "hidden_path")},
+        "has_namespaces": st.booleans(),
+        "landlock": st.integers(0, 9),
+        "seccomp": st.booleans(),
+        "start_seconds": SECONDS,
+    }
+)
+LIMITS = st.builds(
+    CallLimits,
+    wall_seconds=SECONDS,
+    cpu_seconds=SECONDS,
+    memory_bytes=COUNT,
+    processes=COUNT,
+    file_bytes=COUNT,
+    output_bytes=COUNT,
+)
+
+
+@given(FIELDS, LIMITS)
+def test_a_worker_is_told_exactly_what_the_pool_means(fields: dict[str, Any], limits: CallLimits):
+    spec = WorkerSpec(**fields, limits=limits)
+    text = spec.to_json()
+    assert "\n" not in text
+    assert WorkerSpec.from_json(text) == spec
+
+
+@given(FIELDS, LIMITS)
+def test_only_a_filter_without_an_allowance_rules_processes_out(fields: dict[str, Any], limits: CallLimits):
+    none = dataclasses.replace(limits, processes=0)
+    assert not WorkerSpec(**{**fields, "seccomp": True}, limits=none).can_start_processes
+    assert WorkerSpec(**{**fields, "seccomp": False}, limits=none).can_start_processes
+    one = dataclasses.replace(limits, processes=1)
+    assert WorkerSpec(**fields, limits=one).can_start_processes

@@ -1,0 +1,252 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A draft fed by hand: what limits leave, what is written down, and how it ends."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from marin_rl.environments.base import Step
+from marin_rl.rollouts.draft import Attempt, Draft, EnvironmentFault, Limits
+from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import Evaluation, Generation, Message, Rollout, RolloutStatus, StepReward, StopReason, Task
+
+END = 257
+TOKENIZER = ChatTokenizer(byte_tokenizer())
+TASK = Task("t", "sums", (Message(role="user", content="2+3"),), "5")
+PROMPT = TOKENIZER.prompt_tokens(TASK.messages)
+"""Six tokens."""
+LIMITS = Limits(max_length=100, max_new_tokens=10, max_turns=5)
+MORE = Message(role="user", content="on")
+"""Shown after a reply: five tokens with those of the template."""
+
+
+def draft() -> Draft:
+    return Draft(Attempt(TASK, PROMPT, group_id="g", id="r", seed=3, start_seed=4, temperature=1.0))
+
+
+def said(text: str, stops: bool = True) -> tuple[Generation, str]:
+    """A reply of the policy: as many tokens as characters, and the end token."""
+    tokens = (*text.encode(), *([END] if stops else []))
+    stop = StopReason.STOP if stops else StopReason.LENGTH
+    return Generation(tokens, (-0.5,) * len(tokens), stop, 0, 0), text
+
+
+def goes_on(**rewards: float) -> Step:
+    return Step(rewards, (MORE,), done=False)
+
+
+def played(*steps: Step, limits: Limits = LIMITS, reply: str = "abc") -> Draft:
+    """A draft whose policy always says the same."""
+    made = draft()
+    for step in steps:
+        made.hear(*said(reply))
+        made.see(step, TOKENIZER, limits)
+    return made
+
+
+# --- limits ---
+
+
+@pytest.mark.parametrize(("length", "room"), [(7, 1), (10, 4), (16, 10), (17, 10)])
+def test_an_answer_has_the_room_that_the_sequence_leaves(length: int, room: int):
+    limits = dataclasses.replace(LIMITS, max_length=length)
+    assert draft().request(limits).max_new_tokens == room
+
+
+@pytest.mark.parametrize(("length", "over"), [(15, True), (16, False)])
+def test_a_sequence_without_room_for_one_more_token_is_over(length: int, over: bool):
+    # 6 of the prompt, 4 of the reply, 5 of what follows: 15.
+    limits = dataclasses.replace(LIMITS, max_length=length)
+    made = played(goes_on(moves=1.0), limits=limits)
+    assert made.over is over
+    if over:
+        assert made.finish().status is RolloutStatus.TRUNCATED
+    else:
+        assert made.request(limits).max_new_tokens == 1
+
+
+@pytest.mark.parametrize(("tokens", "over"), [(4, True), (5, False)])
+def test_all_answers_together_may_use_up_their_limit_and_no_more(tokens: int, over: bool):
+    limits = dataclasses.replace(LIMITS, max_tokens=tokens)
+    made = played(goes_on(moves=1.0), limits=limits)
+    assert made.over is over
+    if not over:
+        assert made.request(limits).max_new_tokens == 1
+
+
+@pytest.mark.parametrize(("turns", "over"), [(2, True), (3, False)])
+def test_the_last_turn_that_is_allowed_is_played(turns: int, over: bool):
+    made = played(*[goes_on(moves=1.0)] * 2, limits=dataclasses.replace(LIMITS, max_turns=turns))
+    assert made.over is over
+
+
+def test_a_limit_that_is_reached_by_an_episode_that_is_done_truncates_nothing():
+    limits = Limits(max_length=15, max_new_tokens=10, max_turns=1, max_tokens=4)
+    made = played(Step({"won": 1.0}), limits=limits)
+    assert (made.over, made.finish().status) == (True, RolloutStatus.COMPLETED)
+
+
+def test_a_reply_that_was_cut_is_truncated_though_the_episode_is_done():
+    made = draft()
+    made.hear(*said("abc", stops=False))
+    made.see(Step({"won": 1.0}), TOKENIZER, LIMITS)
+    assert made.finish().status is RolloutStatus.TRUNCATED
+
+
+@given(
+    replies=st.lists(st.tuples(st.integers(0, 12), st.booleans()), min_size=1, max_size=8),
+    limits=st.builds(
+        Limits,
+        max_length=st.integers(7, 60),
+        max_new_tokens=st.integers(1, 12),
+        max_turns=st.integers(1, 6),
+        max_tokens=st.none() | st.integers(1, 40),
+    ),
+)
+@settings(deadline=None)
+def test_no_limit_is_ever_exceeded_and_none_ends_a_rollout_early(replies: list[tuple[int, bool]], limits: Limits):
+    """A policy that says as much as it is allowed to, or stops before; the environment never ends it."""
+    made = draft()
+    sequence = generated = turns = 0
+    for length, stops in replies:
+        request = made.request(limits)
+        assert request.max_new_tokens >= 1
+        assert len(request.prompt_tokens) + request.max_new_tokens <= limits.max_length
+        reply = (
+            said("a" * min(length, request.max_new_tokens - 1)) if stops else said("a" * request.max_new_tokens, False)
+        )
+        made.hear(*reply)
+        made.see(goes_on(moves=0.5), TOKENIZER, limits)
+        turns, generated = turns + 1, generated + len(reply[0].token_ids)
+        sequence = len(request.prompt_tokens) + len(reply[0].token_ids) + (5 if stops else 6)
+        spent = limits.max_tokens is not None and generated >= limits.max_tokens
+        assert made.over == (sequence >= limits.max_length or turns >= limits.max_turns or spent)
+        assert limits.max_tokens is None or generated <= limits.max_tokens
+        if made.over:
+            assert made.finish().status is RolloutStatus.TRUNCATED
+            break
+    rollout = made.finish()
+    assert len(rollout.turns) == turns <= limits.max_turns
+    assert rollout.rewards == {"moves": 0.5 * turns}
+
+
+# --- what is asked ---
+
+
+def test_every_turn_is_asked_with_a_seed_of_its_own_and_all_before_it():
+    made = draft()
+    requests = []
+    for _ in range(3):
+        requests.append(made.request(LIMITS))
+        assert made.request(LIMITS) == requests[-1]
+        made.hear(*said("abc"))
+        made.see(goes_on(), TOKENIZER, LIMITS)
+    assert len({request.seed for request in requests}) == 3
+    first, second, third = (request.prompt_tokens for request in requests)
+    assert first == PROMPT
+    reply, shown = (97, 98, 99, END), (259, 111, 110, END, 260)
+    assert second == (*first, *reply, *shown)
+    assert third == (*second, *reply, *shown)
+
+
+# --- what the environment says ---
+
+
+class Odd(float):
+    """Looks like a number, and is none."""
+
+    def __float__(self) -> float:
+        raise TypeError("no number")
+
+
+@pytest.mark.parametrize("step", [Step({"won": Odd(1.0)}), Step({"won": 1.0}, metrics={"x": Odd(1.0)})])
+def test_a_value_that_is_no_number_is_the_environments_fault(step: Step):
+    made = draft()
+    made.hear(*said("abc"))
+    with pytest.raises(EnvironmentFault, match=r"^TypeError: no number") as caught:
+        made.see(step, TOKENIZER, LIMITS)
+    assert caught.value.status is RolloutStatus.FAILED
+
+
+def test_of_the_steps_the_last_to_name_a_metric_decides_it():
+    steps = [Step({"a": 1.0}, (MORE,), False, metrics={"x": 1.0, "y": 2.0}), Step({"a": 1.0}, metrics={"x": 3.0})]
+    assert played(*steps).finish().metrics == {"x": 3.0, "y": 2.0}
+
+
+# --- what reward functions say ---
+
+
+def judged(*evaluations: Evaluation, steps: tuple[Step, ...] = (goes_on(moves=0.5), Step({"moves": 0.5}))) -> Rollout:
+    made = played(*steps)
+    made.judged(evaluations)
+    return made.finish()
+
+
+def test_what_functions_say_is_weighed_and_added_to_what_the_environment_gave():
+    style = Evaluation("style", 2.0, 0.25, steps=(StepReward(1, 3.0),))
+    rollout = judged(style, Evaluation("short", -1.0, 1.0))
+    assert rollout.rewards == {"moves": 1.0, "style": 0.5, "short": -1.0}
+    assert [turn.reward for turn in rollout.turns] == [0.5, 6.5]
+    assert rollout.evaluations == (style, Evaluation("short", -1.0, 1.0))
+
+
+def test_a_turn_that_nobody_rewarded_stays_without_a_reward():
+    rollout = judged(Evaluation("style", 1.0, 1.0, steps=(StepReward(1, 0.0),)), steps=(goes_on(), Step({})))
+    assert [turn.reward for turn in rollout.turns] == [None, 0.0]
+
+
+def test_a_missing_score_costs_the_reward_and_keeps_what_was_said_and_sampled():
+    lost = Evaluation("judge", 1.0, None, error="TimeoutError: 3 s", lost="timeout")
+    rollout = judged(Evaluation("style", 1.0, 1.0), lost)
+    assert (rollout.status, rollout.rewards, rollout.total_reward) == (RolloutStatus.FAILED, {}, None)
+    assert rollout.error == "reward 'judge': TimeoutError: 3 s"
+    assert len(rollout.turns) == len(rollout.evaluations) == 2
+
+
+def test_a_function_with_the_name_of_the_environments_own_reward_is_refused():
+    rollout = judged(Evaluation("moves", 1.0, 1.0))
+    assert rollout.status is RolloutStatus.FAILED
+    assert rollout.error == "reward 'moves' has the name of one that the environment gives; give it another `name`"
+
+
+def test_functions_are_told_the_whole_conversation_and_where_the_policy_begins():
+    request = played(goes_on(), Step({})).reward_request()
+    assert [(one["role"], one["content"]) for one in request.messages] == [
+        ("user", "2+3"),
+        ("assistant", "abc"),
+        ("user", "on"),
+        ("assistant", "abc"),
+    ]
+    assert (request.first_policy_message, request.ground_truth, request.status) == (1, "5", "completed")
+
+
+# --- how it ends ---
+
+
+def test_a_failure_takes_the_rewards_and_leaves_the_turns():
+    made = played(goes_on(moves=0.5))
+    made.fail(RolloutStatus.TIMED_OUT, "too slow")
+    rollout = made.finish()
+    assert made.has_failed
+    assert (rollout.status, rollout.error, rollout.rewards, len(rollout.turns)) == (
+        RolloutStatus.TIMED_OUT,
+        "too slow",
+        {},
+        1,
+    )
+
+
+def test_a_rollout_that_nobody_rewarded_is_an_error_that_names_it():
+    with pytest.raises(ValueError, match="Rollout r: status is completed but it has no reward"):
+        played(Step({})).finish()
+
+
+def test_rewards_that_add_up_to_nothing_finite_name_the_rollout():
+    with pytest.raises(ValueError, match="Rollout r: reward 'won' is nan"):
+        played(goes_on(won=math.inf), Step({"won": -math.inf})).finish()

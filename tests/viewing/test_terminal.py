@@ -1,0 +1,84 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What a terminal is shown of single rows; `tests/test_view.py` has whole runs, and texts that would act on it."""
+
+import dataclasses
+import io
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from rich.console import Console
+
+from marin_rl.rollouts.stored_rollout import SCHEMA, TrainingSignal, as_row
+from marin_rl.types import Message, Rollout
+from marin_rl.viewing.selection import Listing
+from marin_rl.viewing.terminal import differences, number, print_listing, print_rollout, print_side_by_side
+from tests.rollouts.rollout_cases import piece, rich_rollout, rich_signal, rollout_of, turn_of
+
+
+def row_of(rollout: Rollout, signal: TrainingSignal | None = None) -> dict[str, Any]:
+    """The row as it is read back: what it lacks is null."""
+    [row] = pa.Table.from_pylist([as_row(rollout, 3, "training", signal, piece)], SCHEMA).to_pylist()
+    return row
+
+
+def shown(show: Any, *arguments: Any, width: int = 200, **keywords: Any) -> list[str]:
+    out = io.StringIO()
+    show(Console(file=out, width=width, color_system=None), *arguments, **keywords)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0.0, "0"), (-0.0, "0"), (0.25, "0.25"), (-1.5, "-1.5"), (123456.0, "1.235e+05"), (2 / 3, "0.6667")],
+)
+def test_numbers(value: float | None, text: str):
+    assert number(value) == text
+
+
+def test_differences_are_policy_minus_learner_where_the_learner_was_asked():
+    first, second = row_of(rich_rollout(), rich_signal())["turns"]
+    assert differences(first) == [-0.125 + 0.125, -0.25 + 0.25, -0.375 + 0.5]
+    assert differences(second) == [-0.125 + 0.125, -0.25 + 0.5]
+    assert differences(row_of(rich_rollout())["turns"][0]) is None
+
+
+def test_what_a_run_did_not_compute_has_no_column():
+    def head(signal: TrainingSignal | None) -> list[str]:
+        lines = shown(print_rollout, row_of(rich_rollout(), signal), tokens=True)
+        return next(line.split() for line in lines if line.split()[:3] == ["#", "id", "token"])
+
+    assert head(None) == ["#", "id", "token", "logprob"]
+    assert head(rich_signal()) == [
+        *("#", "id", "token", "logprob", "learner", "policy−learner", "reference", "advantage"),
+    ]
+
+
+def test_a_list_has_a_column_for_every_component_and_a_dash_where_a_rollout_lacks_it():
+    rows = [row_of(rollout_of("a")), row_of(rollout_of("b", reward=0.5, rewards={"style": 0.5}))]
+    lines = [line.split() for line in shown(print_listing, Listing(rows, 7))]
+    head, first, second = (next(line for line in lines if line[:1] == [start]) for start in ("id", "a", "b"))
+    place = head.index("correct")
+    assert head[place : place + 2] == ["correct", "style"]
+    assert (first[place], first[place + 1]) == ("1", "–")
+    assert (second[place], second[place + 1]) == ("–", "0.5")
+    assert lines[-1] == ["2", "of", "7", "rollouts"]
+
+
+def test_side_by_side_the_shorter_one_ends_first():
+    long, short = row_of(rich_rollout()), row_of(rollout_of("short", said="7"))
+    lines = shown(print_side_by_side, [short, long], tokens=False)
+    turns = [line for line in lines if "turn 1" in line and "turn 10" not in line]
+    # The second turn stands alone, in the right half.
+    assert any(line.strip().startswith("turn 1") and line.index("turn 1") >= 100 for line in turns)
+    assert any(line.startswith("turn 0") and "turn 0" in line[100:] for line in lines)
+
+
+def test_what_a_message_holds_besides_its_text_is_shown():
+    offered: Message = {"role": "system", "content": "Be brief.", "tools": [{"type": "function"}]}
+    turn = turn_of("2+3", "5", reward=1.0)
+    rollout = rollout_of("r", turns=(dataclasses.replace(turn, messages=(offered, *turn.messages)),))
+    text = "\n".join(shown(print_rollout, row_of(rollout), tokens=False))
+    assert 'Be brief.{"tools": [{"type": "function"}]}' in text
