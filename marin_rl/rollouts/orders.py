@@ -149,19 +149,28 @@ class OrderBook:
         ]
 
     def replace(
-        self, dropped: Iterable[OrderNumber], version: WeightVersion, draw: Callable[[int], Sequence[Task]]
+        self,
+        dropped: Iterable[OrderNumber],
+        version: WeightVersion,
+        draw: Callable[[int], Sequence[Task]],
+        *,
+        bounded: bool = True,
     ) -> list[GroupOrder]:
-        """Order a further group for each that was dropped, as far as the bound of its step allows.
+        """Order a further group for each that was dropped, for the same step, or for the next one if that is over.
 
         Args:
             dropped: numbers that were settled.
             version: the newest weights.
             draw: gives so many tasks, the next ones.
+            bounded: whether the bound of the step holds for these; it is there for groups that teach nothing, of
+                which there may be no end.
         """
         steps = []
         for step in sorted(max(number.step, version + 1) for number in dropped):
             replaced = self._replaced.get(step, 0)
-            if replaced < self.pace.replacements_per_step:
+            if not bounded:
+                steps.append(step)
+            elif replaced < self.pace.replacements_per_step:
                 self._replaced[step] = replaced + 1
                 steps.append(step)
         tasks = draw(len(steps)) if steps else ()

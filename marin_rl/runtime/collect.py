@@ -60,7 +60,13 @@ def collect_groups(run: TrainingRun, step: int, timer: PhaseTimer) -> Collected:
     def draw(count: int) -> list[Task]:
         return draw_tasks(run, count)
 
-    stale = replay.expire(version)
+    def expire() -> int:
+        """Drop what is too old, in the buffer since it was played or on arrival, and order it anew."""
+        numbers = [waiting.number for waiting in replay.expire(version)]
+        crew.submit(orders.replace(numbers, version, draw, bounded=False))
+        return len(numbers)
+
+    stale = expire()
     crew.submit(orders.order(version, replay.uses_left, draw))
     came: dict[OrderNumber, RolloutGroup] = {}
     left_out: dict[OrderNumber, RolloutGroup] = {}
@@ -85,12 +91,13 @@ def collect_groups(run: TrainingRun, step: int, timer: PhaseTimer) -> Collected:
         more = orders.replace(dropped, version, draw)
         replaced += len(more)
         crew.submit(more)
+        stale += expire()
     groups = replay.draw(wanted, version)
     in_order = [came[number] for number in sorted(came)]
     progress.task_stream = dict(run.stream.learn(progress.task_stream, in_order))
     unequal = [left_out[number] for number in sorted(left_out)]
     metrics = _metrics(run, groups, unequal, version)
-    counts = {"filter/replaced": replaced, "replay/stale": len(stale), "replay/waiting": len(replay)}
+    counts = {"filter/replaced": replaced, "replay/stale": stale, "replay/waiting": len(replay)}
     metrics |= {name: Metric(float(value)) for name, value in {**counts, **crew.metrics()}.items()}
     return Collected(groups, unequal, in_order, metrics)
 
@@ -121,5 +128,7 @@ def _metrics(
         "filter/dropped_ungraded": len(left_out) - equal,
         **run.stream.metrics(run.progress.task_stream),
     }
-    metrics = {**rollout_metrics(sampled, version), **environment_metrics(sampled, run.stream.parts), **said}
+    metrics = dict(said)
+    if any(rollout.rewards for group in sampled for rollout in group.rollouts):
+        metrics |= {**rollout_metrics(sampled, version), **environment_metrics(sampled, run.stream.parts)}
     return {**metrics, **{name: Metric(float(count)) for name, count in counts.items()}}

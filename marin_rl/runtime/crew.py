@@ -6,8 +6,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from levanter.models.lm_model import LmHeadModel
-
 from marin_rl.rollouts.orders import GroupOrder, OrderNumber
 from marin_rl.rollouts.run_rollouts import GroupRequest, Player, play_requests
 from marin_rl.runtime.config import TrainConfig
@@ -40,11 +38,11 @@ class Crew(Protocol):
         """
         ...
 
-    def publish(self, model: LmHeadModel, version: WeightVersion) -> None:
+    def publish(self, model: object, version: WeightVersion) -> None:
         """Play with these weights from now on, or as soon as they have come to those who play.
 
         Args:
-            model: the policy; when this returns, its arrays may be donated.
+            model: the policy, a tree of arrays; when this returns, they may be donated.
             version: steps of training behind it.
         """
         ...
@@ -77,7 +75,7 @@ class OwnCrew:
         orders, self._orders = self._orders, []
         return play_orders(self._config, self._player, orders, timer)
 
-    def publish(self, model: LmHeadModel, version: WeightVersion) -> None:
+    def publish(self, model: object, version: WeightVersion) -> None:
         """Nothing: the sampler has the weights."""
 
     def metrics(self) -> dict[str, float]:

@@ -9,8 +9,6 @@ import time
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from levanter.models.lm_model import LmHeadModel
-
 from marin_rl.rollouts.group_codec import decode_group
 from marin_rl.rollouts.orders import GroupOrder, OrderNumber
 from marin_rl.runtime.coordinator import Delivery
@@ -71,7 +69,7 @@ class RemoteCrew:
         """What the coordinators have counted until then; see `Coordinator.counts`."""
         self._counts_before: dict[str, int] = {}
 
-    def publish(self, model: LmHeadModel, version: WeightVersion) -> None:
+    def publish(self, model: object, version: WeightVersion) -> None:
         """Offer the weights, and tell the workers as soon as they can have them; see `Crew`."""
         self._settle_announcement()
         self._sender.publish(model, version)
