@@ -92,7 +92,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> ShortRuns:
     folder = tmp_path_factory.mktemp("tools")
     save_tokenizer(folder / "tokenizer")
     written(folder / "echo.py", ECHO)
-    calling = [{**problem, "worked_answer": CALLS[at % 2]} for at, problem in enumerate(PROBLEMS)]
+    shown = [*CALLS, "1", "2"]
+    calling = [{**problem, "worked_answer": shown[at % 4]} for at, problem in enumerate(PROBLEMS)]
     (folder / "calling.jsonl").write_text("".join(f"{json.dumps(problem)}\n" for problem in calling))
     shape = {
         "tokenizer__path": str(folder / "tokenizer"),
@@ -100,10 +101,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> ShortRuns:
         "rollouts__max_length": 160,
         "rollouts__max_turns": 3,
         "sampling__max_new_tokens": 2,
+        "optimizer__learning_rate": 1e-4,
         "sandbox": {"workers": 2, "require": "none"},
     }
+    (folder / "warm").mkdir()
     warm = ShortRuns(
-        folder,
+        folder / "warm",
         **shape,
         environment=environment(folder),
         num_steps=0,
@@ -123,7 +126,6 @@ def environment(folder: Path, faults: Mapping[str, str] | None = None) -> dict[s
             "path": str(folder / "calling.jsonl"),
             "held_out": 0.3,
             "validation": 0.2,
-            "format": {"regex": ".", "weight": 0.25},
         },
         "tools": [
             {"type": "file", "path": str(folder / "echo.py"), "name": "Echo", "options": options},
@@ -179,32 +181,32 @@ def test_a_sandbox_that_loses_a_worker_under_a_tool_costs_one_rollout(
     from marin_rl.rewards.sandbox.worker_process import WorkerProcess
 
     ask, read = WorkerProcess.ask, WorkerProcess._read
-    episodes: list[Any] = []
     asked: dict[WorkerProcess, Mapping[str, Any]] = {}
-    killed: list[int] = []
+    episodes: list[Any] = []
+    killed: list[WorkerProcess] = []
 
     async def remember(self: WorkerProcess, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         asked[self] = request
         return await ask(self, request, seconds)
 
-    async def kill_the_third(self: WorkerProcess) -> dict[str, Any]:
+    async def kill_at_the_third_episode(self: WorkerProcess) -> dict[str, Any]:
+        while self in killed:
+            # What it may have said before it died is not heard.
+            await read(self)
         said = await read(self)
         episode = asyncio.current_task()
-        if said == {"began": True} and "ok" in asked[self].get("code", "") and episode not in episodes:
+        if said == {"began": True} and "'ok'" in asked[self].get("code", "") and episode not in episodes:
             episodes.append(episode)
             if len(episodes) == 3:
-                killed.append(self.pid)
+                killed.append(self)
                 os.kill(self.pid, signal.SIGKILL)
-                # What it may have said before it died is not heard.
-                while True:
-                    await read(self)
         return said
 
     monkeypatch.setattr(WorkerProcess, "ask", remember)
-    monkeypatch.setattr(WorkerProcess, "_read", kill_the_third)
+    monkeypatch.setattr(WorkerProcess, "_read", kill_at_the_third_episode)
     run = runs.run(environment=environment(runs.folder))
     assert len(killed) == 1
-    assert not is_alive(killed[0])
+    assert not is_alive(killed[0].pid)
     assert_trained(run, [{"rollouts/failed": 1.0}, {}])
     found = rows_of(run, 1)
     [lost] = [row for row in found.values() if row["status"] == "failed"]
