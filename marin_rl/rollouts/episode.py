@@ -81,11 +81,24 @@ class _Clock:
             with self.counted("environment"):
                 async with limit:
                     return await work
-        except Exception as error:
+        except (Exception, *_ENDS) as error:
+            if _is_cancelled(error):
+                raise
             if limit.expired():
                 message = f"its environment took longer than {self._limit:g} s (rollouts.max_seconds)"
                 raise EnvironmentFault(RolloutStatus.TIMED_OUT, message) from error
             raise EnvironmentFault(RolloutStatus.FAILED, f"{type(error).__name__}: {error}") from error
+
+
+_ENDS = (SystemExit, asyncio.CancelledError)
+"""What environments raise too, by `sys.exit` or by waiting for something of their own that was cancelled. In the event
+loop it would end all episodes."""
+
+
+def _is_cancelled(error: BaseException) -> bool:
+    """Whether this code's own task is cancelled, and no environment has raised that."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 async def _close(episode: Episode, id: str) -> None:
@@ -93,7 +106,9 @@ async def _close(episode: Episode, id: str) -> None:
     try:
         async with asyncio.timeout(_CLOSING_SECONDS):
             await episode.close()
-    except Exception as error:
+    except (Exception, *_ENDS) as error:
+        if _is_cancelled(error):
+            raise
         logger.warning("rollout %s: its episode did not close: %s: %s", id, type(error).__name__, error)
 
 

@@ -3,13 +3,22 @@
 
 """Reward functions on rollouts that are played: who is asked when, and what becomes of the rollout."""
 
+import asyncio
 import dataclasses
+import os
+import signal
+import threading
 from collections.abc import Sequence
 
 import pytest
 
 from marin_rl.environments.base import Step
+from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.isolation import Isolation
+from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.draft import Draft
+from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.rollouts.judging import RewardFunctions
 from marin_rl.types import Evaluation, Message, Rollout, RolloutStatus, StepReward
 from tests.rollouts.test_run_rollouts import Countdown, Game, play, player, says, task
 
@@ -114,3 +123,62 @@ def test_an_environment_that_gives_no_reward_needs_somebody_who_does():
     [group] = play(dataclasses.replace(silent, judges=judges), [task()])
     assert group.rollouts[0].rewards == {"late": 0.75}
     assert Message(role="user", content="go") in group.rollouts[0].turns[0].messages
+
+
+def reward_functions(loop: BackgroundLoop) -> tuple[RewardFunctions, Sandbox]:
+    """Judges with nothing to judge, but a sandbox that runs."""
+    sandbox = Sandbox(SandboxConfig(require=Isolation.NONE, workers=1))
+    return RewardFunctions({}, sandbox, loop, runs_programs=True), sandbox
+
+
+def test_judges_whose_loop_is_blocked_do_not_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("marin_rl.rollouts.judging.PATIENCE", 0.01)
+    loop, release, blocked = BackgroundLoop(), threading.Event(), threading.Event()
+    judges, sandbox = reward_functions(loop)
+    assert loop.submit(sandbox.run_python("print(1)")).result().stdout == "1\n"
+
+    async def block() -> None:
+        blocked.set()
+        release.wait()
+
+    done = loop.submit(block())
+    assert blocked.wait(30)
+    judges.close()
+    assert "the event loop is blocked" in caplog.text
+    release.set()
+    done.result()
+    monkeypatch.undo()
+    judges.close()
+    loop.close()
+    assert sandbox.worker_pids == []
+
+
+def test_judges_that_are_interrupted_while_they_start_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch):
+    pids: list[int] = []
+    cancelled = threading.Event()
+
+    async def start_for_ever(self: RewardFunctions) -> None:
+        sandbox = self._sandbox
+        await sandbox.start()
+        await sandbox.run_python("print(1)")
+        pids.extend(sandbox.worker_pids)
+        # As Ctrl-C does.
+        signal.pthread_kill(main, signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    main = threading.get_ident()
+    monkeypatch.setattr(RewardFunctions, "_start", start_for_ever)
+    loop = BackgroundLoop()
+    with pytest.raises(KeyboardInterrupt):
+        reward_functions(loop)
+    assert cancelled.is_set()
+    [pid] = pids
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    loop.close()

@@ -5,14 +5,16 @@ import asyncio
 import dataclasses
 import logging
 import math
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, ClassVar
 
 import pytest
 
 from marin_rl.environments.base import Environment, Episode, Split, Step
-from marin_rl.rollouts.draft import Limits
+from marin_rl.rollouts.draft import Draft, Limits
+from marin_rl.rollouts.judging import NoJudges
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, BlockedEventLoopError, Player, run_groups
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.sampling.scripted import ScriptedSampler
@@ -426,6 +428,80 @@ def test_an_environment_that_raises_a_timeout_of_its_own_has_failed():
         "TimeoutError: the judge is asleep",
     )
     assert good.rollouts[0].status is RolloutStatus.COMPLETED
+
+
+async def wait_for_something_cancelled() -> None:
+    waiting = asyncio.ensure_future(asyncio.Event().wait())
+    waiting.cancel()
+    await waiting
+
+
+async def leave() -> None:
+    sys.exit("the game is over")
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [(leave, "SystemExit: the game is over"), (wait_for_something_cancelled, "CancelledError: ")],
+)
+@pytest.mark.parametrize("where", ["start", "step", "close"])
+def test_an_environment_that_ends_more_than_an_episode_may_loses_its_own_alone(
+    end: Callable[[], Coroutine[Any, Any, None]], error: str, where: str, caplog: pytest.LogCaptureFixture
+):
+    class Ending(Countdown):
+        async def step(self, reply: str) -> Step:
+            if self.task.id == "up1" and where == "step":
+                await end()
+            return await super().step(reply)
+
+        async def close(self) -> None:
+            if self.task.id == "up1" and where == "close":
+                await end()
+
+    class EndingGame(Game):
+        async def start(self, task: Task, seed: int) -> Episode:
+            if task.id == "up1" and where == "start":
+                await end()
+            return await super().start(task, seed)
+
+    with caplog.at_level(logging.WARNING):
+        groups = play(player(says("a"), EndingGame(Ending)), [task(prompt="up"), task()])
+    hit, other = (group.rollouts[0] for group in groups)
+    assert other.status is RolloutStatus.COMPLETED
+    if where == "close":
+        assert hit.status is RolloutStatus.COMPLETED
+        assert f"its episode did not close: {error}" in caplog.text
+    else:
+        assert (hit.status, hit.error, hit.rewards) == (RolloutStatus.FAILED, error, {})
+
+
+def test_a_step_that_is_given_up_cancels_episodes_that_are_at_work(caplog: pytest.LogCaptureFixture):
+    cancelled = threading.Event()
+
+    class Waiting(Countdown):
+        async def step(self, reply: str) -> Step:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+            raise AssertionError("unreachable")
+
+    class BrokenJudges(NoJudges):
+        async def judge_one(self, draft: Draft) -> None:
+            raise ZeroDivisionError("in the judge")
+
+    class Mixed(Game):
+        async def start(self, task: Task, seed: int) -> Episode:
+            return Waiting(task, seed) if task.id == "up1" else await super().start(task, seed)
+
+    made = dataclasses.replace(player(says("a"), Mixed()), judges=BrokenJudges())
+    with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError, match="in the judge"):
+        play(made, [task(prompt="up"), task()])
+    assert cancelled.wait(30)
+    made.loop.close()
+    # That is no failure of the environment.
+    assert not caplog.records
 
 
 def test_code_that_blocks_all_episodes_is_an_error_that_names_the_remedy():

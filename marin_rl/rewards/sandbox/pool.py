@@ -274,7 +274,10 @@ class Sandbox:
     async def _ask(self, file: str | None, request: dict[str, Any]) -> dict[str, Any]:
         async with self._slots:
             for attempt in range(1, ATTEMPTS + 1):
-                worker = await self._take(file)
+                try:
+                    worker = await self._take(file)
+                except OSError as error:
+                    raise CallLostError(LossCause.WORKER, f"no worker could be started: {error}") from error
                 try:
                     return await worker.ask(request, self._seconds(worker))
                 except WorkerLostError as error:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox, UserFileError, UserFunction
 from marin_rl.rewards.sandbox.processes import descendants
+from marin_rl.rewards.sandbox.worker_process import WorkerProcess
 from tests.rewards.sandbox.conftest import CONFINED_LEVELS, HOSTILE, LEVELS, REQUEST, TIGHT, Attacks, require
 
 SLOW = str(Path(__file__).with_name("slow_rewards.py"))
@@ -97,6 +99,34 @@ def test_an_idle_worker_that_was_killed_costs_nothing(level: Isolation):
                     time.sleep(0.001)
                 assert (await sandbox.call(HONEST, [REQUEST], {}))[0].score == 1.0
             assert not sandbox.losses
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_cannot_be_started_loses_its_call_alone(monkeypatch: pytest.MonkeyPatch):
+    start = WorkerProcess.start
+    starts = 0
+
+    async def refuse_the_second(*arguments: Any) -> WorkerProcess:
+        nonlocal starts
+        starts += 1
+        if starts == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return await start(*arguments)
+
+    monkeypatch.setattr(WorkerProcess, "start", refuse_the_second)
+
+    async def run() -> None:
+        config = SandboxConfig(require=Isolation.NONE, workers=2)
+        async with Sandbox(config, strongest=Isolation.NONE) as sandbox:
+            calls = (sandbox.call(HONEST, [REQUEST], {}) for _ in range(4))
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            lost = [one for one in outcomes if isinstance(one, BaseException)]
+            assert [str(one) for one in lost] == [
+                "worker: no worker could be started: [Errno 11] Resource temporarily unavailable"
+            ]
+            assert sandbox.losses == {LossCause.WORKER: 1}
+            assert [one[0].score for one in outcomes if isinstance(one, list)] == [1.0] * 3
 
     asyncio.run(run())
 
