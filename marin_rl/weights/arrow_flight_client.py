@@ -23,6 +23,14 @@ from marin_rl.weights.errors import (
 from marin_rl.weights.manifest import Chunk, Manifest
 from marin_rl.weights.token import check_token, unseal
 
+CHANNEL_OPTIONS = {
+    # Streams to the same server would otherwise share one connection.
+    "grpc.use_local_subchannel_pool": 1,
+    # Weights stay inside the cluster, whatever the environment says about the way out.
+    "grpc.enable_http_proxy": 0,
+}
+"""How gRPC connects."""
+
 
 class FlightSource:
     """One weight server; see [`WeightSource`][marin_rl.weights.source.WeightSource]."""
@@ -85,8 +93,7 @@ class FlightSource:
     def _connected(self) -> Iterator[flight.FlightClient]:
         """A connection of its own, whose errors are this package's."""
         try:
-            # Without its own pool, gRPC would send all streams to a server through one connection.
-            with flight.FlightClient(self._address, generic_options=[("grpc.use_local_subchannel_pool", 1)]) as client:
+            with flight.FlightClient(self._address, generic_options=list(CHANNEL_OPTIONS.items())) as client:
                 yield client
         except (pa.ArrowException, OSError) as error:
             raise self._translate(error) from error

@@ -31,8 +31,9 @@ class WeightSender(Protocol):
     def publish(self, weights: object, version: WeightVersion) -> None:
         """Offer weights. Returns as soon as the learner may donate or overwrite its arrays.
 
-        The copy to the host goes on in the background; the version becomes visible when it ends. At most one is under
-        way: a call waits for the one before. On several training hosts, all call it, in the same order.
+        The copy to the host goes on in the background; the version becomes visible when it ends. Until then the devices
+        hold one more copy. At most one is under way: a call waits for the one before. On several training hosts, all
+        call it, in the same order.
 
         Args:
             weights: a tree of arrays, such as a model.

@@ -349,6 +349,17 @@ def test_a_server_killed_in_mid_transfer_is_lost_and_its_successor_found(caplog)
     assert f"weight server grpc://127.0.0.1:{port} does not answer" in caplog.text
 
 
+def test_no_proxy_comes_between(monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as proxy, serving() as (shelf, server):
+        for name in ("http_proxy", "grpc_proxy", "https_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("no_grpc_proxy", raising=False)
+        shelf.put(1, snapshot_of(WEIGHTS, 1))
+        source = FlightSource(f"grpc://127.0.0.1:{server.port}", TOKEN, streams=1, call_seconds=5.0)
+        assert_same(receiver_of(source).receive(WEIGHTS)[0], WEIGHTS)
+
+
 def test_a_lost_server_is_told_with_its_address():
     with serving() as (_, server):
         source = source_of(server)

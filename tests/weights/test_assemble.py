@@ -68,6 +68,17 @@ def test_any_cut_gives_the_array(boxes: list[list[Bounds]]):
     np.testing.assert_array_equal(Hosts(*boxes).assemble()["w"], FULL)
 
 
+def test_a_piece_that_fits_is_not_copied_on_its_way_to_the_device():
+    memory = np.empty(FULL.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    data = memory[start : start + FULL.nbytes]
+    data[:] = FULL.reshape(-1).view(np.uint8)
+    plan = Hosts([box((0, 6), (0, 4))]).plan()
+    array = assemble(LIKE, plan, {PieceKey(0, 0): data})["w"]
+    assert array.unsafe_buffer_pointer() == data.ctypes.data
+    np.testing.assert_array_equal(array, FULL)
+
+
 def test_a_gap_is_told_with_array_and_place():
     with pytest.raises(MismatchedWeightsError, match=r"no training host holds \['2:3', '0:4'\] of \['w'\]"):
         Hosts([box((0, 2), (0, 4))], [box((3, 6), (0, 4))]).plan()

@@ -1,0 +1,65 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.benchmarks import benchmark_weight_transfer
+from experiments.benchmarks.weight_servers import ARRAYS, Share, make_snapshot
+from marin_rl.weights.bounds import find_gap, whole
+from marin_rl.weights.config import ArrowFlightConfig
+from tests.tiny_run import make_run
+
+
+@pytest.fixture(autouse=True)
+def compilation_cache_as_before() -> Iterator[None]:
+    before = jax.config.jax_enable_compilation_cache
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+
+
+def test_the_servers_share_every_array():
+    snapshots = [make_snapshot(Share("", host, 3, 6, 1)) for host in range(3)]
+    for number in range(ARRAYS):
+        pieces = [
+            piece for snapshot in snapshots for piece in snapshot.manifest.pieces if piece.name == f"['{number}']"
+        ]
+        assert len(pieces) == 3
+        assert find_gap(whole((6, 1024)), [piece.bounds for piece in pieces]) is None
+    assert sum(data.nbytes for snapshot in snapshots for data in snapshot.data) == ARRAYS * 6 * 4096
+
+
+def test_what_the_servers_send_is_what_a_socket_brings():
+    with benchmark_weight_transfer.weight_servers("t" * 32, 4, 2, 1) as ports:
+        receiver = ArrowFlightConfig().open_receiver(
+            [f"grpc://127.0.0.1:{server.flight}" for server in ports], "t" * 32
+        )
+        like = {str(number): np.zeros((4, 1024), np.float32) for number in range(ARRAYS)}
+        received, _ = receiver.receive(like)
+        benchmark_weight_transfer.read_all_plainly(ports, ARRAYS * 4 * 4096)
+    expected = make_snapshot(Share("", 1, 2, 4, 1)).data[3]
+    assert received["3"][2:].tobytes() == expected.tobytes()
+
+
+@pytest.mark.slow
+def test_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(benchmark_weight_transfer, "without_compilation_cache", lambda: None)
+    sizes = ["--sizes_mb", "1", "--servers", "1", "2", "--rounds", "2", "--steps", "2"]
+    benchmark_weight_transfer.main([*sizes, "--config", str(make_run(tmp_path).config)])
+    report = json.loads(capsys.readouterr().out)
+    assert report["benchmark"] == "benchmark_weight_transfer"
+    figures = report["figures"]
+    assert set(figures) == {"publishing", "1_mb_from_1", "1_mb_from_2", "1_mb_in_files"}
+    for servers in (1, 2):
+        measured = figures[f"1_mb_from_{servers}"]
+        assert measured["bytes"] == pytest.approx(1e6, rel=0.1)
+        for name in ("transfer", "socket", "copy_to_fresh_memory", "copy_to_used_memory"):
+            assert measured[f"{name}_gb_per_second"]["count"] == 2
+            assert measured[f"{name}_gb_per_second"]["min"] > 0
+    assert figures["publishing"]["publish_call_over_step"]["count"] == 2
+    assert figures["1_mb_in_files"]["receive_gb_per_second"]["min"] > 0
