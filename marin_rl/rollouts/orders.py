@@ -97,10 +97,12 @@ class OrderBook:
         self.pace = pace
         self._next_index: dict[int, int] = {}
         self._replaced: dict[int, int] = {}
+        self._missing: dict[int, int] = {}
         self._outstanding: dict[OrderNumber, GroupOrder] = {}
         if state:
             self._next_index = {int(step): count for step, count in state["next_index"].items()}
             self._replaced = {int(step): count for step, count in state["replaced"].items()}
+            self._missing = {int(step): count for step, count in state["missing"].items()}
             for order in state["outstanding"]:
                 number = OrderNumber(*order["number"])
                 self._outstanding[number] = GroupOrder(number, decode_task(order["task"]), order["min_version"])
@@ -111,6 +113,7 @@ class OrderBook:
         return {
             "next_index": {str(step): count for step, count in self._next_index.items()},
             "replaced": {str(step): count for step, count in self._replaced.items()},
+            "missing": {str(step): count for step, count in self._missing.items()},
             "outstanding": [
                 {"number": list(order.number), "task": encode_task(order.task), "min_version": order.min_version}
                 for order in self.outstanding
@@ -122,9 +125,9 @@ class OrderBook:
         """Orders whose groups have not come, in order."""
         return [self._outstanding[number] for number in sorted(self._outstanding)]
 
-    def is_owed(self, step: int) -> bool:
-        """Whether a group that was ordered for this step, or an earlier one, has not come yet."""
-        return any(number.step <= step for number in self._outstanding)
+    def wanted(self, step: int) -> int:
+        """Groups that a step waits for: all but those that were dropped and not replaced."""
+        return self.pace.groups_per_step - self._missing.get(step, 0)
 
     def order(
         self, version: WeightVersion, waiting_uses: int, draw: Callable[[int], Sequence[Task]]
@@ -137,7 +140,7 @@ class OrderBook:
             draw: gives so many tasks, the next ones.
         """
         pace = self.pace
-        for counts in (self._next_index, self._replaced):
+        for counts in (self._next_index, self._replaced, self._missing):
             for over in [step for step in counts if step <= version]:
                 del counts[over]
         ahead = waiting_uses + pace.uses_per_group * len(self._outstanding)
@@ -153,26 +156,22 @@ class OrderBook:
         dropped: Iterable[OrderNumber],
         version: WeightVersion,
         draw: Callable[[int], Sequence[Task]],
-        *,
-        bounded: bool = True,
     ) -> list[GroupOrder]:
-        """Order a further group for each that was dropped, for the same step, or for the next one if that is over.
+        """Order a further group for each that was dropped, as far as the bound of its step allows.
 
         Args:
-            dropped: numbers that were settled.
+            dropped: numbers that were settled; of a step that is over they count for the next one.
             version: the newest weights.
             draw: gives so many tasks, the next ones.
-            bounded: whether the bound of the step holds for these; it is there for groups that teach nothing, of
-                which there may be no end.
         """
         steps = []
         for step in sorted(max(number.step, version + 1) for number in dropped):
             replaced = self._replaced.get(step, 0)
-            if not bounded:
-                steps.append(step)
-            elif replaced < self.pace.replacements_per_step:
+            if replaced < self.pace.replacements_per_step:
                 self._replaced[step] = replaced + 1
                 steps.append(step)
+            else:
+                self._missing[step] = self._missing.get(step, 0) + 1
         tasks = draw(len(steps)) if steps else ()
         return [self._open(task, version, step) for step, task in zip(steps, tasks, strict=True)]
 
@@ -183,9 +182,8 @@ class OrderBook:
     def _open(self, task: Task, version: WeightVersion, step: int) -> GroupOrder:
         number = OrderNumber(step, self._next_index.get(step, 0))
         self._next_index[step] = number.index + 1
-        # Step s updates the weights of version s - 1, and the group's last use comes as many steps later.
-        last_trained_at = step - 1 + self.pace.uses_per_group - 1
-        order = GroupOrder(number, task, max(last_trained_at - self.pace.max_staleness, 0))
+        # Step s updates the weights of version s - 1.
+        order = GroupOrder(number, task, max(step - 1 - self.pace.max_staleness, 0))
         self._outstanding[number] = order
         return order
 

@@ -42,7 +42,7 @@ class Collected(NamedTuple):
 
 
 def collect_groups(run: TrainingRun, step: int, timer: PhaseTimer) -> Collected:
-    """Order and wait until the step has its groups, or nothing more is owed to it.
+    """Order and wait until the step has its groups, less those that were dropped and are not replaced.
 
     The run's task stream moves on by as many tasks as were ordered, and is told what came of those that were played.
 
@@ -60,18 +60,12 @@ def collect_groups(run: TrainingRun, step: int, timer: PhaseTimer) -> Collected:
     def draw(count: int) -> list[Task]:
         return draw_tasks(run, count)
 
-    def expire() -> int:
-        """Drop what is too old, in the buffer since it was played or on arrival, and order it anew."""
-        numbers = [waiting.number for waiting in replay.expire(version)]
-        crew.submit(orders.replace(numbers, version, draw, bounded=False))
-        return len(numbers)
-
-    stale = expire()
+    stale = len(replay.expire(version))
     crew.submit(orders.order(version, replay.uses_left, draw))
     came: dict[OrderNumber, RolloutGroup] = {}
     left_out: dict[OrderNumber, RolloutGroup] = {}
     replaced = 0
-    while len(replay) < wanted and orders.is_owed(step):
+    while len(replay) < orders.wanted(step) and orders.outstanding:
         dropped = []
         for number, played in crew.wait(timer):
             if not orders.settle(number):
@@ -91,7 +85,9 @@ def collect_groups(run: TrainingRun, step: int, timer: PhaseTimer) -> Collected:
         more = orders.replace(dropped, version, draw)
         replaced += len(more)
         crew.submit(more)
-        stale += expire()
+        if late := replay.expire(version):
+            stale += len(late)
+            crew.submit(orders.order(version, replay.uses_left, draw))
     groups = replay.draw(wanted, version)
     in_order = [came[number] for number in sorted(came)]
     progress.task_stream = dict(run.stream.learn(progress.task_stream, in_order))
