@@ -163,7 +163,10 @@ class ArrowFlightSender:
         self._publisher.flush()
 
     def close(self) -> None:
-        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]; streams under way are cut."""
+        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]; streams under way are cut.
+
+        A worker that stands still in mid-transfer holds this up until TCP gives its connection up, about 20 seconds.
+        """
         try:
             self._publisher.close()
         finally:

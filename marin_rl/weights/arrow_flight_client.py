@@ -5,7 +5,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -71,7 +71,7 @@ class FlightSource:
         body = unseal(self._token, self._act(flight.Action(GET_MANIFEST, str(version).encode())), str(self))
         return [Manifest.from_json(body)]
 
-    def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Iterator[np.ndarray]:
+    def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Generator[np.ndarray, None, None]:
         """See [`WeightSource`][marin_rl.weights.source.WeightSource]."""
         asked = {"version": manifest.version, "chunks": [(chunk.piece, chunk.number) for chunk in chunks]}
         with self._connected() as client:

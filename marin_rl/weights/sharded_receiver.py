@@ -3,6 +3,7 @@
 
 """Fetches the pieces that a worker's devices need, from all training hosts at once."""
 
+import contextlib
 import functools
 import threading
 from collections.abc import Mapping, Sequence
@@ -102,15 +103,15 @@ class _Stream:
 
     def read(self, buffers: Mapping[int, np.ndarray], stop: threading.Event) -> None:
         """Fill the buffers, by piece; ends early when `stop` is set."""
-        arriving = self.source.fetch(self.manifest, self.chunks)
         done = 0
-        for chunk, data in zip(self.chunks, arriving, strict=False):
-            if stop.is_set():
-                return
-            start, end = self.manifest.span(chunk)
-            self.manifest.check(chunk, data, str(self.source))
-            buffers[chunk.piece][start:end] = data
-            done += 1
+        with contextlib.closing(self.source.fetch(self.manifest, self.chunks)) as arriving:
+            for chunk, data in zip(self.chunks, arriving, strict=False):
+                if stop.is_set():
+                    return
+                start, end = self.manifest.span(chunk)
+                self.manifest.check(chunk, data, str(self.source))
+                buffers[chunk.piece][start:end] = data
+                done += 1
         if done < len(self.chunks):
             raise CorruptTransferError(
                 f"{self.source}: the stream of version {self.manifest.version} ended after {done} of "

@@ -10,7 +10,7 @@ first, then `.manifest`. A version is complete when the manifest of every host i
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import fsspec
 import numpy as np
@@ -190,7 +190,7 @@ class FolderSource:
             raise VersionGoneError(f"{self} does not hold version {version}; it holds {sorted(complete) or 'none'}")
         return [self._manifest(file) for file in complete[version]]
 
-    def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Iterator[np.ndarray]:
+    def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Generator[np.ndarray, None, None]:
         """See [`WeightSource`][marin_rl.weights.source.WeightSource]."""
         file = _File(manifest.version, manifest.host, manifest.hosts, fingerprint(self._token))
         starts = list(itertools.accumulate((piece.num_bytes for piece in manifest.pieces), initial=0))

@@ -3,7 +3,7 @@
 
 """What a receiver reads from: a server, or a folder."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -38,7 +38,7 @@ class WeightSource(Protocol):
         """
         ...
 
-    def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Iterator[np.ndarray]:
+    def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Generator[np.ndarray, None, None]:
         """Bytes (uint8) of the chunks, in their order, as they arrive and unchecked; too few where a stream was cut.
 
         Raises:

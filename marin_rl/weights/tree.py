@@ -20,7 +20,8 @@ def named_leaves(tree: object) -> dict[str, Any]:
     {"['bias']": array([0., 0.])}
 
     Raises:
-        ValueError: if an array is not made of plain numbers (typed random keys, text, a foreign byte order).
+        ValueError: if an array is not made of plain numbers (typed random keys, text, a foreign byte order), or two
+            have the same key path.
     """
     found = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -30,6 +31,8 @@ def named_leaves(tree: object) -> dict[str, Any]:
                 raise ValueError(
                     f"{name} has dtype {leaf.dtype}; only plain numbers can travel: leave it out of the tree"
                 )
+            if name in found:
+                raise ValueError(f"two arrays of the tree have the same key path {name}; give its parts different keys")
             found[name] = leaf
     return found
 

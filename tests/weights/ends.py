@@ -4,7 +4,7 @@
 """Both ends of a transfer, as the tests open them."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -76,7 +76,7 @@ class HookedSource:
         self._hook("manifests")
         return self._source.manifests(version)
 
-    def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Iterator[np.ndarray]:
+    def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Generator[np.ndarray, None, None]:
         for data in self._source.fetch(manifest, chunks):
             yield data
             self._hook("chunk")

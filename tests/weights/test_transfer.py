@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from levanter.models.llama import LlamaConfig
 
 from marin_rl.weights.config import (
     ArrowFlightConfig,
@@ -101,6 +102,18 @@ def test_shapes_are_enough_to_ask(config: WeightTransferConfig):
         received, _ = receiver.receive(like)
     assert_same(received["w"], weights["w"])
     assert received["step"] == 9
+
+
+def test_a_policy_reaches_a_worker_that_knows_its_shapes_alone():
+    llama = LlamaConfig(seq_len=8, hidden_dim=16, intermediate_dim=32, num_layers=2, num_heads=2, num_kv_heads=2)
+    like = eqx.filter_eval_shape(llama.build, hax.Axis("vocab", 32), key=jax.random.PRNGKey(0))
+    noise = np.random.default_rng(0)
+    policy = jax.tree.map(lambda leaf: jnp.asarray(noise.normal(size=leaf.shape), leaf.dtype), like)
+    with ends(ArrowFlightConfig(retry=ONCE)) as (sender, receiver):
+        sender.publish(policy, 1)
+        sender.flush()
+        received, _ = receiver.receive(like)
+    assert_same(received, policy)
 
 
 def test_bfloat16_on_request_is_rounded_once(config: WeightTransferConfig):

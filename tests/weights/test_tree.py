@@ -34,6 +34,21 @@ def test_what_is_no_plain_number_cannot_travel(array):
         named_leaves({"w": array})
 
 
+class Twins:
+    def __init__(self, left: jax.Array, right: jax.Array) -> None:
+        self.both = (left, right)
+
+
+jax.tree_util.register_pytree_with_keys(
+    Twins, lambda twins: ([(jax.tree_util.GetAttrKey("same"), leaf) for leaf in twins.both], None), lambda _, both: both
+)
+
+
+def test_arrays_that_cannot_be_told_apart_are_refused():
+    with pytest.raises(ValueError, match=r"two arrays of the tree have the same key path \.same"):
+        named_leaves(Twins(jnp.zeros(1), jnp.ones(1)))
+
+
 def test_small_dtypes_are_plain_numbers():
     tree = {"b": jnp.zeros(2, jnp.bfloat16), "t": jnp.zeros(2, bool), "e": jnp.zeros(2, jnp.float8_e4m3fn)}
     assert named_leaves(tree).keys() == {"['b']", "['t']", "['e']"}

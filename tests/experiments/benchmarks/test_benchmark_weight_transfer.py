@@ -34,14 +34,13 @@ def test_the_servers_share_every_array():
     assert sum(data.nbytes for snapshot in snapshots for data in snapshot.data) == ARRAYS * 6 * 4096
 
 
-def test_what_the_servers_send_is_what_a_socket_brings():
+def test_a_worker_gets_what_the_servers_hold():
     with benchmark_weight_transfer.weight_servers("t" * 32, 4, 2, 1) as ports:
         receiver = ArrowFlightConfig().open_receiver(
             [f"grpc://127.0.0.1:{server.flight}" for server in ports], "t" * 32
         )
         like = {str(number): np.zeros((4, 1024), np.float32) for number in range(ARRAYS)}
         received, _ = receiver.receive(like)
-        benchmark_weight_transfer.read_all_plainly(ports, ARRAYS * 4 * 4096)
     expected = make_snapshot(Share("", 1, 2, 4, 1)).data[3]
     assert received["3"][2:].tobytes() == expected.tobytes()
 
