@@ -39,6 +39,8 @@ class Delivery(NamedTuple):
     """Names this coordinator; another one knows nothing of what the former was told."""
     groups: list[tuple[OrderNumber, str]]
     """Groups that came, encoded; they come again until they are acknowledged."""
+    failure: str | None
+    """What ended a worker, where an error did."""
     workers: dict[str, int]
     """Who is there, and how many groups each has played."""
     counts: dict[str, int]
@@ -72,6 +74,7 @@ class Coordinator:
         self._version: WeightVersion = 0
         self._addresses: tuple[str, ...] = ()
         self._stop = False
+        self._failure: str | None = None
         self.counts = {"joined": 0, "lost": 0, "handed_again": 0, "late_groups": 0}
         """Workers that joined, and that were given up; orders that were taken from those; groups that nobody owed any
         more."""
@@ -103,7 +106,9 @@ class Coordinator:
         for number in acknowledged:
             self._finished.pop(number, None)
         self.give_up_silent()
-        return Delivery(self.incarnation, sorted(self._finished.items()), self.workers, dict(self.counts))
+        return Delivery(
+            self.incarnation, sorted(self._finished.items()), self._failure, self.workers, dict(self.counts)
+        )
 
     def stop(self) -> None:
         """Tell all workers, when they ask next, that the run is over."""
@@ -170,6 +175,10 @@ class Coordinator:
     def beat(self, worker: str, incarnation: str) -> bool:
         """A worker is alive. False where it is not known (any more)."""
         return self._heard(worker, incarnation) is not None
+
+    def fail(self, worker: str, error: str) -> None:
+        """An error ends a worker. It is no accident of its machine, so the trainer is told."""
+        self._failure = f"{worker}: {error}"
 
     def leave(self, worker: str, incarnation: str) -> None:
         """A worker ends in good order; what it has not played goes to others."""
@@ -266,6 +275,12 @@ class Office:
         """See `Coordinator`."""
         with self._changed:
             return self._coordinator.beat(worker, incarnation)
+
+    def fail(self, worker: str, error: str) -> None:
+        """See `Coordinator`."""
+        with self._changed:
+            self._coordinator.fail(worker, error)
+            self._changed.notify_all()
 
     def leave(self, worker: str, incarnation: str) -> None:
         """See `Coordinator`."""

@@ -81,6 +81,10 @@ class RayDesk:
         """See `Office`."""
         return self._ask(lambda: self._coordinator.beat.remote(worker, incarnation))
 
+    def fail(self, worker: str, error: str) -> None:
+        """See `Office`."""
+        self._ask(lambda: self._coordinator.fail.remote(worker, error))
+
     def leave(self, worker: str, incarnation: str) -> None:
         """See `Office`."""
         self._ask(lambda: self._coordinator.leave.remote(worker, incarnation))

@@ -20,6 +20,10 @@ from marin_rl.weights.protocol import WeightSender
 logger = logging.getLogger(__name__)
 
 
+class WorkerFailedError(RuntimeError):
+    """An error of the run's own ended a rollout worker; it would end the next one too."""
+
+
 class NoWorkersError(RuntimeError):
     """Nothing came from any worker for too long; says what was owed."""
 
@@ -106,6 +110,7 @@ class RemoteCrew:
         """See [`Crew`][marin_rl.runtime.collect.Crew].
 
         Raises:
+            WorkerFailedError: if an error ended a worker.
             NoWorkersError: if no group came in all the time of the patience.
         """
         deadline = time.monotonic() + self._patience
@@ -120,6 +125,11 @@ class RemoteCrew:
             ]
             if played:
                 return played
+            if delivery.failure is not None:
+                raise WorkerFailedError(
+                    f"a rollout worker ended with an error: {delivery.failure}. The workers' logs in the run directory "
+                    "have the traceback"
+                )
         owed = ", ".join(number.group_id for number in sorted(self._owed)[:5])
         raise NoWorkersError(
             f"no group came from any rollout worker in {self._patience:g} s (workers.patience); "

@@ -40,6 +40,10 @@ class WorkerDesk(Protocol):
         """The worker is alive."""
         ...
 
+    def fail(self, worker: str, error: str) -> None:
+        """An error ends the worker."""
+        ...
+
     def leave(self, worker: str, incarnation: str) -> None:
         """The worker ends in good order."""
         ...
@@ -78,24 +82,35 @@ def work(desk: WorkerDesk, name: str, policy: WorkerPolicy, *, silence: float, p
         silence: seconds after which the coordinator gives up a worker that says nothing; it says something four
             times as often.
         poll: seconds that one question may wait for its answer.
+
+    Raises:
+        Exception: whatever ends it; the trainer is told.
     """
     incarnation = uuid.uuid4().hex
     desk.join(name, incarnation)
-    with _Heartbeat(lambda: desk.beat(name, incarnation), silence / 4):
-        while True:
-            told = desk.next_work(name, incarnation, policy.version, policy.room, poll)
-            if told is None:
-                logger.warning("worker %s was given up; it joins anew", name)
-                desk.join(name, incarnation)
-                continue
-            if told.stop:
-                break
-            if told.addresses and told.version != policy.version:
-                policy.fetch(told.addresses)
-            if told.orders:
-                for played in policy.play(told.orders):
-                    desk.finish(name, incarnation, played.number, encode_group(played.group))
+    try:
+        with _Heartbeat(lambda: desk.beat(name, incarnation), silence / 4):
+            _work(desk, name, incarnation, policy, poll)
+    except Exception as error:
+        desk.fail(name, f"{type(error).__name__}: {error}")
+        raise
     desk.leave(name, incarnation)
+
+
+def _work(desk: WorkerDesk, name: str, incarnation: str, policy: WorkerPolicy, poll: float) -> None:
+    while True:
+        told = desk.next_work(name, incarnation, policy.version, policy.room, poll)
+        if told is None:
+            logger.warning("worker %s was given up; it joins anew", name)
+            desk.join(name, incarnation)
+            continue
+        if told.stop:
+            return
+        if told.addresses and told.version != policy.version:
+            policy.fetch(told.addresses)
+        if told.orders:
+            for played in policy.play(told.orders):
+                desk.finish(name, incarnation, played.number, encode_group(played.group))
 
 
 class _Heartbeat:

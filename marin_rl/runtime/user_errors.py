@@ -7,8 +7,10 @@ from marin_rl.learner.checkpoint import CheckpointError
 from marin_rl.learner.train_step import NonFiniteUpdateError
 from marin_rl.rewards.sandbox.pool import IsolationError
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, BlockedEventLoopError
+from marin_rl.runtime.remote_crew import NoWorkersError, WorkerFailedError
 from marin_rl.runtime.run_directory import RunDirectoryError
 from marin_rl.sampling.levanter_sampler import SamplerError
+from marin_rl.weights.errors import WeightTransferError
 
 USER_ERRORS = (
     ValueError,
@@ -20,5 +22,8 @@ USER_ERRORS = (
     AllRolloutsFailedError,
     BlockedEventLoopError,
     IsolationError,
+    NoWorkersError,
+    WorkerFailedError,
+    WeightTransferError,
 )
 """Errors whose message says what to do; a traceback would only hide it."""

@@ -1,0 +1,133 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""`mode: async`: rollout workers, weights over Arrow Flight, a replay buffer, and the same training."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marin_rl.rollouts.replay_buffer import ReplayBuffer
+from marin_rl.rollouts.store import read_rollouts
+from tests.runtime.thread_workers import thread_workers
+from tests.tiny_run import TinyRun, outcome, without_timings
+
+
+@pytest.fixture(autouse=True)
+def workers_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("marin_rl.runtime.training_run.ray_workers", thread_workers)
+    monkeypatch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+
+
+def comparable(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in without_timings(record).items() if not name.startswith("workers/")}
+
+
+def trained_groups(run: TinyRun) -> dict[int, list[str]]:
+    """Which groups each step trained on."""
+    found: dict[int, list[str]] = {}
+    for table in read_rollouts(run.path / "rollouts", None, purposes=["training"]):
+        for row in table.select(["step", "group_id"]).to_pylist():
+            names = found.setdefault(row["step"], [])
+            if row["group_id"] not in names:
+                names.append(row["group_id"])
+    return found
+
+
+def test_without_staleness_one_worker_does_what_the_trainer_does_alone(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun]
+) -> None:
+    run = new_run(mode="async", replay__max_staleness=0, checkpoint__keep_every=1, checkpoint__every=1)
+    assert run.train() == 0
+    for record, wanted in zip(run.records(), finished_run.records(), strict=True):
+        assert comparable(record) == comparable(wanted)
+    found, wanted = outcome(run), outcome(finished_run)
+    assert found["rollouts"] == wanted["rollouts"]
+    assert found["hf"] == wanted["hf"]
+    assert found["state"] == wanted["state"]
+
+
+def test_with_staleness_workers_run_ahead_and_an_interrupted_run_goes_on(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(
+        mode="async",
+        replay__max_staleness=2,
+        workers__num_workers=2,
+        weights={"type": "arrow_flight", "streams": 2},
+        initialize_from=str(finished_run.path),
+        warm_start__max_steps=0,
+        checkpoint__every=1,
+        checkpoint__keep_every=1,
+        evaluation={"tasks": 2, "greedy": False, "every": 0},
+    )
+    from marin_rl.runtime import collect
+
+    draw_tasks, drawn = collect.draw_tasks, 0
+
+    def dies_at_the_fourth(*arguments: Any) -> Any:
+        nonlocal drawn
+        drawn += 1
+        if drawn == 4:
+            raise OSError("pulled the plug")
+        return draw_tasks(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(collect, "draw_tasks", dies_at_the_fourth)
+        assert run.train() == 1
+    died_after = run.steps()[-1]
+    assert 0 < died_after < 6
+    progress = json.loads((run.checkpoint(died_after) / "manifest.json").read_text())["progress"]
+    waiting = ReplayBuffer(max_staleness=2)
+    waiting.load(run.checkpoint(died_after) / "replay.parquet")
+    owed = [f"train-{step}-{index}" for step, index in (one["number"] for one in progress["orders"]["outstanding"])]
+    # What the trainer had ordered and not used: it is there again, to be played or trained on.
+    assert len(owed) + len(waiting) == 8
+
+    assert run.train() == 0
+    groups = trained_groups(run)
+    assert sorted(groups) == [1, 2, 3, 4, 5, 6]
+    assert [len(names) for _, names in sorted(groups.items())] == [4] * 6
+    names = [name for step in groups.values() for name in step]
+    assert len(set(names)) == len(names)
+    later = {name for step, of_step in groups.items() if step > died_after for name in of_step}
+    assert {f"train-{number.step}-{number.index}" for number in waiting._waiting} <= later | set(owed)
+    records = run.records()[1:]
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert max(record["staleness/max"] for record in records) in (1, 2)
+    assert all(record["workers/alive"] == 2 for record in records)
+
+
+def test_an_error_in_a_worker_is_not_swallowed(
+    new_run: Callable[..., TinyRun], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(
+        mode="async",
+        weights={"type": "shared_files", "folder": str(tmp_path / "weights")},
+        warm_start__max_steps=0,
+        evaluation={"tasks": 2, "greedy": False, "every": 0},
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("marin_rl.runtime.worker_policy.play_orders", lambda *arguments: 1 / 0)
+        assert run.train() == 1
+    said = capfd.readouterr().err
+    assert "error: a rollout worker ended with an error: worker-0: ZeroDivisionError: division by zero" in said
+    assert not list((tmp_path / "weights").rglob("*.*"))
+
+
+def test_a_trainer_whose_workers_are_silent_gives_up(new_run: Callable[..., TinyRun], capfd) -> None:
+    run = new_run(
+        mode="async",
+        workers__patience=1.0,
+        weights={"type": "in_process"},
+        warm_start__max_steps=0,
+        evaluation={"tasks": 2, "greedy": False, "every": 0},
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("marin_rl.runtime.rollout_worker._work", lambda *arguments: None)
+        assert run.train() == 1
+    said = capfd.readouterr().err
+    assert "no group came from any rollout worker in 1 s (workers.patience); 8 are owed (train-1-0, " in said
