@@ -28,6 +28,7 @@ from marin_rl.runtime.config import TrainConfig, levanter_defaults
 from marin_rl.runtime.config_decoding import ConfigError, decode
 from marin_rl.runtime.config_parsing import merge, parse_config, parse_yaml
 from tests.one_reply import answer
+from tests.runtime.thread_workers import thread_workers
 from tests.tiny_run import TinyRun, make_run
 
 ROOT = Path(__file__).parent.parent
@@ -391,16 +392,37 @@ def lessons(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> 
     return run.records()
 
 
+@pytest.fixture(scope="module")
+def ahead(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The records of a run whose worker samples beside the training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+        patch.setattr("marin_rl.runtime.training_run.ray_workers", thread_workers)
+        run = make_run(
+            tmp_path_factory.mktemp("ahead"),
+            mode="async",
+            initialize_from=str(finished_run.path),
+            warm_start__max_steps=0,
+            num_steps=2,
+            evaluation={"tasks": 2, "greedy": False},
+        )
+        assert run.train() == 0
+    return run.records()
+
+
 NOT_ON_A_CPU = {"mfu"}
 STARTING_POINT = "before_warm_start/"
 
 
 def test_every_metric_is_defined_and_every_definition_is_of_a_metric(
-    finished_run: TinyRun, everything: list[dict[str, Any]], lessons: list[dict[str, Any]]
+    finished_run: TinyRun,
+    everything: list[dict[str, Any]],
+    lessons: list[dict[str, Any]],
+    ahead: list[dict[str, Any]],
 ) -> None:
     defined = [definition.name for definition in defined_metrics()]
     assert len(defined) == len(set(defined)) > 60
-    logged = {name for record in (*finished_run.records(), *everything, *lessons) for name in record}
+    logged = {name for record in (*finished_run.records(), *everything, *lessons, *ahead) for name in record}
     undefined = {
         name
         for name in logged
@@ -412,12 +434,15 @@ def test_every_metric_is_defined_and_every_definition_is_of_a_metric(
 
 
 def test_values_lie_in_the_ranges_that_the_page_gives(
-    finished_run: TinyRun, everything: list[dict[str, Any]], lessons: list[dict[str, Any]]
+    finished_run: TinyRun,
+    everything: list[dict[str, Any]],
+    lessons: list[dict[str, Any]],
+    ahead: list[dict[str, Any]],
 ) -> None:
     definitions = defined_metrics()
     outside = [
         (name, value, definition.range)
-        for record in (*finished_run.records(), *everything, *lessons)
+        for record in (*finished_run.records(), *everything, *lessons, *ahead)
         for name, value in record.items()
         for definition in definitions
         if re.fullmatch(pattern(definition.name), name.removeprefix(STARTING_POINT))
@@ -465,6 +490,7 @@ def test_types_in_the_table_of_choices_are_those_there_are() -> None:
     from marin_rl.rewards.component import RewardComponentConfig
     from marin_rl.rewards.grading import GraderConfig
     from marin_rl.rollouts.filters import FilterConfig
+    from marin_rl.weights.config import WeightTransferConfig
 
     page = (ROOT / "docs" / "pages" / "configuration.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|", page, re.MULTILINE))
@@ -479,6 +505,7 @@ def test_types_in_the_table_of_choices_are_those_there_are() -> None:
         "mismatch": MismatchConfig,
         "truncation": TruncationConfig,
         "filter": FilterConfig,
+        "weights": WeightTransferConfig,
     }
     for section, registry in registries.items():
         assert set(re.findall(r"`(\w+)`", rows[section])) == set(registry.get_known_choices()), section
