@@ -5,6 +5,7 @@
 
 import contextlib
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -148,8 +149,11 @@ def ray_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[Ra
     workers = config.workers
     with contextlib.ExitStack() as opened:
         if workers.ray_address is None:
+            # Ray trusts whoever can connect, so it listens to this machine alone.
             ray.init(
                 address="local",
+                _node_ip_address="127.0.0.1",
+                _temp_dir=opened.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)),
                 num_cpus=workers.num_workers + 1,
                 include_dashboard=False,
                 log_to_driver=False,
