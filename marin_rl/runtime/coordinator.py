@@ -8,7 +8,9 @@ tests that play every order of events. The trainer knows what it is owed, so not
 one is told again.
 """
 
+import bisect
 import dataclasses
+import itertools
 import threading
 import time
 import uuid
@@ -69,6 +71,8 @@ class Coordinator:
         self._clock = clock
         self._silence = silence
         self._orders: dict[OrderNumber, GroupOrder] = {}
+        self._waiting: list[OrderNumber] = []
+        """Those of the orders that nobody plays, in order."""
         self._finished: dict[OrderNumber, str] = {}
         self._workers: dict[str, _Worker] = {}
         self._version: WeightVersion = 0
@@ -84,8 +88,9 @@ class Coordinator:
     def submit(self, orders: Sequence[GroupOrder]) -> None:
         """Take orders; one that is known already is not taken twice."""
         for order in orders:
-            if order.number not in self._finished:
-                self._orders.setdefault(order.number, order)
+            if order.number not in self._finished and order.number not in self._orders:
+                self._orders[order.number] = order
+                bisect.insort(self._waiting, order.number)
 
     def announce(self, version: WeightVersion, addresses: Sequence[str]) -> None:
         """Say that all senders of these addresses offer these weights.
@@ -144,15 +149,12 @@ class Coordinator:
         if known is None:
             return None
         self.give_up_silent()
-        handed = {number for other in self._workers.values() for number in other.orders}
-        orders = []
-        for number in sorted(self._orders):
-            if len(orders) == room or version is None:
-                break
-            if number not in handed and self._orders[number].min_version <= version:
-                orders.append(self._orders[number])
-        known.orders |= {order.number for order in orders}
-        return Work(orders, self._version, self._addresses, self._stop)
+        ready = (number for number in self._waiting if self._orders[number].min_version <= (version or 0))
+        numbers = [] if version is None else list(itertools.islice(ready, room))
+        for number in numbers:
+            self._waiting.remove(number)
+        known.orders |= set(numbers)
+        return Work([self._orders[number] for number in numbers], self._version, self._addresses, self._stop)
 
     def finish(self, worker: str, incarnation: str, number: OrderNumber, group: str) -> bool:
         """A group is played. The first that comes for an order counts, whoever played it.
@@ -167,6 +169,8 @@ class Coordinator:
         if self._orders.pop(number, None) is None:
             self.counts["late_groups"] += 1
             return False
+        if number in self._waiting:
+            self._waiting.remove(number)
         for other in self._workers.values():
             other.orders.discard(number)
         self._finished[number] = group
@@ -183,7 +187,7 @@ class Coordinator:
     def leave(self, worker: str, incarnation: str) -> None:
         """A worker ends in good order; what it has not played goes to others."""
         if self._heard(worker, incarnation) is not None:
-            del self._workers[worker]
+            self._take_back(self._workers.pop(worker))
 
     def give_up_silent(self) -> None:
         """Give up the workers that have not been heard of for too long."""
@@ -207,6 +211,11 @@ class Coordinator:
         lost = self._workers.pop(worker)
         self.counts["lost"] += 1
         self.counts["handed_again"] += len(lost.orders)
+        self._take_back(lost)
+
+    def _take_back(self, worker: _Worker) -> None:
+        for number in worker.orders:
+            bisect.insort(self._waiting, number)
 
 
 class Office:

@@ -121,6 +121,12 @@ def test_an_order_that_is_submitted_again_is_not_played_again(coordinator: Coord
     assert numbers(coordinator.next_work("b", "b1", 0, 5)) == [(1, 1)]
 
 
+def test_the_trainer_hears_of_an_error(coordinator: Coordinator) -> None:
+    assert coordinator.take().failure is None
+    coordinator.fail("a", "ValueError: no")
+    assert coordinator.take().failure == "a: ValueError: no"
+
+
 def test_workers_are_listed_with_what_they_played(coordinator: Coordinator) -> None:
     coordinator.next_work("a", "a1", 0, 2)
     coordinator.finish("a", "a1", OrderNumber(1, 1), "text")

@@ -1,0 +1,249 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""How many rollout workers a trainer needs: the loop of `mode: async` played with the times that you measured.
+
+    python -m experiments.benchmarks.simulate_pipeline --step_seconds 2.5 --group_seconds 1.2
+    python -m experiments.benchmarks.simulate_pipeline --step_seconds 30 --group_seconds 40 --spread 0.8 \
+        --groups_per_step 256 --groups_together 4 --workers 16 64 256 1024 --max_staleness 4
+
+Orders, coordinator and replay buffer are the ones that a run has; only sampling and training are replaced by their
+durations, so thousands of workers take seconds. It prints one JSON line for each number of workers.
+"""
+
+import argparse
+import dataclasses
+import heapq
+import itertools
+import json
+import math
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from marin_rl.rollouts.orders import GroupOrder, OrderBook, OrderNumber, Pace
+from marin_rl.rollouts.replay_buffer import ReplayBuffer
+from marin_rl.runtime.coordinator import Coordinator, Work
+from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn, WeightVersion
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """What is played."""
+
+    workers: int
+    """Rollout workers."""
+    step_seconds: float
+    """Seconds in which the trainer makes a batch and updates the weights: `seconds/step`, `/batch`, `/reference`."""
+    group_seconds: float
+    """Mean seconds that a worker takes for a group, alone or together with those that it plays at the same time."""
+    spread: float = 0.0
+    """σ of the logarithm of that; 0 for groups that all take equally long."""
+    groups_together: int = 1
+    """Groups that a worker plays at the same time; it is done with the slowest of them."""
+    fetch_seconds: float = 0.0
+    """Seconds in which a worker fetches weights."""
+    publish_seconds: float = 0.0
+    """Seconds after an update until workers hear of its weights."""
+    groups_per_step: int = 64
+    """`rollouts.prompts_per_step`."""
+    max_staleness: int = 1
+    """`replay.max_staleness`."""
+    uses_per_group: int = 1
+    """`replay.uses_per_group`."""
+    failures_per_hour: float = 0.0
+    """How often an hour a worker dies, and is back after `silence` seconds."""
+    silence: float = 30.0
+    """`workers.silence`."""
+    steps: int = 50
+    """Steps to play; the first fifth, in which the pipeline fills, is not counted."""
+    seed: int = 0
+    """Of durations and failures."""
+
+
+@dataclasses.dataclass
+class _Worker:
+    name: str
+    life: int = 0
+    version: WeightVersion | None = None
+    busy: float = 0.0
+    is_waiting: bool = False
+
+
+class Simulation:
+    """Plays a pipeline, event by event."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        """Begin with weights of version 0 and nothing ordered."""
+        self.pipeline = pipeline
+        self.now = 0.0
+        self.idle = 0.0
+        self.ages: list[int] = []
+        self.stale = 0
+        self.ends: list[float] = []
+        self._chance = random.Random(pipeline.seed)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._orders = OrderBook(Pace(pipeline.groups_per_step, pipeline.max_staleness, pipeline.uses_per_group))
+        self._replay = ReplayBuffer(max_staleness=pipeline.max_staleness, uses_per_group=pipeline.uses_per_group)
+        self._coordinator = Coordinator(lambda: self.now, silence=math.inf)
+        self._coordinator.announce(0, ["here"])
+        self._groups: dict[OrderNumber, RolloutGroup] = {}
+        self._workers = [_Worker(f"worker-{index}") for index in range(pipeline.workers)]
+        self._version = 0
+        self._waiting_since: float | None = None
+        self._counted_from = 0.0
+
+    def run(self) -> dict[str, Any]:
+        """Play all steps; shares are of the time after the first fifth."""
+        for worker in self._workers:
+            self._join(worker)
+        self._begin_step()
+        while self._version < self.pipeline.steps:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+        elapsed = self.now - self._counted_from
+        steps = len(self.ends) - self._warm_up
+        busy = sum(worker.busy for worker in self._workers)
+        return {
+            **dataclasses.asdict(self.pipeline),
+            "seconds_per_step": elapsed / steps,
+            "trainer_idle_share": self.idle / elapsed,
+            "worker_idle_share": 1 - busy / (elapsed * self.pipeline.workers),
+            "staleness_mean": sum(self.ages) / len(self.ages),
+            "staleness_max": max(self.ages),
+            "groups_too_old": self.stale,
+            "groups_handed_again": self._coordinator.counts["handed_again"],
+        }
+
+    @property
+    def _warm_up(self) -> int:
+        return self.pipeline.steps // 5
+
+    def _after(self, seconds: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), event))
+
+    # The trainer.
+
+    def _begin_step(self) -> None:
+        if self._version == self._warm_up and not self._counted_from:
+            self._counted_from, self.idle, self.ages, self.stale = self.now, 0.0, [], 0
+            for worker in self._workers:
+                worker.busy = 0.0
+        self._waiting_since = self.now
+        self._expire()
+        self._train_if_ready()
+
+    def _expire(self) -> None:
+        self.stale += len(self._replay.expire(self._version))
+        self._coordinator.submit(self._orders.order(self._version, self._replay.uses_left, _tasks))
+        self._wake()
+
+    def _train_if_ready(self) -> None:
+        if self._waiting_since is None or len(self._replay) < self.pipeline.groups_per_step:
+            return
+        groups = self._replay.draw(self.pipeline.groups_per_step, self._version)
+        self.ages += [self._version - group.rollouts[0].turns[0].generation.first_version for group in groups]
+        self.idle += self.now - self._waiting_since
+        self._waiting_since = None
+        self._after(self.pipeline.step_seconds, self._end_step)
+
+    def _end_step(self) -> None:
+        self._version += 1
+        self.ends.append(self.now)
+        version = self._version
+        self._after(self.pipeline.publish_seconds, lambda: self._announce(version))
+        self._begin_step()
+
+    def _announce(self, version: WeightVersion) -> None:
+        self._coordinator.announce(version, ["here"])
+        self._wake()
+
+    # The workers.
+
+    def _join(self, worker: _Worker) -> None:
+        worker.life += 1
+        worker.version = None
+        self._coordinator.join(worker.name, str(worker.life))
+        if self.pipeline.failures_per_hour:
+            life = worker.life
+            self._after(
+                self._chance.expovariate(self.pipeline.failures_per_hour / 3600), lambda: self._die(worker, life)
+            )
+        self._ask(worker)
+
+    def _die(self, worker: _Worker, life: int) -> None:
+        if worker.life == life:
+            worker.life += 1
+            worker.is_waiting = False
+            self._after(self.pipeline.silence, lambda: self._join(worker))
+
+    def _wake(self) -> None:
+        for worker in self._workers:
+            if worker.is_waiting:
+                self._ask(worker)
+
+    def _ask(self, worker: _Worker) -> None:
+        told = self._coordinator.next_work(worker.name, str(worker.life), worker.version, self.pipeline.groups_together)
+        assert told is not None
+        is_old = told.version != worker.version
+        worker.is_waiting = not (told.orders or is_old)
+        if worker.is_waiting:
+            return
+        fetching = self.pipeline.fetch_seconds if is_old else 0.0
+        playing = max((self._duration() for _ in told.orders), default=0.0)
+        life = worker.life
+        self._after(fetching + playing, lambda: self._finish(worker, life, told, fetching + playing))
+        worker.version = told.version
+
+    def _duration(self) -> float:
+        spread = self.pipeline.spread
+        return self.pipeline.group_seconds * math.exp(self._chance.gauss(0, spread) - spread**2 / 2)
+
+    def _finish(self, worker: _Worker, life: int, told: Work, seconds: float) -> None:
+        if worker.life != life:
+            return
+        worker.busy += min(seconds, self.now - self._counted_from)
+        for order in told.orders:
+            if self._coordinator.finish(worker.name, str(life), order.number, ""):
+                assert self._orders.settle(order.number)
+                self._replay.add(order.number, _group(order, told.version))
+        self._coordinator.take([order.number for order in told.orders])
+        if self._waiting_since is not None:
+            self._expire()
+            self._train_if_ready()
+        self._ask(worker)
+
+
+def _tasks(count: int) -> list[Task]:
+    return [Task("task", "simulated", ({"role": "user", "content": ""},), "")] * count
+
+
+def _group(order: GroupOrder, version: WeightVersion) -> RolloutGroup:
+    turn = Turn((), Generation((0,), (0.0,), StopReason.STOP, version, version), (), starts_sequence=True)
+    name = order.number.group_id
+    rollout = Rollout(name, name, order.task, (turn,), RolloutStatus.COMPLETED, {"correct": 1.0})
+    return RolloutGroup(name, [rollout])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Play the pipeline with each number of workers."""
+    parser = argparse.ArgumentParser(description="The asynchronous loop, played with measured durations.")
+    for field in dataclasses.fields(Pipeline):
+        needed = field.default is dataclasses.MISSING
+        kind = {"int": int, "float": float}[str(getattr(field.type, "__name__", field.type))]
+        if field.name == "workers":
+            parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8])
+        else:
+            parser.add_argument(
+                f"--{field.name}", type=kind, required=needed, default=None if needed else field.default
+            )
+    arguments = vars(parser.parse_args(argv))
+    for workers in arguments.pop("workers"):
+        result = Simulation(Pipeline(workers=workers, **arguments)).run()
+        print(json.dumps({name: round(value, 4) for name, value in result.items()}), file=sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

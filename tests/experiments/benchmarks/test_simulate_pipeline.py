@@ -1,0 +1,85 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The simulated pipeline, against what can be said without it."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.benchmarks.simulate_pipeline import Pipeline, Simulation, main
+
+
+def play(**settings: float) -> dict[str, float]:
+    return Simulation(Pipeline(**settings)).run()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 8, 16])
+def test_steady_groups_take_as_long_as_the_slower_side(workers: int) -> None:
+    # Eight groups of 1 s each, against 2 s of training: four workers are enough.
+    found = play(workers=workers, step_seconds=2.0, group_seconds=1.0, groups_per_step=8, max_staleness=2, steps=60)
+    assert found["seconds_per_step"] == pytest.approx(max(2.0, 8 / workers), rel=0.02)
+    busy = min(1.0, (8 / workers) / 2.0)
+    assert 1 - found["worker_idle_share"] == pytest.approx(busy, abs=0.05)
+    assert found["trainer_idle_share"] == pytest.approx(max(0.0, 1 - 2.0 / max(2.0, 8 / workers)), abs=0.03)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_without_staleness_both_sides_take_turns(workers: int) -> None:
+    found = play(workers=workers, step_seconds=2.0, group_seconds=1.0, groups_per_step=8, max_staleness=0)
+    assert found["seconds_per_step"] == pytest.approx(2.0 + 8 / workers)
+    assert found["staleness_max"] == 0
+
+
+@settings(max_examples=25)
+@given(
+    workers=st.integers(1, 30),
+    staleness=st.integers(0, 4),
+    spread=st.sampled_from([0.0, 0.7]),
+    failures=st.sampled_from([0.0, 60.0]),
+    seed=st.integers(0, 1000),
+)
+def test_the_bounds_hold_whatever_the_times(
+    workers: int, staleness: int, spread: float, failures: float, seed: int
+) -> None:
+    found = play(
+        workers=workers,
+        step_seconds=1.0,
+        group_seconds=2.0,
+        spread=spread,
+        groups_per_step=6,
+        groups_together=2,
+        max_staleness=staleness,
+        fetch_seconds=0.1,
+        publish_seconds=0.2,
+        failures_per_hour=failures,
+        silence=5.0,
+        steps=20,
+        seed=seed,
+    )
+    assert found["staleness_max"] <= staleness
+    assert found["seconds_per_step"] >= 1.0 - 1e-9
+    assert -1e-9 <= found["trainer_idle_share"] <= 1
+    assert found["worker_idle_share"] <= 1
+    assert math.isfinite(found["staleness_mean"])
+    assert found["groups_handed_again"] == 0 or failures > 0
+
+
+def test_a_thousand_workers_are_played(capsys: pytest.CaptureFixture[str]) -> None:
+    times = {
+        "workers": 1000,
+        "step_seconds": 10,
+        "group_seconds": 60,
+        "spread": 0.5,
+        "groups_per_step": 500,
+        "steps": 10,
+        "max_staleness": 8,
+    }
+    main([word for name, value in times.items() for word in (f"--{name}", str(value))])
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    # 500 groups of 60 s every 10 s are 3000 workers' work, and a third of those is there.
+    assert found["seconds_per_step"] == pytest.approx(30, rel=0.25)
