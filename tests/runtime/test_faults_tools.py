@@ -131,7 +131,7 @@ def environment(folder: Path, faults: Mapping[str, str] | None = None) -> dict[s
             {"type": "file", "path": str(folder / "echo.py"), "name": "Echo", "options": options},
             {"type": "python"},
         ],
-        "describe": False,
+        "describe": "none",
         "error_reward": -0.5,
     }
 
