@@ -101,13 +101,13 @@ class RemoteCrew:
         self._settle_announcement()
 
     def submit(self, orders: Sequence[GroupOrder]) -> None:
-        """See [`Crew`][marin_rl.runtime.collect.Crew]."""
+        """See [`Crew`][marin_rl.runtime.crew.Crew]."""
         if orders:
             self._owed |= {order.number: order for order in orders}
             self._desk.submit(orders)
 
     def wait(self, timer: PhaseTimer) -> list[Played]:
-        """See [`Crew`][marin_rl.runtime.collect.Crew].
+        """See [`Crew`][marin_rl.runtime.crew.Crew].
 
         Raises:
             WorkerFailedError: if an error ended a worker.
