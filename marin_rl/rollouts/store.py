@@ -22,13 +22,13 @@ import math
 import os
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from marin_rl.background_job import BackgroundJob
 from marin_rl.rollouts.stored_rollout import (
     SCHEMA,
     SCHEMA_VERSION,
@@ -209,8 +209,7 @@ class RolloutStore:
             piece: the bytes of a token id.
         """
         self._folder, self._config, self._piece = folder, config, piece
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-store")
-        self._under_way: Future[None] | None = None
+        self._job = BackgroundJob("rollout-store")
         self._sizes: dict[StoredFile, int] = {}
         self._count_files()
 
@@ -240,7 +239,7 @@ class RolloutStore:
         self.flush()
         chosen = _chosen(groups, self._config) if self._config.stores(step, purpose) else []
         if chosen:
-            self._under_way = self._thread.submit(self._write, step, chosen, signals, purpose)
+            self._job.start(self._write, step, chosen, signals, purpose)
 
     def flush(self) -> None:
         """Wait until everything that was handed over is on the disk.
@@ -248,16 +247,11 @@ class RolloutStore:
         Raises:
             OSError: if it could not be written.
         """
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        self._job.flush()
 
     def close(self) -> None:
         """Finish what is under way, and end the thread."""
-        try:
-            self.flush()
-        finally:
-            self._thread.shutdown()
+        self._job.close()
 
     def truncate(self, after_step: int) -> None:
         """Remove the rollouts of steps after `after_step`, and what was never finished.

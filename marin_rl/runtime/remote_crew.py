@@ -3,12 +3,12 @@
 
 """The trainer's view of rollout workers: orders go out through a coordinator, groups come back."""
 
-import concurrent.futures
 import logging
 import time
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from marin_rl.background_job import BackgroundJob
 from marin_rl.rollouts.group_codec import decode_group
 from marin_rl.rollouts.orders import GroupOrder, OrderNumber
 from marin_rl.runtime.coordinator import Delivery
@@ -64,8 +64,7 @@ class RemoteCrew:
         self._owed: dict[OrderNumber, GroupOrder] = {}
         self._received: list[OrderNumber] = []
         self._announced: tuple[WeightVersion, tuple[str, ...]] | None = None
-        self._announcing: concurrent.futures.Future[None] | None = None
-        self._background = concurrent.futures.ThreadPoolExecutor(1, "announce")
+        self._announcing = BackgroundJob("announce")
         self._incarnation: str | None = None
         self.workers: dict[str, int] = {}
         """Who was there when the last groups came, and how many groups each had played."""
@@ -75,20 +74,14 @@ class RemoteCrew:
 
     def publish(self, model: object, version: WeightVersion) -> None:
         """Offer the weights, and tell the workers as soon as they can have them; see `Crew`."""
-        self._settle_announcement()
+        self._announcing.flush()
         self._sender.publish(model, version)
-        self._announcing = self._background.submit(self._announce, version)
+        self._announcing.start(self._announce, version)
 
     def _announce(self, version: WeightVersion) -> None:
         self._sender.flush()
         self._announced = (version, (self._sender.address,))
         self._desk.announce(*self._announced)
-
-    def _settle_announcement(self) -> None:
-        """Raise what went wrong with the last one, if anything did."""
-        if self._announcing is not None:
-            announcing, self._announcing = self._announcing, None
-            announcing.result()
 
     def metrics(self) -> dict[str, float]:
         """How many workers there are, and what became of them; see `Crew`."""
@@ -97,8 +90,7 @@ class RemoteCrew:
 
     def close(self) -> None:
         """Wait for what is under way."""
-        self._background.shutdown()
-        self._settle_announcement()
+        self._announcing.close()
 
     def submit(self, orders: Sequence[GroupOrder]) -> None:
         """See [`Crew`][marin_rl.runtime.crew.Crew]."""
@@ -115,8 +107,7 @@ class RemoteCrew:
         """
         deadline = time.monotonic() + self._patience
         while time.monotonic() < deadline:
-            if self._announcing is not None and self._announcing.done():
-                self._settle_announcement()
+            self._announcing.raise_if_failed()
             delivery = self._desk.take(self._received, self._poll)
             self._received = [number for number, _ in delivery.groups]
             self._note(delivery)

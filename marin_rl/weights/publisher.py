@@ -4,8 +4,8 @@
 """Publishing beside the training: device copy at once, host copy and all that follows in a thread."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 
+from marin_rl.background_job import BackgroundJob
 from marin_rl.types import WeightVersion
 from marin_rl.weights.device_copy import Array, DeviceCopier
 from marin_rl.weights.snapshot import Snapshot, TrainingHost, start_copy_to_host, take_snapshot
@@ -30,19 +30,18 @@ class BackgroundPublisher:
         self._copy = DeviceCopier(dtype)
         self._chunk_bytes = chunk_bytes
         self._offer = offer
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish weights")
-        self._under_way: Future[None] | None = None
+        self._job = BackgroundJob("publish weights")
         self._last: WeightVersion | None = None
         self.published: WeightVersion | None = None
 
     def publish(self, weights: object, version: WeightVersion) -> None:
         """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
-        self.flush()
+        self._job.flush()
         check_order(self._last, version)
         arrays = self._copy(named_leaves(weights))
         start_copy_to_host(arrays, self._host)
         self._last = version
-        self._under_way = self._thread.submit(self._finish, arrays, version)
+        self._job.start(self._finish, arrays, version)
 
     def _finish(self, arrays: dict[str, Array], version: WeightVersion) -> None:
         self._offer(take_snapshot(arrays, version, self._host, self._chunk_bytes))
@@ -50,16 +49,11 @@ class BackgroundPublisher:
 
     def flush(self) -> None:
         """Wait until everything published is visible; raises what went wrong."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        self._job.flush()
 
     def close(self) -> None:
         """Wait for what is under way, and end the thread."""
-        try:
-            self.flush()
-        finally:
-            self._thread.shutdown()
+        self._job.close()
 
 
 def check_order(last: WeightVersion | None, version: WeightVersion) -> None:

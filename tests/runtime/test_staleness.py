@@ -185,7 +185,7 @@ def publish(run: TrainingRun) -> None:
     assert isinstance(crew, RemoteCrew)
     crew.publish(SimpleNamespace(), run.progress.step)
     # The announcement is made in a thread; here it is waited for, so that a schedule is played alike each time.
-    crew._background.submit(lambda: None).result()
+    crew._announcing.flush()
 
 
 @pytest.mark.parametrize("filter_config", [KeepGroupsConfig(), DropGroupsConfig(), ResampleGroupsConfig(max_batches=3)])

@@ -92,8 +92,8 @@ def require(level: Isolation) -> None:
         pytest.skip(f"no {level.value} isolation here: {why_not}")
 
 
-TIGHT: dict[str, Any] = {"wall_seconds": 120.0, "cpu_seconds": 1.0, "memory_mb": 256, "file_mb": 1, "output_kb": 64}
-"""Patient, but with tight limits on everything that is not time."""
+TIGHT: dict[str, Any] = {"wall_seconds": 120.0, "cpu_seconds": 60.0, "memory_mb": 256, "file_mb": 1, "output_kb": 64}
+"""Patient, on a slow machine too, but with tight limits on everything that is not time."""
 
 LEVELS = list(Isolation)
 CONFINED_LEVELS = [Isolation.FULL, Isolation.PARTIAL]
@@ -132,6 +132,12 @@ def attack(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
 def confined(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
     """Levels that keep files, network and signals apart."""
     return attacks.at(request.param, "tight", **TIGHT)
+
+
+@pytest.fixture(params=LEVELS)
+def hasty(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
+    """Gives calls little processor time."""
+    return attacks.at(request.param, "hasty", wall_seconds=120.0, cpu_seconds=1.0)
 
 
 @pytest.fixture(params=LEVELS)

@@ -25,8 +25,8 @@ def secret(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["loops_for_ever", "ignores_signals_and_loops"])
-def test_processor_time(attack: Attack, name: str):
-    assert attack.cause(name) is LossCause.CPU
+def test_processor_time(hasty: Attack, name: str):
+    assert hasty.cause(name) is LossCause.CPU
 
 
 @pytest.mark.parametrize("name", ["sleeps_for_ever", "ignores_signals_and_sleeps"])
@@ -199,7 +199,8 @@ def test_attacks_on_the_trainer(confined: Attack, name: str):
 
 
 def test_deep_recursion(attack: Attack):
-    assert attack.cause("recurses") in (LossCause.MEMORY, LossCause.SIGNAL, LossCause.CPU)
+    # CPython itself may notice that memory is at an end, and raise.
+    assert attack.cause("recurses") in (LossCause.MEMORY, LossCause.SIGNAL, LossCause.RAISED)
 
 
 @pytest.mark.parametrize("name", ["overflows_the_stack", "crashes"])
