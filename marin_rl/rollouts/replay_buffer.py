@@ -91,13 +91,18 @@ class ReplayBuffer:
             raise ValueError(f"group {group.id} is in the replay buffer already; an order is settled once")
         self._waiting[number] = Waiting(number, group, self._uses, oldest_version(group))
 
-    def expire(self, version: WeightVersion) -> list[Waiting]:
+    def expire(self, version: WeightVersion, max_staleness: int | None = None) -> list[Waiting]:
         """Take out what is too old to update weights of this version with.
+
+        Args:
+            version: of the weights.
+            max_staleness: what is too old; None for the buffer's own bound.
 
         Returns:
             What was taken out, in order.
         """
-        stale = [one for one in self._in_order() if one.age(version) > self._max_staleness]
+        bound = self._max_staleness if max_staleness is None else max_staleness
+        stale = [one for one in self._in_order() if one.age(version) > bound]
         for one in stale:
             del self._waiting[one.number]
         return stale

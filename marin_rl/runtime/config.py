@@ -280,6 +280,11 @@ class TrainConfig:
                 f"replay.capacity is {self.replay.capacity}, but a step takes rollouts.prompts_per_step = "
                 f"{self.rollouts.prompts_per_step} groups together; raise it"
             )
+        if self.replay.keep_old_weights and not self.mismatch.needs_old_logprobs:
+            raise ValueError(
+                "replay.keep_old_weights is true, but mismatch: {type: none} scores nothing with them; set "
+                "mismatch: {type: tis}, or keep_old_weights: false"
+            )
         self._check_objective()
 
     def _check_objective(self) -> None:

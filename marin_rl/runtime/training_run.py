@@ -26,6 +26,7 @@ from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.policy_model import initialize_policy, load_hf_policy, model_shape, read_hf_architecture
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
+from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.draft import Limits
 from marin_rl.rollouts.event_loop import BackgroundLoop
@@ -125,6 +126,8 @@ class TrainingRun:
     """Groups that were ordered and have not come."""
     replay: ReplayBuffer
     """Groups that have come and wait to be trained on."""
+    history: WeightHistory[LmHeadModel] | None
+    """The weights that groups in the buffer were sampled with, where a correction is to be computed from them."""
     opened: contextlib.ExitStack
     """Ends the loop, the judges and the store."""
 
@@ -142,6 +145,8 @@ class TrainingRun:
         """Hand the learner's weights to those who sample; the trainer's own sampler takes them without a copy."""
         policy = policy_of(self.state.model)
         self.sampler.update(policy, self.progress.step)
+        if self.history is not None:
+            self.history.keep(policy, self.progress.step)
         self.crew.publish(policy, self.progress.step)
 
     def save(self) -> Path:
@@ -288,17 +293,33 @@ def _assemble(config: TrainConfig, folder: Path, report: Report, opened: context
         ),
         OrderBook(make_pace(config), progress.orders),
         make_replay(config),
+        WeightHistory(config.replay.max_staleness + 1) if config.replay.keep_old_weights else None,
         opened,
     )
     if checkpoint is not None:
         run.replay.load(checkpoint.path / REPLAY)
-    run.crew.publish(policy_of(state.model), progress.step)
+    run.publish()
+    if run.history is not None:
+        forget_older(run, report)
     run.crew.submit(run.orders.outstanding)
     if checkpoint is None:
         run.save()
     if config.kl.needs_reference:
         run.reference = restore_policy(checkpoints.open(0), config, trainer)
     return run
+
+
+def forget_older(run: TrainingRun, report: Report) -> None:
+    """Order anew what was sampled with weights that no checkpoint keeps.
+
+    Args:
+        run: just taken up again.
+        report: is told, where there is anything.
+    """
+    lost = run.replay.expire(run.progress.step, max_staleness=0)
+    run.orders.again(one.task for one in lost)
+    if lost:
+        report(f"{len(lost)} waiting groups were sampled with older weights than those kept; they are sampled anew")
 
 
 def _open_crew(config: TrainConfig, player: Player, vocab_size: int, opened: contextlib.ExitStack) -> Crew:

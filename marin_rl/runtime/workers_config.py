@@ -60,6 +60,11 @@ class ReplayConfig:
     """Most groups that are ordered or waiting at a time, at least `rollouts.prompts_per_step`; null leaves it to
     `max_staleness`: as many as are trained on before they are too old."""
 
+    keep_old_weights: bool = False
+    """Keep the weights of the last `max_staleness` versions in host memory, so that a `mismatch` correction scores each
+    rollout with the very weights that sampled it, and ratios start there. Without it the newest weights do the scoring,
+    and the correction makes up for staleness too."""
+
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
             raise ValueError(f"replay.max_staleness is {self.max_staleness}; it must be at least 0")

@@ -101,6 +101,27 @@ def test_with_staleness_workers_run_ahead_and_an_interrupted_run_goes_on(
     assert all(record["workers/alive"] == 2 for record in records)
 
 
+def test_with_kept_weights_only_sampler_and_learner_differ_and_not_their_versions(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun]
+) -> None:
+    run = new_run(
+        mode="async",
+        num_steps=4,
+        replay={"max_staleness": 2, "keep_old_weights": True},
+        mismatch={"type": "tis"},
+        policy_loss={"type": "ppo_clip"},
+        initialize_from=str(finished_run.path),
+        warm_start__max_steps=0,
+        evaluation={"tasks": 2, "greedy": False, "every": 0},
+    )
+    assert run.train() == 0
+    records = run.records()[1:]
+    assert max(record["staleness/max"] for record in records) >= 1
+    # Both compute in float32: a version off by one would show in the third digit.
+    assert max(record["mismatch/logprob_difference_max"] for record in records) < 1e-4
+    assert max(abs(record["val/ratio"] - 1) for record in records) > 1e-4
+
+
 def test_an_error_in_a_worker_is_not_swallowed(
     new_run: Callable[..., TinyRun], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -296,6 +296,11 @@ GSPO, RLOO_SEQUENCE = "{type: gspo}", "{type: rloo_sequence}"
             "use mismatch: {type: mask}",
         ),
         (
+            {"replay": "{keep_old_weights: true}"},
+            r"replay.keep_old_weights is true, but mismatch: \{type: none\} scores nothing with them",
+            r"set mismatch: \{type: tis\}, or keep_old_weights: false",
+        ),
+        (
             {"updates": "{epochs: 2}"},
             "updates asks for 2 updates per step, but policy_loss 'reinforce' ignores that the policy has moved",
             "use policy_loss: {type: ppo_clip}, or one update",
