@@ -18,6 +18,8 @@ import pytest
 from marin_rl.rollouts.store import read_rollouts
 from tests.tiny_run import TinyRun
 
+SILENCE = 3.0
+"""Seconds that a worker may be silent."""
 PATIENCE = 240.0
 """Seconds that anything may take on a busy machine."""
 
@@ -83,7 +85,7 @@ def async_run(finished_run: TinyRun, new_run: Callable[..., TinyRun], steps: int
         mode="async",
         num_steps=steps,
         replay__max_staleness=1,
-        workers={"num_workers": 2, "silence": 3.0, "patience": PATIENCE},
+        workers={"num_workers": 2, "silence": SILENCE, "patience": PATIENCE},
         initialize_from=str(finished_run.path),
         warm_start__max_steps=0,
         checkpoint__every=5,
@@ -108,10 +110,10 @@ def whole_and_once(run: TinyRun, steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_workers_and_coordinator_are_killed_and_the_run_goes_on(
+def test_workers_and_coordinator_are_killed_and_paused_and_the_run_goes_on(
     finished_run: TinyRun, new_run: Callable[..., TinyRun]
 ) -> None:
-    run = async_run(finished_run, new_run, steps=24)
+    run = async_run(finished_run, new_run, steps=30)
     with started(run) as training:
         training.wait_until(lambda: training.steps() >= 3)
         (first, *_) = training.named("ray::Worker")
@@ -122,6 +124,16 @@ def test_workers_and_coordinator_are_killed_and_the_run_goes_on(
             os.kill(worker, signal.SIGKILL)
         after = training.steps()
         training.wait_until(lambda: training.steps() >= after + 3)
+        # Workers that stand still for longer than they may be silent are given up; when they move again they join anew.
+        given_up, after = run.records()[-1]["workers/lost"], training.steps()
+        paused = training.named("ray::Worker")
+        for worker in paused:
+            os.kill(worker, signal.SIGSTOP)
+        time.sleep(2 * SILENCE)
+        for worker in paused:
+            os.kill(worker, signal.SIGCONT)
+        training.wait_until(lambda: training.steps() >= after + 3)
+        assert run.records()[-1]["workers/lost"] > given_up
         (coordinator,) = training.named("ray::Office")
         os.kill(coordinator, signal.SIGKILL)
         after = training.steps()
@@ -129,7 +141,7 @@ def test_workers_and_coordinator_are_killed_and_the_run_goes_on(
         children = training.children()
         assert training.end() == 0, training.output.read_text()
         assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
-    whole_and_once(run, 24)
+    whole_and_once(run, 30)
     log = (run.path / "log.txt").read_text()
     assert "the coordinator was started anew; it is told of" in log
 
