@@ -8,9 +8,8 @@ The additions to OpenAI's protocol are `return_token_ids`, which adds `token_ids
 `repetition_penalty`, which are named because a server takes what is left out from the model's own defaults.
 """
 
-import math
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from marin_rl.sampling.levanter_sampler import SamplerError
 from marin_rl.sampling.sampler import SampleRequest
@@ -117,10 +116,11 @@ def most_likely_logprob(answer: object, index: int) -> float | None:
         answer: what the server sent, parsed.
         index: named in errors.
     """
-    listed = (_only_choice(answer, index).get("logprobs") or {}).get("top_logprobs")
-    if not isinstance(listed, list) or not listed or not isinstance(listed[0], Mapping) or not listed[0]:
+    said = _only_choice(answer, index).get("logprobs")
+    listed = said.get("top_logprobs") if isinstance(said, Mapping) else None
+    if not isinstance(listed, list) or not listed or not isinstance(listed[0], Mapping):
         return None
-    return max(listed[0].values())
+    return max((float(value) for value in listed[0].values() if _is_logprob(value)), default=None)
 
 
 def _only_choice(answer: object, index: int) -> Mapping[str, Any]:
@@ -158,13 +158,16 @@ def _token_logprobs(choice: Mapping[str, Any], index: int, length: int) -> list[
             f"logprobs, with one number for each of the {length} tokens"
         )
     for value in logprobs:
-        good = type(value) in (float, int) and math.isfinite(value)
-        if not good or not LEAST_LOGPROB < value <= LOGPROB_ROUNDING:
+        if not _is_logprob(value):
             raise SamplerError(
                 f"request {index}: the server returned log-probability {_shown(value)}; it must be finite and at most "
                 "0. Check the weights for NaN"
             )
-    return logprobs
+    return [float(value) for value in logprobs]
+
+
+def _is_logprob(value: object) -> bool:
+    return type(value) in (float, int) and LEAST_LOGPROB < cast(float, value) <= LOGPROB_ROUNDING
 
 
 def _shown(value: object) -> str:
