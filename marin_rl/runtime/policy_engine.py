@@ -6,6 +6,7 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+import jax
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
@@ -65,9 +66,15 @@ class OutsideEngine:
             version: steps of training behind them.
 
         Raises:
+            ValueError: if this is one of several training hosts.
             UserFileError: if the user's function is missing or raises.
             SamplerError: if the server does not answer what it must.
         """
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"sampler 'openai' has one training host write the weights, but there are {jax.process_count()}; train "
+                "on one, or use sampler: {type: levanter}"
+            )
         self._weights = ServedWeights(server.reload, server.base_url, tokenizer, trainer)
         self._sampler = OpenAiSampler(
             server,

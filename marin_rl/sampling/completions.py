@@ -104,7 +104,8 @@ def read_completion(
         raise SamplerError(
             f"request {index}: the server returned {len(tokens)} tokens that end in no stop token, where {allowed} "
             f"were allowed, with finish_reason {choice.get('finish_reason')!r}; it must honour stop_token_ids, "
-            "ignore_eos and max_tokens, return the stop token, and abort nothing"
+            "ignore_eos and max_tokens, return the stop token, add none of its own (vLLM: --generation-config vllm), "
+            "and abort nothing"
         )
     return Completion(tuple(tokens), tuple([min(value, 0.0) for value in logprobs]), stopped)
 

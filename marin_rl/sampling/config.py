@@ -65,7 +65,7 @@ class OpenAiSamplerConfig(SamplerConfig):
 
     def __post_init__(self) -> None:
         address = urllib.parse.urlsplit(self.base_url)
-        if address.scheme not in ("http", "https") or not address.netloc:
+        if address.scheme not in ("http", "https") or not address.hostname or not _has_good_port(address):
             raise ValueError(
                 f"sampler.base_url is {self.base_url!r}; it must be an address such as http://localhost:8000/v1"
             )
@@ -78,3 +78,10 @@ class OpenAiSamplerConfig(SamplerConfig):
             raise ValueError("sampler.model is empty; give the name under which the server knows the model")
         if not (self.timeout > 0 and math.isfinite(self.timeout)):
             raise ValueError(f"sampler.timeout is {self.timeout}; it is a number of seconds above 0")
+
+
+def _has_good_port(address: urllib.parse.SplitResult) -> bool:
+    try:
+        return address.port != 0
+    except ValueError:
+        return False

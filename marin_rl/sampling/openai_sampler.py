@@ -199,7 +199,7 @@ class OpenAiSampler:
         base_url = self._server.base_url.rstrip("/")
         try:
             response = await client.post(f"{base_url}/completions", json=body)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise ServerLostError(
                 f"request {index}: the server at {base_url} does not answer ({type(error).__name__}: {error}); see "
                 "whether it runs, and sampler.base_url and sampler.timeout"

@@ -91,6 +91,8 @@ class Raw:
     body: bytes
     length: int | None = None
     """The length that is declared; None for the true one."""
+    encoding: str | None = None
+    """The encoding that is declared."""
 
 
 def error(status: int, message: str) -> Raw:
@@ -184,6 +186,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.send_response(reply.status)
         self.send_header("Content-Length", str(len(reply.body) if reply.length is None else reply.length))
+        if reply.encoding is not None:
+            self.send_header("Content-Encoding", reply.encoding)
         self.end_headers()
         self.wfile.write(reply.body)
         self.close_connection = reply.length is not None

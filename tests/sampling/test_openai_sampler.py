@@ -180,6 +180,7 @@ LOST = [
     (error(408, "too slow"), "status 408: .*too slow"),
     (Raw(0, b""), "does not answer .RemoteProtocolError"),
     (Raw(200, b'{"choices": [', 4000), "does not answer .RemoteProtocolError: peer closed connection"),
+    (Raw(200, b"{}", encoding="gzip"), "does not answer .DecodingError"),
     (Raw(200, b'{"choices": ['), "something else than JSON"),
     (Raw(200, b"<html>"), "something else than JSON: '<html>'"),
     (Raw(200, b"\xff\xfe\x00"), "something else than JSON"),
