@@ -38,6 +38,7 @@ from marin_rl.runtime.config_decoding import decode
 from marin_rl.runtime.evaluation import EvaluationConfig
 from marin_rl.runtime.warm_start import WarmStartConfig
 from marin_rl.runtime.workers_config import Mode, ReplayConfig, WorkersConfig
+from marin_rl.sampling.config import LevanterSamplerConfig, OpenAiSamplerConfig, SamplerConfig
 from marin_rl.sampling.levanter_sampler import SamplingConfig
 from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig
@@ -205,6 +206,8 @@ class TrainConfig:
     """Size of a batch and limits of a rollout."""
     sampling: SamplingConfig = SamplingConfig()
     """How the policy samples."""
+    sampler: SamplerConfig = LevanterSamplerConfig()
+    """The engine that samples."""
     sandbox: SandboxConfig = SandboxConfig()
     """Where reward functions and programs that a model wrote run, and what a call may use."""
     advantage: AdvantageConfig = RlooConfig()
@@ -284,6 +287,11 @@ class TrainConfig:
             raise ValueError(
                 "replay.keep_old_weights is true, but mismatch: {type: none} scores nothing with them; set "
                 "mismatch: {type: tis}, or keep_old_weights: false"
+            )
+        if self.mode is Mode.ASYNC and isinstance(self.sampler, OpenAiSamplerConfig):
+            raise ValueError(
+                f"mode is async and sampler 'openai', but rollout workers sample with engines of their own; set "
+                f"mode: sync, in which the trainer has {self.sampler.base_url} sample, or sampler: {{type: levanter}}"
             )
         self._check_objective()
 

@@ -31,7 +31,19 @@ from marin_rl.runtime.training_run import TrainingRun, open_run
 
 logger = logging.getLogger(__name__)
 
-MAY_DIFFER = ("evaluation.every", "checkpoint", "rollout_store", "trainer.tracker", "trainer.jax_compilation_cache_dir")
+MAY_DIFFER = (
+    "evaluation.every",
+    "checkpoint",
+    "rollout_store",
+    "sampler.base_url",
+    "sampler.model",
+    "sampler.reload",
+    "sampler.api_key_env",
+    "sampler.timeout",
+    "sampler.retry",
+    "trainer.tracker",
+    "trainer.jax_compilation_cache_dir",
+)
 """Settings that may change between two starts of one run, because they do not change what is computed."""
 
 

@@ -42,12 +42,13 @@ from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.crew import Crew, OwnCrew
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import Keep, evaluate, forget
-from marin_rl.runtime.policy_sampler import PolicySampler
+from marin_rl.runtime.policy_engine import PolicyEngine, open_policy_engine
 from marin_rl.runtime.ray_workers import ray_workers
 from marin_rl.runtime.remote_crew import RemoteCrew
 from marin_rl.runtime.run_directory import writing
 from marin_rl.runtime.warm_start import warm_start
 from marin_rl.runtime.workers_config import Mode
+from marin_rl.sampling.sampler import Sampler
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import RolloutGroup
@@ -100,7 +101,7 @@ class TrainingRun:
     """Tasks and judge."""
     tokenizer: ChatTokenizer
     """Text to tokens and back."""
-    sampler: PolicySampler
+    sampler: PolicyEngine
     """Holds the current weights."""
     learner: Learner
     """Makes new ones."""
@@ -180,7 +181,7 @@ def make_player(
     config: TrainConfig,
     environment: Environment,
     tokenizer: ChatTokenizer,
-    sampler: PolicySampler,
+    sampler: Sampler,
     loop: BackgroundLoop,
     judges: Judges,
 ) -> Player:
@@ -261,7 +262,7 @@ def _assemble(config: TrainConfig, folder: Path, report: Report, opened: context
         for damaged in [step for step in checkpoints.steps() if step > progress.step]:
             report(f"the checkpoint of step {damaged} is damaged and passed over; log.txt says what is wrong with it")
         report(f"resuming after step {progress.step}, from {checkpoint.path}")
-        sampler = PolicySampler(config, policy_of(state.model), tokenizer, trainer, progress.step)
+        sampler = open_policy_engine(config, policy_of(state.model), tokenizer, trainer, progress.step)
     else:
         state, sampler, progress = _start(config, learner, trainer, tokenizer, environment, loop, judges, store, report)
     run = TrainingRun(
@@ -426,14 +427,14 @@ def _start(
     judges: Judges,
     store: RolloutStore,
     report: Report,
-) -> tuple[TrainerState, PolicySampler, Progress]:
+) -> tuple[TrainerState, PolicyEngine, Progress]:
     assert config.model is not None
     if config.initialize_from is None:
         key = jax.random.PRNGKey(derive_seed(config.seed, "weights") % 2**32)
         model = initialize_policy(config.model, tokenizer, trainer, key=key)
     else:
         model = load_hf_policy(hf_folder(config.initialize_from), tokenizer, trainer, config.model)
-    sampler = PolicySampler(config, model, tokenizer, trainer, version=0)
+    sampler = open_policy_engine(config, model, tokenizer, trainer, version=0)
     player = make_player(config, environment, tokenizer, sampler, loop, judges)
     progress = Progress(vocab_size=model.vocab_size)
 

@@ -27,7 +27,8 @@ from levanter.inference.jit_scheduler import SeqDecodingParams
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.sampling.paged_attention import with_batched_attention
-from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
+from marin_rl.sampling.request_check import allowed_tokens
+from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.types import Generation, StopReason, WeightVersion
 
 # The engine writes a line with every slot's number at each call.
@@ -216,31 +217,13 @@ class LevanterSampler:
         return InferenceEngine.from_model_with_config(self._model, tokenizer=None, config=self._engine_config)
 
     def _allowed_tokens(self, index: int, request: SampleRequest) -> int:
-        """Most tokens that request number `index` can get, after checking it."""
-        length = len(request.prompt_tokens)
-        if length >= self._max_context:
-            raise PromptTooLongError(
-                f"request {index}: the prompt has {length} tokens, but the limit is {self._max_context - 1} (a context "
-                f"of {self._max_context} less one new token); shorten the prompt or enlarge the context"
-            )
-        if length == 0:
-            raise ValueError(f"request {index}: prompt_tokens is empty; a prompt needs at least one token")
-        low, high = min(request.prompt_tokens), max(request.prompt_tokens)
-        if low < 0 or high >= self._model.Vocab.size:
-            raise ValueError(
-                f"request {index}: prompt token {low if low < 0 else high} is not in the model's vocabulary of "
-                f"{self._model.Vocab.size}"
-            )
-        if not 1 <= request.max_new_tokens <= self._config.max_new_tokens:
-            raise ValueError(
-                f"request {index}: max_new_tokens is {request.max_new_tokens}; it must be between 1 and "
-                f"sampling.max_new_tokens, which is {self._config.max_new_tokens}"
-            )
-        if not (math.isfinite(request.temperature) and request.temperature >= 0):
-            raise ValueError(f"request {index}: temperature is {request.temperature}; it must be 0 (greedy) or above")
-        if not 0 <= request.seed < 2**63:
-            raise ValueError(f"request {index}: seed is {request.seed}; it must be at least 0 and below 2**63")
-        return min(request.max_new_tokens, self._max_context - length)
+        return allowed_tokens(
+            index,
+            request,
+            max_context=self._max_context,
+            vocab_size=self._model.Vocab.size,
+            max_new_tokens=self._config.max_new_tokens,
+        )
 
     def _chunks(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[int, int]]:
         """Spans of requests that the engine can take with one prefill and without queueing.

@@ -357,6 +357,26 @@ def test_objectives_that_cannot_be_combined_say_what_to_do(sections: dict[str, s
         from_lines(**sections)
 
 
+OUTSIDE = (
+    "{type: openai, base_url: http://localhost:8000/v1, model: policy, "
+    "reload: {folder: served, path: hook.py, function: reload}}"
+)
+
+
+def test_workers_with_a_server_outside_are_refused():
+    assert from_lines(sampler=OUTSIDE, mode="sync").run_dir == "runs/test"
+    assert from_lines(sampler="{type: levanter}", mode="async").run_dir == "runs/test"
+    with pytest.raises(ConfigError, match=r"(?s)mode is async and sampler 'openai'.*set mode: sync.*type: levanter"):
+        from_lines(sampler=OUTSIDE, mode="async")
+
+
+def test_a_section_of_the_sampler_that_lacks_something_says_what():
+    with pytest.raises(ConfigError, match=r"sampler.*reload"):
+        from_lines(sampler="{type: openai, base_url: http://localhost:8000/v1, model: policy}")
+    with pytest.raises(ConfigError, match=r"sampler.base_url is 'localhost'"):
+        from_lines(sampler=OUTSIDE.replace("http://localhost:8000/v1", "localhost"))
+
+
 @pytest.mark.parametrize(
     "sections",
     [
