@@ -17,6 +17,7 @@ from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
+from marin_rl import processes
 from marin_rl.closing import Closing
 from marin_rl.environments.base import Environment, connect_code_runner
 from marin_rl.environments.task_stream import TaskStream, task_stream
@@ -45,11 +46,13 @@ from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.ray_workers import ray_workers
 from marin_rl.runtime.remote_crew import RemoteCrew
 from marin_rl.runtime.run_directory import writing
+from marin_rl.runtime.shared_run import NoSampler, SharedCrew, check_config, newest_good
 from marin_rl.runtime.warm_start import warm_start
 from marin_rl.runtime.workers_config import Mode
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import RolloutGroup
+from marin_rl.weights.all_hosts import AllHosts
 from marin_rl.weights.snapshot import TrainingHost
 from marin_rl.weights.token import make_token
 
@@ -99,7 +102,7 @@ class TrainingRun:
     """Tasks and judge."""
     tokenizer: ChatTokenizer
     """Text to tokens and back."""
-    sampler: PolicySampler
+    sampler: PolicySampler | NoSampler
     """Holds the current weights."""
     learner: Learner
     """Makes new ones."""
@@ -158,6 +161,8 @@ class TrainingRun:
 
     def store_rollouts(self, step: int, groups: Sequence[RolloutGroup], signals: Mapping[str, TrainingSignal]) -> None:
         """Hand a step's rollouts to the store, which writes what the config asks for."""
+        if not processes.is_main():
+            return
         with writing(self.store.folder):
             self.store.write(step, groups, signals)
 
@@ -175,7 +180,7 @@ def make_player(
     config: TrainConfig,
     environment: Environment,
     tokenizer: ChatTokenizer,
-    sampler: PolicySampler,
+    sampler: PolicySampler | NoSampler,
     loop: BackgroundLoop,
     judges: Judges,
 ) -> Player:
@@ -241,6 +246,7 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
 def _assemble(config: TrainConfig, folder: Path, report: Report, opened: contextlib.ExitStack) -> TrainingRun:
     assert config.model is not None
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
+    check_config(config)
     tokenizer = config.tokenizer.build()
     environment = config.environment.build()
     judges, loop = open_judges(config, environment, opened)
@@ -250,13 +256,13 @@ def _assemble(config: TrainConfig, folder: Path, report: Report, opened: context
     # A learning rate schedule has no form for no steps at all, which is a run that only warms up and exports.
     num_updates = max(config.num_steps, 1) * config.updates.per_step
     learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=num_updates)
-    if (checkpoint := checkpoints.newest_good()) is not None:
+    if (checkpoint := newest_good(checkpoints)) is not None:
         progress = Progress(**checkpoint.progress)
         state = _restore(checkpoint, learner, config, progress.vocab_size)
         for damaged in [step for step in checkpoints.steps() if step > progress.step]:
             report(f"the checkpoint of step {damaged} is damaged and passed over; log.txt says what is wrong with it")
         report(f"resuming after step {progress.step}, from {checkpoint.path}")
-        sampler = PolicySampler(config, policy_of(state.model), tokenizer, trainer, progress.step)
+        sampler = _own_sampler(config, policy_of(state.model), tokenizer, trainer, progress.step)
     else:
         state, sampler, progress = _start(config, learner, trainer, tokenizer, environment, loop, judges, store, report)
     run = TrainingRun(
@@ -304,14 +310,28 @@ def _assemble(config: TrainConfig, folder: Path, report: Report, opened: context
 def _open_crew(config: TrainConfig, player: Player, vocab_size: int, opened: contextlib.ExitStack) -> Crew:
     if config.mode is Mode.SYNC:
         return OwnCrew(config, player)
-    token = make_token()
+    token = processes.on_main(make_token)
     sender = config.weights.open_sender(token, TrainingHost.current())
+    addresses = processes.gather_texts(sender.address)
+    if len(addresses) > 1 and processes.is_main():
+        receiver = config.weights.open_receiver(addresses, token)
+        sender = AllHosts(sender, receiver, patience=config.workers.patience)
     opened.enter_context(Closing(sender.close))
+    if not processes.is_main():
+        return SharedCrew(None, sender)
     # The workers end before the server that they fetch from.
     desk = opened.enter_context(ray_workers(config, vocab_size, token))
-    crew = RemoteCrew(desk, sender, patience=config.workers.patience)
+    crew = RemoteCrew(desk, sender, patience=config.workers.patience, addresses=addresses)
     opened.enter_context(Closing(crew.close))
-    return crew
+    return crew if len(addresses) == 1 else SharedCrew(crew, sender)
+
+
+def _own_sampler(
+    config: TrainConfig, model: LmHeadModel, tokenizer: ChatTokenizer, trainer: TrainerConfig, version: int
+) -> PolicySampler | NoSampler:
+    if processes.several():
+        return NoSampler()
+    return PolicySampler(config, model, tokenizer, trainer, version)
 
 
 def make_pace(config: TrainConfig) -> Pace:
@@ -405,14 +425,14 @@ def _start(
     judges: Judges,
     store: RolloutStore,
     report: Report,
-) -> tuple[TrainerState, PolicySampler, Progress]:
+) -> tuple[TrainerState, PolicySampler | NoSampler, Progress]:
     assert config.model is not None
     if config.initialize_from is None:
         key = jax.random.PRNGKey(derive_seed(config.seed, "weights") % 2**32)
         model = initialize_policy(config.model, tokenizer, trainer, key=key)
     else:
         model = load_hf_policy(hf_folder(config.initialize_from), tokenizer, trainer, config.model)
-    sampler = PolicySampler(config, model, tokenizer, trainer, version=0)
+    sampler = _own_sampler(config, model, tokenizer, trainer, version=0)
     player = make_player(config, environment, tokenizer, sampler, loop, judges)
     progress = Progress(vocab_size=model.vocab_size)
 
@@ -420,6 +440,8 @@ def _start(
         sampler.update(model, 0)
 
     def measure(landmark: str, keep: Keep = forget) -> None:
+        if not config.evaluation.tasks:
+            return
         progress.evaluations[landmark] = evaluate(
             player, config.evaluation, temperature=config.sampling.temperature, seed=config.seed, keep=keep
         )
