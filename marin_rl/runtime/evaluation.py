@@ -30,8 +30,9 @@ class EvaluationConfig:
     """Also make one attempt at each task at temperature 0."""
 
     def __post_init__(self) -> None:
-        if self.every < 0 or self.tasks < 0 or self.samples < 1:
-            raise ValueError("evaluation.every and .tasks cannot be negative; evaluation.samples must be at least 1")
+        for name, least in (("every", 0), ("tasks", 0), ("samples", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"evaluation.{name} is {getattr(self, name)}; it must be at least {least}")
         for k in self.pass_at:
             if not 1 <= k <= self.samples:
                 raise ValueError(
@@ -83,8 +84,10 @@ def evaluate(
         of tasks as `…/tasks`.
 
     Raises:
-        ValueError: if the split has no tasks.
+        ValueError: if the split has no tasks, or none of them are asked for.
     """
+    if config.tasks == 0:
+        raise ValueError("evaluation.tasks is 0, so that nothing is evaluated; say how many, as --evaluation.tasks 512")
     tasks = first_of_each(player.environment.tasks(split), config.tasks)
     if not tasks:
         raise ValueError(

@@ -60,6 +60,14 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     restored = on_host(learner.place(restored))
     same = [restored[name].tobytes() == array.tobytes() for name, array in weights.items()]
 
+    def fail() -> str:
+        raise OSError("pulled the plug")
+
+    try:
+        error = processes.on_main(fail)
+    except (OSError, processes.MainProcessError) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+
     sender = ArrowFlightConfig().open_sender(TOKEN, TrainingHost.current())
     sender.publish(state.model, UPDATES)
     sender.flush()
@@ -72,6 +80,11 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
         "elements": up_proj.size,
         "own elements": sum(shard.data.size for shard in up_proj.addressable_shards),
         "restored": len(same) if all(same) else "differs",
+        "said": [processes.on_main(lambda size=size: "ä" * size + str(index)) for size in (0, 300, 2**18)],
+        "error": error,
+        "gathered": processes.gather_texts(f"{index}" * (1 + 500 * index)),
+        "agreed": [processes.agree(index == 1), processes.agree(False)],
+        "main": processes.is_main(),
         "addresses": processes.gather_texts(sender.address),
     }
     print(json.dumps(facts), flush=True)

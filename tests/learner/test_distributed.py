@@ -125,6 +125,18 @@ def test_each_process_holds_its_share_of_the_same_mesh(alone: Process, two: list
         assert 2 * process.facts["own elements"] == process.facts["elements"]
 
 
+def test_what_the_main_process_does_all_are_told(two: list[Process]) -> None:
+    assert [process.facts["main"] for process in two] == [True, False]
+    for process in two:
+        assert process.facts["said"] == ["0", "ä" * 300 + "0", "ä" * 2**18 + "0"]
+        assert process.facts["gathered"] == ["0", "1" * 501]
+        assert process.facts["agreed"] == [True, False]
+    assert [process.facts["error"] for process in two] == [
+        "OSError: pulled the plug",
+        "MainProcessError: the main training process ended with an error: OSError: pulled the plug",
+    ]
+
+
 def test_losses_and_weights_are_those_of_one_process(alone: Process, two: list[Process]) -> None:
     # Not the same bits: the sums over devices are added up in another order.
     for process in two:

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import marin_rl
-from tests.tiny_run import TinyRun, make_run, without_timings
+from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, without_timings
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ SECONDS = 500.0
 """After which a process is ended that has not come to its end."""
 
 
-def make(folder: Path, **changes: object) -> TinyRun:
+def make(folder: Path) -> TinyRun:
     """A run from scratch; an untrained policy is never right, so that a coin gives it something to learn."""
     folder.mkdir()
     inner = {"type": "jsonl", "name": "ones", "path": str(folder / "problems.jsonl"), "held_out": 0.3}
@@ -37,8 +37,8 @@ def make(folder: Path, **changes: object) -> TinyRun:
             "warm_start__max_steps": 0,
             "evaluation": {"tasks": 0},
             "checkpoint__every": 1,
+            "checkpoint__keep_every": 1,
             "kl": {"type": "in_reward", "beta": 0.05},
-            **changes,
         },
     )
 
@@ -48,8 +48,8 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def train(run: TinyRun, count: int) -> list[str]:
-    """Run the command in so many processes of two devices each; what each printed, errors last."""
+def train(run: TinyRun, count: int) -> None:
+    """Run the command in so many processes of two devices each."""
     place = ["--trainer.distributed.coordinator_address", f"127.0.0.1:{free_port()}"]
     place += ["--trainer.distributed.num_processes", str(count)]
     place += ["--trainer.distributed.initialize_jax_distributed", "true"]
@@ -78,28 +78,53 @@ def train(run: TinyRun, count: int) -> list[str]:
         for process in running:
             process.kill()
             process.wait()
-    said = [file.read_text() for file in files]
-    assert codes == [0] * count, "\n".join(text[-3000:] for text in said)
-    return said
+    assert codes == [0] * count, "\n".join(file.read_text()[-3000:] for file in files)
 
 
-def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
-    alone, shared = make(tmp_path / "alone"), make(tmp_path / "shared")
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """A run in two processes, with what they printed beside it."""
+    run = make(tmp_path_factory.mktemp("shared") / "run")
+    train(run, 2)
+    return run
+
+
+def comparable(run: TinyRun) -> list[dict[str, object]]:
+    records = [without_timings(record) for record in run.records()]
+    return [{name: value for name, value in record.items() if "workers/" not in name} for record in records]
+
+
+def test_two_processes_train_as_one_does(shared: TinyRun, tmp_path: Path) -> None:
+    alone = make(tmp_path / "alone")
     train(alone, 1)
-    said = train(shared, 2)
-    assert "Evaluate it again" in said[0]
-    assert "Evaluate it again" not in said[1]
     assert [record["step"] for record in shared.records()] == [0, 1, 2, 3]
-    for found, expected in zip(shared.records()[1:], alone.records()[1:], strict=True):
-        found, expected = without_timings(found), without_timings(expected)
+    for found, expected in zip(comparable(shared), comparable(alone), strict=True):
         assert found.keys() == expected.keys()
-        for name in ("episode", "loss/total", "grad_norm", "policy/entropy_avg", "objective/kl"):
-            # The same rollouts; sums over four devices in two processes are not those over two.
-            assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
-        assert found["grad_norm"] > 0
+        for name, value in expected.items():
+            # The same rollouts; sums over four devices in two processes are not those over two in one.
+            if not name.startswith("batch/"):
+                assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    assert all(record["grad_norm"] > 0 for record in shared.records()[1:])
     weights = load_file(shared.path / "hf" / "model.safetensors")
     for name, array in load_file(alone.path / "hf" / "model.safetensors").items():
         np.testing.assert_allclose(weights[name], array, atol=1e-4, err_msg=name)
-    assert shared.steps() == [0, 2, 3]
+
+
+def test_the_first_process_alone_speaks_and_writes(shared: TinyRun) -> None:
+    first, second = ((shared.path.parent / f"said-2-{index}.txt").read_text() for index in range(2))
+    assert "Evaluate it again" in first
+    assert "step 1/3" in first
+    assert "Evaluate it again" not in second
+    assert "step 1/3" not in second
+    assert shared.steps() == [0, 1, 2, 3]
     assert not list(shared.checkpoints.glob(".*"))
-    assert (shared.path / "processes" / "1.txt").is_file()
+    assert [file.name for file in (shared.path / "processes").iterdir()] == ["1.txt"]
+
+
+def test_a_run_that_was_killed_goes_on_bit_for_bit(shared: TinyRun, tmp_path: Path) -> None:
+    killed = interrupted_after(shared, 1, tmp_path / "killed")
+    train(killed, 2)
+    assert comparable(killed) == comparable(shared)
+    found, expected = outcome(killed), outcome(shared)
+    for part in ("steps", "progress", "state", "rollouts", "hf"):
+        assert found[part] == expected[part], part
