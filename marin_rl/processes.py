@@ -4,13 +4,18 @@
 """The processes of one training, and what they tell one another.
 
 On several training hosts one process runs on each, and together they hold the mesh. All of them run the same program on
-the same numbers; the first, the main process, alone writes files and talks to anybody else. Every function here but
-`is_main` is called by all processes, in the same order; with one process none of them does anything.
+the same numbers; the first, the main process, alone writes files and talks to anybody else. What is told
+(`on_main`, `gather_texts`, `agree`, `fetch`) is told by all processes together, each calling the same functions in the
+same order; with one process nothing is sent.
 """
 
+import atexit
+import contextlib
 import json
 import math
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -92,6 +97,27 @@ def agree(wish: bool) -> bool:
     (True, False)
     """
     return "y" in gather_texts("y" if wish else "n")
+
+
+@contextlib.contextmanager
+def leaving_on_error() -> Iterator[None]:
+    """After an error, let this process end without waiting for the others, which may be waiting for it.
+
+    Jax would wait five minutes. The others end as soon as jax misses this one.
+    """
+    try:
+        yield
+    except BaseException:
+        if several():
+            # What is registered last is called first, and so before jax's own.
+            atexit.register(_end)
+        raise
+
+
+def _end() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def put(array: jax.Array, sharding: NamedSharding) -> jax.Array:

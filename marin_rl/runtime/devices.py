@@ -47,7 +47,7 @@ def start_devices(config: TrainerConfig, *, rows_per_device: int, alone: bool = 
         config.distributed = dataclasses.replace(config.distributed, initialize_jax_distributed=False)
     join_processes(config)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-    if jax.process_count() > 1 and not jax.distributed.is_initialized():
+    if not alone and jax.process_count() > 1 and not jax.distributed.is_initialized():
         raise DeviceError(
             f"jax found {jax.process_count()} processes, but trainer.distributed.initialize_jax_distributed is false; "
             "set it to true"

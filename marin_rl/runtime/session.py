@@ -63,7 +63,7 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
     """
     directory = RunDirectory(Path(config.run_dir))
     join_processes(config.trainer)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as held, processes.leaving_on_error():
         processes.on_main(lambda: _take(directory, config, held))
         main = processes.is_main()
         log = open_log(directory) if main else log_to(directory.path / "processes" / f"{jax.process_index()}.txt")

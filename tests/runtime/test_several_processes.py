@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import marin_rl
+from marin_rl.runtime.run_directory import RunDirectory, lock
 from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, without_timings
 
 pytestmark = pytest.mark.slow
@@ -48,8 +49,8 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def train(run: TinyRun, count: int) -> None:
-    """Run the command in so many processes of two devices each."""
+def train(run: TinyRun, count: int, *, code: int = 0) -> list[str]:
+    """Run the command in so many processes of two devices each; what each of them said."""
     place = ["--trainer.distributed.coordinator_address", f"127.0.0.1:{free_port()}"]
     place += ["--trainer.distributed.num_processes", str(count)]
     place += ["--trainer.distributed.initialize_jax_distributed", "true"]
@@ -63,8 +64,8 @@ def train(run: TinyRun, count: int) -> None:
     files = [run.path.parent / f"said-{count}-{index}.txt" for index in range(count)]
     running = []
     for index, file in enumerate(files):
-        more = [*place, "--trainer.distributed.process_id", str(index)] if count > 1 else []
-        command = [sys.executable, "-m", "marin_rl.train", *run.argv, *more]
+        own = [*place, "--trainer.distributed.process_id", str(index)] if count > 1 else []
+        command = [sys.executable, "-m", "marin_rl.train", *run.argv, *own]
         with file.open("w") as said:
             running.append(subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT))
     timers = [threading.Timer(SECONDS, process.kill) for process in running]
@@ -78,7 +79,9 @@ def train(run: TinyRun, count: int) -> None:
         for process in running:
             process.kill()
             process.wait()
-    assert codes == [0] * count, "\n".join(file.read_text()[-3000:] for file in files)
+    said = [file.read_text() for file in files]
+    assert codes == [code] * count, "\n".join(text[-3000:] for text in said)
+    return said
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +131,12 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(shared: TinyRun, tmp_path: Pa
     found, expected = outcome(killed), outcome(shared)
     for part in ("steps", "progress", "state", "rollouts", "hf"):
         assert found[part] == expected[part], part
+
+
+def test_what_the_main_process_cannot_do_ends_all_at_once(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    with lock(RunDirectory(run.path)):
+        first, second = train(run, 2, code=1)
+    error = f"run directory '{run.path}' is in use by process {os.getpid()}"
+    assert f"error: {error}" in first
+    assert f"error: the main training process ended with an error: RunDirectoryError: {error}" in second
