@@ -60,7 +60,9 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     directory = open_existing(Path(config.run))
     train_config = from_yaml(TrainConfig, directory.config.read_text(encoding="utf-8"), str(directory.config))
     checkpoint = _checkpoint(config, directory, train_config)
-    trainer = start_devices(train_config.trainer_config(), rows_per_device=train_config.rollouts.rows_per_device)
+    trainer = start_devices(
+        train_config.trainer_config(), rows_per_device=train_config.rollouts.rows_per_device, alone=True
+    )
     model = restore_policy(checkpoint, train_config, trainer)
     tokenizer = train_config.tokenizer.build()
     sampler = PolicySampler(train_config, model, tokenizer, trainer, checkpoint.step)

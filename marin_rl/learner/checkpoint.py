@@ -11,7 +11,8 @@ checkpoints/
 ```
 
 A checkpoint is written into a folder whose name starts with a dot, then synced to disk and renamed. A
-process that dies on the way leaves such a folder behind, which the next save removes.
+process that dies on the way leaves such a folder behind, which the next save removes. Of several training processes
+each writes its own shards and the main one does the rest, in a folder that all of them see.
 """
 
 import dataclasses
@@ -33,6 +34,8 @@ from levanter.checkpoint import load_checkpoint as levanter_load
 from levanter.checkpoint import save_checkpoint as levanter_save
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer_state import TrainerState
+
+from marin_rl import processes
 
 logger = logging.getLogger(__name__)
 # Levanter warns about every leaf that is None, and an optimizer's state has one for each static field.
@@ -99,34 +102,41 @@ class Checkpoints:
             CheckpointError: if it cannot be written (disk full, no permission); earlier ones are untouched.
         """
         target = self._path(step)
-        # A name of its own: after a failed save, TensorStore's threads may still be writing into the old one.
-        partial = self.folder / f".{target.name}.{uuid.uuid4().hex}.partial"
         try:
-            self._remove_partials()
-            partial.mkdir(parents=True)
+            partial = self.folder / processes.on_main(lambda: self._begin(target))
             levanter_save(state, step, partial / "state", is_temporary=False)
-            add_files(partial)
-            manifest = {
-                "format": FORMAT,
-                "step": step,
-                "progress": dict(progress),
-                "arrays": _array_types(state),
-                "files": _describe(partial),
-            }
-            (partial / MANIFEST).write_text(_seal(manifest))
-            _sync_tree(partial)
-            if target.exists():
-                shutil.rmtree(target)
-            partial.rename(target)
-            _sync(self.folder)
+            manifest = {"format": FORMAT, "step": step, "progress": dict(progress), "arrays": _array_types(state)}
+            processes.on_main(lambda: self._complete(partial, target, manifest, add_files))
         except (OSError, ValueError) as error:
             self._remove_partials()
             raise CheckpointError(
                 f"could not write checkpoint {target}: {error}. Earlier checkpoints are untouched; free disk space or "
                 "fix the permissions, then run the same command again"
             ) from error
-        self._prune(newest=step)
+        if processes.is_main():
+            self._prune(newest=step)
         return target
+
+    def _begin(self, target: Path) -> str:
+        """Make the folder that is written into, and name it."""
+        # A name of its own: after a failed save, TensorStore's threads may still be writing into the old one.
+        partial = self.folder / f".{target.name}.{uuid.uuid4().hex}.partial"
+        self._remove_partials()
+        partial.mkdir(parents=True)
+        return partial.name
+
+    def _complete(
+        self, partial: Path, target: Path, manifest: dict[str, Any], add_files: Callable[[Path], object]
+    ) -> str:
+        """Add what is missing and give the folder its name, which it says."""
+        add_files(partial)
+        (partial / MANIFEST).write_text(_seal({**manifest, "files": _describe(partial)}))
+        _sync_tree(partial)
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+        _sync(self.folder)
+        return target.name
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints there are, oldest first, damaged ones included."""

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import haliax as hax
-import jax
 import numpy as np
 from haliax import NamedArray
 from jaxtyping import Float32
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
+from marin_rl import processes
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import PackedBatch, RlExample, pack_to_score
@@ -80,4 +80,4 @@ class Scorer:
 
 def _on_host(packed: PackedBatch, arrays: Sequence[NamedArray]) -> list[np.ndarray]:
     axes = packed.passes[0].input_ids.axes
-    return packed.unpack([np.asarray(jax.device_get(array.rearrange(axes).array)) for array in arrays])
+    return packed.unpack([processes.fetch(array.rearrange(axes).array) for array in arrays])

@@ -12,7 +12,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
-from haliax.partitioning import ResourceMapping
+from haliax.partitioning import ResourceMapping, pspec_for_axis
 from haliax.tree_util import hashable_combine, hashable_partition
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter.metrics import Metric, ReductionType, fold
@@ -21,6 +21,7 @@ from levanter.trainer import Trainer, TrainerConfig
 from levanter.trainer_state import TrainerState
 from levanter.utils.types import ComputeLossFunction
 
+from marin_rl import processes
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.guard import GuardState, guard_updates
 
@@ -223,13 +224,12 @@ def place(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
 
     def put(leaf: Any) -> Any:
         if isinstance(leaf, NamedArray):
-            return hax.shard(leaf, mapping, mesh)
+            sharding = NamedSharding(mesh, pspec_for_axis(leaf.axes, mapping))
+            return NamedArray(processes.put(leaf.array, sharding), leaf.axes)
+        if not eqx.is_array(leaf):
+            return leaf
         # Spelled as a jitted step spells it: P() and P(None) mean the same to an array, but are different keys.
-        return (
-            jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*[None] * leaf.ndim)))
-            if eqx.is_array(leaf)
-            else leaf
-        )
+        return processes.put(leaf, NamedSharding(mesh, PartitionSpec(*[None] * leaf.ndim)))
 
     return jax.tree.map(put, tree, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
 

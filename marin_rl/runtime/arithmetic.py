@@ -73,6 +73,8 @@ def _critic(critic: CriticConfig | None) -> str:
 
 
 def _evaluations(config: TrainConfig) -> int:
+    if config.evaluation.tasks == 0:
+        return 0
     before = 2 if config.warm_start.max_steps else 1
     every = config.evaluation.every
     during = max(config.num_steps - 1, 0) // every if every else 0

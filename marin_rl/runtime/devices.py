@@ -13,7 +13,18 @@ class DeviceError(ValueError):
     """Devices, mesh and batch do not fit; names the numbers and a remedy."""
 
 
-def start_devices(config: TrainerConfig, *, rows_per_device: int) -> TrainerConfig:
+def join_processes(config: TrainerConfig) -> None:
+    """Apply the trainer's jax settings and join the distributed runtime, where the config asks for it; once.
+
+    Args:
+        config: levanter's section.
+    """
+    config._initialize_jax_config()
+    if not jax.distributed.is_initialized():
+        config.distributed.initialize()
+
+
+def start_devices(config: TrainerConfig, *, rows_per_device: int, alone: bool = False) -> TrainerConfig:
     """Apply the trainer's jax settings, join the distributed runtime, and complete the section.
 
     This is the part of levanter's `TrainerConfig.initialize` that has to do with devices; its logging,
@@ -22,6 +33,7 @@ def start_devices(config: TrainerConfig, *, rows_per_device: int) -> TrainerConf
     Args:
         config: levanter's section.
         rows_per_device: rows in a pass on each data-parallel device, where `per_device_parallelism` does not say.
+        alone: whether this process is none of the trainer's, and leaves its distributed runtime alone.
 
     Returns:
         The section with `train_batch_size` set to the rows of one pass, over all devices.
@@ -31,9 +43,15 @@ def start_devices(config: TrainerConfig, *, rows_per_device: int) -> TrainerConf
     """
     # Levanter completes the section in place, and warns where the batch size is not its own.
     config = dataclasses.replace(config)
-    config._initialize_jax_config()
+    if alone:
+        config.distributed = dataclasses.replace(config.distributed, initialize_jax_distributed=False)
+    join_processes(config)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-    config.distributed.initialize()
+    if not alone and jax.process_count() > 1 and not jax.distributed.is_initialized():
+        raise DeviceError(
+            f"jax found {jax.process_count()} processes, but trainer.distributed.initialize_jax_distributed is false; "
+            "set it to true"
+        )
     if config.require_accelerator and jax.default_backend() == "cpu":
         raise DeviceError("trainer.require_accelerator is true, but jax found only a CPU; set it to false to use that")
     _check_mesh(config)

@@ -21,7 +21,7 @@ class EvaluationConfig:
     every: int = 50
     """Evaluate after every so many steps, and before and after RL. 0: only before and after."""
     tasks: int = 512
-    """Held-out tasks to evaluate on, of each environment: the first so many, always the same."""
+    """Held-out tasks to evaluate on, of each environment: the first so many, always the same. 0: never evaluate."""
     samples: int = 1
     """Attempts at each task at the sampling temperature; pass@k needs at least k."""
     pass_at: tuple[int, ...] = (1,)
@@ -30,14 +30,23 @@ class EvaluationConfig:
     """Also make one attempt at each task at temperature 0."""
 
     def __post_init__(self) -> None:
-        if self.every < 0 or self.tasks < 1 or self.samples < 1:
-            raise ValueError("evaluation.every cannot be negative; evaluation.tasks and .samples must be at least 1")
+        for name, least in (("every", 0), ("tasks", 0), ("samples", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"evaluation.{name} is {getattr(self, name)}; it must be at least {least}")
         for k in self.pass_at:
             if not 1 <= k <= self.samples:
                 raise ValueError(
                     f"evaluation.pass_at asks for k = {k} with evaluation.samples = {self.samples}; "
                     "k must be between 1 and the number of samples"
                 )
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Whether to evaluate after this step, the last one being number `num_steps`.
+
+        >>> [step for step in range(1, 6) if EvaluationConfig(every=2).is_due(step, 5)]
+        [2, 4, 5]
+        """
+        return self.tasks > 0 and (step == num_steps or (self.every > 0 and step % self.every == 0))
 
 
 Keep = Callable[[Sequence[RolloutGroup]], None]
@@ -75,8 +84,10 @@ def evaluate(
         of tasks as `…/tasks`.
 
     Raises:
-        ValueError: if the split has no tasks.
+        ValueError: if the split has no tasks, or none of them are asked for.
     """
+    if config.tasks == 0:
+        raise ValueError("evaluation.tasks is 0, so that nothing is evaluated; say how many, as --evaluation.tasks 512")
     tasks = first_of_each(player.environment.tasks(split), config.tasks)
     if not tasks:
         raise ValueError(

@@ -6,10 +6,10 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-import jax
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
+from marin_rl import processes
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.served_weights import ServedWeights
@@ -66,15 +66,9 @@ class OutsideEngine:
             version: steps of training behind them.
 
         Raises:
-            ValueError: if this is one of several training hosts.
             UserFileError: if the user's function is missing or raises.
             SamplerError: if the server does not answer what it must.
         """
-        if jax.process_count() > 1:
-            raise ValueError(
-                f"sampler 'openai' has one training host write the weights, but there are {jax.process_count()}; train "
-                "on one, or use sampler: {type: levanter}"
-            )
         self._weights = ServedWeights(server.reload, server.base_url, tokenizer, trainer)
         self._sampler = OpenAiSampler(
             server,
@@ -101,6 +95,24 @@ class OutsideEngine:
         return self._sampler.sample(requests)
 
 
+class NoSampler:
+    """Stands where the trainer's own sampler would, which does not work over several processes."""
+
+    batch_size = 1
+    """See `marin_rl.sampling.sampler.Sampler`."""
+
+    def update(self, model: object, version: WeightVersion) -> None:
+        """Nothing samples from them."""
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+        """Nobody may ask.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("the trainer does not sample where it runs in several processes")
+
+
 def open_policy_engine(
     config: TrainConfig,
     model: LmHeadModel,
@@ -117,6 +129,8 @@ def open_policy_engine(
         trainer: mesh, axis mapping and compute precision.
         version: steps of training behind the weights.
     """
+    if processes.several():
+        return NoSampler()
     if isinstance(config.sampler, OpenAiSamplerConfig):
         return OutsideEngine(config, config.sampler, model, tokenizer, trainer, version)
     return PolicySampler(config, model, tokenizer, trainer, version)

@@ -48,17 +48,27 @@ class TrainerDesk(Protocol):
 class RemoteCrew:
     """Rollout workers in other processes. It remembers what is owed, and tells a new coordinator all of it."""
 
-    def __init__(self, desk: TrainerDesk, sender: WeightSender, *, patience: float, poll: float = 1.0) -> None:
+    def __init__(
+        self,
+        desk: TrainerDesk,
+        sender: WeightSender,
+        *,
+        patience: float,
+        poll: float = 1.0,
+        addresses: Sequence[str] | None = None,
+    ) -> None:
         """Owe nothing.
 
         Args:
             desk: the coordinator.
-            sender: offers the weights.
+            sender: offers the weights; what it has flushed is there at all addresses.
             patience: seconds without a single group after which to give up.
             poll: seconds that one question may wait for its answer.
+            addresses: of the senders of all training hosts; None for this sender alone.
         """
         self._desk = desk
         self._sender = sender
+        self._addresses = (sender.address,) if addresses is None else tuple(addresses)
         self._patience = patience
         self._poll = poll
         self._owed: dict[OrderNumber, GroupOrder] = {}
@@ -80,7 +90,7 @@ class RemoteCrew:
 
     def _announce(self, version: WeightVersion) -> None:
         self._sender.flush()
-        self._announced = (version, (self._sender.address,))
+        self._announced = (version, self._addresses)
         self._desk.announce(*self._announced)
 
     def metrics(self) -> dict[str, float]:
@@ -105,28 +115,43 @@ class RemoteCrew:
             WorkerFailedError: if an error ended a worker.
             NoWorkersError: if no group came in all the time of the patience.
         """
-        deadline = time.monotonic() + self._patience
-        while time.monotonic() < deadline:
-            self._announcing.raise_if_failed()
-            delivery = self._desk.take(self._received, self._poll)
-            self._received = [number for number, _ in delivery.groups]
-            self._note(delivery)
-            played = [
-                Played(number, decode_group(text)) for number, text in delivery.groups if self._owed.pop(number, None)
-            ]
-            if played:
-                return played
-            if delivery.failure is not None:
-                raise WorkerFailedError(
-                    f"a rollout worker ended with an error: {delivery.failure}. The workers' logs in the run directory "
-                    "have the traceback"
-                )
-        owed = ", ".join(number.group_id for number in sorted(self._owed)[:5])
-        raise NoWorkersError(
-            f"no group came from any rollout worker in {self._patience:g} s (workers.patience); "
-            f"{len(self._owed)} are owed ({owed}, ...), and there are {len(self.workers)} workers. Their logs say what "
-            "holds them up; run the same command again to go on from the last checkpoint"
-        )
+        deadline = self.deadline()
+        while not (came := self.ask(deadline)):
+            pass
+        return [Played(number, decode_group(text)) for number, text in came]
+
+    def deadline(self) -> float:
+        """When the patience of who begins to wait now will be over."""
+        return time.monotonic() + self._patience
+
+    def ask(self, deadline: float) -> list[tuple[OrderNumber, str]]:
+        """Groups that are owed and have come, encoded; waits for one question's time, and then there may be none.
+
+        Args:
+            deadline: when the patience is over.
+
+        Raises:
+            WorkerFailedError: if an error ended a worker.
+            NoWorkersError: if the patience is over.
+        """
+        if time.monotonic() > deadline:
+            owed = ", ".join(number.group_id for number in sorted(self._owed)[:5])
+            raise NoWorkersError(
+                f"no group came from any rollout worker in {self._patience:g} s (workers.patience); "
+                f"{len(self._owed)} are owed ({owed}, ...), and there are {len(self.workers)} workers. Their logs say "
+                "what holds them up; run the same command again to go on from the last checkpoint"
+            )
+        self._announcing.raise_if_failed()
+        delivery = self._desk.take(self._received, self._poll)
+        self._received = [number for number, _ in delivery.groups]
+        self._note(delivery)
+        came = [(number, text) for number, text in delivery.groups if self._owed.pop(number, None)]
+        if not came and delivery.failure is not None:
+            raise WorkerFailedError(
+                f"a rollout worker ended with an error: {delivery.failure}. The workers' logs in the run directory "
+                "have the traceback"
+            )
+        return came
 
     def _note(self, delivery: Delivery) -> None:
         if self._incarnation not in (None, delivery.incarnation):

@@ -8,13 +8,19 @@ import dataclasses
 import functools
 import itertools
 import logging
+import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+import equinox as eqx
+import jax
+
+from marin_rl import processes
 from marin_rl.closing import Closing
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.policy_model import save_hf_policy
@@ -23,8 +29,9 @@ from marin_rl.runtime.config_decoding import encode
 from marin_rl.runtime.config_parsing import to_yaml
 from marin_rl.runtime.console import ClosingSummary, Progress, print_closing_table
 from marin_rl.runtime.curves import plot_curves
+from marin_rl.runtime.devices import join_processes
 from marin_rl.runtime.metrics_file import read_records, truncate_records
-from marin_rl.runtime.run_directory import RunDirectory, create_or_open, lock, open_log, writing
+from marin_rl.runtime.run_directory import RunDirectory, create_or_open, lock, log_to, open_log, writing
 from marin_rl.runtime.sync_loop import train
 from marin_rl.runtime.tracking import StepRecords, make_tracker
 from marin_rl.runtime.training_run import TrainingRun, open_run
@@ -43,6 +50,7 @@ MAY_DIFFER = (
     "sampler.retry",
     "trainer.tracker",
     "trainer.jax_compilation_cache_dir",
+    "trainer.distributed",
 )
 """Settings that may change between two starts of one run, because they do not change what is computed."""
 
@@ -60,21 +68,32 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
         NonFiniteUpdateError: if training diverged; the last checkpoint is from before that.
     """
     directory = RunDirectory(Path(config.run_dir))
-    with lock(directory):
-        create_or_open(directory.path, to_yaml(config), MAY_DIFFER)
-        with open_log(directory), logged_errors(), Progress(config.num_steps, stream) as progress:
+    join_processes(config.trainer)
+    with contextlib.ExitStack() as held, processes.leaving_on_error():
+        processes.on_main(lambda: _take(directory, config, held))
+        main = processes.is_main()
+        log = open_log(directory) if main else log_to(directory.path / "processes" / f"{jax.process_index()}.txt")
+        console = stream if main else held.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+        with log, logged_errors(), Progress(config.num_steps, console) as progress:
             run = _work(config, directory, progress)
-        if run.progress.step >= config.num_steps:
+        if main and run.progress.step >= config.num_steps:
             print_closing_table(progress.console, _summary(run, directory))
+
+
+def _take(directory: RunDirectory, config: TrainConfig, held: contextlib.ExitStack) -> str:
+    held.enter_context(lock(directory))
+    create_or_open(directory.path, to_yaml(config), MAY_DIFFER)
+    return str(directory.path)
 
 
 def _work(config: TrainConfig, directory: RunDirectory, progress: Progress) -> TrainingRun:
     say = functools.partial(_say, progress)
     run = open_run(config, directory.path, say)
     with Closing(run.close), stop_on_signals(say) as stop:
-        sink = _Sink(_open_records(run, directory), progress, stop)
-        complete = train(run, sink)
-    plot_curves(directory.metrics, directory.curves)
+        records = _open_records(run, directory) if processes.is_main() else None
+        complete = train(run, _Sink(records, progress, stop))
+    if processes.is_main():
+        plot_curves(directory.metrics, directory.curves)
     if complete:
         _export(run, directory)
     else:
@@ -82,7 +101,8 @@ def _work(config: TrainConfig, directory: RunDirectory, progress: Progress) -> T
             f"stopped after step {run.progress.step} of {config.num_steps}; everything is saved in "
             f"{directory.path}. Run the same command again to go on"
         )
-    sink.records.finish({"episodes": run.progress.episodes})
+    if records is not None:
+        records.finish({"episodes": run.progress.episodes})
     return run
 
 
@@ -137,16 +157,22 @@ def stop_on_signals(say: Callable[[str], None]) -> Iterator[StopRequest]:
 
 @dataclasses.dataclass(frozen=True)
 class _Sink:
-    records: StepRecords
+    records: StepRecords | None
+    """None where another process keeps them."""
     progress: Progress
     stop: StopRequest
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        self.records.record(step, metrics)
+        processes.on_main(lambda: self._write(step, metrics))
         self.progress.update(step, metrics)
 
+    def _write(self, step: int, metrics: dict[str, float]) -> str:
+        assert self.records is not None
+        self.records.record(step, metrics)
+        return str(step)
+
     def stop_requested(self) -> bool:
-        return self.stop.requested
+        return processes.agree(self.stop.requested)
 
 
 def _open_records(run: TrainingRun, directory: RunDirectory) -> StepRecords:
@@ -160,17 +186,26 @@ def _open_records(run: TrainingRun, directory: RunDirectory) -> StepRecords:
     if step == 0:
         before = run.progress.evaluations.get("before warm start", {})
         start = {f"before_warm_start/{name}": value for name, value in before.items()}
-        records.record(0, {**start, **run.progress.evaluations["before RL"]})
+        records.record(0, {**start, **run.progress.evaluations.get("before RL", {})})
     return records
 
 
 def _export(run: TrainingRun, directory: RunDirectory) -> None:
     """The final weights in Hugging Face format; complete, or not there."""
-    partial = directory.path / ".hf.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    save_hf_policy(policy_of(run.state.model), run.tokenizer, partial, run.trainer)
-    shutil.rmtree(directory.hf, ignore_errors=True)
-    partial.rename(directory.hf)
+    policy = policy_of(run.state.model)
+    if processes.several():
+        policy = jax.tree.map(lambda leaf: processes.fetch(leaf) if eqx.is_array(leaf) else leaf, policy)
+    with tempfile.TemporaryDirectory() as elsewhere:
+        # All processes take part, and what the others write is not wanted.
+        partial = directory.path / ".hf.partial" if processes.is_main() else Path(elsewhere)
+        shutil.rmtree(partial, ignore_errors=True)
+        save_hf_policy(policy, run.tokenizer, partial, run.trainer)
+        processes.on_main(lambda: _replace(directory.hf, partial))
+
+
+def _replace(folder: Path, partial: Path) -> str:
+    shutil.rmtree(folder, ignore_errors=True)
+    return str(partial.rename(folder))
 
 
 def _summary(run: TrainingRun, directory: RunDirectory) -> ClosingSummary:

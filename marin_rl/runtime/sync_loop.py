@@ -71,7 +71,7 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
         metrics |= loss_metrics(measured) if measured else {}
         metrics |= batch.metrics
         metrics |= _rates(run, collected, updates, timer.seconds, elapsed)
-        if step == config.num_steps or (config.evaluation.every and step % config.evaluation.every == 0):
+        if config.evaluation.is_due(step, config.num_steps):
             progress.evaluations["after RL"] = evaluate(
                 run.player,
                 config.evaluation,

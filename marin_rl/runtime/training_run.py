@@ -17,6 +17,7 @@ from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
+from marin_rl import processes
 from marin_rl.closing import Closing
 from marin_rl.environments.base import Environment, connect_code_runner
 from marin_rl.environments.task_stream import TaskStream, task_stream
@@ -46,12 +47,14 @@ from marin_rl.runtime.policy_engine import PolicyEngine, open_policy_engine
 from marin_rl.runtime.ray_workers import ray_workers
 from marin_rl.runtime.remote_crew import RemoteCrew
 from marin_rl.runtime.run_directory import writing
+from marin_rl.runtime.shared_run import SharedCrew, check_config, newest_good
 from marin_rl.runtime.warm_start import warm_start
 from marin_rl.runtime.workers_config import Mode
 from marin_rl.sampling.sampler import Sampler
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import RolloutGroup
+from marin_rl.weights.all_hosts import AllHosts
 from marin_rl.weights.snapshot import TrainingHost
 from marin_rl.weights.token import make_token
 
@@ -164,6 +167,8 @@ class TrainingRun:
 
     def store_rollouts(self, step: int, groups: Sequence[RolloutGroup], signals: Mapping[str, TrainingSignal]) -> None:
         """Hand a step's rollouts to the store, which writes what the config asks for."""
+        if not processes.is_main():
+            return
         with writing(self.store.folder):
             self.store.write(step, groups, signals)
 
@@ -247,6 +252,7 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
 def _assemble(config: TrainConfig, folder: Path, report: Report, opened: contextlib.ExitStack) -> TrainingRun:
     assert config.model is not None
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
+    check_config(config)
     tokenizer = config.tokenizer.build()
     environment = config.environment.build()
     judges, loop = open_judges(config, environment, opened)
@@ -256,7 +262,7 @@ def _assemble(config: TrainConfig, folder: Path, report: Report, opened: context
     # A learning rate schedule has no form for no steps at all, which is a run that only warms up and exports.
     num_updates = max(config.num_steps, 1) * config.updates.per_step
     learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=num_updates)
-    if (checkpoint := checkpoints.newest_good()) is not None:
+    if (checkpoint := newest_good(checkpoints)) is not None:
         progress = Progress(**checkpoint.progress)
         state = _restore(checkpoint, learner, config, progress.vocab_size)
         for damaged in [step for step in checkpoints.steps() if step > progress.step]:
@@ -326,14 +332,20 @@ def forget_older(run: TrainingRun, report: Report) -> None:
 def _open_crew(config: TrainConfig, player: Player, vocab_size: int, opened: contextlib.ExitStack) -> Crew:
     if config.mode is Mode.SYNC:
         return OwnCrew(config, player)
-    token = make_token()
+    token = processes.on_main(make_token)
     sender = config.weights.open_sender(token, TrainingHost.current())
+    addresses = processes.gather_texts(sender.address)
+    if len(addresses) > 1 and processes.is_main():
+        receiver = config.weights.open_receiver(addresses, token)
+        sender = AllHosts(sender, receiver, patience=config.workers.patience)
     opened.enter_context(Closing(sender.close))
+    if not processes.is_main():
+        return SharedCrew(None, sender)
     # The workers end before the server that they fetch from.
     desk = opened.enter_context(ray_workers(config, vocab_size, token))
-    crew = RemoteCrew(desk, sender, patience=config.workers.patience)
+    crew = RemoteCrew(desk, sender, patience=config.workers.patience, addresses=addresses)
     opened.enter_context(Closing(crew.close))
-    return crew
+    return crew if len(addresses) == 1 else SharedCrew(crew, sender)
 
 
 def make_pace(config: TrainConfig) -> Pace:
@@ -442,6 +454,8 @@ def _start(
         sampler.update(model, 0)
 
     def measure(landmark: str, keep: Keep = forget) -> None:
+        if not config.evaluation.tasks:
+            return
         progress.evaluations[landmark] = evaluate(
             player, config.evaluation, temperature=config.sampling.temperature, seed=config.seed, keep=keep
         )

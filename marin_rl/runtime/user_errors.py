@@ -5,6 +5,7 @@
 
 from marin_rl.learner.checkpoint import CheckpointError
 from marin_rl.learner.train_step import NonFiniteUpdateError
+from marin_rl.processes import MainProcessError
 from marin_rl.rewards.sandbox.pool import IsolationError
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, BlockedEventLoopError
 from marin_rl.runtime.remote_crew import NoWorkersError, WorkerFailedError
@@ -24,6 +25,7 @@ USER_ERRORS = (
     IsolationError,
     NoWorkersError,
     WorkerFailedError,
+    MainProcessError,
     WeightTransferError,
 )
 """Errors whose message says what to do; a traceback would only hide it."""

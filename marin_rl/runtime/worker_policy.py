@@ -40,7 +40,9 @@ class ReceivedPolicy:
         assert config.model is not None
         self._config = config
         self._token = token
-        self._trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
+        self._trainer = start_devices(
+            config.trainer_config(), rows_per_device=config.rollouts.rows_per_device, alone=True
+        )
         self._like = placed_shape(model_shape(config.model, Axis("vocab", vocab_size), self._trainer), self._trainer)
         self._tokenizer = config.tokenizer.build()
         self._environment = config.environment.build()

@@ -160,9 +160,9 @@ def test_a_split_without_tasks_is_an_error_that_says_what_to_set():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"every": -1}, "evaluation.every cannot be negative"),
-        ({"tasks": 0}, "must be at least 1"),
-        ({"samples": 0}, "must be at least 1"),
+        ({"every": -1}, r"evaluation\.every is -1; it must be at least 0"),
+        ({"tasks": -1}, r"evaluation\.tasks is -1; it must be at least 0"),
+        ({"samples": 0}, r"evaluation\.samples is 0; it must be at least 1"),
         ({"samples": 4, "pass_at": (1, 5)}, r"k = 5 with evaluation.samples = 4"),
         ({"pass_at": (0,)}, "k = 0"),
     ],
@@ -170,3 +170,10 @@ def test_a_split_without_tasks_is_an_error_that_says_what_to_set():
 def test_settings_that_contradict_one_another_are_refused(changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
         EvaluationConfig(**changes)
+
+
+def test_without_tasks_nothing_is_evaluated():
+    never = EvaluationConfig(every=1, tasks=0)
+    assert not any(never.is_due(step, 3) for step in range(1, 4))
+    with pytest.raises(ValueError, match=r"evaluation\.tasks is 0, so that nothing is evaluated; say how many"):
+        measure(player(lambda request: "1"), tasks=0)

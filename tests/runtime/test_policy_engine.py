@@ -12,10 +12,9 @@ import pytest
 
 from marin_rl.environments.user_file import UserFileError
 from marin_rl.runtime import session
-from marin_rl.runtime.policy_engine import OutsideEngine, PolicyEngine
+from marin_rl.runtime.policy_engine import OutsideEngine, PolicyEngine, open_policy_engine
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.training_run import TrainingRun, open_run, resolve_model
-from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.sampling.levanter_sampler import SamplerError
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.types import Generation
@@ -140,12 +139,12 @@ def sampled(engine: PolicyEngine) -> list[Generation]:
     return engine.sample(REQUESTS)
 
 
-def test_several_training_hosts_are_refused(opened: TrainingRun, monkeypatch: pytest.MonkeyPatch):
-    """They would write into one folder, all of them."""
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    assert isinstance(opened.config.sampler, OpenAiSamplerConfig)
-    with pytest.raises(ValueError, match=r"one training host write the weights, but there are 2; train on one"):
-        OutsideEngine(opened.config, opened.config.sampler, opened.state.model, opened.tokenizer, opened.trainer, 0)
+def test_nobody_samples_where_training_runs_in_several_processes(opened: TrainingRun, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("marin_rl.processes.several", lambda: True)
+    engine = open_policy_engine(opened.config, opened.state.model, opened.tokenizer, opened.trainer, 0)
+    engine.update(opened.state.model, 1)
+    with pytest.raises(RuntimeError, match="the trainer does not sample where it runs in several processes"):
+        engine.sample([])
 
 
 def test_generations_are_those_of_the_engine_of_ones_own(opened: TrainingRun):

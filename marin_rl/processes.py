@@ -1,0 +1,161 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The processes of one training, and what they tell one another.
+
+On several training hosts one process runs on each, and together they hold the mesh. All of them run the same program on
+the same numbers; the first, the main process, alone writes files and talks to anybody else. What is told
+(`on_main`, `gather_texts`, `agree`, `fetch`) is told by all processes together, each calling the same functions in the
+same order; with one process nothing is sent.
+"""
+
+import atexit
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+
+
+class MainProcessError(RuntimeError):
+    """What the main process was to do failed; the other processes end too."""
+
+
+def several() -> bool:
+    """Whether there is more than one; brings up no device where jax's distributed runtime was not started.
+
+    >>> several()
+    False
+    """
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def is_main() -> bool:
+    """Whether this is the process that writes files and talks to others; with one process it is.
+
+    >>> is_main()
+    True
+    """
+    return not several() or jax.process_index() == 0
+
+
+def on_main(work: Callable[[], str]) -> str:
+    """Have the main process do something while the others wait, and tell them what came of it.
+
+    Args:
+        work: called in the main process alone.
+
+    Returns:
+        What it returned, in every process.
+
+    Raises:
+        MainProcessError: in the others, if it raised; in the main process its own error goes on.
+
+    >>> on_main(lambda: "done")
+    'done'
+    """
+    if not several():
+        return work()
+    if not is_main():
+        told = json.loads(_broadcast(""))
+        if "error" in told:
+            raise MainProcessError(f"the main training process ended with an error: {told['error']}")
+        return told["came"]
+    try:
+        came = work()
+    except BaseException as error:
+        _broadcast(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        raise
+    _broadcast(json.dumps({"came": came}))
+    return came
+
+
+def gather_texts(text: str) -> tuple[str, ...]:
+    """What each process says, in their order.
+
+    >>> gather_texts("alone")
+    ('alone',)
+    """
+    if not several():
+        return (text,)
+    data = text.encode()
+    sizes = multihost_utils.process_allgather(np.int32(len(data)))
+    said = multihost_utils.process_allgather(_padded(data, int(sizes.max())))
+    return tuple(_unpadded(row, int(size)) for row, size in zip(said, sizes, strict=True))
+
+
+def agree(wish: bool) -> bool:
+    """Whether any process wishes it.
+
+    >>> agree(True), agree(False)
+    (True, False)
+    """
+    return "y" in gather_texts("y" if wish else "n")
+
+
+@contextlib.contextmanager
+def leaving_on_error() -> Iterator[None]:
+    """After an error, let this process end without waiting for the others, which may be waiting for it.
+
+    Jax would wait five minutes. The others end as soon as jax misses this one.
+    """
+    try:
+        yield
+    except BaseException:
+        if several():
+            # What is registered last is called first, and so before jax's own.
+            atexit.register(_end)
+        raise
+
+
+def _end() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def put(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Put an array where a sharding says.
+
+    Args:
+        array: spread over the same processes, or on each of them the same and whole.
+        sharding: over any devices of theirs.
+    """
+    if sharding.is_fully_addressable or not array.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    # `device_put` compares the array over all processes first, which takes an exchange for each.
+    whole = np.asarray(array)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: whole[index])
+
+
+def fetch(array: jax.Array) -> np.ndarray:
+    """A whole array on every process's host, wherever its shards are.
+
+    >>> fetch(jax.numpy.arange(3)).tolist()
+    [0, 1, 2]
+    """
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    return multihost_utils.process_allgather(array, tiled=True)
+
+
+def _broadcast(text: str) -> str:
+    data = text.encode()
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+    return _unpadded(multihost_utils.broadcast_one_to_all(_padded(data, size)), size)
+
+
+def _padded(data: bytes, size: int) -> np.ndarray:
+    # Sizes of few kinds: each is a program of its own to compile.
+    room = 2 ** math.ceil(math.log2(max(size, 256)))
+    return np.frombuffer(data.ljust(room, b"\0"), np.uint8)
+
+
+def _unpadded(data: np.ndarray, size: int) -> str:
+    return np.asarray(data).tobytes()[:size].decode()

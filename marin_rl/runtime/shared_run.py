@@ -1,0 +1,119 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A run over several training processes: one on each host, together they hold the mesh.
+
+All of them run the same loop on the same groups, so that tasks, orders, replay buffer and batches are the same
+everywhere without being sent. The main process alone has workers, asks them, tells the others what came, and writes.
+"""
+
+import json
+from collections.abc import Sequence
+
+import jax
+
+from marin_rl import processes
+from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
+from marin_rl.rollouts.group_codec import decode_group
+from marin_rl.rollouts.orders import GroupOrder, OrderNumber
+from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.crew import Played
+from marin_rl.runtime.remote_crew import RemoteCrew
+from marin_rl.runtime.workers_config import Mode
+from marin_rl.timing import PhaseTimer
+from marin_rl.types import WeightVersion
+from marin_rl.weights.protocol import WeightSender
+
+
+class SharedCrew:
+    """Workers whom the main process asks; what came of it, all processes are told."""
+
+    def __init__(self, crew: RemoteCrew | None, sender: WeightSender) -> None:
+        """Owe nothing.
+
+        Args:
+            crew: the main process's; None in the others.
+            sender: offers this process's shards of the weights, where there is no crew that does.
+        """
+        self._crew = crew
+        self._sender = sender
+
+    def submit(self, orders: Sequence[GroupOrder]) -> None:
+        """See [`Crew`][marin_rl.runtime.crew.Crew]."""
+        if self._crew is not None:
+            self._crew.submit(orders)
+
+    def wait(self, timer: PhaseTimer) -> list[Played]:
+        """See [`RemoteCrew`][marin_rl.runtime.remote_crew.RemoteCrew].
+
+        Raises:
+            MainProcessError: if the main process gave up.
+        """
+        deadline = None if self._crew is None else self._crew.deadline()
+
+        def ask() -> str:
+            assert self._crew is not None
+            assert deadline is not None
+            return json.dumps(self._crew.ask(deadline))
+
+        # The others are told of every question, so that they never wait in one exchange for long.
+        while not (came := json.loads(processes.on_main(ask))):
+            pass
+        return [Played(OrderNumber(*number), decode_group(text)) for number, text in came]
+
+    def publish(self, model: object, version: WeightVersion) -> None:
+        """See [`Crew`][marin_rl.runtime.crew.Crew]."""
+        if self._crew is None:
+            self._sender.publish(model, version)
+        else:
+            self._crew.publish(model, version)
+
+    def metrics(self) -> dict[str, float]:
+        """See [`Crew`][marin_rl.runtime.crew.Crew]; nothing but in the main process."""
+        return {} if self._crew is None else self._crew.metrics()
+
+
+def check_config(config: TrainConfig) -> None:
+    """Refuse what needs the trainer's own sampler, where training runs in several processes.
+
+    Raises:
+        ValueError: naming the setting and what to set instead.
+    """
+    count = jax.process_count()
+    if count == 1:
+        return
+    refused = {
+        f"mode is {config.mode}": (config.mode is not Mode.ASYNC, "set mode: async, whose workers sample"),
+        f"warm_start.max_steps is {config.warm_start.max_steps}": (
+            config.warm_start.max_steps > 0,
+            "set it to 0, and warm up in a run of its own on one process, whose directory initialize_from then names",
+        ),
+        f"evaluation.tasks is {config.evaluation.tasks}": (
+            config.evaluation.tasks > 0,
+            "set it to 0, and measure checkpoints with python -m marin_rl.evaluate --run RUN --evaluation.tasks N",
+        ),
+    }
+    for setting, (wrong, remedy) in refused.items():
+        if wrong:
+            raise ValueError(
+                f"{setting}, but training runs in {count} processes, where the trainer's own sampler does not work; "
+                f"{remedy}"
+            )
+
+
+def newest_good(checkpoints: Checkpoints) -> Checkpoint | None:
+    """The newest good checkpoint, the same one in every process: which it is, the main process says.
+
+    Raises:
+        CheckpointError: if there are checkpoints and every one is damaged.
+    """
+    found: list[Checkpoint | None] = []
+
+    def look() -> str:
+        found.append(checkpoints.newest_good())
+        return "" if found[0] is None else str(found[0].step)
+
+    step = processes.on_main(look)
+    if found:
+        return found[0]
+    return checkpoints.open(int(step)) if step else None

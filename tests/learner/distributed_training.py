@@ -1,0 +1,99 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Run by test_distributed.py, once for each process: `distributed_training.py FOLDER INDEX COUNT PORT`.
+
+All processes together have four fake CPU devices. They make a few updates, score some rollouts, save a checkpoint and
+read it again, and serve the weights, each its own shards, until their input ends. One line of JSON says what each saw.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+DEVICES, UPDATES, PASSES = 4, 3, 2
+TOKEN = "0123456789abcdef" * 4
+
+
+def main(folder: Path, index: int, count: int, port: str) -> None:
+    import conftest as tiny
+    import equinox as eqx
+    import jax
+    import numpy as np
+    from test_scoring import make_rollouts
+
+    from marin_rl import processes
+    from marin_rl.batching.packing import RowLayout
+    from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
+    from marin_rl.learner.scoring import Scorer
+    from marin_rl.weights.config import ArrowFlightConfig
+    from marin_rl.weights.snapshot import TrainingHost
+
+    if count > 1:
+        jax.distributed.initialize(f"127.0.0.1:{port}", count, index, initialization_timeout=120)
+    rows = tiny.MESH_ROWS // PASSES
+    trainer = tiny.make_trainer(rows)
+    learner = tiny.make_learner(trainer)
+    state = tiny.fresh_state(learner)
+    measured = []
+    for update in range(UPDATES):
+        passes = tiny.split_rows(tiny.make_example(tiny.MESH_ROWS, seed=update), PASSES)
+        state, measures = learner.step(state, passes)
+        measured.append({name: float(metric) for name, metric in measures.items()})
+
+    def on_host(tree: object) -> dict[str, np.ndarray]:
+        arrays = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, eqx.is_array))
+        return {jax.tree_util.keystr(path): processes.fetch(array) for path, array in arrays}
+
+    weights = on_host(state)
+    scorer = Scorer(trainer, RowLayout(16, rows, packed=True), pad_token_id=0, temperature=0.8, block_size=4)
+    scores = [scored.logprobs for scored in scorer.score(state.model, make_rollouts(tiny.VOCAB))]
+
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
+    checkpoints.save(
+        state, UPDATES, {"saved by": count}, lambda into: (into / "more").write_text("of the main process")
+    )
+    restored = checkpoints.open(UPDATES).restore(
+        learner.state_shape(state.model), axis_mapping=learner.parameter_mapping, mesh=learner.mesh
+    )
+    restored = on_host(learner.place(restored))
+    same = [restored[name].tobytes() == array.tobytes() for name, array in weights.items()]
+
+    def fail() -> str:
+        raise OSError("pulled the plug")
+
+    try:
+        error = processes.on_main(fail)
+    except (OSError, processes.MainProcessError) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+
+    sender = ArrowFlightConfig().open_sender(TOKEN, TrainingHost.current())
+    sender.publish(state.model, UPDATES)
+    sender.flush()
+    up_proj = state.model.transformer.layers.stacked.mlp.up_proj.weight.array
+    np.savez(folder / f"process-{index}.npz", *scores, **weights)
+    facts = {
+        "devices": [jax.local_device_count(), jax.device_count()],
+        "mesh": dict(learner.mesh.shape),
+        "measured": measured,
+        "elements": up_proj.size,
+        "own elements": sum(shard.data.size for shard in up_proj.addressable_shards),
+        "restored": len(same) if all(same) else "differs",
+        "said": [processes.on_main(lambda size=size: "ä" * size + str(index)) for size in (0, 300, 2**18)],
+        "error": error,
+        "gathered": processes.gather_texts(f"{index}" * (1 + 500 * index)),
+        "agreed": [processes.agree(index == 1), processes.agree(False)],
+        "main": processes.is_main(),
+        "addresses": processes.gather_texts(sender.address),
+    }
+    print(json.dumps(facts), flush=True)
+    sys.stdin.read()
+    sender.close()
+
+
+if __name__ == "__main__":
+    folder, index, count, port = sys.argv[1:]
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES // int(count)}"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    main(Path(folder), int(index), int(count), port)

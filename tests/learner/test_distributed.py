@@ -1,0 +1,188 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Two processes that share a mesh of four devices compute what one process with four devices does."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+import marin_rl
+from marin_rl.weights.arrow_flight_client import FlightSource
+from marin_rl.weights.config import ArrowFlightConfig
+
+pytestmark = pytest.mark.slow
+
+TOKEN = "0123456789abcdef" * 4
+SECONDS = 300.0
+"""After which a process is ended that has not come to its end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """One of the processes, which serves its weights while it is looked at."""
+
+    facts: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def start(folder: Path, index: int, count: int, port: int) -> subprocess.Popen[str]:
+    script = Path(__file__).with_name("distributed_training.py")
+    # Compiling takes longer than running.
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(marin_rl.__file__).parents[1]),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    with (folder / f"said-{index}.txt").open("w") as errors:
+        return subprocess.Popen(
+            [sys.executable, script, folder, str(index), str(count), str(port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+        )
+
+
+def read_facts(process: subprocess.Popen[str]) -> str:
+    """The line of JSON, or nothing where the process ends without; gloo says things on the same stream."""
+    assert process.stdout is not None
+    return next((line for line in process.stdout if line.startswith("{")), "")
+
+
+@contextlib.contextmanager
+def training(folder: Path, count: int) -> Iterator[list[Process]]:
+    port = free_port()
+    with contextlib.ExitStack() as opened:
+        running = [opened.enter_context(start(folder, index, count, port)) for index in range(count)]
+        for process in running:
+            opened.callback(process.kill)
+            timer = threading.Timer(SECONDS, process.kill)
+            opened.callback(timer.cancel)
+            timer.start()
+        lines = [read_facts(process) for process in running]
+        for index, line in enumerate(lines):
+            assert line, f"process {index} of {count}: {said(folder, index)}"
+        yield [
+            Process(json.loads(line), dict(np.load(folder / f"process-{index}.npz")))
+            for index, line in enumerate(lines)
+        ]
+        # All of them: each waits at its end for the others.
+        for process in running:
+            assert process.stdin is not None
+            process.stdin.close()
+        for index, process in enumerate(running):
+            assert process.wait() == 0, said(folder, index)
+
+
+def said(folder: Path, index: int) -> str:
+    return (folder / f"said-{index}.txt").read_text()[-4000:]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    with training(tmp_path_factory.mktemp("alone"), 1) as [process]:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Iterator[list[Process]]:
+    with training(folder, 2) as processes:
+        yield processes
+
+
+def test_each_process_holds_its_share_of_the_same_mesh(alone: Process, two: list[Process]) -> None:
+    assert alone.facts["devices"] == [4, 4]
+    assert alone.facts["own elements"] == alone.facts["elements"]
+    for process in two:
+        assert process.facts["devices"] == [2, 4]
+        assert process.facts["mesh"] == alone.facts["mesh"] == {"replica": 1, "data": 4, "model": 1}
+        assert process.facts["elements"] == alone.facts["elements"]
+        assert 2 * process.facts["own elements"] == process.facts["elements"]
+
+
+def test_what_the_main_process_does_all_are_told(two: list[Process]) -> None:
+    assert [process.facts["main"] for process in two] == [True, False]
+    for process in two:
+        assert process.facts["said"] == ["0", "ä" * 300 + "0", "ä" * 2**18 + "0"]
+        assert process.facts["gathered"] == ["0", "1" * 501]
+        assert process.facts["agreed"] == [True, False]
+    assert [process.facts["error"] for process in two] == [
+        "OSError: pulled the plug",
+        "MainProcessError: the main training process ended with an error: OSError: pulled the plug",
+    ]
+
+
+def test_losses_and_weights_are_those_of_one_process(alone: Process, two: list[Process]) -> None:
+    # Not the same bits: the sums over devices are added up in another order.
+    for process in two:
+        assert len(process.facts["measured"]) == 3
+        for found, expected in zip(process.facts["measured"], alone.facts["measured"], strict=True):
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                assert found[name] == pytest.approx(value, rel=1e-6), name
+        assert process.arrays.keys() == alone.arrays.keys()
+        for name, array in alone.arrays.items():
+            np.testing.assert_allclose(process.arrays[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
+            assert process.arrays[name].tobytes() == two[0].arrays[name].tobytes(), name
+    assert two[0].facts["measured"] == two[1].facts["measured"]
+    losses = [step["loss/total"] for step in alone.facts["measured"]]
+    assert len(set(losses)) == 3
+
+
+def test_a_checkpoint_is_written_by_both_and_read_by_both(folder: Path, alone: Process, two: list[Process]) -> None:
+    for process in two:
+        assert process.facts["restored"] == alone.facts["restored"] > 20
+    [saved] = (folder / "checkpoints").iterdir()
+    manifest = json.loads((saved / "manifest.json").read_text())
+    assert (saved.name, manifest["progress"], "more" in manifest["files"]) == ("step-00000003", {"saved by": 2}, True)
+
+
+def test_each_server_serves_its_own_shards_and_a_worker_assembles_them(
+    tiny: Any, model: Any, two: list[Process]
+) -> None:
+    addresses = two[0].facts["addresses"]
+    assert len(set(addresses)) == 2
+    assert two[1].facts["addresses"] == addresses
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), eqx.filter(model, eqx.is_array))
+    receiver = ArrowFlightConfig().open_receiver(addresses, TOKEN)
+    received, version = receiver.receive(shapes)
+    assert version == 3
+    found = tiny.arrays_by_path(received)
+    assert found
+    for name, array in found.items():
+        assert array.tobytes() == two[0].arrays[f".model{name}"].tobytes(), name
+
+    total = sum(array.nbytes for array in found.values())
+    served = []
+    for host, address in enumerate(addresses):
+        [manifest] = FlightSource(address, TOKEN, streams=1, call_seconds=60.0).manifests(3)
+        assert (manifest.host, manifest.hosts) == (host, 2)
+        served.append(sum(piece.num_bytes for piece in manifest.pieces))
+    assert sum(served) == total  # each byte once
+    # What is not split, such as the norms' weights, is served by the first.
+    assert 0.45 * total < served[1] <= served[0] < 0.55 * total

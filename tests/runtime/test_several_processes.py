@@ -1,0 +1,142 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A whole run in two training processes on this machine, with Ray and a rollout worker, beside the same run in one."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import marin_rl
+from marin_rl.runtime.run_directory import RunDirectory, lock
+from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, without_timings
+
+pytestmark = pytest.mark.slow
+
+SECONDS = 500.0
+"""After which a process is ended that has not come to its end."""
+
+
+def make(folder: Path) -> TinyRun:
+    """A run from scratch; an untrained policy is never right, so that a coin gives it something to learn."""
+    folder.mkdir()
+    inner = {"type": "jsonl", "name": "ones", "path": str(folder / "problems.jsonl"), "held_out": 0.3}
+    return make_run(
+        folder,
+        **{
+            "environment": {"type": "random_control", "environment": inner},
+            "mode": "async",
+            "replay__max_staleness": 0,
+            "num_steps": 3,
+            "warm_start__max_steps": 0,
+            "evaluation": {"tasks": 0},
+            "checkpoint__every": 1,
+            "checkpoint__keep_every": 1,
+            "kl": {"type": "in_reward", "beta": 0.05},
+        },
+    )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def train(run: TinyRun, count: int, *, code: int = 0) -> list[str]:
+    """Run the command in so many processes of two devices each; what each of them said."""
+    place = ["--trainer.distributed.coordinator_address", f"127.0.0.1:{free_port()}"]
+    place += ["--trainer.distributed.num_processes", str(count)]
+    place += ["--trainer.distributed.initialize_jax_distributed", "true"]
+    environment = {
+        **os.environ,
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "PYTHONPATH": str(Path(marin_rl.__file__).parents[1]),
+    }
+    files = [run.path.parent / f"said-{count}-{index}.txt" for index in range(count)]
+    running = []
+    for index, file in enumerate(files):
+        own = [*place, "--trainer.distributed.process_id", str(index)] if count > 1 else []
+        command = [sys.executable, "-m", "marin_rl.train", *run.argv, *own]
+        with file.open("w") as said:
+            running.append(subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT))
+    timers = [threading.Timer(SECONDS, process.kill) for process in running]
+    try:
+        for timer in timers:
+            timer.start()
+        codes = [process.wait() for process in running]
+    finally:
+        for timer in timers:
+            timer.cancel()
+        for process in running:
+            process.kill()
+            process.wait()
+    said = [file.read_text() for file in files]
+    assert codes == [code] * count, "\n".join(text[-3000:] for text in said)
+    return said
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """A run in two processes, with what they printed beside it."""
+    run = make(tmp_path_factory.mktemp("shared") / "run")
+    train(run, 2)
+    return run
+
+
+def comparable(run: TinyRun) -> list[dict[str, object]]:
+    records = [without_timings(record) for record in run.records()]
+    return [{name: value for name, value in record.items() if "workers/" not in name} for record in records]
+
+
+def test_two_processes_train_as_one_does(shared: TinyRun, tmp_path: Path) -> None:
+    alone = make(tmp_path / "alone")
+    train(alone, 1)
+    assert [record["step"] for record in shared.records()] == [0, 1, 2, 3]
+    for found, expected in zip(comparable(shared), comparable(alone), strict=True):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            # The same rollouts; sums over four devices in two processes are not those over two in one.
+            if not name.startswith("batch/"):
+                assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    assert all(record["grad_norm"] > 0 for record in shared.records()[1:])
+    weights = load_file(shared.path / "hf" / "model.safetensors")
+    for name, array in load_file(alone.path / "hf" / "model.safetensors").items():
+        np.testing.assert_allclose(weights[name], array, atol=1e-4, err_msg=name)
+
+
+def test_the_first_process_alone_speaks_and_writes(shared: TinyRun) -> None:
+    first, second = ((shared.path.parent / f"said-2-{index}.txt").read_text() for index in range(2))
+    assert "Evaluate it again" in first
+    assert "step 1/3" in first
+    assert "Evaluate it again" not in second
+    assert "step 1/3" not in second
+    assert shared.steps() == [0, 1, 2, 3]
+    assert not list(shared.checkpoints.glob(".*"))
+    assert [file.name for file in (shared.path / "processes").iterdir()] == ["1.txt"]
+
+
+def test_a_run_that_was_killed_goes_on_bit_for_bit(shared: TinyRun, tmp_path: Path) -> None:
+    killed = interrupted_after(shared, 1, tmp_path / "killed")
+    train(killed, 2)
+    assert comparable(killed) == comparable(shared)
+    found, expected = outcome(killed), outcome(shared)
+    for part in ("steps", "progress", "state", "rollouts", "hf"):
+        assert found[part] == expected[part], part
+
+
+def test_what_the_main_process_cannot_do_ends_all_at_once(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    with lock(RunDirectory(run.path)):
+        first, second = train(run, 2, code=1)
+    error = f"run directory '{run.path}' is in use by process {os.getpid()}"
+    assert f"error: {error}" in first
+    assert f"error: the main training process ended with an error: RunDirectoryError: {error}" in second
