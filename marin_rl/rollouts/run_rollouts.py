@@ -10,7 +10,7 @@ sampling of others.
 
 import asyncio
 import dataclasses
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from marin_rl.environments.base import Environment
@@ -116,7 +116,12 @@ class GroupRequest(NamedTuple):
 
 
 def play_requests(
-    player: Player, requests: Sequence[GroupRequest], *, group_size: int, temperature: float
+    player: Player,
+    requests: Sequence[GroupRequest],
+    *,
+    group_size: int,
+    temperature: float,
+    hand_in: Callable[[RolloutGroup], None] | None = None,
 ) -> list[RolloutGroup]:
     """Play the groups, all attempts at once; what comes out of each does not depend on the others.
 
@@ -125,6 +130,8 @@ def play_requests(
         requests: what to play.
         group_size: attempts per task.
         temperature: sampling temperature; 0 is greedy.
+        hand_in: is given each group as soon as it is whole, in a thread of its own, while others are still played.
+            What it raises ends the call.
 
     Returns:
         One group per request, in order.
@@ -154,14 +161,12 @@ def play_requests(
                 for member in range(group_size)
             ]
         )
-    drafts = _play_all(player, groups)
-    return [
-        RolloutGroup(id=request.group_id, rollouts=[draft.finish() for draft in group])
-        for request, group in zip(requests, drafts, strict=True)
-    ]
+    return _play_all(player, groups, hand_in)
 
 
-def _play_all(player: Player, groups: Sequence[Sequence[Attempt]]) -> list[list[Draft]]:
+def _play_all(
+    player: Player, groups: Sequence[Sequence[Attempt]], hand_in: Callable[[RolloutGroup], None] | None
+) -> list[RolloutGroup]:
     """The event loop plays and judges while this thread samples."""
     desk = SamplingDesk(player.sampler.batch_size, sum(map(len, groups)))
 
@@ -175,10 +180,21 @@ def _play_all(player: Player, groups: Sequence[Sequence[Attempt]]) -> list[list[
         await player.judges.judge_group(drafts)
         return drafts
 
-    async def play_all() -> list[list[Draft]]:
+    async def finish(attempts: Sequence[Attempt], drafts: Sequence[Draft]) -> RolloutGroup:
+        group = RolloutGroup(attempts[0].group_id, [draft.finish() for draft in drafts])
+        if hand_in is not None:
+            await asyncio.to_thread(hand_in, group)
+        return group
+
+    async def play_and_finish(attempts: Sequence[Attempt]) -> RolloutGroup:
+        return await finish(attempts, await play_group(attempts))
+
+    async def play_all() -> list[RolloutGroup]:
+        if not player.judges.judge_batches:
+            return await _together(play_and_finish(attempts) for attempts in groups)
         drafts = await _together(play_group(attempts) for attempts in groups)
         await player.judges.judge_batch([draft for group in drafts for draft in group])
-        return drafts
+        return await _together(finish(*group) for group in zip(groups, drafts, strict=True))
 
     def check() -> None:
         if not player.loop.responds(player.limits.max_seconds):

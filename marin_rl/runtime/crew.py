@@ -3,7 +3,7 @@
 
 """Whoever plays the groups that a run orders: the trainer itself, or workers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from marin_rl.rollouts.orders import GroupOrder, OrderNumber
@@ -83,7 +83,13 @@ class OwnCrew:
         return {}
 
 
-def play_orders(config: TrainConfig, player: Player, orders: Sequence[GroupOrder], timer: PhaseTimer) -> list[Played]:
+def play_orders(
+    config: TrainConfig,
+    player: Player,
+    orders: Sequence[GroupOrder],
+    timer: PhaseTimer,
+    hand_in: Callable[[Played], None] | None = None,
+) -> list[Played]:
     """Play groups as they were ordered: each is the same wherever and with whatever others it is played.
 
     Args:
@@ -91,7 +97,9 @@ def play_orders(config: TrainConfig, player: Player, orders: Sequence[GroupOrder
         player: plays.
         orders: any.
         timer: counts where the time goes.
+        hand_in: is given each group as soon as it is whole; see `play_requests`.
     """
+    numbers = {order.number.group_id: order.number for order in orders}
     requests = [
         GroupRequest(order.number.group_id, order.task, (config.seed, "train", *order.number)) for order in orders
     ]
@@ -100,5 +108,6 @@ def play_orders(config: TrainConfig, player: Player, orders: Sequence[GroupOrder
         requests,
         group_size=config.rollouts.group_size,
         temperature=config.sampling.temperature,
+        hand_in=None if hand_in is None else lambda group: hand_in(Played(numbers[group.id], group)),
     )
-    return [Played(order.number, group) for order, group in zip(orders, groups, strict=True)]
+    return [Played(numbers[group.id], group) for group in groups]

@@ -67,8 +67,13 @@ class WorkerPolicy(Protocol):
         """Take the newest weights that are offered at these addresses."""
         ...
 
-    def play(self, orders: Sequence[GroupOrder]) -> Sequence[Played]:
-        """Play groups."""
+    def play(self, orders: Sequence[GroupOrder], hand_in: Callable[[Played], None]) -> None:
+        """Play groups.
+
+        Args:
+            orders: what to play.
+            hand_in: is given each group as soon as it is whole, from any thread.
+        """
         ...
 
 
@@ -98,6 +103,9 @@ def work(desk: WorkerDesk, name: str, policy: WorkerPolicy, *, silence: float, p
 
 
 def _work(desk: WorkerDesk, name: str, incarnation: str, policy: WorkerPolicy, poll: float) -> None:
+    def hand_in(played: Played) -> None:
+        desk.finish(name, incarnation, played.number, encode_group(played.group))
+
     while True:
         told = desk.next_work(name, incarnation, policy.version, policy.room, poll)
         if told is None:
@@ -109,8 +117,7 @@ def _work(desk: WorkerDesk, name: str, incarnation: str, policy: WorkerPolicy, p
         if told.addresses and told.version != policy.version:
             policy.fetch(told.addresses)
         if told.orders:
-            for played in policy.play(told.orders):
-                desk.finish(name, incarnation, played.number, encode_group(played.group))
+            policy.play(told.orders, hand_in)
 
 
 class _Heartbeat:

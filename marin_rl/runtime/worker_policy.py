@@ -4,7 +4,7 @@
 """What a rollout worker plays with: its own environment and sampler, under weights that it fetches."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import jax
@@ -76,11 +76,11 @@ class ReceivedPolicy:
             self._sampler.update(model, version)
         self._version = version
 
-    def play(self, orders: Sequence[GroupOrder]) -> list[Played]:
-        """Play groups, all of them together."""
+    def play(self, orders: Sequence[GroupOrder], hand_in: Callable[[Played], None]) -> None:
+        """Play groups, all of them together, and hand in each as soon as it is whole."""
         assert self._sampler is not None, "weights are fetched first"
         player = make_player(self._config, self._environment, self._tokenizer, self._sampler, self._loop, self._judges)
-        return play_orders(self._config, player, orders, player.timer)
+        play_orders(self._config, player, orders, player.timer, hand_in)
 
     def close(self) -> None:
         """End what runs beside it."""

@@ -15,7 +15,14 @@ import pytest
 from marin_rl.environments.base import Environment, Episode, Split, Step
 from marin_rl.rollouts.draft import Draft, Limits
 from marin_rl.rollouts.judging import NoJudges
-from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, BlockedEventLoopError, Player, run_groups
+from marin_rl.rollouts.run_rollouts import (
+    AllRolloutsFailedError,
+    BlockedEventLoopError,
+    GroupRequest,
+    Player,
+    play_requests,
+    run_groups,
+)
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.sampling.scripted import ScriptedSampler
 from marin_rl.seeds import derive_seed
@@ -596,3 +603,81 @@ def test_time_is_counted_by_phase():
 
 def test_no_tasks_make_no_groups():
     assert play(player(says("a")), []) == []
+
+
+@dataclasses.dataclass
+class Held:
+    """An episode that ends only when it is let go."""
+
+    task: Task
+    let_go: threading.Event
+
+    async def step(self, reply: str) -> Step:
+        if not await asyncio.to_thread(self.let_go.wait, 60):
+            raise RuntimeError("nobody let it go")
+        return Step({"won": 1.0})
+
+    async def close(self) -> None:
+        pass
+
+
+def hold_the_first() -> tuple[Game, threading.Event]:
+    """A game whose episodes of the task `first` wait for the event."""
+    let_go = threading.Event()
+    return Game(lambda task, seed: Held(task, let_go) if task.id == "first1" else Countdown(task, seed)), let_go
+
+
+REQUESTS = [GroupRequest(f"g-{name}", task(prompt=name), (1, name)) for name in ("first", "second", "third")]
+
+
+def test_a_group_is_handed_in_while_others_are_still_played():
+    game, let_go = hold_the_first()
+    came: dict[str, RolloutGroup] = {}
+
+    def hand_in(group: RolloutGroup) -> None:
+        came[group.id] = group
+        if len(came) == 2:
+            # Were groups handed in together, the first would wait for this for ever.
+            assert "g-first" not in came
+            let_go.set()
+
+    made = dataclasses.replace(player(says("a"), game), limits=dataclasses.replace(LIMITS, max_seconds=60.0))
+    groups = play_requests(made, REQUESTS, group_size=2, temperature=1.0, hand_in=hand_in)
+    assert [group.id for group in groups] == ["g-first", "g-second", "g-third"]
+    assert [came[group.id] is group for group in groups] == [True] * 3
+    assert [rollout.status for group in groups for rollout in group.rollouts] == [RolloutStatus.COMPLETED] * 6
+
+
+class JudgesOfAll(NoJudges):
+    """Judge the batch as a whole, late."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    @property
+    def judge_batches(self) -> bool:
+        return True
+
+    async def judge_batch(self, drafts: Sequence[Draft]) -> None:
+        self._log.append(f"judged {len(drafts)}")
+
+
+def test_no_group_is_handed_in_before_the_batch_that_it_is_judged_with():
+    log: list[str] = []
+    made = dataclasses.replace(player(says("a")), judges=JudgesOfAll(log))
+    play_requests(made, REQUESTS, group_size=2, temperature=1.0, hand_in=lambda group: log.append(group.id))
+    assert log[0] == "judged 6"
+    assert sorted(log[1:]) == ["g-first", "g-second", "g-third"]
+
+
+def test_where_nobody_takes_a_group_the_others_are_given_up():
+    game, let_go = hold_the_first()
+
+    def refuse(group: RolloutGroup) -> None:
+        raise ConnectionError("nobody is there")
+
+    try:
+        with pytest.raises(ConnectionError, match="nobody is there"):
+            play_requests(player(says("a"), game), REQUESTS, group_size=1, temperature=1.0, hand_in=refuse)
+    finally:
+        let_go.set()
