@@ -20,7 +20,7 @@ from marin_rl.learner.policy_model import model_shape
 from marin_rl.rollouts.orders import GroupOrder
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.coordinator import Announcement
-from marin_rl.runtime.crew import Played, play_orders
+from marin_rl.runtime.crew import Played, stream_orders
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.newer_weights import NewerWeights, Weights
 from marin_rl.runtime.policy_sampler import PolicySampler
@@ -78,11 +78,16 @@ class ReceivedPolicy:
         """Take the newest weights that are offered at these addresses, or newer ones that are on their way already."""
         self._use(self._newer.settle() or self._receive(addresses))
 
-    def play(self, orders: Sequence[GroupOrder], hand_in: Callable[[Played], None]) -> None:
-        """Play groups, all of them together, and hand in each as soon as it is whole."""
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether it goes over to newer weights while it plays."""
+        return self._config.workers.refresh is Refresh.IN_FLIGHT
+
+    def play(self, orders: Sequence[GroupOrder], hand_in: Callable[[Played], Sequence[GroupOrder]]) -> None:
+        """Play groups beside one another, hand in each as soon as it is whole, and play what comes in its place."""
         assert self._sampler is not None, "weights are fetched first"
         player = make_player(self._config, self._environment, self._tokenizer, self._sampler, self._loop, self._judges)
-        play_orders(self._config, player, orders, player.timer, hand_in)
+        stream_orders(self._config, player, orders, hand_in)
 
     def close(self) -> None:
         """End what runs beside it."""
@@ -91,9 +96,7 @@ class ReceivedPolicy:
     def _use(self, weights: Weights) -> None:
         model, version = weights
         if self._sampler is None:
-            workers, looks = self._config.workers, None
-            if workers.refresh is Refresh.IN_FLIGHT:
-                looks = Looks(self._look, workers.rounds_between_looks)
+            looks = Looks(self._look, self._config.workers.rounds_between_looks) if self.is_in_flight else None
             self._sampler = PolicySampler(self._config, model, self._tokenizer, self._trainer, version, looks)
         else:
             self._sampler.update(model, version)

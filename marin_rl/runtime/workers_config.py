@@ -21,7 +21,7 @@ class Refresh(enum.StrEnum):
     """When a rollout worker goes over to newer weights."""
 
     BETWEEN_GROUPS = "between_groups"
-    """When all groups that it plays together have ended."""
+    """When all groups that it plays have ended; it begins no others from when it hears of newer weights."""
     IN_FLIGHT = "in_flight"
     """As soon as they have come, in the middle of answers too: later tokens are sampled from the newer weights, over
     the KV cache that the older ones made (PipelineRL)."""

@@ -21,6 +21,7 @@ from marin_rl.rollouts.run_rollouts import (
     GroupRequest,
     Player,
     play_requests,
+    play_stream,
     run_groups,
 )
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
@@ -634,18 +635,47 @@ def test_a_group_is_handed_in_while_others_are_still_played():
     game, let_go = hold_the_first()
     came: dict[str, RolloutGroup] = {}
 
-    def hand_in(group: RolloutGroup) -> None:
+    def hand_in(group: RolloutGroup) -> tuple[GroupRequest, ...]:
         came[group.id] = group
         if len(came) == 2:
             # Were groups handed in together, the first would wait for this for ever.
             assert "g-first" not in came
             let_go.set()
+        return ()
 
-    made = dataclasses.replace(player(says("a"), game), limits=dataclasses.replace(LIMITS, max_seconds=60.0))
-    groups = play_requests(made, REQUESTS, group_size=2, temperature=1.0, hand_in=hand_in)
-    assert [group.id for group in groups] == ["g-first", "g-second", "g-third"]
-    assert [came[group.id] is group for group in groups] == [True] * 3
-    assert [rollout.status for group in groups for rollout in group.rollouts] == [RolloutStatus.COMPLETED] * 6
+    play_stream(patient(game), REQUESTS, group_size=2, temperature=1.0, hand_in=hand_in)
+    assert list(came)[2] == "g-first"
+    assert [rollout.status for group in came.values() for rollout in group.rollouts] == [RolloutStatus.COMPLETED] * 6
+
+
+def test_others_are_played_in_the_place_of_a_group_that_is_whole_while_a_long_one_goes_on():
+    game, let_go = hold_the_first()
+    further = [GroupRequest(f"g-more{number}", task(prompt="more"), (1, "more", number)) for number in range(5)]
+    came: dict[str, RolloutGroup] = {}
+
+    def hand_in(group: RolloutGroup) -> list[GroupRequest]:
+        came[group.id] = group
+        if group.id == "g-more4":
+            assert "g-first" not in came
+            let_go.set()
+        # Now one, now two, now none.
+        return {"g-second": further[:1], "g-third": further[1:3], "g-more2": further[3:]}.get(group.id, [])
+
+    play_stream(patient(game), REQUESTS, group_size=2, temperature=1.0, hand_in=hand_in)
+    assert sorted(came) == sorted(request.group_id for request in (*REQUESTS, *further))
+    # What comes out does not depend on when it was begun, and with whom.
+    game, let_go = hold_the_first()
+    let_go.set()
+    together = play_requests(patient(game), [*REQUESTS, *further], group_size=2, temperature=1.0)
+    assert [untimed(came[group.id]) for group in together] == [untimed(group) for group in together]
+
+
+def patient(game: Game) -> Player:
+    return dataclasses.replace(player(says("a"), game), limits=dataclasses.replace(LIMITS, max_seconds=60.0))
+
+
+def untimed(group: RolloutGroup) -> list[Rollout]:
+    return [dataclasses.replace(rollout, seconds={}) for rollout in group.rollouts]
 
 
 class JudgesOfAll(NoJudges):
@@ -665,19 +695,26 @@ class JudgesOfAll(NoJudges):
 def test_no_group_is_handed_in_before_the_batch_that_it_is_judged_with():
     log: list[str] = []
     made = dataclasses.replace(player(says("a")), judges=JudgesOfAll(log))
-    play_requests(made, REQUESTS, group_size=2, temperature=1.0, hand_in=lambda group: log.append(group.id))
+
+    def hand_in(group: RolloutGroup) -> list[GroupRequest]:
+        log.append(group.id)
+        return [GroupRequest("g-more", task(prompt="more"), (1, "more"))] if group.id == "g-second" else []
+
+    play_stream(made, REQUESTS, group_size=2, temperature=1.0, hand_in=hand_in)
     assert log[0] == "judged 6"
-    assert sorted(log[1:]) == ["g-first", "g-second", "g-third"]
+    assert sorted(log[1:4]) == ["g-first", "g-second", "g-third"]
+    # What came in its place is a batch of its own.
+    assert log[4:] == ["judged 2", "g-more"]
 
 
 def test_where_nobody_takes_a_group_the_others_are_given_up():
     game, let_go = hold_the_first()
 
-    def refuse(group: RolloutGroup) -> None:
+    def refuse(group: RolloutGroup) -> list[GroupRequest]:
         raise ConnectionError("nobody is there")
 
     try:
         with pytest.raises(ConnectionError, match="nobody is there"):
-            play_requests(player(says("a"), game), REQUESTS, group_size=1, temperature=1.0, hand_in=refuse)
+            play_stream(player(says("a"), game), REQUESTS, group_size=1, temperature=1.0, hand_in=refuse)
     finally:
         let_go.set()

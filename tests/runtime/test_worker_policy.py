@@ -17,6 +17,7 @@ from marin_rl.rollouts.sampling_desk import SamplingDesk
 from marin_rl.runtime.config import TrainConfig, levanter_defaults
 from marin_rl.runtime.config_parsing import parse_config
 from marin_rl.runtime.coordinator import Announcement
+from marin_rl.runtime.crew import Played
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.worker_policy import ReceivedPolicy
 from marin_rl.types import Generation, RolloutGroup, WeightVersion
@@ -90,7 +91,12 @@ def play(policy: ReceivedPolicy) -> list[RolloutGroup]:
     tasks = policy._environment.tasks(Split.TRAIN)
     orders = [GroupOrder(OrderNumber(1, index), tasks[index], 0) for index in range(GROUPS)]
     came: dict[OrderNumber, RolloutGroup] = {}
-    policy.play(orders, lambda played: came.update({played.number: played.group}))
+
+    def hand_in(played: Played) -> tuple[GroupOrder, ...]:
+        came[played.number] = played.group
+        return ()
+
+    policy.play(orders, hand_in)
     return [came[order.number] for order in orders]
 
 
