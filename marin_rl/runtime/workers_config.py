@@ -39,9 +39,9 @@ class WorkersConfig:
     refresh: Refresh = Refresh.BETWEEN_GROUPS
     """When workers go over to newer weights: `between_groups`, or `in_flight` for long answers, which would else keep
     the old ones in use."""
-    rounds_between_looks: int = 16
-    """With `in_flight`, tokens that each answer grows by between two looks for newer weights. At least 1; every look
-    costs a pause of the sampler of about a millisecond."""
+    rounds_between_looks: int = 32
+    """With `in_flight`, tokens that each answer grows by between two looks for newer weights. At least 1; the sampler
+    pauses for some milliseconds at each."""
     gpus_per_worker: float = 0.0
     """GPUs that Ray sets aside for each worker; at least 0."""
     silence: float = 30.0
