@@ -37,7 +37,7 @@ from marin_rl.rollouts.store import RolloutStoreConfig
 from marin_rl.runtime.config_decoding import decode
 from marin_rl.runtime.evaluation import EvaluationConfig
 from marin_rl.runtime.warm_start import WarmStartConfig
-from marin_rl.runtime.workers_config import Mode, ReplayConfig, WorkersConfig
+from marin_rl.runtime.workers_config import Mode, Refresh, ReplayConfig, WorkersConfig
 from marin_rl.sampling.config import LevanterSamplerConfig, OpenAiSamplerConfig, SamplerConfig
 from marin_rl.sampling.levanter_sampler import SamplingConfig
 from marin_rl.tokenization.load import TokenizerConfig
@@ -287,6 +287,11 @@ class TrainConfig:
             raise ValueError(
                 "replay.keep_old_weights is true, but mismatch: {type: none} scores nothing with them; set "
                 "mismatch: {type: tis}, or keep_old_weights: false"
+            )
+        if self.replay.keep_old_weights and self.workers.refresh is Refresh.IN_FLIGHT:
+            raise ValueError(
+                "replay.keep_old_weights is true and workers.refresh in_flight, but an answer that several weights "
+                "sampled has none to be scored with; set workers.refresh: between_groups, or keep_old_weights: false"
             )
         if self.mode is Mode.ASYNC and isinstance(self.sampler, OpenAiSamplerConfig):
             raise ValueError(

@@ -301,6 +301,16 @@ GSPO, RLOO_SEQUENCE = "{type: gspo}", "{type: rloo_sequence}"
             r"set mismatch: \{type: tis\}, or keep_old_weights: false",
         ),
         (
+            {
+                "replay": "{keep_old_weights: true}",
+                "mismatch": "{type: tis}",
+                "policy_loss": "{type: ppo_clip}",
+                "workers": "{refresh: in_flight}",
+            },
+            "replay.keep_old_weights is true and workers.refresh in_flight, but an answer that several weights ",
+            "set workers.refresh: between_groups, or keep_old_weights: false",
+        ),
+        (
             {"updates": "{epochs: 2}"},
             "updates asks for 2 updates per step, but policy_loss 'reinforce' ignores that the policy has moved",
             "use policy_loss: {type: ppo_clip}, or one update",
