@@ -157,9 +157,10 @@ class Simulation:
         self._wake()
 
     def _train_if_ready(self) -> None:
-        mix = self._replay.mix(self.pipeline.groups_per_step, self._orders.outstanding)
-        if self._waiting_since is None or not self._replay.holds(mix):
+        # All groups are of one environment, so the number of those that have come says whether there are enough.
+        if self._waiting_since is None or len(self._replay) < self.pipeline.groups_per_step:
             return
+        mix = self._replay.mix(self.pipeline.groups_per_step, ())
         groups = self._replay.draw(mix, self._version)
         self.ages += [self._version - group.rollouts[0].turns[0].generation.first_version for group in groups]
         self.idle += self.now - self._waiting_since
