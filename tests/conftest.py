@@ -17,6 +17,8 @@ hypothesis.settings.load_profile("no deadlines")
 # Set before anything imports jax, and in the environment, so that subprocesses and workers inherit them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# As the package does, which tests do not always import first.
+os.environ.setdefault("EQX_ON_ERROR", "off")
 
 pytest_plugins = ["tests.tiny_run"]
 

@@ -490,6 +490,7 @@ def test_types_in_the_table_of_choices_are_those_there_are() -> None:
     from marin_rl.rewards.component import RewardComponentConfig
     from marin_rl.rewards.grading import GraderConfig
     from marin_rl.rollouts.filters import FilterConfig
+    from marin_rl.sampling.config import SamplerConfig
     from marin_rl.weights.config import WeightTransferConfig
 
     page = (ROOT / "docs" / "pages" / "configuration.md").read_text(encoding="utf-8")
@@ -505,6 +506,7 @@ def test_types_in_the_table_of_choices_are_those_there_are() -> None:
         "mismatch": MismatchConfig,
         "truncation": TruncationConfig,
         "filter": FilterConfig,
+        "sampler": SamplerConfig,
         "weights": WeightTransferConfig,
     }
     for section, registry in registries.items():

@@ -136,14 +136,17 @@ class Simulation:
         self._train_if_ready()
 
     def _expire(self) -> None:
-        self.stale += len(self._replay.expire(self._version))
+        stale = self._replay.expire(self._version)
+        self.stale += len(stale)
+        self._orders.again(one.task for one in stale if one.uses_left == self.pipeline.uses_per_group)
         self._coordinator.submit(self._orders.order(self._version, self._replay.uses_left, _tasks))
         self._wake()
 
     def _train_if_ready(self) -> None:
-        if self._waiting_since is None or len(self._replay) < self.pipeline.groups_per_step:
+        mix = self._replay.mix(self.pipeline.groups_per_step, self._orders.outstanding)
+        if self._waiting_since is None or not self._replay.holds(mix):
             return
-        groups = self._replay.draw(self.pipeline.groups_per_step, self._version)
+        groups = self._replay.draw(mix, self._version)
         self.ages += [self._version - group.rollouts[0].turns[0].generation.first_version for group in groups]
         self.idle += self.now - self._waiting_since
         self._waiting_since = None

@@ -28,6 +28,11 @@ logger = logging.getLogger(__name__)
 class Judges(Protocol):
     """Who judges rollouts, called in the event loop. Each says what it has to say to the drafts themselves."""
 
+    @property
+    def judge_batches(self) -> bool:
+        """Whether rollouts of different groups are judged together, so that no group is whole before all are."""
+        ...
+
     async def judge_one(self, draft: Draft) -> None:
         """Judge a rollout that has ended."""
         ...
@@ -43,6 +48,11 @@ class Judges(Protocol):
 
 class NoJudges:
     """Nobody: environments alone give rewards."""
+
+    @property
+    def judge_batches(self) -> bool:
+        """They do not."""
+        return False
 
     async def judge_one(self, draft: Draft) -> None:
         """Say nothing."""
@@ -89,6 +99,11 @@ class RewardFunctions:
                 stack.callback(starting.cancel)
                 starting.result()
                 stack.pop_all()
+
+    @property
+    def judge_batches(self) -> bool:
+        """See `Judges`."""
+        return any(pipeline.has(RewardScope.BATCH) for pipeline in self._pipelines.values())
 
     async def _start(self) -> None:
         await self._sandbox.start()

@@ -99,10 +99,12 @@ class OrderBook:
         self._replaced: dict[int, int] = {}
         self._missing: dict[int, int] = {}
         self._outstanding: dict[OrderNumber, GroupOrder] = {}
+        self._again: list[Task] = []
         if state:
             self._next_index = {int(step): count for step, count in state["next_index"].items()}
             self._replaced = {int(step): count for step, count in state["replaced"].items()}
             self._missing = {int(step): count for step, count in state["missing"].items()}
+            self._again = [decode_task(task) for task in state["again"]]
             for order in state["outstanding"]:
                 number = OrderNumber(*order["number"])
                 self._outstanding[number] = GroupOrder(number, decode_task(order["task"]), order["min_version"])
@@ -114,6 +116,7 @@ class OrderBook:
             "next_index": {str(step): count for step, count in self._next_index.items()},
             "replaced": {str(step): count for step, count in self._replaced.items()},
             "missing": {str(step): count for step, count in self._missing.items()},
+            "again": [encode_task(task) for task in self._again],
             "outstanding": [
                 {"number": list(order.number), "task": encode_task(order.task), "min_version": order.min_version}
                 for order in self.outstanding
@@ -125,6 +128,13 @@ class OrderBook:
         """Orders whose groups have not come, in order."""
         return [self._outstanding[number] for number in sorted(self._outstanding)]
 
+    def again(self, tasks: Iterable[Task]) -> None:
+        """Order these tasks anew before others are drawn: their groups came too late to be trained on.
+
+        Otherwise the tasks that take long would be trained on less often than they are drawn.
+        """
+        self._again += tasks
+
     def wanted(self, step: int) -> int:
         """Groups that a step waits for: all but those that were dropped and not replaced."""
         return self.pace.groups_per_step - self._missing.get(step, 0)
@@ -132,7 +142,7 @@ class OrderBook:
     def order(
         self, version: WeightVersion, waiting_uses: int, draw: Callable[[int], Sequence[Task]]
     ) -> list[GroupOrder]:
-        """Order as many new groups as there is room for.
+        """Order as many groups as there is room for: of tasks that are to be ordered anew, then of new ones.
 
         Args:
             version: the newest weights.
@@ -145,7 +155,9 @@ class OrderBook:
                 del counts[over]
         ahead = waiting_uses + pace.uses_per_group * len(self._outstanding)
         count = max(pace.room - ahead, 0) // pace.uses_per_group
-        tasks = draw(count) if count else ()
+        tasks, self._again = self._again[:count], self._again[count:]
+        if missing := count - len(tasks):
+            tasks += draw(missing)
         return [
             self._open(task, version, version + 1 + (ahead + place * pace.uses_per_group) // pace.groups_per_step)
             for place, task in enumerate(tasks)

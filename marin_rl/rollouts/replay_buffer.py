@@ -3,9 +3,10 @@
 
 """Groups that were played and wait to be trained on: whole groups, none too old, none too often."""
 
+import collections
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from marin_rl.rollouts.group_codec import decode_group, encode_group
-from marin_rl.rollouts.orders import OrderNumber, oldest_version
+from marin_rl.rollouts.orders import GroupOrder, OrderNumber, oldest_version
 from marin_rl.seeds import derive_seed
-from marin_rl.types import RolloutGroup, WeightVersion
+from marin_rl.types import RolloutGroup, Task, WeightVersion
 
 _SCHEMA = pa.schema(
     [("step", pa.int64()), ("index", pa.int64()), ("uses_left", pa.int64()), ("group", pa.large_string())]
@@ -38,6 +39,11 @@ class Waiting:
     """Batches that it may still be part of."""
     oldest_version: WeightVersion | None
     """Of its oldest token; None where none was sampled, because every attempt failed at once."""
+
+    @property
+    def task(self) -> Task:
+        """What was attempted."""
+        return self.group.rollouts[0].task
 
     def age(self, version: WeightVersion) -> int:
         """Its staleness under weights of this version."""
@@ -85,25 +91,50 @@ class ReplayBuffer:
             raise ValueError(f"group {group.id} is in the replay buffer already; an order is settled once")
         self._waiting[number] = Waiting(number, group, self._uses, oldest_version(group))
 
-    def expire(self, version: WeightVersion) -> list[Waiting]:
+    def expire(self, version: WeightVersion, max_staleness: int | None = None) -> list[Waiting]:
         """Take out what is too old to update weights of this version with.
+
+        Args:
+            version: of the weights.
+            max_staleness: what is too old; None for the buffer's own bound.
 
         Returns:
             What was taken out, in order.
         """
-        stale = [one for one in self._in_order() if one.age(version) > self._max_staleness]
+        bound = self._max_staleness if max_staleness is None else max_staleness
+        stale = [one for one in self._in_order() if one.age(version) > bound]
         for one in stale:
             del self._waiting[one.number]
         return stale
 
-    def draw(self, count: int, version: WeightVersion) -> list[RolloutGroup]:
+    def mix(self, count: int, owed: Iterable[GroupOrder]) -> dict[str, int]:
+        """Groups of each environment in the next batch: those of the oldest orders, whether they have come or not.
+
+        What comes first is not what was drawn first: groups of a slow environment would be rare in the batches, and
+        many of them too old when their turn came. So a batch waits for its share of each. A group may be overtaken
+        by others of its environment, and is then part of a later batch's share.
+
+        Args:
+            count: groups of the batch.
+            owed: orders whose groups have not come.
+        """
+        waiting = [(one.number, one.task.environment) for one in self._waiting.values()]
+        queue = sorted([*waiting, *((order.number, order.task.environment) for order in owed)])
+        return dict(collections.Counter(environment for _, environment in queue[:count]))
+
+    def holds(self, mix: Mapping[str, int]) -> bool:
+        """Whether there are so many groups of each environment."""
+        counts = collections.Counter(one.task.environment for one in self._waiting.values())
+        return all(counts[environment] >= count for environment, count in mix.items())
+
+    def draw(self, mix: Mapping[str, int], version: WeightVersion) -> list[RolloutGroup]:
         """Groups for a batch, each at most once, in the order of their numbers.
 
         With a half-life `h` a group of staleness `s` is drawn in proportion to `2^(-s/h)`, without replacement
-        (Efraimidis and Spirakis 2006: the largest of `log u / w`).
+        (Efraimidis and Spirakis 2006: the largest of `log u / w`), among those of its environment.
 
         Args:
-            count: how many; fewer come where there are no more.
+            mix: how many of each environment; fewer come where there are no more.
             version: of the weights that are to be updated; `expire` those that are too old for it first.
 
         Raises:
@@ -117,30 +148,29 @@ class ReplayBuffer:
                     f"{version} with max_staleness {self._max_staleness}; expire it first"
                 )
         if self._half_life is not None:
-            generator = np.random.default_rng(derive_seed(self._seed, "replay", version))
-            ages = np.array([one.age(version) for one in candidates], np.float64)
-            keys = np.log(generator.uniform(size=len(candidates))) * np.exp2(ages / self._half_life)
-            chosen = sorted(np.argsort(-keys, kind="stable")[:count])
-            candidates = [candidates[place] for place in chosen]
-        drawn = candidates[:count]
+            candidates = self._recent_first(candidates, self._half_life, version)
+        left = dict(mix)
+        drawn = []
+        for one in candidates:
+            if left.get(one.task.environment, 0):
+                left[one.task.environment] -= 1
+                drawn.append(one)
         for one in drawn:
             if one.uses_left > 1:
                 self._waiting[one.number] = dataclasses.replace(one, uses_left=one.uses_left - 1)
             else:
                 del self._waiting[one.number]
-        return [one.group for one in drawn]
+        return [one.group for one in sorted(drawn, key=lambda one: one.number)]
+
+    def _recent_first(self, candidates: Sequence[Waiting], half_life: float, version: WeightVersion) -> list[Waiting]:
+        generator = np.random.default_rng(derive_seed(self._seed, "replay", version))
+        ages = np.array([one.age(version) for one in candidates], np.float64)
+        keys = np.log(generator.uniform(size=len(candidates))) * np.exp2(ages / half_life)
+        return [candidates[place] for place in np.argsort(-keys, kind="stable")]
 
     def ages(self, version: WeightVersion) -> list[int]:
         """Staleness of every group under weights of this version, in order."""
         return [one.age(version) for one in self._in_order()]
-
-    def by_environment(self) -> Mapping[str, int]:
-        """How many groups there are of each environment."""
-        counts: dict[str, int] = {}
-        for one in self._waiting.values():
-            name = one.group.rollouts[0].task.environment
-            counts[name] = counts.get(name, 0) + 1
-        return counts
 
     def save(self, file: Path) -> None:
         """Write the buffer to a Parquet file, whole or not at all."""

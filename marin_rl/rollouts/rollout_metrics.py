@@ -38,6 +38,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], version: WeightVersion) -> d
         "staleness/min": Metric(float(min(ages)), reduction=Reduction.MIN),
         "staleness/mean": mean(ages),
         "staleness/max": Metric(float(max(ages)), reduction=Reduction.MAX),
+        "staleness/mixed_share": _share(one.first_version != one.last_version for one in generations),
     }
 
 

@@ -10,7 +10,7 @@ sampling of others.
 
 import asyncio
 import dataclasses
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from marin_rl.environments.base import Environment
@@ -115,6 +115,10 @@ class GroupRequest(NamedTuple):
     """What the seeds of its attempts derive from, with each attempt's number behind."""
 
 
+HandIn = Callable[[RolloutGroup], Sequence[GroupRequest]]
+"""Takes a group that is whole, and says what to play in its place."""
+
+
 def play_requests(
     player: Player, requests: Sequence[GroupRequest], *, group_size: int, temperature: float
 ) -> list[RolloutGroup]:
@@ -134,34 +138,64 @@ def play_requests(
         ValueError: if a reward is NaN or infinite, naming the rollout.
         BlockedEventLoopError: if an environment's code blocks all others for longer than an episode may take.
     """
-    if not requests:
-        return []
-    groups = []
-    for request in requests:
-        prompt = _prompt(player, request.task)
-        groups.append(
-            [
-                Attempt(
-                    task=request.task,
-                    prompt=prompt,
-                    group_id=request.group_id,
-                    id=f"{request.group_id}-{member}",
-                    seed=derive_seed(*request.seed_parts, member),
-                    start_seed=derive_seed(*request.seed_parts),
-                    temperature=temperature,
-                    state_hash=player.state_hash,
-                )
-                for member in range(group_size)
-            ]
-        )
-    drafts = _play_all(player, groups)
+    came: dict[str, RolloutGroup] = {}
+
+    def keep(group: RolloutGroup) -> tuple[GroupRequest, ...]:
+        came[group.id] = group
+        return ()
+
+    play_stream(player, requests, group_size=group_size, temperature=temperature, hand_in=keep)
+    return [came[request.group_id] for request in requests]
+
+
+def play_stream(
+    player: Player, requests: Sequence[GroupRequest], *, group_size: int, temperature: float, hand_in: HandIn
+) -> None:
+    """Play groups, each handed in as soon as it is whole, and others in their places, until there are none.
+
+    Where rollouts of different groups are judged together, no group is whole before all are, and others begin then.
+
+    Args:
+        player: environment, tokenizer, sampler and limits.
+        requests: what to play first.
+        group_size: attempts per task.
+        temperature: sampling temperature; 0 is greedy.
+        hand_in: is given each group, in a thread of its own, while others are still played. What it raises ends
+            the call.
+
+    Raises:
+        PromptTooLongError: if a task's prompt leaves no room for an answer.
+        ValueError: if a reward is NaN or infinite, naming the rollout.
+        BlockedEventLoopError: if an environment's code blocks all others for longer than an episode may take.
+    """
+    groups = [_attempts(player, request, group_size, temperature) for request in requests]
+    if groups:
+        _play_all(player, groups, hand_in, lambda request: _attempts(player, request, group_size, temperature))
+
+
+def _attempts(player: Player, request: GroupRequest, group_size: int, temperature: float) -> list[Attempt]:
+    prompt = _prompt(player, request.task)
     return [
-        RolloutGroup(id=request.group_id, rollouts=[draft.finish() for draft in group])
-        for request, group in zip(requests, drafts, strict=True)
+        Attempt(
+            task=request.task,
+            prompt=prompt,
+            group_id=request.group_id,
+            id=f"{request.group_id}-{member}",
+            seed=derive_seed(*request.seed_parts, member),
+            start_seed=derive_seed(*request.seed_parts),
+            temperature=temperature,
+            state_hash=player.state_hash,
+        )
+        for member in range(group_size)
     ]
 
 
-def _play_all(player: Player, groups: Sequence[Sequence[Attempt]]) -> list[list[Draft]]:
+def _play_all(
+    player: Player,
+    groups: Sequence[Sequence[Attempt]],
+    hand_in: HandIn,
+    attempts_at: Callable[[GroupRequest], Sequence[Attempt]],
+) -> None:
     """The event loop plays and judges while this thread samples."""
     desk = SamplingDesk(player.sampler.batch_size, sum(map(len, groups)))
 
@@ -175,10 +209,34 @@ def _play_all(player: Player, groups: Sequence[Sequence[Attempt]]) -> list[list[
         await player.judges.judge_group(drafts)
         return drafts
 
-    async def play_all() -> list[list[Draft]]:
-        drafts = await _together(play_group(attempts) for attempts in groups)
-        await player.judges.judge_batch([draft for group in drafts for draft in group])
-        return drafts
+    async def finish(attempts: Sequence[Attempt], drafts: Sequence[Draft]) -> list[Sequence[Attempt]]:
+        """Hand in a group; what is to be played in its place is expected at the desk."""
+        group = RolloutGroup(attempts[0].group_id, [draft.finish() for draft in drafts])
+        further = [attempts_at(request) for request in await asyncio.to_thread(hand_in, group)]
+        desk.join(sum(map(len, further)))
+        return further
+
+    async def play_by_group(groups: Sequence[Sequence[Attempt]]) -> None:
+        async def play_from(attempts: Sequence[Attempt]) -> None:
+            for further in await finish(attempts, await play_group(attempts)):
+                tasks.create_task(play_from(further))
+
+        async with asyncio.TaskGroup() as tasks:
+            for attempts in groups:
+                tasks.create_task(play_from(attempts))
+
+    async def play_by_batch(groups: Sequence[Sequence[Attempt]]) -> None:
+        while groups:
+            drafts = await _together(play_group(attempts) for attempts in groups)
+            await player.judges.judge_batch([draft for group in drafts for draft in group])
+            further = await _together(finish(*group) for group in zip(groups, drafts, strict=True))
+            groups = [attempts for some in further for attempts in some]
+
+    async def play_all() -> None:
+        try:
+            await (play_by_batch if player.judges.judge_batches else play_by_group)(groups)
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
     def check() -> None:
         if not player.loop.responds(player.limits.max_seconds):
@@ -192,7 +250,7 @@ def _play_all(player: Player, groups: Sequence[Sequence[Attempt]]) -> list[list[
     playing.add_done_callback(lambda _: desk.close())
     try:
         desk.serve(player.sampler, player.timer, check, player.limits.max_seconds)
-        return playing.result()
+        playing.result()
     finally:
         # Nothing of a step that ends with an error goes on behind its back.
         playing.cancel()

@@ -44,6 +44,11 @@ class SamplingDesk:
         self._present = episodes
         self._closed = False
 
+    def join(self, episodes: int) -> None:
+        """Say that further episodes may ask, each of which leaves once."""
+        with self._changed:
+            self._present += episodes
+
     def leave(self) -> None:
         """Say that an episode will not ask any more."""
         with self._changed:

@@ -4,7 +4,7 @@
 """The groups of a step: ordered, played, shaped, filtered, and taken from the replay buffer.
 
 Without staleness the orders of a step are given when its weights are there, and the step waits for all of them. With
-it they are given steps ahead, and the step takes what is there first.
+it they are given steps ahead, and the step takes of each environment what is there first.
 """
 
 from collections.abc import Sequence
@@ -60,12 +60,12 @@ def collect_groups(run: TrainingRun, step: int, timer: PhaseTimer) -> Collected:
     def draw(count: int) -> list[Task]:
         return draw_tasks(run, count)
 
-    stale = len(replay.expire(version))
+    stale = _expire(run, version)
     crew.submit(orders.order(version, replay.uses_left, draw))
     came: dict[OrderNumber, RolloutGroup] = {}
     left_out: dict[OrderNumber, RolloutGroup] = {}
     replaced = 0
-    while len(replay) < orders.wanted(step) and orders.outstanding:
+    while not replay.holds(mix := replay.mix(orders.wanted(step), orders.outstanding)):
         dropped = []
         for number, played in crew.wait(timer):
             if not orders.settle(number):
@@ -85,17 +85,31 @@ def collect_groups(run: TrainingRun, step: int, timer: PhaseTimer) -> Collected:
         more = orders.replace(dropped, version, draw)
         replaced += len(more)
         crew.submit(more)
-        if late := replay.expire(version):
-            stale += len(late)
+        if late := _expire(run, version):
+            stale += late
             crew.submit(orders.order(version, replay.uses_left, draw))
-    groups = replay.draw(wanted, version)
+    ages, fill = replay.ages(version), replay.uses_left / orders.pace.room
+    groups = replay.draw(mix, version)
     in_order = [came[number] for number in sorted(came)]
     progress.task_stream = dict(run.stream.learn(progress.task_stream, in_order))
     unequal = [left_out[number] for number in sorted(left_out)]
     metrics = _metrics(run, groups, unequal, version)
-    counts = {"filter/replaced": replaced, "replay/stale": stale, "replay/waiting": len(replay)}
+    counts = {
+        "filter/replaced": replaced,
+        "replay/stale": stale,
+        "replay/waiting": len(replay),
+        "replay/age": sum(ages) / max(len(ages), 1),
+        "replay/fill": fill,
+    }
     metrics |= {name: Metric(float(value)) for name, value in {**counts, **crew.metrics()}.items()}
     return Collected(groups, unequal, in_order, metrics)
+
+
+def _expire(run: TrainingRun, version: int) -> int:
+    """Drop groups that are too old, and order anew what was not trained on even once; how many were dropped."""
+    stale = run.replay.expire(version)
+    run.orders.again(one.task for one in stale if one.uses_left == run.orders.pace.uses_per_group)
+    return len(stale)
 
 
 def draw_tasks(run: TrainingRun, count: int) -> list[Task]:

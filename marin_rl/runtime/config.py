@@ -37,7 +37,8 @@ from marin_rl.rollouts.store import RolloutStoreConfig
 from marin_rl.runtime.config_decoding import decode
 from marin_rl.runtime.evaluation import EvaluationConfig
 from marin_rl.runtime.warm_start import WarmStartConfig
-from marin_rl.runtime.workers_config import Mode, ReplayConfig, WorkersConfig
+from marin_rl.runtime.workers_config import Mode, Refresh, ReplayConfig, WorkersConfig
+from marin_rl.sampling.config import LevanterSamplerConfig, OpenAiSamplerConfig, SamplerConfig
 from marin_rl.sampling.levanter_sampler import SamplingConfig
 from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig
@@ -205,6 +206,8 @@ class TrainConfig:
     """Size of a batch and limits of a rollout."""
     sampling: SamplingConfig = SamplingConfig()
     """How the policy samples."""
+    sampler: SamplerConfig = LevanterSamplerConfig()
+    """The engine that samples."""
     sandbox: SandboxConfig = SandboxConfig()
     """Where reward functions and programs that a model wrote run, and what a call may use."""
     advantage: AdvantageConfig = RlooConfig()
@@ -279,6 +282,21 @@ class TrainConfig:
             raise ValueError(
                 f"replay.capacity is {self.replay.capacity}, but a step takes rollouts.prompts_per_step = "
                 f"{self.rollouts.prompts_per_step} groups together; raise it"
+            )
+        if self.replay.keep_old_weights and not self.mismatch.needs_old_logprobs:
+            raise ValueError(
+                "replay.keep_old_weights is true, but mismatch: {type: none} scores nothing with them; set "
+                "mismatch: {type: tis}, or keep_old_weights: false"
+            )
+        if self.replay.keep_old_weights and self.workers.refresh is Refresh.IN_FLIGHT:
+            raise ValueError(
+                "replay.keep_old_weights is true and workers.refresh in_flight, but an answer that several weights "
+                "sampled has none to be scored with; set workers.refresh: between_groups, or keep_old_weights: false"
+            )
+        if self.mode is Mode.ASYNC and isinstance(self.sampler, OpenAiSamplerConfig):
+            raise ValueError(
+                f"mode is async and sampler 'openai', but rollout workers sample with engines of their own; set "
+                f"mode: sync, in which the trainer has {self.sampler.base_url} sample, or sampler: {{type: levanter}}"
             )
         self._check_objective()
 

@@ -34,6 +34,15 @@ class Work(NamedTuple):
     """Whether the run is over."""
 
 
+class Announcement(NamedTuple):
+    """The newest weights."""
+
+    version: WeightVersion
+    """Steps of training behind them."""
+    addresses: tuple[str, ...]
+    """Where they are; empty where there are none yet."""
+
+
 class Delivery(NamedTuple):
     """What the trainer is told when it asks."""
 
@@ -189,6 +198,11 @@ class Coordinator:
         if self._heard(worker, incarnation) is not None:
             self._take_back(self._workers.pop(worker))
 
+    @property
+    def announced(self) -> Announcement:
+        """The newest weights."""
+        return Announcement(self._version, self._addresses)
+
     def give_up_silent(self) -> None:
         """Give up the workers that have not been heard of for too long."""
         now = self._clock()
@@ -284,6 +298,11 @@ class Office:
         """See `Coordinator`."""
         with self._changed:
             return self._coordinator.beat(worker, incarnation)
+
+    def announced(self) -> Announcement:
+        """See `Coordinator`."""
+        with self._changed:
+            return self._coordinator.announced
 
     def fail(self, worker: str, error: str) -> None:
         """See `Coordinator`."""

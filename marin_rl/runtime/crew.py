@@ -3,11 +3,11 @@
 
 """Whoever plays the groups that a run orders: the trainer itself, or workers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from marin_rl.rollouts.orders import GroupOrder, OrderNumber
-from marin_rl.rollouts.run_rollouts import GroupRequest, Player, play_requests
+from marin_rl.rollouts.run_rollouts import GroupRequest, Player, play_requests, play_stream
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup, WeightVersion
@@ -92,13 +92,44 @@ def play_orders(config: TrainConfig, player: Player, orders: Sequence[GroupOrder
         orders: any.
         timer: counts where the time goes.
     """
-    requests = [
-        GroupRequest(order.number.group_id, order.task, (config.seed, "train", *order.number)) for order in orders
-    ]
     groups = play_requests(
         player.timed_by(timer),
-        requests,
+        [_request(config, order) for order in orders],
         group_size=config.rollouts.group_size,
         temperature=config.sampling.temperature,
     )
     return [Played(order.number, group) for order, group in zip(orders, groups, strict=True)]
+
+
+def stream_orders(
+    config: TrainConfig,
+    player: Player,
+    orders: Sequence[GroupOrder],
+    hand_in: Callable[[Played], Sequence[GroupOrder]],
+) -> None:
+    """Play groups as `play_orders` does, and further ones in their places, until there are none.
+
+    Args:
+        config: size of a group, temperature and seed.
+        player: plays.
+        orders: what to play first.
+        hand_in: is given each group as soon as it is whole, in a thread of its own; says what to play in its place.
+    """
+    numbers = {order.number.group_id: order.number for order in orders}
+
+    def take(group: RolloutGroup) -> list[GroupRequest]:
+        further = hand_in(Played(numbers.pop(group.id), group))
+        numbers.update({order.number.group_id: order.number for order in further})
+        return [_request(config, order) for order in further]
+
+    play_stream(
+        player,
+        [_request(config, order) for order in orders],
+        group_size=config.rollouts.group_size,
+        temperature=config.sampling.temperature,
+        hand_in=take,
+    )
+
+
+def _request(config: TrainConfig, order: GroupOrder) -> GroupRequest:
+    return GroupRequest(order.number.group_id, order.task, (config.seed, "train", *order.number))

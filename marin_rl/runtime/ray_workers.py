@@ -19,7 +19,7 @@ from marin_rl.closing import Closing
 from marin_rl.rollouts.orders import GroupOrder, OrderNumber
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml, to_yaml
-from marin_rl.runtime.coordinator import Delivery, Office, Work
+from marin_rl.runtime.coordinator import Announcement, Delivery, Office, Work
 from marin_rl.runtime.rollout_worker import work
 from marin_rl.runtime.run_directory import log_to
 from marin_rl.types import WeightVersion
@@ -82,6 +82,10 @@ class RayDesk:
         """See `Office`."""
         return self._ask(lambda: self._coordinator.beat.remote(worker, incarnation))
 
+    def announced(self) -> Announcement:
+        """See `Office`."""
+        return self._ask(lambda: self._coordinator.announced.remote())
+
     def fail(self, worker: str, error: str) -> None:
         """See `Office`."""
         self._ask(lambda: self._coordinator.fail.remote(worker, error))
@@ -128,9 +132,9 @@ class Worker:
         workers = self._config.workers
         with log_to(Path(self._config.run_dir) / "workers" / f"{self._name}.txt"):
             try:
-                policy = ReceivedPolicy(self._config, self._vocab_size, self._token)
+                desk = RayDesk(self._coordinator, workers.patience)
+                policy = ReceivedPolicy(self._config, self._vocab_size, self._token, desk.announced)
                 with Closing(policy.close):
-                    desk = RayDesk(self._coordinator, workers.patience)
                     work(desk, self._name, policy, silence=workers.silence)
             except BaseException:
                 logger.exception("worker %s ends with an error", self._name)

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.rollouts.orders import GroupOrder, OrderNumber
-from marin_rl.runtime.coordinator import Work
+from marin_rl.runtime.coordinator import Announcement, Work
 from marin_rl.runtime.crew import Played
 from marin_rl.types import WeightVersion
 
@@ -30,6 +30,10 @@ class WorkerDesk(Protocol):
         self, worker: str, incarnation: str, version: WeightVersion | None, room: int, seconds: float
     ) -> Work | None:
         """What to play next; None where the worker has to join anew."""
+        ...
+
+    def announced(self) -> Announcement:
+        """The newest weights."""
         ...
 
     def finish(self, worker: str, incarnation: str, number: OrderNumber, group: str) -> bool:
@@ -63,12 +67,22 @@ class WorkerPolicy(Protocol):
         """Groups that it plays together."""
         ...
 
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether it goes over to newer weights while it plays."""
+        ...
+
     def fetch(self, addresses: Sequence[str]) -> None:
         """Take the newest weights that are offered at these addresses."""
         ...
 
-    def play(self, orders: Sequence[GroupOrder]) -> Sequence[Played]:
-        """Play groups."""
+    def play(self, orders: Sequence[GroupOrder], hand_in: Callable[[Played], Sequence[GroupOrder]]) -> None:
+        """Play groups until there are none.
+
+        Args:
+            orders: what to play first.
+            hand_in: is given each group as soon as it is whole, from any thread; says what to play in its place.
+        """
         ...
 
 
@@ -109,8 +123,37 @@ def _work(desk: WorkerDesk, name: str, incarnation: str, policy: WorkerPolicy, p
         if told.addresses and told.version != policy.version:
             policy.fetch(told.addresses)
         if told.orders:
-            for played in policy.play(told.orders):
-                desk.finish(name, incarnation, played.number, encode_group(played.group))
+            policy.play(told.orders, _Places(desk, name, incarnation, policy, len(told.orders)).hand_in)
+
+
+class _Places:
+    """What a worker plays at the same time: a group that is whole makes place for others."""
+
+    def __init__(self, desk: WorkerDesk, name: str, incarnation: str, policy: WorkerPolicy, playing: int) -> None:
+        self._desk = desk
+        self._name = name
+        self._incarnation = incarnation
+        self._policy = policy
+        self._playing = playing
+        self._lock = threading.Lock()
+
+    def hand_in(self, played: Played) -> list[GroupOrder]:
+        """Hand in a group, and take as many orders as there is place for."""
+        self._desk.finish(self._name, self._incarnation, played.number, encode_group(played.group))
+        with self._lock:
+            self._playing -= 1
+            orders = self._more()
+            self._playing += len(orders)
+            return orders
+
+    def _more(self) -> list[GroupOrder]:
+        version = self._policy.version
+        # Between groups the places stay empty until all have ended, and the newer weights are fetched.
+        if not self._policy.is_in_flight and self._desk.announced().version != version:
+            return []
+        room = self._policy.room - self._playing
+        told = self._desk.next_work(self._name, self._incarnation, version, room, 0.0)
+        return [] if told is None or told.stop else told.orders
 
 
 class _Heartbeat:

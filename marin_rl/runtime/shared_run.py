@@ -20,9 +20,8 @@ from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.crew import Played
 from marin_rl.runtime.remote_crew import RemoteCrew
 from marin_rl.runtime.workers_config import Mode
-from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer
-from marin_rl.types import Generation, WeightVersion
+from marin_rl.types import WeightVersion
 from marin_rl.weights.protocol import WeightSender
 
 
@@ -72,24 +71,6 @@ class SharedCrew:
     def metrics(self) -> dict[str, float]:
         """See [`Crew`][marin_rl.runtime.crew.Crew]; nothing but in the main process."""
         return {} if self._crew is None else self._crew.metrics()
-
-
-class NoSampler:
-    """Stands where the trainer's own sampler would, which does not work over several processes."""
-
-    batch_size = 1
-    """See `marin_rl.sampling.sampler.Sampler`."""
-
-    def update(self, model: object, version: WeightVersion) -> None:
-        """Nothing samples from them."""
-
-    def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
-        """Nobody may ask.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("the trainer does not sample where it runs in several processes")
 
 
 def check_config(config: TrainConfig) -> None:

@@ -23,7 +23,7 @@ from marin_rl.rollouts.stored_rollout import TrainingSignal
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.seeds import derive_seed
 from marin_rl.timing import PhaseTimer
-from marin_rl.types import Rollout, RolloutGroup, RolloutStatus
+from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def build_batch(run: TrainingRun, groups: Sequence[RolloutGroup], timer: PhaseTi
     with timer.phase("batch"):
         rollouts = [_process(run, rollout) for rollout in graded]
     with timer.phase("reference"):
-        scored, own = _score(run, rollouts)
+        scored, own = _score(run, rollouts, [_sampled_by(run, rollout) for rollout in graded])
         rollouts, weights, metrics = _correct(run, (scored, own))
     with timer.phase("batch"):
         penalties = [run.config.kl.reward_penalty(_k1(rollout)) for rollout in rollouts]
@@ -117,7 +117,7 @@ def _process(run: TrainingRun, rollout: Rollout) -> ProcessedRollout:
 
 
 def _score(
-    run: TrainingRun, rollouts: Sequence[ProcessedRollout]
+    run: TrainingRun, rollouts: Sequence[ProcessedRollout], versions: Sequence[WeightVersion]
 ) -> tuple[list[ProcessedRollout], list[Scores] | None]:
     """Reference log-probs and values filled in; what the learner itself says, where anybody asks."""
     scored = list(rollouts)
@@ -130,9 +130,32 @@ def _score(
     stored = run.config.rollout_store.scores_learner(run.progress.step + 1)
     if run.config.critic is None and not run.config.mismatch.needs_old_logprobs and not stored:
         return scored, None
-    own = run.scorer.score(run.state.model, scored)
-    scored = [dataclasses.replace(rollout, values=scores.values) for rollout, scores in zip(scored, own, strict=True)]
+    own = _own_scores(run, scored, versions)
+    if run.config.critic is not None:
+        valued = own if run.history is None else run.scorer.score(run.state.model, scored)
+        scored = [
+            dataclasses.replace(rollout, values=scores.values) for rollout, scores in zip(scored, valued, strict=True)
+        ]
     return scored, own
+
+
+def _own_scores(
+    run: TrainingRun, rollouts: Sequence[ProcessedRollout], versions: Sequence[WeightVersion]
+) -> list[Scores]:
+    """What the learner says of each rollout: with the weights that sampled it where they are kept, or the newest."""
+    if run.history is None:
+        return run.scorer.score(run.state.model, rollouts)
+    own: dict[int, Scores] = {}
+    for version in sorted(set(versions)):
+        chosen = [index for index, sampled_by in enumerate(versions) if sampled_by == version]
+        model = run.state.model if version == run.progress.step else run.history.get(version)
+        own |= zip(chosen, run.scorer.score(model, [rollouts[index] for index in chosen]), strict=True)
+    return [own[index] for index in range(len(rollouts))]
+
+
+def _sampled_by(run: TrainingRun, rollout: Rollout) -> WeightVersion:
+    """The weights behind a rollout; a worker keeps the same ones until all that it began is whole."""
+    return rollout.turns[0].generation.first_version if rollout.turns else run.progress.step
 
 
 def _correct(

@@ -27,6 +27,7 @@ from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.policy_model import initialize_policy, load_hf_policy, model_shape, read_hf_architecture
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
+from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.draft import Limits
 from marin_rl.rollouts.event_loop import BackgroundLoop
@@ -42,13 +43,14 @@ from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.crew import Crew, OwnCrew
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import Keep, evaluate, forget
-from marin_rl.runtime.policy_sampler import PolicySampler
+from marin_rl.runtime.policy_engine import PolicyEngine, open_policy_engine
 from marin_rl.runtime.ray_workers import ray_workers
 from marin_rl.runtime.remote_crew import RemoteCrew
 from marin_rl.runtime.run_directory import writing
-from marin_rl.runtime.shared_run import NoSampler, SharedCrew, check_config, newest_good
+from marin_rl.runtime.shared_run import SharedCrew, check_config, newest_good
 from marin_rl.runtime.warm_start import warm_start
 from marin_rl.runtime.workers_config import Mode
+from marin_rl.sampling.sampler import Sampler
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import RolloutGroup
@@ -102,7 +104,7 @@ class TrainingRun:
     """Tasks and judge."""
     tokenizer: ChatTokenizer
     """Text to tokens and back."""
-    sampler: PolicySampler | NoSampler
+    sampler: PolicyEngine
     """Holds the current weights."""
     learner: Learner
     """Makes new ones."""
@@ -128,6 +130,8 @@ class TrainingRun:
     """Groups that were ordered and have not come."""
     replay: ReplayBuffer
     """Groups that have come and wait to be trained on."""
+    history: WeightHistory[LmHeadModel] | None
+    """The weights that groups in the buffer were sampled with, where a correction is to be computed from them."""
     opened: contextlib.ExitStack
     """Ends the loop, the judges and the store."""
 
@@ -145,6 +149,8 @@ class TrainingRun:
         """Hand the learner's weights to those who sample; the trainer's own sampler takes them without a copy."""
         policy = policy_of(self.state.model)
         self.sampler.update(policy, self.progress.step)
+        if self.history is not None:
+            self.history.keep(policy, self.progress.step)
         self.crew.publish(policy, self.progress.step)
 
     def save(self) -> Path:
@@ -180,7 +186,7 @@ def make_player(
     config: TrainConfig,
     environment: Environment,
     tokenizer: ChatTokenizer,
-    sampler: PolicySampler | NoSampler,
+    sampler: Sampler,
     loop: BackgroundLoop,
     judges: Judges,
 ) -> Player:
@@ -262,7 +268,7 @@ def _assemble(config: TrainConfig, folder: Path, report: Report, opened: context
         for damaged in [step for step in checkpoints.steps() if step > progress.step]:
             report(f"the checkpoint of step {damaged} is damaged and passed over; log.txt says what is wrong with it")
         report(f"resuming after step {progress.step}, from {checkpoint.path}")
-        sampler = _own_sampler(config, policy_of(state.model), tokenizer, trainer, progress.step)
+        sampler = open_policy_engine(config, policy_of(state.model), tokenizer, trainer, progress.step)
     else:
         state, sampler, progress = _start(config, learner, trainer, tokenizer, environment, loop, judges, store, report)
     run = TrainingRun(
@@ -294,17 +300,33 @@ def _assemble(config: TrainConfig, folder: Path, report: Report, opened: context
         ),
         OrderBook(make_pace(config), progress.orders),
         make_replay(config),
+        WeightHistory(config.replay.max_staleness + 1) if config.replay.keep_old_weights else None,
         opened,
     )
     if checkpoint is not None:
         run.replay.load(checkpoint.path / REPLAY)
-    run.crew.publish(policy_of(state.model), progress.step)
+    run.publish()
+    if run.history is not None:
+        forget_older(run, report)
     run.crew.submit(run.orders.outstanding)
     if checkpoint is None:
         run.save()
     if config.kl.needs_reference:
         run.reference = restore_policy(checkpoints.open(0), config, trainer)
     return run
+
+
+def forget_older(run: TrainingRun, report: Report) -> None:
+    """Order anew what was sampled with weights that no checkpoint keeps.
+
+    Args:
+        run: just taken up again.
+        report: is told, where there is anything.
+    """
+    lost = run.replay.expire(run.progress.step, max_staleness=0)
+    run.orders.again(one.task for one in lost)
+    if lost:
+        report(f"{len(lost)} waiting groups were sampled with older weights than those kept; they are sampled anew")
 
 
 def _open_crew(config: TrainConfig, player: Player, vocab_size: int, opened: contextlib.ExitStack) -> Crew:
@@ -324,14 +346,6 @@ def _open_crew(config: TrainConfig, player: Player, vocab_size: int, opened: con
     crew = RemoteCrew(desk, sender, patience=config.workers.patience, addresses=addresses)
     opened.enter_context(Closing(crew.close))
     return crew if len(addresses) == 1 else SharedCrew(crew, sender)
-
-
-def _own_sampler(
-    config: TrainConfig, model: LmHeadModel, tokenizer: ChatTokenizer, trainer: TrainerConfig, version: int
-) -> PolicySampler | NoSampler:
-    if processes.several():
-        return NoSampler()
-    return PolicySampler(config, model, tokenizer, trainer, version)
 
 
 def make_pace(config: TrainConfig) -> Pace:
@@ -425,14 +439,14 @@ def _start(
     judges: Judges,
     store: RolloutStore,
     report: Report,
-) -> tuple[TrainerState, PolicySampler | NoSampler, Progress]:
+) -> tuple[TrainerState, PolicyEngine, Progress]:
     assert config.model is not None
     if config.initialize_from is None:
         key = jax.random.PRNGKey(derive_seed(config.seed, "weights") % 2**32)
         model = initialize_policy(config.model, tokenizer, trainer, key=key)
     else:
         model = load_hf_policy(hf_folder(config.initialize_from), tokenizer, trainer, config.model)
-    sampler = _own_sampler(config, model, tokenizer, trainer, version=0)
+    sampler = open_policy_engine(config, model, tokenizer, trainer, version=0)
     player = make_player(config, environment, tokenizer, sampler, loop, judges)
     progress = Progress(vocab_size=model.vocab_size)
 

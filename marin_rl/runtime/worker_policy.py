@@ -4,7 +4,8 @@
 """What a rollout worker plays with: its own environment and sampler, under weights that it fetches."""
 
 import contextlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import jax
@@ -18,28 +19,36 @@ from marin_rl.closing import Closing
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.rollouts.orders import GroupOrder
 from marin_rl.runtime.config import TrainConfig
-from marin_rl.runtime.crew import Played, play_orders
+from marin_rl.runtime.coordinator import Announcement
+from marin_rl.runtime.crew import Played, stream_orders
 from marin_rl.runtime.devices import start_devices
+from marin_rl.runtime.newer_weights import NewerWeights, Weights
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.training_run import make_player, open_judges
+from marin_rl.runtime.workers_config import Refresh
+from marin_rl.sampling.levanter_sampler import Looks
 from marin_rl.types import WeightVersion
 from marin_rl.weights.protocol import WeightReceiver
+
+logger = logging.getLogger(__name__)
 
 
 class ReceivedPolicy:
     """Plays under the newest weights that it has fetched."""
 
-    def __init__(self, config: TrainConfig, vocab_size: int, token: str) -> None:
+    def __init__(self, config: TrainConfig, vocab_size: int, token: str, announced: Callable[[], Announcement]) -> None:
         """Bring up devices, environment and reward functions; weights come with the first `fetch`.
 
         Args:
             config: the run's.
             vocab_size: of the model, which may be larger than the tokenizer's.
             token: the run's secret.
+            announced: says which weights are the newest; asked while it plays, with `workers.refresh: in_flight`.
         """
         assert config.model is not None
         self._config = config
         self._token = token
+        self._announced = announced
         self._trainer = start_devices(
             config.trainer_config(), rows_per_device=config.rollouts.rows_per_device, alone=True
         )
@@ -50,9 +59,11 @@ class ReceivedPolicy:
         self._addresses: tuple[str, ...] = ()
         self._sampler: PolicySampler | None = None
         self._version: WeightVersion | None = None
+        self._newer = NewerWeights(self._fetch_newer)
         with contextlib.ExitStack() as opened:
             self._judges, self._loop = open_judges(config, self._environment, opened)
             opened.enter_context(Closing(self._close_receiver))
+            opened.enter_context(Closing(self._newer.close))
             self._opened = opened.pop_all()
 
     @property
@@ -66,27 +77,51 @@ class ReceivedPolicy:
         return max(self._config.sampling.max_seqs // self._config.rollouts.group_size, 1)
 
     def fetch(self, addresses: Sequence[str]) -> None:
-        """Take the newest weights that are offered at these addresses."""
-        if tuple(addresses) != self._addresses or self._receiver is None:
-            self._close_receiver()
-            self._receiver = self._config.weights.open_receiver(addresses, self._token)
-            self._addresses = tuple(addresses)
-        model, version = self._receiver.receive(self._like)
-        if self._sampler is None:
-            self._sampler = PolicySampler(self._config, model, self._tokenizer, self._trainer, version)
-        else:
-            self._sampler.update(model, version)
-        self._version = version
+        """Take the newest weights that are offered at these addresses, or newer ones that are on their way already."""
+        self._use(self._newer.settle() or self._receive(addresses))
 
-    def play(self, orders: Sequence[GroupOrder]) -> list[Played]:
-        """Play groups, all of them together."""
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether it goes over to newer weights while it plays."""
+        return self._config.workers.refresh is Refresh.IN_FLIGHT
+
+    def play(self, orders: Sequence[GroupOrder], hand_in: Callable[[Played], Sequence[GroupOrder]]) -> None:
+        """Play groups beside one another, hand in each as soon as it is whole, and play what comes in its place."""
         assert self._sampler is not None, "weights are fetched first"
         player = make_player(self._config, self._environment, self._tokenizer, self._sampler, self._loop, self._judges)
-        return play_orders(self._config, player, orders, player.timer)
+        stream_orders(self._config, player, orders, hand_in)
 
     def close(self) -> None:
         """End what runs beside it."""
         self._opened.close()
+
+    def _use(self, weights: Weights) -> None:
+        model, version = weights
+        if self._sampler is None:
+            looks = Looks(self._look, self._config.workers.rounds_between_looks) if self.is_in_flight else None
+            self._sampler = PolicySampler(self._config, model, self._tokenizer, self._trainer, version, looks)
+        else:
+            self._sampler.update(model, version)
+        self._version = version
+
+    def _look(self) -> None:
+        came = self._newer.look(self._version)
+        if came is not None:
+            logger.info("going over from version %s to %s in flight", self._version, came.version)
+            self._use(came)
+
+    def _fetch_newer(self, version: WeightVersion | None) -> Weights | None:
+        announced = self._announced()
+        if not announced.addresses or (version is not None and announced.version <= version):
+            return None
+        return self._receive(announced.addresses)
+
+    def _receive(self, addresses: Sequence[str]) -> Weights:
+        if tuple(addresses) != self._addresses or self._receiver is None:
+            self._close_receiver()
+            self._receiver = self._config.weights.open_receiver(addresses, self._token)
+            self._addresses = tuple(addresses)
+        return Weights(*self._receiver.receive(self._like))
 
     def _close_receiver(self) -> None:
         if self._receiver is not None:

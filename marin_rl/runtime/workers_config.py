@@ -17,6 +17,16 @@ class Mode(enum.StrEnum):
     """Rollout workers, while the trainer trains."""
 
 
+class Refresh(enum.StrEnum):
+    """When a rollout worker goes over to newer weights."""
+
+    BETWEEN_GROUPS = "between_groups"
+    """When all groups that it plays have ended; it begins no others from when it hears of newer weights."""
+    IN_FLIGHT = "in_flight"
+    """As soon as they have come, in the middle of answers too: later tokens are sampled from the newer weights, over
+    the KV cache that the older ones made (PipelineRL)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class WorkersConfig:
     """Rollout workers, each a process with a sampler of its own."""
@@ -26,6 +36,12 @@ class WorkersConfig:
     ray_address: str | None = None
     """The Ray cluster to join, such as `auto` or `ray://head:10001`; null starts one on this machine and ends it with
     the run."""
+    refresh: Refresh = Refresh.BETWEEN_GROUPS
+    """When workers go over to newer weights: `between_groups`, or `in_flight` for long answers, which would else keep
+    the old ones in use."""
+    rounds_between_looks: int = 32
+    """With `in_flight`, tokens that each answer grows by between two looks for newer weights. At least 1; the sampler
+    pauses for some milliseconds at each."""
     gpus_per_worker: float = 0.0
     """GPUs that Ray sets aside for each worker; at least 0."""
     silence: float = 30.0
@@ -37,6 +53,8 @@ class WorkersConfig:
     def __post_init__(self) -> None:
         if self.num_workers < 1:
             raise ValueError(f"workers.num_workers is {self.num_workers}; it must be at least 1, or mode: sync")
+        if self.rounds_between_looks < 1:
+            raise ValueError(f"workers.rounds_between_looks is {self.rounds_between_looks}; it must be at least 1")
         if not (self.gpus_per_worker >= 0 and math.isfinite(self.gpus_per_worker)):
             raise ValueError(f"workers.gpus_per_worker is {self.gpus_per_worker}; it must be at least 0")
         for name in ("silence", "patience"):
@@ -59,6 +77,11 @@ class ReplayConfig:
     capacity: int | None = None
     """Most groups that are ordered or waiting at a time, at least `rollouts.prompts_per_step`; null leaves it to
     `max_staleness`: as many as are trained on before they are too old."""
+
+    keep_old_weights: bool = False
+    """Keep the weights of the last `max_staleness` versions in host memory, so that a `mismatch` correction scores each
+    rollout with the very weights that sampled it, and ratios start there. Without it the newest weights do the scoring,
+    and the correction makes up for staleness too."""
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0:

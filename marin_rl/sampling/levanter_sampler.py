@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import equinox as eqx
@@ -27,7 +27,8 @@ from levanter.inference.jit_scheduler import SeqDecodingParams
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.sampling.paged_attention import with_batched_attention
-from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
+from marin_rl.sampling.request_check import allowed_tokens
+from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.types import Generation, StopReason, WeightVersion
 
 # The engine writes a line with every slot's number at each call.
@@ -106,6 +107,44 @@ class SamplingConfig:
         return self.max_prefill_tokens
 
 
+@dataclasses.dataclass(frozen=True)
+class Looks:
+    """Moments between two rounds of decoding at which newer weights may be handed over."""
+
+    look: Callable[[], None]
+    """Called before prompts are read and then between rounds, in the thread that samples. It may call
+    `update_weights`; what it raises ends the call of `sample`."""
+    rounds: int
+    """Rounds of decoding between two looks, each a token for every sequence. At least 1."""
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ValueError(f"rounds is {self.rounds}; there is at least 1 between two looks")
+
+
+class _Swap(NamedTuple):
+    """Newer weights that came while sequences were being decoded."""
+
+    version: WeightVersion
+    lengths: list[int]
+    """Tokens that each sequence had by then."""
+
+
+class _Sampled(NamedTuple):
+    """What a call of the engine gave."""
+
+    result: GenerationResult
+    first_version: WeightVersion
+    """Of the weights that read the prompts, and so sampled every first token."""
+    swaps: list[_Swap]
+
+    def last_version(self, index: int) -> WeightVersion:
+        """Of the weights that sampled the last token of a sequence."""
+        length = len(self.result.tokens[index])
+        behind = [swap.version for swap in self.swaps if swap.lengths[index] < length]
+        return behind[-1] if behind else self.first_version
+
+
 class _DecodeParams(NamedTuple):
     """What the engine reads of a `SeqDecodingParams`, without the cost of 512 equinox modules a call."""
 
@@ -130,6 +169,7 @@ class LevanterSampler:
         stop_token_ids: Sequence[int],
         max_context: int,
         version: WeightVersion = 0,
+        looks: Looks | None = None,
     ) -> None:
         """Make the engine and its KV cache; nothing is compiled yet.
 
@@ -140,6 +180,8 @@ class LevanterSampler:
             stop_token_ids: each of them alone ends a generation. May be empty.
             max_context: most tokens of prompt and answer together, at least 2.
             version: steps of training behind `model`.
+            looks: when newer weights may come while sequences are being decoded; None for never. Without newer
+                weights, generations are the same.
 
         Raises:
             ValueError: if the sizes contradict one another.
@@ -155,7 +197,8 @@ class LevanterSampler:
         self._max_context = max_context
         self._stop_ids = frozenset(stop_ids)
         self._stop_tokens = _stop_sequences(stop_ids)
-        self._engine_config = _engine_config(config, max_context, len(stop_ids))
+        self._looks = looks
+        self._engine_config = _engine_config(config, max_context, len(stop_ids), looks)
         self._model = _for_this_backend(model)
         self._version = version
         self._engine: InferenceEngine | None = self._build_engine()
@@ -172,6 +215,10 @@ class LevanterSampler:
 
     def update_weights(self, model: LmHeadModel, version: WeightVersion) -> None:
         """Sample from `model` from now on; nothing is copied and nothing is compiled.
+
+        Called from a look, in the middle of sequences, it leaves their KV cache as the former weights made it, as
+        PipelineRL does (Piché et al. 2025). The log-probabilities are those of the distribution that each token was
+        really sampled from: of these weights over that cache.
 
         Args:
             model: same structure, shapes and dtypes as before.
@@ -203,12 +250,14 @@ class LevanterSampler:
         allowed = [self._allowed_tokens(index, request) for index, request in enumerate(requests)]
         generations: list[Generation] = []
         for start, stop in self._chunks(requests):
+            if self._looks is not None:
+                self._looks.look()
             engine = self._engine or self._build_engine()
             # Whatever raises below, an interrupt included, may leave donated buffers, held slots or NaN in the
             # cache behind: the engine is then dropped, and the next call makes another (its programs stay compiled).
             self._engine = None
-            result = self._generate(engine, requests[start:stop], allowed[start:stop])
-            generations += self._check(result, start, allowed[start:stop])
+            sampled = self._generate(engine, requests[start:stop], allowed[start:stop])
+            generations += self._check(sampled, start, allowed[start:stop])
             self._engine = engine
         return generations
 
@@ -216,31 +265,13 @@ class LevanterSampler:
         return InferenceEngine.from_model_with_config(self._model, tokenizer=None, config=self._engine_config)
 
     def _allowed_tokens(self, index: int, request: SampleRequest) -> int:
-        """Most tokens that request number `index` can get, after checking it."""
-        length = len(request.prompt_tokens)
-        if length >= self._max_context:
-            raise PromptTooLongError(
-                f"request {index}: the prompt has {length} tokens, but the limit is {self._max_context - 1} (a context "
-                f"of {self._max_context} less one new token); shorten the prompt or enlarge the context"
-            )
-        if length == 0:
-            raise ValueError(f"request {index}: prompt_tokens is empty; a prompt needs at least one token")
-        low, high = min(request.prompt_tokens), max(request.prompt_tokens)
-        if low < 0 or high >= self._model.Vocab.size:
-            raise ValueError(
-                f"request {index}: prompt token {low if low < 0 else high} is not in the model's vocabulary of "
-                f"{self._model.Vocab.size}"
-            )
-        if not 1 <= request.max_new_tokens <= self._config.max_new_tokens:
-            raise ValueError(
-                f"request {index}: max_new_tokens is {request.max_new_tokens}; it must be between 1 and "
-                f"sampling.max_new_tokens, which is {self._config.max_new_tokens}"
-            )
-        if not (math.isfinite(request.temperature) and request.temperature >= 0):
-            raise ValueError(f"request {index}: temperature is {request.temperature}; it must be 0 (greedy) or above")
-        if not 0 <= request.seed < 2**63:
-            raise ValueError(f"request {index}: seed is {request.seed}; it must be at least 0 and below 2**63")
-        return min(request.max_new_tokens, self._max_context - length)
+        return allowed_tokens(
+            index,
+            request,
+            max_context=self._max_context,
+            vocab_size=self._model.Vocab.size,
+            max_new_tokens=self._config.max_new_tokens,
+        )
 
     def _chunks(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[int, int]]:
         """Spans of requests that the engine can take with one prefill and without queueing.
@@ -258,15 +289,24 @@ class LevanterSampler:
         if requests:
             yield start, len(requests)
 
-    def _generate(
-        self, engine: InferenceEngine, requests: Sequence[SampleRequest], allowed: Sequence[int]
-    ) -> GenerationResult:
+    def _generate(self, engine: InferenceEngine, requests: Sequence[SampleRequest], allowed: Sequence[int]) -> _Sampled:
         # The engine takes slots from the end and gives them back in the order in which sequences end.
         # Request i always gets slot i, so that no earlier call can show in a result.
         engine.free_slots.sort(reverse=True)
         seeds = np.array([request.seed for request in requests], dtype=np.uint64)
         keys = np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32)
-        return engine.generate(
+        first_version, swaps = self._version, list[_Swap]()
+
+        def look(iteration: int) -> None:
+            before = self._version
+            if self._looks is not None:
+                self._looks.look()
+            if self._version != before:
+                engine.model = self._model
+                lengths = [len(engine.results[index][0].token_list) for index in range(len(requests))]
+                swaps.append(_Swap(self._version, lengths))
+
+        result = engine.generate(
             [
                 Request(
                     prompt_tokens=list(request.prompt_tokens),
@@ -285,11 +325,14 @@ class LevanterSampler:
                     n_generations=1,
                 )
                 for index, request in enumerate(requests)
-            ]
+            ],
+            step_callback=look,
         )
+        return _Sampled(result, first_version, swaps)
 
-    def _check(self, result: GenerationResult, first: int, allowed: Sequence[int]) -> Iterator[Generation]:
+    def _check(self, sampled: _Sampled, first: int, allowed: Sequence[int]) -> Iterator[Generation]:
         """The engine's answers as generations, request number `first` the first of them."""
+        result = sampled.result
         if result.logprobs is None:
             raise SamplerError(f"requests from {first}: the engine returned no log-probabilities")
         _check_logprobs(result.logprobs, first)
@@ -304,8 +347,8 @@ class LevanterSampler:
                 token_ids=tuple(tokens),
                 logprobs=tuple([min(value, 0.0) for value in logprobs]),
                 stop_reason=StopReason.STOP if stopped else StopReason.LENGTH,
-                first_version=self._version,
-                last_version=self._version,
+                first_version=sampled.first_version,
+                last_version=sampled.last_version(offset),
             )
 
 
@@ -333,8 +376,11 @@ def _stop_sequences(stop_ids: Sequence[int]) -> NamedArray | None:
     )
 
 
-def _engine_config(config: SamplingConfig, max_context: int, num_stop_ids: int) -> InferenceEngineConfig:
+def _engine_config(
+    config: SamplingConfig, max_context: int, num_stop_ids: int, looks: Looks | None
+) -> InferenceEngineConfig:
     pages_per_seq = -(-max_context // config.page_size)
+    max_rounds = max(min(config.max_new_tokens, max_context - 1) - 1, 1)
     return InferenceEngineConfig(
         max_seq_len=max_context,
         page_size=config.page_size,
@@ -347,8 +393,9 @@ def _engine_config(config: SamplingConfig, max_context: int, num_stop_ids: int) 
         # All prompts of a call are read at once, and its first token comes with that ...
         max_seqs_in_prefill=config.max_seqs,
         max_prefill_size=config.prefill_tokens(max_context),
-        # ... so that one call of the decode loop (which ends early when all have ended) does the rest.
-        max_rounds=max(min(config.max_new_tokens, max_context - 1) - 1, 1),
+        # ... so that one call of the decode loop (which ends early when all have ended) does the rest, or as many as
+        # it takes with looks in between.
+        max_rounds=max_rounds if looks is None else min(looks.rounds, max_rounds),
         max_stop_seqs=num_stop_ids,
         max_stop_tokens=min(num_stop_ids, 1),
         compute_dtype=jnp.dtype(config.kv_cache_dtype),

@@ -3,10 +3,10 @@
 
 """One training host's sender, where the others' count too."""
 
+from marin_rl.retry import Clock
 from marin_rl.types import WeightVersion
 from marin_rl.weights.errors import WeightTransferError
 from marin_rl.weights.protocol import WeightReceiver, WeightSender
-from marin_rl.weights.retry import Clock
 
 POLL = 0.05
 """Seconds between two questions to the other hosts."""

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import draccus
 
+from marin_rl.retry import RetryConfig
 from marin_rl.weights.arrow_flight import ArrowFlightSender
 from marin_rl.weights.arrow_flight_client import FlightSource
 from marin_rl.weights.in_process import InProcessReceiver, InProcessSender
 from marin_rl.weights.manifest import MAX_CHUNK_BYTES
 from marin_rl.weights.protocol import WeightReceiver, WeightSender
-from marin_rl.weights.retry import RetryConfig
 from marin_rl.weights.sharded_receiver import ShardedReceiver
 from marin_rl.weights.shared_files import FolderSource, SharedFilesSender
 from marin_rl.weights.snapshot import TrainingHost

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from marin_rl.retry import Clock, RetryConfig, retrying
 from marin_rl.types import WeightVersion
 from marin_rl.weights.assemble import PieceKey, assemble, make_plan, wanted_arrays
 from marin_rl.weights.errors import (
@@ -22,7 +23,6 @@ from marin_rl.weights.errors import (
     VersionGoneError,
 )
 from marin_rl.weights.manifest import Chunk, Manifest
-from marin_rl.weights.retry import Clock, RetryConfig, retrying
 from marin_rl.weights.source import WeightSource
 
 T = TypeVar("T")

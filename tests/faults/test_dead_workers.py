@@ -18,7 +18,8 @@ import pytest
 from marin_rl.rollouts.store import read_rollouts
 from tests.tiny_run import TinyRun
 
-STEPS = 40
+SILENCE = 3.0
+"""Seconds that a worker may be silent."""
 PATIENCE = 240.0
 """Seconds that anything may take on a busy machine."""
 
@@ -79,13 +80,12 @@ def started(run: TinyRun) -> Iterator[Process]:
         process.wait()
 
 
-@pytest.fixture
-def async_run(finished_run: TinyRun, new_run: Callable[..., TinyRun]) -> TinyRun:
+def async_run(finished_run: TinyRun, new_run: Callable[..., TinyRun], steps: int) -> TinyRun:
     return new_run(
         mode="async",
-        num_steps=STEPS,
+        num_steps=steps,
         replay__max_staleness=1,
-        workers={"num_workers": 2, "silence": 3.0, "patience": PATIENCE},
+        workers={"num_workers": 2, "silence": SILENCE, "patience": PATIENCE},
         initialize_from=str(finished_run.path),
         warm_start__max_steps=0,
         checkpoint__every=5,
@@ -93,7 +93,7 @@ def async_run(finished_run: TinyRun, new_run: Callable[..., TinyRun]) -> TinyRun
     )
 
 
-def whole_and_once(run: TinyRun) -> None:
+def whole_and_once(run: TinyRun, steps: int) -> None:
     """Every step trained on its number of groups, each whole, and no group twice."""
     groups: dict[str, set[int]] = {}
     members: dict[str, int] = {}
@@ -101,17 +101,20 @@ def whole_and_once(run: TinyRun) -> None:
         for row in table.select(["step", "group_id"]).to_pylist():
             groups.setdefault(row["group_id"], set()).add(row["step"])
             members[row["group_id"]] = members.get(row["group_id"], 0) + 1
-    assert len(groups) == 4 * STEPS
-    assert {len(steps) for steps in groups.values()} == {1}
+    assert len(groups) == 4 * steps
+    assert {len(of_group) for of_group in groups.values()} == {1}
     assert set(members.values()) == {4}
     records = run.records()
-    assert [record["step"] for record in records] == list(range(STEPS + 1))
+    assert [record["step"] for record in records] == list(range(steps + 1))
     assert max(record["staleness/max"] for record in records[1:]) <= 1
 
 
 @pytest.mark.slow
-def test_workers_and_coordinator_are_killed_and_the_run_goes_on(async_run: TinyRun) -> None:
-    with started(async_run) as training:
+def test_workers_and_coordinator_are_killed_and_paused_and_the_run_goes_on(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun]
+) -> None:
+    run = async_run(finished_run, new_run, steps=30)
+    with started(run) as training:
         training.wait_until(lambda: training.steps() >= 3)
         (first, *_) = training.named("ray::Worker")
         os.kill(first, signal.SIGKILL)
@@ -121,6 +124,16 @@ def test_workers_and_coordinator_are_killed_and_the_run_goes_on(async_run: TinyR
             os.kill(worker, signal.SIGKILL)
         after = training.steps()
         training.wait_until(lambda: training.steps() >= after + 3)
+        # Workers that stand still for longer than they may be silent are given up; when they move again they join anew.
+        given_up, after = run.records()[-1]["workers/lost"], training.steps()
+        paused = training.named("ray::Worker")
+        for worker in paused:
+            os.kill(worker, signal.SIGSTOP)
+        time.sleep(2 * SILENCE)
+        for worker in paused:
+            os.kill(worker, signal.SIGCONT)
+        training.wait_until(lambda: training.steps() >= after + 3)
+        assert run.records()[-1]["workers/lost"] > given_up
         (coordinator,) = training.named("ray::Office")
         os.kill(coordinator, signal.SIGKILL)
         after = training.steps()
@@ -128,15 +141,18 @@ def test_workers_and_coordinator_are_killed_and_the_run_goes_on(async_run: TinyR
         children = training.children()
         assert training.end() == 0, training.output.read_text()
         assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
-    whole_and_once(async_run)
-    log = (async_run.path / "log.txt").read_text()
+    whole_and_once(run, 30)
+    log = (run.path / "log.txt").read_text()
     assert "the coordinator was started anew; it is told of" in log
 
 
 @pytest.mark.slow
-def test_a_killed_trainer_takes_its_workers_along_and_goes_on_from_its_checkpoint(async_run: TinyRun) -> None:
-    with started(async_run) as training:
-        training.wait_until(lambda: bool(async_run.steps()) and async_run.steps()[-1] >= 5)
+def test_a_killed_trainer_takes_its_workers_along_and_goes_on_from_its_checkpoint(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun]
+) -> None:
+    run = async_run(finished_run, new_run, steps=12)
+    with started(run) as training:
+        training.wait_until(lambda: bool(run.steps()) and run.steps()[-1] >= 5)
         children = training.children()
         training.process.kill()
         training.end()
@@ -144,6 +160,6 @@ def test_a_killed_trainer_takes_its_workers_along_and_goes_on_from_its_checkpoin
         while left := [name for pid, name in children.items() if Path(f"/proc/{pid}").exists()]:
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
-    with started(async_run) as training:
+    with started(run) as training:
         assert training.end() == 0, training.output.read_text()
-    whole_and_once(async_run)
+    whole_and_once(run, 12)

@@ -105,10 +105,8 @@ class ForkServer:
     """See `tests/faults/fork_server.py`."""
 
     def __init__(self) -> None:
-        # Equinox's runtime checks are callbacks, and programs with callbacks cannot be cached.
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
-            env={**os.environ, "EQX_ON_ERROR": "off"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

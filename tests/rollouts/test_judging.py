@@ -26,6 +26,8 @@ from tests.rollouts.test_run_rollouts import Countdown, Game, play, player, says
 class Scripted:
     """Judges that note whom they are asked about, and say what they are told to."""
 
+    judge_batches = True
+
     def __init__(self, **said: list[Evaluation]) -> None:
         self.said = said
         self.asked: dict[str, list[list[str]]] = {"one": [], "group": [], "batch": []}

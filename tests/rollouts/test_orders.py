@@ -124,6 +124,19 @@ def test_a_group_that_grew_too_old_makes_room_for_a_new_one() -> None:
     assert book.wanted(3) == 2
 
 
+def test_tasks_whose_groups_came_too_late_are_ordered_anew_before_others() -> None:
+    book, tasks = OrderBook(Pace(2, max_staleness=1)), Tasks()
+    late = book.order(0, 0, tasks)[1:]
+    for order in late:
+        book.settle(order.number)
+    book.again([order.task for order in late])
+    again = OrderBook(book.pace, json.loads(json.dumps(book.state)))
+    # Room for two now; the third waits, ahead of what is drawn later.
+    assert names(again.order(1, 1, tasks)) == [(3, 0, "1"), (3, 1, "2")]
+    assert names(again.order(2, 0, tasks)) == [(4, 0, "3")]
+    assert names(again.order(3, 0, tasks)) == []
+
+
 def test_an_order_is_settled_once() -> None:
     book = OrderBook(Pace(1))
     (order,) = book.order(0, 0, Tasks())

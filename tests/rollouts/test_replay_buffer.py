@@ -6,15 +6,16 @@
 import collections
 import dataclasses
 import math
+import random
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.rollouts.orders import OrderNumber
+from marin_rl.rollouts.orders import GroupOrder, OrderNumber
 from marin_rl.rollouts.replay_buffer import ReplayBuffer, ReplayFileError
-from marin_rl.types import RolloutGroup
+from marin_rl.types import RolloutGroup, Task
 from tests.rollouts.rollout_cases import group_of, rollout_of
 
 
@@ -40,8 +41,8 @@ def test_the_oldest_orders_are_drawn_first() -> None:
     buffer = ReplayBuffer(max_staleness=5)
     for index in (2, 0, 1):
         buffer.add(OrderNumber(1, index), group_at(OrderNumber(1, index), 0))
-    assert [group.id for group in buffer.draw(2, 1)] == ["train-1-0", "train-1-1"]
-    assert [group.id for group in buffer.draw(2, 1)] == ["train-1-2"]
+    assert [group.id for group in buffer.draw({"sums": 2}, 1)] == ["train-1-0", "train-1-1"]
+    assert [group.id for group in buffer.draw({"sums": 2}, 1)] == ["train-1-2"]
     assert len(buffer) == 0
 
 
@@ -49,16 +50,16 @@ def test_staleness_counts_from_the_oldest_token() -> None:
     buffer = filled(ReplayBuffer(max_staleness=1), 0, 1, 2)
     assert buffer.ages(2) == [2, 1, 0]
     with pytest.raises(ValueError, match=r"train-1-0 has tokens of version 0, too old for weights of version 2"):
-        buffer.draw(3, 2)
+        buffer.draw({"sums": 3}, 2)
     assert [one.group.id for one in buffer.expire(2)] == ["train-1-0"]
     assert buffer.expire(2) == []
-    assert [group.id for group in buffer.draw(3, 2)] == ["train-1-1", "train-1-2"]
+    assert [group.id for group in buffer.draw({"sums": 3}, 2)] == ["train-1-1", "train-1-2"]
 
 
 def test_a_group_is_used_so_often_and_once_a_batch() -> None:
     buffer = filled(ReplayBuffer(max_staleness=2, uses_per_group=2), 0, 0, 0)
     assert buffer.uses_left == 6
-    drawn = [[group.id for group in buffer.draw(2, version)] for version in (0, 1, 2)]
+    drawn = [[group.id for group in buffer.draw({"sums": 2}, version)] for version in (0, 1, 2)]
     assert drawn == [["train-1-0", "train-1-1"]] * 2 + [["train-1-2"]]
     assert buffer.uses_left == 1
 
@@ -66,7 +67,8 @@ def test_a_group_is_used_so_often_and_once_a_batch() -> None:
 def test_recent_groups_are_drawn_more_often_by_the_half_life() -> None:
     # Of two groups, one of them h versions older, the younger one comes first with probability 1/(1 + 1/2).
     firsts = collections.Counter(
-        filled(ReplayBuffer(max_staleness=9, half_life=3.0, seed=seed), 0, 3).draw(1, 3)[0].id for seed in range(600)
+        filled(ReplayBuffer(max_staleness=9, half_life=3.0, seed=seed), 0, 3).draw({"sums": 1}, 3)[0].id
+        for seed in range(600)
     )
     share, expected = firsts["train-1-1"] / 600, 2 / 3
     assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / 600)
@@ -74,7 +76,9 @@ def test_recent_groups_are_drawn_more_often_by_the_half_life() -> None:
 
 def test_the_same_draw_comes_again() -> None:
     def draw() -> list[str]:
-        return [group.id for group in filled(ReplayBuffer(max_staleness=9, half_life=1.0), *range(6)).draw(3, 6)]
+        return [
+            group.id for group in filled(ReplayBuffer(max_staleness=9, half_life=1.0), *range(6)).draw({"sums": 3}, 6)
+        ]
 
     assert draw() == draw()
     assert draw() == sorted(draw())
@@ -90,25 +94,75 @@ def test_a_group_without_tokens_never_grows_old() -> None:
     buffer = ReplayBuffer(max_staleness=0, half_life=1.0)
     buffer.add(OrderNumber(1, 5), group_of("train-1-5", None, None))
     assert buffer.expire(9) == []
-    assert [group.id for group in buffer.draw(1, 9)] == ["train-1-5"]
+    assert [group.id for group in buffer.draw({"sums": 1}, 9)] == ["train-1-5"]
 
 
-def test_environments_are_counted() -> None:
+def owed(index: int, environment: str) -> GroupOrder:
+    return GroupOrder(OrderNumber(1, index), Task(str(index), environment, ({"role": "user", "content": "?"},), ""), 0)
+
+
+def test_a_batch_waits_for_its_share_of_each_environment() -> None:
     buffer = ReplayBuffer(max_staleness=1)
-    for index, name in enumerate(("sums", "games", "sums")):
-        buffer.add(OrderNumber(1, index), group_at(OrderNumber(1, index), 0, name))
-    assert buffer.by_environment() == {"sums": 2, "games": 1}
+    for index in (0, 2, 3, 5):
+        buffer.add(OrderNumber(1, index), group_at(OrderNumber(1, index), 0, "quick"))
+    late = [owed(1, "slow"), owed(4, "slow")]
+    mix = buffer.mix(4, late)
+    assert mix == {"quick": 3, "slow": 1}
+    assert not buffer.holds(mix)
+    # Another group of the same environment does as well.
+    buffer.add(OrderNumber(1, 4), group_at(OrderNumber(1, 4), 0, "slow"))
+    assert buffer.mix(4, late[:1]) == mix
+    assert buffer.holds(mix)
+    assert [group.id for group in buffer.draw(mix, 0)] == [f"train-1-{index}" for index in (0, 2, 3, 4)]
+    assert buffer.mix(4, late[:1]) == {"slow": 1, "quick": 1}
+    assert not buffer.holds({"slow": 1})
+
+
+def test_recent_groups_are_drawn_within_their_environment() -> None:
+    buffer = ReplayBuffer(max_staleness=50, half_life=0.1)
+    for index, (version, environment) in enumerate([(0, "slow"), (40, "quick"), (40, "quick"), (39, "slow")]):
+        buffer.add(OrderNumber(1, index), group_at(OrderNumber(1, index), version, environment))
+    # Without its share the environment whose groups are old would have to wait.
+    assert [group.id for group in buffer.draw({"quick": 1, "slow": 1}, 40)][-1] == "train-1-3"
+
+
+@pytest.mark.parametrize("overtaking", [False, True])
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=30), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_batches_have_the_mix_that_was_drawn_whatever_comes_first(
+    overtaking: bool, environments: list[str], size: int, chance: random.Random
+) -> None:
+    coming = [owed(index, environment) for index, environment in enumerate(environments)]
+    buffer = ReplayBuffer(max_staleness=0)
+    batches: list[list[RolloutGroup]] = []
+    while coming or len(buffer):
+        while not buffer.holds(mix := buffer.mix(size, coming)):
+            order = chance.choice(coming)
+            if not overtaking:
+                order = next(other for other in coming if other.task.environment == order.task.environment)
+            coming.remove(order)
+            buffer.add(order.number, group_at(order.number, 0, order.task.environment))
+        batches.append(buffer.draw(mix, 0))
+    names = [group.id for batch in batches for group in batch]
+    assert sorted(names) == sorted(f"train-1-{index}" for index in range(len(environments)))
+    assert all(len(batch) == size for batch in batches[:-1])
+    if not overtaking:
+        planned = [environments[start : start + size] for start in range(0, len(environments), size)]
+        found = [[group.rollouts[0].task.environment for group in batch] for batch in batches]
+        assert [sorted(batch) for batch in found] == [sorted(batch) for batch in planned]
 
 
 def test_it_comes_back_from_a_file(tmp_path: Path) -> None:
     buffer = filled(ReplayBuffer(max_staleness=3, uses_per_group=2), 0, 1, 2)
-    buffer.draw(1, 2)
+    buffer.draw({"sums": 1}, 2)
     buffer.save(tmp_path / "replay.parquet")
     assert [path.name for path in tmp_path.iterdir()] == ["replay.parquet"]
     again = ReplayBuffer(max_staleness=3, uses_per_group=2)
     again.load(tmp_path / "replay.parquet")
     assert again.uses_left == buffer.uses_left == 5
-    assert [again.draw(3, 3), again.draw(3, 3)] == [buffer.draw(3, 3), buffer.draw(3, 3)]
+    assert [again.draw({"sums": 3}, 3), again.draw({"sums": 3}, 3)] == [
+        buffer.draw({"sums": 3}, 3),
+        buffer.draw({"sums": 3}, 3),
+    ]
 
 
 def test_an_empty_one_comes_back_too(tmp_path: Path) -> None:
@@ -142,7 +196,7 @@ def test_no_group_is_used_beyond_its_bounds(data: st.DataObject) -> None:
             sampled_at[number.group_id] = version
         else:
             buffer.expire(version)
-            batch = [group.id for group in buffer.draw(data.draw(st.integers(0, 4)), version)]
+            batch = [group.id for group in buffer.draw({"sums": data.draw(st.integers(0, 4))}, version)]
             assert len(batch) == len(set(batch))
             assert all(version - sampled_at[name] <= staleness for name in batch)
             used.update(batch)

@@ -108,6 +108,15 @@ def test_staleness_counts_updates_since_the_first_token():
     assert found["staleness/mean"] == 2.0
 
 
+def test_generations_of_several_versions_are_counted():
+    made = rollout({"correct": 1.0}, lengths=(1, 1, 1), version=3)
+    generation = dataclasses.replace(made.turns[1].generation, last_version=5)
+    turns = (made.turns[0], dataclasses.replace(made.turns[1], generation=generation), made.turns[2])
+    found = metrics([dataclasses.replace(made, turns=turns), rollout({"correct": 1.0}, version=6)], version=7)
+    assert found["staleness/mixed_share"] == 0.25
+    assert (found["staleness/min"], found["staleness/max"]) == (1.0, 4.0)
+
+
 def test_metrics_of_two_halves_merge_into_those_of_the_whole():
     halves = [[GOOD, BAD, BAD], [GOOD, rollout({"correct": 1.0}, lengths=(7,), version=2)]]
     whole = rollout_metrics([RolloutGroup("g", half) for half in halves], 5)

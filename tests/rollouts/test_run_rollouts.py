@@ -15,7 +15,15 @@ import pytest
 from marin_rl.environments.base import Environment, Episode, Split, Step
 from marin_rl.rollouts.draft import Draft, Limits
 from marin_rl.rollouts.judging import NoJudges
-from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, BlockedEventLoopError, Player, run_groups
+from marin_rl.rollouts.run_rollouts import (
+    AllRolloutsFailedError,
+    BlockedEventLoopError,
+    GroupRequest,
+    Player,
+    play_requests,
+    play_stream,
+    run_groups,
+)
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.sampling.scripted import ScriptedSampler
 from marin_rl.seeds import derive_seed
@@ -596,3 +604,117 @@ def test_time_is_counted_by_phase():
 
 def test_no_tasks_make_no_groups():
     assert play(player(says("a")), []) == []
+
+
+@dataclasses.dataclass
+class Held:
+    """An episode that ends only when it is let go."""
+
+    task: Task
+    let_go: threading.Event
+
+    async def step(self, reply: str) -> Step:
+        if not await asyncio.to_thread(self.let_go.wait, 60):
+            raise RuntimeError("nobody let it go")
+        return Step({"won": 1.0})
+
+    async def close(self) -> None:
+        pass
+
+
+def hold_the_first() -> tuple[Game, threading.Event]:
+    """A game whose episodes of the task `first` wait for the event."""
+    let_go = threading.Event()
+    return Game(lambda task, seed: Held(task, let_go) if task.id == "first1" else Countdown(task, seed)), let_go
+
+
+REQUESTS = [GroupRequest(f"g-{name}", task(prompt=name), (1, name)) for name in ("first", "second", "third")]
+
+
+def test_a_group_is_handed_in_while_others_are_still_played():
+    game, let_go = hold_the_first()
+    came: dict[str, RolloutGroup] = {}
+
+    def hand_in(group: RolloutGroup) -> tuple[GroupRequest, ...]:
+        came[group.id] = group
+        if len(came) == 2:
+            # Were groups handed in together, the first would wait for this for ever.
+            assert "g-first" not in came
+            let_go.set()
+        return ()
+
+    play_stream(patient(game), REQUESTS, group_size=2, temperature=1.0, hand_in=hand_in)
+    assert list(came)[2] == "g-first"
+    assert [rollout.status for group in came.values() for rollout in group.rollouts] == [RolloutStatus.COMPLETED] * 6
+
+
+def test_others_are_played_in_the_place_of_a_group_that_is_whole_while_a_long_one_goes_on():
+    game, let_go = hold_the_first()
+    further = [GroupRequest(f"g-more{number}", task(prompt="more"), (1, "more", number)) for number in range(5)]
+    came: dict[str, RolloutGroup] = {}
+
+    def hand_in(group: RolloutGroup) -> list[GroupRequest]:
+        came[group.id] = group
+        if group.id == "g-more4":
+            assert "g-first" not in came
+            let_go.set()
+        # Now one, now two, now none.
+        return {"g-second": further[:1], "g-third": further[1:3], "g-more2": further[3:]}.get(group.id, [])
+
+    play_stream(patient(game), REQUESTS, group_size=2, temperature=1.0, hand_in=hand_in)
+    assert sorted(came) == sorted(request.group_id for request in (*REQUESTS, *further))
+    # What comes out does not depend on when it was begun, and with whom.
+    game, let_go = hold_the_first()
+    let_go.set()
+    together = play_requests(patient(game), [*REQUESTS, *further], group_size=2, temperature=1.0)
+    assert [untimed(came[group.id]) for group in together] == [untimed(group) for group in together]
+
+
+def patient(game: Game) -> Player:
+    return dataclasses.replace(player(says("a"), game), limits=dataclasses.replace(LIMITS, max_seconds=60.0))
+
+
+def untimed(group: RolloutGroup) -> list[Rollout]:
+    return [dataclasses.replace(rollout, seconds={}) for rollout in group.rollouts]
+
+
+class JudgesOfAll(NoJudges):
+    """Judge the batch as a whole, late."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    @property
+    def judge_batches(self) -> bool:
+        return True
+
+    async def judge_batch(self, drafts: Sequence[Draft]) -> None:
+        self._log.append(f"judged {len(drafts)}")
+
+
+def test_no_group_is_handed_in_before_the_batch_that_it_is_judged_with():
+    log: list[str] = []
+    made = dataclasses.replace(player(says("a")), judges=JudgesOfAll(log))
+
+    def hand_in(group: RolloutGroup) -> list[GroupRequest]:
+        log.append(group.id)
+        return [GroupRequest("g-more", task(prompt="more"), (1, "more"))] if group.id == "g-second" else []
+
+    play_stream(made, REQUESTS, group_size=2, temperature=1.0, hand_in=hand_in)
+    assert log[0] == "judged 6"
+    assert sorted(log[1:4]) == ["g-first", "g-second", "g-third"]
+    # What came in its place is a batch of its own.
+    assert log[4:] == ["judged 2", "g-more"]
+
+
+def test_where_nobody_takes_a_group_the_others_are_given_up():
+    game, let_go = hold_the_first()
+
+    def refuse(group: RolloutGroup) -> list[GroupRequest]:
+        raise ConnectionError("nobody is there")
+
+    try:
+        with pytest.raises(ConnectionError, match="nobody is there"):
+            play_stream(player(says("a"), game), REQUESTS, group_size=1, temperature=1.0, hand_in=refuse)
+    finally:
+        let_go.set()

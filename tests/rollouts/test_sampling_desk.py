@@ -114,6 +114,20 @@ def test_work_beside_the_sampler_goes_on_while_it_samples():
     assert serve(sampler, tool, asks(2)) == [[1], [2]]
 
 
+def test_those_who_join_later_are_waited_for():
+    async def brings_another(desk: SamplingDesk) -> list[int]:
+        first = (await desk.sample(request(1))).token_ids[0]
+        desk.join(1)
+        try:
+            return [first, *await asyncio.gather(asks(2)(desk), asks(3)(desk))]
+        finally:
+            desk.leave()
+
+    sampler = Rounds(batch_size=100)
+    assert serve(sampler, brings_another) == [[1, [2], [3]]]
+    assert [sorted(names) for names in sampler.rounds] == [[1], [2, 3]]
+
+
 def test_what_the_sampler_raises_is_passed_on():
     def broken(names: Sequence[int]) -> None:
         raise RuntimeError("out of memory")

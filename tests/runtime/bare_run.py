@@ -95,6 +95,7 @@ def bare_run(
     run.progress = progress or Progress()
     run.orders = OrderBook(make_pace(config), run.progress.orders)
     run.replay = ReplayBuffer(max_staleness=0)
+    run.history = None
     run.scorer = FixedScorer()
     run.reference = None if reference is None else (reference, zeros)
     run.state = SimpleNamespace(model=(learner, values))

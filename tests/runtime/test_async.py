@@ -3,15 +3,19 @@
 
 """`mode: async`: rollout workers, weights over Arrow Flight, a replay buffer, and the same training."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
+from marin_rl.rollouts.sampling_desk import SamplingDesk
 from marin_rl.rollouts.store import read_rollouts
+from marin_rl.runtime.worker_policy import ReceivedPolicy
+from tests.runtime.inline_executor import InlineExecutor
 from tests.runtime.thread_workers import thread_workers
 from tests.tiny_run import TinyRun, outcome, without_timings
 
@@ -37,10 +41,17 @@ def trained_groups(run: TinyRun) -> dict[int, list[str]]:
     return found
 
 
+@pytest.mark.parametrize("refresh", ["between_groups", "in_flight"])
 def test_without_staleness_one_worker_does_what_the_trainer_does_alone(
-    finished_run: TinyRun, new_run: Callable[..., TinyRun]
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], refresh: str
 ) -> None:
-    run = new_run(mode="async", replay__max_staleness=0, checkpoint__keep_every=1, checkpoint__every=1)
+    run = new_run(
+        mode="async",
+        replay__max_staleness=0,
+        checkpoint__keep_every=1,
+        checkpoint__every=1,
+        workers={"refresh": refresh, "rounds_between_looks": 1},
+    )
     assert run.train() == 0
     for record, wanted in zip(run.records(), finished_run.records(), strict=True):
         assert comparable(record) == comparable(wanted)
@@ -101,6 +112,74 @@ def test_with_staleness_workers_run_ahead_and_an_interrupted_run_goes_on(
     assert all(record["workers/alive"] == 2 for record in records)
 
 
+def test_with_kept_weights_only_sampler_and_learner_differ_and_not_their_versions(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun]
+) -> None:
+    run = new_run(
+        mode="async",
+        num_steps=4,
+        replay={"max_staleness": 2, "keep_old_weights": True},
+        mismatch={"type": "tis"},
+        policy_loss={"type": "ppo_clip"},
+        initialize_from=str(finished_run.path),
+        warm_start__max_steps=0,
+        evaluation={"tasks": 2, "greedy": False, "every": 0},
+    )
+    assert run.train() == 0
+    records = run.records()[1:]
+    assert max(record["staleness/max"] for record in records) >= 1
+    # Both compute in float32: a version off by one would show in the third digit.
+    assert max(record["mismatch/logprob_difference_max"] for record in records) < 1e-4
+    assert max(abs(record["val/ratio"] - 1) for record in records) > 1e-4
+
+
+def test_in_flight_answers_go_on_under_the_weights_that_a_step_has_made(
+    new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A policy that knows nothing hardly ever ends an answer early.
+    run = new_run(
+        mode="async",
+        num_steps=3,
+        replay__max_staleness=2,
+        workers={"refresh": "in_flight", "rounds_between_looks": 1},
+        weights={"type": "in_process"},
+        warm_start__max_steps=0,
+        evaluation={"tasks": 2, "greedy": False, "every": 0},
+    )
+    looks = 0
+    look = ReceivedPolicy._look
+
+    def look_when_the_first_step_is_trained(policy: ReceivedPolicy) -> None:
+        # Looks 1 to 3 are those of the first four groups, which step 1 is made of; look 5 comes after the first tokens
+        # of what is played in their places.
+        nonlocal looks
+        looks += 1
+        if looks == 5:
+            office = cast(Any, policy._announced).__self__
+            with office._changed:
+                assert office._changed.wait_for(lambda: office._coordinator.announced.version >= 1, 120)
+        look(policy)
+
+    monkeypatch.setattr(ReceivedPolicy, "_look", look_when_the_first_step_is_trained)
+    monkeypatch.setattr("marin_rl.runtime.newer_weights.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr("marin_rl.rollouts.run_rollouts.SamplingDesk", functools.partial(SamplingDesk, linger=600.0))
+    assert run.train() == 0
+    assert {step: len(names) for step, names in trained_groups(run).items()} == {1: 4, 2: 4, 3: 4}
+    rows = [
+        row
+        for table in read_rollouts(run.path / "rollouts", None, purposes=["training"])
+        for row in table.select(["step", "turns"]).to_pylist()
+    ]
+    mixed = [row for row in rows if any(turn["first_version"] != turn["last_version"] for turn in row["turns"])]
+    versions = [(turn["first_version"], turn["last_version"]) for row in mixed for turn in row["turns"]]
+    assert (0, 1) in versions
+    shares = {record["step"]: record["staleness/mixed_share"] for record in run.records()[1:]}
+    assert shares == {step: pytest.approx(sum(row["step"] == step for row in mixed) / 16) for step in (1, 2, 3)}
+    assert shares[1] == 0 < shares[2]
+    for row in rows:
+        assert 0 <= row["step"] - 1 - min(turn["first_version"] for turn in row["turns"]) <= 2
+
+
 def test_an_error_in_a_worker_is_not_swallowed(
     new_run: Callable[..., TinyRun], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,7 +190,7 @@ def test_an_error_in_a_worker_is_not_swallowed(
         evaluation={"tasks": 2, "greedy": False, "every": 0},
     )
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("marin_rl.runtime.worker_policy.play_orders", lambda *arguments: 1 / 0)
+        patched.setattr("marin_rl.runtime.worker_policy.stream_orders", lambda *arguments: 1 / 0)
         assert run.train() == 1
     said = capfd.readouterr().err
     assert "error: a rollout worker ended with an error: worker-0: ZeroDivisionError: division by zero" in said

@@ -296,6 +296,21 @@ GSPO, RLOO_SEQUENCE = "{type: gspo}", "{type: rloo_sequence}"
             "use mismatch: {type: mask}",
         ),
         (
+            {"replay": "{keep_old_weights: true}"},
+            r"replay.keep_old_weights is true, but mismatch: \{type: none\} scores nothing with them",
+            r"set mismatch: \{type: tis\}, or keep_old_weights: false",
+        ),
+        (
+            {
+                "replay": "{keep_old_weights: true}",
+                "mismatch": "{type: tis}",
+                "policy_loss": "{type: ppo_clip}",
+                "workers": "{refresh: in_flight}",
+            },
+            "replay.keep_old_weights is true and workers.refresh in_flight, but an answer that several weights ",
+            "set workers.refresh: between_groups, or keep_old_weights: false",
+        ),
+        (
             {"updates": "{epochs: 2}"},
             "updates asks for 2 updates per step, but policy_loss 'reinforce' ignores that the policy has moved",
             "use policy_loss: {type: ppo_clip}, or one update",
@@ -350,6 +365,26 @@ GSPO, RLOO_SEQUENCE = "{type: gspo}", "{type: rloo_sequence}"
 def test_objectives_that_cannot_be_combined_say_what_to_do(sections: dict[str, str], problem: str, remedy: str):
     with pytest.raises(ConfigError, match=f"(?s){problem}.*{remedy}"):
         from_lines(**sections)
+
+
+OUTSIDE = (
+    "{type: openai, base_url: http://localhost:8000/v1, model: policy, "
+    "reload: {folder: served, path: hook.py, function: reload}}"
+)
+
+
+def test_workers_with_a_server_outside_are_refused():
+    assert from_lines(sampler=OUTSIDE, mode="sync").run_dir == "runs/test"
+    assert from_lines(sampler="{type: levanter}", mode="async").run_dir == "runs/test"
+    with pytest.raises(ConfigError, match=r"(?s)mode is async and sampler 'openai'.*set mode: sync.*type: levanter"):
+        from_lines(sampler=OUTSIDE, mode="async")
+
+
+def test_a_section_of_the_sampler_that_lacks_something_says_what():
+    with pytest.raises(ConfigError, match=r"sampler.*reload"):
+        from_lines(sampler="{type: openai, base_url: http://localhost:8000/v1, model: policy}")
+    with pytest.raises(ConfigError, match=r"sampler.base_url is 'localhost'"):
+        from_lines(sampler=OUTSIDE.replace("http://localhost:8000/v1", "localhost"))
 
 
 @pytest.mark.parametrize(

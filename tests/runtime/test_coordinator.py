@@ -56,7 +56,9 @@ def test_orders_wait_for_weights_that_are_fresh_enough(coordinator: Coordinator)
 
 
 def test_workers_hear_of_weights_and_of_the_end(coordinator: Coordinator) -> None:
+    assert coordinator.announced == (0, ())
     coordinator.announce(3, ["here"])
+    assert coordinator.announced == (3, ("here",))
     told = coordinator.next_work("a", "a1", None, 1)
     assert told is not None
     assert (told.version, told.addresses, told.stop) == (3, ("here",), False)

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from marin_rl.runtime.evaluation import EvaluationConfig
-from marin_rl.runtime.shared_run import NoSampler, check_config
+from marin_rl.runtime.shared_run import check_config
 from marin_rl.runtime.warm_start import WarmStartConfig
 from marin_rl.runtime.workers_config import Mode
 from tests.runtime.bare_run import make_config
@@ -42,8 +42,3 @@ def test_workers_that_sample_are_fine(two_processes: None):
 
 def test_one_process_may_do_anything():
     check_config(make_config())
-
-
-def test_nobody_samples_where_there_is_no_sampler():
-    with pytest.raises(RuntimeError, match="the trainer does not sample where it runs in several processes"):
-        NoSampler().sample([])

@@ -201,6 +201,7 @@ def test_whatever_happens_steps_get_whole_fresh_groups_once(filter_config: objec
     run = async_run(replay, filter_config, world)
     publish(run)
     trained: collections.Counter[str] = collections.Counter()
+    tasks: dict[str, str] = {}
     seen: set[str] = set()
     for step in range(1, 9):
         version = step - 1
@@ -214,6 +215,7 @@ def test_whatever_happens_steps_get_whole_fresh_groups_once(filter_config: objec
         if isinstance(filter_config, KeepGroupsConfig):
             assert len(names) == GROUPS
         trained.update(names)
+        tasks |= {group.id: group.rollouts[0].task.id for group in collected.groups}
         came = [group.id for group in collected.played]
         assert seen.isdisjoint(came)
         seen |= set(came)
@@ -226,7 +228,19 @@ def test_whatever_happens_steps_get_whole_fresh_groups_once(filter_config: objec
             run = taken_up_again(run, world)
     assert max(trained.values()) <= uses
     assert set(trained) <= seen
+    if isinstance(filter_config, KeepGroupsConfig):
+        assert accounted_for(run, tasks) == collections.Counter(
+            task.id for task in run.stream.draw({}, run.progress.tasks_drawn)[0]
+        )
     run.crew.close()
+
+
+def accounted_for(run: TrainingRun, trained: dict[str, str]) -> collections.Counter[str]:
+    """Tasks of groups that were trained on, wait for it, are owed, or are to be ordered anew."""
+    state = run.orders.state
+    waiting = {one.group.id: one.task.id for one in run.replay._waiting.values()}
+    owed = [order.task.id for order in run.orders.outstanding]
+    return collections.Counter([*{**trained, **waiting}.values(), *owed, *(task["id"] for task in state["again"])])
 
 
 def taken_up_again(run: TrainingRun, world: World) -> TrainingRun:

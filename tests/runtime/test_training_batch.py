@@ -19,10 +19,10 @@ from marin_rl.objectives.shaping import MaskTruncatedConfig
 from marin_rl.objectives.signals import AdvantageConfig, Credit, RolloutSignal
 from marin_rl.runtime.config import UpdateConfig
 from marin_rl.runtime.training_batch import TrainingBatch, build_batch, minibatches
-from marin_rl.runtime.training_run import TrainingRun
+from marin_rl.runtime.training_run import Progress, TrainingRun
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
-from tests.runtime.bare_run import bare_run, make_config
+from tests.runtime.bare_run import bare_run, make_config, zeros
 
 TASK = Task("t", "ones", ({"role": "user", "content": "2x3"},), "1")
 PROMPT = (259, 50, 257, 260)
@@ -278,6 +278,40 @@ def test_a_correction_weighs_tokens_and_ratios_start_from_the_learner(config, fi
     # A token of weight 0 still counts in the denominator.
     [loss] = packed.unpack([np.asarray(part.loss_weights.array) for part in packed.passes])
     assert loss[0, 4:6].tolist() == [1.0, 1.0]
+
+
+class Histories:
+    """Old weights that differ from the newest by how many nats a token has under them."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def get(self, version: int):
+        self.asked.append(version)
+        return (lambda processed: processed.policy_logprobs - 10.0 * version, zeros)
+
+
+@pytest.mark.parametrize("critic", [None, CriticConfig()])
+def test_kept_weights_score_what_they_sampled(critic: CriticConfig | None):
+    objective = {} if critic is None else {"critic": critic, "advantage": GaeConfig()}
+    config = make_config(mismatch=TisConfig(cap=2.0), policy_loss=PpoClipLossConfig(), **objective)
+    run = bare_run(
+        config,
+        learner=lambda processed: processed.policy_logprobs - 1.0,
+        values=lambda processed: np.full(processed.input_ids.shape, 7.0),
+        progress=Progress(step=3),
+    )
+    run.history = Histories()
+    made = []
+    for index, version in enumerate((3, 1, 2, 1)):
+        sampled = dataclasses.replace(turn().generation, first_version=version, last_version=version)
+        made.append(rollout(f"r{index}", float(index), dataclasses.replace(turn(), generation=sampled)))
+    batch = build(run, *made)
+    assert run.history.asked == [1, 2]
+    assert actions(batch, "policy_logprobs") == [[-1.5, -2.0], [-10.5, -11.0], [-20.5, -21.0], [-10.5, -11.0]]
+    np.testing.assert_allclose(np.log(batch.importance_weights), [[-1.0] * 2, [-10.0] * 2, [-20.0] * 2, [-10.0] * 2])
+    # The critic's values are those of the newest weights.
+    assert actions(batch, "values") == [[7.0 if critic else 0.0] * 2] * 4
 
 
 # Truncated rollouts.

@@ -14,6 +14,8 @@ from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives.advantages import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
+from marin_rl.rollouts.orders import OrderNumber
+from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.store import RolloutStore, RolloutStoreConfig
 from marin_rl.runtime import training_run
 from marin_rl.runtime.config import TrainConfig
@@ -23,6 +25,7 @@ from marin_rl.runtime.training_run import (
     Progress,
     TrainingRun,
     describe_accuracy,
+    forget_older,
     hf_folder,
     make_loss,
     open_run,
@@ -30,7 +33,9 @@ from marin_rl.runtime.training_run import (
     restore_policy,
 )
 from marin_rl.sampling.levanter_sampler import SamplingConfig
+from marin_rl.types import RolloutGroup
 from tests.rollouts.rollout_cases import group_of, piece
+from tests.runtime.bare_run import bare_run, make_config
 from tests.tiny_run import TinyRun, contents, copy_of
 
 
@@ -54,6 +59,28 @@ def test_a_run_is_taken_up_where_it_stopped(finished_run: TinyRun):
     assert int(opened.state.step) == 6
     assert opened.reference is None
     assert contents(finished_run.path) == files
+
+
+def test_what_was_sampled_with_weights_that_are_gone_is_sampled_anew_where_they_are_needed():
+    run = bare_run(make_config(), progress=Progress(step=3))
+    run.replay = ReplayBuffer(max_staleness=2)
+    for index, version in enumerate((3, 2, 1)):
+        group = group_of(f"train-4-{index}", 1.0, 0.0)
+        rollouts = []
+        for rollout in group.rollouts:
+            sampled = dataclasses.replace(rollout.turns[0].generation, first_version=version, last_version=version)
+            task = dataclasses.replace(rollout.task, id=f"task-{index}")
+            rollouts.append(
+                dataclasses.replace(
+                    rollout, task=task, turns=(dataclasses.replace(rollout.turns[0], generation=sampled),)
+                )
+            )
+        run.replay.add(OrderNumber(4, index), RolloutGroup(group.id, rollouts))
+    said: list[str] = []
+    forget_older(run, said.append)
+    assert said == ["2 waiting groups were sampled with older weights than those kept; they are sampled anew"]
+    assert run.replay.ages(3) == [0]
+    assert [task["id"] for task in run.orders.state["again"]] == ["task-1", "task-2"]
 
 
 def test_rollouts_that_cannot_be_written_stop_the_run_before_its_checkpoint(

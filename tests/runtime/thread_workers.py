@@ -20,7 +20,7 @@ def thread_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator
     office = Office(config.workers.silence)
 
     def run(name: str) -> None:
-        policy = ReceivedPolicy(config, vocab_size, token)
+        policy = ReceivedPolicy(config, vocab_size, token, office.announced)
         with Closing(policy.close):
             work(office, name, policy, silence=config.workers.silence, poll=0.5)
 

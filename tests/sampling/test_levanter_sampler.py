@@ -377,7 +377,11 @@ def test_an_interrupted_call_leaves_a_working_sampler(
 
 def altered(monkeypatch: pytest.MonkeyPatch, alter: Callable[[GenerationResult], GenerationResult]) -> None:
     generate = InferenceEngine.generate
-    monkeypatch.setattr(InferenceEngine, "generate", lambda self, requests: alter(generate(self, requests)))
+    monkeypatch.setattr(
+        InferenceEngine,
+        "generate",
+        lambda self, requests, step_callback: alter(generate(self, requests, step_callback)),
+    )
 
 
 @pytest.mark.parametrize("kept", [0, 2])

@@ -4,17 +4,18 @@
 """Both ends of a transfer, as the tests open them."""
 
 import contextlib
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 import jax
 import numpy as np
 
+from marin_rl.retry import Clock, RetryConfig
 from marin_rl.types import WeightVersion
 from marin_rl.weights.arrow_flight import WeightServer
 from marin_rl.weights.arrow_flight_client import FlightSource
 from marin_rl.weights.manifest import Chunk, Manifest
 from marin_rl.weights.protocol import WeightSender
-from marin_rl.weights.retry import Clock, RetryConfig
 from marin_rl.weights.sharded_receiver import ShardedReceiver
 from marin_rl.weights.shelf import VersionShelf
 from marin_rl.weights.snapshot import Snapshot, TrainingHost, take_snapshot
@@ -96,7 +97,7 @@ def receiver_of(
         if sleep is not None:
             sleep(seconds)
 
-    return ShardedReceiver(sources, retry, cast=cast, clock=Clock(now=lambda: sum(waited), sleep=wait))
+    return ShardedReceiver(sources, retry, cast=cast, clock=Clock(now=lambda: math.fsum(waited), sleep=wait))
 
 
 def assert_same(found: object, expected: object) -> None:

@@ -12,8 +12,8 @@ import sys
 def main(token: str, port: str) -> None:
     import numpy as np
 
+    from marin_rl.retry import Clock, RetryConfig
     from marin_rl.weights.arrow_flight_client import FlightSource
-    from marin_rl.weights.retry import Clock, RetryConfig
     from marin_rl.weights.sharded_receiver import ShardedReceiver
 
     stopped = []

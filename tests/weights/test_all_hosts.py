@@ -6,11 +6,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from marin_rl.retry import Clock
 from marin_rl.weights.all_hosts import AllHosts
 from marin_rl.weights.arrow_flight import ArrowFlightSender
 from marin_rl.weights.config import ArrowFlightConfig
 from marin_rl.weights.errors import WeightTransferError
-from marin_rl.weights.retry import Clock
 from marin_rl.weights.snapshot import TrainingHost
 from tests.weights.ends import TOKEN, closing
 

@@ -27,6 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import marin_rl
+from marin_rl.retry import RetryConfig
 from marin_rl.weights.arrow_flight import ArrowFlightSender, WeightServer
 from marin_rl.weights.arrow_flight_client import FlightSource
 from marin_rl.weights.config import ArrowFlightConfig
@@ -38,7 +39,6 @@ from marin_rl.weights.errors import (
     WrongTokenError,
 )
 from marin_rl.weights.manifest import Chunk
-from marin_rl.weights.retry import RetryConfig
 from marin_rl.weights.shelf import VersionShelf
 from marin_rl.weights.snapshot import Snapshot, TrainingHost
 from marin_rl.weights.token import make_token

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from marin_rl.retry import RetryConfig
 from marin_rl.weights.errors import CorruptTransferError, ServerLostError, VersionGoneError, WrongTokenError
-from marin_rl.weights.retry import RetryConfig
 from marin_rl.weights.shared_files import FolderSource, SharedFilesSender
 from marin_rl.weights.snapshot import TrainingHost
 from marin_rl.weights.token import make_token

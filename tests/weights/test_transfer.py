@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from levanter.models.llama import LlamaConfig
 
+from marin_rl.retry import RetryConfig
 from marin_rl.weights.config import (
     ArrowFlightConfig,
     InProcessConfig,
@@ -25,7 +26,6 @@ from marin_rl.weights.config import (
 )
 from marin_rl.weights.errors import MismatchedWeightsError, NoWeightsError, VersionGoneError
 from marin_rl.weights.protocol import WeightReceiver, WeightSender
-from marin_rl.weights.retry import RetryConfig
 from marin_rl.weights.snapshot import TrainingHost
 from tests.weights.ends import ONCE, TOKEN, assert_same
 

@@ -1,12 +1,13 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import asyncio
 import math
 
 import pytest
 
+from marin_rl.retry import Clock, RetryConfig, retrying, retrying_async
 from marin_rl.weights.errors import CorruptTransferError, ServerLostError, WeightTransferError, WrongTokenError
-from marin_rl.weights.retry import Clock, RetryConfig, retrying
 
 
 class FakeTime:
@@ -15,7 +16,7 @@ class FakeTime:
 
     @property
     def clock(self) -> Clock:
-        return Clock(now=lambda: sum(self.pauses), sleep=self.pauses.append)
+        return Clock(now=lambda: math.fsum(self.pauses), sleep=self.pauses.append)
 
 
 def failing(times: int, error: WeightTransferError):
@@ -87,3 +88,32 @@ def test_impossible_settings_are_refused(field: str, value: float):
 
 def test_pauses_never_overflow():
     assert RetryConfig().pause(100_000) <= 5.0
+
+
+def in_a_loop(config: RetryConfig, errors: list[Exception]) -> tuple[str, int]:
+    tried = 0
+
+    async def attempt() -> str:
+        nonlocal tried
+        tried += 1
+        if errors:
+            raise errors.pop(0)
+        return "weights"
+
+    return asyncio.run(retrying_async(config, (ServerLostError,), attempt)), tried
+
+
+def test_in_an_event_loop_the_same_is_tried_again():
+    config = RetryConfig(first_seconds=0.001, longest_seconds=0.002)
+    assert in_a_loop(config, []) == ("weights", 1)
+    assert in_a_loop(config, [ServerLostError("gone")] * 3) == ("weights", 4)
+    with pytest.raises(WrongTokenError, match=r"^no$"):
+        in_a_loop(config, [ServerLostError("gone"), WrongTokenError("no")])
+
+
+def test_in_an_event_loop_the_last_error_is_raised_when_time_is_up():
+    with pytest.raises(ServerLostError, match=r"^gone$"):
+        in_a_loop(RetryConfig(give_up_seconds=0.0), [ServerLostError("gone")])
+    config = RetryConfig(first_seconds=0.001, longest_seconds=0.001, give_up_seconds=0.01)
+    with pytest.raises(ServerLostError, match=r"gone \(given up after \d+ attempts in 0\.\d s\)"):
+        in_a_loop(config, [ServerLostError("gone")] * 99)

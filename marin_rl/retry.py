@@ -3,15 +3,14 @@
 
 """Trying again, less and less often, for a limited time."""
 
+import asyncio
 import dataclasses
 import logging
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
-
-from marin_rl.weights.errors import WeightTransferError
 
 logger = logging.getLogger(__name__)
 
@@ -20,11 +19,11 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class RetryConfig:
-    """How long a worker goes on when weights do not arrive."""
+    """How long to go on when another machine does not answer."""
 
     first_seconds: float = 0.1
     """Seconds before the second attempt; above 0. Every later pause is twice the one before, each shortened by a random
-    part of up to a half, so that workers do not come all at once."""
+    part of up to a half, so that those who wait do not come all at once."""
     longest_seconds: float = 5.0
     """Seconds that a pause takes at most; at least `first_seconds`."""
     give_up_seconds: float = 120.0
@@ -58,9 +57,40 @@ class Clock:
     """Waits for some seconds."""
 
 
+@dataclasses.dataclass
+class Attempts:
+    """What was tried so far, and whether to try again."""
+
+    config: RetryConfig
+    """How often and how long."""
+    started: float
+    """When the first attempt began, in seconds since whenever."""
+    failed: int = 0
+    """Attempts that failed."""
+
+    def pause_after(self, error: Exception, now: float) -> float:
+        """Seconds to wait before another attempt.
+
+        Args:
+            error: what the last attempt raised; it can be made from a message alone.
+            now: the time, counted as `started` was.
+
+        Raises:
+            Exception: one of the error's own type, when time is up.
+        """
+        self.failed += 1
+        spent, pause = now - self.started, self.config.pause(self.failed)
+        if spent + pause > self.config.give_up_seconds:
+            if self.failed == 1:
+                raise error
+            raise type(error)(f"{error} (given up after {self.failed} attempts in {spent:.1f} s)") from error
+        logger.warning("%s; trying again in %.1f s", error, pause)
+        return pause
+
+
 def retrying(
     config: RetryConfig,
-    errors: tuple[type[WeightTransferError], ...],
+    errors: tuple[type[Exception], ...],
     attempt: Callable[[], T],
     clock: Clock,
 ) -> T:
@@ -73,18 +103,23 @@ def retrying(
         clock: measures and waits.
 
     Raises:
-        WeightTransferError: the last attempt's, when time is up.
+        Exception: the last attempt's, when time is up.
     """
-    started, attempts = clock.now(), 0
+    attempts = Attempts(config, clock.now())
     while True:
-        attempts += 1
         try:
             return attempt()
         except errors as error:
-            spent, pause = clock.now() - started, config.pause(attempts)
-            if spent + pause > config.give_up_seconds:
-                if attempts == 1:
-                    raise
-                raise type(error)(f"{error} (given up after {attempts} attempts in {spent:.1f} s)") from error
-            logger.warning("%s; trying again in %.1f s", error, pause)
-            clock.sleep(pause)
+            clock.sleep(attempts.pause_after(error, clock.now()))
+
+
+async def retrying_async(
+    config: RetryConfig, errors: tuple[type[Exception], ...], attempt: Callable[[], Awaitable[T]]
+) -> T:
+    """As [`retrying`][marin_rl.retry.retrying], within an event loop."""
+    attempts = Attempts(config, time.monotonic())
+    while True:
+        try:
+            return await attempt()
+        except errors as error:
+            await asyncio.sleep(attempts.pause_after(error, time.monotonic()))

@@ -1,0 +1,60 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Old weights: kept as they were, so many of them, and back on the device as they lay there."""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from marin_rl.learner.weight_history import WeightHistory
+
+
+class Policy(eqx.Module):
+    weight: hax.NamedArray
+    bias: jax.Array
+    name: str = eqx.field(static=True)
+
+
+def policy(value: float) -> Policy:
+    return Policy(hax.named(jnp.full((2, 3), value), ("a", "b")), jnp.array([value, -value]), "tiny")
+
+
+@jax.jit
+def plus_one(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [array + 1 for array in arrays]
+
+
+def test_kept_weights_outlive_their_donation() -> None:
+    history, kept = WeightHistory(2), policy(3.0)
+    history.keep(kept, 7)
+    [array.delete() for array in jax.tree.leaves(kept)]
+    found = history.get(7)
+    assert found.name == "tiny"
+    np.testing.assert_array_equal(found.weight.array, np.full((2, 3), 3.0))
+    np.testing.assert_array_equal(found.bias, [3.0, -3.0])
+    assert found.weight.axes == policy(0.0).weight.axes
+    # A program that takes weights takes these too, without a transfer of its own.
+    assert {array.sharding for array in jax.tree.leaves(found)} == {policy(0.0).bias.sharding}
+    np.testing.assert_array_equal(plus_one(jax.tree.leaves(found))[1], [4.0, -2.0])
+
+
+def test_the_oldest_goes_when_another_comes() -> None:
+    history = WeightHistory(2)
+    for version in (4, 5, 9):
+        history.keep(policy(version), version)
+    assert [version in history for version in (4, 5, 9)] == [False, True, True]
+    with pytest.raises(KeyError, match=r"weights of version 4 are not kept; there are those of \[5, 9\]"):
+        history.get(4)
+    assert float(history.get(5).bias[0]) == 5.0
+    history.keep(policy(50.0), 9)
+    assert float(history.get(9).bias[0]) == 50.0
+    assert 5 in history
+
+
+def test_one_that_keeps_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="versions is 0; a history keeps at least 1"):
+        WeightHistory(0)

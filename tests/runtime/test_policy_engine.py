@@ -1,0 +1,214 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Runs whose rollouts a server samples, over HTTP on loopback, with weights that it reloads."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marin_rl.environments.user_file import UserFileError
+from marin_rl.runtime import session
+from marin_rl.runtime.policy_engine import OutsideEngine, PolicyEngine, open_policy_engine
+from marin_rl.runtime.policy_sampler import PolicySampler
+from marin_rl.runtime.training_run import TrainingRun, open_run, resolve_model
+from marin_rl.sampling.levanter_sampler import SamplerError
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.types import Generation
+from tests.runtime.levanter_server import Loader, config_of, served_by
+from tests.sampling.completions_server import CompletionsServer, serving
+from tests.tiny_run import TinyRun, copy_of, interrupted_after, make_run, outcome
+
+SHORT = {
+    "num_steps": 3,
+    "warm_start__max_steps": 2,
+    "warm_start__check_every": 1,
+    "evaluation": {"every": 2, "tasks": 4, "samples": 1, "pass_at": [1]},
+    "checkpoint": {"every": 1, "keep_every": 1},
+}
+"""A warm start, three steps, and few tasks to measure."""
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: None)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[CompletionsServer]:
+    with serving(CompletionsServer()) as started:
+        yield started
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One run twice: with the engine of its own, and with a server's."""
+
+    own: TinyRun
+    served: TinyRun
+    loader: Loader
+    server: CompletionsServer
+
+
+@pytest.fixture(scope="module")
+def pair(finished_run: TinyRun, server: CompletionsServer, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    start = {"initialize_from": str(finished_run.path), **SHORT}
+    own = make_run(tmp_path_factory.mktemp("own"), **start)
+    folder = tmp_path_factory.mktemp("served")
+    weights = folder / "weights"
+    served = make_run(folder, **start, sampler=served_by(server, weights))
+    loader = Loader(resolve_model(config_of(served)), weights / "current")
+    server.load = loader
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+        assert own.train() == 0
+        assert served.train() == 0
+    return Pair(own, served, loader, server)
+
+
+def test_a_server_changes_nothing_about_a_run(pair: Pair):
+    """Every record, rollout, weight and moment, bit for bit."""
+    own, served = outcome(pair.own), outcome(pair.served)
+    assert own["records"][-1]["step"] == 3
+    for part in own:
+        assert own[part] == served[part], part
+
+
+def test_the_server_sampled_with_every_version_of_the_weights(pair: Pair):
+    # Before and after each check of the warm start, at the start of RL, and after each step.
+    assert pair.loader.loaded[-4:] == ["version-0", "version-1", "version-2", "version-3"]
+    assert set(pair.loader.loaded[:-4]) == {"version-0"}
+    assert len(pair.loader.loaded) >= 6
+    # What was cached under old weights is never used with new ones.
+    assert pair.server.calls == ["reload_weights", "reset_prefix_cache"] * len(pair.loader.loaded)
+    # Training samples: 16 rollouts in each of 3 steps.
+    assert len(pair.server.received) > 48
+    assert pair.server.most_at_once > 1
+
+
+def test_the_newest_two_versions_stay(pair: Pair):
+    folder = pair.loader.current.parent
+    assert sorted(path.name for path in folder.iterdir()) == ["current", "version-2", "version-3"]
+    assert (folder / "current" / "model.safetensors").read_bytes() == (
+        pair.served.path / "hf" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(pair: Pair, tmp_path: Path):
+    interrupted = interrupted_after(pair.served, 1, tmp_path / "again")
+    # Another place of the same server is no other run.
+    text = interrupted.config.read_text()
+    interrupted.config.write_text(text.replace("/weights", "/other_weights"))
+    folder = config_of(interrupted).sampler.reload.folder
+    loader = Loader(pair.loader.config, Path(folder) / "current")
+    pair.server.load = loader
+    assert interrupted.train() == 0
+    assert outcome(interrupted) == outcome(pair.served)
+    assert loader.loaded == ["version-1", "version-2", "version-3"]
+
+
+def test_evaluating_a_run_needs_no_server(pair: Pair, capsys: pytest.CaptureFixture[str]):
+    from marin_rl.evaluate import main
+
+    asked = len(pair.server.received)
+    assert main(["--run", str(pair.served.path)]) == 0
+    assert "after step 3" in capsys.readouterr().out
+    assert len(pair.server.received) == asked
+
+
+# One engine, without a run.
+
+
+@pytest.fixture
+def opened(pair: Pair, tmp_path: Path) -> Iterator[TrainingRun]:
+    copied = copy_of(pair.served, tmp_path / "copy")
+    config = dataclasses.replace(resolve_model(config_of(copied)), run_dir=str(copied.path))
+    pair.server.load = pair.loader
+    run = open_run(config, copied.path, lambda line: None)
+    yield run
+    run.close()
+
+
+REQUESTS = [SampleRequest((259, 50, 257, 260), seed, 3, (0.0, 0.7, 1.0)[seed % 3]) for seed in range(20)]
+
+
+def sampled(engine: PolicyEngine) -> list[Generation]:
+    return engine.sample(REQUESTS)
+
+
+def test_nobody_samples_where_training_runs_in_several_processes(opened: TrainingRun, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("marin_rl.processes.several", lambda: True)
+    engine = open_policy_engine(opened.config, opened.state.model, opened.tokenizer, opened.trainer, 0)
+    engine.update(opened.state.model, 1)
+    with pytest.raises(RuntimeError, match="the trainer does not sample where it runs in several processes"):
+        engine.sample([])
+
+
+def test_generations_are_those_of_the_engine_of_ones_own(opened: TrainingRun):
+    assert isinstance(opened.sampler, OutsideEngine)
+    own = PolicySampler(opened.config, opened.state.model, opened.tokenizer, opened.trainer, 3)
+    assert sampled(opened.sampler) == sampled(own)
+    assert opened.sampler.batch_size == own.batch_size
+
+
+def test_generations_carry_the_version_that_was_loaded_and_change_with_it(opened: TrainingRun):
+    import jax
+    import numpy as np
+
+    before = sampled(opened.sampler)
+    assert {generation.first_version for generation in before} == {3}
+    opened.sampler.update(jax.tree.map(np.zeros_like, opened.state.model), 9)
+    uniform = sampled(opened.sampler)
+    assert {generation.last_version for generation in uniform} == {9}
+    for generation in uniform:
+        np.testing.assert_allclose(generation.logprobs, -np.log(264), rtol=1e-5)
+    opened.publish()
+    assert sampled(opened.sampler) == before
+
+
+def test_a_server_that_does_not_reload_ends_the_run_and_is_named(opened: TrainingRun, pair: Pair):
+    def broken() -> Any:
+        raise RuntimeError("no room for the weights")
+
+    pair.server.load = broken
+    with pytest.raises(UserFileError, match=r"sampler.reload: 'reload' of .*reload_vllm.py raised"):
+        opened.sampler.update(opened.state.model, 4)
+    # What it sampled from is still what it says it is.
+    assert {generation.first_version for generation in sampled(opened.sampler)} == {3}
+
+
+def test_a_server_without_weights_is_told_of_before_anything_is_trained(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    hook = tmp_path / "hook.py"
+    hook.write_text("def reload(folder, version, base_url):\n    pass\n")
+    with serving(CompletionsServer()) as empty:
+        sampler = {**served_by(empty, tmp_path / "weights")}
+        sampler["reload"] = {"folder": str(tmp_path / "weights"), "path": str(hook), "function": "reload"}
+        run = new_run(initialize_from=str(finished_run.path), sampler=sampler, **SHORT)
+        assert run.train() == 1
+    error = capfd.readouterr().err
+    assert "answered with status 503" in error
+    assert "weights are not loaded yet" in error
+    assert "Traceback" not in error
+
+
+def test_raw_log_probs_are_refused_at_the_start(
+    pair: Pair, finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
+):
+    """At another temperature than 1, and only there."""
+
+    def same_at_all_temperatures(answer: dict[str, Any]) -> dict[str, Any]:
+        answer["choices"][0]["logprobs"]["top_logprobs"][0] = {"<1>": -1.5}
+        return answer
+
+    monkeypatch.setattr(pair.server, "change", same_at_all_temperatures)
+    config = resolve_model(config_of(pair.served))
+    sampling = dataclasses.replace(config.sampling, temperature=0.7)
+    run = new_run()
+    pair.server.load = pair.loader
+    with pytest.raises(SamplerError, match=r"sampling.temperature is 0\.7.*--logprobs-mode processed_logprobs"):
+        open_run(dataclasses.replace(config, sampling=sampling), run.path, lambda line: None)

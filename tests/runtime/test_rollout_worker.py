@@ -1,0 +1,149 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A worker's conversation with its coordinator, with a policy that plays nothing."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from marin_rl.rollouts.group_codec import decode_group
+from marin_rl.rollouts.orders import GroupOrder, OrderNumber
+from marin_rl.runtime.coordinator import Office
+from marin_rl.runtime.crew import Played
+from marin_rl.runtime.rollout_worker import work
+from marin_rl.types import RolloutGroup, Task, WeightVersion
+
+
+def order(index: int, min_version: int = 0) -> GroupOrder:
+    return GroupOrder(OrderNumber(1, index), Task("t", "sums", ({"role": "user", "content": ""},), ""), min_version)
+
+
+HandIn = Callable[[Played], Sequence[GroupOrder]]
+Script = Callable[["Policy", Sequence[GroupOrder], HandIn], None]
+
+
+@dataclasses.dataclass
+class Policy:
+    """Plays whatever it is told to by a function."""
+
+    office: Office
+    script: Script
+    is_in_flight: bool = False
+    version: WeightVersion | None = None
+    room: int = 2
+
+    def fetch(self, addresses: Sequence[str]) -> None:
+        assert addresses == ("here",)
+        self.version = self.office.announced().version
+
+    def play(self, orders: Sequence[GroupOrder], hand_in: HandIn) -> None:
+        self.script(self, orders, hand_in)
+
+
+def played(order: GroupOrder) -> Played:
+    return Played(order.number, RolloutGroup(order.number.group_id, []))
+
+
+def delivered(office: Office) -> list[str]:
+    """Groups that the trainer would be given."""
+    return [decode_group(text).id for _, text in office.take([], 0.0).groups]
+
+
+def run(office: Office, script: Script, *, is_in_flight: bool = False) -> None:
+    work(office, "w", Policy(office, script, is_in_flight), silence=600.0, poll=0.0)
+
+
+@pytest.fixture
+def office() -> Office:
+    """Five orders, of which the last is for newer weights than there are."""
+    made = Office(silence=600.0)
+    made.announce(0, ["here"])
+    made.submit([*map(order, range(4)), order(4, min_version=1)])
+    return made
+
+
+def indices(orders: Sequence[GroupOrder]) -> list[int]:
+    return [one.number.index for one in orders]
+
+
+def test_each_group_is_with_the_trainer_before_the_next_is_played(office: Office) -> None:
+    seen: list[list[str]] = []
+
+    def script(policy: Policy, orders: Sequence[GroupOrder], hand_in: HandIn) -> None:
+        waiting = list(orders)
+        while waiting:
+            waiting += hand_in(played(waiting.pop(0)))
+            seen.append(delivered(policy.office))
+        policy.office.stop()
+
+    run(office, script)
+    names = [f"train-1-{index}" for index in range(4)]
+    assert seen == [names[: index + 1] for index in range(4)]
+
+
+def test_a_group_that_is_whole_makes_place_for_another_and_places_that_stayed_empty_are_filled_later(
+    office: Office,
+) -> None:
+    taken: list[list[int]] = []
+
+    def script(policy: Policy, orders: Sequence[GroupOrder], hand_in: HandIn) -> None:
+        one, other = orders
+        taken.append(indices(orders))
+        [third] = hand_in(played(one))
+        [fourth] = hand_in(played(other))
+        taken.append(indices([third, fourth]))
+        # There is nothing more that may be begun with these weights ...
+        taken.append(indices(hand_in(played(third))))
+        # ... until others are ordered: two places are empty then.
+        policy.office.submit([order(index) for index in (5, 6, 7)])
+        fifth, sixth = hand_in(played(fourth))
+        taken.append(indices([fifth, sixth]))
+        policy.office.stop()
+        taken.append(indices(hand_in(played(fifth))))
+        assert hand_in(played(sixth)) == []
+
+    run(office, script)
+    assert taken == [[0, 1], [2, 3], [], [5, 6], []]
+
+
+@pytest.mark.parametrize("is_in_flight", [False, True])
+def test_newer_weights_are_waited_for_between_groups_and_not_in_flight(office: Office, is_in_flight: bool) -> None:
+    taken: list[tuple[WeightVersion | None, list[int]]] = []
+
+    def script(policy: Policy, orders: Sequence[GroupOrder], hand_in: HandIn) -> None:
+        taken.append((policy.version, indices(orders)))
+        policy.office.announce(1, ["here"])
+        waiting = list(orders)
+        while waiting:
+            more = hand_in(played(waiting.pop(0)))
+            if more:
+                taken.append((policy.version, indices(more)))
+            waiting += more
+        if len(delivered(policy.office)) == 5:
+            policy.office.stop()
+
+    run(office, script, is_in_flight=is_in_flight)
+    if is_in_flight:
+        # This policy looks for newer weights only where it is told to; an order that needs them waits for that.
+        assert taken == [(0, [0, 1]), (0, [2]), (0, [3]), (1, [4])]
+    else:
+        assert taken == [(0, [0, 1]), (1, [2, 3]), (1, [4])]
+
+
+def test_a_worker_that_was_given_up_ends_what_it_plays_and_joins_anew(office: Office) -> None:
+    taken: list[list[int]] = []
+
+    def script(policy: Policy, orders: Sequence[GroupOrder], hand_in: HandIn) -> None:
+        taken.append(indices(orders))
+        if len(taken) == 1:
+            # Another life of it takes over what it was to play.
+            policy.office.join("w", "another")
+            assert [hand_in(played(one)) for one in orders] == [[], []]
+        else:
+            policy.office.stop()
+
+    run(office, script)
+    assert taken == [[0, 1], [2, 3]]
+    assert delivered(office) == ["train-1-0", "train-1-1"]

@@ -1,0 +1,150 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A worker's policy while the trainer publishes: which versions its tokens are of."""
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from marin_rl.environments.base import Split
+from marin_rl.learner.policy_model import initialize_policy
+from marin_rl.rollouts.orders import GroupOrder, OrderNumber, oldest_version
+from marin_rl.rollouts.sampling_desk import SamplingDesk
+from marin_rl.runtime.config import TrainConfig, levanter_defaults
+from marin_rl.runtime.config_parsing import parse_config
+from marin_rl.runtime.coordinator import Announcement
+from marin_rl.runtime.crew import Played
+from marin_rl.runtime.devices import start_devices
+from marin_rl.runtime.worker_policy import ReceivedPolicy
+from marin_rl.types import Generation, RolloutGroup, WeightVersion
+from marin_rl.weights.protocol import WeightSender
+from marin_rl.weights.snapshot import TrainingHost
+from tests.runtime.inline_executor import InlineExecutor
+from tests.tiny_run import make_run
+
+GROUPS, ROLLOUTS = 2, 4
+
+
+class Trainer:
+    """Publishes weights from within the worker's own questions, so that they come at known moments."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
+        self._config = config
+        self._tokenizer = config.tokenizer.build()
+        self.sender: WeightSender = config.weights.open_sender("secret", TrainingHost.current())
+        self.version: WeightVersion = -1
+        self.questions = 0
+        self.at: dict[int, Callable[[], None]] = {}
+
+    def publish(self) -> None:
+        self.version += 1
+        assert self._config.model is not None
+        model = initialize_policy(
+            self._config.model, self._tokenizer, self._trainer, key=jax.random.PRNGKey(self.version)
+        )
+        self.sender.publish(model, self.version)
+
+    def announced(self) -> Announcement:
+        self.questions += 1
+        self.at.get(self.questions, lambda: None)()
+        return Announcement(self.version, (self.sender.address,))
+
+
+@pytest.fixture(autouse=True)
+def known_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("marin_rl.runtime.newer_weights.ThreadPoolExecutor", InlineExecutor)
+    # All answers are sampled in one round, however slow the machine is.
+    desk = functools.partial(SamplingDesk, linger=600.0)
+    monkeypatch.setattr("marin_rl.rollouts.run_rollouts.SamplingDesk", desk)
+
+
+def make_config(folder: Path, refresh: str) -> TrainConfig:
+    run = make_run(
+        folder,
+        mode="async",
+        weights={"type": "in_process"},
+        workers={"refresh": refresh, "rounds_between_looks": 1},
+        sampling={"max_new_tokens": 6, "max_seqs": GROUPS * ROLLOUTS},
+    )
+    return parse_config(TrainConfig, run.argv, levanter_defaults(), {}).config
+
+
+@pytest.fixture
+def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Trainer, ReceivedPolicy]]:
+    config = make_config(tmp_path, getattr(request, "param", "in_flight"))
+    trainer = Trainer(config)
+    vocab_size = len(config.tokenizer.build().tokenizer)
+    policy = ReceivedPolicy(config, vocab_size, "secret", trainer.announced)
+    trainer.publish()
+    policy.fetch([trainer.sender.address])
+    yield trainer, policy
+    policy.close()
+    trainer.sender.close()
+
+
+def play(policy: ReceivedPolicy) -> list[RolloutGroup]:
+    tasks = policy._environment.tasks(Split.TRAIN)
+    orders = [GroupOrder(OrderNumber(1, index), tasks[index], 0) for index in range(GROUPS)]
+    came: dict[OrderNumber, RolloutGroup] = {}
+
+    def hand_in(played: Played) -> tuple[GroupOrder, ...]:
+        came[played.number] = played.group
+        return ()
+
+    policy.play(orders, hand_in)
+    return [came[order.number] for order in orders]
+
+
+def generations(groups: list[RolloutGroup]) -> list[Generation]:
+    return [turn.generation for group in groups for rollout in group.rollouts for turn in rollout.turns]
+
+
+def test_weights_that_come_while_it_plays_sample_the_tokens_after_them(
+    opened: tuple[Trainer, ReceivedPolicy],
+) -> None:
+    trainer, policy = opened
+    before = generations(play(policy))
+    assert {(one.first_version, one.last_version) for one in before} == {(0, 0)}
+    # Look 1 is before the prompts are read, looks 2, 3, ... after 1, 2, ... tokens. A question is asked at a look and
+    # answered at the next; the first of this call finds the answer to the last of the call before.
+    trainer.questions, trainer.at = 0, {2: trainer.publish}
+    groups = play(policy)
+    for old, new in zip(before, generations(groups), strict=True):
+        assert new.token_ids[:2] == old.token_ids[:2]
+        assert new.logprobs[:2] == old.logprobs[:2]
+        assert (new.first_version, new.last_version) == (0, int(len(new.token_ids) > 2))
+    assert {one.last_version for one in generations(groups)} >= {1}
+    assert [oldest_version(group) for group in groups] == [0, 0]
+    assert policy.version == 1
+
+
+@pytest.mark.parametrize("opened", ["between_groups"], indirect=True)
+def test_between_groups_nobody_is_asked_while_it_plays(opened: tuple[Trainer, ReceivedPolicy]) -> None:
+    trainer, policy = opened
+    trainer.publish()
+    assert {(one.first_version, one.last_version) for one in generations(play(policy))} == {(0, 0)}
+    assert trainer.questions == 0
+    policy.fetch([trainer.sender.address])
+    assert {(one.first_version, one.last_version) for one in generations(play(policy))} == {(1, 1)}
+
+
+def test_weights_that_do_not_arrive_change_nothing(
+    opened: tuple[Trainer, ReceivedPolicy], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, policy = opened
+    before = generations(play(policy))
+
+    def lose_the_server() -> None:
+        trainer.publish()
+        trainer.sender.close()
+
+    trainer.questions, trainer.at = 0, {2: lose_the_server}
+    assert generations(play(policy)) == before
+    assert policy.version == 0
+    assert trainer.questions > 2, "it asks again"
+    assert "newer weights did not arrive (no open sender of this process has the address" in caplog.text

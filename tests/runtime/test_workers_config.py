@@ -1,0 +1,32 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import math
+
+import pytest
+
+from marin_rl.runtime.config_decoding import ConfigError, decode
+from marin_rl.runtime.workers_config import Refresh, WorkersConfig
+
+
+def test_both_ways_to_refresh_can_be_named() -> None:
+    assert decode(WorkersConfig, {}).refresh is Refresh.BETWEEN_GROUPS
+    assert decode(WorkersConfig, {"refresh": "in_flight"}).refresh is Refresh.IN_FLIGHT
+    with pytest.raises(ConfigError, match="between_groups, in_flight"):
+        decode(WorkersConfig, {"refresh": "sometimes"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_workers": 0}, "workers.num_workers is 0; it must be at least 1"),
+        ({"rounds_between_looks": 0}, "workers.rounds_between_looks is 0; it must be at least 1"),
+        ({"gpus_per_worker": -1.0}, "workers.gpus_per_worker is -1.0; it must be at least 0"),
+        ({"gpus_per_worker": math.nan}, "workers.gpus_per_worker is nan"),
+        ({"silence": 0.0}, "workers.silence is 0.0; it is a number of seconds above 0"),
+        ({"patience": math.inf}, "workers.patience is inf; it is a number of seconds above 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WorkersConfig(**changes)

@@ -1,0 +1,92 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What an answer must hold. Answers over a real connection are in test_openai_sampler.py."""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marin_rl.sampling.completions import Completion, completion_body, most_likely_logprob, read_completion
+from marin_rl.sampling.levanter_sampler import SamplerError
+from marin_rl.sampling.sampler import SampleRequest
+
+VOCAB = 6
+STOP = frozenset({4, 5})
+REQUEST = SampleRequest((1, 2), seed=2**63 - 1, max_new_tokens=4, temperature=0.1)
+
+
+def read(answer: object, allowed: int = 4) -> Any:
+    return read_completion(answer, 0, REQUEST, allowed=allowed, stop_token_ids=STOP, vocab_size=VOCAB)
+
+
+def outcome(reading: Callable[[object], Any], answer: object) -> Any:
+    """What comes out of an answer; the message where it is refused."""
+    try:
+        return reading(answer)
+    except SamplerError as error:
+        return str(error)
+
+
+def test_a_request_survives_json():
+    body = completion_body("policy", REQUEST, 3, STOP)
+    again = json.loads(json.dumps(body))
+    assert again == body
+    assert (again["seed"], again["temperature"], again["prompt"]) == (2**63 - 1, 0.1, [1, 2])
+    assert again["stop_token_ids"] == [4, 5]
+
+
+@given(
+    tokens=st.lists(st.integers(-1, VOCAB), max_size=6),
+    values=st.lists(st.floats(-12000.0, 1.0) | st.sampled_from([math.nan, -math.inf, 1e-6, 0.0]), max_size=6),
+    pad=st.booleans(),
+)
+def test_what_is_let_through_is_a_generation_and_nothing_else_is(tokens: list[int], values: list[float], pad: bool):
+    if pad:
+        values = [*values, *[-1.0] * len(tokens)][: len(tokens)]
+    good = (
+        len(values) == len(tokens)
+        and all(0 <= token < VOCAB for token in tokens)
+        and all(-9999.0 < value <= 1e-5 for value in values)
+        and 1 <= len(tokens) <= 4
+        and not STOP & set(tokens[:-1])
+        and (tokens[-1] in STOP or len(tokens) == 4)
+    )
+    choice = {"token_ids": tokens, "logprobs": {"token_logprobs": values}}
+    completion = outcome(read, {"choices": [choice]})
+    assert isinstance(completion, Completion) == good
+    if isinstance(completion, Completion):
+        assert completion.token_ids == tuple(tokens)
+        assert completion.logprobs == tuple(min(value, 0.0) for value in values)
+        assert completion.stopped == (tokens[-1] in STOP)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(whole=JSON, choice=JSON, tokens=JSON, logprobs=JSON, values=JSON)
+def test_no_answer_is_so_odd_that_another_error_comes_out(
+    whole: Any, choice: Any, tokens: Any, logprobs: Any, values: Any
+):
+    for answer in (
+        whole,
+        {"choices": whole},
+        {"choices": [choice]},
+        {"choices": [{"token_ids": tokens, "logprobs": logprobs, "prompt_token_ids": choice}]},
+        {"choices": [{"token_ids": [1, 2, 3, 4], "logprobs": {"token_logprobs": values}}]},
+        {"choices": [{"logprobs": {"top_logprobs": [values]}}]},
+        {"choices": [{"logprobs": {"top_logprobs": values}}]},
+        {"choices": [{"logprobs": logprobs}]},
+    ):
+        for reading in (read, lambda said: most_likely_logprob(said, 0)):
+            found = outcome(reading, answer)
+            assert isinstance(found, Completion | float | None) or found.startswith("request 0: ")

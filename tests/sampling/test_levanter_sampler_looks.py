@@ -1,0 +1,248 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Weights that change while sequences are being decoded: which token is whose, and from which distribution."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import NamedArray
+from levanter.models.lm_model import LmHeadModel
+
+from marin_rl.sampling.levanter_sampler import LevanterSampler, Looks
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.types import Generation
+from tests.sampling.test_levanter_sampler import (
+    CONFIG,
+    CONTEXT,
+    LENGTHS,
+    LLAMA,
+    MAX_NEW,
+    SLOTS,
+    STOP_IDS,
+    build,
+    full_logits,
+    log_softmax,
+    make_requests,
+    make_sampler,
+)
+
+ROUNDS = 3
+BEFORE = 1 + 2 * ROUNDS
+"""Tokens that a sequence has by look 3: one with its prompt, and those of two calls of the decode loop."""
+
+
+class Watch:
+    """A sampler with something to do at its looks."""
+
+    def __init__(self, model: LmHeadModel) -> None:
+        self.model = model
+        self.looks = 0
+        self.at: dict[int, Callable[[], None]] = {}
+        self.sampler = LevanterSampler(
+            model,
+            config=CONFIG,
+            stop_token_ids=STOP_IDS,
+            max_context=CONTEXT,
+            looks=Looks(self.look, ROUNDS),
+        )
+
+    def look(self) -> None:
+        self.at.get(self.looks, lambda: None)()
+        self.looks += 1
+
+    def sample(self, requests: Sequence[SampleRequest], **at: Callable[[], None]) -> list[Generation]:
+        """Sample under the first weights, version 0, and do something at look 0, 1, ..."""
+        self.sampler.update_weights(self.model, 0)
+        self.looks = 0
+        self.at = {int(name.removeprefix("look")): action for name, action in at.items()}
+        return self.sampler.sample(requests)
+
+    def swap(self, model: LmHeadModel, version: int) -> Callable[[], None]:
+        return lambda: self.sampler.update_weights(model, version)
+
+
+@pytest.fixture(scope="module")
+def model() -> LmHeadModel:
+    return build(LLAMA)
+
+
+@pytest.fixture(scope="module")
+def watch(model: LmHeadModel) -> Watch:
+    return Watch(model)
+
+
+@pytest.fixture(scope="module")
+def alone(model: LmHeadModel) -> list[Generation]:
+    """What the first weights alone answer to `REQUESTS`, in one call of the decode loop."""
+    return make_sampler(model).sample(REQUESTS)
+
+
+@pytest.fixture(scope="module")
+def other() -> LmHeadModel:
+    return build(LLAMA, seed=1)
+
+
+# They end on their own, or by their limits: before the swap, with it, and after it.
+REQUESTS = [
+    dataclasses.replace(request, max_new_tokens=limit)
+    for request, limit in zip(
+        make_requests([1, 7, 8, 9, 15, 16, 17, 24]), [1, 4, BEFORE, BEFORE + 1, 12, 12, 12, 12], strict=True
+    )
+]
+
+
+def test_looks_at_which_nothing_happens_change_nothing(model: LmHeadModel, watch: Watch) -> None:
+    requests = make_requests([*LENGTHS, *[3] * (2 * SLOTS)])
+    wanted = make_sampler(model).sample(requests)
+    for _ in range(2):
+        assert watch.sample(requests) == wanted
+    assert watch.looks > len(requests) / SLOTS * (MAX_NEW - 1) / ROUNDS
+
+
+def test_a_sampler_looks_before_it_reads_prompts_and_then_every_so_many_rounds(watch: Watch) -> None:
+    for limit in (1, 2, ROUNDS + 1, ROUNDS + 2, MAX_NEW):
+        found = watch.sample([SampleRequest((5, 9), seed, limit) for seed in range(SLOTS)])
+        longest = max(len(one.token_ids) for one in found)
+        assert longest == limit, "one of the seeds does not stop early"
+        assert watch.looks == 1 + math.ceil((longest - 1) / ROUNDS)
+
+
+def test_weights_that_come_before_the_prompts_are_read_make_every_token(watch: Watch, other: LmHeadModel) -> None:
+    found = watch.sample(REQUESTS, look0=watch.swap(other, 4))
+    alone = make_sampler(other).sample(REQUESTS)
+    assert found == [dataclasses.replace(one, first_version=4, last_version=4) for one in alone]
+
+
+def test_each_token_up_to_the_swap_is_of_the_old_weights_and_versions_are_exact(
+    watch: Watch, other: LmHeadModel, alone: list[Generation]
+) -> None:
+    found = watch.sample(REQUESTS, look3=watch.swap(other, 7))
+    for one, old in zip(found, alone, strict=True):
+        assert one.token_ids[:BEFORE] == old.token_ids[:BEFORE]
+        assert one.logprobs[:BEFORE] == old.logprobs[:BEFORE]
+        assert (one.first_version, one.last_version) == (0, 7 if len(one.token_ids) > BEFORE else 0)
+    ended, went_on = ([one for one in found if one.last_version == version] for version in (0, 7))
+    assert {len(one.token_ids) for one in ended} >= {1, 4, BEFORE}
+    assert min(len(one.token_ids) for one in went_on) == BEFORE + 1
+    assert [one.token_ids for one in found] != [one.token_ids for one in alone]
+
+
+def test_of_several_swaps_the_last_that_a_sequence_lived_to_see_counts(
+    watch: Watch, other: LmHeadModel, model: LmHeadModel
+) -> None:
+    found = watch.sample(REQUESTS, look1=watch.swap(other, 2), look2=watch.swap(model, 3), look4=watch.swap(other, 5))
+    for one in found:
+        # Looks 1, 2 and 4 come after 1, 4 and 10 tokens.
+        wanted = 5 if len(one.token_ids) > 10 else 3 if len(one.token_ids) > 4 else 2 if len(one.token_ids) > 1 else 0
+        assert (one.first_version, one.last_version) == (0, wanted)
+    assert {one.last_version for one in found} == {0, 2, 3, 5}
+
+
+def test_after_a_swap_of_the_head_alone_tokens_are_those_of_the_full_forward_pass(
+    watch: Watch, model: LmHeadModel, other: LmHeadModel
+) -> None:
+    """The cache is the same under both, so the learner's forward pass under the new weights is the oracle."""
+    changed = eqx.tree_at(lambda m: m.lm_head.weight, model, other.lm_head.weight)
+    found = watch.sample(REQUESTS, look2=watch.swap(changed, 1))
+    sequences = [request.prompt_tokens + one.token_ids[:-1] for request, one in zip(REQUESTS, found, strict=True)]
+    versions = [log_softmax(full_logits(weights, sequences)) for weights in (model, changed)]
+    compared = [0, 0]
+    for row, (request, one) in enumerate(zip(REQUESTS, found, strict=True)):
+        for index, (token, value) in enumerate(zip(one.token_ids, one.logprobs, strict=True)):
+            place = len(request.prompt_tokens) - 1 + index
+            version = int(index >= 1 + ROUNDS)
+            compared[version] += 1
+            assert value == pytest.approx(versions[version][row, place, token], abs=1e-5)
+            assert abs(value - versions[1 - version][row, place, token]) > 1e-4
+    assert min(compared) >= 10
+
+
+def layers_of(model: LmHeadModel) -> list:
+    stacked = model.transformer.layers.stacked
+    return [hax.tree_util.tree_map(lambda leaf, i=i: leaf["layer", i], stacked) for i in range(LLAMA.num_layers)]
+
+
+def attend(query: NamedArray, keys: np.ndarray, values: np.ndarray, first: int) -> NamedArray:
+    """Causal attention in float64; the queries stand at positions from `first` on."""
+    query = query.rearrange(("position", "kv_head", "q_heads_per_group", "head_size"))
+    scores = np.einsum("qhgd,khd->hgqk", np.asarray(query.array, np.float64), keys) / math.sqrt(keys.shape[-1])
+    past = np.arange(len(keys)) <= first + np.arange(scores.shape[2])[:, None]
+    weights = np.where(past, np.exp(scores - scores.max(axis=-1, keepdims=True)), 0.0)
+    weights /= weights.sum(axis=-1, keepdims=True)
+    attended = np.einsum("hgqk,khd->qhgd", weights, values)
+    heads = NamedArray(jnp.asarray(attended, jnp.float32), query.axes)
+    return heads.flatten_axes(("kv_head", "q_heads_per_group"), "heads")
+
+
+def mixed_logprobs(tokens: Sequence[int], parts: Sequence[tuple[LmHeadModel, int, int]]) -> np.ndarray:
+    """`[position, vocab]`: each model reads its part of the positions, over what those before it made of the earlier
+    ones: keys and values of a position are those of the model that read it."""
+    order = ("position", "kv_head", "head_size")
+    kept: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(LLAMA.num_layers)]
+    found = []
+    for model, start, stop in parts:
+        positions = hax.named(jnp.arange(start, stop), "position")
+        x = model.embeddings.embed(hax.named(jnp.asarray(tokens[start:stop]), "position"))
+        for layer, cache in zip(layers_of(model), kept, strict=True):
+            query, key, value = layer.self_attn._compute_qkv(layer.input_layernorm(x), key=None, pos_ids=positions)
+            cache.append(tuple(np.asarray(one.rearrange(order).array, np.float64) for one in (key, value)))
+            keys, values = (np.concatenate(all_parts) for all_parts in zip(*cache, strict=True))
+            x = x + layer.self_attn.o_proj(attend(query, keys, values, start))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        logits = hax.dot(model.transformer.norm(x), model.get_lm_head(), axis="embed")
+        found.append(np.asarray(logits.rearrange(("position", "vocab")).array, np.float64))
+    return log_softmax(np.concatenate(found))
+
+
+def test_after_a_swap_of_all_weights_tokens_are_those_over_the_old_cache(
+    watch: Watch, model: LmHeadModel, other: LmHeadModel
+) -> None:
+    length = 16
+    requests = make_requests([length] * SLOTS)
+    found = watch.sample(requests, look3=watch.swap(other, 1))
+    # Token BEFORE - 1 was sampled by the old weights, and is read by the new ones.
+    swap, end = length + BEFORE - 1, length + MAX_NEW - 1
+    errors, differences = [], []
+    for request, one in zip(requests, found, strict=True):
+        tokens = (*request.prompt_tokens, *one.token_ids, *[0] * MAX_NEW)
+        oracle = mixed_logprobs(tokens, [(model, 0, swap), (other, swap, end)])
+        anew = mixed_logprobs(tokens, [(other, 0, end)])
+        for index, (token, value) in enumerate(zip(one.token_ids, one.logprobs, strict=True), start=length - 1):
+            errors.append(abs(value - oracle[index, token]))
+            if index >= swap:
+                differences.append(abs(value - anew[index, token]))
+    assert max(errors) < 1e-5
+    assert len(differences) >= 10
+    assert max(differences) > 0.1, "with a cache of the new weights they would be others"
+
+
+@pytest.mark.parametrize("look", [0, 2])
+def test_a_look_that_raises_ends_the_call_and_leaves_a_working_sampler(
+    watch: Watch, alone: list[Generation], look: int
+) -> None:
+    def fail() -> None:
+        raise OSError("no route to the weights")
+
+    with pytest.raises(OSError, match="no route to the weights"):
+        watch.sample(REQUESTS, **{f"look{look}": fail})
+    assert watch.sample(REQUESTS) == alone
+
+
+def test_weights_of_another_shape_are_refused_in_flight_too(watch: Watch, alone: list[Generation]) -> None:
+    halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), watch.model)
+    with pytest.raises(ValueError, match="update_weights to version 9: the model's structure, shapes or dtypes differ"):
+        watch.sample(REQUESTS, look2=watch.swap(halves, 9))
+    assert watch.sample(REQUESTS) == alone
+
+
+def test_there_is_a_round_between_two_looks() -> None:
+    with pytest.raises(ValueError, match="rounds is 0"):
+        Looks(lambda: None, 0)

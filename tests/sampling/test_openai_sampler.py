@@ -1,0 +1,454 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The sampler against a real HTTP server on loopback."""
+
+import dataclasses
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from marin_rl.retry import RetryConfig
+from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig
+from marin_rl.sampling.levanter_sampler import SamplerError, SamplingConfig
+from marin_rl.sampling.openai_sampler import OpenAiSampler
+from marin_rl.sampling.sampler import PromptTooLongError, Sampler, SampleRequest
+from marin_rl.types import StopReason
+from tests.sampling.completions_server import CompletionsServer, Raw, TableEngine, error, serving
+
+LOGITS = [0.5, -1.0, 2.0, 0.0, 0.25, -0.5]
+STOP = 5
+QUICK = RetryConfig(first_seconds=0.001, longest_seconds=0.002, give_up_seconds=60.0)
+ONCE = RetryConfig(give_up_seconds=0.0)
+RELOAD = ReloadConfig(folder="weights", path="hook.py", function="reload")
+REQUEST = SampleRequest((1, 2, 3), seed=7, max_new_tokens=8)
+
+
+@pytest.fixture
+def server() -> Iterator[CompletionsServer]:
+    with serving(CompletionsServer(TableEngine(LOGITS, eos=2))) as started:
+        yield started
+
+
+def sampler_of(
+    server: CompletionsServer,
+    *,
+    config: SamplingConfig | None = None,
+    stop: tuple[int, ...] = (STOP,),
+    context: int = 64,
+    **fields: Any,
+) -> OpenAiSampler:
+    given = {"base_url": server.url, "model": "policy", "reload": RELOAD, "retry": ONCE, **fields}
+    return OpenAiSampler(
+        OpenAiSamplerConfig(**given),
+        config=config or SamplingConfig(max_new_tokens=16, max_seqs=8),
+        stop_token_ids=stop,
+        max_context=context,
+        vocab_size=len(LOGITS),
+    )
+
+
+def test_tokens_and_log_probs_are_what_the_engine_drew(server: CompletionsServer):
+    sampler = sampler_of(server)
+    assert isinstance(sampler, Sampler)
+    sampler.version = 3
+    requests = [dataclasses.replace(REQUEST, seed=seed, temperature=0.7) for seed in range(20)]
+    generations = sampler.sample(requests)
+    expected = TableEngine(LOGITS).logprobs(0.7)
+    for generation in generations:
+        assert generation.logprobs == tuple(float(expected[token]) for token in generation.token_ids)
+        assert STOP not in generation.token_ids[:-1]
+        stopped = generation.token_ids[-1] == STOP
+        assert generation.stop_reason is (StopReason.STOP if stopped else StopReason.LENGTH)
+        assert stopped or len(generation.token_ids) == 8
+        assert (generation.first_version, generation.last_version) == (3, 3)
+    assert {generation.stop_reason for generation in generations} == {StopReason.STOP, StopReason.LENGTH}
+    # The server's own end token is one like any other.
+    assert any(2 in generation.token_ids[:-1] for generation in generations)
+
+
+def test_nothing_is_left_to_the_servers_defaults(server: CompletionsServer):
+    sampler_of(server, context=10).sample([dataclasses.replace(REQUEST, temperature=0.5, seed=2**63 - 1)])
+    assert server.received == [
+        {
+            "model": "policy",
+            "prompt": [1, 2, 3],
+            "max_tokens": 7,
+            "temperature": 0.5,
+            "seed": 2**63 - 1,
+            "logprobs": 1,
+            "return_token_ids": True,
+            "stop_token_ids": [STOP],
+            "ignore_eos": True,
+            "skip_special_tokens": False,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+        }
+    ]
+
+
+def test_without_stop_tokens_the_limit_ends_an_answer(server: CompletionsServer):
+    [generation] = sampler_of(server, stop=()).sample([REQUEST])
+    assert (len(generation.token_ids), generation.stop_reason) == (8, StopReason.LENGTH)
+
+
+def test_no_requests_are_no_generations(server: CompletionsServer):
+    assert sampler_of(server).sample([]) == []
+    assert server.received == []
+
+
+@given(
+    drawn=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 5), min_size=1, max_size=6).map(tuple),
+            st.integers(0, 2**63 - 1),
+            st.integers(1, 16),
+            st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+        ),
+        max_size=12,
+    ),
+    max_seqs=st.integers(1, 4),
+)
+@settings(max_examples=25)
+def test_answers_come_in_the_order_of_the_requests_and_do_not_depend_on_company(
+    served: CompletionsServer, drawn: list[tuple[tuple[int, ...], int, int, float]], max_seqs: int
+):
+    requests = [SampleRequest(*fields) for fields in drawn]
+    sampler = sampler_of(served, config=SamplingConfig(max_new_tokens=16, max_seqs=max_seqs))
+    alone = sampler_of(served)
+    assert sampler.sample(requests) == [generation for request in requests for generation in alone.sample([request])]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[CompletionsServer]:
+    with serving(CompletionsServer(TableEngine(LOGITS))) as started:
+        yield started
+
+
+def test_as_many_requests_as_configured_are_under_way(server: CompletionsServer):
+    # Each reply waits for two others: fewer at a time would never end, and more would be seen.
+    server.hold = threading.Barrier(3, timeout=30)
+    sampler = sampler_of(server, config=SamplingConfig(max_new_tokens=16, max_seqs=3))
+    assert sampler.batch_size == 3
+    assert len(sampler.sample([dataclasses.replace(REQUEST, seed=seed) for seed in range(12)])) == 12
+    assert server.most_at_once == 3
+
+
+# Requests that are not sent.
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"prompt_tokens": ()}, "request 1: prompt_tokens is empty"),
+        ({"prompt_tokens": (6,)}, "request 1: prompt token 6 is not in the model's vocabulary of 6"),
+        ({"max_new_tokens": 17}, "request 1: max_new_tokens is 17"),
+        ({"temperature": math.nan}, "request 1: temperature is nan"),
+        ({"seed": -1}, "request 1: seed is -1"),
+    ],
+)
+def test_a_bad_request_is_not_sent(server: CompletionsServer, changes: dict[str, Any], problem: str):
+    with pytest.raises(ValueError, match=problem):
+        sampler_of(server).sample([REQUEST, dataclasses.replace(REQUEST, **changes)])
+    assert server.received == []
+
+
+def test_a_prompt_that_fills_the_context_is_not_sent(server: CompletionsServer):
+    with pytest.raises(PromptTooLongError, match="request 0: the prompt has 3 tokens, but the limit is 2"):
+        sampler_of(server, context=3).sample([REQUEST])
+    assert server.received == []
+
+
+# What may work later.
+
+LOST = [
+    (error(500, "engine is busy"), "status 500: .*engine is busy"),
+    (error(503, "loading"), "status 503: .*loading"),
+    (error(429, "slow down"), "status 429: .*slow down"),
+    (error(408, "too slow"), "status 408: .*too slow"),
+    (Raw(0, b""), "does not answer .RemoteProtocolError"),
+    (Raw(200, b'{"choices": [', 4000), "does not answer .RemoteProtocolError: peer closed connection"),
+    (Raw(200, b"{}", encoding="gzip"), "does not answer .DecodingError"),
+    (Raw(200, b'{"choices": ['), "something else than JSON"),
+    (Raw(200, b"<html>"), "something else than JSON: '<html>'"),
+    (Raw(200, b"\xff\xfe\x00"), "something else than JSON"),
+]
+
+
+@pytest.mark.parametrize(("reply", "problem"), LOST)
+def test_what_may_work_later_is_tried_again(server: CompletionsServer, reply: Raw, problem: str):
+    [expected] = sampler_of(server).sample([REQUEST])
+    server.received.clear()
+    server.fault = lambda count, body: reply if count < 4 else None
+    assert sampler_of(server, retry=QUICK).sample([REQUEST]) == [expected]
+    assert len(server.received) == 4
+    server.received.clear()
+    server.fault = lambda count, body: reply
+    with pytest.raises(SamplerError, match=f"request 0: .*{problem}"):
+        sampler_of(server).sample([REQUEST])
+    assert len(server.received) == 1
+
+
+def test_one_lost_answer_costs_the_others_nothing(server: CompletionsServer):
+    requests = [dataclasses.replace(REQUEST, seed=seed) for seed in range(8)]
+    expected = sampler_of(server).sample(requests)
+    lost: set[int] = set()
+
+    def once(count: int, body: dict[str, Any]) -> Raw | None:
+        if body["seed"] in lost:
+            return None
+        lost.add(body["seed"])
+        return error(503, "loading")
+
+    server.fault = once
+    assert sampler_of(server, retry=QUICK).sample(requests) == expected
+
+
+def test_time_runs_out(server: CompletionsServer):
+    server.fault = lambda count, body: error(503, "loading")
+    limited = RetryConfig(first_seconds=0.001, longest_seconds=0.001, give_up_seconds=0.02)
+    with pytest.raises(SamplerError, match=r"status 503: .*\(given up after \d+ attempts in 0\.\d s\)"):
+        sampler_of(server, retry=limited).sample([REQUEST])
+    assert len(server.received) > 1
+
+
+def test_nobody_listens():
+    with CompletionsServer() as closed:
+        sampler = sampler_of(closed)
+    with pytest.raises(SamplerError, match=r"does not answer \(ConnectError: .*see whether it runs"):
+        sampler.sample([REQUEST])
+
+
+def test_an_answer_that_never_comes(server: CompletionsServer):
+    server.hold = threading.Barrier(2)
+    with pytest.raises(SamplerError, match=r"does not answer \(ReadTimeout: .*sampler.timeout"):
+        sampler_of(server, timeout=0.2).sample([REQUEST])
+    server.hold.abort()
+
+
+# What will not.
+
+
+@pytest.mark.parametrize(
+    ("status", "remedy"),
+    [
+        (400, "its limits"),
+        (403, "name the environment variable that holds the key in sampler.api_key_env"),
+        (404, "correct sampler.model, or sampler.base_url"),
+        (422, "see its log"),
+        (302, "see its log"),
+        (499, "see its log"),
+    ],
+)
+def test_a_refusal_is_not_tried_again(server: CompletionsServer, status: int, remedy: str):
+    server.fault = lambda count, body: error(status, "I would rather not")
+    with pytest.raises(SamplerError, match=f"refused it with status {status}: .*I would rather not.*; {remedy}"):
+        sampler_of(server, retry=QUICK).sample([REQUEST])
+    assert len(server.received) == 1
+
+
+def test_the_servers_own_refusals(server: CompletionsServer):
+    with pytest.raises(SamplerError, match=r"The model `other` does not exist.*correct sampler.model"):
+        sampler_of(server, model="other").sample([REQUEST])
+    assert server.engine is not None
+    server.engine.max_model_len = 4
+    with pytest.raises(SamplerError, match=r"maximum context length is 4 tokens.*--max-model-len"):
+        sampler_of(server).sample([REQUEST])
+    with pytest.raises(SamplerError, match=r"status 404.*sampler.base_url, which ends in /v1"):
+        sampler_of(server, base_url=server.url.removesuffix("/v1")).sample([REQUEST])
+
+
+def test_one_refusal_ends_the_call(server: CompletionsServer):
+    """Other requests that would be tried again for a minute are given up."""
+    server.fault = lambda count, body: error(400, "no") if body["seed"] == 3 else error(503, "loading")
+    requests = [dataclasses.replace(REQUEST, seed=seed) for seed in range(8)]
+    with pytest.raises(SamplerError, match=r"request 3: .*status 400"):
+        sampler_of(server, retry=QUICK).sample(requests)
+
+
+def changed_choice(**fields: Any) -> Callable[[dict[str, Any]], Any]:
+    def change(answer: dict[str, Any]) -> dict[str, Any]:
+        return {**answer, "choices": [{**answer["choices"][0], **fields}]}
+
+    return change
+
+
+def logprobs(values: Any) -> Callable[[dict[str, Any]], Any]:
+    return changed_choice(token_ids=[1, 5], logprobs={"token_logprobs": values})
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda answer: [], r"answered \[\], which is not one completion"),
+        (lambda answer: {"object": "error"}, "answered {'object': 'error'}, which is not one completion"),
+        (lambda answer: {**answer, "choices": []}, "not one completion"),
+        (lambda answer: {**answer, "choices": answer["choices"] * 2}, "not one completion"),
+        (lambda answer: {**answer, "choices": ["text"]}, "not one completion"),
+        (changed_choice(token_ids=None), "token_ids is None .*must honour return_token_ids"),
+        (changed_choice(token_ids="1 5"), "token_ids is '1 5'"),
+        (changed_choice(token_ids=[1, "5"]), "returned token '5', which is not in the model's vocabulary of 6"),
+        (changed_choice(token_ids=[1, 6]), "returned token 6, which"),
+        (changed_choice(token_ids=[-1]), "returned token -1, which"),
+        (changed_choice(token_ids=[True]), "returned token True, which"),
+        (changed_choice(token_ids=[1.0]), r"returned token 1\.0, which"),
+        (changed_choice(prompt_token_ids=[0, 1, 2, 3]), r"read the prompt as \[0, 1, 2, 3\], but it was sent \[1, 2"),
+        (changed_choice(logprobs=None), "token_logprobs is None .*must honour logprobs, with one number for each"),
+        (changed_choice(logprobs=[-1.0]), "token_logprobs is None"),
+        (logprobs([-1.0]), r"token_logprobs is \[-1\.0\] .*for each of the 2 tokens"),
+        (logprobs([-1.0, math.nan]), "log-probability nan; .*Check the weights for NaN"),
+        (logprobs([-math.inf, -1.0]), "log-probability -inf"),
+        (logprobs([-1.0, -9999.0]), r"log-probability -9999\.0"),
+        (logprobs([-1.0, 0.1]), r"log-probability 0\.1"),
+        (logprobs([-1.0, None]), "log-probability None"),
+        (logprobs([-1.0, "-1"]), "log-probability '-1'"),
+        (logprobs([-1.0, True]), "log-probability True"),
+    ],
+)
+def test_an_answer_that_cannot_be_is_refused(
+    server: CompletionsServer, change: Callable[[dict[str, Any]], Any], problem: str
+):
+    server.change = change
+    with pytest.raises(SamplerError, match=f"request 0: .*{problem}"):
+        sampler_of(server, retry=QUICK).sample([REQUEST])
+    assert len(server.received) == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "problem"),
+    [
+        ([1, 1], "returned 2 tokens that end in no stop token, where 8 were allowed, with finish_reason 'abort'"),
+        ([], "returned 0 tokens"),
+        ([1] * 9, "returned 9 tokens"),
+        ([1] * 8 + [5], "returned 9 tokens"),
+        ([5, 1, 5], "went on after stop token 5"),
+    ],
+)
+def test_answers_of_an_impossible_length_are_refused(server: CompletionsServer, tokens: list[int], problem: str):
+    told = {"token_logprobs": [-1.0] * len(tokens)}
+    server.change = changed_choice(token_ids=tokens, logprobs=told, finish_reason="abort")
+    with pytest.raises(SamplerError, match=f"request 0: .*{problem}"):
+        sampler_of(server).sample([REQUEST])
+
+
+def test_rounding_above_zero_is_forgiven(server: CompletionsServer):
+    server.change = logprobs([0, 1e-6])
+    [generation] = sampler_of(server).sample([REQUEST])
+    assert generation.logprobs == (0.0, 0.0)
+
+
+# The key.
+
+
+def test_the_key_is_sent_and_told_nobody(
+    server: CompletionsServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.DEBUG)
+    server.key = "key-1"
+    monkeypatch.setenv("ENGINE_KEY", "key-1")
+    assert len(sampler_of(server, api_key_env="ENGINE_KEY").sample([REQUEST])) == 1
+    monkeypatch.setenv("ENGINE_KEY", "wrong-key")
+    with pytest.raises(SamplerError, match=r"status 401: .*Unauthorized: Bearer \*\*\*.*sampler.api_key_env"):
+        sampler_of(server, api_key_env="ENGINE_KEY").sample([REQUEST])
+    assert "key-1" not in caplog.text
+    assert "wrong-key" not in caplog.text
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_a_missing_key_is_told_at_once(server: CompletionsServer, monkeypatch: pytest.MonkeyPatch, value: str | None):
+    monkeypatch.delenv("ENGINE_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("ENGINE_KEY", value)
+    with pytest.raises(ValueError, match=r"sampler.api_key_env: the environment variable ENGINE_KEY holds no key"):
+        sampler_of(server, api_key_env="ENGINE_KEY")
+
+
+# The check of the server.
+
+
+def check(server: CompletionsServer, temperature: float) -> None:
+    sampler_of(server, config=SamplingConfig(max_new_tokens=16, max_seqs=8, temperature=temperature)).check_server()
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+def test_a_server_that_tells_log_probs_at_the_temperature_is_fine(
+    server: CompletionsServer, temperature: float, caplog: pytest.LogCaptureFixture
+):
+    check(server, temperature)
+    assert "could not be seen" not in caplog.text
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.5])
+def test_a_server_that_tells_raw_log_probs_is_found_out(server: CompletionsServer, temperature: float):
+    server.engine = TableEngine(LOGITS, raw=True)
+    with pytest.raises(SamplerError, match=f"temperature is {temperature}.*--logprobs-mode processed_logprobs"):
+        check(server, temperature)
+    check(server, 1.0)
+
+
+@pytest.mark.parametrize("logits", [[0.0] * 6, [20.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
+@pytest.mark.parametrize("raw", [True, False])
+def test_what_cannot_be_seen_is_said(
+    server: CompletionsServer, logits: list[float], raw: bool, caplog: pytest.LogCaptureFixture
+):
+    """A uniform or a certain distribution is the same at all temperatures."""
+    server.engine = TableEngine(logits, raw=raw)
+    check(server, 0.6)
+    assert "could not be seen" in caplog.text
+
+
+@pytest.mark.parametrize("top", [None, [], [None], [{}]])
+def test_a_server_without_top_logprobs_is_not_refused(
+    server: CompletionsServer, top: Any, caplog: pytest.LogCaptureFixture
+):
+    def change(answer: dict[str, Any]) -> dict[str, Any]:
+        answer["choices"][0]["logprobs"]["top_logprobs"] = top
+        return answer
+
+    server.change = change
+    check(server, 0.6)
+    assert "could not be seen" in caplog.text
+
+
+def test_what_every_answer_lacks_is_found_by_the_check(server: CompletionsServer):
+    server.change = changed_choice(token_ids=None)
+    with pytest.raises(SamplerError, match="must honour return_token_ids"):
+        check(server, 1.0)
+
+
+@given(st.lists(st.floats(-4.0, 4.0), min_size=2, max_size=8), st.booleans())
+@settings(max_examples=40)
+def test_raw_and_processed_log_probs_are_never_confused(served: CompletionsServer, logits: list[float], raw: bool):
+    """Raw ones never pass unseen, and processed ones are never refused, save where both are the same anyway."""
+    engine = TableEngine(logits, raw=raw)
+    plain, warm = np.max(engine.logprobs(1.0)), np.max(engine.logprobs(2.0))
+    before, served.engine = served.engine, engine
+    sampler = OpenAiSampler(
+        OpenAiSamplerConfig(base_url=served.url, model="policy", reload=RELOAD, retry=ONCE),
+        config=SamplingConfig(temperature=0.8),
+        stop_token_ids=(),
+        max_context=8,
+        vocab_size=len(logits),
+    )
+    try:
+        sampler.check_server()
+        refused = False
+    except SamplerError:
+        refused = True
+    finally:
+        served.engine = before
+    telling = plain < -0.02 and abs(plain + math.log(len(logits))) > 0.02 and abs(plain - warm) > 2e-3
+    if telling:
+        assert refused is raw

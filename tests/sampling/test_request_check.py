@@ -1,0 +1,51 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+from typing import Any
+
+import pytest
+
+from marin_rl.sampling.request_check import allowed_tokens
+from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
+
+GOOD: dict[str, Any] = {"prompt_tokens": (1, 2, 3), "seed": 0, "max_new_tokens": 5, "temperature": 1.0}
+
+
+def allowed(**changes: Any) -> int:
+    return allowed_tokens(4, SampleRequest(**{**GOOD, **changes}), max_context=10, vocab_size=8, max_new_tokens=6)
+
+
+@pytest.mark.parametrize(("length", "expected"), [(1, 5), (5, 5), (6, 4), (9, 1)])
+def test_an_answer_ends_at_its_limit_or_at_the_contexts(length: int, expected: int):
+    assert allowed(prompt_tokens=(7,) * length) == expected
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"seed": 2**63 - 1}, {"max_new_tokens": 1}])
+def test_bounds_are_allowed(changes: dict[str, Any]):
+    assert allowed(**changes) == min(changes.get("max_new_tokens", 5), 7)
+
+
+@pytest.mark.parametrize("length", [10, 11])
+def test_a_prompt_without_room_is_named(length: int):
+    with pytest.raises(PromptTooLongError, match=f"request 4: the prompt has {length} tokens, but the limit is 9"):
+        allowed(prompt_tokens=(0,) * length)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"prompt_tokens": ()}, "request 4: prompt_tokens is empty"),
+        ({"prompt_tokens": (1, 8)}, "request 4: prompt token 8 is not in the model's vocabulary of 8"),
+        ({"prompt_tokens": (-1, 7)}, "request 4: prompt token -1 is not"),
+        ({"max_new_tokens": 0}, "request 4: max_new_tokens is 0; it must be between 1 and .* which is 6"),
+        ({"max_new_tokens": 7}, "request 4: max_new_tokens is 7"),
+        ({"temperature": -0.1}, "request 4: temperature is -0.1"),
+        ({"temperature": float("inf")}, "request 4: temperature is inf"),
+        ({"temperature": float("nan")}, "request 4: temperature is nan"),
+        ({"seed": -1}, "request 4: seed is -1"),
+        ({"seed": 2**63}, "request 4: seed is 9223372036854775808"),
+    ],
+)
+def test_a_malformed_request_is_named(changes: dict[str, Any], problem: str):
+    with pytest.raises(ValueError, match=problem):
+        allowed(**changes)
