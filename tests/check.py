@@ -22,7 +22,7 @@ def commands(site: str) -> list[tuple[str, list[str]]]:
         ("types", [str(BIN / "pyrefly"), "check"]),
         ("floors", [str(BIN / "lint-imports")]),
         ("docs", [python, "-m", "mkdocs", "build", "--strict", "-q", "-f", "docs/mkdocs.yml", "-d", site]),
-        ("tests", [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--durations", "15"]),
+        ("tests", [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--durations", "40"]),
     ]
 
 

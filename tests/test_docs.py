@@ -397,7 +397,7 @@ def ahead(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> li
     """The records of a run whose worker samples beside the training."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
-        patch.setattr("marin_rl.runtime.training_run.ray_workers", thread_workers)
+        patch.setattr("marin_rl.runtime.open_crew.ray_workers", thread_workers)
         run = make_run(
             tmp_path_factory.mktemp("ahead"),
             mode="async",

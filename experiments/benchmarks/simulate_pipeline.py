@@ -13,6 +13,7 @@ durations, so thousands of workers take seconds. It prints one JSON line for eac
 
 import argparse
 import dataclasses
+import functools
 import heapq
 import itertools
 import json
@@ -24,7 +25,8 @@ from typing import Any
 
 from marin_rl.rollouts.orders import GroupOrder, OrderBook, OrderNumber, Pace
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
-from marin_rl.runtime.coordinator import Coordinator, Work
+from marin_rl.runtime.coordinator import Coordinator
+from marin_rl.runtime.workers_config import Refresh
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn, WeightVersion
 
 
@@ -41,7 +43,10 @@ class Pipeline:
     spread: float = 0.0
     """σ of the logarithm of that; 0 for groups that all take equally long."""
     groups_together: int = 1
-    """Groups that a worker plays at the same time; it is done with the slowest of them."""
+    """Groups that a worker plays at the same time; one that is whole makes place for another."""
+    refresh: str = "between_groups"
+    """`workers.refresh`: `between_groups`, where a worker goes over to newer weights when all that it plays has ended,
+    or `in_flight`."""
     fetch_seconds: float = 0.0
     """Seconds in which a worker fetches weights."""
     publish_seconds: float = 0.0
@@ -61,12 +66,19 @@ class Pipeline:
     seed: int = 0
     """Of durations and failures."""
 
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether workers go over to newer weights while they play."""
+        return Refresh(self.refresh) is Refresh.IN_FLIGHT
+
 
 @dataclasses.dataclass
 class _Worker:
     name: str
     life: int = 0
     version: WeightVersion | None = None
+    playing: int = 0
+    since: float = 0.0
     busy: float = 0.0
     is_waiting: bool = False
 
@@ -105,6 +117,8 @@ class Simulation:
             event()
         elapsed = self.now - self._counted_from
         steps = len(self.ends) - self._warm_up
+        for worker in self._workers:
+            self._count_time(worker)
         busy = sum(worker.busy for worker in self._workers)
         return {
             **dataclasses.asdict(self.pipeline),
@@ -161,6 +175,12 @@ class Simulation:
 
     def _announce(self, version: WeightVersion) -> None:
         self._coordinator.announce(version, ["here"])
+        if self.pipeline.is_in_flight:
+            for worker in self._workers:
+                if worker.playing:
+                    self._after(
+                        self.pipeline.fetch_seconds, functools.partial(self._take_over, worker, worker.life, version)
+                    )
         self._wake()
 
     # The workers.
@@ -178,9 +198,15 @@ class Simulation:
 
     def _die(self, worker: _Worker, life: int) -> None:
         if worker.life == life:
+            self._count_time(worker)
             worker.life += 1
+            worker.playing = 0
             worker.is_waiting = False
             self._after(self.pipeline.silence, lambda: self._join(worker))
+
+    def _take_over(self, worker: _Worker, life: int, version: WeightVersion) -> None:
+        if worker.life == life and worker.version is not None:
+            worker.version = max(worker.version, version)
 
     def _wake(self) -> None:
         for worker in self._workers:
@@ -188,31 +214,48 @@ class Simulation:
                 self._ask(worker)
 
     def _ask(self, worker: _Worker) -> None:
-        told = self._coordinator.next_work(worker.name, str(worker.life), worker.version, self.pipeline.groups_together)
-        assert told is not None
-        is_old = told.version != worker.version
-        worker.is_waiting = not (told.orders or is_old)
-        if worker.is_waiting:
+        """As a worker asks: for its empty places while it plays, and for anything when it does not."""
+        newest = self._coordinator.announced.version
+        if worker.playing and not self.pipeline.is_in_flight and worker.version != newest:
             return
-        fetching = self.pipeline.fetch_seconds if is_old else 0.0
-        playing = max((self._duration() for _ in told.orders), default=0.0)
-        life = worker.life
-        self._after(fetching + playing, lambda: self._finish(worker, life, told, fetching + playing))
-        worker.version = told.version
+        room = self.pipeline.groups_together - worker.playing
+        told = self._coordinator.next_work(worker.name, str(worker.life), worker.version, room)
+        assert told is not None
+        fetches = not worker.playing and told.version != worker.version
+        worker.is_waiting = not (worker.playing or told.orders or fetches)
+        if fetches:
+            worker.version = told.version
+        delay = self.pipeline.fetch_seconds if fetches else 0.0
+        if told.orders and not worker.playing:
+            worker.since = self.now
+        for order in told.orders:
+            assert worker.version is not None
+            worker.playing += 1
+            ends = functools.partial(self._finish, worker, worker.life, order, worker.version)
+            self._after(delay + self._duration(), ends)
+        if fetches and not told.orders:
+            life = worker.life
+            self._after(delay, lambda: self._ask(worker) if worker.life == life else None)
 
     def _duration(self) -> float:
         spread = self.pipeline.spread
         return self.pipeline.group_seconds * math.exp(self._chance.gauss(0, spread) - spread**2 / 2)
 
-    def _finish(self, worker: _Worker, life: int, told: Work, seconds: float) -> None:
+    def _count_time(self, worker: _Worker) -> None:
+        """Add the time that a worker has played since this was last done."""
+        if worker.playing:
+            worker.busy += self.now - max(worker.since, self._counted_from)
+            worker.since = self.now
+
+    def _finish(self, worker: _Worker, life: int, order: GroupOrder, version: WeightVersion) -> None:
         if worker.life != life:
             return
-        worker.busy += min(seconds, self.now - self._counted_from)
-        for order in told.orders:
-            if self._coordinator.finish(worker.name, str(life), order.number, ""):
-                assert self._orders.settle(order.number)
-                self._replay.add(order.number, _group(order, told.version))
-        self._coordinator.take([order.number for order in told.orders])
+        self._count_time(worker)
+        worker.playing -= 1
+        if self._coordinator.finish(worker.name, str(life), order.number, ""):
+            assert self._orders.settle(order.number)
+            self._replay.add(order.number, _group(order, version))
+        self._coordinator.take([order.number])
         if self._waiting_since is not None:
             self._expire()
             self._train_if_ready()
@@ -235,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="The asynchronous loop, played with measured durations.")
     for field in dataclasses.fields(Pipeline):
         needed = field.default is dataclasses.MISSING
-        kind = {"int": int, "float": float}[str(getattr(field.type, "__name__", field.type))]
+        kind = {"int": int, "float": float, "str": str}[str(getattr(field.type, "__name__", field.type))]
         if field.name == "workers":
             parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8])
         else:
@@ -245,7 +288,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = vars(parser.parse_args(argv))
     for workers in arguments.pop("workers"):
         result = Simulation(Pipeline(workers=workers, **arguments)).run()
-        print(json.dumps({name: round(value, 4) for name, value in result.items()}), file=sys.stdout)
+        rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in result.items()}
+        print(json.dumps(rounded), file=sys.stdout)
 
 
 if __name__ == "__main__":

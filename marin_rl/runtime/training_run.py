@@ -19,7 +19,7 @@ from levanter.trainer_state import TrainerState
 
 from marin_rl import processes
 from marin_rl.closing import Closing
-from marin_rl.environments.base import Environment, connect_code_runner
+from marin_rl.environments.base import Environment
 from marin_rl.environments.task_stream import TaskStream, task_stream
 from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
 from marin_rl.learner.critic import attach_critic, policy_of, with_critic
@@ -28,35 +28,27 @@ from marin_rl.learner.policy_model import initialize_policy, load_hf_policy, mod
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
 from marin_rl.learner.weight_history import WeightHistory
-from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.rollouts.draft import Limits
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.judging import Judges, RewardFunctions
-from marin_rl.rollouts.orders import OrderBook, Pace
+from marin_rl.rollouts.orders import OrderBook
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.run_rollouts import Player
-from marin_rl.rollouts.state_hashing import default_state_hash
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
 from marin_rl.rollouts.stored_rollout import TrainingSignal
 from marin_rl.rollouts.token_pieces import TokenPieces
 from marin_rl.runtime.config import TrainConfig
-from marin_rl.runtime.crew import Crew, OwnCrew
+from marin_rl.runtime.crew import Crew
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import Keep, evaluate, forget
+from marin_rl.runtime.open_crew import make_pace, make_replay, open_crew
+from marin_rl.runtime.player import make_player, open_judges
 from marin_rl.runtime.policy_engine import PolicyEngine, open_policy_engine
-from marin_rl.runtime.ray_workers import ray_workers
-from marin_rl.runtime.remote_crew import RemoteCrew
 from marin_rl.runtime.run_directory import writing
-from marin_rl.runtime.shared_run import SharedCrew, check_config, newest_good
+from marin_rl.runtime.shared_run import check_config, newest_good
 from marin_rl.runtime.warm_start import warm_start
-from marin_rl.runtime.workers_config import Mode
-from marin_rl.sampling.sampler import Sampler
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import RolloutGroup
-from marin_rl.weights.all_hosts import AllHosts
-from marin_rl.weights.snapshot import TrainingHost
-from marin_rl.weights.token import make_token
 
 logger = logging.getLogger(__name__)
 
@@ -182,53 +174,6 @@ class TrainingRun:
         self.opened.close()
 
 
-def make_player(
-    config: TrainConfig,
-    environment: Environment,
-    tokenizer: ChatTokenizer,
-    sampler: Sampler,
-    loop: BackgroundLoop,
-    judges: Judges,
-) -> Player:
-    """A player with the configured limits."""
-    limits = Limits(
-        max_length=config.rollouts.max_length,
-        max_new_tokens=config.sampling.max_new_tokens,
-        max_turns=config.rollouts.max_turns,
-        max_tokens=config.rollouts.max_tokens,
-        max_seconds=config.rollouts.max_seconds,
-    )
-    hashing = config.rollouts.state_hashing
-    state_hash = default_state_hash if hashing is None else hashing.build()
-    return Player(environment, tokenizer, sampler, limits, state_hash, judges, loop)
-
-
-def open_judges(
-    config: TrainConfig, environment: Environment, opened: contextlib.ExitStack
-) -> tuple[RewardFunctions, BackgroundLoop]:
-    """The reward functions of the configured environment, started and checked, and the loop that they run in.
-
-    Tools of the environment share their sandbox.
-
-    Args:
-        config: names reward functions and sandbox.
-        environment: as the config made it.
-        opened: ends both.
-
-    Raises:
-        RewardConfigError: if one cannot be used.
-        IsolationError: if the machine offers less isolation than the sandbox requires.
-    """
-    loop = BackgroundLoop()
-    opened.enter_context(Closing(loop.close))
-    sandbox = Sandbox(config.sandbox)
-    runs_programs = connect_code_runner(environment, sandbox)
-    components = config.environment.reward_components(environment)
-    judges = RewardFunctions(components, sandbox, loop, runs_programs=runs_programs)
-    opened.enter_context(Closing(judges.close))
-    return judges, loop
-
-
 def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
     """Start a run, or take it up from its newest good checkpoint.
 
@@ -292,7 +237,7 @@ def _assemble(config: TrainConfig, folder: Path, report: Report, opened: context
         progress,
         loop,
         judges,
-        _open_crew(
+        open_crew(
             config,
             make_player(config, environment, tokenizer, sampler, loop, judges),
             progress.vocab_size,
@@ -327,48 +272,6 @@ def forget_older(run: TrainingRun, report: Report) -> None:
     run.orders.again(one.task for one in lost)
     if lost:
         report(f"{len(lost)} waiting groups were sampled with older weights than those kept; they are sampled anew")
-
-
-def _open_crew(config: TrainConfig, player: Player, vocab_size: int, opened: contextlib.ExitStack) -> Crew:
-    if config.mode is Mode.SYNC:
-        return OwnCrew(config, player)
-    token = processes.on_main(make_token)
-    sender = config.weights.open_sender(token, TrainingHost.current())
-    addresses = processes.gather_texts(sender.address)
-    if len(addresses) > 1 and processes.is_main():
-        receiver = config.weights.open_receiver(addresses, token)
-        sender = AllHosts(sender, receiver, patience=config.workers.patience)
-    opened.enter_context(Closing(sender.close))
-    if not processes.is_main():
-        return SharedCrew(None, sender)
-    # The workers end before the server that they fetch from.
-    desk = opened.enter_context(ray_workers(config, vocab_size, token))
-    crew = RemoteCrew(desk, sender, patience=config.workers.patience, addresses=addresses)
-    opened.enter_context(Closing(crew.close))
-    return crew if len(addresses) == 1 else SharedCrew(crew, sender)
-
-
-def make_pace(config: TrainConfig) -> Pace:
-    """How far ahead of training the config lets groups be ordered; in `mode: sync` not at all."""
-    wanted = config.rollouts.prompts_per_step
-    replacements = (config.filter.batches - 1) * wanted
-    if config.mode is Mode.SYNC:
-        return Pace(wanted, replacements_per_step=replacements)
-    replay = config.replay
-    return Pace(wanted, replay.max_staleness, replay.uses_per_group, replacements, replay.capacity)
-
-
-def make_replay(config: TrainConfig) -> ReplayBuffer:
-    """An empty replay buffer; in `mode: sync` one that holds a step's groups and no longer."""
-    if config.mode is Mode.SYNC:
-        return ReplayBuffer(max_staleness=0)
-    replay = config.replay
-    return ReplayBuffer(
-        max_staleness=replay.max_staleness,
-        uses_per_group=replay.uses_per_group,
-        half_life=replay.half_life,
-        seed=config.seed,
-    )
 
 
 def _close_store(store: RolloutStore) -> None:

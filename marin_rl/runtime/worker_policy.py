@@ -23,8 +23,8 @@ from marin_rl.runtime.coordinator import Announcement
 from marin_rl.runtime.crew import Played, stream_orders
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.newer_weights import NewerWeights, Weights
+from marin_rl.runtime.player import make_player, open_judges
 from marin_rl.runtime.policy_sampler import PolicySampler
-from marin_rl.runtime.training_run import make_player, open_judges
 from marin_rl.runtime.workers_config import Refresh
 from marin_rl.sampling.levanter_sampler import Looks
 from marin_rl.types import WeightVersion

@@ -73,7 +73,7 @@ def recorded_sandboxes(patched: pytest.MonkeyPatch) -> list[Any]:
         made.append(Sandbox(config))
         return made[-1]
 
-    patched.setattr("marin_rl.runtime.training_run.Sandbox", make)
+    patched.setattr("marin_rl.runtime.player.Sandbox", make)
     return made
 
 

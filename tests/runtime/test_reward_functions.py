@@ -17,7 +17,7 @@ from marin_rl.environments.base import Split, Step
 from marin_rl.environments.tool_use import ToolUseConfig
 from marin_rl.environments.tools import PythonConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.runtime.training_run import open_judges
+from marin_rl.runtime.player import open_judges
 from tests.runtime.bare_run import make_config
 from tests.tiny_run import TinyRun
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from experiments.benchmarks.simulate_pipeline import Pipeline, Simulation, main
 
 
-def play(**settings: float) -> dict[str, float]:
+def play(**settings: float | str) -> dict[str, float]:
     return Simulation(Pipeline(**settings)).run()
 
 
@@ -40,10 +40,11 @@ def test_without_staleness_both_sides_take_turns(workers: int) -> None:
     staleness=st.integers(0, 4),
     spread=st.sampled_from([0.0, 0.7]),
     failures=st.sampled_from([0.0, 60.0]),
+    refresh=st.sampled_from(["between_groups", "in_flight"]),
     seed=st.integers(0, 1000),
 )
 def test_the_bounds_hold_whatever_the_times(
-    workers: int, staleness: int, spread: float, failures: float, seed: int
+    workers: int, staleness: int, spread: float, failures: float, refresh: str, seed: int
 ) -> None:
     found = play(
         workers=workers,
@@ -57,6 +58,7 @@ def test_the_bounds_hold_whatever_the_times(
         publish_seconds=0.2,
         failures_per_hour=failures,
         silence=5.0,
+        refresh=refresh,
         steps=20,
         seed=seed,
     )
@@ -66,6 +68,19 @@ def test_the_bounds_hold_whatever_the_times(
     assert found["worker_idle_share"] <= 1
     assert math.isfinite(found["staleness_mean"])
     assert found["groups_handed_again"] == 0 or failures > 0
+
+
+def test_a_place_is_filled_again_while_others_are_played() -> None:
+    # Without newer weights in between, two places of one worker do the work of two workers.
+    times = {"step_seconds": 0.0, "group_seconds": 1.0, "spread": 1.0, "groups_per_step": 50, "steps": 40}
+    pair = play(workers=1, groups_together=2, max_staleness=8, refresh="in_flight", **times)
+    two = play(workers=2, groups_together=1, max_staleness=8, refresh="in_flight", **times)
+    assert pair["seconds_per_step"] == pytest.approx(two["seconds_per_step"], rel=0.1)
+    assert pair["seconds_per_step"] == pytest.approx(25, rel=0.1)
+    # Waiting for the slowest before newer weights are taken costs time, and the more the groups differ.
+    drained = play(workers=1, groups_together=16, max_staleness=2, **{**times, "step_seconds": 1.0})
+    flying = play(workers=1, groups_together=16, max_staleness=2, refresh="in_flight", **{**times, "step_seconds": 1.0})
+    assert flying["seconds_per_step"] < 0.9 * drained["seconds_per_step"]
 
 
 def test_a_thousand_workers_are_played(capsys: pytest.CaptureFixture[str]) -> None:

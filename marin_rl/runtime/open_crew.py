@@ -1,0 +1,71 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Who plays a run's groups, how far ahead of training, and where they wait: as the config says."""
+
+import contextlib
+
+from marin_rl import processes
+from marin_rl.closing import Closing
+from marin_rl.rollouts.orders import Pace
+from marin_rl.rollouts.replay_buffer import ReplayBuffer
+from marin_rl.rollouts.run_rollouts import Player
+from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.crew import Crew, OwnCrew
+from marin_rl.runtime.ray_workers import ray_workers
+from marin_rl.runtime.remote_crew import RemoteCrew
+from marin_rl.runtime.shared_run import SharedCrew
+from marin_rl.runtime.workers_config import Mode
+from marin_rl.weights.all_hosts import AllHosts
+from marin_rl.weights.snapshot import TrainingHost
+from marin_rl.weights.token import make_token
+
+
+def open_crew(config: TrainConfig, player: Player, vocab_size: int, opened: contextlib.ExitStack) -> Crew:
+    """The trainer's own sampler, or workers, started and served with weights.
+
+    Args:
+        config: says which, and how many.
+        player: the trainer's own.
+        vocab_size: of the model, which may be larger than the tokenizer's.
+        opened: ends what is started here.
+    """
+    if config.mode is Mode.SYNC:
+        return OwnCrew(config, player)
+    token = processes.on_main(make_token)
+    sender = config.weights.open_sender(token, TrainingHost.current())
+    addresses = processes.gather_texts(sender.address)
+    if len(addresses) > 1 and processes.is_main():
+        receiver = config.weights.open_receiver(addresses, token)
+        sender = AllHosts(sender, receiver, patience=config.workers.patience)
+    opened.enter_context(Closing(sender.close))
+    if not processes.is_main():
+        return SharedCrew(None, sender)
+    # The workers end before the server that they fetch from.
+    desk = opened.enter_context(ray_workers(config, vocab_size, token))
+    crew = RemoteCrew(desk, sender, patience=config.workers.patience, addresses=addresses)
+    opened.enter_context(Closing(crew.close))
+    return crew if len(addresses) == 1 else SharedCrew(crew, sender)
+
+
+def make_pace(config: TrainConfig) -> Pace:
+    """How far ahead of training the config lets groups be ordered; in `mode: sync` not at all."""
+    wanted = config.rollouts.prompts_per_step
+    replacements = (config.filter.batches - 1) * wanted
+    if config.mode is Mode.SYNC:
+        return Pace(wanted, replacements_per_step=replacements)
+    replay = config.replay
+    return Pace(wanted, replay.max_staleness, replay.uses_per_group, replacements, replay.capacity)
+
+
+def make_replay(config: TrainConfig) -> ReplayBuffer:
+    """An empty replay buffer; in `mode: sync` one that holds a step's groups and no longer."""
+    if config.mode is Mode.SYNC:
+        return ReplayBuffer(max_staleness=0)
+    replay = config.replay
+    return ReplayBuffer(
+        max_staleness=replay.max_staleness,
+        uses_per_group=replay.uses_per_group,
+        half_life=replay.half_life,
+        seed=config.seed,
+    )

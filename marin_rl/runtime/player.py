@@ -1,0 +1,65 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What plays episodes of a run, in the trainer as in workers: limits, and reward functions."""
+
+import contextlib
+
+from marin_rl.closing import Closing
+from marin_rl.environments.base import Environment, connect_code_runner
+from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.rollouts.draft import Limits
+from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.rollouts.judging import Judges, RewardFunctions
+from marin_rl.rollouts.run_rollouts import Player
+from marin_rl.rollouts.state_hashing import default_state_hash
+from marin_rl.runtime.config import TrainConfig
+from marin_rl.sampling.sampler import Sampler
+from marin_rl.tokenization.chat import ChatTokenizer
+
+
+def make_player(
+    config: TrainConfig,
+    environment: Environment,
+    tokenizer: ChatTokenizer,
+    sampler: Sampler,
+    loop: BackgroundLoop,
+    judges: Judges,
+) -> Player:
+    """A player with the configured limits."""
+    limits = Limits(
+        max_length=config.rollouts.max_length,
+        max_new_tokens=config.sampling.max_new_tokens,
+        max_turns=config.rollouts.max_turns,
+        max_tokens=config.rollouts.max_tokens,
+        max_seconds=config.rollouts.max_seconds,
+    )
+    hashing = config.rollouts.state_hashing
+    state_hash = default_state_hash if hashing is None else hashing.build()
+    return Player(environment, tokenizer, sampler, limits, state_hash, judges, loop)
+
+
+def open_judges(
+    config: TrainConfig, environment: Environment, opened: contextlib.ExitStack
+) -> tuple[RewardFunctions, BackgroundLoop]:
+    """The reward functions of the configured environment, started and checked, and the loop that they run in.
+
+    Tools of the environment share their sandbox.
+
+    Args:
+        config: names reward functions and sandbox.
+        environment: as the config made it.
+        opened: ends both.
+
+    Raises:
+        RewardConfigError: if one cannot be used.
+        IsolationError: if the machine offers less isolation than the sandbox requires.
+    """
+    loop = BackgroundLoop()
+    opened.enter_context(Closing(loop.close))
+    sandbox = Sandbox(config.sandbox)
+    runs_programs = connect_code_runner(environment, sandbox)
+    components = config.environment.reward_components(environment)
+    judges = RewardFunctions(components, sandbox, loop, runs_programs=runs_programs)
+    opened.enter_context(Closing(judges.close))
+    return judges, loop
