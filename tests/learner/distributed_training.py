@@ -27,6 +27,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     from marin_rl.batching.packing import RowLayout
     from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
     from marin_rl.learner.scoring import Scorer
+    from marin_rl.learner.weight_history import WeightHistory
     from marin_rl.weights.config import ArrowFlightConfig
     from marin_rl.weights.snapshot import TrainingHost
 
@@ -58,6 +59,9 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
         learner.state_shape(state.model), axis_mapping=learner.parameter_mapping, mesh=learner.mesh
     )
     restored = on_host(learner.place(restored))
+    history = WeightHistory(1)
+    history.keep(state.model, UPDATES)
+    kept = on_host(history.get(UPDATES))
     same = [restored[name].tobytes() == array.tobytes() for name, array in weights.items()]
 
     def fail() -> str:
@@ -80,6 +84,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
         "elements": up_proj.size,
         "own elements": sum(shard.data.size for shard in up_proj.addressable_shards),
         "restored": len(same) if all(same) else "differs",
+        "kept": all(kept[name].tobytes() == weights[f".model{name}"].tobytes() for name in kept) and len(kept),
         "said": [processes.on_main(lambda size=size: "ä" * size + str(index)) for size in (0, 300, 2**18)],
         "error": error,
         "gathered": processes.gather_texts(f"{index}" * (1 + 500 * index)),

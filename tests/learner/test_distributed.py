@@ -162,6 +162,11 @@ def test_a_checkpoint_is_written_by_both_and_read_by_both(folder: Path, alone: P
     assert (saved.name, manifest["progress"], "more" in manifest["files"]) == ("step-00000003", {"saved by": 2}, True)
 
 
+def test_each_process_keeps_its_share_of_old_weights(alone: Process, two: list[Process]) -> None:
+    for process in two:
+        assert process.facts["kept"] == alone.facts["kept"] > 5
+
+
 def test_each_server_serves_its_own_shards_and_a_worker_assembles_them(
     tiny: Any, model: Any, two: list[Process]
 ) -> None:
