@@ -56,12 +56,15 @@ class Delivery(NamedTuple):
     """Who is there, and how many groups each has played."""
     counts: dict[str, int]
     """What happened so far."""
+    seconds: dict[str, float]
+    """How long workers were there so far, all of them together, and how long they had something to play."""
 
 
 @dataclasses.dataclass
 class _Worker:
     incarnation: str
     last_heard: float
+    counted: float
     orders: set[OrderNumber] = dataclasses.field(default_factory=set)
     finished: int = 0
 
@@ -91,6 +94,7 @@ class Coordinator:
         self.counts = {"joined": 0, "lost": 0, "handed_again": 0, "late_groups": 0}
         """Workers that joined, and that were given up; orders that were taken from those; groups that nobody owed any
         more."""
+        self._seconds = {"present": 0.0, "busy": 0.0}
 
     # The trainer's side.
 
@@ -120,8 +124,14 @@ class Coordinator:
         for number in acknowledged:
             self._finished.pop(number, None)
         self.give_up_silent()
+        self._count_seconds()
         return Delivery(
-            self.incarnation, sorted(self._finished.items()), self._failure, self.workers, dict(self.counts)
+            self.incarnation,
+            sorted(self._finished.items()),
+            self._failure,
+            self.workers,
+            dict(self.counts),
+            dict(self._seconds),
         )
 
     def stop(self) -> None:
@@ -139,7 +149,7 @@ class Coordinator:
         """
         if worker in self._workers:
             self._give_up(worker)
-        self._workers[worker] = _Worker(incarnation, self._clock())
+        self._workers[worker] = _Worker(incarnation, self._clock(), self._clock())
         self.counts["joined"] += 1
 
     def next_work(self, worker: str, incarnation: str, version: WeightVersion | None, room: int) -> Work | None:
@@ -160,6 +170,7 @@ class Coordinator:
         self.give_up_silent()
         ready = (number for number in self._waiting if self._orders[number].min_version <= (version or 0))
         numbers = [] if version is None else list(itertools.islice(ready, room))
+        self._count_seconds()
         for number in numbers:
             self._waiting.remove(number)
         known.orders |= set(numbers)
@@ -172,6 +183,7 @@ class Coordinator:
             Whether it was still owed.
         """
         known = self._heard(worker, incarnation)
+        self._count_seconds()
         if known is not None:
             known.orders.discard(number)
             known.finished += 1
@@ -196,6 +208,7 @@ class Coordinator:
     def leave(self, worker: str, incarnation: str) -> None:
         """A worker ends in good order; what it has not played goes to others."""
         if self._heard(worker, incarnation) is not None:
+            self._count_seconds()
             self._take_back(self._workers.pop(worker))
 
     @property
@@ -221,7 +234,15 @@ class Coordinator:
         known.last_heard = self._clock()
         return known
 
+    def _count_seconds(self) -> None:
+        now = self._clock()
+        for worker in self._workers.values():
+            self._seconds["present"] += now - worker.counted
+            self._seconds["busy"] += now - worker.counted if worker.orders else 0.0
+            worker.counted = now
+
     def _give_up(self, worker: str) -> None:
+        self._count_seconds()
         lost = self._workers.pop(worker)
         self.counts["lost"] += 1
         self.counts["handed_again"] += len(lost.orders)

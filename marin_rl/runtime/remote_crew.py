@@ -81,6 +81,8 @@ class RemoteCrew:
         self.counts: dict[str, int] = {}
         """What the coordinators have counted until then; see `Coordinator.counts`."""
         self._counts_before: dict[str, int] = {}
+        self._seconds = {"present": 0.0, "busy": 0.0}
+        self._seconds_before = self._seconds
 
     def publish(self, model: object, version: WeightVersion) -> None:
         """Offer the weights, and tell the workers as soon as they can have them; see `Crew`."""
@@ -95,8 +97,14 @@ class RemoteCrew:
 
     def metrics(self) -> dict[str, float]:
         """How many workers there are, and what became of them; see `Crew`."""
+        present, busy = (self._seconds[name] - self._seconds_before[name] for name in ("present", "busy"))
+        self._seconds_before = self._seconds
         counts = {f"workers/{name}": float(count) for name, count in self.counts.items()}
-        return {"workers/alive": float(len(self.workers)), **counts}
+        return {
+            "workers/alive": float(len(self.workers)),
+            "workers/busy_share": busy / present if present else 0.0,
+            **counts,
+        }
 
     def close(self) -> None:
         """Wait for what is under way."""
@@ -157,10 +165,12 @@ class RemoteCrew:
         if self._incarnation not in (None, delivery.incarnation):
             logger.warning("the coordinator was started anew; it is told of %d groups that are owed", len(self._owed))
             self._counts_before = self.counts
+            self._seconds_before = {"present": 0.0, "busy": 0.0}
             if self._announced is not None:
                 self._desk.announce(*self._announced)
             self._desk.submit([self._owed[number] for number in sorted(self._owed)])
         self._incarnation = delivery.incarnation
         self.workers = delivery.workers
+        self._seconds = delivery.seconds
         before = self._counts_before
         self.counts = {name: count + before.get(name, 0) for name, count in delivery.counts.items()}

@@ -139,8 +139,12 @@ class TrainingRun:
 
     def publish(self) -> None:
         """Hand the learner's weights to those who sample; the trainer's own sampler takes them without a copy."""
+        self.sampler.update(policy_of(self.state.model), self.progress.step)
+        self.offer()
+
+    def offer(self) -> None:
+        """Hand the learner's weights to those who keep them, or play with them elsewhere."""
         policy = policy_of(self.state.model)
-        self.sampler.update(policy, self.progress.step)
         if self.history is not None:
             self.history.keep(policy, self.progress.step)
         self.crew.publish(policy, self.progress.step)
@@ -250,7 +254,7 @@ def _assemble(config: TrainConfig, folder: Path, report: Report, opened: context
     )
     if checkpoint is not None:
         run.replay.load(checkpoint.path / REPLAY)
-    run.publish()
+    run.offer()
     if run.history is not None:
         forget_older(run, report)
     run.crew.submit(run.orders.outstanding)

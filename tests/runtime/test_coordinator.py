@@ -50,6 +50,27 @@ def test_the_oldest_orders_are_handed_out_first_and_each_once(coordinator: Coord
     assert numbers(coordinator.next_work("a", "a1", 0, 5)) == []
 
 
+def test_time_is_counted_while_there_is_something_to_play(coordinator: Coordinator, clock: Clock) -> None:
+    clock.now = 1.0
+    coordinator.next_work("a", "a1", 0, 2)
+    clock.now = 3.0
+    assert coordinator.take().seconds == {"present": 6.0, "busy": 2.0}
+    coordinator.finish("a", "a1", OrderNumber(1, 0), "")
+    clock.now = 4.0
+    coordinator.finish("a", "a1", OrderNumber(1, 1), "")
+    clock.now = 5.0
+    assert coordinator.take().seconds == {"present": 10.0, "busy": 3.0}
+    coordinator.leave("b", "b1")
+    clock.now = 7.0
+    assert coordinator.take().seconds == {"present": 12.0, "busy": 3.0}
+    # Of one that is given up, what it held counts until then.
+    coordinator.next_work("a", "a1", 1, 1)
+    clock.now = 18.0
+    assert coordinator.take().seconds == {"present": 23.0, "busy": 14.0}
+    clock.now = 30.0
+    assert coordinator.take().seconds == {"present": 23.0, "busy": 14.0}
+
+
 def test_orders_wait_for_weights_that_are_fresh_enough(coordinator: Coordinator) -> None:
     assert numbers(coordinator.next_work("a", "a1", None, 5)) == []
     assert numbers(coordinator.next_work("a", "a1", 1, 5)) == [(1, 0), (1, 1), (2, 0), (2, 1)]
