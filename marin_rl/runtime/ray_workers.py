@@ -7,6 +7,7 @@ import contextlib
 import logging
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -109,7 +110,7 @@ class RayDesk:
 class Worker:
     """A rollout worker in a process of its own."""
 
-    def __init__(self, config: str, vocab_size: int, token: str, name: str, coordinator: ActorHandle) -> None:
+    def __init__(self, config: str, vocab_size: int, token: str, name: str, coordinator: str) -> None:
         """Take note of everything; nothing is loaded yet.
 
         Args:
@@ -117,7 +118,8 @@ class Worker:
             vocab_size: of the model.
             token: the run's secret.
             name: the worker's.
-            coordinator: hands out orders.
+            coordinator: the actor that hands out orders, by its name: Ray would keep a handle in its object store, and
+                could not start the worker anew where that is lost.
         """
         self._config = from_yaml(TrainConfig, config, "the run's config")
         self._vocab_size = vocab_size
@@ -132,7 +134,7 @@ class Worker:
         workers = self._config.workers
         with log_to(Path(self._config.run_dir) / "workers" / f"{self._name}.txt"):
             try:
-                desk = RayDesk(self._coordinator, workers.patience)
+                desk = RayDesk(ray.get_actor(self._coordinator), workers.patience)
                 policy = ReceivedPolicy(self._config, self._vocab_size, self._token, desk.announced)
                 with Closing(policy.close):
                     work(desk, self._name, policy, silence=workers.silence)
@@ -167,12 +169,14 @@ def ray_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[Ra
         else:
             ray.init(address=workers.ray_address, log_to_driver=False)
         opened.callback(ray.shutdown)
-        coordinator = _actor(Office, max_concurrency=CALLS_AT_ONCE, num_cpus=0).remote(workers.silence)
+        name = f"coordinator-{uuid.uuid4().hex}"
+        office = _actor(Office, name=name, max_concurrency=CALLS_AT_ONCE, num_cpus=0)
+        coordinator = office.remote(workers.silence)
         opened.callback(ray.kill, coordinator)
         desk = RayDesk(coordinator, workers.patience)
         worker = _actor(Worker, max_task_retries=-1, num_cpus=1, num_gpus=workers.gpus_per_worker)
         actors = [
-            worker.remote(to_yaml(config), vocab_size, token, f"worker-{index}", coordinator)
+            worker.remote(to_yaml(config), vocab_size, token, f"worker-{index}", name)
             for index in range(workers.num_workers)
         ]
         running = [actor.run.remote() for actor in actors]

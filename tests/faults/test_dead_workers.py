@@ -4,18 +4,15 @@
 """Parts of an asynchronous run are killed while it trains: it goes on, and leaves nothing behind."""
 
 import contextlib
-import dataclasses
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from marin_rl.rollouts.store import read_rollouts
+from experiments.soak import LiveRun, pause, whole_and_once
 from tests.tiny_run import TinyRun
 
 SILENCE = 3.0
@@ -24,64 +21,8 @@ PATIENCE = 240.0
 """Seconds that anything may take on a busy machine."""
 
 
-@dataclasses.dataclass
-class Process:
-    """A training run in a process of its own, with all that it started."""
-
-    run: TinyRun
-    process: "subprocess.Popen[bytes]"
-    output: Path
-
-    def children(self) -> dict[int, str]:
-        """Everything below it, by process id, with its command line."""
-        parents, names = {}, {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError, IndexError):
-                    parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                    names[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-        found = {self.process.pid}
-        while more := {pid for pid, parent in parents.items() if parent in found} - found:
-            found |= more
-        return {pid: names.get(pid, "") for pid in found - {self.process.pid}}
-
-    def named(self, start: str) -> list[int]:
-        return [pid for pid, name in self.children().items() if name.startswith(start)]
-
-    def steps(self) -> int:
-        return len(self.run.records()) - 1 if (self.run.path / "metrics.jsonl").exists() else -1
-
-    def wait_until(self, happened: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not happened():
-            assert self.process.poll() is None, self.output.read_text()
-            assert time.monotonic() < deadline, self.output.read_text()
-            time.sleep(0.02)
-
-    def end(self) -> int:
-        return self.process.wait(PATIENCE)
-
-
-@contextlib.contextmanager
-def started(run: TinyRun) -> Iterator[Process]:
-    output = run.path.parent / "output.txt"
-    with output.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "marin_rl.train", *run.argv],
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        yield Process(run, process, output)
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-
-
-def async_run(finished_run: TinyRun, new_run: Callable[..., TinyRun], steps: int) -> TinyRun:
-    return new_run(
+def async_run(finished_run: TinyRun, new_run: Callable[..., TinyRun], steps: int) -> LiveRun:
+    run = new_run(
         mode="async",
         num_steps=steps,
         replay__max_staleness=1,
@@ -91,22 +32,21 @@ def async_run(finished_run: TinyRun, new_run: Callable[..., TinyRun], steps: int
         checkpoint__every=5,
         evaluation={"tasks": 2, "greedy": False, "every": 0},
     )
+    return LiveRun(run.argv, run.path, run.path.parent / "output.txt", PATIENCE)
 
 
-def whole_and_once(run: TinyRun, steps: int) -> None:
-    """Every step trained on its number of groups, each whole, and no group twice."""
-    groups: dict[str, set[int]] = {}
-    members: dict[str, int] = {}
-    for table in read_rollouts(run.path / "rollouts", None, purposes=["training"]):
-        for row in table.select(["step", "group_id"]).to_pylist():
-            groups.setdefault(row["group_id"], set()).add(row["step"])
-            members[row["group_id"]] = members.get(row["group_id"], 0) + 1
-    assert len(groups) == 4 * steps
-    assert {len(of_group) for of_group in groups.values()} == {1}
-    assert set(members.values()) == {4}
-    records = run.records()
-    assert [record["step"] for record in records] == list(range(steps + 1))
-    assert max(record["staleness/max"] for record in records[1:]) <= 1
+@contextlib.contextmanager
+def started(run: LiveRun) -> Iterator[None]:
+    run.start()
+    try:
+        yield
+    finally:
+        run.kill()
+
+
+def trains_on(run: LiveRun, steps: int = 3) -> None:
+    after = run.steps
+    run.wait_until(lambda: run.steps >= after + steps, f"step {after + steps}")
 
 
 @pytest.mark.slow
@@ -114,35 +54,27 @@ def test_workers_and_coordinator_are_killed_and_paused_and_the_run_goes_on(
     finished_run: TinyRun, new_run: Callable[..., TinyRun]
 ) -> None:
     run = async_run(finished_run, new_run, steps=30)
-    with started(run) as training:
-        training.wait_until(lambda: training.steps() >= 3)
-        (first, *_) = training.named("ray::Worker")
+    with started(run):
+        run.wait_until(lambda: run.steps >= 3, "step 3")
+        (first, *_) = run.named("ray::Worker")
         os.kill(first, signal.SIGKILL)
-        after = training.steps()
-        training.wait_until(lambda: training.steps() >= after + 3)
-        for worker in training.named("ray::Worker"):
+        trains_on(run)
+        for worker in run.named("ray::Worker"):
             os.kill(worker, signal.SIGKILL)
-        after = training.steps()
-        training.wait_until(lambda: training.steps() >= after + 3)
+        trains_on(run)
         # Workers that stand still for longer than they may be silent are given up; when they move again they join anew.
-        given_up, after = run.records()[-1]["workers/lost"], training.steps()
-        paused = training.named("ray::Worker")
-        for worker in paused:
-            os.kill(worker, signal.SIGSTOP)
-        time.sleep(2 * SILENCE)
-        for worker in paused:
-            os.kill(worker, signal.SIGCONT)
-        training.wait_until(lambda: training.steps() >= after + 3)
+        given_up = run.records()[-1]["workers/lost"]
+        pause(run.named("ray::Worker"), 2 * SILENCE)
+        trains_on(run)
         assert run.records()[-1]["workers/lost"] > given_up
-        (coordinator,) = training.named("ray::Office")
+        (coordinator,) = run.named("ray::Office")
         os.kill(coordinator, signal.SIGKILL)
-        after = training.steps()
-        training.wait_until(lambda: training.steps() >= after + 3)
-        children = training.children()
-        assert training.end() == 0, training.output.read_text()
+        trains_on(run)
+        children = run.children()
+        assert run.end() == 0, run.output.read_text()
         assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
-    whole_and_once(run, 30)
-    log = (run.path / "log.txt").read_text()
+    assert whole_and_once(run, groups=4, members=4, staleness=1) == 30
+    log = (run.run_dir / "log.txt").read_text()
     assert "the coordinator was started anew; it is told of" in log
 
 
@@ -151,15 +83,14 @@ def test_a_killed_trainer_takes_its_workers_along_and_goes_on_from_its_checkpoin
     finished_run: TinyRun, new_run: Callable[..., TinyRun]
 ) -> None:
     run = async_run(finished_run, new_run, steps=12)
-    with started(run) as training:
-        training.wait_until(lambda: bool(run.steps()) and run.steps()[-1] >= 5)
-        children = training.children()
-        training.process.kill()
-        training.end()
+    with started(run):
+        run.wait_until(lambda: run.saved_steps >= 5, "the checkpoint of step 5")
+        children = run.children()
+        run.kill()
         deadline = time.monotonic() + PATIENCE
         while left := [name for pid, name in children.items() if Path(f"/proc/{pid}").exists()]:
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
-    with started(run) as training:
-        assert training.end() == 0, training.output.read_text()
-    whole_and_once(run, 12)
+    with started(run):
+        assert run.end() == 0, run.output.read_text()
+    assert whole_and_once(run, groups=4, members=4, staleness=1) == 12

@@ -1,0 +1,296 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Faults at random moments of an asynchronous run, and whether it is right in the end.
+
+    python -m experiments.soak --faults 100 --seed 0 --folder runs/soak
+
+A small model trains on sums, with two workers under Ray. Again and again a worker, all workers, the coordinator, the
+machine's Ray or the trainer itself is killed, or workers stand still; the run must go on by itself, or with the same
+command where the trainer died. In the end every step must have been made of whole groups, none of them twice and none
+too old, and nothing may be left running. It prints a JSON object.
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from marin_rl.rollouts.store import read_rollouts
+
+CONFIG = Path(__file__).parent / "rloo_async.yaml"
+GROUPS, MEMBERS, STALENESS = 4, 4, 2
+SILENCE = 3.0
+"""Seconds that a worker may be silent."""
+SETTINGS = {
+    "num_steps": 1_000_000,
+    "model.hidden_dim": 32,
+    "model.intermediate_dim": 64,
+    "model.num_layers": 1,
+    "warm_start.max_steps": 0,
+    "rollouts.prompts_per_step": GROUPS,
+    "rollouts.group_size": MEMBERS,
+    "sampling.max_seqs": 16,
+    "evaluation.tasks": 0,
+    "checkpoint.every": 5,
+    "replay.max_staleness": STALENESS,
+    "workers.num_workers": 2,
+    "workers.silence": SILENCE,
+}
+"""What is changed in the config: everything small, so that many faults fit into an hour."""
+
+
+class SoakError(AssertionError):
+    """A run that did not survive; the message says what was seen."""
+
+
+@dataclasses.dataclass
+class LiveRun:
+    """A training run in a process of its own, with all that it starts."""
+
+    arguments: Sequence[str]
+    """Of `python -m marin_rl.train`."""
+    run_dir: Path
+    """Where it leaves what it makes."""
+    output: Path
+    """What it prints goes there, one start after the other."""
+    patience: float = 600.0
+    """Seconds that anything may take on a busy machine."""
+    process: "subprocess.Popen[bytes] | None" = None
+    """The trainer; None before the first start."""
+
+    def start(self) -> None:
+        """Start the command."""
+        with self.output.open("ab") as stream:
+            command = [sys.executable, "-m", "marin_rl.train", *self.arguments]
+            self.process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the trainer has not ended."""
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def steps(self) -> int:
+        """Steps that are recorded; -1 before the first record, which is of step 0."""
+        metrics = self.run_dir / "metrics.jsonl"
+        return metrics.read_bytes().count(b"\n") - 1 if metrics.exists() else -1
+
+    @property
+    def saved_steps(self) -> int:
+        """The step of the newest checkpoint; -1 for none."""
+        names = (path.name.removeprefix("step-") for path in (self.run_dir / "checkpoints").glob("step-*"))
+        return max(map(int, names), default=-1)
+
+    def records(self) -> list[dict[str, Any]]:
+        """What it has measured, step by step."""
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+    def children(self) -> dict[int, str]:
+        """Every process below the trainer, with its command line."""
+        assert self.process is not None
+        parents, names = {}, {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError, IndexError):
+                    parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                    names[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+        found = {self.process.pid}
+        while more := {pid for pid, parent in parents.items() if parent in found} - found:
+            found |= more
+        return {pid: names.get(pid, "") for pid in found - {self.process.pid}}
+
+    def named(self, *words: str) -> list[int]:
+        """Those of them whose command line begins with one of these, or has it as the name of its program."""
+        return [pid for pid, name in self.children().items() if name.split(" ")[0].rpartition("/")[2].startswith(words)]
+
+    def wait_until(self, happened: Callable[[], bool], what: str) -> None:
+        """Wait for something that happens while it runs.
+
+        Raises:
+            SoakError: if it ends before, or it takes too long.
+        """
+        deadline = time.monotonic() + self.patience
+        while not happened():
+            if not self.is_running:
+                raise SoakError(f"the run ended before {what}:\n{self.output.read_text()[-5000:]}")
+            if time.monotonic() > deadline:
+                raise SoakError(f"{what} did not come in {self.patience:g} s:\n{self.output.read_text()[-5000:]}")
+            time.sleep(0.02)
+
+    def end(self) -> int:
+        """Wait for the trainer; its exit status."""
+        assert self.process is not None
+        return self.process.wait(self.patience)
+
+    def kill(self) -> None:
+        """End it, if it runs."""
+        if self.process is not None and self.is_running:
+            self.process.kill()
+            self.process.wait()
+
+
+def whole_and_once(run: LiveRun, *, groups: int, members: int, staleness: int) -> int:
+    """See that every step trained on its number of groups, each whole and fresh, and no group twice.
+
+    Args:
+        run: ended.
+        groups: of a step.
+        members: of a group.
+        staleness: most that was allowed.
+
+    Returns:
+        How many steps there are.
+
+    Raises:
+        SoakError: if it is not so.
+    """
+    trained: dict[str, set[int]] = {}
+    sizes: collections.Counter[str] = collections.Counter()
+    for table in read_rollouts(run.run_dir / "rollouts", None, purposes=["training"]):
+        for row in table.select(["step", "group_id"]).to_pylist():
+            trained.setdefault(row["group_id"], set()).add(row["step"])
+            sizes[row["group_id"]] += 1
+    records = run.records()
+    steps = len(records) - 1
+    seen = {
+        "steps in order": [record["step"] for record in records] == list(range(steps + 1)),
+        "groups of every step": len(trained) == groups * steps,
+        "each in one step": all(len(of_group) == 1 for of_group in trained.values()),
+        "each whole": set(sizes.values()) <= {members},
+        "none too old": max((record["staleness/max"] for record in records[1:]), default=0) <= staleness,
+    }
+    wrong = [what for what, is_so in seen.items() if not is_so]
+    if wrong:
+        raise SoakError(
+            f"not so: {', '.join(wrong)}; {steps} steps, {len(trained)} groups, sizes {set(sizes.values())}"
+        )
+    return steps
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def pause(pids: Sequence[int], seconds: float) -> None:
+    """Have processes stand still for so long."""
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        if number == signal.SIGSTOP:
+            time.sleep(seconds)
+
+
+def _workers(run: LiveRun) -> list[int]:
+    return run.named("ray::Worker")
+
+
+FAULTS: dict[str, Callable[[LiveRun], None]] = {
+    "a worker is killed": lambda run: _kill(_workers(run)[:1]),
+    "all workers are killed": lambda run: _kill(_workers(run)),
+    "a worker stands still": lambda run: pause(_workers(run)[:1], 2 * SILENCE),
+    "all workers stand still": lambda run: pause(_workers(run), 2 * SILENCE),
+    "the coordinator is killed": lambda run: _kill(run.named("ray::Office")),
+    "Ray's node is killed": lambda run: _kill(run.named("raylet")),
+    "the trainer is killed": lambda run: run.kill(),
+}
+
+
+def _has_forgotten(run: LiveRun, step: int) -> bool:
+    return run.steps <= step
+
+
+def soak(run: LiveRun, faults: int, chance: random.Random, report: Callable[[str], None]) -> dict[str, Any]:
+    """Train through faults.
+
+    Args:
+        run: not started yet.
+        faults: how many.
+        chance: decides which and when.
+        report: is told of each, a line.
+
+    Raises:
+        SoakError: if the run does not go on, or something is wrong in the end.
+    """
+    recovery: dict[str, list[float]] = {name: [] for name in FAULTS}
+    starts, left = 1, dict[int, str]()
+    run.start()
+    run.wait_until(lambda: run.steps >= 1, "the first step")
+    for number in range(1, faults + 1):
+        time.sleep(chance.uniform(0, 2))
+        name = chance.choice(list(FAULTS))
+        left |= run.children()
+        before, began = run.steps, time.monotonic()
+        FAULTS[name](run)
+        while run.steps < before + 2 and time.monotonic() < began + run.patience:
+            if not run.is_running:
+                starts += 1
+                run.start()
+                # What came after the last checkpoint is forgotten, and done anew.
+                before = run.saved_steps
+                run.wait_until(functools.partial(_has_forgotten, run, before), "a resume")
+            time.sleep(0.02)
+        if run.steps < before + 2:
+            raise SoakError(f"{name}: no step in {run.patience:g} s:\n{run.output.read_text()[-5000:]}")
+        recovery[name].append(time.monotonic() - began)
+        report(f"{number:4d}  {name}, at step {before}: two further steps after {recovery[name][-1]:.1f} s")
+    left |= run.children()
+    assert run.process is not None
+    run.process.terminate()
+    status = run.end()
+    if status:
+        raise SoakError(f"exit status {status}:\n{run.output.read_text()[-5000:]}")
+    # Ray's own helpers look for their node every few seconds, and end themselves where it was killed.
+    deadline = time.monotonic() + run.patience
+    while still := {pid: name for pid, name in left.items() if Path(f"/proc/{pid}").exists()}:
+        if time.monotonic() > deadline:
+            raise SoakError(f"still running after the end: {still}")
+        time.sleep(0.1)
+    return {
+        "faults": faults,
+        "starts": starts,
+        "steps": whole_and_once(run, groups=GROUPS, members=MEMBERS, staleness=STALENESS),
+        "seconds_to_two_further_steps": {
+            name: {"count": len(taken), "median": statistics.median(taken), "most": max(taken)}
+            for name, taken in recovery.items()
+            if taken
+        },
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the soak and print what came of it."""
+    parser = argparse.ArgumentParser(description="Faults at random moments of an asynchronous run.")
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="a new folder for the run")
+    arguments = parser.parse_args(argv)
+    arguments.folder.mkdir(parents=True)
+    run_dir = arguments.folder / "run"
+    flags = [text for name, value in SETTINGS.items() for text in (f"--{name}", str(value))]
+    command = ["--config", str(CONFIG), "--run_dir", str(run_dir), *flags]
+    run = LiveRun(command, run_dir, arguments.folder / "output.txt")
+    try:
+        found = soak(run, arguments.faults, random.Random(arguments.seed), lambda line: print(line, flush=True))
+    finally:
+        run.kill()
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()
