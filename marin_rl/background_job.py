@@ -14,9 +14,11 @@ class BackgroundJob:
     """Runs one job beside the caller; what goes wrong in it is raised by the next call.
 
     >>> job = BackgroundJob("example")
-    >>> job.start(print, "done")
+    >>> done = []
+    >>> job.start(done.append, "first")
     >>> job.close()
-    done
+    >>> done
+    ['first']
     """
 
     def __init__(self, name: str) -> None:
