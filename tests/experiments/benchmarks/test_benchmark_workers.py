@@ -1,0 +1,59 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The benchmark of rollout workers at a tiny size, and what it makes of a run. Nothing here looks at a duration."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from experiments.benchmarks import benchmark_workers
+from marin_rl.rollouts.store import read_rollouts
+from tests.tiny_run import TinyRun, copy_of
+
+
+@pytest.mark.slow
+def test_a_tiny_pipeline_is_measured_and_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark_workers.main(
+        ["--workers", "1", "--steps", "3", "--skip", "1", "--seconds", "0.05", "--max_staleness", "1"]
+    )
+    report = json.loads(capsys.readouterr().out)
+    assert report["benchmark"] == "benchmark_workers"
+    found = report["figures"]["1"]["measured"]
+    assert found["steps"] == 2
+    assert found["group_seconds"]["count"] == 2 * benchmark_workers.GROUPS
+    assert 0 <= found["trainer_idle_share"] <= 1
+    assert 0 < found["worker_busy_share"] <= 1
+    assert 0 <= found["staleness_mean"] <= 1
+    assert report["figures"]["1"]["simulated"]["seconds_per_step"] > 0
+
+
+def test_shares_and_rates_are_over_the_steps_that_count(finished_run: TinyRun, tmp_path: Path) -> None:
+    run = copy_of(finished_run, tmp_path / "copy")
+    records = run.records()
+    for record in records[1:]:
+        step = record["step"]
+        record |= {"seconds/total": 100.0 if step <= 2 else 4.0, "seconds/wait": 1.0, "workers/busy_share": step / 10}
+    (run.path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    found = benchmark_workers.measured(run.path, skip=2)
+    assert found["steps"] == 4
+    assert found["seconds_per_step"] == 4.0
+    assert found["rollouts_per_second"] == benchmark_workers.GROUPS * benchmark_workers.MEMBERS / 4.0
+    assert found["trainer_idle_share"] == 0.25
+    assert found["worker_busy_share"] == pytest.approx(0.45)
+    assert found["step_seconds"] == {"median": 3.0, "min": 3.0, "max": 3.0, "count": 4}
+    groups = {
+        row["group_id"]
+        for table in read_rollouts(run.path / "rollouts", None, purposes=["training"])
+        for row in table.to_pylist()
+        if row["step"] > 2
+    }
+    assert found["group_seconds"]["count"] == len(groups) == 16
+    assert math.isfinite(found["group_seconds_sigma"])
+
+
+def test_a_run_that_fails_is_an_error_with_its_output(tmp_path: Path) -> None:
+    with pytest.raises(benchmark_workers.BenchmarkedRunError, match="num_stepz"):
+        benchmark_workers.run({"run_dir": str(tmp_path / "run"), "num_stepz": 1})
