@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +68,15 @@ class LiveRun:
     """What it prints goes there, one start after the other."""
     patience: float = 600.0
     """Seconds that anything may take on a busy machine."""
+    prefix: Sequence[str] = ()
+    """Words before the command, of a program that becomes it."""
     process: "subprocess.Popen[bytes] | None" = None
     """The trainer; None before the first start."""
 
     def start(self) -> None:
         """Start the command."""
         with self.output.open("ab") as stream:
-            command = [sys.executable, "-m", "marin_rl.train", *self.arguments]
+            command = [*self.prefix, sys.executable, "-m", "marin_rl.train", *self.arguments]
             self.process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
 
     @property
@@ -96,7 +98,9 @@ class LiveRun:
 
     def records(self) -> list[dict[str, Any]]:
         """What it has measured, step by step."""
-        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        # The last line may still be being written.
+        whole, _, _ = (self.run_dir / "metrics.jsonl").read_text().rpartition("\n")
+        return [json.loads(line) for line in whole.splitlines()]
 
     def children(self) -> dict[int, str]:
         """Every process below the trainer, with its command line."""
@@ -178,6 +182,17 @@ def whole_and_once(run: LiveRun, *, groups: int, members: int, staleness: int) -
             f"not so: {', '.join(wrong)}; {steps} steps, {len(trained)} groups, sizes {set(sizes.values())}"
         )
     return steps
+
+
+def arguments_of(run_dir: Path, settings: Mapping[str, Any]) -> list[str]:
+    """What `marin_rl.train` is given.
+
+    Args:
+        run_dir: of the run.
+        settings: what is changed in experiments/rloo_async.yaml.
+    """
+    flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+    return ["--config", str(CONFIG), "--run_dir", str(run_dir), *flags]
 
 
 def _kill(pids: Sequence[int]) -> None:
@@ -282,9 +297,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True)
     run_dir = arguments.folder / "run"
-    flags = [text for name, value in SETTINGS.items() for text in (f"--{name}", str(value))]
-    command = ["--config", str(CONFIG), "--run_dir", str(run_dir), *flags]
-    run = LiveRun(command, run_dir, arguments.folder / "output.txt")
+    run = LiveRun(arguments_of(run_dir, SETTINGS), run_dir, arguments.folder / "output.txt")
     try:
         found = soak(run, arguments.faults, random.Random(arguments.seed), lambda line: print(line, flush=True))
     finally:

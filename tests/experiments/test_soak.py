@@ -50,6 +50,14 @@ def test_a_lost_step_and_a_group_of_two_steps_are_seen(finished_run: TinyRun, tm
         whole_and_once(ended(run), groups=4, members=4, staleness=0)
 
 
+def test_a_line_that_is_being_written_is_not_read(finished_run: TinyRun, tmp_path: Path) -> None:
+    run = copy_of(finished_run, tmp_path / "copy")
+    with (run.path / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 7, "workers/al')
+    assert ended(run).records() == finished_run.records()
+    assert ended(run).steps == 6
+
+
 def test_a_run_that_ends_or_hangs_is_an_error_with_its_output(tmp_path: Path) -> None:
     run = LiveRun(["--config", str(tmp_path / "missing.yaml")], tmp_path, tmp_path / "output.txt")
     run.start()
