@@ -71,7 +71,6 @@ def run_groups(
     group_size: int,
     temperature: float,
     seed_parts: tuple[int | str, ...],
-    all_may_fail: bool = False,
 ) -> list[RolloutGroup]:
     """Play `group_size` attempts at each task, all of them at once.
 
@@ -85,7 +84,6 @@ def run_groups(
         group_size: attempts per task.
         temperature: sampling temperature; 0 is greedy.
         seed_parts: names this call (`run seed, purpose, step`); all seeds derive from it.
-        all_may_fail: whether a call without a single success is no error.
 
     Returns:
         One group per task, in order.
@@ -93,14 +91,13 @@ def run_groups(
     Raises:
         PromptTooLongError: if a task's prompt leaves no room for an answer.
         ValueError: if a reward is NaN or infinite, naming the rollout.
-        AllRolloutsFailedError: if every single rollout failed, and that is an error.
+        AllRolloutsFailedError: if every single rollout failed.
         BlockedEventLoopError: if an environment's code blocks all others for longer than an episode may take.
     """
     name = "-".join(str(part) for part in seed_parts[1:])
     requests = [GroupRequest(f"{name}-{number}", task, (*seed_parts, number)) for number, task in enumerate(tasks)]
     groups = play_requests(player, requests, group_size=group_size, temperature=temperature)
-    if not all_may_fail:
-        require_one_success(groups)
+    require_one_success(groups)
     return groups
 
 

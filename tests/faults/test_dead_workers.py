@@ -17,7 +17,7 @@ from tests.tiny_run import TinyRun
 
 SILENCE = 3.0
 """Seconds that a worker may be silent."""
-PATIENCE = 240.0
+PATIENCE = 600.0
 """Seconds that anything may take on a busy machine."""
 
 

@@ -108,14 +108,11 @@ def player(
 def play(
     made: Player, tasks: Sequence[Task], group_size: int = 1, step: int = 9, all_may_fail: bool = False
 ) -> list[RolloutGroup]:
-    return run_groups(
-        made,
-        tasks,
-        group_size=group_size,
-        temperature=0.7,
-        seed_parts=(11, "train", step),
-        all_may_fail=all_may_fail,
-    )
+    seeds = (11, "train", step)
+    if all_may_fail:
+        requests = [GroupRequest(f"train-{step}-{index}", one, (*seeds, index)) for index, one in enumerate(tasks)]
+        return play_requests(made, requests, group_size=group_size, temperature=0.7)
+    return run_groups(made, tasks, group_size=group_size, temperature=0.7, seed_parts=seeds)
 
 
 def only(groups: Sequence[RolloutGroup]) -> Rollout:
@@ -302,18 +299,11 @@ def test_when_all_fail_the_first_error_is_told():
         play(player(says("a"), Game(begin)), [task(), task(prompt="up")], group_size=2)
 
 
-def test_where_that_is_allowed_all_may_fail():
+def test_playing_alone_asks_for_no_success():
     def begin(task: Task, seed: int) -> Episode:
         raise ConnectionError("away")
 
-    [group] = run_groups(
-        player(says("a"), Game(begin)),
-        [task()],
-        group_size=2,
-        temperature=0.7,
-        seed_parts=(11, "train", 9),
-        all_may_fail=True,
-    )
+    [group] = play(player(says("a"), Game(begin)), [task()], group_size=2, all_may_fail=True)
     assert [rollout.error for rollout in group.rollouts] == ["ConnectionError: away"] * 2
 
 
