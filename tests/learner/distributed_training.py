@@ -32,7 +32,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     from marin_rl.weights.snapshot import TrainingHost
 
     if count > 1:
-        jax.distributed.initialize(f"127.0.0.1:{port}", count, index, initialization_timeout=120)
+        jax.distributed.initialize(f"127.0.0.1:{port}", count, index, initialization_timeout=600)
     rows = tiny.MESH_ROWS // PASSES
     trainer = tiny.make_trainer(rows)
     learner = tiny.make_learner(trainer)

@@ -27,7 +27,7 @@ from marin_rl.weights.config import ArrowFlightConfig
 pytestmark = pytest.mark.slow
 
 TOKEN = "0123456789abcdef" * 4
-SECONDS = 300.0
+SECONDS = 900.0
 """After which a process is ended that has not come to its end."""
 
 

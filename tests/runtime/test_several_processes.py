@@ -20,7 +20,7 @@ from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, withou
 
 pytestmark = pytest.mark.slow
 
-SECONDS = 500.0
+SECONDS = 900.0
 """After which a process is ended that has not come to its end."""
 
 

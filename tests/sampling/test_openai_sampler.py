@@ -139,7 +139,7 @@ def served() -> Iterator[CompletionsServer]:
 
 def test_as_many_requests_as_configured_are_under_way(server: CompletionsServer):
     # Each reply waits for two others: fewer at a time would never end, and more would be seen.
-    server.hold = threading.Barrier(3, timeout=30)
+    server.hold = threading.Barrier(3, timeout=300)
     sampler = sampler_of(server, config=SamplingConfig(max_new_tokens=16, max_seqs=3))
     assert sampler.batch_size == 3
     assert len(sampler.sample([dataclasses.replace(REQUEST, seed=seed) for seed in range(12)])) == 12
