@@ -29,14 +29,21 @@ logger = logging.getLogger(__name__)
 
 FAREWELL = 20.0
 """Seconds in which workers may end in good order."""
+ASK_AGAIN = 0.5
+"""Seconds until a coordinator that is down is asked again."""
 CALLS_AT_ONCE = 64
 """Questions that the coordinator lets wait at the same time."""
+
+
+class RayLostError(RuntimeError):
+    """Ray has ended on this machine, and starts nothing anew any more; the message says what to do."""
 
 
 class RayDesk:
     """The coordinator's desk, for trainer and workers, over Ray.
 
-    A coordinator that is down is started anew by Ray; questions wait for it.
+    A coordinator that is down is started anew by Ray; questions wait for it. Actors talk to one another directly, and
+    may go on for a while after Ray's node has died; but then nobody starts them anew.
     """
 
     def __init__(self, coordinator: ActorHandle, patience: float) -> None:
@@ -58,8 +65,15 @@ class RayDesk:
         self._ask(lambda: self._coordinator.announce.remote(version, tuple(addresses)))
 
     def take(self, acknowledged: Sequence[OrderNumber], seconds: float) -> Delivery:
-        """See `Office`."""
-        return self._ask(lambda: self._coordinator.take.remote(list(acknowledged), seconds))
+        """See `Office`.
+
+        Raises:
+            RayLostError: if nothing came, and Ray has ended on this machine.
+        """
+        delivery = self._ask(lambda: self._coordinator.take.remote(list(acknowledged), seconds))
+        if not delivery.groups:
+            check_node()
+        return delivery
 
     def stop(self) -> None:
         """See `Office`."""
@@ -103,8 +117,23 @@ class RayDesk:
             except RayActorError:
                 if time.monotonic() > deadline:
                     raise
+                check_node()
                 logger.warning("the coordinator is down; asking again")
-                time.sleep(0.5)
+                time.sleep(ASK_AGAIN)
+
+
+def check_node() -> None:
+    """See that Ray's node of this process lives.
+
+    Raises:
+        RayLostError: if Ray has noticed that it does not, which takes it some seconds.
+    """
+    own = ray.get_runtime_context().get_node_id()
+    if not any(node["NodeID"] == own and node["Alive"] for node in ray.nodes()):
+        raise RayLostError(
+            f"Ray's node {own[:8]} on this machine has died, and what else dies is not started anew; see whether the "
+            "machine ran out of memory, and run the same command again to go on from the last checkpoint"
+        )
 
 
 class Worker:
@@ -195,7 +224,7 @@ def _say_farewell(desk: RayDesk, actors: Sequence[ActorHandle], running: Sequenc
         desk.stop()
         ended, _ = ray.wait(list(running), num_returns=len(running), timeout=FAREWELL)
         logger.info("%d of %d workers ended in good order", len(ended), len(running))
-    except RayError:
+    except (RayError, RayLostError):
         logger.warning("the coordinator did not hear that the run is over", exc_info=True)
     finally:
         for actor in actors:

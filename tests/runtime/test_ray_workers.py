@@ -1,0 +1,92 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The coordinator's desk over Ray, without a cluster; with one it is tested in tests/faults/test_dead_workers.py."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
+
+from marin_rl.runtime import ray_workers
+from marin_rl.runtime.coordinator import Delivery
+from marin_rl.runtime.ray_workers import RayDesk, RayLostError, check_node
+
+NOTHING = Delivery("one", [], None, {}, {}, {})
+
+
+class Coordinator(ActorHandle):
+    """A handle of an actor that there is not; a call of it is its arguments."""
+
+    take = stop = SimpleNamespace(remote=lambda *arguments: arguments)
+
+    def __init__(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        pass
+
+
+class Cluster:
+    """What is asked of Ray, with a coordinator that answers the last of some answers for good."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.nodes = [{"NodeID": "here" * 8, "Alive": True}, {"NodeID": "there" * 8, "Alive": True}]
+        self.asked = 0
+
+    def get(self, question: Any) -> Any:
+        self.asked += 1
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    made = Cluster(NOTHING)
+    context = SimpleNamespace(get_node_id=lambda: "here" * 8)
+    monkeypatch.setattr(ray_workers.ray, "get", made.get)
+    monkeypatch.setattr(ray_workers.ray, "nodes", lambda: made.nodes)
+    monkeypatch.setattr(ray_workers.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray_workers, "ASK_AGAIN", 0.0)
+    return made
+
+
+def test_a_coordinator_that_comes_back_is_asked_again(cluster: Cluster) -> None:
+    cluster.answers = [RayActorError(), RayActorError(), NOTHING]
+    assert RayDesk(Coordinator(), 60.0).take([], 1.0) == NOTHING
+    assert cluster.asked == 3
+
+
+def test_one_that_does_not_come_back_is_waited_for_so_long(cluster: Cluster) -> None:
+    cluster.answers = [RayActorError()]
+    with pytest.raises(RayActorError):
+        RayDesk(Coordinator(), 0.01).stop()
+
+
+@pytest.mark.parametrize(
+    "nodes", [[], [{"NodeID": "here" * 8, "Alive": False}, {"NodeID": "there" * 8, "Alive": True}]]
+)
+@pytest.mark.parametrize("answer", [RayActorError(), NOTHING])
+def test_where_rays_node_has_died_nobody_waits(cluster: Cluster, nodes: list[Any], answer: Any) -> None:
+    cluster.answers, cluster.nodes = [answer], nodes
+    with pytest.raises(
+        RayLostError, match=r"Ray's node herehere on this machine has died, .* run the same command again"
+    ):
+        RayDesk(Coordinator(), 1e9).take([], 1.0)
+    assert cluster.asked == 1
+
+
+def test_while_groups_come_nobody_asks(cluster: Cluster) -> None:
+    came = NOTHING._replace(groups=[((1, 0), "group")])
+    cluster.answers, cluster.nodes = [came], []
+    assert RayDesk(Coordinator(), 1.0).take([], 1.0) == came
+
+
+def test_other_machines_may_die(cluster: Cluster) -> None:
+    cluster.nodes[1]["Alive"] = False
+    check_node()
