@@ -34,16 +34,20 @@ CONFIG = Path(__file__).parent / "rloo_async.yaml"
 GROUPS, MEMBERS, STALENESS = 4, 4, 2
 SILENCE = 3.0
 """Seconds that a worker may be silent."""
-SETTINGS = {
-    "num_steps": 1_000_000,
+TINY = {
     "model.hidden_dim": 32,
     "model.intermediate_dim": 64,
     "model.num_layers": 1,
     "warm_start.max_steps": 0,
+    "evaluation.tasks": 0,
+}
+"""A model that takes no time, which knows nothing and is not asked."""
+SETTINGS = {
+    **TINY,
+    "num_steps": 1_000_000,
     "rollouts.prompts_per_step": GROUPS,
     "rollouts.group_size": MEMBERS,
     "sampling.max_seqs": 16,
-    "evaluation.tasks": 0,
     "checkpoint.every": 5,
     "replay.max_staleness": STALENESS,
     "workers.num_workers": 2,

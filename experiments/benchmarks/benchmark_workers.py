@@ -24,6 +24,7 @@ from typing import Any
 
 from experiments.benchmarks.measurement import benchmark_parser, make_report, say, spread
 from experiments.benchmarks.simulate_pipeline import Pipeline, Simulation
+from experiments.soak import TINY
 from marin_rl.rollouts.store import read_rollouts
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,7 @@ def settings_of(arguments: Any, workers: int, run_dir: Path) -> dict[str, Any]:
     """What is changed in experiments/rloo_async.yaml."""
     options = {"seconds": arguments.seconds, "spread": arguments.spread}
     return {
+        **TINY,
         "run_dir": str(run_dir),
         "environment": {
             "type": "file",
@@ -46,14 +48,9 @@ def settings_of(arguments: Any, workers: int, run_dir: Path) -> dict[str, Any]:
             "options": options,
         },
         "num_steps": arguments.steps,
-        "model.hidden_dim": 32,
-        "model.intermediate_dim": 64,
-        "model.num_layers": 1,
-        "warm_start.max_steps": 0,
         "rollouts.prompts_per_step": GROUPS,
         "rollouts.group_size": MEMBERS,
         "sampling.max_seqs": MEMBERS * arguments.groups_together,
-        "evaluation.tasks": 0,
         "checkpoint.every": 0,
         "replay.max_staleness": arguments.max_staleness,
         "workers.num_workers": workers,
