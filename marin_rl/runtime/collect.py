@@ -60,7 +60,7 @@ def collect_groups(run: TrainingRun, step: int, timer: PhaseTimer) -> Collected:
     def draw(count: int) -> list[Task]:
         return draw_tasks(run, count)
 
-    stale = _expire(run, version)
+    stale = run.drop_stale(version)
     crew.submit(orders.order(version, replay.uses_left, draw))
     came: dict[OrderNumber, RolloutGroup] = {}
     left_out: dict[OrderNumber, RolloutGroup] = {}
@@ -85,7 +85,7 @@ def collect_groups(run: TrainingRun, step: int, timer: PhaseTimer) -> Collected:
         more = orders.replace(dropped, version, draw)
         replaced += len(more)
         crew.submit(more)
-        if late := _expire(run, version):
+        if late := run.drop_stale(version):
             stale += late
             crew.submit(orders.order(version, replay.uses_left, draw))
     ages, fill = replay.ages(version), replay.uses_left / orders.pace.room
@@ -103,13 +103,6 @@ def collect_groups(run: TrainingRun, step: int, timer: PhaseTimer) -> Collected:
     }
     metrics |= {name: Metric(float(value)) for name, value in {**counts, **crew.metrics()}.items()}
     return Collected(groups, unequal, in_order, metrics)
-
-
-def _expire(run: TrainingRun, version: int) -> int:
-    """Drop groups that are too old, and order anew what was not trained on even once; how many were dropped."""
-    stale = run.replay.expire(version)
-    run.orders.again(one.task for one in stale if one.uses_left == run.orders.pace.uses_per_group)
-    return len(stale)
 
 
 def draw_tasks(run: TrainingRun, count: int) -> list[Task]:

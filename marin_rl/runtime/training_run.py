@@ -48,7 +48,7 @@ from marin_rl.runtime.shared_run import check_config, newest_good
 from marin_rl.runtime.warm_start import warm_start
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.types import RolloutGroup
+from marin_rl.types import RolloutGroup, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +148,17 @@ class TrainingRun:
         if self.history is not None:
             self.history.keep(policy, self.progress.step)
         self.crew.publish(policy, self.progress.step)
+
+    def drop_stale(self, version: WeightVersion, max_staleness: int | None = None) -> int:
+        """Drop waiting groups that are too old, and order anew what was not trained on even once; how many they were.
+
+        Args:
+            version: of the weights that are to be updated.
+            max_staleness: what is too old; None for the configured bound.
+        """
+        stale = self.replay.expire(version, max_staleness)
+        self.orders.again(one.task for one in stale if one.uses_left == self.orders.pace.uses_per_group)
+        return len(stale)
 
     def save(self) -> Path:
         """Write a checkpoint of everything that a resume needs; the rollouts before it are on the disk first."""
@@ -272,10 +283,8 @@ def forget_older(run: TrainingRun, report: Report) -> None:
         run: just taken up again.
         report: is told, where there is anything.
     """
-    lost = run.replay.expire(run.progress.step, max_staleness=0)
-    run.orders.again(one.task for one in lost)
-    if lost:
-        report(f"{len(lost)} waiting groups were sampled with older weights than those kept; they are sampled anew")
+    if lost := run.drop_stale(run.progress.step, max_staleness=0):
+        report(f"{lost} waiting groups were sampled with older weights than those kept; they are sampled anew")
 
 
 def _close_store(store: RolloutStore) -> None:

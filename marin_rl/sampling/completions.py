@@ -11,11 +11,9 @@ The additions to OpenAI's protocol are `return_token_ids`, which adds `token_ids
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, cast
 
-from marin_rl.sampling.levanter_sampler import SamplerError
+from marin_rl.sampling.levanter_sampler import LOGPROB_ROUNDING, SamplerError
 from marin_rl.sampling.sampler import SampleRequest
 
-LOGPROB_ROUNDING = 1e-5
-"""Nats by which rounding may push the log-probability of a near-certain token above 0."""
 LEAST_LOGPROB = -9999.0
 """What vLLM writes for a log-probability of minus infinity."""
 

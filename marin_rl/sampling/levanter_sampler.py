@@ -34,7 +34,7 @@ from marin_rl.types import Generation, StopReason, WeightVersion
 # The engine writes a line with every slot's number at each call.
 logging.getLogger("levanter.inference.engine").setLevel(logging.WARNING)
 
-_LOGPROB_ROUNDING = 1e-5
+LOGPROB_ROUNDING = 1e-5
 """Nats by which rounding may push the log-probability of a near-certain token above 0."""
 
 _DEFAULT_PREFILL_TOKENS = 4096
@@ -354,7 +354,7 @@ class LevanterSampler:
 
 def _check_logprobs(logprobs: Sequence[Sequence[float]], first: int) -> None:
     flat = np.fromiter(itertools.chain.from_iterable(logprobs), dtype=np.float64)
-    good = flat <= _LOGPROB_ROUNDING
+    good = flat <= LOGPROB_ROUNDING
     good &= flat > -np.inf
     if good.all():
         return

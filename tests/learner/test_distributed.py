@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ import pytest
 import marin_rl
 from marin_rl.weights.arrow_flight_client import FlightSource
 from marin_rl.weights.config import ArrowFlightConfig
+from tests.free_port import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -37,11 +37,6 @@ class Process:
 
     facts: dict[str, Any]
     arrays: dict[str, np.ndarray]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def start(folder: Path, index: int, count: int, port: int) -> subprocess.Popen[str]:

@@ -4,7 +4,6 @@
 """A whole run in two training processes on this machine, with Ray and a rollout worker, beside the same run in one."""
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from safetensors.numpy import load_file
 
 import marin_rl
 from marin_rl.runtime.run_directory import RunDirectory, lock
+from tests.free_port import free_port
 from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, without_timings
 
 pytestmark = pytest.mark.slow
@@ -42,11 +42,6 @@ def make(folder: Path) -> TinyRun:
             "kl": {"type": "in_reward", "beta": 0.05},
         },
     )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def train(run: TinyRun, count: int, *, code: int = 0) -> list[str]:
