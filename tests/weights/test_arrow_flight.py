@@ -434,20 +434,23 @@ def test_all_training_hosts_are_needed_once():
 def test_no_schedule_makes_a_mixture(schedule: list[str], seed: int):
     """Two hosts publish at any moment of a transfer; what arrives is always one version, on all arrays."""
     moves = list(schedule)
+    publishing = threading.Lock()
     names = ("first", "second")
     with serving() as (one, first), serving() as (two, second):
         shelves = dict(zip(names, (one, two), strict=True))
         versions = dict.fromkeys(names, 0)
 
         def publish(name: str) -> None:
-            versions[name] += 1
-            part = split(snapshot_of(filled(versions[name]), versions[name]), 2)[names.index(name)]
-            shelves[name].put(versions[name], part)
+            version = versions[name] + 1
+            shelves[name].put(version, split(snapshot_of(filled(version), version), 2)[names.index(name)])
+            versions[name] = version
 
         def move(point: str) -> None:
-            name = moves.pop(0) if moves else "nothing"
-            if name != "nothing":
-                publish(name)
+            # Streams move from threads of their own; a training host publishes one version after the other.
+            with publishing:
+                name = moves.pop(0) if moves else "nothing"
+                if name != "nothing":
+                    publish(name)
 
         def catch_up(seconds: float) -> None:
             for name in names:
