@@ -1,0 +1,142 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What staleness costs in learning: experiments/rloo_async.yaml with groups that are all exactly so many steps old.
+
+    python -m experiments.staleness start --seed 1
+    python -m experiments.staleness 4 --seed 1
+
+`start` is the warm start of that seed, which all its runs begin from. With workers, how old a group is depends on how
+fast they are, up to `replay.max_staleness`. Here every group is as old as the bound allows, which is the worst case,
+and everything happens in one process, so that a run is the same to the bit wherever it is repeated.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from marin_rl.closing import Closing
+from marin_rl.learner.critic import policy_of
+from marin_rl.learner.weight_history import WeightHistory
+from marin_rl.rollouts.orders import GroupOrder, OrderBook, Pace
+from marin_rl.rollouts.replay_buffer import ReplayBuffer
+from marin_rl.runtime.config import TrainConfig, levanter_defaults
+from marin_rl.runtime.config_parsing import parse_config, to_yaml
+from marin_rl.runtime.crew import Played, play_orders
+from marin_rl.runtime.metrics_file import append_record
+from marin_rl.runtime.run_directory import create_or_open
+from marin_rl.runtime.session import run_session
+from marin_rl.runtime.sync_loop import train
+from marin_rl.runtime.training_run import TrainingRun, open_run, resolve_model
+from marin_rl.timing import PhaseTimer
+from marin_rl.types import WeightVersion
+
+CONFIG = Path(__file__).parent / "rloo_async.yaml"
+LAGS = (0, 1, 4, 16)
+"""Steps between the weights that sampled and those that are updated."""
+
+
+class LaggingCrew:
+    """Plays each group with the oldest weights that it may be begun with; see `marin_rl.runtime.crew.Crew`."""
+
+    def __init__(self, run: TrainingRun, lag: int) -> None:
+        """Have no order yet, and the run's present weights.
+
+        Args:
+            run: plays, with its own sampler.
+            lag: steps that weights are kept for.
+        """
+        self._run = run
+        self._history: WeightHistory[Any] = WeightHistory(lag + 1)
+        self._orders: list[GroupOrder] = []
+        self.publish(policy_of(run.state.model), run.progress.step)
+
+    def submit(self, orders: Sequence[GroupOrder]) -> None:
+        """See `Crew`."""
+        self._orders += orders
+
+    def wait(self, timer: PhaseTimer) -> list[Played]:
+        """Play what was ordered for the next step; see `Crew`."""
+        run, step = self._run, min(order.number.step for order in self._orders)
+        now = [order for order in self._orders if order.number.step == step]
+        self._orders = [order for order in self._orders if order.number.step != step]
+        version = now[0].min_version
+        run.sampler.update(self._history.get(version), version)
+        played = play_orders(run.config, run.player, now, timer)
+        run.sampler.update(policy_of(run.state.model), run.progress.step)
+        return played
+
+    def publish(self, model: object, version: WeightVersion) -> None:
+        """See `Crew`."""
+        self._history.keep(model, version)
+
+    def metrics(self) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Records:
+    path: Path
+
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        append_record(self.path, step, metrics)
+
+    def stop_requested(self) -> bool:
+        return False
+
+
+def train_with_lag(config: TrainConfig, lag: int) -> None:
+    """Train on groups that are `lag` steps old, in the first steps as old as they can be.
+
+    Args:
+        config: in `mode: sync`.
+        lag: 0 is the run that the config describes.
+
+    Raises:
+        FileExistsError: if there is its run directory; such a run is not taken up again.
+    """
+    folder = Path(config.run_dir)
+    folder.mkdir(parents=True)
+    create_or_open(folder, to_yaml(config), ())
+    run = open_run(config, folder, lambda message: print(message, flush=True))
+    with Closing(run.close):
+        run.orders = OrderBook(Pace(config.rollouts.prompts_per_step, lag))
+        run.replay = ReplayBuffer(max_staleness=lag)
+        run.crew = LaggingCrew(run, lag)
+        records = _Records(folder / "metrics.jsonl")
+        records.record(0, run.progress.evaluations["before RL"])
+        train(run, records)
+
+
+def study(seed: int) -> TrainConfig:
+    """The config of the file with another seed, in one process, measured more often."""
+    arguments = ["--config", str(CONFIG), "--seed", str(seed), "--mode", "sync", "--evaluation.every", "25"]
+    return parse_config(TrainConfig, arguments, levanter_defaults()).config
+
+
+def main() -> None:
+    """Run one of them."""
+    parser = argparse.ArgumentParser(description="Learning from groups that are all equally old.")
+    parser.add_argument("run", choices=["start", *map(str, LAGS)], help="the warm start, or how many steps old")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--folder", type=Path, default=Path("runs/staleness"), help="where the runs lie")
+    arguments = parser.parse_args()
+    config, start = study(arguments.seed), arguments.folder / f"start-seed{arguments.seed}"
+    if arguments.run == "start":
+        run_session(dataclasses.replace(config, run_dir=str(start), num_steps=0), sys.stdout)
+        return
+    config = dataclasses.replace(
+        config,
+        run_dir=str(arguments.folder / f"lag{arguments.run}-seed{arguments.seed}"),
+        initialize_from=str(start),
+        warm_start=dataclasses.replace(config.warm_start, max_steps=0),
+    )
+    train_with_lag(resolve_model(config), int(arguments.run))
+
+
+if __name__ == "__main__":
+    main()
