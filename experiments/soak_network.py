@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Ray's command line and the trainer's must agree on whether the cluster asks for a token.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     folder = arguments.folder.resolve()
-    settings = {**SETTINGS, "workers.ray_address": f"{ADDRESSES[0]}:{PORT}", "weights.host": ADDRESSES[0]}
+    settings = {**SETTINGS, "ray_address": f"{ADDRESSES[0]}:{PORT}", "weights.host": ADDRESSES[0]}
     with two_machines(folder / "ray") as machines:
         prefix = ("ip", "netns", "exec", machines.names[0])
         run = LiveRun(arguments_of(folder / "run", settings), folder / "run", folder / "output.txt", prefix=prefix)

@@ -9,6 +9,7 @@ section can see alone. `model`, `optimizer` and `trainer` are levanter's own sec
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -234,6 +235,9 @@ class TrainConfig:
     """`sync` samples and trains in turns, in one process; `async` samples in workers while it trains."""
     workers: WorkersConfig = WorkersConfig()
     """Rollout workers, for `mode: async`."""
+    ray_address: str | None = None
+    """The Ray cluster that they run on: `auto` for the one that this machine belongs to, or `host:port` of its head.
+    null starts one on this machine and ends it with the run."""
     replay: ReplayConfig = ReplayConfig()
     """How far sampling may be ahead of training, for `mode: async`."""
     weights: WeightTransferConfig = ArrowFlightConfig()
@@ -292,6 +296,12 @@ class TrainConfig:
             raise ValueError(
                 "replay.keep_old_weights is true and workers.refresh in_flight, but an answer that several weights "
                 "sampled has none to be scored with; set workers.refresh: between_groups, or keep_old_weights: false"
+            )
+        if self.ray_address is not None and not re.fullmatch(r"auto|[^/]+:\d{1,5}", self.ray_address):
+            raise ValueError(
+                f"ray_address is {self.ray_address!r}; it is `auto`, or `host:port` of a cluster's head, such as "
+                "10.0.0.1:6379. Over Ray's client protocol (ray://) runs cannot be started: start them on a machine of "
+                "the cluster"
             )
         if self.mode is Mode.ASYNC and isinstance(self.sampler, OpenAiSamplerConfig):
             raise ValueError(

@@ -5,6 +5,7 @@
 
 import contextlib
 import logging
+import socket
 import tempfile
 import time
 import uuid
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 FAREWELL = 20.0
 """Seconds in which workers may end in good order."""
+CONNECT = 10.0
+"""Seconds in which a cluster's first machine has to answer."""
 ASK_AGAIN = 0.5
 """Seconds until a coordinator that is down is asked again."""
 CALLS_AT_ONCE = 64
@@ -37,6 +40,30 @@ CALLS_AT_ONCE = 64
 
 class RayLostError(RuntimeError):
     """Ray has ended on this machine, and starts nothing anew any more; the message says what to do."""
+
+
+class NoClusterError(RuntimeError):
+    """There is no Ray cluster where the config says; the message names the place."""
+
+
+def join_cluster(address: str) -> None:
+    """Connect to a cluster that runs already.
+
+    Args:
+        address: `auto` for the one of this machine, or `host:port`.
+
+    Raises:
+        NoClusterError: if none answers there.
+    """
+    remedy = "start it with `ray start --head` on its first machine, correct ray_address, or leave it out"
+    try:
+        if address != "auto":
+            # Ray itself asks for minutes and then ends the process.
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT).close()
+        ray.init(address=address, log_to_driver=False)
+    except OSError as error:
+        raise NoClusterError(f"no Ray cluster answers at ray_address {address!r} ({error}); {remedy}") from error
 
 
 class RayDesk:
@@ -183,7 +210,7 @@ def ray_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[Ra
     """
     workers = config.workers
     with contextlib.ExitStack() as opened:
-        if workers.ray_address is None:
+        if config.ray_address is None:
             # Ray trusts whoever can connect, so it listens to this machine alone.
             ray.init(
                 address="local",
@@ -196,7 +223,7 @@ def ray_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[Ra
                 configure_logging=False,
             )
         else:
-            ray.init(address=workers.ray_address, log_to_driver=False)
+            join_cluster(config.ray_address)
         opened.callback(ray.shutdown)
         name = f"coordinator-{uuid.uuid4().hex}"
         office = _actor(Office, name=name, max_concurrency=CALLS_AT_ONCE, num_cpus=0)

@@ -8,7 +8,7 @@ from marin_rl.learner.train_step import NonFiniteUpdateError
 from marin_rl.processes import MainProcessError
 from marin_rl.rewards.sandbox.pool import IsolationError
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, BlockedEventLoopError
-from marin_rl.runtime.ray_workers import RayLostError
+from marin_rl.runtime.ray_workers import NoClusterError, RayLostError
 from marin_rl.runtime.remote_crew import NoWorkersError, WorkerFailedError
 from marin_rl.runtime.run_directory import RunDirectoryError
 from marin_rl.sampling.levanter_sampler import SamplerError
@@ -24,6 +24,7 @@ USER_ERRORS = (
     AllRolloutsFailedError,
     BlockedEventLoopError,
     IsolationError,
+    NoClusterError,
     NoWorkersError,
     RayLostError,
     WorkerFailedError,

@@ -33,9 +33,6 @@ class WorkersConfig:
 
     num_workers: int = 1
     """How many. At least 1."""
-    ray_address: str | None = None
-    """The Ray cluster to join, such as `auto` or `ray://head:10001`; null starts one on this machine and ends it with
-    the run."""
     refresh: Refresh = Refresh.BETWEEN_GROUPS
     """When workers go over to newer weights: `between_groups`, or `in_flight` for long answers, which would else keep
     the old ones in use."""

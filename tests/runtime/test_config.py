@@ -112,6 +112,8 @@ def test_reinforce_takes_groups_of_one():
         ({"model": None}, "neither model nor initialize_from is set"),
         ({"num_steps": -1}, "num_steps is -1"),
         ({"logprob_block_size": 0}, "logprob_block_size is 0"),
+        ({"ray_address": "ray://head:10001"}, r"ray_address is 'ray://head:10001'; it is `auto`, or `host:port`"),
+        ({"ray_address": "head"}, "ray_address is 'head'; it is `auto`, or `host:port`"),
         (
             {"rollouts": RolloutConfig(max_length=65)},
             r"rollouts\.max_length is 65, but the model's context has 64 tokens \(model\.seq_len\)",

@@ -12,7 +12,8 @@ from ray.exceptions import RayActorError
 
 from marin_rl.runtime import ray_workers
 from marin_rl.runtime.coordinator import Delivery
-from marin_rl.runtime.ray_workers import RayDesk, RayLostError, check_node
+from marin_rl.runtime.ray_workers import NoClusterError, RayDesk, RayLostError, check_node, join_cluster
+from tests.free_port import free_port
 
 NOTHING = Delivery("one", [], None, {}, {}, {})
 
@@ -90,3 +91,14 @@ def test_while_groups_come_nobody_asks(cluster: Cluster) -> None:
 def test_other_machines_may_die(cluster: Cluster) -> None:
     cluster.nodes[1]["Alive"] = False
     check_node()
+
+
+def test_a_cluster_that_does_not_answer_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**settings: Any) -> None:
+        raise ConnectionError("there is none")
+
+    monkeypatch.setattr(ray_workers.ray, "init", init)
+    nobody = f"127.0.0.1:{free_port()}"
+    for address, reason in ((nobody, "Connection refused"), ("auto", "there is none")):
+        with pytest.raises(NoClusterError, match=f"no Ray cluster answers at ray_address '{address}' .*{reason}.*"):
+            join_cluster(address)

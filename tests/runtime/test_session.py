@@ -62,15 +62,24 @@ def test_what_does_not_change_the_result_may_differ_and_the_rest_may_not(
 ):
     monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: None)
     again = copy_of(finished_run, tmp_path / "copy")
-    assert (
-        again.train("--checkpoint.every", "5", "--evaluation.every", "2", "--rollout_store.keep", "not_completed") == 0
-    )
+    harmless = {
+        "checkpoint.every": "5",
+        "evaluation.every": "2",
+        "rollout_store.keep": "not_completed",
+        "ray_address": "auto",
+        "workers.num_workers": "3",
+        "workers.silence": "5",
+        "weights.port": "1234",
+        "weights.retry.give_up_seconds": "9",
+    }
+    assert again.train(*[part for key, value in harmless.items() for part in (f"--{key}", value)]) == 0
     files = contents(again.path)
-    assert again.train("--seed", "4", "--optimizer.learning_rate", "1") == 1
+    assert again.train("--seed", "4", "--optimizer.learning_rate", "1", "--workers.refresh", "in_flight") == 1
     error = capfd.readouterr().err
     assert f"run directory {str(again.path)!r} belongs to a run with another config:" in error
     assert "seed: 3 there, 4 now" in error
     assert "optimizer.learning_rate: 0.005 there, 1.0 now" in error
+    assert 'workers.refresh: "between_groups" there, "in_flight" now' in error
     assert "choose another run_dir" in error
     files.pop(".lock")
     assert {name: data for name, data in contents(again.path).items() if name != ".lock"} == files
