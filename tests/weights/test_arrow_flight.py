@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 import marin_rl
 from marin_rl.retry import RetryConfig
-from marin_rl.weights.arrow_flight import ArrowFlightSender, WeightServer
+from marin_rl.weights.arrow_flight import WeightServer
 from marin_rl.weights.arrow_flight_client import FlightSource
 from marin_rl.weights.config import ArrowFlightConfig
 from marin_rl.weights.errors import (
@@ -39,6 +39,7 @@ from marin_rl.weights.errors import (
     WrongTokenError,
 )
 from marin_rl.weights.manifest import Chunk
+from marin_rl.weights.sharded_sender import ShardedSender
 from marin_rl.weights.shelf import VersionShelf
 from marin_rl.weights.snapshot import Snapshot, TrainingHost
 from marin_rl.weights.token import make_token
@@ -58,7 +59,7 @@ WEIGHTS = {"w": np.arange(3000, dtype=np.float32), "b": np.float32([[1], [2]])}
 PATIENT = RetryConfig(give_up_seconds=1000.0)
 
 
-def open_sender(**changes: object) -> ArrowFlightSender:
+def open_sender(**changes: object) -> ShardedSender:
     return ArrowFlightConfig(**changes).open_sender(TOKEN, TrainingHost.current())
 
 
