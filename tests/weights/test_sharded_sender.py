@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from marin_rl.background_job import BackgroundJob
 from marin_rl.weights.sharded_sender import ShardedSender
 from marin_rl.weights.snapshot import Snapshot, TrainingHost
 
@@ -99,9 +100,20 @@ def test_closing_ends_the_thread():
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("publish weights")]
 
 
-def test_closing_waits_for_what_is_under_way_and_then_closes_the_outlet():
-    found: list[bool] = []
-    outlet = Outlet(lambda snapshot: found.append(outlet.is_closed))
+def test_closing_waits_for_what_is_under_way_and_then_closes_the_outlet(monkeypatch: pytest.MonkeyPatch):
+    may_end, found = threading.Event(), []
+    close = BackgroundJob.close
+
+    def let_it_end_and_close(job: BackgroundJob) -> None:
+        may_end.set()
+        close(job)
+
+    def put(snapshot: Snapshot) -> None:
+        may_end.wait()
+        found.append(outlet.is_closed)
+
+    monkeypatch.setattr(BackgroundJob, "close", let_it_end_and_close)
+    outlet = Outlet(put)
     sender = open_sender(outlet)
     assert sender.address == "the tested outlet"
     sender.publish({"w": jnp.zeros(3)}, 1)
