@@ -18,7 +18,7 @@ from marin_rl.runtime.config import RolloutConfig, TrainConfig
 from marin_rl.runtime.evaluation import EvaluationConfig
 from marin_rl.runtime.session import run_session
 from marin_rl.runtime.warm_start import WarmStartConfig
-from marin_rl.sampling.levanter_sampler import SamplingConfig
+from marin_rl.sampling.config import SamplingConfig
 
 
 def rloo(seed: int = 0) -> TrainConfig:

@@ -10,7 +10,8 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
 from marin_rl.runtime.config import TrainConfig
-from marin_rl.sampling.levanter_sampler import LevanterSampler, Looks
+from marin_rl.sampling.levanter_sampler import LevanterSampler
+from marin_rl.sampling.looks import Looks
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Generation, WeightVersion

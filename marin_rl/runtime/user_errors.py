@@ -11,7 +11,7 @@ from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, BlockedEventL
 from marin_rl.runtime.ray_workers import NoClusterError, RayLostError
 from marin_rl.runtime.remote_crew import NoWorkersError, WorkerFailedError
 from marin_rl.runtime.run_directory import RunDirectoryError
-from marin_rl.sampling.levanter_sampler import SamplerError
+from marin_rl.sampling.sampler import SamplerError
 from marin_rl.weights.errors import WeightTransferError
 
 USER_ERRORS = (

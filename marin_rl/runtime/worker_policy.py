@@ -26,7 +26,7 @@ from marin_rl.runtime.newer_weights import NewerWeights, Weights
 from marin_rl.runtime.player import make_player, open_judges
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.workers_config import Refresh
-from marin_rl.sampling.levanter_sampler import Looks
+from marin_rl.sampling.looks import Looks
 from marin_rl.types import WeightVersion
 from marin_rl.weights.protocol import WeightReceiver
 

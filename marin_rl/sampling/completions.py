@@ -11,8 +11,7 @@ The additions to OpenAI's protocol are `return_token_ids`, which adds `token_ids
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, cast
 
-from marin_rl.sampling.levanter_sampler import LOGPROB_ROUNDING, SamplerError
-from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.sampling.sampler import LOGPROB_ROUNDING, SampleRequest, SamplerError
 
 LEAST_LOGPROB = -9999.0
 """What vLLM writes for a log-probability of minus infinity."""

@@ -9,11 +9,8 @@ an exception. [`LevanterSampler`][marin_rl.sampling.levanter_sampler.LevanterSam
 call inside what works, and checks every answer all the same.
 """
 
-import dataclasses
-import itertools
 import logging
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 import equinox as eqx
@@ -22,127 +19,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
-from levanter.inference.engine import GenerationResult, InferenceEngine, InferenceEngineConfig, Request
+from levanter.inference.engine import InferenceEngine, InferenceEngineConfig, Request
 from levanter.inference.jit_scheduler import SeqDecodingParams
 from levanter.models.lm_model import LmHeadModel
 
+from marin_rl.sampling.config import SamplingConfig
+from marin_rl.sampling.engine_answer import EngineAnswer, Swap, read_answer
+from marin_rl.sampling.looks import Looks
 from marin_rl.sampling.paged_attention import with_batched_attention
 from marin_rl.sampling.request_check import allowed_tokens
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.types import Generation, StopReason, WeightVersion
+from marin_rl.types import Generation, WeightVersion
 
 # The engine writes a line with every slot's number at each call.
 logging.getLogger("levanter.inference.engine").setLevel(logging.WARNING)
-
-LOGPROB_ROUNDING = 1e-5
-"""Nats by which rounding may push the log-probability of a near-certain token above 0."""
-
-_DEFAULT_PREFILL_TOKENS = 4096
-"""Cap on the default of `max_prefill_tokens`: the engine makes logits for every one of them."""
-
-
-class SamplerError(RuntimeError):
-    """The engine answered something it should not have; the message names the request."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingConfig:
-    """How training data is sampled, and how large the engine is."""
-
-    max_new_tokens: int = 64
-    """Most tokens that any request may ask for, the stop token included. At least 1."""
-    temperature: float = 1.0
-    """Temperature of the training samples, above 0."""
-    top_p: float = 1.0
-    """1.0, which is no truncation, and nothing else: every objective is made of log-ratios of the whole
-    distribution."""
-    top_k: int | None = None
-    """null, which is no truncation, and nothing else; as `top_p`."""
-    max_seqs: int = 64
-    """Sequences that are decoded together. The KV cache holds `max_seqs` times the maximal context, and
-    every round costs as much as a full one; more requests than this are answered in several rounds."""
-    page_size: int = 16
-    """Tokens in a page of the KV cache. 128 on TPU; elsewhere small pages keep short contexts cheap."""
-    max_prefill_tokens: int | None = None
-    """Prompt tokens that are read together; the engine always pays for this many. At least the maximal
-    context. By default as many as `max_seqs` prompts that leave room for `max_new_tokens` can have, at
-    most 4096."""
-    kv_cache_dtype: str = "float32"
-    """Floating-point type of the KV cache. float32 makes log-probabilities agree with the learner's to
-    about 1e-6, bfloat16 to about 1e-2 at half the memory."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "max_seqs", "page_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"sampling.{name} is {getattr(self, name)}; it must be at least 1")
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ValueError(f"sampling.temperature is {self.temperature}; training samples need one above 0")
-        for name, neutral, written in (("top_p", 1.0, "1.0"), ("top_k", None, "null")):
-            if getattr(self, name) != neutral:
-                raise ValueError(
-                    f"sampling.{name} is {getattr(self, name)}, but truncated sampling leaves out part of the "
-                    "distribution, which biases every log-ratio of the objectives, and the sampler has no truncation; "
-                    f"set sampling.{name}: {written} and change sampling.temperature instead"
-                )
-        if self.kv_cache_dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"sampling.kv_cache_dtype is {self.kv_cache_dtype!r}; use float32 or bfloat16")
-
-    def prefill_tokens(self, max_context: int) -> int:
-        """Prompt tokens read together, for a model whose context holds `max_context` tokens.
-
-        Raises:
-            ValueError: if the longest prompt would not fit.
-
-        >>> SamplingConfig(max_new_tokens=6, max_seqs=512).prefill_tokens(14)
-        4096
-        """
-        if self.max_prefill_tokens is None:
-            prompt_room = max(max_context - self.max_new_tokens, 1)
-            return max(max_context, min(self.max_seqs * prompt_room, _DEFAULT_PREFILL_TOKENS))
-        if self.max_prefill_tokens < max_context:
-            raise ValueError(
-                f"sampling.max_prefill_tokens is {self.max_prefill_tokens}, but a prompt may have up to "
-                f"{max_context} tokens (the context); raise it to at least that"
-            )
-        return self.max_prefill_tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class Looks:
-    """Moments between two rounds of decoding at which newer weights may be handed over."""
-
-    look: Callable[[], None]
-    """Called before prompts are read and then between rounds, in the thread that samples. It may call
-    `update_weights`; what it raises ends the call of `sample`."""
-    rounds: int
-    """Rounds of decoding between two looks, each a token for every sequence. At least 1."""
-
-    def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise ValueError(f"rounds is {self.rounds}; there is at least 1 between two looks")
-
-
-class _Swap(NamedTuple):
-    """Newer weights that came while sequences were being decoded."""
-
-    version: WeightVersion
-    lengths: list[int]
-    """Tokens that each sequence had by then."""
-
-
-class _Sampled(NamedTuple):
-    """What a call of the engine gave."""
-
-    result: GenerationResult
-    first_version: WeightVersion
-    """Of the weights that read the prompts, and so sampled every first token."""
-    swaps: list[_Swap]
-
-    def last_version(self, index: int) -> WeightVersion:
-        """Of the weights that sampled the last token of a sequence."""
-        length = len(self.result.tokens[index])
-        behind = [swap.version for swap in self.swaps if swap.lengths[index] < length]
-        return behind[-1] if behind else self.first_version
 
 
 class _DecodeParams(NamedTuple):
@@ -256,8 +146,8 @@ class LevanterSampler:
             # Whatever raises below, an interrupt included, may leave donated buffers, held slots or NaN in the
             # cache behind: the engine is then dropped, and the next call makes another (its programs stay compiled).
             self._engine = None
-            sampled = self._generate(engine, requests[start:stop], allowed[start:stop])
-            generations += self._check(sampled, start, allowed[start:stop])
+            answer = self._generate(engine, requests[start:stop], allowed[start:stop])
+            generations += read_answer(answer, start, allowed[start:stop], self._stop_ids)
             self._engine = engine
         return generations
 
@@ -289,13 +179,15 @@ class LevanterSampler:
         if requests:
             yield start, len(requests)
 
-    def _generate(self, engine: InferenceEngine, requests: Sequence[SampleRequest], allowed: Sequence[int]) -> _Sampled:
+    def _generate(
+        self, engine: InferenceEngine, requests: Sequence[SampleRequest], allowed: Sequence[int]
+    ) -> EngineAnswer:
         # The engine takes slots from the end and gives them back in the order in which sequences end.
         # Request i always gets slot i, so that no earlier call can show in a result.
         engine.free_slots.sort(reverse=True)
         seeds = np.array([request.seed for request in requests], dtype=np.uint64)
         keys = np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32)
-        first_version, swaps = self._version, list[_Swap]()
+        first_version, swaps = self._version, list[Swap]()
 
         def look(iteration: int) -> None:
             before = self._version
@@ -304,7 +196,7 @@ class LevanterSampler:
             if self._version != before:
                 engine.model = self._model
                 lengths = [len(engine.results[index][0].token_list) for index in range(len(requests))]
-                swaps.append(_Swap(self._version, lengths))
+                swaps.append(Swap(self._version, lengths))
 
         result = engine.generate(
             [
@@ -328,42 +220,7 @@ class LevanterSampler:
             ],
             step_callback=look,
         )
-        return _Sampled(result, first_version, swaps)
-
-    def _check(self, sampled: _Sampled, first: int, allowed: Sequence[int]) -> Iterator[Generation]:
-        """The engine's answers as generations, request number `first` the first of them."""
-        result = sampled.result
-        if result.logprobs is None:
-            raise SamplerError(f"requests from {first}: the engine returned no log-probabilities")
-        _check_logprobs(result.logprobs, first)
-        for offset, (tokens, logprobs) in enumerate(zip(result.tokens, result.logprobs, strict=True)):
-            stopped = bool(tokens) and tokens[-1] in self._stop_ids
-            if not (stopped and len(tokens) <= allowed[offset]) and len(tokens) != allowed[offset]:
-                raise SamplerError(
-                    f"request {first + offset}: the engine returned {len(tokens)} tokens that end in no stop token, "
-                    f"where {allowed[offset]} were allowed; it dropped or cut the request"
-                )
-            yield Generation(
-                token_ids=tuple(tokens),
-                logprobs=tuple([min(value, 0.0) for value in logprobs]),
-                stop_reason=StopReason.STOP if stopped else StopReason.LENGTH,
-                first_version=sampled.first_version,
-                last_version=sampled.last_version(offset),
-            )
-
-
-def _check_logprobs(logprobs: Sequence[Sequence[float]], first: int) -> None:
-    flat = np.fromiter(itertools.chain.from_iterable(logprobs), dtype=np.float64)
-    good = flat <= LOGPROB_ROUNDING
-    good &= flat > -np.inf
-    if good.all():
-        return
-    owners = np.repeat(np.arange(len(logprobs)), [len(values) for values in logprobs])
-    bad = int(np.argmin(good))
-    raise SamplerError(
-        f"request {first + int(owners[bad])}: the engine returned log-probability {flat[bad]}; it must be finite and "
-        "at most 0. Check the weights for NaN"
-    )
+        return EngineAnswer(result, first_version, swaps)
 
 
 def _stop_sequences(stop_ids: Sequence[int]) -> NamedArray | None:

@@ -16,10 +16,9 @@ import httpx
 
 from marin_rl.retry import retrying_async
 from marin_rl.sampling.completions import completion_body, most_likely_logprob, read_completion
-from marin_rl.sampling.config import OpenAiSamplerConfig
-from marin_rl.sampling.levanter_sampler import SamplerError, SamplingConfig
+from marin_rl.sampling.config import OpenAiSamplerConfig, SamplingConfig
 from marin_rl.sampling.request_check import allowed_tokens
-from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.sampling.sampler import SampleRequest, SamplerError
 from marin_rl.types import Generation, StopReason, WeightVersion
 
 logger = logging.getLogger(__name__)

@@ -8,13 +8,13 @@ taken in blocks, and many blocks together.
 """
 
 import math
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 from levanter.layers.attention import Attention
 from levanter.layers.kv_cache import KvPageCache
 
@@ -63,68 +63,129 @@ def paged_attention(
     Returns:
         A vector for each query, in the dtype of `queries`; 0 for those of no real sequence.
     """
-    tokens, kv_heads, group, head_size = queries.shape
+    tokens = queries.shape[0]
     seqs, pages_per_seq = page_indices.shape
-    page_size = kv_pages.shape[1]
     block = 1 if tokens <= seqs else QUERY_BLOCK
     blocks_together = min(
         BLOCKS_ON_CPU if jax.default_backend() == "cpu" else BLOCKS_ELSEWHERE,
         tokens if block == 1 else tokens // block + seqs,
     )
-    pages_together = min(-(-KEY_BLOCK // page_size), pages_per_seq)
-    keys_together = pages_together * page_size
+    pages_together = min(-(-KEY_BLOCK // kv_pages.shape[1]), pages_per_seq)
 
     real = jnp.arange(seqs) < num_seqs
     query_lengths = jnp.where(real, query_starts[1:] - query_starts[:-1], 0)
     last_blocks = jnp.cumsum(-(-query_lengths // block))
-
-    def attend(
-        numbers: Int[Array, " blocks"],
-    ) -> tuple[Int[Array, "blocks block"], Float[Array, "blocks block kv_heads group head_size"]]:
-        """The queries of some blocks, by where they stand (beyond the end for none), and what they attend to."""
-        seq = jnp.minimum(jnp.searchsorted(last_blocks, numbers, side="right"), seqs - 1)
-        within = numbers - (last_blocks[seq] - -(-query_lengths[seq] // block))
-        offsets = within[:, None] * block + jnp.arange(block)
-        exists = (numbers < last_blocks[-1])[:, None] & (offsets < query_lengths[seq][:, None])
-        place = jnp.where(exists, query_starts[seq][:, None] + offsets, tokens)
-        position = (kv_lengths[seq] - query_lengths[seq])[:, None] + offsets
-        position = jnp.where(exists, position, -1)
-        query = queries.at[place].get(mode="fill", fill_value=0).astype(jnp.float32) * scale
-
-        def look(step: Int[Array, ""], so_far: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            weighted, total, largest = so_far
-            first_page = jnp.minimum(step * pages_together, pages_per_seq - pages_together)
-            pages = jax.lax.dynamic_slice_in_dim(page_indices[seq], first_page, pages_together, axis=1)
-            cached = kv_pages.at[pages].get(mode="clip").reshape(-1, keys_together, kv_heads, 2, head_size)
-            keys, values = cached[..., 0, :].astype(jnp.float32), cached[..., 1, :].astype(jnp.float32)
-            scores = jnp.einsum("bqhgd,bkhd->bhgqk", query, keys, preferred_element_type=jnp.float32)
-            if soft_cap is not None:
-                scores = soft_cap * jnp.tanh(scores / soft_cap)
-            key_position = first_page * page_size + jnp.arange(keys_together)
-            # The last block of keys may begin before the one before it ended.
-            fresh = key_position >= step * keys_together
-            seen = (fresh & (key_position <= position[..., None]))[:, None, None]
-            now_largest = jnp.maximum(largest, jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1))
-            # Queries that have seen nothing yet have no largest score.
-            shift = jnp.where(jnp.isfinite(now_largest), now_largest, 0.0)
-            weights = jnp.where(seen, jnp.exp(scores - shift[..., None]), 0.0)
-            keep = jnp.exp(largest - shift)
-            added = jnp.einsum("bhgqk,bkhd->bhgqd", weights, values, preferred_element_type=jnp.float32)
-            return weighted * keep[..., None] + added, total * keep + weights.sum(axis=-1), now_largest
-
-        shape = (numbers.size, kv_heads, group, block)
-        start = (jnp.zeros((*shape, head_size)), jnp.zeros(shape), jnp.full(shape, -jnp.inf))
-        steps = -(-(jnp.max(position) + 1) // keys_together)
-        weighted, total, _ = jax.lax.fori_loop(0, steps, look, start)
-        result = weighted / jnp.where(total > 0, total, 1.0)[..., None]
-        return place, jnp.moveaxis(result, 3, 1)
+    layout = _QueryLayout(query_starts, query_lengths, kv_lengths, last_blocks, block)
 
     def attend_together(number: Int[Array, ""], result: Array) -> Array:
-        place, attended = attend(number * blocks_together + jnp.arange(blocks_together))
-        return result.at[place].set(attended.astype(result.dtype), mode="drop")
+        asking = layout.locate(number * blocks_together + jnp.arange(blocks_together), tokens)
+        query = queries.at[asking.place].get(mode="fill", fill_value=0).astype(jnp.float32) * scale
+        attended = _attend(query, asking, kv_pages, page_indices, pages_together, soft_cap)
+        return result.at[asking.place].set(attended.astype(result.dtype), mode="drop")
 
     rounds = -(-last_blocks[-1] // blocks_together)
     return jax.lax.fori_loop(0, rounds, attend_together, jnp.zeros_like(queries))
+
+
+class _Asking(NamedTuple):
+    """The queries of some blocks."""
+
+    seq: Int[Array, " blocks"]
+    """The sequence of each block."""
+    place: Int[Array, "blocks block"]
+    """Where each query stands among those of the batch; beyond the end for none."""
+    position: Int[Array, "blocks block"]
+    """Where it stands in its sequence; -1 for none."""
+
+
+class _QueryLayout(NamedTuple):
+    """How the queries of a batch are cut into blocks, each of one sequence; numbered through all sequences."""
+
+    starts: Int[Array, " seqs_and_one"]
+    """Where the queries of each sequence begin."""
+    lengths: Int[Array, " seqs"]
+    """Queries of each sequence; 0 where it is not real."""
+    kv_lengths: Int[Array, " seqs"]
+    """Tokens of each sequence in the cache."""
+    last_blocks: Int[Array, " seqs"]
+    """Number of the block behind the last one of each sequence."""
+    block: int
+    """Queries of a block."""
+
+    def locate(self, numbers: Int[Array, " blocks"], nowhere: int) -> _Asking:
+        """The queries of blocks, by the blocks' numbers; `nowhere` is the place of those that do not exist."""
+        seq = jnp.minimum(jnp.searchsorted(self.last_blocks, numbers, side="right"), self.lengths.size - 1)
+        within = numbers - (self.last_blocks[seq] - -(-self.lengths[seq] // self.block))
+        offsets = within[:, None] * self.block + jnp.arange(self.block)
+        exists = (numbers < self.last_blocks[-1])[:, None] & (offsets < self.lengths[seq][:, None])
+        place = jnp.where(exists, self.starts[seq][:, None] + offsets, nowhere)
+        position = (self.kv_lengths[seq] - self.lengths[seq])[:, None] + offsets
+        return _Asking(seq, place, jnp.where(exists, position, -1))
+
+
+class _SoftmaxInParts(NamedTuple):
+    """`Σ_j softmax_j(score_j)·v_j` over the keys so far."""
+
+    weighted: Float[Array, "blocks kv_heads group block head_size"]
+    """`Σ_j exp(score_j - largest)·v_j`."""
+    total: Float[Array, "blocks kv_heads group block"]
+    """`Σ_j exp(score_j - largest)`."""
+    largest: Float[Array, "blocks kv_heads group block"]
+    """The largest score; minus infinity where nothing was seen."""
+
+    def add(
+        self,
+        scores: Float[Array, "blocks kv_heads group block keys"],
+        seen: Bool[Array, "blocks 1 1 block keys"],
+        values: Float[Array, "blocks keys kv_heads head_size"],
+    ) -> "_SoftmaxInParts":
+        """With more keys, of which each query takes those that it has `seen`."""
+        largest = jnp.maximum(self.largest, jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1))
+        # Queries that have seen nothing yet have no largest score.
+        shift = jnp.where(jnp.isfinite(largest), largest, 0.0)
+        weights = jnp.where(seen, jnp.exp(scores - shift[..., None]), 0.0)
+        keep = jnp.exp(self.largest - shift)
+        added = jnp.einsum("bhgqk,bkhd->bhgqd", weights, values, preferred_element_type=jnp.float32)
+        return _SoftmaxInParts(
+            self.weighted * keep[..., None] + added, self.total * keep + weights.sum(axis=-1), largest
+        )
+
+    def result(self) -> Float[Array, "blocks kv_heads group block head_size"]:
+        """The sum; 0 for queries that have seen nothing."""
+        return self.weighted / jnp.where(self.total > 0, self.total, 1.0)[..., None]
+
+
+def _attend(
+    query: Float[Array, "blocks block kv_heads group head_size"],
+    asking: _Asking,
+    kv_pages: Float[Array, "pages page_size two_kv_heads head_size"],
+    page_indices: Int[Array, "seqs pages_per_seq"],
+    pages_together: int,
+    soft_cap: float | None,
+) -> Float[Array, "blocks block kv_heads group head_size"]:
+    """What scaled queries attend to, `pages_together` pages of their sequence after one another."""
+    blocks, block, kv_heads, group, head_size = query.shape
+    pages_per_seq, page_size = page_indices.shape[1], kv_pages.shape[1]
+    keys_together = pages_together * page_size
+
+    def look(step: Int[Array, ""], so_far: _SoftmaxInParts) -> _SoftmaxInParts:
+        first_page = jnp.minimum(step * pages_together, pages_per_seq - pages_together)
+        pages = jax.lax.dynamic_slice_in_dim(page_indices[asking.seq], first_page, pages_together, axis=1)
+        cached = kv_pages.at[pages].get(mode="clip").reshape(-1, keys_together, kv_heads, 2, head_size)
+        keys, values = cached[..., 0, :].astype(jnp.float32), cached[..., 1, :].astype(jnp.float32)
+        scores = jnp.einsum("bqhgd,bkhd->bhgqk", query, keys, preferred_element_type=jnp.float32)
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        key_position = first_page * page_size + jnp.arange(keys_together)
+        # The last block of keys may begin before the one before it ended.
+        fresh = key_position >= step * keys_together
+        seen = (fresh & (key_position <= asking.position[..., None]))[:, None, None]
+        return so_far.add(scores, seen, values)
+
+    shape = (blocks, kv_heads, group, block)
+    nothing = _SoftmaxInParts(jnp.zeros((*shape, head_size)), jnp.zeros(shape), jnp.full(shape, -jnp.inf))
+    steps = -(-(jnp.max(asking.position) + 1) // keys_together)
+    return jnp.moveaxis(jax.lax.fori_loop(0, steps, look, nothing).result(), 3, 1)
 
 
 class BatchedAttention(Attention):

@@ -9,6 +9,9 @@ from typing import Protocol, runtime_checkable
 
 from marin_rl.types import Generation
 
+LOGPROB_ROUNDING = 1e-5
+"""Nats by which rounding may push the log-probability of a near-certain token above 0."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SampleRequest:
@@ -45,3 +48,7 @@ class Sampler(Protocol):
 
 class PromptTooLongError(ValueError):
     """A prompt does not fit into the context; the message names its length and the limit."""
+
+
+class SamplerError(RuntimeError):
+    """The engine answered something it should not have; the message names the request."""

@@ -17,7 +17,6 @@ import pyarrow.flight as flight
 from marin_rl.types import WeightVersion
 from marin_rl.weights.errors import VersionGoneError
 from marin_rl.weights.manifest import Chunk
-from marin_rl.weights.publisher import BackgroundPublisher
 from marin_rl.weights.shelf import VersionShelf
 from marin_rl.weights.snapshot import Snapshot, TrainingHost
 from marin_rl.weights.token import check_token, seal
@@ -102,20 +101,10 @@ class WeightServer(flight.FlightServerBase):
             raise flight.FlightServerError(str(error), extra_info=VERSION_GONE) from error
 
 
-class ArrowFlightSender:
-    """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
+class FlightOutlet:
+    """A shelf and its server; see [`WeightOutlet`][marin_rl.weights.outlet.WeightOutlet]."""
 
-    def __init__(
-        self,
-        *,
-        host: str,
-        port: int,
-        token: str,
-        training_host: TrainingHost,
-        dtype: str | None,
-        chunk_bytes: int,
-        keep: int,
-    ) -> None:
+    def __init__(self, *, host: str, port: int, token: str, training_host: TrainingHost, keep: int) -> None:
         """Bind the port and serve.
 
         Args:
@@ -123,16 +112,13 @@ class ArrowFlightSender:
             port: port to bind; 0 for any free one.
             token: the run's secret.
             training_host: whose shards are served.
-            dtype: what floating-point arrays are cast to; None leaves them as they are.
-            chunk_bytes: bytes of a chunk.
             keep: versions that are held.
 
         Raises:
             OSError: if the address cannot be bound.
         """
         check_token(token)
-        name = f"training host {training_host.index}"
-        self._shelf: VersionShelf[Snapshot] = VersionShelf(keep, name)
+        self._shelf: VersionShelf[Snapshot] = VersionShelf(keep, f"training host {training_host.index}")
         try:
             self._server = WeightServer(self._shelf, token, _location(host, port))
         except (pa.ArrowException, OSError) as error:
@@ -140,38 +126,23 @@ class ArrowFlightSender:
                 f"weights cannot be served at {_location(host, port)}: {error}; correct host and port"
             ) from error
         self._address = _location(socket.gethostname() if host in WILDCARDS else host, self._server.port)
-        self._publisher = BackgroundPublisher(
-            training_host, dtype, chunk_bytes, lambda snapshot: self._shelf.put(snapshot.manifest.version, snapshot)
-        )
 
     @property
     def address(self) -> str:
         """`grpc://host:port`; the machine's own name where the host is a wildcard."""
         return self._address
 
-    @property
-    def published(self) -> WeightVersion | None:
-        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
-        return self._publisher.published
-
-    def publish(self, weights: object, version: WeightVersion) -> None:
-        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
-        self._publisher.publish(weights, version)
-
-    def flush(self) -> None:
-        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
-        self._publisher.flush()
+    def put(self, snapshot: Snapshot) -> None:
+        """See [`WeightOutlet`][marin_rl.weights.outlet.WeightOutlet]."""
+        self._shelf.put(snapshot.manifest.version, snapshot)
 
     def close(self) -> None:
-        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]; streams under way are cut.
+        """See [`WeightOutlet`][marin_rl.weights.outlet.WeightOutlet]; streams under way are cut.
 
         A worker that stands still in mid-transfer holds this up until TCP gives its connection up, about 20 seconds.
         """
-        try:
-            self._publisher.close()
-        finally:
-            self._shelf.clear()
-            self._server.shutdown()
+        self._shelf.clear()
+        self._server.shutdown()
 
 
 def _location(host: str, port: int) -> str:

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 import draccus
 
 from marin_rl.retry import RetryConfig
-from marin_rl.weights.arrow_flight import ArrowFlightSender
+from marin_rl.weights.arrow_flight import FlightOutlet
 from marin_rl.weights.arrow_flight_client import FlightSource
 from marin_rl.weights.in_process import InProcessReceiver, InProcessSender
 from marin_rl.weights.manifest import MAX_CHUNK_BYTES
 from marin_rl.weights.protocol import WeightReceiver, WeightSender
 from marin_rl.weights.sharded_receiver import ShardedReceiver
-from marin_rl.weights.shared_files import FolderSource, SharedFilesSender
+from marin_rl.weights.sharded_sender import ShardedSender
+from marin_rl.weights.shared_files import FolderOutlet, FolderSource
 from marin_rl.weights.snapshot import TrainingHost
 
 
@@ -121,17 +122,10 @@ class ArrowFlightConfig(WeightTransferConfig):
         if not (self.call_seconds > 0 and math.isfinite(self.call_seconds)):
             raise ValueError(f"weights.call_seconds is {self.call_seconds}; it is a number of seconds above 0")
 
-    def open_sender(self, token: str, training_host: TrainingHost) -> ArrowFlightSender:
+    def open_sender(self, token: str, training_host: TrainingHost) -> ShardedSender:
         """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig]."""
-        return ArrowFlightSender(
-            host=self.host,
-            port=self.port,
-            token=token,
-            training_host=training_host,
-            dtype=self.sent_dtype,
-            chunk_bytes=self.chunk_mb * 2**20,
-            keep=self.keep,
-        )
+        outlet = FlightOutlet(host=self.host, port=self.port, token=token, training_host=training_host, keep=self.keep)
+        return ShardedSender(outlet, training_host, dtype=self.sent_dtype, chunk_bytes=self.chunk_mb * 2**20)
 
     def open_receiver(self, addresses: Sequence[str], token: str) -> ShardedReceiver:
         """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig]."""
@@ -164,16 +158,10 @@ class SharedFilesConfig(WeightTransferConfig):
         _check_chunk(self.chunk_mb)
         _check_range("keep", self.keep, 1, None)
 
-    def open_sender(self, token: str, training_host: TrainingHost) -> SharedFilesSender:
+    def open_sender(self, token: str, training_host: TrainingHost) -> ShardedSender:
         """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig]."""
-        return SharedFilesSender(
-            folder=self.folder,
-            token=token,
-            training_host=training_host,
-            dtype=self.sent_dtype,
-            chunk_bytes=self.chunk_mb * 2**20,
-            keep=self.keep,
-        )
+        outlet = FolderOutlet(folder=self.folder, token=token, training_host=training_host, keep=self.keep)
+        return ShardedSender(outlet, training_host, dtype=self.sent_dtype, chunk_bytes=self.chunk_mb * 2**20)
 
     def open_receiver(self, addresses: Sequence[str], token: str) -> ShardedReceiver:
         """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig].

@@ -19,7 +19,6 @@ from fsspec.implementations.local import LocalFileSystem
 from marin_rl.types import WeightVersion
 from marin_rl.weights.errors import ServerLostError, VersionGoneError, WrongTokenError
 from marin_rl.weights.manifest import Chunk, Manifest
-from marin_rl.weights.publisher import BackgroundPublisher
 from marin_rl.weights.snapshot import Snapshot, TrainingHost
 from marin_rl.weights.token import check_token, fingerprint, seal, unseal
 
@@ -71,20 +70,16 @@ class _Folder:
             return
 
 
-class SharedFilesSender:
-    """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
+class FolderOutlet:
+    """One host's files of the folder; see [`WeightOutlet`][marin_rl.weights.outlet.WeightOutlet]."""
 
-    def __init__(
-        self, *, folder: str, token: str, training_host: TrainingHost, dtype: str | None, chunk_bytes: int, keep: int
-    ) -> None:
+    def __init__(self, *, folder: str, token: str, training_host: TrainingHost, keep: int) -> None:
         """Make the folder, and clear away what an earlier launch left in it.
 
         Args:
             folder: path or fsspec address.
             token: the run's secret.
             training_host: whose shards are written.
-            dtype: what floating-point arrays are cast to; None leaves them as they are.
-            chunk_bytes: bytes of a chunk.
             keep: versions that are held.
         """
         check_token(token)
@@ -94,37 +89,14 @@ class SharedFilesSender:
         self._keep = keep
         self._folder.create()
         self._clear(lambda file: self._is_own(file) or (training_host.index == 0 and file.hosts != training_host.count))
-        self._publisher = BackgroundPublisher(training_host, dtype, chunk_bytes, self._write)
 
     @property
     def address(self) -> str:
         """The folder."""
         return self._folder.url
 
-    @property
-    def published(self) -> WeightVersion | None:
-        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
-        return self._publisher.published
-
-    def publish(self, weights: object, version: WeightVersion) -> None:
-        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
-        self._publisher.publish(weights, version)
-
-    def flush(self) -> None:
-        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
-        self._publisher.flush()
-
-    def close(self) -> None:
-        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]; this host's files are deleted."""
-        try:
-            self._publisher.close()
-        finally:
-            self._clear(self._is_own)
-
-    def _is_own(self, file: _File) -> bool:
-        return file.host == self._host.index and file.hosts == self._host.count
-
-    def _write(self, snapshot: Snapshot) -> None:
+    def put(self, snapshot: Snapshot) -> None:
+        """See [`WeightOutlet`][marin_rl.weights.outlet.WeightOutlet]."""
         version = snapshot.manifest.version
         file = _File(version, self._host.index, self._host.count, fingerprint(self._token))
         with self._folder.files.open(self._folder.path(file, "pieces"), "wb") as stream:
@@ -133,6 +105,13 @@ class SharedFilesSender:
         self._write_whole(file, seal(self._token, snapshot.manifest.to_json()))
         kept = sorted({held.version for held, _ in self._folder.list() if self._is_own(held)})[-self._keep :]
         self._clear(lambda held: self._is_own(held) and held.version not in kept)
+
+    def close(self) -> None:
+        """See [`WeightOutlet`][marin_rl.weights.outlet.WeightOutlet]; this host's files are deleted."""
+        self._clear(self._is_own)
+
+    def _is_own(self, file: _File) -> bool:
+        return file.host == self._host.index and file.hosts == self._host.count
 
     def _write_whole(self, file: _File, content: bytes) -> None:
         """Write the manifest so that no reader sees half of it."""

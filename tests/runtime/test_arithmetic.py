@@ -17,7 +17,7 @@ from marin_rl.runtime.arithmetic import describe_run
 from marin_rl.runtime.config import RolloutConfig, TrainConfig, UpdateConfig
 from marin_rl.runtime.evaluation import EvaluationConfig
 from marin_rl.runtime.warm_start import WarmStartConfig
-from marin_rl.sampling.levanter_sampler import SamplingConfig
+from marin_rl.sampling.config import SamplingConfig
 from marin_rl.tokenization.load import TokenizerConfig
 
 CONFIG = TrainConfig(

@@ -15,8 +15,7 @@ from marin_rl.runtime import session
 from marin_rl.runtime.policy_engine import OutsideEngine, PolicyEngine, open_policy_engine
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.training_run import TrainingRun, open_run, resolve_model
-from marin_rl.sampling.levanter_sampler import SamplerError
-from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.sampling.sampler import SampleRequest, SamplerError
 from marin_rl.types import Generation
 from tests.runtime.levanter_server import Loader, config_of, served_by
 from tests.sampling.completions_server import CompletionsServer, serving

@@ -32,7 +32,7 @@ from marin_rl.runtime.training_run import (
     resolve_model,
     restore_policy,
 )
-from marin_rl.sampling.levanter_sampler import SamplingConfig
+from marin_rl.sampling.config import SamplingConfig
 from marin_rl.types import RolloutGroup
 from tests.rollouts.rollout_cases import group_of, piece
 from tests.runtime.bare_run import bare_run, make_config

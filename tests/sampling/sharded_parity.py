@@ -18,7 +18,8 @@ def measure(model_axis_size: int) -> dict[str, float]:
     from levanter.models.llama import LlamaConfig
     from levanter.trainer import TrainerConfig
 
-    from marin_rl.sampling.levanter_sampler import LevanterSampler, SamplingConfig
+    from marin_rl.sampling.config import SamplingConfig
+    from marin_rl.sampling.levanter_sampler import LevanterSampler
     from marin_rl.sampling.sampler import SampleRequest
 
     compiles = []

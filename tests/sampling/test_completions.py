@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marin_rl.sampling.completions import Completion, completion_body, most_likely_logprob, read_completion
-from marin_rl.sampling.levanter_sampler import SamplerError
-from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.sampling.sampler import SampleRequest, SamplerError
 
 VOCAB = 6
 STOP = frozenset({4, 5})

@@ -7,11 +7,51 @@ from typing import Any
 
 import draccus
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from marin_rl.sampling.config import LevanterSamplerConfig, OpenAiSamplerConfig, ReloadConfig, SamplerConfig
+from marin_rl.sampling.config import (
+    LevanterSamplerConfig,
+    OpenAiSamplerConfig,
+    ReloadConfig,
+    SamplerConfig,
+    SamplingConfig,
+)
 
 RELOAD = {"folder": "weights", "path": "hook.py", "function": "reload"}
 GOOD = OpenAiSamplerConfig(base_url="http://localhost:8000/v1", model="policy", reload=ReloadConfig(**RELOAD))
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"max_new_tokens": 0}, r"sampling.max_new_tokens is 0; it must be at least 1"),
+        ({"max_seqs": 0}, r"sampling.max_seqs is 0; it must be at least 1"),
+        ({"page_size": -1}, r"sampling.page_size is -1; it must be at least 1"),
+        ({"temperature": 0.0}, r"sampling.temperature is 0.0"),
+        ({"temperature": math.inf}, r"sampling.temperature is inf"),
+        ({"temperature": math.nan}, r"sampling.temperature is nan"),
+        ({"top_p": 0.9}, r"sampling.top_p is 0.9.*set sampling.top_p: 1.0"),
+        ({"top_k": 50}, r"sampling.top_k is 50.*set sampling.top_k: null"),
+        ({"kv_cache_dtype": "int8"}, r"sampling.kv_cache_dtype is 'int8'; use float32 or bfloat16"),
+    ],
+)
+def test_sampling_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
+    with pytest.raises(ValueError, match=problem):
+        SamplingConfig(**fields)
+
+
+@given(context=st.integers(2, 40_000), new=st.integers(1, 40_000), seqs=st.integers(1, 600))
+def test_prompts_of_a_round_are_read_together_as_far_as_memory_goes(context: int, new: int, seqs: int):
+    tokens = SamplingConfig(max_new_tokens=new, max_seqs=seqs).prefill_tokens(context)
+    assert context <= tokens <= max(context, 4096)
+    longest = min(max(context - new, 1), context - 1)
+    assert tokens >= min(seqs * longest, 4096)
+
+
+@pytest.mark.parametrize(("said", "context"), [(40, 40), (90, 40)])
+def test_prefill_that_is_said_is_taken(said: int, context: int):
+    assert SamplingConfig(max_prefill_tokens=said).prefill_tokens(context) == said
 
 
 def test_an_engine_is_chosen_by_type():

@@ -18,15 +18,16 @@ import pytest
 from haliax import Axis, NamedArray
 from jax import monitoring
 from levanter.inference import engine as engine_module
-from levanter.inference.engine import GenerationResult, InferenceEngine
+from levanter.inference.engine import InferenceEngine
 from levanter.layers.attention import AttentionMask
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
 from levanter.models.qwen import Qwen3Config
 
 import marin_rl
-from marin_rl.sampling.levanter_sampler import LevanterSampler, SamplerError, SamplingConfig
-from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
+from marin_rl.sampling.config import SamplingConfig
+from marin_rl.sampling.levanter_sampler import LevanterSampler
+from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest, SamplerError
 from marin_rl.types import Generation, StopReason
 
 VOCAB = 64
@@ -375,56 +376,20 @@ def test_an_interrupted_call_leaves_a_working_sampler(
     assert sampler.sample(requests) == expected
 
 
-def altered(monkeypatch: pytest.MonkeyPatch, alter: Callable[[GenerationResult], GenerationResult]) -> None:
+def test_a_cut_answer_is_told_by_the_requests_number_among_all(
+    sampler: LevanterSampler, monkeypatch: pytest.MonkeyPatch
+):
     generate = InferenceEngine.generate
-    monkeypatch.setattr(
-        InferenceEngine,
-        "generate",
-        lambda self, requests, step_callback: alter(generate(self, requests, step_callback)),
-    )
 
-
-@pytest.mark.parametrize("kept", [0, 2])
-def test_a_cut_answer_is_an_error(sampler: LevanterSampler, monkeypatch: pytest.MonkeyPatch, kept: int):
-    def cut(result: GenerationResult) -> GenerationResult:
-        result.tokens[1] = [1] * kept
-        result.logprobs[1] = [-1.0] * kept
+    def cut(self, requests, step_callback):
+        result = generate(self, requests, step_callback)
+        if len(requests) < SLOTS:
+            result.tokens[1], result.logprobs[1] = [1], [-1.0]
         return result
 
-    altered(monkeypatch, cut)
-    with pytest.raises(SamplerError, match=rf"request 1: the engine returned {kept} tokens that end in no stop token"):
-        sampler.sample(make_requests([3, 4]))
-
-
-def test_an_answer_beyond_its_limit_is_an_error(sampler: LevanterSampler, monkeypatch: pytest.MonkeyPatch):
-    def stretch(result: GenerationResult) -> GenerationResult:
-        result.tokens[0] = [1] * 4 + [STOP_IDS[0]]
-        result.logprobs[0] = [-1.0] * 5
-        return result
-
-    altered(monkeypatch, stretch)
-    with pytest.raises(SamplerError, match="request 0: the engine returned 5 tokens"):
-        sampler.sample(make_requests([3], max_new_tokens=4))
-
-
-@pytest.mark.parametrize("value", [1e-3, float("nan"), float("-inf")])
-def test_an_impossible_logprob_is_an_error(sampler: LevanterSampler, monkeypatch: pytest.MonkeyPatch, value: float):
-    def spoil(result: GenerationResult) -> GenerationResult:
-        result.logprobs[1][-1] = value
-        return result
-
-    altered(monkeypatch, spoil)
-    with pytest.raises(SamplerError, match=f"request 1: the engine returned log-probability {value}"):
-        sampler.sample(make_requests([3, 4, 5]))
-
-
-def test_rounding_above_zero_is_clamped(sampler: LevanterSampler, monkeypatch: pytest.MonkeyPatch):
-    def nudge(result: GenerationResult) -> GenerationResult:
-        result.logprobs[0][0] = 1e-7
-        return result
-
-    altered(monkeypatch, nudge)
-    assert sampler.sample(make_requests([3]))[0].logprobs[0] == 0.0
+    monkeypatch.setattr(InferenceEngine, "generate", cut)
+    with pytest.raises(SamplerError, match=f"request {SLOTS + 1}: the engine returned 1 tokens"):
+        sampler.sample(make_requests([3] * (SLOTS + 2)))
 
 
 def test_weights_with_nan_are_an_error_and_leave_no_trace(sampler: LevanterSampler, model: LmHeadModel):
@@ -435,22 +400,6 @@ def test_weights_with_nan_are_an_error_and_leave_no_trace(sampler: LevanterSampl
         sampler.sample(requests)
     sampler.update_weights(model, 0)
     assert sampler.sample(requests) == expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"max_new_tokens": 0}, "sampling.max_new_tokens is 0"),
-        ({"max_seqs": 0}, "sampling.max_seqs is 0"),
-        ({"page_size": -1}, "sampling.page_size is -1"),
-        ({"temperature": 0.0}, "sampling.temperature is 0.0"),
-        ({"temperature": float("inf")}, "sampling.temperature is inf"),
-        ({"kv_cache_dtype": "int8"}, "sampling.kv_cache_dtype is 'int8'"),
-    ],
-)
-def test_impossible_configs_are_refused(changes: dict[str, object], message: str):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(CONFIG, **changes)
 
 
 def test_prefill_must_take_the_longest_prompt(model: LmHeadModel):

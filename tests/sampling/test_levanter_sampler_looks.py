@@ -16,7 +16,8 @@ import pytest
 from haliax import NamedArray
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.sampling.levanter_sampler import LevanterSampler, Looks
+from marin_rl.sampling.levanter_sampler import LevanterSampler
+from marin_rl.sampling.looks import Looks
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.types import Generation
 from tests.sampling.test_levanter_sampler import (
@@ -241,8 +242,3 @@ def test_weights_of_another_shape_are_refused_in_flight_too(watch: Watch, alone:
     with pytest.raises(ValueError, match="update_weights to version 9: the model's structure, shapes or dtypes differ"):
         watch.sample(REQUESTS, look2=watch.swap(halves, 9))
     assert watch.sample(REQUESTS) == alone
-
-
-def test_there_is_a_round_between_two_looks() -> None:
-    with pytest.raises(ValueError, match="rounds is 0"):
-        Looks(lambda: None, 0)

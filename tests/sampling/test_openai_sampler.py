@@ -17,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marin_rl.retry import RetryConfig
-from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig
-from marin_rl.sampling.levanter_sampler import SamplerError, SamplingConfig
+from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, SamplingConfig
 from marin_rl.sampling.openai_sampler import OpenAiSampler
-from marin_rl.sampling.sampler import PromptTooLongError, Sampler, SampleRequest
+from marin_rl.sampling.sampler import PromptTooLongError, Sampler, SampleRequest, SamplerError
 from marin_rl.types import StopReason
 from tests.sampling.completions_server import CompletionsServer, Raw, TableEngine, error, serving
 

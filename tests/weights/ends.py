@@ -4,6 +4,7 @@
 """Both ends of a transfer, as the tests open them."""
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 
@@ -38,6 +39,16 @@ def closing(sender: WeightSender) -> Iterator[WeightSender]:
 def snapshot_of(tree: object, version: WeightVersion, chunk_bytes: int = 1024) -> Snapshot:
     """A snapshot as one training host makes it."""
     return take_snapshot(named_leaves(tree), version, TrainingHost.current(), chunk_bytes)
+
+
+def split(snapshot: Snapshot, hosts: int) -> list[Snapshot]:
+    """What several hosts would hold, its pieces dealt round."""
+    parts = []
+    for host in range(hosts):
+        pieces = snapshot.manifest.pieces[host::hosts]
+        manifest = dataclasses.replace(snapshot.manifest, host=host, hosts=hosts, pieces=pieces)
+        parts.append(Snapshot(manifest, snapshot.data[host::hosts]))
+    return parts
 
 
 def source_of(server: WeightServer, token: str = TOKEN, streams: int = 1) -> FlightSource:

@@ -8,20 +8,20 @@ import pytest
 
 from marin_rl.retry import Clock
 from marin_rl.weights.all_hosts import AllHosts
-from marin_rl.weights.arrow_flight import ArrowFlightSender
 from marin_rl.weights.config import ArrowFlightConfig
 from marin_rl.weights.errors import WeightTransferError
+from marin_rl.weights.sharded_sender import ShardedSender
 from marin_rl.weights.snapshot import TrainingHost
 from tests.weights.ends import TOKEN, closing
 
 WEIGHTS = {"w": np.arange(6, dtype=np.float32)}
 
 
-def open_host(index: int) -> ArrowFlightSender:
+def open_host(index: int) -> ShardedSender:
     return ArrowFlightConfig().open_sender(TOKEN, TrainingHost(index, 2, frozenset()))
 
 
-def all_hosts(own: ArrowFlightSender, other: ArrowFlightSender, meanwhile: Callable[[float], None]) -> AllHosts:
+def all_hosts(own: ShardedSender, other: ShardedSender, meanwhile: Callable[[float], None]) -> AllHosts:
     """With a clock on which ten seconds are over after each question; `meanwhile` is told the time."""
     slept: list[float] = []
 

@@ -2,9 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import contextlib
-import dataclasses
 import gc
-import hashlib
 import json
 import os
 import pathlib
@@ -28,17 +26,16 @@ from hypothesis import strategies as st
 
 import marin_rl
 from marin_rl.retry import RetryConfig
-from marin_rl.weights.arrow_flight import ArrowFlightSender, WeightServer
+from marin_rl.weights.arrow_flight import WeightServer
 from marin_rl.weights.arrow_flight_client import FlightSource
 from marin_rl.weights.config import ArrowFlightConfig
 from marin_rl.weights.errors import (
     CorruptTransferError,
-    MismatchedWeightsError,
-    ServerLostError,
     VersionGoneError,
     WrongTokenError,
 )
 from marin_rl.weights.manifest import Chunk
+from marin_rl.weights.sharded_sender import ShardedSender
 from marin_rl.weights.shelf import VersionShelf
 from marin_rl.weights.snapshot import Snapshot, TrainingHost
 from marin_rl.weights.token import make_token
@@ -52,13 +49,14 @@ from tests.weights.ends import (
     serving,
     snapshot_of,
     source_of,
+    split,
 )
 
 WEIGHTS = {"w": np.arange(3000, dtype=np.float32), "b": np.float32([[1], [2]])}
 PATIENT = RetryConfig(give_up_seconds=1000.0)
 
 
-def open_sender(**changes: object) -> ArrowFlightSender:
+def open_sender(**changes: object) -> ShardedSender:
     return ArrowFlightConfig(**changes).open_sender(TOKEN, TrainingHost.current())
 
 
@@ -193,52 +191,6 @@ def test_a_stream_that_lies_is_refused_and_read_again(lie: str, caplog):
     assert len(caplog.records) == 2
 
 
-class ForgingServer(WeightServer):
-    """Answers actions with what the test says."""
-
-    answers: dict[str, bytes]
-
-    def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> list[bytes]:
-        return [self.answers[action.type]] if action.type in self.answers else super().do_action(context, action)
-
-
-def test_a_forged_manifest_is_refused():
-    with serving(ForgingServer) as (shelf, server):
-        assert isinstance(server, ForgingServer)
-        shelf.put(1, snapshot_of(WEIGHTS, 1))
-        manifest = snapshot_of(WEIGHTS, 1).manifest.to_json()
-        server.answers = {"manifest": hashlib.sha256(manifest).digest() + manifest}
-        with pytest.raises(CorruptTransferError, match="damaged, or not the run's own"):
-            receiver_of(source_of(server)).receive(WEIGHTS)
-
-
-@pytest.mark.parametrize("answer", [b"", b"7", b"[null]", b'["new"]'])
-def test_a_damaged_list_of_versions_is_refused(answer: bytes):
-    with serving(ForgingServer) as (_, server):
-        assert isinstance(server, ForgingServer)
-        server.answers = {"versions": answer}
-        with pytest.raises(CorruptTransferError, match="list of versions is damaged"):
-            receiver_of(source_of(server)).newest()
-
-
-def test_the_manifest_of_another_version_is_refused():
-    with serving() as (shelf, server):
-        shelf.put(2, snapshot_of(WEIGHTS, 1))
-        with pytest.raises(CorruptTransferError, match="asked for version 2, got the manifest of version 1"):
-            receiver_of(source_of(server)).receive(WEIGHTS)
-
-
-def test_a_foreign_schema_is_refused():
-    class ForeignServer(WeightServer):
-        def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.RecordBatchStream:
-            return flight.RecordBatchStream(pa.table({"text": ["a"]}))
-
-    with serving(ForeignServer) as (shelf, server):
-        shelf.put(1, snapshot_of(WEIGHTS, 1))
-        with pytest.raises(CorruptTransferError, match="a stream of text: string instead of bytes: uint8"):
-            receiver_of(source_of(server)).receive(WEIGHTS)
-
-
 # Versions that go away.
 
 
@@ -349,34 +301,6 @@ def test_a_server_killed_in_mid_transfer_is_lost_and_its_successor_found(caplog)
     assert f"weight server grpc://127.0.0.1:{port} does not answer" in caplog.text
 
 
-def test_no_proxy_comes_between(monkeypatch: pytest.MonkeyPatch):
-    with socket.create_server(("127.0.0.1", 0)) as proxy, serving() as (shelf, server):
-        for name in ("http_proxy", "grpc_proxy", "https_proxy"):
-            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
-        monkeypatch.delenv("no_proxy", raising=False)
-        monkeypatch.delenv("no_grpc_proxy", raising=False)
-        shelf.put(1, snapshot_of(WEIGHTS, 1))
-        source = FlightSource(f"grpc://127.0.0.1:{server.port}", TOKEN, streams=1, call_seconds=5.0)
-        assert_same(receiver_of(source).receive(WEIGHTS)[0], WEIGHTS)
-
-
-def test_a_lost_server_is_told_with_its_address():
-    with serving() as (_, server):
-        source = source_of(server)
-    with pytest.raises(ServerLostError, match=rf"weight server grpc://127\.0\.0\.1:{server.port} does not answer"):
-        receiver_of(source).newest()
-    retry = RetryConfig(first_seconds=1.0, longest_seconds=1.0, give_up_seconds=3.0)
-    with pytest.raises(ServerLostError, match="given up after"):
-        receiver_of(source, retry=retry).receive(WEIGHTS)
-
-
-def test_a_server_that_hangs_is_lost_after_the_configured_time():
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(ServerLostError, match="does not answer"):
-            receiver_of(FlightSource(address, TOKEN, streams=1, call_seconds=0.2)).newest()
-
-
 def test_a_worker_that_stood_still_takes_the_newest_and_holds_nothing_back():
     with gated() as (shelf, server):
         shelf.put(1, snapshot_of(filled(1), 1))
@@ -403,30 +327,6 @@ def test_a_worker_that_stood_still_takes_the_newest_and_holds_nothing_back():
 
 
 # Several training hosts.
-
-
-def split(snapshot: Snapshot, hosts: int) -> list[Snapshot]:
-    """What several hosts would hold, its pieces dealt round."""
-    parts = []
-    for host in range(hosts):
-        pieces = snapshot.manifest.pieces[host::hosts]
-        manifest = dataclasses.replace(snapshot.manifest, host=host, hosts=hosts, pieces=pieces)
-        parts.append(Snapshot(manifest, snapshot.data[host::hosts]))
-    return parts
-
-
-def test_all_training_hosts_are_needed_once():
-    with serving() as (one, first), serving() as (two, second):
-        for shelf, part in zip((one, two), split(snapshot_of(filled(1), 1), 2), strict=True):
-            shelf.put(1, part)
-        received, _ = receiver_of(source_of(second), source_of(first)).receive(filled(0))
-        assert_same(received, filled(1))
-        with pytest.raises(
-            MismatchedWeightsError, match=r"published by 2 training hosts, but the receiver reads .*\[1\]"
-        ):
-            receiver_of(source_of(second)).receive(filled(0))
-        with pytest.raises(MismatchedWeightsError, match=r"those of \[0, 0\]"):
-            receiver_of(source_of(first), source_of(first)).receive(filled(0))
 
 
 @settings(max_examples=25)

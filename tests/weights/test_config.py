@@ -89,9 +89,3 @@ def test_a_weak_token_opens_nothing(config: WeightTransferConfig, tmp_path, monk
 def test_a_receiver_needs_an_address():
     with pytest.raises(ValueError, match="at least one address"):
         ArrowFlightConfig().open_receiver([], TOKEN)
-
-
-@pytest.mark.parametrize(("index", "count"), [(-1, 1), (1, 1), (0, 0)])
-def test_a_training_host_is_one_of_its_count(index: int, count: int):
-    with pytest.raises(ValueError, match=f"training host {index} of {count}"):
-        TrainingHost(index, count, frozenset())

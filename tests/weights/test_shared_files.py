@@ -5,12 +5,14 @@ import pathlib
 
 import numpy as np
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marin_rl.retry import RetryConfig
 from marin_rl.weights.errors import CorruptTransferError, ServerLostError, VersionGoneError, WrongTokenError
-from marin_rl.weights.shared_files import FolderSource, SharedFilesSender
+from marin_rl.weights.sharded_sender import ShardedSender
+from marin_rl.weights.shared_files import FolderOutlet, FolderSource
 from marin_rl.weights.snapshot import TrainingHost
 from marin_rl.weights.token import make_token
 from tests.weights.ends import TOKEN, HookedSource, assert_same, closing, receiver_of
@@ -22,22 +24,17 @@ def filled(version: int) -> dict[str, np.ndarray]:
     return {name: np.full(600, version, np.float32) for name in "abc"}
 
 
-def open_sender(folder: pathlib.Path | str, token: str = TOKEN, host: int = 0, hosts: int = 1) -> SharedFilesSender:
-    return SharedFilesSender(
-        folder=str(folder),
-        token=token,
-        training_host=TrainingHost(host, hosts, frozenset()),
-        dtype=None,
-        chunk_bytes=1024,
-        keep=2,
-    )
+def open_sender(folder: pathlib.Path | str, token: str = TOKEN, host: int = 0, hosts: int = 1) -> ShardedSender:
+    training_host = TrainingHost(host, hosts, frozenset())
+    outlet = FolderOutlet(folder=str(folder), token=token, training_host=training_host, keep=2)
+    return ShardedSender(outlet, training_host, dtype=None, chunk_bytes=1024)
 
 
 def source_of(folder: pathlib.Path, token: str = TOKEN) -> FolderSource:
     return FolderSource(str(folder), token, streams=2)
 
 
-def publish(sender: SharedFilesSender, *versions: int) -> None:
+def publish(sender: ShardedSender, *versions: int) -> None:
     for version in versions:
         sender.publish(filled(version), version)
     sender.flush()
@@ -169,7 +166,7 @@ def test_a_folder_that_cannot_be_listed_is_tried_again(tmp_path):
 def test_a_full_disk_is_told_by_the_next_publish(tmp_path, monkeypatch):
     with closing(open_sender(tmp_path)) as sender:
         publish(sender, 1)
-        monkeypatch.setattr(sender._folder.files, "open", _no_space)
+        monkeypatch.setattr(LocalFileSystem, "open", _no_space)
         sender.publish(filled(2), 2)
         with pytest.raises(OSError, match="no space left"):
             sender.publish(filled(3), 3)

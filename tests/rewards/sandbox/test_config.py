@@ -1,15 +1,12 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.limits import CallLimits
-from marin_rl.rewards.sandbox.spec import WorkerSpec
 
 
 @pytest.mark.parametrize(
@@ -40,23 +37,3 @@ def test_limits_are_in_bytes():
         file_bytes=2 * 1024 * 1024,
         output_bytes=3 * 1024,
     )
-
-
-def test_levels_are_ordered():
-    assert sorted(Isolation, key=lambda level: level.rank) == [Isolation.NONE, Isolation.PARTIAL, Isolation.FULL]
-
-
-def test_a_spec_survives_its_journey(tmp_path: Path):
-    spec = WorkerSpec(
-        file=str(tmp_path / 'a "file" ü.py'),
-        scratch="/scratch",
-        read=("/usr", "/lib"),
-        python_path=("/code",),
-        hidden_path=(),
-        has_namespaces=True,
-        landlock=7,
-        seccomp=True,
-        start_seconds=60.0,
-        limits=SandboxConfig().limits(),
-    )
-    assert WorkerSpec.from_json(spec.to_json()) == spec

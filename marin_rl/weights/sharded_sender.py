@@ -3,36 +3,43 @@
 
 """Publishing beside the training: device copy at once, host copy and all that follows in a thread."""
 
-from collections.abc import Callable
-
 from marin_rl.background_job import BackgroundJob
 from marin_rl.types import WeightVersion
 from marin_rl.weights.device_copy import Array, DeviceCopier
-from marin_rl.weights.snapshot import Snapshot, TrainingHost, start_copy_to_host, take_snapshot
+from marin_rl.weights.outlet import WeightOutlet
+from marin_rl.weights.snapshot import TrainingHost, start_copy_to_host, take_snapshot
 from marin_rl.weights.tree import named_leaves
 
 
-class BackgroundPublisher:
-    """Makes a snapshot of each version in a thread of its own and hands it on when it is complete."""
+class ShardedSender:
+    """Makes a snapshot of a host's shards in a thread of its own; see `WeightSender`."""
 
-    def __init__(
-        self, host: TrainingHost, dtype: str | None, chunk_bytes: int, offer: Callable[[Snapshot], None]
-    ) -> None:
+    def __init__(self, outlet: WeightOutlet, host: TrainingHost, *, dtype: str | None, chunk_bytes: int) -> None:
         """Start no thread yet.
 
         Args:
+            outlet: gets each version when it is complete, in the thread, one after the other; closed with the sender.
             host: whose shards are published.
             dtype: what floating-point arrays are cast to; None leaves them as they are.
             chunk_bytes: bytes of a chunk.
-            offer: makes a snapshot visible; called in the thread, for one version after the other.
         """
+        self._outlet = outlet
         self._host = host
         self._copy = DeviceCopier(dtype)
         self._chunk_bytes = chunk_bytes
-        self._offer = offer
         self._job = BackgroundJob("publish weights")
         self._last: WeightVersion | None = None
-        self.published: WeightVersion | None = None
+        self._published: WeightVersion | None = None
+
+    @property
+    def address(self) -> str:
+        """The outlet's."""
+        return self._outlet.address
+
+    @property
+    def published(self) -> WeightVersion | None:
+        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
+        return self._published
 
     def publish(self, weights: object, version: WeightVersion) -> None:
         """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
@@ -44,16 +51,19 @@ class BackgroundPublisher:
         self._job.start(self._finish, arrays, version)
 
     def _finish(self, arrays: dict[str, Array], version: WeightVersion) -> None:
-        self._offer(take_snapshot(arrays, version, self._host, self._chunk_bytes))
-        self.published = version
+        self._outlet.put(take_snapshot(arrays, version, self._host, self._chunk_bytes))
+        self._published = version
 
     def flush(self) -> None:
-        """Wait until everything published is visible; raises what went wrong."""
+        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
         self._job.flush()
 
     def close(self) -> None:
-        """Wait for what is under way, and end the thread."""
-        self._job.close()
+        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
+        try:
+            self._job.close()
+        finally:
+            self._outlet.close()
 
 
 def check_order(last: WeightVersion | None, version: WeightVersion) -> None:

@@ -1,0 +1,75 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from marin_rl.rewards.sandbox import worker_process
+from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.spec import WorkerSpec
+from marin_rl.rewards.sandbox.worker_process import WorkerLostError, WorkerProcess
+
+SPEC = WorkerSpec(
+    file=None,
+    scratch="",
+    read=(),
+    python_path=(),
+    hidden_path=(),
+    has_namespaces=False,
+    landlock=0,
+    seccomp=False,
+    start_seconds=60.0,
+    limits=SandboxConfig().limits(),
+)
+BEGAN = "sys.stdout.buffer.write(b'\\0\\0\\0\\x0f{\"began\": true}'); sys.stdout.flush()\n"
+
+
+def ask(program: str, seconds: float, monkeypatch: pytest.MonkeyPatch, scratch: Path) -> WorkerLostError:
+    """What comes of asking a worker that, when it is asked, runs a program instead of its own."""
+    command = [sys.executable, "-I", "-S", "-c", "import sys\nsys.stdin.buffer.read(4)\n" + program]
+    monkeypatch.setattr(worker_process, "worker_command", lambda spec, bubblewrap: command)
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+
+    async def run() -> WorkerLostError:
+        worker = await WorkerProcess.start(SPEC, None)
+        assert len(list(scratch.iterdir())) == 1
+        with pytest.raises(WorkerLostError) as raised:
+            await worker.ask({"kind": "load"}, seconds)
+        assert not worker.is_alive
+        assert not worker.is_loaded
+        return raised.value
+
+    lost = asyncio.run(run())
+    assert list(scratch.iterdir()) == []
+    return lost
+
+
+@pytest.mark.parametrize(
+    ("program", "said", "began"),
+    [
+        ("sys.exit(3)", "the worker died: it ended with status", False),
+        ("sys.exit('no room left')", "the worker died: no room left", False),
+        (BEGAN + "sys.exit('too late')", "the worker died: too late", True),
+        (BEGAN + "sys.stdout.buffer.write(b'\\0\\0\\0\\5half')", "the worker died: it ended with status", True),
+        ("sys.stderr.write('who am I\\n'); sys.stdout.buffer.write(b'\\0\\0\\0\\3abc')", "died: who am I", False),
+        ("sys.stderr.write('x' * 5000 + 'the end'); sys.exit(1)", r"died: x{993}the end$", False),
+    ],
+    ids=["without a word", "with a word", "after it began", "in mid-answer", "nonsense", "many words"],
+)
+def test_a_worker_that_fails_is_lost_with_its_last_words(
+    program: str, said: str, began: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    lost = ask(program, 60.0, monkeypatch, tmp_path)
+    assert lost.began is began
+    with pytest.raises(WorkerLostError, match=said):
+        raise lost
+
+
+def test_a_worker_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    lost = ask("sys.stdin.buffer.read()", 0.2, monkeypatch, tmp_path)
+    assert str(lost) == "the worker did not answer within 0.2 s"
+    assert not lost.began

@@ -1,0 +1,27 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import math
+
+import pytest
+
+from marin_rl.rewards.component import check_component
+
+
+@pytest.mark.parametrize("name", ["style", "Style_2.b-c", "0"])
+@pytest.mark.parametrize("weight", [1.0, -2.5, 0.0])
+def test_parts_of_metric_names_and_finite_weights_are_taken(name: str, weight: float):
+    check_component(name, weight)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a b", "a\n", "größe", "a:b"])
+def test_a_name_that_is_no_part_of_a_metrics_name_is_refused(name: str):
+    with pytest.raises(ValueError, match="is no part of a metric's name; use letters, digits") as raised:
+        check_component(name, 1.0)
+    assert repr(name) in str(raised.value)
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_not_finite_is_refused(weight: float):
+    with pytest.raises(ValueError, match=f"rewards: the weight of 'style' is {weight}; it must be finite"):
+        check_component("style", weight)

@@ -1,0 +1,77 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marin_rl.rewards.component import RewardConfigError, RewardScope
+from marin_rl.rewards.function_component import FunctionRewardConfig
+from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.isolation import Isolation
+from marin_rl.rewards.sandbox.pool import Sandbox
+
+REWARDS = """
+from marin_rl.rewards import reward_function
+
+@reward_function
+def accuracy(messages, ground_truth, tolerance=0, **kwargs): ...
+
+@reward_function(mode="batch")
+def shortest(messages, ground_truth, **kwargs): ...
+
+@reward_function
+def needs(messages, ground_truth, model, **kwargs): ...
+"""
+
+
+def checked(config: FunctionRewardConfig) -> RewardScope | None:
+    async def run() -> RewardScope | None:
+        async with Sandbox(SandboxConfig(require=Isolation.NONE, workers=1)) as sandbox:
+            component = config.build(sandbox)
+            assert component.scope is None
+            await component.check()
+            return component.scope
+
+    return asyncio.run(run())
+
+
+def test_function_components_are_checked_early(tmp_path: Path):
+    file = tmp_path / "my_rewards.py"
+    file.write_text(REWARDS)
+
+    def config(function: str, **fields: Any) -> FunctionRewardConfig:
+        return FunctionRewardConfig(path=str(file), function=function, **fields)
+
+    assert checked(config("shortest")) is RewardScope.GROUP
+    assert checked(config("shortest", scope=RewardScope.BATCH)) is RewardScope.BATCH
+    assert checked(config("accuracy")) is RewardScope.POINTWISE
+    for wrong, said in [
+        (config("acuracy"), r"acuracy in .*my_rewards.py is no reward function; .* are: accuracy, needs, shortest"),
+        (config("needs"), "needs model; give it under options"),
+        (config("accuracy", scope=RewardScope.GROUP), "has mode pointwise, so its scope is pointwise, not group"),
+        (config("shortest", scope=RewardScope.POINTWISE), "its scope is group or batch, not pointwise"),
+        (FunctionRewardConfig(path=str(tmp_path / "none.py"), function="f"), "there is no file .*none.py"),
+    ]:
+        with pytest.raises(RewardConfigError, match=said):
+            checked(wrong)
+    file.write_text("def accuracy(messages, ground_truth, **kwargs): ...")
+    with pytest.raises(RewardConfigError, match="are: none; decorate the function"):
+        checked(config("accuracy"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"weight": float("nan")}, "the weight of 'f' is nan"),
+        ({"name": "my reward"}, "the name 'my reward'"),
+        ({"options": {"status": 1, "task_id": 2}}, "name status, task_id, which every function is given"),
+        ({"options": {"a": float("inf")}}, "must be JSON values"),
+        ({"options": {"a": object()}}, "must be JSON values"),
+    ],
+)
+def test_function_configs_are_checked_at_once(fields: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=said):
+        FunctionRewardConfig(path="f.py", function="f", **fields)

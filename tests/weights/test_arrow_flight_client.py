@@ -1,0 +1,85 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import hashlib
+import socket
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+
+from marin_rl.retry import RetryConfig
+from marin_rl.weights.arrow_flight import WeightServer
+from marin_rl.weights.arrow_flight_client import FlightSource
+from marin_rl.weights.errors import CorruptTransferError, ServerLostError
+from tests.weights.ends import TOKEN, assert_same, receiver_of, serving, snapshot_of, source_of
+
+WEIGHTS = {"w": np.arange(3000, dtype=np.float32), "b": np.float32([[1], [2]])}
+
+
+class ForgingServer(WeightServer):
+    """Answers actions with what the test says."""
+
+    answers: dict[str, bytes]
+
+    def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> list[bytes]:
+        return [self.answers[action.type]] if action.type in self.answers else super().do_action(context, action)
+
+
+def test_a_forged_manifest_is_refused():
+    with serving(ForgingServer) as (shelf, server):
+        assert isinstance(server, ForgingServer)
+        shelf.put(1, snapshot_of(WEIGHTS, 1))
+        manifest = snapshot_of(WEIGHTS, 1).manifest.to_json()
+        server.answers = {"manifest": hashlib.sha256(manifest).digest() + manifest}
+        with pytest.raises(CorruptTransferError, match="damaged, or not the run's own"):
+            receiver_of(source_of(server)).receive(WEIGHTS)
+
+
+@pytest.mark.parametrize("answer", [b"", b"7", b"[null]", b'["new"]'])
+def test_a_damaged_list_of_versions_is_refused(answer: bytes):
+    with serving(ForgingServer) as (_, server):
+        assert isinstance(server, ForgingServer)
+        server.answers = {"versions": answer}
+        with pytest.raises(CorruptTransferError, match="list of versions is damaged"):
+            receiver_of(source_of(server)).newest()
+
+
+def test_a_foreign_schema_is_refused():
+    class ForeignServer(WeightServer):
+        def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.RecordBatchStream:
+            return flight.RecordBatchStream(pa.table({"text": ["a"]}))
+
+    with serving(ForeignServer) as (shelf, server):
+        shelf.put(1, snapshot_of(WEIGHTS, 1))
+        with pytest.raises(CorruptTransferError, match="a stream of text: string instead of bytes: uint8"):
+            receiver_of(source_of(server)).receive(WEIGHTS)
+
+
+def test_no_proxy_comes_between(monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as proxy, serving() as (shelf, server):
+        for name in ("http_proxy", "grpc_proxy", "https_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("no_grpc_proxy", raising=False)
+        shelf.put(1, snapshot_of(WEIGHTS, 1))
+        source = FlightSource(f"grpc://127.0.0.1:{server.port}", TOKEN, streams=1, call_seconds=5.0)
+        assert_same(receiver_of(source).receive(WEIGHTS)[0], WEIGHTS)
+
+
+def test_a_lost_server_is_told_with_its_address():
+    with serving() as (_, server):
+        source = source_of(server)
+    with pytest.raises(ServerLostError, match=rf"weight server grpc://127\.0\.0\.1:{server.port} does not answer"):
+        receiver_of(source).newest()
+    retry = RetryConfig(first_seconds=1.0, longest_seconds=1.0, give_up_seconds=3.0)
+    with pytest.raises(ServerLostError, match="given up after"):
+        receiver_of(source, retry=retry).receive(WEIGHTS)
+
+
+def test_a_server_that_hangs_is_lost_after_the_configured_time():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ServerLostError, match="does not answer"):
+            receiver_of(FlightSource(address, TOKEN, streams=1, call_seconds=0.2)).newest()
