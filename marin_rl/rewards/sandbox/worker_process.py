@@ -93,7 +93,11 @@ class WorkerProcess:
         except TimeoutError:
             await self.end()
             raise WorkerLostError(f"the worker did not answer within {seconds:g} s", began) from None
-        except (OSError, ValueError, asyncio.IncompleteReadError):
+        except (OSError, asyncio.IncompleteReadError):
+            # Its end is already on the way, and a signal to it now would hide how it came.
+            await self._let_end()
+            raise WorkerLostError(f"the worker died: {await self._last_words()}", began) from None
+        except ValueError:
             await self.end()
             raise WorkerLostError(f"the worker died: {await self._last_words()}", began) from None
         except BaseException:
@@ -107,11 +111,12 @@ class WorkerProcess:
         """Let it end, and end it where it does not."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        try:
+        await self._let_end()
+
+    async def _let_end(self) -> None:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
                 await self._process.wait()
-        except TimeoutError:
-            pass
         await self.end()
 
     async def end(self) -> None:
