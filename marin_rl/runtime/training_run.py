@@ -76,7 +76,7 @@ class TrainingRun:
     history: WeightHistory[LmHeadModel] | None
     """The weights that groups in the buffer were sampled with, where a correction is to be computed from them."""
     opened: contextlib.ExitStack
-    """Ends the loop, the judges and the store."""
+    """Ends what runs beside the training: the crew, the store, and the reward functions with their loop."""
 
     @property
     def stream(self) -> TaskStream:

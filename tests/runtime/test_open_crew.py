@@ -41,6 +41,7 @@ class End:
     said: list[str]
     address: str = "here"
     published: WeightVersion | None = None
+    is_lost: bool = False
 
     def newest(self) -> WeightVersion | None:
         return self.published
@@ -52,6 +53,8 @@ class End:
         self.published = version
 
     def flush(self) -> None:
+        if self.is_lost:
+            raise OSError("the network is down")
         self.said.append(f"version {self.published} is there")
 
     def close(self) -> None:
@@ -64,10 +67,11 @@ class Weights(WeightTransferConfig):
 
     said: list[str] = dataclasses.field(default_factory=list)
     reaches_others: bool = True
+    is_lost: bool = False
 
     def open_sender(self, token: str, training_host: TrainingHost) -> WeightSender:
         self.said.append("sender opens")
-        return End("sender", self.said)
+        return End("sender", self.said, is_lost=self.is_lost)
 
     def open_receiver(self, addresses: Sequence[str], token: str) -> WeightReceiver:
         if not self.reaches_others:
@@ -84,8 +88,10 @@ def workers_of(said: list[str], fail: bool = False) -> Any:
         if fail:
             raise OSError("no workers to be had")
         said.append(f"workers of a model of {vocab_size} tokens begin")
-        yield Office(60.0)
-        said.append("workers end")
+        try:
+            yield Office(60.0)
+        finally:
+            said.append("workers end")
 
     return workers
 
@@ -128,6 +134,16 @@ def test_workers_end_before_the_server_that_they_fetch_from(monkeypatch: pytest.
         "workers end",
         "sender closes",
     ]
+
+
+def test_what_goes_wrong_with_the_last_weights_is_told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = Weights(is_lost=True)
+    monkeypatch.setattr(module, "ray_workers", workers_of(weights.said))
+    opened = contextlib.ExitStack()
+    open_it(asynchronous(weights), opened).publish({}, 7)
+    with pytest.raises(OSError, match="the network is down"):
+        opened.close()
+    assert weights.said[-2:] == ["workers end", "sender closes"]
 
 
 def test_without_workers_the_server_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,6 @@ from marin_rl.runtime.player import make_player, open_judges
 from marin_rl.sampling.levanter_sampler import SamplingConfig
 from marin_rl.sampling.scripted import ScriptedSampler
 from tests.runtime.bare_run import TOKENIZER, make_config
-from tests.runtime.fault_cases import recorded_sandboxes
 
 
 def player_of(**rollouts: object) -> Player:
@@ -50,8 +49,7 @@ def test_a_state_hashing_function_of_ones_own_takes_the_place_of_the_default(tmp
     assert player.state_hash((), "door") == "0 door"
 
 
-def test_where_a_reward_function_cannot_be_used_nothing_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    sandboxes = recorded_sandboxes(monkeypatch)
+def test_where_a_reward_function_cannot_be_used_the_loop_ends(tmp_path: Path):
     reward = FunctionRewardConfig(path=str(tmp_path / "gone.py"), function="length")
     config = make_config(
         environment=ArithmeticConfig(digits=1, size=50, rewards=(reward,)), sandbox=SandboxConfig(workers=1)
@@ -59,9 +57,7 @@ def test_where_a_reward_function_cannot_be_used_nothing_goes_on(tmp_path: Path, 
     before = set(threading.enumerate())
     with pytest.raises(RewardConfigError, match=r"there is no file .*gone\.py"), contextlib.ExitStack() as opened:
         open_judges(config, config.environment.build(), opened)
-    assert not {thread.name for thread in set(threading.enumerate()) - before if thread.name == "episodes"}
-    [sandbox] = sandboxes
-    assert sandbox.worker_pids == []
+    assert "episodes" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
 def test_tools_run_in_the_same_sandbox():

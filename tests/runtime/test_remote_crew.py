@@ -14,6 +14,7 @@ from marin_rl.runtime.coordinator import Delivery
 from marin_rl.runtime.remote_crew import NoWorkersError, RemoteCrew, WorkerFailedError
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup, Task, WeightVersion
+from tests.runtime.inline_executor import InlineExecutor
 
 NOTHING = Delivery("one", [], None, {}, {}, {"present": 0.0, "busy": 0.0})
 
@@ -105,16 +106,21 @@ def test_the_addresses_of_all_training_hosts_are_announced(desk: Desk, sender: S
     assert desk.said[-1] == "announce 3 at here there"
 
 
-def test_what_goes_wrong_with_weights_is_raised_by_who_waits_for_groups(crew: RemoteCrew, sender: Sender) -> None:
+def test_what_goes_wrong_with_weights_is_raised_by_who_waits_for_groups(
+    desk: Desk, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail() -> None:
         raise OSError("the network is down")
 
+    monkeypatch.setattr("marin_rl.background_job.ThreadPoolExecutor", InlineExecutor)
     sender.when_flushed = fail
-    crew.publish({}, 0)
+    crew = RemoteCrew(desk, sender, patience=600.0)
     crew.submit([order(1, 0)])
+    crew.publish({}, 0)
+    desk.deliveries = [with_groups((1, 0))]
     with pytest.raises(OSError, match="the network is down"):
         crew.wait(PhaseTimer())
-    assert not [what for what in sender.said if what.startswith("announce")]
+    assert desk.said == ["submit train-1-0", "publish 0", "flush"]
 
 
 def test_no_orders_are_no_question(crew: RemoteCrew, said: list[str]) -> None:
