@@ -27,10 +27,12 @@ from marin_rl.runtime.config import TrainConfig, levanter_defaults
 from marin_rl.runtime.config_parsing import parse_config, to_yaml
 from marin_rl.runtime.crew import Played, play_orders
 from marin_rl.runtime.metrics_file import append_record
+from marin_rl.runtime.open_run import open_run
 from marin_rl.runtime.run_directory import create_or_open
 from marin_rl.runtime.session import run_session
+from marin_rl.runtime.starting_weights import resolve_model
 from marin_rl.runtime.sync_loop import train
-from marin_rl.runtime.training_run import TrainingRun, open_run, resolve_model
+from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import WeightVersion
 

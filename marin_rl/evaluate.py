@@ -19,7 +19,7 @@ from marin_rl.runtime.evaluation import EvaluationConfig, evaluate
 from marin_rl.runtime.player import make_player, open_judges
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.run_directory import RunDirectory, open_existing
-from marin_rl.runtime.training_run import restore_policy
+from marin_rl.runtime.starting_weights import restore_policy
 from marin_rl.runtime.user_errors import USER_ERRORS
 
 FLAGS = {"json": "Print one JSON object instead of lines."}

@@ -11,7 +11,7 @@ from marin_rl.runtime.arithmetic import describe_run
 from marin_rl.runtime.config import TrainConfig, levanter_defaults
 from marin_rl.runtime.config_parsing import parse_config, to_yaml
 from marin_rl.runtime.session import run_session
-from marin_rl.runtime.training_run import resolve_model
+from marin_rl.runtime.starting_weights import resolve_model
 from marin_rl.runtime.user_errors import USER_ERRORS
 
 FLAGS = {"dry_run": "Check the config, print it in full with what each update amounts to, and stop."}

@@ -48,7 +48,7 @@ from marin_rl.learner.train_step import Learner
 from marin_rl.objectives.signals import Credit
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.devices import pass_rows, start_devices
-from marin_rl.runtime.training_run import make_loss
+from marin_rl.runtime.open_run import make_loss
 
 SIGMA = 0.8
 """Standard deviation of the logarithm of a rollout's length."""

@@ -41,7 +41,7 @@ from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.train_step import Learner
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.devices import start_devices
-from marin_rl.runtime.training_run import make_loss
+from marin_rl.runtime.open_run import make_loss
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig
 from marin_rl.weights.snapshot import TrainingHost
 from marin_rl.weights.token import make_token

@@ -4,7 +4,7 @@
 """Held-out accuracy; changes no parameter."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from marin_rl.environments.base import Split
 from marin_rl.metrics import mean
@@ -113,6 +113,16 @@ def evaluate(
             metrics[f"eval/{environment}/accuracy_greedy"] = _accuracy(groups)
     keep([*sampled, *greedy])
     return metrics
+
+
+def describe_accuracy(evaluation: Mapping[str, float]) -> str:
+    """One line about what `evaluate` measured.
+
+    >>> describe_accuracy({"eval/sums/tasks": 8.0, "eval/sums/accuracy_sampled": 0.25})
+    'held-out sums/accuracy_sampled 0.250'
+    """
+    parts = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.items() if "accuracy" in name]
+    return "held-out " + ", ".join(parts)
 
 
 def first_of_each(tasks: Sequence[Task], count: int) -> list[Task]:

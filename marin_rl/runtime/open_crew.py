@@ -34,11 +34,12 @@ def open_crew(config: TrainConfig, player: Player, vocab_size: int, opened: cont
         return OwnCrew(config, player)
     token = processes.on_main(make_token)
     sender = config.weights.open_sender(token, TrainingHost.current())
+    # Where there are several hosts, it becomes the sender of them all.
+    opened.enter_context(Closing(lambda: sender.close()))
     addresses = processes.gather_texts(sender.address)
     if len(addresses) > 1 and processes.is_main():
         receiver = config.weights.open_receiver(addresses, token)
         sender = AllHosts(sender, receiver, patience=config.workers.patience)
-    opened.enter_context(Closing(sender.close))
     if not processes.is_main():
         return SharedCrew(None, sender)
     # The workers end before the server that they fetch from.

@@ -31,10 +31,11 @@ from marin_rl.runtime.console import ClosingSummary, Progress, print_closing_tab
 from marin_rl.runtime.curves import plot_curves
 from marin_rl.runtime.devices import join_processes
 from marin_rl.runtime.metrics_file import read_records, truncate_records
+from marin_rl.runtime.open_run import open_run
 from marin_rl.runtime.run_directory import RunDirectory, create_or_open, lock, log_to, open_log, writing
 from marin_rl.runtime.sync_loop import train
 from marin_rl.runtime.tracking import StepRecords, make_tracker
-from marin_rl.runtime.training_run import TrainingRun, open_run
+from marin_rl.runtime.training_run import TrainingRun
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.run_rollouts import Player
 from marin_rl.runtime.config import RolloutConfig, TrainConfig
 from marin_rl.runtime.open_crew import make_pace
-from marin_rl.runtime.training_run import Progress, TrainingRun
+from marin_rl.runtime.progress import Progress
+from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.scripted import Script, ScriptedSampler
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer

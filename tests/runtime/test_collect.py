@@ -15,7 +15,8 @@ from marin_rl.rollouts.filters import DropGroupsConfig, ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Player
 from marin_rl.runtime.collect import Collected, collect_groups, draw_tasks
 from marin_rl.runtime.crew import OwnCrew
-from marin_rl.runtime.training_run import Progress, TrainingRun
+from marin_rl.runtime.progress import Progress
+from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Message, RolloutStatus, Task

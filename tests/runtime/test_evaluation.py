@@ -9,7 +9,7 @@ import pytest
 from marin_rl.environments.base import Episode, Split, Step
 from marin_rl.rollouts.draft import Limits
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Player
-from marin_rl.runtime.evaluation import EvaluationConfig, evaluate, first_of_each
+from marin_rl.runtime.evaluation import EvaluationConfig, describe_accuracy, evaluate, first_of_each
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.scripted import ScriptedSampler
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
@@ -177,3 +177,8 @@ def test_without_tasks_nothing_is_evaluated():
     assert not any(never.is_due(step, 3) for step in range(1, 4))
     with pytest.raises(ValueError, match=r"evaluation\.tasks is 0, so that nothing is evaluated; say how many"):
         measure(player(lambda request: "1"), tasks=0)
+
+
+def test_accuracy_in_words():
+    evaluation = {"eval/a/accuracy_sampled": 0.25, "eval/a/pass@1": 0.25, "eval/a/accuracy_greedy": 0.5}
+    assert describe_accuracy(evaluation) == "held-out a/accuracy_sampled 0.250, a/accuracy_greedy 0.500"

@@ -12,9 +12,11 @@ import pytest
 
 from marin_rl.environments.user_file import UserFileError
 from marin_rl.runtime import session
+from marin_rl.runtime.open_run import open_run
 from marin_rl.runtime.policy_engine import OutsideEngine, PolicyEngine, open_policy_engine
 from marin_rl.runtime.policy_sampler import PolicySampler
-from marin_rl.runtime.training_run import TrainingRun, open_run, resolve_model
+from marin_rl.runtime.starting_weights import resolve_model
+from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.sampling.sampler import SampleRequest, SamplerError
 from marin_rl.types import Generation
 from tests.runtime.levanter_server import Loader, config_of, served_by

@@ -5,10 +5,8 @@ import jax
 import numpy as np
 import pytest
 
-from marin_rl.runtime.config import TrainConfig
-from marin_rl.runtime.config_parsing import from_yaml
-from marin_rl.runtime.training_run import open_run
 from marin_rl.sampling.sampler import SampleRequest
+from tests.runtime.reopened_run import reopen
 from tests.tiny_run import copy_of
 
 REQUEST = SampleRequest((259, 50, 257, 260), seed=5, max_new_tokens=3)
@@ -16,9 +14,7 @@ REQUEST = SampleRequest((259, 50, 257, 260), seed=5, max_new_tokens=3)
 
 @pytest.fixture(scope="module")
 def run(finished_run, tmp_path_factory):
-    copied = copy_of(finished_run, tmp_path_factory.mktemp("sampler"))
-    config = from_yaml(TrainConfig, (copied.path / "config.yaml").read_text(), "config.yaml")
-    return open_run(config, copied.path, lambda line: None)
+    return reopen(copy_of(finished_run, tmp_path_factory.mktemp("sampler")))
 
 
 def test_generations_carry_the_version_of_the_weights_that_were_handed_over(run):

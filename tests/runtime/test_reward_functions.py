@@ -3,7 +3,6 @@
 
 """Runs whose rewards are a user's functions, from the file to the record of a step."""
 
-import contextlib
 import re
 import textwrap
 from collections.abc import Callable
@@ -12,13 +11,6 @@ from typing import Any
 
 import pytest
 
-from marin_rl.environments.arithmetic import ArithmeticConfig
-from marin_rl.environments.base import Split, Step
-from marin_rl.environments.tool_use import ToolUseConfig
-from marin_rl.environments.tools import PythonConfig
-from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.runtime.player import open_judges
-from tests.runtime.bare_run import make_config
 from tests.tiny_run import TinyRun
 
 FUNCTIONS = """
@@ -183,21 +175,3 @@ def test_without_reward_functions_there_is_no_sandbox(new_run: Callable[..., Tin
 
     monkeypatch.setattr("marin_rl.rewards.sandbox.pool.Sandbox.start", start)
     assert new_run(num_steps=0, warm_start__max_steps=0).train() == 0
-
-
-def test_tools_run_in_the_same_sandbox():
-    environment = ToolUseConfig(
-        questions=ArithmeticConfig(digits=1, size=50), tools=(PythonConfig(),), name="with_python"
-    ).build()
-    config = make_config(sandbox=SandboxConfig(workers=1))
-    with contextlib.ExitStack() as opened:
-        _, loop = open_judges(config, environment, opened)
-        call = '<tool_call>\n{"name": "python", "arguments": {"code": "print(6 * 7)"}}\n</tool_call>'
-
-        async def ask() -> Step:
-            episode = await environment.start(environment.tasks(Split.TRAIN)[0], seed=0)
-            return await episode.step(call)
-
-        step = loop.submit(ask()).result()
-    assert not step.done
-    assert "42" in step.messages[-1]["content"]

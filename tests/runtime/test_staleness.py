@@ -26,8 +26,9 @@ from marin_rl.runtime.collect import collect_groups
 from marin_rl.runtime.config import RolloutConfig
 from marin_rl.runtime.coordinator import Coordinator, Delivery
 from marin_rl.runtime.open_crew import make_pace, make_replay
+from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.remote_crew import RemoteCrew
-from marin_rl.runtime.training_run import Progress, TrainingRun
+from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.runtime.workers_config import Mode, ReplayConfig
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn, WeightVersion

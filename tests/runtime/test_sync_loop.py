@@ -21,12 +21,12 @@ from marin_rl.rollouts.run_rollouts import run_groups
 from marin_rl.rollouts.store import read_rollouts
 from marin_rl.rollouts.stored_rollout import as_row
 from marin_rl.rollouts.token_pieces import TokenPieces
-from marin_rl.runtime.config import TrainConfig
-from marin_rl.runtime.config_parsing import from_yaml
 from marin_rl.runtime.crew import OwnCrew
+from marin_rl.runtime.starting_weights import restore_policy
 from marin_rl.runtime.sync_loop import train
-from marin_rl.runtime.training_run import TrainingRun, open_run, restore_policy
+from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.types import Task
+from tests.runtime.reopened_run import config_of, reopen
 from tests.tiny_run import TinyRun, contents, copy_of, outcome, without_timings
 
 # OBJECTIVES.md, "Metrics that every run logs", without what needs a critic, a reference or a known device.
@@ -56,14 +56,9 @@ ALWAYS = {
 }
 
 
-def config_of(run: TinyRun) -> TrainConfig:
-    path = run.path / "config.yaml"
-    return from_yaml(TrainConfig, path.read_text(), str(path))
-
-
 def reopened(run: TinyRun, step: int) -> TrainingRun:
     """The run in memory, as it was after an update."""
-    opened = open_run(config_of(run), run.path, lambda message: None)
+    opened = reopen(run)
     opened.progress.step = step
     model = restore_policy(opened.checkpoints.open(step), opened.config, opened.trainer)
     opened.state = dataclasses.replace(opened.state, model=model)
@@ -260,13 +255,11 @@ class Sink:
 
 def test_asked_to_stop_the_loop_saves_the_update_it_has_made(finished_run: TinyRun, tmp_path: Path) -> None:
     copied = copy_of(finished_run, tmp_path / "copy")
-    config = dataclasses.replace(
-        config_of(copied), checkpoint=dataclasses.replace(config_of(copied).checkpoint, every=0, keep_every=0)
-    )
     for step in (4, 5, 6):
         path = copied.checkpoint(step)
         path.rename(path.with_name(f"gone-{step}"))
-    run = open_run(config, copied.path, lambda message: None)
+    checkpoint = dataclasses.replace(config_of(copied).checkpoint, every=0, keep_every=0)
+    run = reopen(copied, checkpoint=checkpoint)
     assert run.progress.step == 3
     sink = Sink(stop_after=5)
     assert train(run, sink) is False
@@ -306,13 +299,9 @@ def test_a_step_whose_groups_were_all_dropped_changes_no_weight_and_is_recorded(
     finished_run: TinyRun, tmp_path: Path
 ) -> None:
     copied = copy_of(finished_run, tmp_path / "copy")
-    run = open_run(
-        dataclasses.replace(config_of(copied), num_steps=8, filter=ResampleGroupsConfig(max_batches=2)),
-        copied.path,
-        lambda message: None,
-    )
+    run = reopen(copied, num_steps=8, filter=ResampleGroupsConfig(max_batches=2))
     run.environment = Generous(run.environment)
-    run.crew = OwnCrew(run.config, run.player)
+    run.crew = OwnCrew(run.config, dataclasses.replace(run.player, environment=run.environment))
     before, sink = leaves(run), Sink(stop_after=8)
     assert train(run, sink) is True
     assert all(np.array_equal(one, other) for one, other in zip(before, leaves(run), strict=True))

@@ -18,8 +18,9 @@ from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.objectives.shaping import MaskTruncatedConfig
 from marin_rl.objectives.signals import AdvantageConfig, Credit, RolloutSignal
 from marin_rl.runtime.config import UpdateConfig
+from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.training_batch import TrainingBatch, build_batch, minibatches
-from marin_rl.runtime.training_run import Progress, TrainingRun
+from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 from tests.runtime.bare_run import bare_run, make_config, zeros

@@ -1,0 +1,226 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Puts the parts of a run together, and starts it or takes it up where it stopped."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from levanter.trainer import TrainerConfig
+from levanter.trainer_state import TrainerState
+
+from marin_rl.closing import Closing
+from marin_rl.environments.base import Environment
+from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
+from marin_rl.learner.critic import attach_critic, policy_of
+from marin_rl.learner.loss import RlLoss
+from marin_rl.learner.scoring import Scorer
+from marin_rl.learner.train_step import Learner
+from marin_rl.learner.weight_history import WeightHistory
+from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.rollouts.judging import RewardFunctions
+from marin_rl.rollouts.orders import OrderBook
+from marin_rl.rollouts.run_rollouts import Player
+from marin_rl.rollouts.store import EVALUATION, RolloutStore
+from marin_rl.rollouts.token_pieces import TokenPieces
+from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.devices import start_devices
+from marin_rl.runtime.evaluation import Keep, describe_accuracy, evaluate, forget
+from marin_rl.runtime.open_crew import make_pace, make_replay, open_crew
+from marin_rl.runtime.player import make_player, open_judges
+from marin_rl.runtime.policy_engine import PolicyEngine, open_policy_engine
+from marin_rl.runtime.progress import Progress
+from marin_rl.runtime.run_directory import writing
+from marin_rl.runtime.shared_run import check_config, newest_good
+from marin_rl.runtime.starting_weights import first_policy, restore_policy, restore_state
+from marin_rl.runtime.training_run import REPLAY, TrainingRun
+from marin_rl.runtime.warm_start import warm_start
+from marin_rl.seeds import derive_seed
+from marin_rl.tokenization.chat import ChatTokenizer
+
+Report = Callable[[str], None]
+"""Is told of progress, a line at a time."""
+
+
+class _Parts(NamedTuple):
+    """What a run is made of, whatever its weights."""
+
+    trainer: TrainerConfig
+    tokenizer: ChatTokenizer
+    environment: Environment
+    judges: RewardFunctions
+    loop: BackgroundLoop
+    store: RolloutStore
+    checkpoints: Checkpoints
+    learner: Learner
+
+
+class _Standing(NamedTuple):
+    """Where a run is, at its start or when it is taken up again."""
+
+    state: TrainerState
+    sampler: PolicyEngine
+    """Has the state's weights."""
+    progress: Progress
+
+
+def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
+    """Start a run, or take it up from its newest good checkpoint.
+
+    What was started by then is ended again where this raises or is interrupted.
+
+    Args:
+        config: what is asked for; its `model` filled in.
+        folder: the run directory.
+        report: is told of progress, a line at a time.
+
+    Raises:
+        ValueError: if parts do not fit one another (batch and mesh, tokenizer and model).
+        CheckpointError: if there are checkpoints and none is usable.
+    """
+    with contextlib.ExitStack() as opened:
+        parts = _open_parts(config, folder, opened)
+        checkpoint = newest_good(parts.checkpoints)
+        standing = _start(config, parts, report) if checkpoint is None else _take_up(config, parts, checkpoint, report)
+        run = _assemble(config, parts, standing, opened)
+        if checkpoint is not None:
+            run.replay.load(checkpoint.path / REPLAY)
+        run.offer()
+        if run.history is not None:
+            forget_older(run, report)
+        run.crew.submit(run.orders.outstanding)
+        if checkpoint is None:
+            run.save()
+        if config.kl.needs_reference:
+            run.reference = restore_policy(parts.checkpoints.open(0), config, parts.trainer)
+        run.opened = opened.pop_all()
+    return run
+
+
+def make_loss(config: TrainConfig) -> RlLoss:
+    """The configured loss."""
+    return RlLoss(
+        policy_loss=config.policy_loss,
+        kl=config.kl,
+        temperature=config.sampling.temperature,
+        block_size=config.logprob_block_size,
+        critic=config.critic,
+    )
+
+
+def forget_older(run: TrainingRun, report: Report) -> None:
+    """Order anew what was sampled with weights that no checkpoint keeps.
+
+    Args:
+        run: just taken up again.
+        report: is told, where there is anything.
+    """
+    if lost := run.drop_stale(run.progress.step, max_staleness=0):
+        report(f"{lost} waiting groups were sampled with older weights than those kept; they are sampled anew")
+
+
+def _open_parts(config: TrainConfig, folder: Path, opened: contextlib.ExitStack) -> _Parts:
+    trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
+    check_config(config)
+    tokenizer = config.tokenizer.build()
+    environment = config.environment.build()
+    judges, loop = open_judges(config, environment, opened)
+    store = RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer))
+    opened.enter_context(Closing(lambda: _close_store(store)))
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
+    # A learning rate schedule has no form for no steps at all, which is a run that only warms up and exports.
+    num_updates = max(config.num_steps, 1) * config.updates.per_step
+    learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=num_updates)
+    return _Parts(trainer, tokenizer, environment, judges, loop, store, checkpoints, learner)
+
+
+def _close_store(store: RolloutStore) -> None:
+    with writing(store.folder):
+        store.close()
+
+
+def _take_up(config: TrainConfig, parts: _Parts, checkpoint: Checkpoint, report: Report) -> _Standing:
+    progress = Progress(**checkpoint.progress)
+    state = restore_state(checkpoint, config, parts.learner)
+    for damaged in [step for step in parts.checkpoints.steps() if step > progress.step]:
+        report(f"the checkpoint of step {damaged} is damaged and passed over; log.txt says what is wrong with it")
+    report(f"resuming after step {progress.step}, from {checkpoint.path}")
+    sampler = open_policy_engine(config, policy_of(state.model), parts.tokenizer, parts.trainer, progress.step)
+    return _Standing(state, sampler, progress)
+
+
+def _start(config: TrainConfig, parts: _Parts, report: Report) -> _Standing:
+    policy = first_policy(config, parts.tokenizer, parts.trainer)
+    progress = Progress(vocab_size=policy.vocab_size)
+    sampler = open_policy_engine(config, policy, parts.tokenizer, parts.trainer, version=0)
+    player = _make_player(config, parts, sampler)
+
+    def measure(landmark: str, keep: Keep = forget) -> None:
+        if config.evaluation.tasks:
+            progress.evaluations[landmark] = found = evaluate(
+                player, config.evaluation, temperature=config.sampling.temperature, seed=config.seed, keep=keep
+            )
+            report(f"{landmark}: {describe_accuracy(found)}")
+
+    if config.warm_start.max_steps:
+        measure("before warm start")
+        policy = warm_start(
+            config.warm_start,
+            policy,
+            player,
+            parts.trainer,
+            config.row_layout(parts.trainer),
+            seed=config.seed,
+            block_size=config.logprob_block_size,
+            temperature=config.sampling.temperature,
+            use_weights=lambda model: sampler.update(model, 0),
+            report=report,
+        )
+    trained = attach_critic(config.critic, policy, parts.trainer)
+    key = jax.random.PRNGKey(derive_seed(config.seed, "training") % 2**32)
+    state = parts.learner.initial_state(trained, key)
+    sampler.update(policy_of(state.model), 0)
+    measure("before RL", lambda groups: parts.store.write(0, groups, {}, EVALUATION))
+    return _Standing(state, sampler, progress)
+
+
+def _assemble(config: TrainConfig, parts: _Parts, standing: _Standing, opened: contextlib.ExitStack) -> TrainingRun:
+    state, sampler, progress = standing
+    player = _make_player(config, parts, sampler)
+    return TrainingRun(
+        config=config,
+        trainer=parts.trainer,
+        environment=parts.environment,
+        tokenizer=parts.tokenizer,
+        sampler=sampler,
+        learner=parts.learner,
+        scorer=_make_scorer(config, parts),
+        reference=None,
+        checkpoints=parts.checkpoints,
+        store=parts.store,
+        state=state,
+        progress=progress,
+        player=player,
+        crew=open_crew(config, player, progress.vocab_size, opened),
+        orders=OrderBook(make_pace(config), progress.orders),
+        replay=make_replay(config),
+        history=WeightHistory(config.replay.max_staleness + 1) if config.replay.keep_old_weights else None,
+        opened=opened,
+    )
+
+
+def _make_player(config: TrainConfig, parts: _Parts, sampler: PolicyEngine) -> Player:
+    return make_player(config, parts.environment, parts.tokenizer, sampler, parts.loop, parts.judges)
+
+
+def _make_scorer(config: TrainConfig, parts: _Parts) -> Scorer:
+    return Scorer(
+        parts.trainer,
+        config.row_layout(parts.trainer),
+        pad_token_id=parts.tokenizer.pad_token_id,
+        temperature=config.sampling.temperature,
+        block_size=config.logprob_block_size,
+    )

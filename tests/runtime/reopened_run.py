@@ -1,0 +1,31 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A tiny run that was trained before, opened again in this process."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+
+from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.config_parsing import from_yaml
+from marin_rl.runtime.open_run import open_run
+from marin_rl.runtime.training_run import TrainingRun
+from tests.tiny_run import TinyRun
+
+
+def config_of(run: TinyRun) -> TrainConfig:
+    """What its directory says it is."""
+    path = run.path / "config.yaml"
+    return from_yaml(TrainConfig, path.read_text(), str(path))
+
+
+def unheard(message: str) -> None:
+    """Nobody listens."""
+
+
+def reopen(run: TinyRun, say: Callable[[str], None] = unheard, **changes: Any) -> TrainingRun:
+    """The run as it stands after its newest checkpoint, with some settings changed."""
+    return open_run(dataclasses.replace(config_of(run), **changes), run.path, say)

@@ -1,0 +1,114 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+import numpy as np
+import pytest
+
+from marin_rl.learner.checkpoint import CheckpointError
+from marin_rl.learner.critic import CriticConfig
+from marin_rl.objectives.advantages import GaeConfig
+from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
+from marin_rl.objectives.policy_loss import PpoClipLossConfig
+from marin_rl.rollouts.orders import OrderNumber
+from marin_rl.rollouts.replay_buffer import ReplayBuffer
+from marin_rl.runtime.open_run import forget_older, make_loss
+from marin_rl.runtime.progress import Progress
+from marin_rl.runtime.starting_weights import restore_policy
+from marin_rl.sampling.config import SamplingConfig
+from marin_rl.types import RolloutGroup
+from tests.rollouts.rollout_cases import group_of
+from tests.runtime.bare_run import bare_run, make_config
+from tests.runtime.reopened_run import config_of, reopen
+from tests.tiny_run import TinyRun, contents, copy_of
+
+
+def test_a_run_is_taken_up_where_it_stopped(finished_run: TinyRun):
+    said: list[str] = []
+    files = contents(finished_run.path)
+    opened = reopen(finished_run, said.append)
+    assert said == [f"resuming after step 6, from {finished_run.checkpoint(6)}"]
+    saved = json.loads((finished_run.checkpoint(6) / "manifest.json").read_text())["progress"]
+    assert dataclasses.asdict(opened.progress) == saved
+    assert list(opened.progress.evaluations) == ["before warm start", "before RL", "after RL"]
+    assert int(opened.state.step) == 6
+    assert opened.reference is None
+    assert contents(finished_run.path) == files
+
+
+def test_what_was_sampled_with_weights_that_are_gone_is_sampled_anew_where_they_are_needed():
+    run = bare_run(make_config(), progress=Progress(step=3))
+    run.replay = ReplayBuffer(max_staleness=2)
+    for index, version in enumerate((3, 2, 1)):
+        group = group_of(f"train-4-{index}", 1.0, 0.0)
+        rollouts = []
+        for rollout in group.rollouts:
+            sampled = dataclasses.replace(rollout.turns[0].generation, first_version=version, last_version=version)
+            task = dataclasses.replace(rollout.task, id=f"task-{index}")
+            rollouts.append(
+                dataclasses.replace(
+                    rollout, task=task, turns=(dataclasses.replace(rollout.turns[0], generation=sampled),)
+                )
+            )
+        run.replay.add(OrderNumber(4, index), RolloutGroup(group.id, rollouts))
+    said: list[str] = []
+    forget_older(run, said.append)
+    assert said == ["2 waiting groups were sampled with older weights than those kept; they are sampled anew"]
+    assert run.replay.ages(3) == [0]
+    assert [task["id"] for task in run.orders.state["again"]] == ["task-1", "task-2"]
+
+
+def test_damaged_checkpoints_are_told_of(finished_run: TinyRun, tmp_path: Path):
+    copied = copy_of(finished_run, tmp_path / "copy")
+    (copied.checkpoint(6) / "manifest.json").write_text("{")
+    said: list[str] = []
+    assert reopen(copied, said.append).progress.step == 5
+    assert said[0] == "the checkpoint of step 6 is damaged and passed over; log.txt says what is wrong with it"
+    assert said[1].startswith("resuming after step 5")
+
+
+@pytest.mark.parametrize("kl", [LossKlConfig(beta=0.0), RewardKlConfig(beta=0.0)])
+def test_without_a_penalty_there_is_no_reference(
+    finished_run: TinyRun, kl: LossKlConfig | RewardKlConfig, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("marin_rl.runtime.open_run.restore_policy", None)  # calling it would raise
+    opened = reopen(finished_run, kl=kl)
+    assert opened.reference is None
+    assert not opened.checkpoints.keep_first
+
+
+def test_with_a_penalty_the_reference_is_the_policy_before_rl(finished_run: TinyRun):
+    opened = reopen(finished_run, kl=LossKlConfig(beta=0.1))
+    assert opened.checkpoints.keep_first
+    first = restore_policy(opened.checkpoints.open(0), opened.config, opened.trainer)
+    assert opened.reference is not None
+    reference, before, now = map(jax.tree.leaves, (opened.reference, first, opened.state.model))
+    assert all(np.array_equal(a, b) for a, b in zip(reference, before, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(reference, now, strict=True))
+
+
+def test_another_architecture_does_not_fit_the_checkpoint(finished_run: TinyRun):
+    model = config_of(finished_run).model
+    assert model is not None
+    with pytest.raises(CheckpointError, match="does not fit the configured model and optimizer"):
+        reopen(finished_run, model=dataclasses.replace(model, intermediate_dim=48))
+
+
+def test_the_loss_is_the_configured_one(finished_run: TinyRun):
+    config = dataclasses.replace(
+        config_of(finished_run),
+        policy_loss=PpoClipLossConfig(clip_high=0.28),
+        kl=LossKlConfig(beta=0.5),
+        advantage=GaeConfig(),
+        critic=CriticConfig(coefficient=0.25),
+        sampling=SamplingConfig(temperature=0.7),
+        logprob_block_size=5,
+    )
+    loss = make_loss(config)
+    assert (loss.policy_loss, loss.kl, loss.critic) == (config.policy_loss, config.kl, config.critic)
+    assert (loss.temperature, loss.block_size) == (0.7, 5)

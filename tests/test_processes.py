@@ -1,0 +1,83 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What two real processes tell one another is in tests/learner/test_distributed.py; here one stands in for both."""
+
+import atexit
+import json
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+
+from marin_rl import processes
+
+
+class Wire:
+    """What the first of two processes sends, and the second one's share of an exchange."""
+
+    def __init__(self) -> None:
+        self.sent: list[np.ndarray] = []
+
+    def broadcast(self, array: np.ndarray) -> np.ndarray:
+        self.sent.append(array)
+        return array
+
+    @property
+    def texts(self) -> list[str]:
+        """The messages: of each its length and then its bytes were sent."""
+        lengths, padded = self.sent[::2], self.sent[1::2]
+        return [data.tobytes()[: int(length)].decode() for length, data in zip(lengths, padded, strict=True)]
+
+
+@pytest.fixture
+def first_of_two(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    wire = Wire()
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", wire.broadcast)
+    return wire
+
+
+def raising(error: BaseException) -> Callable[[], str]:
+    def work() -> str:
+        raise error
+
+    return work
+
+
+def test_an_interrupt_of_the_main_process_is_told_to_those_who_wait_for_it(first_of_two: Wire) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        processes.on_main(raising(KeyboardInterrupt("at work")))
+    assert [json.loads(text) for text in first_of_two.texts] == [{"error": "KeyboardInterrupt: at work"}]
+
+
+def test_messages_have_few_sizes_and_lose_nothing(first_of_two: Wire) -> None:
+    messages = ["x" * length + "ä" for length in range(0, 3000, 7)]
+    assert [processes.on_main(lambda text=text: text) for text in messages] == messages
+    assert [json.loads(text)["came"] for text in first_of_two.texts] == messages
+    # Each size is a program to compile.
+    assert len({array.shape for array in first_of_two.sent[1::2]}) <= 5
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_after_an_error_one_of_several_processes_ends_without_waiting(
+    first_of_two: Wire, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[Callable[[], object]] = []
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    monkeypatch.setattr(atexit, "register", registered.append)
+    with processes.leaving_on_error():
+        pass
+    assert registered == []
+    with pytest.raises(OSError, match="pulled the plug"), processes.leaving_on_error():
+        raise OSError("pulled the plug")
+    assert len(registered) == count - 1
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    for end in registered:
+        end()
+    assert ended == [1] * (count - 1)
