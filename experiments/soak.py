@@ -199,20 +199,38 @@ def arguments_of(run_dir: Path, settings: Mapping[str, Any]) -> list[str]:
     return ["--config", str(CONFIG), "--run_dir", str(run_dir), *flags]
 
 
-def _kill(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def halt(pids: Sequence[int]) -> None:
+    """Have processes stand still; when it returns, every thread of theirs does."""
+    _send(pids, signal.SIGSTOP)
+    while any(state not in "TZX" for pid in pids for state in _thread_states(pid)):
+        time.sleep(0.001)
+
+
+def wake(pids: Sequence[int]) -> None:
+    """Have processes that stand still go on."""
+    _send(pids, signal.SIGCONT)
 
 
 def pause(pids: Sequence[int], seconds: float) -> None:
     """Have processes stand still for so long."""
-    for number in (signal.SIGSTOP, signal.SIGCONT):
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        if number == signal.SIGSTOP:
-            time.sleep(seconds)
+    halt(pids)
+    time.sleep(seconds)
+    wake(pids)
+
+
+def _send(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _thread_states(pid: int) -> list[str]:
+    """A letter for each thread of a process, as proc(5) has them; none where it has ended."""
+    states = []
+    for file in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            states.append(file.read_text().rpartition(")")[2].split()[0])
+    return states
 
 
 def _workers(run: LiveRun) -> list[int]:
@@ -220,12 +238,12 @@ def _workers(run: LiveRun) -> list[int]:
 
 
 FAULTS: dict[str, Callable[[LiveRun], None]] = {
-    "a worker is killed": lambda run: _kill(_workers(run)[:1]),
-    "all workers are killed": lambda run: _kill(_workers(run)),
+    "a worker is killed": lambda run: _send(_workers(run)[:1], signal.SIGKILL),
+    "all workers are killed": lambda run: _send(_workers(run), signal.SIGKILL),
     "a worker stands still": lambda run: pause(_workers(run)[:1], 2 * SILENCE),
     "all workers stand still": lambda run: pause(_workers(run), 2 * SILENCE),
-    "the coordinator is killed": lambda run: _kill(run.named("ray::Office")),
-    "Ray's node is killed": lambda run: _kill(run.named("raylet")),
+    "the coordinator is killed": lambda run: _send(run.named("ray::Office"), signal.SIGKILL),
+    "Ray's node is killed": lambda run: _send(run.named("raylet"), signal.SIGKILL),
     "the trainer is killed": lambda run: run.kill(),
 }
 

@@ -3,45 +3,27 @@
 
 """Parts of an asynchronous run are killed while it trains: it goes on, and leaves nothing behind."""
 
-import contextlib
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from experiments.soak import LiveRun, pause, whole_and_once
+from tests.faults.live_run import SILENCE, all_end, async_settings, live, started
 from tests.tiny_run import TinyRun
-
-SILENCE = 3.0
-"""Seconds that a worker may be silent."""
-PATIENCE = 600.0
-"""Seconds that anything may take on a busy machine."""
 
 
 def async_run(finished_run: TinyRun, new_run: Callable[..., TinyRun], steps: int) -> LiveRun:
-    run = new_run(
-        mode="async",
+    settings = async_settings(
         num_steps=steps,
         replay__max_staleness=1,
-        workers={"num_workers": 2, "silence": SILENCE, "patience": PATIENCE},
         initialize_from=str(finished_run.path),
-        warm_start__max_steps=0,
         checkpoint__every=5,
         evaluation={"tasks": 2, "greedy": False, "every": 0},
     )
-    return LiveRun(run.argv, run.path, run.path.parent / "output.txt", PATIENCE)
-
-
-@contextlib.contextmanager
-def started(run: LiveRun) -> Iterator[None]:
-    run.start()
-    try:
-        yield
-    finally:
-        run.kill()
+    return live(new_run(**settings))
 
 
 def trains_on(run: LiveRun, steps: int = 3) -> None:
@@ -87,10 +69,7 @@ def test_a_killed_trainer_takes_its_workers_along_and_goes_on_from_its_checkpoin
         run.wait_until(lambda: run.saved_steps >= 5, "the checkpoint of step 5")
         children = run.children()
         run.kill()
-        deadline = time.monotonic() + PATIENCE
-        while left := [name for pid, name in children.items() if Path(f"/proc/{pid}").exists()]:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.05)
+        all_end(children)
     with started(run):
         assert run.end() == 0, run.output.read_text()
     assert whole_and_once(run, groups=4, members=4, staleness=1) == 12
