@@ -6,9 +6,10 @@
     python -m experiments.soak --faults 100 --seed 0 --folder runs/soak
 
 A small model trains on sums, with two workers under Ray. Again and again a worker, all workers, the coordinator, the
-machine's Ray or the trainer itself is killed, or workers stand still; the run must go on by itself, or with the same
-command where the trainer died. In the end every step must have been made of whole groups, none of them twice and none
-too old, and nothing may be left running. It prints a JSON object.
+machine's Ray or the trainer itself is killed, the trainer also while a worker is in the midst of fetching weights from
+it, or workers stand still; the run must go on by itself, or with the same command where the trainer died. In the end
+every step must have been made of whole groups, none of them twice and none too old, and nothing may be left running. It
+prints a JSON object.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from marin_rl.rollouts.store import read_rollouts
 
@@ -42,8 +43,14 @@ TINY = {
     "evaluation.tasks": 0,
 }
 """A model that takes no time, which knows nothing and is not asked."""
+LARGE_TRANSFERS = {"model.hidden_dim": 256, "model.intermediate_dim": 1024}
+"""Weights of 5 MB: more than the system takes from a sender before the receiver has read."""
+UNSENT = 2**16
+"""Bytes that a sender has left only if its receiver does not read what has come before; nothing but weights is so
+large."""
 SETTINGS = {
     **TINY,
+    **LARGE_TRANSFERS,
     "num_steps": 1_000_000,
     "rollouts.prompts_per_step": GROUPS,
     "rollouts.group_size": MEMBERS,
@@ -237,6 +244,62 @@ def _workers(run: LiveRun) -> list[int]:
     return run.named("ray::Worker")
 
 
+class _Socket(NamedTuple):
+    port: int
+    is_listening: bool
+    unsent: int
+    """Bytes that the other end's system has not taken."""
+    inode: str
+
+
+def _sockets() -> list[_Socket]:
+    """Every TCP socket of this machine, as proc(5) has them."""
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, queues, _, _, _, _, inode, *_ = line.split()
+            port, unsent = local.rpartition(":")[2], queues.partition(":")[0]
+            found.append(_Socket(int(port, 16), state == "0A", int(unsent, 16), inode))
+    return found
+
+
+def _ports(pid: int) -> set[int]:
+    """Where a process listens."""
+    files = set()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            files.add(str(file.readlink()))
+    return {one.port for one in _sockets() if one.is_listening and f"socket:[{one.inode}]" in files}
+
+
+def kill_in_transfer(run: LiveRun) -> None:
+    """Kill the trainer, whose thread the weight server is, while a worker is in the midst of fetching weights.
+
+    Workers that are connected to it are made to stand still; where weights are left in its hands then, because a worker
+    does not read on, it is killed.
+
+    Args:
+        run: its weights are larger than what the system takes from a sender before the receiver has read.
+    """
+    assert run.process is not None
+    ports = _ports(run.process.pid)
+    workers: list[int] = []
+
+    def is_caught() -> bool:
+        workers[:] = _workers(run)
+        if not any(one.port in ports and not one.is_listening for one in _sockets()):
+            return False
+        halt(workers)
+        if any(one.port in ports and one.unsent >= UNSENT for one in _sockets()):
+            return True
+        wake(workers)
+        return False
+
+    run.wait_until(is_caught, "a transfer of weights")
+    run.kill()
+    wake(workers)
+
+
 FAULTS: dict[str, Callable[[LiveRun], None]] = {
     "a worker is killed": lambda run: _send(_workers(run)[:1], signal.SIGKILL),
     "all workers are killed": lambda run: _send(_workers(run), signal.SIGKILL),
@@ -245,6 +308,7 @@ FAULTS: dict[str, Callable[[LiveRun], None]] = {
     "the coordinator is killed": lambda run: _send(run.named("ray::Office"), signal.SIGKILL),
     "Ray's node is killed": lambda run: _send(run.named("raylet"), signal.SIGKILL),
     "the trainer is killed": lambda run: run.kill(),
+    "the weight server is killed in mid-transfer": kill_in_transfer,
 }
 
 
