@@ -338,7 +338,8 @@ def soak(run: LiveRun, faults: int, chance: random.Random, report: Callable[[str
         left |= run.children()
         before, began = run.steps, time.monotonic()
         FAULTS[name](run)
-        while run.steps < before + 2 and time.monotonic() < began + run.patience:
+        # Steps that were made before it died are none that it went on with.
+        while (not run.is_running or run.steps < before + 2) and time.monotonic() < began + run.patience:
             if not run.is_running:
                 starts += 1
                 run.start()
