@@ -108,7 +108,6 @@ def test_a_weight_server_killed_in_mid_transfer_leaves_no_mixed_weights(
         for turn in row["turns"]:
             assert row["step"] - 2 <= turn["first_version"] == turn["last_version"] < row["step"]
     records = run.records()[1:]
-    assert all(record["grad_norm"] > 0 for record in records)
     # Each token is as likely under the weights that it is said to be of as its sampler found: both compute in float32.
     assert max(record["mismatch/logprob_difference_max"] for record in records) < 1e-4
     # Under the weights of another version it is not.
