@@ -6,9 +6,10 @@
     python -m experiments.soak --faults 100 --seed 0 --folder runs/soak
 
 A small model trains on sums, with two workers under Ray. Again and again a worker, all workers, the coordinator, the
-machine's Ray or the trainer itself is killed, or workers stand still; the run must go on by itself, or with the same
-command where the trainer died. In the end every step must have been made of whole groups, none of them twice and none
-too old, and nothing may be left running. It prints a JSON object.
+machine's Ray or the trainer itself is killed, the trainer also while a worker is in the midst of fetching weights from
+it, or workers stand still; the run must go on by itself, or with the same command where the trainer died. In the end
+every step must have been made of whole groups, none of them twice and none too old, and nothing may be left running. It
+prints a JSON object.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from marin_rl.rollouts.store import read_rollouts
 
@@ -42,8 +43,14 @@ TINY = {
     "evaluation.tasks": 0,
 }
 """A model that takes no time, which knows nothing and is not asked."""
+LARGE_TRANSFERS = {"model.hidden_dim": 256, "model.intermediate_dim": 1024}
+"""Weights of 5 MB: more than the system takes from a sender before the receiver has read."""
+UNSENT = 2**16
+"""Bytes that a sender has left only if its receiver does not read what has come before; nothing but weights is so
+large."""
 SETTINGS = {
     **TINY,
+    **LARGE_TRANSFERS,
     "num_steps": 1_000_000,
     "rollouts.prompts_per_step": GROUPS,
     "rollouts.group_size": MEMBERS,
@@ -199,34 +206,109 @@ def arguments_of(run_dir: Path, settings: Mapping[str, Any]) -> list[str]:
     return ["--config", str(CONFIG), "--run_dir", str(run_dir), *flags]
 
 
-def _kill(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def halt(pids: Sequence[int]) -> None:
+    """Have processes stand still; when it returns, every thread of theirs does."""
+    _send(pids, signal.SIGSTOP)
+    while any(state not in "TZX" for pid in pids for state in _thread_states(pid)):
+        time.sleep(0.001)
+
+
+def wake(pids: Sequence[int]) -> None:
+    """Have processes that stand still go on."""
+    _send(pids, signal.SIGCONT)
 
 
 def pause(pids: Sequence[int], seconds: float) -> None:
     """Have processes stand still for so long."""
-    for number in (signal.SIGSTOP, signal.SIGCONT):
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        if number == signal.SIGSTOP:
-            time.sleep(seconds)
+    halt(pids)
+    time.sleep(seconds)
+    wake(pids)
+
+
+def _send(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _thread_states(pid: int) -> list[str]:
+    """A letter for each thread of a process, as proc(5) has them; none where it has ended."""
+    states = []
+    for file in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            states.append(file.read_text().rpartition(")")[2].split()[0])
+    return states
 
 
 def _workers(run: LiveRun) -> list[int]:
     return run.named("ray::Worker")
 
 
+class _Socket(NamedTuple):
+    port: int
+    is_listening: bool
+    unsent: int
+    """Bytes that the other end's system has not taken."""
+    inode: str
+
+
+def _sockets() -> list[_Socket]:
+    """Every TCP socket of this machine, as proc(5) has them."""
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, queues, _, _, _, _, inode, *_ = line.split()
+            port, unsent = local.rpartition(":")[2], queues.partition(":")[0]
+            found.append(_Socket(int(port, 16), state == "0A", int(unsent, 16), inode))
+    return found
+
+
+def _ports(pid: int) -> set[int]:
+    """Where a process listens."""
+    files = set()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            files.add(str(file.readlink()))
+    return {one.port for one in _sockets() if one.is_listening and f"socket:[{one.inode}]" in files}
+
+
+def kill_in_transfer(run: LiveRun) -> None:
+    """Kill the trainer, whose thread the weight server is, while a worker is in the midst of fetching weights.
+
+    Workers that are connected to it are made to stand still; where weights are left in its hands then, because a worker
+    does not read on, it is killed.
+
+    Args:
+        run: its weights are larger than what the system takes from a sender before the receiver has read.
+    """
+    assert run.process is not None
+    ports = _ports(run.process.pid)
+    workers: list[int] = []
+
+    def is_caught() -> bool:
+        workers[:] = _workers(run)
+        if not any(one.port in ports and not one.is_listening for one in _sockets()):
+            return False
+        halt(workers)
+        if any(one.port in ports and one.unsent >= UNSENT for one in _sockets()):
+            return True
+        wake(workers)
+        return False
+
+    run.wait_until(is_caught, "a transfer of weights")
+    run.kill()
+    wake(workers)
+
+
 FAULTS: dict[str, Callable[[LiveRun], None]] = {
-    "a worker is killed": lambda run: _kill(_workers(run)[:1]),
-    "all workers are killed": lambda run: _kill(_workers(run)),
+    "a worker is killed": lambda run: _send(_workers(run)[:1], signal.SIGKILL),
+    "all workers are killed": lambda run: _send(_workers(run), signal.SIGKILL),
     "a worker stands still": lambda run: pause(_workers(run)[:1], 2 * SILENCE),
     "all workers stand still": lambda run: pause(_workers(run), 2 * SILENCE),
-    "the coordinator is killed": lambda run: _kill(run.named("ray::Office")),
-    "Ray's node is killed": lambda run: _kill(run.named("raylet")),
+    "the coordinator is killed": lambda run: _send(run.named("ray::Office"), signal.SIGKILL),
+    "Ray's node is killed": lambda run: _send(run.named("raylet"), signal.SIGKILL),
     "the trainer is killed": lambda run: run.kill(),
+    "the weight server is killed in mid-transfer": kill_in_transfer,
 }
 
 
@@ -256,7 +338,8 @@ def soak(run: LiveRun, faults: int, chance: random.Random, report: Callable[[str
         left |= run.children()
         before, began = run.steps, time.monotonic()
         FAULTS[name](run)
-        while run.steps < before + 2 and time.monotonic() < began + run.patience:
+        # Steps that were made before it died are none that it went on with.
+        while (not run.is_running or run.steps < before + 2) and time.monotonic() < began + run.patience:
             if not run.is_running:
                 starts += 1
                 run.start()

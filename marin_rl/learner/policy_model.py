@@ -3,7 +3,11 @@
 
 """The policy as a model: from scratch, from and to the Hugging Face format."""
 
+import contextlib
 import logging
+import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -117,16 +121,24 @@ def save_hf_policy(model: LmHeadModel, tokenizer: ChatTokenizer, folder: Path, t
 
     Raises:
         PolicyModelError: if levanter cannot export this architecture.
+        OSError: if the folder cannot be written.
     """
     config = model.config
     if not isinstance(config, HFCompatConfig):
         raise PolicyModelError(f"{type(config).__name__} has no Hugging Face form; it cannot be exported to {folder}")
     hf_config = config.to_hf_config(model.vocab_size)
     hf_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf_config.model_type]]
+    with _system_errors(folder):
+        _export(model, hf_config, tokenizer, folder, trainer)
+
+
+def _export(
+    model: LmHeadModel, hf_config: PretrainedConfig, tokenizer: ChatTokenizer, folder: Path, trainer: TrainerConfig
+) -> None:
     # The converter copies some keys from a reference; this checkpoint's own config is that reference.
     hf_config.save_pretrained(folder)
     converter = HFCheckpointConverter(
-        type(config),
+        type(cast(HFCompatConfig, model.config)),
         reference_checkpoint=str(folder),
         HfConfigClass=type(hf_config),
         tokenizer=cast(PreTrainedTokenizerFast, tokenizer.tokenizer),
@@ -135,6 +147,18 @@ def save_hf_policy(model: LmHeadModel, tokenizer: ChatTokenizer, folder: Path, t
     )
     with trainer.use_device_mesh(), hax.axis_mapping(trainer.parameter_axis_mapping):
         converter.save_pretrained(cast(ModelWithHfSerializationMixin, model), str(folder), save_reference_code=False)
+
+
+@contextlib.contextmanager
+def _system_errors(folder: Path) -> Iterator[None]:
+    """Give the system's refusals one type: safetensors and tokenizers, which are Rust, have errors of their own."""
+    try:
+        yield
+    except Exception as error:
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            code = int(number[1])
+            raise OSError(code, os.strerror(code), str(folder)) from error
+        raise
 
 
 def read_hf_architecture(checkpoint: str) -> LmConfig:

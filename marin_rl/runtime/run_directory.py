@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -212,7 +213,7 @@ def log_to(file: Path, level: int = logging.INFO) -> Iterator[None]:
     logger = logging.getLogger("marin_rl")
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(file, encoding="utf-8")
+        handler = _LogFile(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handler.setLevel(level)
     former_level = logger.level
@@ -224,6 +225,32 @@ def log_to(file: Path, level: int = logging.INFO) -> Iterator[None]:
         logger.removeHandler(handler)
         logger.setLevel(former_level)
         handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """A log whose own trouble, such as a full disk, is told once and ends nothing: the run has its own words for it."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file, encoding="utf-8")
+        self._told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if isinstance(error, OSError):
+            self._tell(error)
+        else:
+            super().handleError(record)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:
+            self._tell(error)
+
+    def _tell(self, error: OSError) -> None:
+        if not self._told:
+            self._told = True
+            print(f"warning: {self.baseFilename} cannot be written ({error}); lines are missing in it", file=sys.stderr)
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:

@@ -211,8 +211,9 @@ def _export(run: TrainingRun, directory: RunDirectory) -> None:
         # All processes take part, and what the others write is not wanted.
         partial = directory.path / ".hf.partial" if processes.is_main() else Path(elsewhere)
         shutil.rmtree(partial, ignore_errors=True)
-        save_hf_policy(policy, run.tokenizer, partial, run.trainer)
-        processes.on_main(lambda: _replace(directory.hf, partial))
+        with writing(directory.hf):
+            save_hf_policy(policy, run.tokenizer, partial, run.trainer)
+            processes.on_main(lambda: _replace(directory.hf, partial))
 
 
 def _replace(folder: Path, partial: Path) -> str:

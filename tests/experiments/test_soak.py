@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.soak import FAULTS, SETTINGS, LiveRun, SoakError, main, pause, whole_and_once
+from experiments.soak import FAULTS, SETTINGS, LiveRun, SoakError, kill_in_transfer, main, pause, whole_and_once
 from tests.tiny_run import TinyRun, copy_of
 
 
@@ -106,8 +106,44 @@ def test_processes_are_found_by_name_and_stand_still(tmp_path: Path) -> None:
         run.kill()
 
 
+SENDER = """
+import socket, subprocess, sys, time
+server = socket.create_server(("127.0.0.1", 0))
+receiver = "import socket, sys; from_sender = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\\n"
+receiver += "while from_sender.recv(2**20): pass"
+subprocess.Popen(["ray::Worker", "-c", receiver, str(server.getsockname()[1])], executable=sys.executable)
+to_receiver, _ = server.accept()
+while True:
+    to_receiver.sendall(bytes(int(sys.argv[1])))
+    time.sleep(0.001)
+"""
+
+
+@pytest.mark.parametrize(("size", "is_caught"), [(2**24, True), (100, False)])
+def test_a_sender_is_killed_only_while_the_receiver_has_not_all(tmp_path: Path, size: int, is_caught: bool) -> None:
+    run = LiveRun((), tmp_path, tmp_path / "output.txt", patience=60.0 if is_caught else 1.0)
+    run.output.write_text("")
+    run.process = subprocess.Popen([sys.executable, "-c", SENDER, str(size)], start_new_session=True)
+    try:
+        run.wait_until(lambda: run.named("ray::Worker") != [], "a receiver")
+        (receiver,) = run.named("ray::Worker")
+        if is_caught:
+            kill_in_transfer(run)
+        else:
+            with pytest.raises(SoakError, match="a transfer of weights did not come in 1 s"):
+                kill_in_transfer(run)
+        assert run.is_running != is_caught
+    finally:
+        run.kill()
+    # It was not left standing still: it reads to the end of what had come, and ends.
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{receiver}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_every_fault_needs_a_run_and_a_new_folder(tmp_path: Path) -> None:
-    assert len(FAULTS) == 7
+    assert len(FAULTS) == 8
     assert json.loads(json.dumps(SETTINGS))["workers.silence"] > 0
     with pytest.raises(FileExistsError):
         main(["--faults", "1", "--folder", str(tmp_path)])

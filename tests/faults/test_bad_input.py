@@ -6,8 +6,6 @@
 import dataclasses
 import json
 import math
-import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from marin_rl.rollouts.store import read_rollouts
 from marin_rl.runtime import session, sync_loop
 from marin_rl.train import main
 from marin_rl.types import Message, Task
-from tests.tiny_run import TinyRun, contents, copy_of, make_run, outcome
+from tests.tiny_run import TinyRun, contents, copy_of, outcome
 
 Capture = pytest.CaptureFixture[str]
 
@@ -355,39 +353,3 @@ def test_a_run_directory_that_cannot_be_made_is_named(
         text = error(capfd)
         assert f"cannot write '{place}" in text
         assert "choose a" in text
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for a checkpoint or two."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = os.geteuid() == 0 and mount(place, "1500k")
-    if not mounted:
-        pytest.skip("only root can mount a small file system")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def mount(place: Path, size: str, *options: str) -> bool:
-    command = ["mount", "-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "tmpfs", str(place)]
-    return subprocess.run(command, check=False, capture_output=True).returncode == 0
-
-
-def test_a_full_disk_stops_the_run_and_loses_nothing(
-    quick: dict[str, Any], small_disk: Path, new_run: Callable[..., TinyRun], capfd: Capture
-) -> None:
-    settings = {**quick, "num_steps": 6, "checkpoint": {"every": 1, "keep_every": 1}}
-    whole = new_run(**settings)
-    assert whole.train() == 0
-    run = make_run(small_disk, **settings)
-    assert run.train() == 1
-    text = error(capfd)
-    assert str(run.path) in text
-    assert "free" in text
-    assert run.steps()[0] == 0
-    assert mount(small_disk, "64m", "remount")
-    assert run.train() == 0
-    assert "damaged" not in capfd.readouterr().out
-    found, expected = outcome(run), outcome(whole)
-    assert found == expected

@@ -199,6 +199,35 @@ def test_the_log_is_appended_to_and_let_go(tmp_path):
     assert logging.getLogger("marin_rl").handlers == []
 
 
+def test_a_log_on_a_full_disk_is_told_once_and_hides_no_error(tmp_path, capfd):
+    directory = create_or_open(tmp_path, CONFIG)
+    directory.log.symlink_to("/dev/full")
+    logger = logging.getLogger("marin_rl.somewhere")
+
+    def run() -> None:
+        with open_log(directory):
+            logger.error("first")
+            logger.error("second")
+            raise ValueError("the run's own")
+
+    with pytest.raises(ValueError, match="the run's own"):
+        run()
+    said = capfd.readouterr().err
+    assert said.count("cannot be written") == 1
+    assert f"warning: {directory.log} cannot be written ([Errno 28] No space left on device); lines are miss" in said
+    assert "Traceback" not in said
+    assert logging.getLogger("marin_rl").handlers == []
+
+
+def test_a_log_line_that_makes_no_sense_is_not_taken_for_a_full_disk(tmp_path, monkeypatch, capfd):
+    directory = create_or_open(tmp_path, CONFIG)
+    # Pytest's own handler would raise the error.
+    monkeypatch.setattr(logging.getLogger("marin_rl"), "propagate", False)
+    with open_log(directory):
+        logging.getLogger("marin_rl.somewhere").error("%d", "no number")
+    assert "TypeError" in capfd.readouterr().err
+
+
 def test_a_log_that_cannot_be_opened_is_named(tmp_path):
     directory = create_or_open(tmp_path, CONFIG)
     directory.log.mkdir()

@@ -138,7 +138,7 @@ def test_an_export_that_fails_leaves_the_last_one(
     with monkeypatch.context() as patched:
         patched.setattr(session, "save_hf_policy", fail)
         assert again.train() == 1
-    assert "No space left on device" in capfd.readouterr().err
+    assert f"error: cannot write '{again.path / 'hf'}': the disk is full; free some space" in capfd.readouterr().err
     assert contents(again.path / "hf") == before
     assert again.train() == 0
     assert contents(again.path / "hf") == before

@@ -1,0 +1,217 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A disk fills up while a run trains: it ends with a message, and the same command goes on when there is space."""
+
+import base64
+import dataclasses
+import json
+import os
+import random
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from experiments.soak import LiveRun, halt, wake, whole_and_once
+from marin_rl.learner.checkpoint import open_checkpoint
+from marin_rl.rollouts.replay_buffer import ReplayBuffer
+from marin_rl.rollouts.store import read_rollouts
+from marin_rl.runtime import session
+from marin_rl.runtime.training_run import REPLAY
+from tests.faults.live_run import all_end, async_settings, live, started
+from tests.tiny_run import PROBLEMS, TinyRun, contents, copy_of, make_run, outcome
+
+
+def mount(place: Path, size: str, *options: str) -> bool:
+    command = ["mount", "-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "tmpfs", str(place)]
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, with room for a checkpoint or two of the tiny model."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = os.geteuid() == 0 and mount(place, "1500k")
+    if not mounted:
+        pytest.skip("only root can mount a small file system")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_stops_the_run_and_loses_nothing(
+    finished_run: TinyRun,
+    disk: Path,
+    new_run: Callable[..., TinyRun],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: None)
+    settings = {
+        "initialize_from": str(finished_run.path),
+        "warm_start__max_steps": 0,
+        "num_steps": 6,
+        "evaluation": {"every": 0, "tasks": 2, "greedy": False},
+        "checkpoint": {"every": 1, "keep_every": 1},
+    }
+    whole = new_run(**settings)
+    assert whole.train() == 0
+    run = make_run(disk, **settings)
+    capfd.readouterr()
+    assert run.train() == 1
+    told = capfd.readouterr().err
+    assert f"error: could not write checkpoint {run.checkpoints}" in told
+    assert "free disk space" in told
+    assert "Traceback" not in told
+    assert run.steps()[0] == 0
+    assert mount(disk, "64m", "remount")
+    assert run.train() == 0
+    assert "damaged" not in capfd.readouterr().out
+    found, expected = outcome(run), outcome(whole)
+    assert found == expected
+
+
+def fill(disk: Path, leave: int) -> Path:
+    """Take all space but so many bytes; the file that does."""
+    file, status = disk / "filler", os.statvfs(disk)
+    with file.open("wb") as stream:
+        os.posix_fallocate(stream.fileno(), 0, status.f_bavail * status.f_frsize - leave)
+    return file
+
+
+@pytest.mark.parametrize("last", ["", "config.json", "model.safetensors"])
+def test_a_disk_that_is_full_at_the_end_keeps_the_former_export(
+    finished_run: TinyRun,
+    disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    last: str,
+) -> None:
+    assert mount(disk, "64m", "remount")
+    run = copy_of(finished_run, disk)
+    before = contents(run.path / "hf")
+    files = [run.path / "hf" / name for name in ("config.json", "model.safetensors", "tokenizer.json")]
+    # Room for those that are written until the last that fits.
+    fitting = files[: [file.name for file in files].index(last) + 1] if last else []
+    leave = sum(file.stat().st_blocks * 512 for file in fitting)
+    monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: fill(disk, leave))
+    capfd.readouterr()
+    assert run.train() == 1
+    told = capfd.readouterr().err
+    assert f"error: cannot write '{run.path / 'hf'}': the disk is full; free some space and rerun the same" in told
+    assert "Traceback" not in told
+    assert contents(run.path / "hf") == before
+
+
+# The asynchronous run.
+
+BULK = 100_000
+"""Characters of a worked answer, which is part of a waiting group and of no stored rollout."""
+SMALL = 100_000
+"""Bytes that the rollouts, the record and the log of a step fit into, and four waiting groups do not."""
+STEPS, GROUPS, MEMBERS, STALENESS = 40, 4, 4, 3
+
+
+def bulky_run(disk: Path, finished_run: TinyRun) -> TinyRun:
+    """A run whose groups take most of the disk while they wait in the replay buffer."""
+    chance = random.Random(0)
+    problems = disk / "bulky.jsonl"
+    with problems.open("w") as stream:
+        for problem in PROBLEMS:
+            text = base64.b64encode(chance.randbytes(BULK * 3 // 4)).decode()
+            stream.write(f"{json.dumps({**problem, 'worked_answer': text})}\n")
+    settings = async_settings(
+        initialize_from=str(finished_run.path),
+        num_steps=STEPS,
+        replay__max_staleness=STALENESS,
+        checkpoint__every=1,
+        evaluation={"every": 0, "tasks": 2, "greedy": False},
+        environment__path=str(problems),
+    )
+    return make_run(disk, **settings)
+
+
+def is_between_saves(run: TinyRun) -> bool:
+    """Whether the last step is saved, and no other is being saved."""
+    return not list(run.checkpoints.glob(".*")) and run.steps()[-1] == run.records()[-1]["step"]
+
+
+def buffer_will_be_saved(run: TinyRun) -> bool:
+    """Whether more groups wait than the next step takes."""
+    return is_between_saves(run) and run.records()[-1].get("replay/waiting", 0) > GROUPS
+
+
+def stopped(trainer: int, is_so: Callable[[], bool]) -> bool:
+    """Whether it is so, and then the trainer stands still in the midst of it."""
+    halt([trainer])
+    if not is_so():
+        wake([trainer])
+        return False
+    return True
+
+
+def allocated(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))
+
+
+def fails_on_a_full_disk(
+    running: LiveRun, run: TinyRun, disk: Path, ready: Callable[[TinyRun], bool], leave: Callable[[Path], int]
+) -> str:
+    """Fill the disk while the run trains, see it end in good order, and free the disk; what it said."""
+    assert running.process is not None
+    trainer, said_before = running.process.pid, running.output.stat().st_size
+    running.wait_until(lambda: stopped(trainer, lambda: ready(run)), "a moment to fill the disk")
+    step = run.steps()[-1]
+    filler = fill(disk, leave(run.checkpoint(step)))
+    children = running.children()
+    wake([trainer])
+    assert running.end() == 1
+    all_end(children)
+    assert run.steps()[-1] == step
+    assert open_checkpoint(run.checkpoint(step)).step == step
+    filler.unlink()
+    said = running.output.read_bytes()[said_before:].decode()
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.mark.slow
+def test_a_full_disk_stops_an_asynchronous_run_and_its_waiting_groups_are_not_lost(
+    finished_run: TinyRun, disk: Path
+) -> None:
+    assert mount(disk, "64m", "remount")
+    run = bulky_run(disk, finished_run)
+    running = dataclasses.replace(live(run), output=disk.with_name("output.txt"))
+    log = run.path / "log.txt"
+    with started(running):
+        running.wait_until(lambda: running.steps >= 1, "step 1")
+        said = fails_on_a_full_disk(
+            running, run, disk, buffer_will_be_saved, lambda newest: allocated(newest / "state") + SMALL
+        )
+    step = run.steps()[-1]
+    failed = run.checkpoint(step + 1)
+    assert f"error: could not write checkpoint {failed}: [Errno 28] No space left on device. Earlier checkp" in said
+    assert "free disk space or fix the permissions, then run the same command again" in said
+    # It was the buffer that did not fit.
+    assert "in save\n    pq.write_table(table, stream" in log.read_text()
+    assert f"CheckpointError: could not write checkpoint {failed}" in log.read_text()
+    waiting = ReplayBuffer(max_staleness=STALENESS)
+    waiting.load(run.checkpoint(step) / REPLAY)
+    assert len(waiting) > GROUPS
+
+    with started(running):
+        running.wait_until(lambda: running.saved_steps > step, "a further checkpoint")
+        assert f"resuming after step {step}, from {run.checkpoint(step)}" in log.read_text()
+        # Now nothing fits, whatever comes first, the log included.
+        said = fails_on_a_full_disk(running, run, disk, is_between_saves, lambda newest: 0)
+    assert re.search(rf"error: (cannot write '|could not write checkpoint ){re.escape(str(run.path))}/\S", said)
+    assert "free" in said
+
+    with started(running):
+        assert running.end() == 0, running.output.read_text()[-5000:]
+    assert whole_and_once(running, groups=GROUPS, members=MEMBERS, staleness=STALENESS) == STEPS
+    trained = {row for table in read_rollouts(run.path / "rollouts") for row in table["group_id"].to_pylist()}
+    assert {number.group_id for number in waiting._waiting} <= trained
