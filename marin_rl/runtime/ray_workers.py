@@ -55,15 +55,35 @@ def join_cluster(address: str) -> None:
     Raises:
         NoClusterError: if none answers there.
     """
-    remedy = "start it with `ray start --head` on its first machine, correct ray_address, or leave it out"
-    try:
-        if address != "auto":
-            # Ray itself asks for minutes and then ends the process.
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT).close()
+    find_cluster(address)
+    with _no_cluster(address):
         ray.init(address=address, log_to_driver=False)
+
+
+def find_cluster(address: str) -> None:
+    """See whether somebody answers where a cluster should be; Ray itself would ask for minutes and end the process.
+
+    Args:
+        address: `host:port`, or `auto`, which only Ray can look for.
+
+    Raises:
+        NoClusterError: if nobody does.
+    """
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        with _no_cluster(address):
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT).close()
+
+
+@contextlib.contextmanager
+def _no_cluster(address: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise NoClusterError(f"no Ray cluster answers at ray_address {address!r} ({error}); {remedy}") from error
+        raise NoClusterError(
+            f"no Ray cluster answers at ray_address {address!r} ({error}); start it with `ray start --head` on its "
+            "first machine, correct ray_address, or leave it out"
+        ) from error
 
 
 class RayDesk:

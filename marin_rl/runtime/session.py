@@ -32,10 +32,12 @@ from marin_rl.runtime.curves import plot_curves
 from marin_rl.runtime.devices import join_processes
 from marin_rl.runtime.metrics_file import read_records, truncate_records
 from marin_rl.runtime.open_run import open_run
+from marin_rl.runtime.ray_workers import find_cluster
 from marin_rl.runtime.run_directory import RunDirectory, create_or_open, lock, log_to, open_log, writing
 from marin_rl.runtime.sync_loop import train
 from marin_rl.runtime.tracking import StepRecords, make_tracker
 from marin_rl.runtime.training_run import TrainingRun
+from marin_rl.runtime.workers_config import Mode
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
         stream: where the user watches.
 
     Raises:
+        NoClusterError: if nobody answers where the Ray cluster should be; nothing was begun.
         RunDirectoryError: if the directory belongs to another config, is in use, or cannot be written.
         CheckpointError: if its checkpoints cannot be used, or a new one cannot be written.
         NonFiniteUpdateError: if training diverged; the last checkpoint is from before that.
@@ -93,6 +96,8 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
 
 
 def _take(directory: RunDirectory, config: TrainConfig, held: contextlib.ExitStack) -> str:
+    if config.mode is Mode.ASYNC and config.ray_address is not None:
+        find_cluster(config.ray_address)
     held.enter_context(lock(directory))
     create_or_open(directory.path, to_yaml(config), MAY_DIFFER)
     return str(directory.path)

@@ -3,6 +3,7 @@
 
 """The coordinator's desk over Ray, without a cluster; with one it is tested in tests/faults/test_dead_workers.py."""
 
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from ray.exceptions import RayActorError
 
 from marin_rl.runtime import ray_workers
 from marin_rl.runtime.coordinator import Delivery
-from marin_rl.runtime.ray_workers import NoClusterError, RayDesk, RayLostError, check_node, join_cluster
+from marin_rl.runtime.ray_workers import NoClusterError, RayDesk, RayLostError, check_node, find_cluster, join_cluster
 from tests.free_port import free_port
 
 NOTHING = Delivery("one", [], None, {}, {}, {})
@@ -102,3 +103,7 @@ def test_a_cluster_that_does_not_answer_is_named_at_once(monkeypatch: pytest.Mon
     for address, reason in ((nobody, "Connection refused"), ("auto", "there is none")):
         with pytest.raises(NoClusterError, match=f"no Ray cluster answers at ray_address '{address}' .*{reason}.*"):
             join_cluster(address)
+    with pytest.raises(NoClusterError):
+        find_cluster(nobody)
+    with socket.create_server(("127.0.0.1", 0)) as somebody:
+        find_cluster(f"127.0.0.1:{somebody.getsockname()[1]}")

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from marin_rl.runtime import session
 from marin_rl.runtime.run_directory import RunDirectory
 from marin_rl.runtime.session import logged_errors, stop_on_signals
+from tests.free_port import free_port
 from tests.tiny_run import TinyRun, contents, copy_of, outcome
 
 
@@ -83,6 +84,15 @@ def test_what_does_not_change_the_result_may_differ_and_the_rest_may_not(
     assert "choose another run_dir" in error
     files.pop(".lock")
     assert {name: data for name, data in contents(again.path).items() if name != ".lock"} == files
+
+
+def test_a_cluster_that_is_not_there_is_told_before_anything_is_begun(
+    new_run: Callable[..., TinyRun], capfd: pytest.CaptureFixture[str]
+):
+    run = new_run(mode="async", ray_address=f"127.0.0.1:{free_port()}")
+    assert run.train() == 1
+    assert "error: no Ray cluster answers at ray_address '127.0.0.1:" in capfd.readouterr().err
+    assert not run.path.exists()
 
 
 def test_the_first_interrupt_asks_and_the_second_ends():
