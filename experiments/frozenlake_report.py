@@ -11,10 +11,8 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
-from experiments.objectives_report import SEEDS, curve
+from experiments.report import SEEDS, curve, plot_seeds
 
 TWINS = ("gigpo", "grpo", "rloo")
 LAST = 20
@@ -48,31 +46,14 @@ def table(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def plot(folder: Path, picture: Path) -> None:
-    """A panel for each seed, a line for each advantage."""
-    figure = Figure(figsize=(9.5, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(SEEDS), sharex=True, sharey=True)
-    for axes, seed in zip(panels, SEEDS, strict=True):
-        _panel(axes, folder, seed)
-    panels[0].set_ylabel("games won")
-    panels[0].legend(fontsize=8, frameon=False, loc="lower right")
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=110)
-
-
-def _panel(axes: Axes, folder: Path, seed: int) -> None:
+def draw(axes: Axes, folder: Path, seed: int) -> None:
+    """A line for each advantage in training, points for what was held out."""
     for number, name in enumerate(TWINS):
         run = folder / f"{name}-seed{seed}"
         reward, held_out = curve(run, "train/rewards"), curve(run, "/accuracy_sampled")
         smooth = np.convolve(reward.values, np.ones(SMOOTHING) / SMOOTHING, mode="valid")
         axes.plot(reward.steps[SMOOTHING - 1 :], smooth, color=f"C{number}", label=name)
         axes.plot(held_out.steps, held_out.values, "o", color=f"C{number}", markersize=4)
-    axes.set_title(f"seed {seed}", fontsize=10)
-    axes.set_xlabel("steps")
-    axes.set_ylim(0, 1)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def main() -> None:
@@ -82,7 +63,7 @@ def main() -> None:
     for name in TWINS:
         ends = [last_reward(folder / f"{name}-seed{seed}") for seed in SEEDS]
         print(f"{name}: {np.mean(ends):.3f} (least {min(ends):.3f}, most {max(ends):.3f})")
-    plot(folder, Path(sys.argv[2]))
+    plot_seeds(Path(sys.argv[2]), lambda axes, seed: draw(axes, folder, seed), "games won")
 
 
 if __name__ == "__main__":

@@ -7,53 +7,18 @@ python -m experiments.objectives_report runs/objectives experiments/curves/objec
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from marin_rl.runtime.metrics_file import read_records
+from experiments.report import SEEDS, curve
 
 LEARNERS = ("rloo", "grpo", "dr_grpo", "gspo", "cispo", "ppo")
-SEEDS = (1, 2, 3)
 BAR = 0.30
 """Lift in sampled accuracy that experiments/rloo.yaml is held to."""
-
-
-class Curve(NamedTuple):
-    """A metric of a run over its steps."""
-
-    steps: Sequence[int]
-    """When it was measured."""
-    values: Sequence[float]
-    """What it was."""
-
-    @property
-    def lift(self) -> float:
-        """The last value less the first."""
-        return self.values[-1] - self.values[0]
-
-
-def curve(run: Path, ending: str) -> Curve:
-    """The metric whose name ends so.
-
-    Raises:
-        ValueError: if the run has none.
-    """
-    points = [
-        (int(record["step"]), value)
-        for record in read_records(run / "metrics.jsonl")
-        for name, value in record.items()
-        if name.endswith(ending)
-    ]
-    if not points:
-        raise ValueError(f"{run} has no metric that ends in {ending}; has it run?")
-    steps, values = zip(*points, strict=True)
-    return Curve(steps, values)
 
 
 def table(folder: Path) -> str:

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
-from experiments.objectives_report import SEEDS, curve
+from experiments.report import SEEDS, curve, plot_seeds
 from experiments.staleness import LAGS
 
 LAST = 25
@@ -44,28 +42,11 @@ def table(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def plot(folder: Path, picture: Path) -> None:
-    """A panel for each seed, a line for each lag."""
-    figure = Figure(figsize=(9.5, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(SEEDS), sharex=True, sharey=True)
-    for axes, seed in zip(panels, SEEDS, strict=True):
-        _panel(axes, folder, seed)
-    panels[0].set_ylabel("held-out accuracy, sampled")
-    panels[0].legend(fontsize=8, frameon=False, loc="lower right", title="steps old", title_fontsize=8)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=110)
-
-
-def _panel(axes: Axes, folder: Path, seed: int) -> None:
+def draw(axes: Axes, folder: Path, seed: int) -> None:
+    """A line for each lag."""
     for number, lag in enumerate(LAGS):
         measured = curve(folder / f"lag{lag}-seed{seed}", "/accuracy_sampled")
         axes.plot(measured.steps, measured.values, "o-", color=f"C{number}", markersize=3.5, label=str(lag))
-    axes.set_title(f"seed {seed}", fontsize=10)
-    axes.set_xlabel("steps")
-    axes.set_ylim(0, 1)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def main() -> None:
@@ -75,7 +56,9 @@ def main() -> None:
     for lag in LAGS:
         ends = [curve(folder / f"lag{lag}-seed{seed}", "/accuracy_sampled").values[-1] for seed in SEEDS]
         print(f"{lag} steps old: {np.mean(ends):.3f} (least {min(ends):.3f}, most {max(ends):.3f})")
-    plot(folder, Path(sys.argv[2]))
+    plot_seeds(
+        Path(sys.argv[2]), lambda axes, seed: draw(axes, folder, seed), "held-out accuracy, sampled", "steps old"
+    )
 
 
 if __name__ == "__main__":
