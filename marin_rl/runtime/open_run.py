@@ -20,6 +20,7 @@ from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
 from marin_rl.learner.weight_history import WeightHistory
+from marin_rl.rewards.component import RewardConfigError
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.judging import RewardFunctions
 from marin_rl.rollouts.orders import OrderBook
@@ -38,6 +39,7 @@ from marin_rl.runtime.shared_run import check_config, newest_good
 from marin_rl.runtime.starting_weights import first_policy, restore_policy, restore_state
 from marin_rl.runtime.training_run import REPLAY, TrainingRun
 from marin_rl.runtime.warm_start import warm_start
+from marin_rl.runtime.workers_config import Mode
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
 
@@ -78,7 +80,7 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         report: is told of progress, a line at a time.
 
     Raises:
-        ValueError: if parts do not fit one another (batch and mesh, tokenizer and model).
+        ValueError: if parts do not fit one another (batch and mesh, tokenizer and model, reward functions and mode).
         CheckpointError: if there are checkpoints and none is usable.
     """
     with contextlib.ExitStack() as opened:
@@ -128,6 +130,11 @@ def _open_parts(config: TrainConfig, folder: Path, opened: contextlib.ExitStack)
     tokenizer = config.tokenizer.build()
     environment = config.environment.build()
     judges, loop = open_judges(config, environment, opened)
+    if config.mode is Mode.ASYNC and judges.judge_batches:
+        raise RewardConfigError(
+            "a reward function has scope: batch, which is given all rollouts of a step together; with mode: async they "
+            "are played at different times by different workers, so use scope: group, or mode: sync"
+        )
     store = RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer))
     opened.enter_context(Closing(lambda: _close_store(store)))
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)

@@ -103,6 +103,14 @@ def test_components_are_weighted_and_logged_by_name(functions_only: Callable[...
         assert record["rollouts/failed"] == 0
 
 
+def test_what_compares_a_whole_step_is_refused_where_workers_play_it_in_parts(
+    functions_only: Callable[..., TinyRun], rewards: Any, capfd: pytest.CaptureFixture[str]
+):
+    assert functions_only(rewards("share", scope="batch"), mode="async").train() == 1
+    assert "scope: batch" in (told := capfd.readouterr().err)
+    assert told.rstrip().endswith("use scope: group, or mode: sync")
+
+
 @pytest.mark.parametrize(
     ("function", "cause", "words"),
     [("picky", "raised", "ValueError: I do not like twos"), ("deadly", "exited", "it ended its process with status 7")],
