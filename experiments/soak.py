@@ -146,9 +146,17 @@ class LiveRun:
             time.sleep(0.02)
 
     def end(self) -> int:
-        """Wait for the trainer; its exit status."""
+        """Wait for the trainer; its exit status.
+
+        Raises:
+            SoakError: if it takes too long.
+        """
         assert self.process is not None
-        return self.process.wait(self.patience)
+        try:
+            return self.process.wait(self.patience)
+        except subprocess.TimeoutExpired:
+            said = self.output.read_text()[-5000:]
+            raise SoakError(f"the run did not end in {self.patience:g} s:\n{said}") from None
 
     def kill(self) -> None:
         """End it, if it runs."""
@@ -246,6 +254,8 @@ def _workers(run: LiveRun) -> list[int]:
 
 class _Socket(NamedTuple):
     port: int
+    peer: int
+    """Port of the other end; 0 for none."""
     is_listening: bool
     unsent: int
     """Bytes that the other end's system has not taken."""
@@ -257,40 +267,47 @@ def _sockets() -> list[_Socket]:
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, queues, _, _, _, _, inode, *_ = line.split()
-            port, unsent = local.rpartition(":")[2], queues.partition(":")[0]
-            found.append(_Socket(int(port, 16), state == "0A", int(unsent, 16), inode))
+            _, local, remote, state, queues, _, _, _, _, inode, *_ = line.split()
+            port, peer = (int(address.rpartition(":")[2], 16) for address in (local, remote))
+            unsent = int(queues.partition(":")[0], 16)
+            found.append(_Socket(port, peer, state == "0A", unsent, inode))
     return found
 
 
-def _ports(pid: int) -> set[int]:
-    """Where a process listens."""
+def _sockets_of(pids: Sequence[int]) -> list[_Socket]:
+    """Those that processes have open."""
     files = set()
-    for file in Path(f"/proc/{pid}/fd").iterdir():
+    for pid in pids:
+        # It may end meanwhile.
         with contextlib.suppress(OSError):
-            files.add(str(file.readlink()))
-    return {one.port for one in _sockets() if one.is_listening and f"socket:[{one.inode}]" in files}
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    files.add(str(file.readlink()))
+    return [one for one in _sockets() if f"socket:[{one.inode}]" in files]
 
 
-def kill_in_transfer(run: LiveRun) -> None:
-    """Kill the trainer, whose thread the weight server is, while a worker is in the midst of fetching weights.
+def kill_in_transfer(run: LiveRun, main: LiveRun | None = None) -> None:
+    """Kill a trainer, whose thread the weight server is, while a worker is in the midst of fetching weights from it.
 
     Workers that are connected to it are made to stand still; where weights are left in its hands then, because a worker
     does not read on, it is killed.
 
     Args:
         run: its weights are larger than what the system takes from a sender before the receiver has read.
+        main: the training process that has the workers, where it is another one.
     """
     assert run.process is not None
-    ports = _ports(run.process.pid)
+    ports = {one.port for one in _sockets_of([run.process.pid]) if one.is_listening}
     workers: list[int] = []
 
     def is_caught() -> bool:
-        workers[:] = _workers(run)
-        if not any(one.port in ports and not one.is_listening for one in _sockets()):
+        workers[:] = _workers(main or run)
+        # What the trainers send one another is no transfer to a worker.
+        ends = {one.port for one in _sockets_of(workers) if one.peer in ports}
+        if not ends:
             return False
         halt(workers)
-        if any(one.port in ports and one.unsent >= UNSENT for one in _sockets()):
+        if any(one.port in ports and one.peer in ends and one.unsent >= UNSENT for one in _sockets()):
             return True
         wake(workers)
         return False

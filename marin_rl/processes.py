@@ -114,6 +114,21 @@ def leaving_on_error() -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def explaining_errors() -> Iterator[None]:
+    """Where there are several processes, add to jax's own errors what they mean if another process was lost."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if several():
+            error.add_note(
+                f"This is training process {jax.process_index()} of {jax.process_count()}. If what failed is a "
+                "connection, another of them has ended or is out of reach, and its own output or machine says why; "
+                "the same command on all hosts goes on from the last checkpoint."
+            )
+        raise
+
+
 def _end() -> None:
     sys.stdout.flush()
     sys.stderr.flush()

@@ -5,6 +5,7 @@
 
 import atexit
 import json
+import traceback
 from collections.abc import Callable
 
 import jax
@@ -61,6 +62,27 @@ def test_messages_have_few_sizes_and_lose_nothing(first_of_two: Wire) -> None:
     assert [json.loads(text)["came"] for text in first_of_two.texts] == messages
     # Each size is a program to compile.
     assert len({array.shape for array in first_of_two.sent[1::2]}) <= 5
+
+
+@pytest.mark.parametrize(
+    ("count", "error", "is_explained"),
+    [
+        (2, jax.errors.JaxRuntimeError("Connection reset by peer"), True),
+        (1, jax.errors.JaxRuntimeError("Out of memory"), False),
+        (2, OSError("pulled the plug"), False),
+    ],
+)
+def test_where_jax_fails_in_one_of_several_processes_the_error_says_what_to_look_for(
+    first_of_two: Wire, count: int, error: Exception, is_explained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    with pytest.raises(type(error)) as raised, processes.explaining_errors():
+        raise error
+    said = "".join(traceback.format_exception(raised.value))
+    assert (
+        "This is training process 0 of 2. If what failed is a connection, another of them has ended or is out of reach"
+        in said
+    ) == is_explained
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -89,7 +89,7 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
         main = processes.is_main()
         log = open_log(directory) if main else log_to(directory.path / "processes" / f"{jax.process_index()}.txt")
         console = stream if main else held.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
-        with log, logged_errors(), Progress(config.num_steps, console) as progress:
+        with log, logged_errors(), processes.explaining_errors(), Progress(config.num_steps, console) as progress:
             run = _work(config, directory, progress)
         if main and run.progress.step >= config.num_steps:
             print_closing_table(progress.console, _summary(run, directory))

@@ -3,6 +3,7 @@
 
 """What the soak looks at in the end; that runs survive is tested in tests/faults/test_dead_workers.py."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -106,40 +107,69 @@ def test_processes_are_found_by_name_and_stand_still(tmp_path: Path) -> None:
         run.kill()
 
 
+def test_a_run_that_does_not_end_is_an_error_with_what_it_said(tmp_path: Path) -> None:
+    run = LiveRun((), tmp_path, tmp_path / "output.txt", patience=0.1)
+    run.output.write_text("waiting for the others")
+    run.process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    try:
+        with pytest.raises(SoakError, match=r"the run did not end in 0.1 s:\nwaiting for the others"):
+            run.end()
+    finally:
+        run.kill()
+
+
 SENDER = """
-import socket, subprocess, sys, time
+import contextlib, socket, sys, time
 server = socket.create_server(("127.0.0.1", 0))
-receiver = "import socket, sys; from_sender = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\\n"
-receiver += "while from_sender.recv(2**20): pass"
-subprocess.Popen(["ray::Worker", "-c", receiver, str(server.getsockname()[1])], executable=sys.executable)
+other_trainer = socket.create_connection(server.getsockname())
+to_other_trainer, _ = server.accept()
+to_other_trainer.setblocking(False)
+with contextlib.suppress(BlockingIOError):
+    while sys.argv[2] == "busy":
+        to_other_trainer.send(bytes(2**20))
+print(server.getsockname()[1], flush=True)
 to_receiver, _ = server.accept()
 while True:
     to_receiver.sendall(bytes(int(sys.argv[1])))
     time.sleep(0.001)
 """
+RECEIVERS_PARENT = """
+import subprocess, sys
+receiver = "import socket, sys; from_sender = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\\n"
+receiver += "while from_sender.recv(2**20): pass"
+subprocess.run(["ray::Worker", "-c", receiver, sys.argv[1]], executable=sys.executable)
+"""
 
 
-@pytest.mark.parametrize(("size", "is_caught"), [(2**24, True), (100, False)])
-def test_a_sender_is_killed_only_while_the_receiver_has_not_all(tmp_path: Path, size: int, is_caught: bool) -> None:
-    run = LiveRun((), tmp_path, tmp_path / "output.txt", patience=60.0 if is_caught else 1.0)
-    run.output.write_text("")
-    run.process = subprocess.Popen([sys.executable, "-c", SENDER, str(size)], start_new_session=True)
+@pytest.mark.parametrize(
+    ("size", "others", "is_caught"), [(2**24, "idle", True), (100, "idle", False), (100, "busy", False)]
+)
+def test_a_sender_is_killed_only_while_the_receiver_has_not_all(
+    tmp_path: Path, size: int, others: str, is_caught: bool
+) -> None:
+    sender, main = (LiveRun((), tmp_path, tmp_path / name, patience=60.0) for name in ("sender.txt", "main.txt"))
+    main.output.write_text("")
+    with sender.output.open("w") as said:
+        sender.process = subprocess.Popen([sys.executable, "-c", SENDER, str(size), others], stdout=said)
     try:
-        run.wait_until(lambda: run.named("ray::Worker") != [], "a receiver")
-        (receiver,) = run.named("ray::Worker")
+        sender.wait_until(lambda: sender.output.read_text() != "", "a port")
+        port = sender.output.read_text().strip()
+        main.process = subprocess.Popen([sys.executable, "-c", RECEIVERS_PARENT, port])
+        main.wait_until(lambda: main.named("ray::Worker") != [], "a receiver")
         if is_caught:
-            kill_in_transfer(run)
+            kill_in_transfer(sender, main)
         else:
             with pytest.raises(SoakError, match="a transfer of weights did not come in 1 s"):
-                kill_in_transfer(run)
-        assert run.is_running != is_caught
+                kill_in_transfer(dataclasses.replace(sender, patience=1.0), main)
+        assert sender.is_running != is_caught
+        sender.kill()
+        # The receiver was not left standing still: it reads to the end of what had come, and ends.
+        assert main.end() == 0
     finally:
-        run.kill()
-    # It was not left standing still: it reads to the end of what had come, and ends.
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{receiver}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+        for run in (sender, main):
+            for pid in run.children() if run.process is not None else ():
+                os.kill(pid, 9)
+            run.kill()
 
 
 def test_every_fault_needs_a_run_and_a_new_folder(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.soak import LiveRun
+from experiments.soak import LARGE_TRANSFERS, LiveRun
+from marin_rl.rollouts.store import read_rollouts
 from tests.tiny_run import TinyRun
 
 SILENCE = 3.0
@@ -26,6 +27,40 @@ def async_settings(**changes: Any) -> dict[str, Any]:
         "warm_start__max_steps": 0,
         **changes,
     }
+
+
+def large_transfers(problems: Path) -> dict[str, Any]:
+    """Changes to a run that make a transfer of its weights long enough to be caught, and tell whose each token is.
+
+    Args:
+        problems: a file of them.
+    """
+    return {
+        # Weights as large as these are from scratch, and so never right; a coin gives them something to learn.
+        "environment": {
+            "type": "random_control",
+            "environment": {"type": "jsonl", "name": "ones", "path": str(problems)},
+        },
+        "replay": {"max_staleness": 1, "keep_old_weights": True},
+        "mismatch": {"type": "tis"},
+        "policy_loss": {"type": "ppo_clip"},
+        "evaluation": {"tasks": 0},
+        **{name.replace(".", "__"): value for name, value in LARGE_TRANSFERS.items()},
+    }
+
+
+def each_of_one_version(run: LiveRun) -> None:
+    """See that a run with `large_transfers`, which has ended, sampled with weights that were never a mixture."""
+    tables = read_rollouts(run.run_dir / "rollouts", None, ["step", "turns"], purposes=["training"])
+    for row in (row for table in tables for row in table.to_pylist()):
+        for turn in row["turns"]:
+            assert row["step"] - 2 <= turn["first_version"] == turn["last_version"] < row["step"]
+    records = run.records()[1:]
+    # Each token is as likely under the weights that it is said to be of as its sampler found: both compute in float32.
+    assert max(record["mismatch/logprob_difference_max"] for record in records) < 1e-4
+    # Under the weights of another version it is not.
+    assert max(record["staleness/max"] for record in records) == 1
+    assert max(abs(record["val/ratio"] - 1) for record in records) > 1e-3
 
 
 def live(run: TinyRun) -> LiveRun:

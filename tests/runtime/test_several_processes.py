@@ -4,24 +4,17 @@
 """A whole run in two training processes on this machine, with Ray and a rollout worker, beside the same run in one."""
 
 import os
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import marin_rl
 from marin_rl.runtime.run_directory import RunDirectory, lock
-from tests.free_port import free_port
 from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, without_timings
+from tests.training_hosts import hosts, started
 
 pytestmark = pytest.mark.slow
-
-SECONDS = 900.0
-"""After which a process is ended that has not come to its end."""
 
 
 def make(folder: Path) -> TinyRun:
@@ -46,35 +39,10 @@ def make(folder: Path) -> TinyRun:
 
 def train(run: TinyRun, count: int, *, code: int = 0) -> list[str]:
     """Run the command in so many processes of two devices each; what each of them said."""
-    place = ["--trainer.distributed.coordinator_address", f"127.0.0.1:{free_port()}"]
-    place += ["--trainer.distributed.num_processes", str(count)]
-    place += ["--trainer.distributed.initialize_jax_distributed", "true"]
-    environment = {
-        **os.environ,
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "PYTHONPATH": str(Path(marin_rl.__file__).parents[1]),
-    }
-    files = [run.path.parent / f"said-{count}-{index}.txt" for index in range(count)]
-    running = []
-    for index, file in enumerate(files):
-        own = [*place, "--trainer.distributed.process_id", str(index)] if count > 1 else []
-        command = [sys.executable, "-m", "marin_rl.train", *run.argv, *own]
-        with file.open("w") as said:
-            running.append(subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT))
-    timers = [threading.Timer(SECONDS, process.kill) for process in running]
-    try:
-        for timer in timers:
-            timer.start()
-        codes = [process.wait() for process in running]
-    finally:
-        for timer in timers:
-            timer.cancel()
-        for process in running:
-            process.kill()
-            process.wait()
-    said = [file.read_text() for file in files]
+    training = hosts(run, count)
+    with started(training):
+        codes = [host.end() for host in training]
+    said = [host.output.read_text() for host in training]
     assert codes == [code] * count, "\n".join(text[-3000:] for text in said)
     return said
 
