@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from marin_rl.types import WeightVersion
-from marin_rl.weights.assemble import Wanted, check_fit, check_names, wanted_arrays
 from marin_rl.weights.device_copy import Array, DeviceCopier
 from marin_rl.weights.errors import NoWeightsError, ServerLostError
+from marin_rl.weights.plan import Wanted, check_fit, check_names, wanted_arrays
 from marin_rl.weights.sharded_sender import check_order
 from marin_rl.weights.shelf import VersionShelf
 from marin_rl.weights.tree import named_leaves, replace_leaves

@@ -6,15 +6,13 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import numpy as np
-
 from marin_rl.retry import Clock, RetryConfig, retrying
 from marin_rl.types import WeightVersion
-from marin_rl.weights.assemble import PieceKey, assemble, make_plan, wanted_arrays
+from marin_rl.weights.assemble import assemble
 from marin_rl.weights.errors import (
     CorruptTransferError,
     MismatchedWeightsError,
@@ -22,13 +20,12 @@ from marin_rl.weights.errors import (
     ServerLostError,
     VersionGoneError,
 )
+from marin_rl.weights.landing import Landing
 from marin_rl.weights.manifest import Chunk, Manifest
+from marin_rl.weights.plan import PieceKey, Plan, make_plan, wanted_arrays
 from marin_rl.weights.source import WeightSource
 
 T = TypeVar("T")
-
-ALIGNMENT = 64
-"""Bytes. The CPU backend takes host memory as an array without a copy where it is aligned so."""
 
 
 class ShardedReceiver:
@@ -77,7 +74,7 @@ class ShardedReceiver:
         manifests = [manifest for _, manifest in owned]
         _check_hosts(manifests, chosen)
         plan = make_plan(wanted_arrays(like), manifests, cast=self._cast)
-        return assemble(like, plan, _download(owned, plan.fetched())), chosen
+        return assemble(like, plan, _download(owned, plan)), chosen
 
 
 def _check_hosts(manifests: Sequence[Manifest], version: WeightVersion) -> None:
@@ -96,21 +93,22 @@ def _check_hosts(manifests: Sequence[Manifest], version: WeightVersion) -> None:
 class _Stream:
     """Chunks of one manifest that are read one after the other."""
 
-    def __init__(self, source: WeightSource, manifest: Manifest) -> None:
+    def __init__(self, source: WeightSource, number: int, manifest: Manifest) -> None:
         self.source = source
+        self.number = number
         self.manifest = manifest
         self.chunks: list[Chunk] = []
 
-    def read(self, buffers: Mapping[int, np.ndarray], stop: threading.Event) -> None:
-        """Fill the buffers, by piece; ends early when `stop` is set."""
+    def read(self, landing: Landing, stop: threading.Event) -> None:
+        """Write the chunks where they belong; ends early when `stop` is set."""
         done = 0
         with contextlib.closing(self.source.fetch(self.manifest, self.chunks)) as arriving:
             for chunk, data in zip(self.chunks, arriving, strict=False):
                 if stop.is_set():
                     return
-                start, end = self.manifest.span(chunk)
+                start, _ = self.manifest.span(chunk)
                 self.manifest.check(chunk, data, str(self.source))
-                buffers[chunk.piece][start:end] = data
+                landing.write(PieceKey(self.number, chunk.piece), start, data)
                 done += 1
         if done < len(self.chunks):
             raise CorruptTransferError(
@@ -119,44 +117,38 @@ class _Stream:
             )
 
 
-def _download(owned: Sequence[tuple[WeightSource, Manifest]], keys: Sequence[PieceKey]) -> dict[PieceKey, np.ndarray]:
-    """Fetch pieces; `keys` name them by position in `owned`."""
-    buffers = {key: _aligned_empty(owned[key.manifest][1].pieces[key.piece].num_bytes) for key in keys}
+def _download(owned: Sequence[tuple[WeightSource, Manifest]], plan: Plan) -> Landing:
+    """Fetch what is planned; its keys name manifests by position in `owned`."""
+    landing = Landing(plan)
     streams = []
     for number, (source, manifest) in enumerate(owned):
-        own = {key.piece: buffers[key] for key in keys if key.manifest == number}
-        streams += [(stream, own) for stream in _split(source, manifest, list(own))]
+        pieces = [key.piece for key in plan.fetched() if key.manifest == number]
+        streams += _split(source, number, manifest, pieces)
     stop = threading.Event()
 
-    def read(stream: _Stream, own: Mapping[int, np.ndarray]) -> None:
+    def read(stream: _Stream) -> None:
         try:
-            stream.read(own, stop)
+            stream.read(landing, stop)
         except BaseException:
             stop.set()
             raise
 
     if streams:
         with ThreadPoolExecutor(len(streams), thread_name_prefix="receive weights") as threads:
-            reading = [threads.submit(read, stream, own) for stream, own in streams]
+            reading = [threads.submit(read, stream) for stream in streams]
         for future in reading:
             future.result()
-    return buffers
+    return landing
 
 
-def _split(source: WeightSource, manifest: Manifest, pieces: Sequence[int]) -> list[_Stream]:
+def _split(source: WeightSource, number: int, manifest: Manifest, pieces: Sequence[int]) -> list[_Stream]:
     """Streams of about as many bytes each."""
     chunks = [chunk for piece in pieces for chunk in manifest.chunks(piece)]
     total = sum(stop - start for start, stop in map(manifest.span, chunks))
-    streams = [_Stream(source, manifest) for _ in range(source.streams)]
+    streams = [_Stream(source, number, manifest) for _ in range(source.streams)]
     before = 0
     for chunk in chunks:
         streams[before * len(streams) // total].chunks.append(chunk)
         start, stop = manifest.span(chunk)
         before += stop - start
     return [stream for stream in streams if stream.chunks]
-
-
-def _aligned_empty(num_bytes: int) -> np.ndarray:
-    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + num_bytes]

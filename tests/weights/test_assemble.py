@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from marin_rl.weights.assemble import PieceKey, assemble, make_plan, wanted_arrays
+from marin_rl.weights.assemble import assemble
 from marin_rl.weights.bounds import Bounds
 from marin_rl.weights.errors import MismatchedWeightsError
+from marin_rl.weights.landing import Landing
 from marin_rl.weights.manifest import Manifest, Piece, checksum
+from marin_rl.weights.plan import PieceKey, make_plan, wanted_arrays
 
 FULL = np.arange(24, dtype=np.float32).reshape(6, 4)
 LIKE = {"w": jax.ShapeDtypeStruct((6, 4), jnp.float32)}
@@ -50,8 +52,10 @@ class Hosts:
 
     def assemble(self, like=LIKE, *, cast: bool = False):
         plan = self.plan(like=like, cast=cast)
-        data = {key: self.parts[key.manifest][key.piece].reshape(-1).view(np.uint8) for key in plan.fetched()}
-        return assemble(like, plan, data)
+        landing = Landing(plan)
+        for key in plan.fetched():
+            landing.write(key, 0, self.parts[key.manifest][key.piece].reshape(-1).view(np.uint8))
+        return assemble(like, plan, landing)
 
 
 @pytest.mark.parametrize(
@@ -68,15 +72,15 @@ def test_any_cut_gives_the_array(boxes: list[list[Bounds]]):
     np.testing.assert_array_equal(Hosts(*boxes).assemble()["w"], FULL)
 
 
-def test_a_piece_that_fits_is_not_copied_on_its_way_to_the_device():
-    memory = np.empty(FULL.nbytes + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    data = memory[start : start + FULL.nbytes]
-    data[:] = FULL.reshape(-1).view(np.uint8)
-    plan = Hosts([box((0, 6), (0, 4))]).plan()
-    array = assemble(LIKE, plan, {PieceKey(0, 0): data})["w"]
-    assert array.unsafe_buffer_pointer() == data.ctypes.data
-    np.testing.assert_array_equal(array, FULL)
+@pytest.mark.parametrize("boxes", [[[box((0, 6), (0, 4))]], [[box((0, 6), (0, 1))], [box((0, 6), (1, 4))]]])
+def test_what_is_written_in_place_is_not_copied_on_its_way_to_the_device(boxes: list[list[Bounds]]):
+    hosts = Hosts(*boxes)
+    plan = hosts.plan()
+    landing = Landing(plan)
+    place = landing.box(NAME, box((0, 6), (0, 4)))
+    assert place is not None
+    array = assemble(LIKE, plan, landing)["w"]
+    assert array.unsafe_buffer_pointer() == place.ctypes.data
 
 
 def test_a_gap_is_told_with_array_and_place():
