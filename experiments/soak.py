@@ -67,6 +67,10 @@ class SoakError(AssertionError):
     """A run that did not survive; the message says what was seen."""
 
 
+class RunEndedError(SoakError):
+    """A run that ended while something was waited for."""
+
+
 @dataclasses.dataclass
 class LiveRun:
     """A training run in a process of its own, with all that it starts."""
@@ -83,12 +87,19 @@ class LiveRun:
     """Words before the command, of a program that becomes it."""
     process: "subprocess.Popen[bytes] | None" = None
     """The trainer; None before the first start."""
+    _said_before: int = 0
 
     def start(self) -> None:
         """Start the command."""
         with self.output.open("ab") as stream:
+            self._said_before = stream.tell()
             command = [*self.prefix, sys.executable, "-m", "marin_rl.train", *self.arguments]
             self.process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
+
+    @property
+    def said(self) -> str:
+        """What it has printed since its last start."""
+        return self.output.read_bytes()[self._said_before :].decode()
 
     @property
     def is_running(self) -> bool:
@@ -135,12 +146,13 @@ class LiveRun:
         """Wait for something that happens while it runs.
 
         Raises:
-            SoakError: if it ends before, or it takes too long.
+            RunEndedError: if it ends before.
+            SoakError: if it takes too long.
         """
         deadline = time.monotonic() + self.patience
         while not happened():
             if not self.is_running:
-                raise SoakError(f"the run ended before {what}:\n{self.output.read_text()[-5000:]}")
+                raise RunEndedError(f"the run ended before {what}:\n{self.output.read_text()[-5000:]}")
             if time.monotonic() > deadline:
                 raise SoakError(f"{what} did not come in {self.patience:g} s:\n{self.output.read_text()[-5000:]}")
             time.sleep(0.02)
@@ -329,6 +341,17 @@ FAULTS: dict[str, Callable[[LiveRun], None]] = {
 }
 
 
+def check_end(run: LiveRun) -> None:
+    """See why a trainer ended: it was killed, or Ray's node was, and it says so.
+
+    Raises:
+        SoakError: if it ended otherwise.
+    """
+    assert run.process is not None
+    if run.process.returncode != -signal.SIGKILL and "\nerror: Ray's node " not in run.said:
+        raise SoakError(f"the run ended by itself with status {run.process.returncode}:\n{run.said[-5000:]}")
+
+
 def _has_forgotten(run: LiveRun, step: int) -> bool:
     return run.steps <= step
 
@@ -354,10 +377,13 @@ def soak(run: LiveRun, faults: int, chance: random.Random, report: Callable[[str
         name = chance.choice(list(FAULTS))
         left |= run.children()
         before, began = run.steps, time.monotonic()
-        FAULTS[name](run)
+        # It may have ended by itself; whether it may is looked at below.
+        with contextlib.suppress(RunEndedError):
+            FAULTS[name](run)
         # Steps that were made before it died are none that it went on with.
         while (not run.is_running or run.steps < before + 2) and time.monotonic() < began + run.patience:
             if not run.is_running:
+                check_end(run)
                 starts += 1
                 run.start()
                 # What came after the last checkpoint is forgotten, and done anew.

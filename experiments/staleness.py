@@ -37,7 +37,7 @@ from marin_rl.timing import PhaseTimer
 from marin_rl.types import WeightVersion
 
 CONFIG = Path(__file__).parent / "rloo_async.yaml"
-LAGS = (0, 1, 4, 16)
+LAGS = (0, 1, 4)
 """Steps between the weights that sampled and those that are updated."""
 
 

@@ -3,6 +3,7 @@
 
 """What the soak looks at in the end; that runs survive is tested in tests/faults/test_dead_workers.py."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,7 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from experiments.soak import FAULTS, SETTINGS, LiveRun, SoakError, kill_in_transfer, main, pause, whole_and_once
+from experiments.soak import (
+    FAULTS,
+    SETTINGS,
+    LiveRun,
+    SoakError,
+    check_end,
+    kill_in_transfer,
+    main,
+    pause,
+    whole_and_once,
+)
 from tests.tiny_run import TinyRun, copy_of
 
 
@@ -105,6 +116,25 @@ def test_processes_are_found_by_name_and_stand_still(tmp_path: Path) -> None:
         for pid in run.children():
             os.kill(pid, 9)
         run.kill()
+
+
+@pytest.mark.parametrize(
+    ("program", "may"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", True),
+        ("print('going on'); print(\"error: Ray's node 12 on this machine has died\"); exit(1)", True),
+        ("print('error: a worker has failed'); exit(1)", False),
+        ("", False),
+    ],
+)
+def test_a_run_may_end_only_if_it_or_its_ray_was_killed(tmp_path: Path, program: str, may: bool) -> None:
+    run = LiveRun((), tmp_path, tmp_path / "output.txt")
+    run.output.write_text("going on\nerror: Ray's node 11 on this machine has died\n")
+    ended = LiveRun((), tmp_path, run.output, prefix=[sys.executable, "-u", "-c", program])
+    ended.start()
+    ended.end()
+    with contextlib.nullcontext() if may else pytest.raises(SoakError, match=r"the run ended by itself with status \d"):
+        check_end(ended)
 
 
 def test_a_run_that_does_not_end_is_an_error_with_what_it_said(tmp_path: Path) -> None:
