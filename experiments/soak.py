@@ -71,6 +71,34 @@ class RunEndedError(SoakError):
     """A run that ended while something was waited for."""
 
 
+STARTED = 19
+"""Index of the moment at which a process started, in the fields of `_stat`."""
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name, as proc(5) has them: state, parent, and more."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+class Child(NamedTuple):
+    """A process that a run started."""
+
+    pid: int
+    """Another process may have it later."""
+    started: str
+    """When it began, so that it is not taken for that one."""
+    name: str
+    """Its command line."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        try:
+            return _stat(self.pid)[STARTED] == self.started
+        except OSError:
+            return False
+
+
 @dataclasses.dataclass
 class LiveRun:
     """A training run in a process of its own, with all that it starts."""
@@ -124,23 +152,26 @@ class LiveRun:
         whole, _, _ = (self.run_dir / "metrics.jsonl").read_text().rpartition("\n")
         return [json.loads(line) for line in whole.splitlines()]
 
-    def children(self) -> dict[int, str]:
-        """Every process below the trainer, with its command line."""
+    def children(self) -> set[Child]:
+        """Every process below the trainer."""
         assert self.process is not None
-        parents, names = {}, {}
+        parents, found = {}, {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError, IndexError):
-                    parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                    names[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-        found = {self.process.pid}
-        while more := {pid for pid, parent in parents.items() if parent in found} - found:
-            found |= more
-        return {pid: names.get(pid, "") for pid in found - {self.process.pid}}
+                    fields = _stat(int(entry.name))
+                    name = (entry / "cmdline").read_text().replace("\0", " ")
+                    parents[int(entry.name)] = int(fields[1])
+                    found[int(entry.name)] = Child(int(entry.name), fields[STARTED], name)
+        below = {self.process.pid}
+        while more := {pid for pid, parent in parents.items() if parent in below} - below:
+            below |= more
+        return {found[pid] for pid in below - {self.process.pid}}
 
     def named(self, *words: str) -> list[int]:
         """Those of them whose command line begins with one of these, or has it as the name of its program."""
-        return [pid for pid, name in self.children().items() if name.split(" ")[0].rpartition("/")[2].startswith(words)]
+        programs = {child.pid: child.name.split(" ")[0].rpartition("/")[2] for child in self.children()}
+        return [pid for pid, program in programs.items() if program.startswith(words)]
 
     def wait_until(self, happened: Callable[[], bool], what: str) -> None:
         """Wait for something that happens while it runs.
@@ -369,7 +400,7 @@ def soak(run: LiveRun, faults: int, chance: random.Random, report: Callable[[str
         SoakError: if the run does not go on, or something is wrong in the end.
     """
     recovery: dict[str, list[float]] = {name: [] for name in FAULTS}
-    starts, left = 1, dict[int, str]()
+    starts, left = 1, set[Child]()
     run.start()
     run.wait_until(lambda: run.steps >= 1, "the first step")
     for number in range(1, faults + 1):
@@ -402,7 +433,7 @@ def soak(run: LiveRun, faults: int, chance: random.Random, report: Callable[[str
         raise SoakError(f"exit status {status}:\n{run.output.read_text()[-5000:]}")
     # Ray's own helpers look for their node every few seconds, and end themselves where it was killed.
     deadline = time.monotonic() + run.patience
-    while still := {pid: name for pid, name in left.items() if Path(f"/proc/{pid}").exists()}:
+    while still := [child for child in left if child.is_alive]:
         if time.monotonic() > deadline:
             raise SoakError(f"still running after the end: {still}")
         time.sleep(0.1)

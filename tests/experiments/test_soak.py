@@ -94,8 +94,11 @@ def test_processes_are_found_by_name_and_stand_still(tmp_path: Path) -> None:
     try:
         run.wait_until(lambda: counts.exists() and counts.stat().st_size > 3, "a count")
         (child,) = run.children()
-        assert run.named(Path(sys.executable).name) == [child]
+        assert run.named(Path(sys.executable).name) == [child.pid]
         assert run.named("nothing") == []
+        assert child.is_alive
+        # Another process of the same number is not taken for it.
+        assert not child._replace(started="1").is_alive
         seen: list[int] = []
 
         class Clock:
@@ -107,14 +110,14 @@ def test_processes_are_found_by_name_and_stand_still(tmp_path: Path) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("experiments.soak.time", Clock)
-            pause([child], 0.3)
+            pause([child.pid], 0.3)
         # One write may have been under way.
         assert seen[0] <= 1
         stood = counts.stat().st_size
         run.wait_until(lambda: counts.stat().st_size > stood + 3, "more counts")
     finally:
-        for pid in run.children():
-            os.kill(pid, 9)
+        for left in run.children():
+            os.kill(left.pid, 9)
         run.kill()
 
 
@@ -197,8 +200,8 @@ def test_a_sender_is_killed_only_while_the_receiver_has_not_all(
         assert main.end() == 0
     finally:
         for run in (sender, main):
-            for pid in run.children() if run.process is not None else ():
-                os.kill(pid, 9)
+            for left in run.children() if run.process is not None else ():
+                os.kill(left.pid, 9)
             run.kill()
 
 

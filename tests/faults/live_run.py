@@ -5,11 +5,11 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.soak import LARGE_TRANSFERS, LiveRun
+from experiments.soak import LARGE_TRANSFERS, Child, LiveRun
 from marin_rl.rollouts.store import read_rollouts
 from tests.tiny_run import TinyRun
 
@@ -86,10 +86,10 @@ def until(happened: Callable[[], bool], what: Callable[[], str]) -> None:
         time.sleep(0.05)
 
 
-def all_end(children: Mapping[int, str]) -> None:
+def all_end(children: Iterable[Child]) -> None:
     """Wait until none of these processes is left."""
 
     def left() -> list[str]:
-        return [name for pid, name in children.items() if Path(f"/proc/{pid}").exists()]
+        return [child for child in children if child.is_alive]
 
     until(lambda: not left(), lambda: f"still running: {left()}")
