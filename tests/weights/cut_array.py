@@ -1,0 +1,56 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""One array that training hosts hold in parts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from marin_rl.weights.assemble import assemble
+from marin_rl.weights.bounds import Bounds
+from marin_rl.weights.landing import Landing
+from marin_rl.weights.manifest import Manifest, Piece, checksum
+from marin_rl.weights.plan import make_plan, wanted_arrays
+
+FULL = np.arange(24, dtype=np.float32).reshape(6, 4)
+LIKE = {"w": jax.ShapeDtypeStruct((6, 4), jnp.float32)}
+NAME = "['w']"
+
+
+def box(*edges: tuple[int, int]) -> Bounds:
+    return edges
+
+
+class Hosts:
+    """Training hosts that each hold some boxes of one array."""
+
+    def __init__(self, *boxes: list[Bounds]) -> None:
+        self.parts = [[FULL[tuple(slice(*edge) for edge in bounds)].copy() for bounds in held] for held in boxes]
+        self.boxes = boxes
+
+    @property
+    def manifests(self) -> list[Manifest]:
+        return [
+            Manifest(
+                1,
+                host,
+                len(self.boxes),
+                2**20,
+                tuple(
+                    Piece(NAME, (6, 4), "float32", bounds, (checksum(part.reshape(-1).view(np.uint8)),))
+                    for bounds, part in zip(held, parts, strict=True)
+                ),
+            )
+            for host, (held, parts) in enumerate(zip(self.boxes, self.parts, strict=True))
+        ]
+
+    def plan(self, *, cast: bool = False, like=LIKE):
+        return make_plan(wanted_arrays(like), self.manifests, cast=cast)
+
+    def assemble(self, like=LIKE, *, cast: bool = False):
+        plan = self.plan(like=like, cast=cast)
+        landing = Landing(plan)
+        for key in plan.fetched():
+            landing.write(key, 0, self.parts[key.manifest][key.piece].reshape(-1).view(np.uint8))
+        return assemble(like, plan, landing)
