@@ -133,5 +133,6 @@ def test_it_starts_without_jax_and_transformers(run):
         "import sys; from marin_rl.view import main; status = main(sys.argv[1:]); "
         "print(status, sorted({'jax', 'levanter', 'transformers', 'haliax'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code, run], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, run], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("0 []\n")

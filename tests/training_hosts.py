@@ -17,7 +17,7 @@ PATIENCE = 900.0
 
 
 def hosts(run: TinyRun, count: int) -> list[LiveRun]:
-    """The run's command for each of so many hosts, the main one first; they find one another at a port of their own."""
+    """The run's command for each of so many hosts, the main one first; several find one another at a port."""
     distributed = {
         "coordinator_address": f"127.0.0.1:{free_port()}",
         "num_processes": count,
@@ -33,7 +33,7 @@ def hosts(run: TinyRun, count: int) -> list[LiveRun]:
     prefix = ["env", *(f"{name}={value}" for name, value in environment.items())]
     found = []
     for index in range(count):
-        own = distributed | ({"process_id": index} if count > 1 else {})
+        own = distributed | {"process_id": index} if count > 1 else {}
         flags = [text for name, value in own.items() for text in (f"--trainer.distributed.{name}", str(value))]
         said = run.path.parent / f"said-{count}-{index}.txt"
         found.append(LiveRun([*run.argv, *flags], run.path, said, PATIENCE, prefix))
