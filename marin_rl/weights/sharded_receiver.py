@@ -119,10 +119,10 @@ class _Stream:
 
 def _download(owned: Sequence[tuple[WeightSource, Manifest]], plan: Plan) -> Landing:
     """Fetch what is planned; its keys name manifests by position in `owned`."""
-    landing = Landing(plan)
+    landing, keys = Landing(plan), plan.fetched()
     streams = []
     for number, (source, manifest) in enumerate(owned):
-        pieces = [key.piece for key in plan.fetched() if key.manifest == number]
+        pieces = [key.piece for key in keys if key.manifest == number]
         streams += _split(source, number, manifest, pieces)
     stop = threading.Event()
 
