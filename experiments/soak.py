@@ -48,6 +48,8 @@ LARGE_TRANSFERS = {"model.hidden_dim": 256, "model.intermediate_dim": 1024}
 UNSENT = 2**16
 """Bytes that a sender has left only if its receiver does not read what has come before; nothing but weights is so
 large."""
+LOOKS = 0.2
+"""Seconds for which connections are looked at in quick succession, until the workers are looked for anew."""
 SETTINGS = {
     **TINY,
     **LARGE_TRANSFERS,
@@ -332,8 +334,8 @@ def _sockets_of(pids: Sequence[int]) -> list[_Socket]:
 def kill_in_transfer(run: LiveRun, main: LiveRun | None = None) -> None:
     """Kill a trainer, whose thread the weight server is, while a worker is in the midst of fetching weights from it.
 
-    Workers that are connected to it are made to stand still; where weights are left in its hands then, because a worker
-    does not read on, it is killed.
+    When bytes of its wait to be sent, the workers are made to stand still; where weights are left in its hands then,
+    because a worker does not read on, it is killed.
 
     Args:
         run: its weights are larger than what the system takes from a sender before the receiver has read.
@@ -345,11 +347,15 @@ def kill_in_transfer(run: LiveRun, main: LiveRun | None = None) -> None:
 
     def is_caught() -> bool:
         workers[:] = _workers(main or run)
+        # A transfer takes milliseconds, and a look at all processes takes longer.
+        looks_until = time.monotonic() + LOOKS
+        while not any(one.port in ports and one.unsent for one in _sockets()):
+            if time.monotonic() > looks_until:
+                return False
+            time.sleep(0.001)
+        halt(workers)
         # What the trainers send one another is no transfer to a worker.
         ends = {one.port for one in _sockets_of(workers) if one.peer in ports}
-        if not ends:
-            return False
-        halt(workers)
         if any(one.port in ports and one.peer in ends and one.unsent >= UNSENT for one in _sockets()):
             return True
         wake(workers)
