@@ -303,11 +303,21 @@ class TrainConfig:
                 "the cluster"
             )
         if self.mode is Mode.ASYNC and isinstance(self.sampler, OpenAiSamplerConfig):
-            raise ValueError(
-                f"mode is async and sampler 'openai', but rollout workers sample with engines of their own; set "
-                f"mode: sync, in which the trainer has {self.sampler.base_url} sample, or sampler: {{type: levanter}}"
-            )
+            self._check_worker_of(self.sampler)
         self._check_objective()
+
+    def _check_worker_of(self, server: OpenAiSamplerConfig) -> None:
+        if self.workers.num_workers != 1:
+            raise ValueError(
+                f"workers.num_workers is {self.workers.num_workers}, but one worker has {server.base_url} sample, and "
+                "several would load weights over one another; set workers.num_workers: 1, raise sampling.max_seqs, and "
+                "put further engines behind that address"
+            )
+        if self.workers.refresh is Refresh.IN_FLIGHT:
+            raise ValueError(
+                f"workers.refresh is in_flight, but which weights {server.base_url} made each token with is only known "
+                "where it loads none in the middle of an answer; set workers.refresh: between_groups"
+            )
 
     def _check_objective(self) -> None:
         if self.rollouts.group_size < self.advantage.minimum_group_size:

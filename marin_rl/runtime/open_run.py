@@ -32,7 +32,7 @@ from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import Keep, describe_accuracy, evaluate, forget
 from marin_rl.runtime.open_crew import make_pace, make_replay, open_crew
 from marin_rl.runtime.player import make_player, open_judges
-from marin_rl.runtime.policy_engine import PolicyEngine, open_policy_engine
+from marin_rl.runtime.policy_engine import PolicyEngine, open_trainer_engine
 from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.run_directory import writing
 from marin_rl.runtime.shared_run import check_config, newest_good
@@ -155,14 +155,14 @@ def _take_up(config: TrainConfig, parts: _Parts, checkpoint: Checkpoint, report:
     for damaged in [step for step in parts.checkpoints.steps() if step > progress.step]:
         report(f"the checkpoint of step {damaged} is damaged and passed over; log.txt says what is wrong with it")
     report(f"resuming after step {progress.step}, from {checkpoint.path}")
-    sampler = open_policy_engine(config, policy_of(state.model), parts.tokenizer, parts.trainer, progress.step)
+    sampler = open_trainer_engine(config, policy_of(state.model), parts.tokenizer, parts.trainer, progress.step)
     return _Standing(state, sampler, progress)
 
 
 def _start(config: TrainConfig, parts: _Parts, report: Report) -> _Standing:
     policy = first_policy(config, parts.tokenizer, parts.trainer)
     progress = Progress(vocab_size=policy.vocab_size)
-    sampler = open_policy_engine(config, policy, parts.tokenizer, parts.trainer, version=0)
+    sampler = open_trainer_engine(config, policy, parts.tokenizer, parts.trainer, version=0)
     player = _make_player(config, parts, sampler)
 
     def measure(landmark: str, keep: Keep = forget) -> None:

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The engine that samples from the policy: in this process, or outside."""
+"""The engine that samples from the policy: in this process, or outside; the trainer's and a rollout worker's."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -13,7 +13,9 @@ from marin_rl import processes
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.served_weights import ServedWeights
+from marin_rl.runtime.workers_config import Mode
 from marin_rl.sampling.config import OpenAiSamplerConfig
+from marin_rl.sampling.looks import Looks
 from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -113,14 +115,14 @@ class NoSampler:
         raise RuntimeError("the trainer does not sample where it runs in several processes")
 
 
-def open_policy_engine(
+def open_trainer_engine(
     config: TrainConfig,
     model: LmHeadModel,
     tokenizer: ChatTokenizer,
     trainer: TrainerConfig,
     version: WeightVersion,
 ) -> PolicyEngine:
-    """The configured engine, with these weights.
+    """The trainer's own: the configured one in `mode: sync`, and levanter's where a worker has that.
 
     Args:
         config: names the engine; limits and sizes.
@@ -131,6 +133,29 @@ def open_policy_engine(
     """
     if processes.several():
         return NoSampler()
+    if config.mode is Mode.ASYNC:
+        return PolicySampler(config, model, tokenizer, trainer, version)
+    return open_worker_engine(config, model, tokenizer, trainer, version)
+
+
+def open_worker_engine(
+    config: TrainConfig,
+    model: LmHeadModel,
+    tokenizer: ChatTokenizer,
+    trainer: TrainerConfig,
+    version: WeightVersion,
+    looks: Looks | None = None,
+) -> PolicyEngine:
+    """The configured one, which samples what is trained on.
+
+    Args:
+        config: names the engine; limits and sizes.
+        model: the learner's weights.
+        tokenizer: names the stop tokens.
+        trainer: mesh, axis mapping and compute precision.
+        version: steps of training behind the weights.
+        looks: when newer weights may come while sequences are being decoded, in this process; None for never.
+    """
     if isinstance(config.sampler, OpenAiSamplerConfig):
         return OutsideEngine(config, config.sampler, model, tokenizer, trainer, version)
-    return PolicySampler(config, model, tokenizer, trainer, version)
+    return PolicySampler(config, model, tokenizer, trainer, version, looks)

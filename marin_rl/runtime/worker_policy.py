@@ -24,7 +24,7 @@ from marin_rl.runtime.crew import Played, stream_orders
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.newer_weights import NewerWeights, Weights
 from marin_rl.runtime.player import make_player, open_judges
-from marin_rl.runtime.policy_sampler import PolicySampler
+from marin_rl.runtime.policy_engine import PolicyEngine, open_worker_engine
 from marin_rl.runtime.workers_config import Refresh
 from marin_rl.sampling.looks import Looks
 from marin_rl.types import WeightVersion
@@ -57,7 +57,7 @@ class ReceivedPolicy:
         self._environment = config.environment.build()
         self._receiver: WeightReceiver | None = None
         self._addresses: tuple[str, ...] = ()
-        self._sampler: PolicySampler | None = None
+        self._sampler: PolicyEngine | None = None
         self._version: WeightVersion | None = None
         self._newer = NewerWeights(self._fetch_newer)
         with contextlib.ExitStack() as opened:
@@ -99,7 +99,7 @@ class ReceivedPolicy:
         model, version = weights
         if self._sampler is None:
             looks = Looks(self._look, self._config.workers.rounds_between_looks) if self.is_in_flight else None
-            self._sampler = PolicySampler(self._config, model, self._tokenizer, self._trainer, version, looks)
+            self._sampler = open_worker_engine(self._config, model, self._tokenizer, self._trainer, version, looks)
         else:
             self._sampler.update(model, version)
         self._version = version

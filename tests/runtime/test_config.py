@@ -375,11 +375,13 @@ OUTSIDE = (
 )
 
 
-def test_workers_with_a_server_outside_are_refused():
-    assert from_lines(sampler=OUTSIDE, mode="sync").run_dir == "runs/test"
-    assert from_lines(sampler="{type: levanter}", mode="async").run_dir == "runs/test"
-    with pytest.raises(ConfigError, match=r"(?s)mode is async and sampler 'openai'.*set mode: sync.*type: levanter"):
-        from_lines(sampler=OUTSIDE, mode="async")
+def test_one_worker_has_a_server_outside_sample():
+    assert from_lines(sampler=OUTSIDE, mode="sync", workers="{num_workers: 2}").workers.num_workers == 2
+    assert from_lines(sampler=OUTSIDE, mode="async").workers.num_workers == 1
+    with pytest.raises(ConfigError, match=r"(?s)workers.num_workers is 2, .*set workers.num_workers: 1"):
+        from_lines(sampler=OUTSIDE, mode="async", workers="{num_workers: 2}")
+    with pytest.raises(ConfigError, match=r"(?s)workers.refresh is in_flight, .*workers.refresh: between_groups"):
+        from_lines(sampler=OUTSIDE, mode="async", workers="{refresh: in_flight}")
 
 
 def test_a_section_of_the_sampler_that_lacks_something_says_what():

@@ -13,13 +13,14 @@ import pytest
 from marin_rl.environments.user_file import UserFileError
 from marin_rl.runtime import session
 from marin_rl.runtime.open_run import open_run
-from marin_rl.runtime.policy_engine import OutsideEngine, PolicyEngine, open_policy_engine
+from marin_rl.runtime.policy_engine import OutsideEngine, PolicyEngine, open_trainer_engine
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.starting_weights import resolve_model
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.sampling.sampler import SampleRequest, SamplerError
 from marin_rl.types import Generation
 from tests.runtime.levanter_server import Loader, config_of, served_by
+from tests.runtime.thread_workers import thread_workers
 from tests.sampling.completions_server import CompletionsServer, serving
 from tests.tiny_run import TinyRun, copy_of, interrupted_after, make_run, outcome
 
@@ -111,6 +112,44 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(pair: Pair, tmp_p
     assert loader.loaded == ["version-1", "version-2", "version-3"]
 
 
+def test_a_worker_that_has_a_server_sample_changes_nothing_either(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Without staleness; the trainer measures with an engine of its own."""
+    monkeypatch.setattr("marin_rl.runtime.open_crew.ray_workers", thread_workers)
+    start = {"initialize_from": str(config_of(pair.own).initialize_from), **SHORT}
+    weights = tmp_path / "weights"
+    run = make_run(tmp_path, mode="async", replay__max_staleness=0, **start, sampler=served_by(pair.server, weights))
+    loader = Loader(pair.loader.config, weights / "current")
+    monkeypatch.setattr(pair.server, "load", loader)
+    asked = len(pair.server.received)
+    assert run.train() == 0
+    own, found = outcome(pair.own), outcome(run)
+    for part in ("rollouts", "state", "hf"):
+        assert found[part] == own[part], part
+    # It may hear of the last weights before it hears that the run is over.
+    assert loader.loaded[:3] == ["version-0", "version-1", "version-2"]
+    # One question whether it answers as it must, and the rollouts that were trained on.
+    assert len(pair.server.received) == asked + 1 + 48
+
+
+def test_an_engine_that_does_not_reload_ends_an_asynchronous_run_and_is_named(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("marin_rl.runtime.open_crew.ray_workers", thread_workers)
+
+    def broken() -> Any:
+        raise RuntimeError("no room for the weights")
+
+    monkeypatch.setattr(pair.server, "load", broken)
+    start = {"initialize_from": str(pair.own.path), **SHORT, "warm_start__max_steps": 0}
+    run = make_run(tmp_path, mode="async", **start, sampler=served_by(pair.server, tmp_path / "weights"))
+    assert run.train() == 1
+    error = capfd.readouterr().err
+    assert "sampler.reload: 'reload' of" in error
+    assert "Traceback" not in error
+
+
 def test_evaluating_a_run_needs_no_server(pair: Pair, capsys: pytest.CaptureFixture[str]):
     from marin_rl.evaluate import main
 
@@ -142,7 +181,7 @@ def sampled(engine: PolicyEngine) -> list[Generation]:
 
 def test_nobody_samples_where_training_runs_in_several_processes(opened: TrainingRun, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("marin_rl.processes.several", lambda: True)
-    engine = open_policy_engine(opened.config, opened.state.model, opened.tokenizer, opened.trainer, 0)
+    engine = open_trainer_engine(opened.config, opened.state.model, opened.tokenizer, opened.trainer, 0)
     engine.update(opened.state.model, 1)
     with pytest.raises(RuntimeError, match="the trainer does not sample where it runs in several processes"):
         engine.sample([])
