@@ -153,7 +153,9 @@ class OrderBook:
         for counts in (self._next_index, self._replaced, self._missing):
             for over in [step for step in counts if step <= version]:
                 del counts[over]
-        ahead = waiting_uses + pace.uses_per_group * len(self._outstanding)
+        # The place of a group that was dropped and not replaced stays empty: its step is smaller, and those behind it
+        # come no sooner.
+        ahead = waiting_uses + pace.uses_per_group * len(self._outstanding) + sum(self._missing.values())
         count = max(pace.room - ahead, 0) // pace.uses_per_group
         tasks, self._again = self._again[:count], self._again[count:]
         if missing := count - len(tasks):
@@ -183,9 +185,15 @@ class OrderBook:
                 self._replaced[step] = replaced + 1
                 steps.append(step)
             else:
-                self._missing[step] = self._missing.get(step, 0) + 1
+                self._leave_empty(step)
         tasks = draw(len(steps)) if steps else ()
         return [self._open(task, version, step) for step, task in zip(steps, tasks, strict=True)]
+
+    def _leave_empty(self, step: int) -> None:
+        # Where groups were ordered anew, a step's number may be on more of them than it takes: later ones lack those.
+        while self.wanted(step) < 1:
+            step += 1
+        self._missing[step] = self._missing.get(step, 0) + 1
 
     def settle(self, number: OrderNumber) -> bool:
         """Take note that a group has come. False where nobody owes it: it came before."""

@@ -124,6 +124,29 @@ def test_a_group_that_grew_too_old_makes_room_for_a_new_one() -> None:
     assert book.wanted(3) == 2
 
 
+def test_what_is_dropped_and_not_replaced_is_not_ordered_again_as_if_there_were_room() -> None:
+    # Both groups of step 2 teach nothing: it has none, and step 3 is made of what was ordered for it.
+    book, tasks = OrderBook(Pace(2, max_staleness=1)), Tasks()
+    orders = book.order(0, 0, tasks)
+    for order in orders:
+        book.settle(order.number)
+    assert book.replace([order.number for order in orders[2:]], 0, tasks) == []
+    assert (book.wanted(1), book.wanted(2), book.wanted(3)) == (2, 0, 2)
+    assert names(book.order(1, 0, tasks)) == [(3, 0, "4"), (3, 1, "5")]
+
+
+def test_a_step_lacks_no_more_groups_than_it_takes() -> None:
+    # Two of step 1 grew too old and were ordered anew for step 2, so that there are four of that number, all in vain.
+    book, tasks = OrderBook(Pace(2, max_staleness=1)), Tasks()
+    orders = book.order(0, 0, tasks)
+    for order in orders[:2]:
+        book.settle(order.number)
+    more = book.order(0, 0, tasks)
+    assert [tuple(order.number) for order in more] == [(2, 2), (2, 3)]
+    book.replace([order.number for order in [*orders[2:], *more]], 0, tasks)
+    assert (book.wanted(2), book.wanted(3), book.wanted(4)) == (0, 0, 2)
+
+
 def test_tasks_whose_groups_came_too_late_are_ordered_anew_before_others() -> None:
     book, tasks = OrderBook(Pace(2, max_staleness=1)), Tasks()
     late = book.order(0, 0, tasks)[1:]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.rollouts.orders import GroupOrder, OrderNumber
+from marin_rl.rollouts.orders import GroupOrder, OrderBook, OrderNumber, Pace
 from marin_rl.rollouts.replay_buffer import ReplayBuffer, ReplayFileError
 from marin_rl.types import RolloutGroup, Task
 from tests.rollouts.rollout_cases import group_of, rollout_of
@@ -205,3 +205,30 @@ def test_no_group_is_used_beyond_its_bounds(data: st.DataObject) -> None:
     waiting = sum(uses - used[name] for name, at in sampled_at.items() if version - at <= staleness)
     buffer.expire(version)
     assert buffer.uses_left == waiting
+
+
+def test_with_workers_that_always_keep_up_no_step_is_too_large_and_nothing_grows_too_old() -> None:
+    # Every second group teaches nothing. All that may be begun is played at once, and comes with the next step.
+    def draw(count: int) -> list[Task]:
+        return [rollout_of("").task] * count
+
+    for staleness in (1, 2, 3):
+        teaches = random.Random(staleness)
+        book, buffer = OrderBook(Pace(4, max_staleness=staleness)), ReplayBuffer(max_staleness=staleness)
+        sizes = set()
+        for version in range(60):
+            assert buffer.expire(version) == []
+            book.order(version, buffer.uses_left, draw)
+            dropped = []
+            for order in book.outstanding:
+                if order.min_version <= version:
+                    book.settle(order.number)
+                    if teaches.random() < 0.5:
+                        buffer.add(order.number, group_at(order.number, version))
+                    else:
+                        dropped.append(order.number)
+            book.replace(dropped, version, draw)
+            mix = buffer.mix(book.wanted(version + 1), book.outstanding)
+            assert buffer.holds(mix)
+            sizes.add(len(buffer.draw(mix, version)))
+        assert sizes == {0, 1, 2, 3, 4}
