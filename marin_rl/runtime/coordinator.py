@@ -106,14 +106,12 @@ class Coordinator:
                 bisect.insort(self._waiting, order.number)
 
     def announce(self, version: WeightVersion, addresses: Sequence[str]) -> None:
-        """Say that all senders of these addresses offer these weights.
+        """Say that all senders of these addresses offer these weights; what is older than the newest is no news.
 
-        Raises:
-            ValueError: if the version is older than the one before.
+        A coordinator that was started anew is told in two threads: what it missed in one, what is new in the other.
         """
-        if version < self._version:
-            raise ValueError(f"weights of version {version} are announced after those of version {self._version}")
-        self._version, self._addresses = version, tuple(addresses)
+        if version >= self._version:
+            self._version, self._addresses = version, tuple(addresses)
 
     def take(self, acknowledged: Sequence[OrderNumber] = ()) -> Delivery:
         """Groups that have come.

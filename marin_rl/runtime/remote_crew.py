@@ -162,10 +162,14 @@ class RemoteCrew:
         return came
 
     def _note(self, delivery: Delivery) -> None:
-        if self._incarnation not in (None, delivery.incarnation):
-            logger.warning("the coordinator was started anew; it is told of %d groups that are owed", len(self._owed))
-            self._counts_before = self.counts
-            self._seconds_before = {"present": 0.0, "busy": 0.0}
+        if self._incarnation != delivery.incarnation:
+            if self._incarnation is not None:
+                logger.warning(
+                    "the coordinator was started anew; it is told of %d groups that are owed", len(self._owed)
+                )
+                self._counts_before = self.counts
+                self._seconds_before = {"present": 0.0, "busy": 0.0}
+            # The first one that answers is told too: it need not be the one that was told before.
             if self._announced is not None:
                 self._desk.announce(*self._announced)
             self._desk.submit([self._owed[number] for number in sorted(self._owed)])

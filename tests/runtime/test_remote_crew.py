@@ -138,6 +138,7 @@ def test_groups_are_acknowledged_with_the_next_question_and_taken_once(
     assert said == [
         "submit train-1-0 train-1-1",
         "take, thanks for ",
+        "submit train-1-0 train-1-1",
         "take, thanks for train-1-0",
         "take, thanks for train-1-0",
     ]
@@ -161,6 +162,19 @@ def test_a_new_coordinator_hears_where_the_weights_are_and_what_is_still_owed(
         "take, thanks for ",
     ]
     assert "the coordinator was started anew; it is told of 2 groups that are owed" in caplog.text
+
+
+def test_a_coordinator_that_was_told_of_orders_and_weights_may_be_lost_before_it_ever_answered(
+    crew: RemoteCrew, desk: Desk, said: list[str]
+) -> None:
+    crew.publish({}, 0)
+    crew.submit([order(1, 0)])
+    crew.close()
+    said.clear()
+    # Whoever answers first may be another one, which knows of nothing.
+    desk.deliveries = [NOTHING, with_groups((1, 0))]
+    assert wait(crew) == [((1, 0), "train-1-0")]
+    assert said == ["take, thanks for ", "announce 0 at here", "submit train-1-0", "take, thanks for "]
 
 
 def test_counts_go_on_over_coordinators_and_shares_are_of_the_time_since_they_were_asked_for(
