@@ -14,7 +14,7 @@ import itertools
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from marin_rl.rollouts.orders import GroupOrder, OrderNumber
@@ -32,6 +32,10 @@ class Work(NamedTuple):
     """Where they are; empty where there are none yet."""
     stop: bool
     """Whether the run is over."""
+
+    def is_newer_than(self, version: WeightVersion | None) -> bool:
+        """Whether there are newer weights to fetch than those of this version; None for none."""
+        return bool(self.addresses) and (version is None or self.version > version)
 
 
 class Announcement(NamedTuple):
@@ -174,6 +178,18 @@ class Coordinator:
         known.orders |= set(numbers)
         return Work([self._orders[number] for number in numbers], self._version, self._addresses, self._stop)
 
+    def plays(self, worker: str, incarnation: str, numbers: Collection[OrderNumber]) -> None:
+        """A worker says all that it plays. What it was handed besides never reached it, and goes to others."""
+        known = self._heard(worker, incarnation)
+        if known is None:
+            return
+        self._count_seconds()
+        handed_again = {number for number in numbers if number in self._waiting}
+        self._waiting = [number for number in self._waiting if number not in handed_again]
+        for number in known.orders.difference(numbers):
+            bisect.insort(self._waiting, number)
+        known.orders = known.orders.intersection(numbers) | handed_again
+
     def finish(self, worker: str, incarnation: str, number: OrderNumber, group: str) -> bool:
         """A group is played. The first that comes for an order counts, whoever played it.
 
@@ -296,12 +312,22 @@ class Office:
             self._changed.notify_all()
 
     def next_work(
-        self, worker: str, incarnation: str, version: WeightVersion | None, room: int, seconds: float
+        self,
+        worker: str,
+        incarnation: str,
+        version: WeightVersion | None,
+        room: int,
+        playing: Collection[OrderNumber],
+        seconds: float,
     ) -> Work | None:
-        """See `Coordinator`; waits so long for orders, for newer weights or for the end."""
+        """See `Coordinator`; waits so long for orders, for newer weights or for the end.
+
+        An answer may get lost on its way, and the question come again: so it says what the worker plays.
+        """
         with self._changed:
+            self._coordinator.plays(worker, incarnation, playing)
             work = self._coordinator.next_work(worker, incarnation, version, room)
-            if work is not None and not (work.orders or work.stop or (work.addresses and work.version != version)):
+            if work is not None and not (work.orders or work.stop or work.is_newer_than(version)):
                 self._changed.wait(seconds)
                 work = self._coordinator.next_work(worker, incarnation, version, room)
             return work

@@ -9,7 +9,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -131,10 +131,17 @@ class RayDesk:
         self._ask(lambda: self._coordinator.join.remote(worker, incarnation))
 
     def next_work(
-        self, worker: str, incarnation: str, version: WeightVersion | None, room: int, seconds: float
+        self,
+        worker: str,
+        incarnation: str,
+        version: WeightVersion | None,
+        room: int,
+        playing: Collection[OrderNumber],
+        seconds: float,
     ) -> Work | None:
         """See `Office`."""
-        return self._ask(lambda: self._coordinator.next_work.remote(worker, incarnation, version, room, seconds))
+        asked = (worker, incarnation, version, room, list(playing), seconds)
+        return self._ask(lambda: self._coordinator.next_work.remote(*asked))
 
     def finish(self, worker: str, incarnation: str, number: OrderNumber, group: str) -> bool:
         """See `Office`."""

@@ -6,7 +6,7 @@
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 from marin_rl.rollouts.group_codec import encode_group
@@ -27,9 +27,15 @@ class WorkerDesk(Protocol):
         ...
 
     def next_work(
-        self, worker: str, incarnation: str, version: WeightVersion | None, room: int, seconds: float
+        self,
+        worker: str,
+        incarnation: str,
+        version: WeightVersion | None,
+        room: int,
+        playing: Collection[OrderNumber],
+        seconds: float,
     ) -> Work | None:
-        """What to play next; None where the worker has to join anew."""
+        """What to play next, besides what is played; None where the worker has to join anew."""
         ...
 
     def announced(self) -> Announcement:
@@ -113,46 +119,49 @@ def work(desk: WorkerDesk, name: str, policy: WorkerPolicy, *, silence: float, p
 
 def _work(desk: WorkerDesk, name: str, incarnation: str, policy: WorkerPolicy, poll: float) -> None:
     while True:
-        told = desk.next_work(name, incarnation, policy.version, policy.room, poll)
+        told = desk.next_work(name, incarnation, policy.version, policy.room, (), poll)
         if told is None:
             logger.warning("worker %s was given up; it joins anew", name)
             desk.join(name, incarnation)
             continue
         if told.stop:
             return
-        if told.addresses and told.version != policy.version:
+        if told.is_newer_than(policy.version):
             policy.fetch(told.addresses)
         if told.orders:
-            policy.play(told.orders, _Places(desk, name, incarnation, policy, len(told.orders)).hand_in)
+            policy.play(told.orders, _Places(desk, name, incarnation, policy, told.orders).hand_in)
 
 
 class _Places:
     """What a worker plays at the same time: a group that is whole makes place for others."""
 
-    def __init__(self, desk: WorkerDesk, name: str, incarnation: str, policy: WorkerPolicy, playing: int) -> None:
+    def __init__(
+        self, desk: WorkerDesk, name: str, incarnation: str, policy: WorkerPolicy, orders: Sequence[GroupOrder]
+    ) -> None:
         self._desk = desk
         self._name = name
         self._incarnation = incarnation
         self._policy = policy
-        self._playing = playing
+        self._playing = {order.number for order in orders}
         self._lock = threading.Lock()
 
     def hand_in(self, played: Played) -> list[GroupOrder]:
         """Hand in a group, and take as many orders as there is place for."""
         self._desk.finish(self._name, self._incarnation, played.number, encode_group(played.group))
         with self._lock:
-            self._playing -= 1
+            self._playing.remove(played.number)
             orders = self._more()
-            self._playing += len(orders)
+            self._playing |= {order.number for order in orders}
             return orders
 
     def _more(self) -> list[GroupOrder]:
         version = self._policy.version
+        assert version is not None, "it plays with weights"
         # Between groups the places stay empty until all have ended, and the newer weights are fetched.
-        if not self._policy.is_in_flight and self._desk.announced().version != version:
+        if not self._policy.is_in_flight and self._desk.announced().version > version:
             return []
-        room = self._policy.room - self._playing
-        told = self._desk.next_work(self._name, self._incarnation, version, room, 0.0)
+        room = self._policy.room - len(self._playing)
+        told = self._desk.next_work(self._name, self._incarnation, version, room, sorted(self._playing), 0.0)
         return [] if told is None or told.stop else told.orders
 
 

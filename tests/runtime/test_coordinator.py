@@ -129,6 +129,24 @@ def test_a_worker_that_comes_back_in_a_new_life_gives_up_what_it_had_at_once(coo
     assert numbers(coordinator.next_work("b", "b1", 0, 5)) == [(1, 0), (1, 1)]
 
 
+def test_what_never_reached_a_worker_goes_to_others_and_what_it_plays_stays_with_it(coordinator: Coordinator) -> None:
+    coordinator.next_work("a", "a1", 0, 2)
+    coordinator.plays("a", "a1", [OrderNumber(1, 0)])
+    assert numbers(coordinator.next_work("b", "b1", 1, 1)) == [(1, 1)]
+    # It was taken from a by a question that came late, and a plays it all the same.
+    coordinator.plays("a", "a1", [])
+    coordinator.plays("a", "a1", [OrderNumber(1, 0)])
+    # What another one plays by now stays where it is; what is not owed any more is nobody's.
+    coordinator.plays("a", "a1", [OrderNumber(1, 0), OrderNumber(1, 1), OrderNumber(0, 7)])
+    coordinator.plays("a", "another life", [])
+    assert numbers(coordinator.next_work("b", "b1", 1, 5)) == [(2, 0), (2, 1)]
+    coordinator.leave("b", "b1")
+    assert numbers(coordinator.next_work("a", "a1", 1, 5)) == [(1, 1), (2, 0), (2, 1)]
+    coordinator.leave("a", "a1")
+    coordinator.join("a", "a1")
+    assert numbers(coordinator.next_work("a", "a1", 1, 5)) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+
+
 def test_a_worker_that_leaves_keeps_nothing(coordinator: Coordinator) -> None:
     coordinator.next_work("a", "a1", 0, 2)
     coordinator.leave("a", "a1")

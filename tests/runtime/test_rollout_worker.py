@@ -5,12 +5,13 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from marin_rl.rollouts.group_codec import decode_group
 from marin_rl.rollouts.orders import GroupOrder, OrderNumber
-from marin_rl.runtime.coordinator import Office
+from marin_rl.runtime.coordinator import Office, Work
 from marin_rl.runtime.crew import Played
 from marin_rl.runtime.rollout_worker import work
 from marin_rl.types import RolloutGroup, Task, WeightVersion
@@ -130,6 +131,56 @@ def test_newer_weights_are_waited_for_between_groups_and_not_in_flight(office: O
         assert taken == [(0, [0, 1]), (0, [2]), (0, [3]), (1, [4])]
     else:
         assert taken == [(0, [0, 1]), (1, [2, 3]), (1, [4])]
+
+
+def test_weights_that_came_before_they_were_announced_are_not_fetched_again(office: Office) -> None:
+    fetched: list[WeightVersion] = []
+    taken: list[list[int]] = []
+
+    class Ahead(Policy):
+        """Its weights are a version ahead of what the coordinator has heard of."""
+
+        def fetch(self, addresses: Sequence[str]) -> None:
+            self.version = self.office.announced().version + 1
+            fetched.append(self.version)
+
+    def script(policy: Policy, orders: Sequence[GroupOrder], hand_in: HandIn) -> None:
+        waiting = list(orders)
+        taken.append(indices(orders))
+        while waiting:
+            more = hand_in(played(waiting.pop(0)))
+            taken.append(indices(more))
+            waiting += more
+        policy.office.stop()
+
+    work(office, "w", Ahead(office, script), silence=600.0, poll=0.0)
+    assert fetched == [1]
+    assert taken == [[0, 1], [2], [3], [4], [], []]
+
+
+def test_orders_whose_answer_was_lost_are_handed_out_again() -> None:
+    class Lossy(Office):
+        """The answers to two questions are lost on their way, and the questions come again."""
+
+        def next_work(self, *question: Any) -> Work | None:
+            if questions.pop(0) if questions else False:
+                super().next_work(*question)
+            return super().next_work(*question)
+
+    # Weights come first. Then the orders that begin it all are lost, and those in the place of the first that is whole.
+    questions = [False, True, True]
+    office = Lossy(silence=600.0)
+    office.announce(0, ["here"])
+    office.submit([order(index) for index in range(6)])
+
+    def script(policy: Policy, orders: Sequence[GroupOrder], hand_in: HandIn) -> None:
+        waiting = list(orders)
+        while waiting:
+            waiting += hand_in(played(waiting.pop(0)))
+        policy.office.stop()
+
+    run(office, script)
+    assert delivered(office) == [f"train-1-{index}" for index in range(6)]
 
 
 def test_a_worker_that_was_given_up_ends_what_it_plays_and_joins_anew(office: Office) -> None:

@@ -3,8 +3,8 @@
 
 """The loop of orders, coordinator, workers and replay buffer under random schedules, played without clock or process.
 
-Workers are slow, silent, die, come back and answer late; coordinators are lost; weights arrive late. Whatever happens:
-every step gets whole groups, none too old, none twice, and nothing that was ordered is forgotten.
+Workers are slow, silent, die, come back and answer late; coordinators and answers are lost; weights arrive late.
+Whatever happens: every step gets whole groups, none too old, none twice, and nothing that was ordered is forgotten.
 """
 
 import collections
@@ -124,7 +124,11 @@ class World:
             self.ask(worker)
 
     def ask(self, worker: Player) -> None:
+        self.coordinator.plays(worker.name, worker.incarnation, worker.playing)
         told = self.coordinator.next_work(worker.name, worker.incarnation, worker.version, self.chance.randint(1, 4))
+        if self.chance.random() < 0.05:
+            # The answer is lost on its way.
+            return
         if told is None:
             self.coordinator.join(worker.name, worker.incarnation)
             return
