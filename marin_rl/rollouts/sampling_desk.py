@@ -94,7 +94,8 @@ class SamplingDesk:
             while not (self._closed or self._is_complete):
                 if not self._changed.wait(self._linger if self._waiting else patience):
                     break
-            round_ = self._waiting[: self._batch_size]
+            # Whoever waits at a desk that is closed was given up, and hears nothing any more.
+            round_ = [] if self._closed else self._waiting[: self._batch_size]
             del self._waiting[: len(round_)]
             return round_
 

@@ -136,6 +136,35 @@ def test_what_the_sampler_raises_is_passed_on():
         serve(Rounds(4, broken), asks(1), asks(2))
 
 
+def test_where_all_was_given_up_those_who_still_waited_are_not_sampled_for():
+    asleep = threading.Event()
+
+    class Condition(threading.Condition):
+        """Tells when somebody begins to wait for it."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            asleep.set()
+            return super().wait(timeout)
+
+    async def raises(desk: SamplingDesk) -> None:
+        await asyncio.to_thread(asleep.wait)
+        raise ValueError("the reward of this one is no number")
+
+    async def everything() -> None:
+        async with asyncio.TaskGroup() as episodes:
+            for episode in (asks(1), asks(2), raises):
+                episodes.create_task(episode(desk))
+
+    sampler, desk, loop = Rounds(4), SamplingDesk(4, 3, linger=60.0), BackgroundLoop()
+    desk._changed = Condition()
+    playing = loop.submit(everything())
+    playing.add_done_callback(lambda _: desk.close())
+    desk.serve(sampler, PhaseTimer(), lambda: None, 60.0)
+    loop.close()
+    assert isinstance(playing.exception(), ExceptionGroup)
+    assert sampler.rounds == []
+
+
 def test_somebody_looks_where_nothing_happens():
     release = threading.Event()
 
