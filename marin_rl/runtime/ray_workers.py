@@ -35,7 +35,7 @@ CONNECT = 10.0
 ASK_AGAIN = 0.5
 """Seconds until a coordinator that is down is asked again."""
 CALLS_AT_ONCE = 64
-"""Questions that the coordinator lets wait at the same time."""
+"""Questions that the coordinator answers at the same time, besides one of each worker, which may wait for orders."""
 
 
 class RayLostError(RuntimeError):
@@ -253,7 +253,9 @@ def ray_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[Ra
             join_cluster(config.ray_address)
         opened.callback(ray.shutdown)
         name = f"coordinator-{uuid.uuid4().hex}"
-        office = _actor(Office, name=name, max_concurrency=CALLS_AT_ONCE, num_cpus=0)
+        # Idle workers that wait must not keep the others from being heard: those would count as silent.
+        calls = workers.num_workers + CALLS_AT_ONCE
+        office = _actor(Office, name=name, max_concurrency=calls, num_cpus=0)
         coordinator = office.remote(workers.silence)
         opened.callback(ray.kill, coordinator)
         desk = RayDesk(coordinator, workers.patience)

@@ -12,9 +12,11 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from marin_rl.runtime import ray_workers
-from marin_rl.runtime.coordinator import Delivery
+from marin_rl.runtime.coordinator import Delivery, Office
 from marin_rl.runtime.ray_workers import NoClusterError, RayDesk, RayLostError, check_node, find_cluster, join_cluster
+from marin_rl.runtime.workers_config import Mode, WorkersConfig
 from tests.free_port import free_port
+from tests.runtime.bare_run import make_config
 
 NOTHING = Delivery("one", [], None, {}, {}, {})
 
@@ -22,7 +24,7 @@ NOTHING = Delivery("one", [], None, {}, {}, {})
 class Coordinator(ActorHandle):
     """A handle of an actor that there is not; a call of it is its arguments."""
 
-    take = stop = SimpleNamespace(remote=lambda *arguments: arguments)
+    take = stop = run = SimpleNamespace(remote=lambda *arguments: arguments)
 
     def __init__(self) -> None:
         pass
@@ -92,6 +94,24 @@ def test_while_groups_come_nobody_asks(cluster: Cluster) -> None:
 def test_other_machines_may_die(cluster: Cluster) -> None:
     cluster.nodes[1]["Alive"] = False
     check_node()
+
+
+def test_workers_that_wait_for_orders_keep_nobody_from_being_heard(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[type, dict[str, Any]] = {}
+
+    def actor(kind: type, **options: Any) -> Any:
+        asked[kind] = options
+        return SimpleNamespace(remote=lambda *arguments: Coordinator())
+
+    monkeypatch.setattr(ray_workers, "_actor", actor)
+    for name, answer in (("init", None), ("shutdown", None), ("kill", None), ("wait", ([], []))):
+        monkeypatch.setattr(ray_workers.ray, name, lambda *arguments, answer=answer, **named: answer)
+    config = make_config(mode=Mode.ASYNC, workers=WorkersConfig(num_workers=500))
+    with ray_workers.ray_workers(config, 10, "token"):
+        # Each may ask for orders and be kept waiting, and still say that it is alive and hand a group in.
+        assert asked[Office]["max_concurrency"] > 500
 
 
 def test_a_cluster_that_does_not_answer_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
