@@ -265,7 +265,7 @@ def ray_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[Ra
             for index in range(workers.num_workers)
         ]
         running = [actor.run.remote() for actor in actors]
-        opened.callback(_say_farewell, desk, actors, running)
+        opened.callback(_say_farewell, RayDesk(coordinator, FAREWELL), actors, running)
         yield desk
 
 

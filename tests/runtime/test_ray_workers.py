@@ -96,9 +96,9 @@ def test_other_machines_may_die(cluster: Cluster) -> None:
     check_node()
 
 
-def test_workers_that_wait_for_orders_keep_nobody_from_being_heard(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def actors(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> dict[type, dict[str, Any]]:
+    """What is asked of Ray for each kind of actor; none is started."""
     asked: dict[type, dict[str, Any]] = {}
 
     def actor(kind: type, **options: Any) -> Any:
@@ -108,10 +108,27 @@ def test_workers_that_wait_for_orders_keep_nobody_from_being_heard(
     monkeypatch.setattr(ray_workers, "_actor", actor)
     for name, answer in (("init", None), ("shutdown", None), ("kill", None), ("wait", ([], []))):
         monkeypatch.setattr(ray_workers.ray, name, lambda *arguments, answer=answer, **named: answer)
+    return asked
+
+
+def test_workers_that_wait_for_orders_keep_nobody_from_being_heard(actors: dict[type, dict[str, Any]]) -> None:
     config = make_config(mode=Mode.ASYNC, workers=WorkersConfig(num_workers=500))
     with ray_workers.ray_workers(config, 10, "token"):
         # Each may ask for orders and be kept waiting, and still say that it is alive and hand a group in.
-        assert asked[Office]["max_concurrency"] > 500
+        assert actors[Office]["max_concurrency"] > 500
+
+
+def test_a_coordinator_that_stays_down_is_not_waited_for_at_the_end(
+    cluster: Cluster,
+    actors: dict[type, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(ray_workers, "FAREWELL", 0.01)
+    config = make_config(mode=Mode.ASYNC, workers=WorkersConfig(patience=1e9))
+    with ray_workers.ray_workers(config, 10, "token"):
+        cluster.answers = [RayActorError()]
+    assert "the coordinator did not hear that the run is over" in caplog.text
 
 
 def test_a_cluster_that_does_not_answer_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
