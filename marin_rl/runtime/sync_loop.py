@@ -119,6 +119,6 @@ def _rates(
     return {
         "episode": float(run.progress.episodes),
         "updates": float(run.progress.updates),
-        **throughput_metrics(collected.sampled, updates, seconds, elapsed),
+        **throughput_metrics(collected.played, updates, seconds, elapsed),
         **model_flops_utilization(run.config.model, run.progress.vocab_size, updates, seconds["step"]),
     }

@@ -21,11 +21,14 @@ from marin_rl.rollouts.run_rollouts import run_groups
 from marin_rl.rollouts.store import read_rollouts
 from marin_rl.rollouts.stored_rollout import as_row
 from marin_rl.rollouts.token_pieces import TokenPieces
+from marin_rl.runtime.collect import Collected
 from marin_rl.runtime.crew import OwnCrew
 from marin_rl.runtime.starting_weights import restore_policy
-from marin_rl.runtime.sync_loop import train
+from marin_rl.runtime.sync_loop import _rates, train
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.types import Task
+from tests.rollouts.rollout_cases import group_of
+from tests.runtime.bare_run import bare_run, make_config
 from tests.runtime.reopened_run import config_of, reopen
 from tests.tiny_run import TinyRun, contents, copy_of, outcome, without_timings
 
@@ -225,6 +228,13 @@ def test_seconds_of_the_phases_add_up_to_the_update(finished_run: TinyRun) -> No
         seconds = {name: value for name, value in record.items() if name.startswith("seconds/")}
         total = seconds.pop("seconds/total")
         assert sum(seconds.values()) == pytest.approx(total)
+
+
+def test_rates_are_of_what_was_played_and_not_of_what_is_used_again() -> None:
+    again, other = group_of("train-1-0", 1.0, 0.0), group_of("train-2-0", 1.0)
+    rates = _rates(bare_run(make_config()), Collected([again], [], [other], {}), [], {"step": 1.0}, elapsed=2.0)
+    assert rates["eps"] == 1 / 2
+    assert rates["tokens/sampled_per_second"] == other.rollouts[0].num_generated_tokens / 2
 
 
 def test_evaluation_changes_nothing(after_two: TrainingRun, finished_run: TinyRun) -> None:
