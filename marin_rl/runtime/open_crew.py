@@ -5,8 +5,11 @@
 
 import contextlib
 
+from levanter.models.lm_model import LmHeadModel
+
 from marin_rl import processes
 from marin_rl.closing import Closing
+from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.rollouts.orders import Pace
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.run_rollouts import Player
@@ -70,3 +73,10 @@ def make_replay(config: TrainConfig) -> ReplayBuffer:
         half_life=replay.half_life,
         seed=config.seed,
     )
+
+
+def make_history(config: TrainConfig) -> WeightHistory[LmHeadModel] | None:
+    """What keeps the weights that waiting groups were sampled with; in `mode: sync` none wait."""
+    if config.mode is Mode.SYNC or not config.replay.keep_old_weights:
+        return None
+    return WeightHistory(config.replay.max_staleness + 1)

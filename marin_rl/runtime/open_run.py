@@ -19,7 +19,6 @@ from marin_rl.learner.critic import attach_critic, policy_of
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
-from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.rewards.component import RewardConfigError
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.judging import RewardFunctions
@@ -30,7 +29,7 @@ from marin_rl.rollouts.token_pieces import TokenPieces
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import Keep, describe_accuracy, evaluate, forget
-from marin_rl.runtime.open_crew import make_pace, make_replay, open_crew
+from marin_rl.runtime.open_crew import make_history, make_pace, make_replay, open_crew
 from marin_rl.runtime.player import make_player, open_judges
 from marin_rl.runtime.policy_engine import PolicyEngine, open_trainer_engine
 from marin_rl.runtime.progress import Progress
@@ -214,7 +213,7 @@ def _assemble(config: TrainConfig, parts: _Parts, standing: _Standing, opened: c
         crew=open_crew(config, player, progress.vocab_size, opened),
         orders=OrderBook(make_pace(config), progress.orders),
         replay=make_replay(config),
-        history=WeightHistory(config.replay.max_staleness + 1) if config.replay.keep_old_weights else None,
+        history=make_history(config),
         opened=opened,
     )
 

@@ -12,13 +12,14 @@ import pytest
 
 from marin_rl import processes
 from marin_rl.environments.arithmetic import ArithmeticConfig
+from marin_rl.objectives.importance import MaskMismatchConfig
 from marin_rl.rollouts.filters import KeepGroupsConfig, ResampleGroupsConfig
 from marin_rl.rollouts.orders import OrderNumber, Pace
 from marin_rl.runtime import open_crew as module
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.coordinator import Office
 from marin_rl.runtime.crew import OwnCrew
-from marin_rl.runtime.open_crew import make_pace, make_replay, open_crew
+from marin_rl.runtime.open_crew import make_history, make_pace, make_replay, open_crew
 from marin_rl.runtime.remote_crew import RemoteCrew
 from marin_rl.runtime.shared_run import SharedCrew
 from marin_rl.runtime.workers_config import Mode, ReplayConfig, WorkersConfig
@@ -210,3 +211,12 @@ def test_groups_wait_in_async_mode_alone(mode: Mode, uses: int, ages: list[int])
     assert replay.uses_left == uses
     replay.expire(5)
     assert replay.ages(5) == ages
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_asked_for", "keeps"), [(Mode.SYNC, True, False), (Mode.ASYNC, True, True), (Mode.ASYNC, False, False)]
+)
+def test_old_weights_are_kept_in_async_mode_alone(mode: Mode, is_asked_for: bool, keeps: bool) -> None:
+    replay = dataclasses.replace(REPLAY, keep_old_weights=is_asked_for)
+    config = make_config(mode=mode, replay=replay, mismatch=MaskMismatchConfig())
+    assert (make_history(config) is not None) == keeps
