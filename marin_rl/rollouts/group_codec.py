@@ -32,7 +32,7 @@ def encode_task(task: Task) -> dict[str, Any]:
     Raises:
         ValueError: if its anchor state is none that JSON can hold; the message names the task.
     """
-    return json.loads(_text(task, f"task {task.id!r}"))
+    return json.loads(_text(task, f"task {task.id!r}", allow_nan=False))
 
 
 def decode_task(values: Mapping[str, Any]) -> Task:
@@ -41,12 +41,12 @@ def decode_task(values: Mapping[str, Any]) -> Task:
 
 
 def encode_group(group: RolloutGroup) -> str:
-    """A group as one line of text.
+    """A group as one line of text: JSON, but for metrics that are not finite, which are `NaN` or `Infinity`.
 
     Raises:
-        ValueError: if something in it is not finite, or nothing that JSON can hold; the message names the group.
+        ValueError: if something in it is nothing that JSON can hold; the message names the group.
     """
-    return _text(group, f"group {group.id!r}")
+    return _text(group, f"group {group.id!r}", allow_nan=True)
 
 
 def decode_group(text: str) -> RolloutGroup:
@@ -55,9 +55,9 @@ def decode_group(text: str) -> RolloutGroup:
     return RolloutGroup(values["id"], [_rollout(rollout) for rollout in values["rollouts"]])
 
 
-def _text(record: Task | RolloutGroup, name: str) -> str:
+def _text(record: Task | RolloutGroup, name: str, *, allow_nan: bool) -> str:
     try:
-        return json.dumps(dataclasses.asdict(record), allow_nan=False, separators=(",", ":"))
+        return json.dumps(dataclasses.asdict(record), allow_nan=allow_nan, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} cannot be saved: {error}") from error
 

@@ -45,7 +45,17 @@ def test_a_message_keeps_what_only_its_template_knows() -> None:
 def test_what_json_cannot_hold_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="task 't' cannot be saved"):
         encode_task(Task("t", "sums", ({"role": "user", "content": ""},), "", anchor_state={1, 2}))
-    group = group_of("g", 1.0)
-    bad = RolloutGroup("g", [dataclasses.replace(group.rollouts[0], metrics={"speed": math.nan})])
+    with pytest.raises(ValueError, match="task 't' cannot be saved"):
+        encode_task(Task("t", "sums", ({"role": "user", "content": ""},), "", anchor_state=math.nan))
+    (rollout,) = group_of("g", 1.0).rollouts
+    bad = dataclasses.replace(rollout, task=dataclasses.replace(rollout.task, anchor_state={1, 2}))
     with pytest.raises(ValueError, match="group 'g' cannot be saved"):
-        encode_group(bad)
+        encode_group(RolloutGroup("g", [bad]))
+
+
+def test_what_an_environment_measured_need_not_be_finite() -> None:
+    (rollout,) = group_of("g", 1.0).rollouts
+    metrics = {"speed": math.nan, "distance": math.inf, "height": -math.inf}
+    (again,) = decode_group(encode_group(RolloutGroup("g", [dataclasses.replace(rollout, metrics=metrics)]))).rollouts
+    assert math.isnan(again.metrics["speed"])
+    assert (again.metrics["distance"], again.metrics["height"]) == (math.inf, -math.inf)
