@@ -153,7 +153,7 @@ class Simulation:
         stale = self._replay.expire(self._version)
         self.stale += len(stale)
         self._orders.again(one.task for one in stale if one.uses_left == self.pipeline.uses_per_group)
-        self._coordinator.submit(self._orders.order(self._version, self._replay.uses_left, _tasks))
+        self._coordinator.submit(self._orders.order(self._version, self._replay.uses_left, len(self._replay), _tasks))
         self._wake()
 
     def _train_if_ready(self) -> None:

@@ -140,13 +140,14 @@ class OrderBook:
         return self.pace.groups_per_step - self._missing.get(step, 0)
 
     def order(
-        self, version: WeightVersion, waiting_uses: int, draw: Callable[[int], Sequence[Task]]
+        self, version: WeightVersion, waiting_uses: int, waiting_groups: int, draw: Callable[[int], Sequence[Task]]
     ) -> list[GroupOrder]:
         """Order as many groups as there is room for: of tasks that are to be ordered anew, then of new ones.
 
         Args:
             version: the newest weights.
             waiting_uses: how often what has come will still be trained on.
+            waiting_groups: how many groups that is.
             draw: gives so many tasks, the next ones.
         """
         pace = self.pace
@@ -157,6 +158,8 @@ class OrderBook:
         # come no sooner.
         ahead = waiting_uses + pace.uses_per_group * len(self._outstanding) + sum(self._missing.values())
         count = max(pace.room - ahead, 0) // pace.uses_per_group
+        if pace.capacity is not None:
+            count = min(count, max(pace.capacity - waiting_groups - len(self._outstanding), 0))
         tasks, self._again = self._again[:count], self._again[count:]
         if missing := count - len(tasks):
             tasks += draw(missing)

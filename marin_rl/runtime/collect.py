@@ -61,7 +61,7 @@ def collect_groups(run: TrainingRun, step: int, timer: PhaseTimer) -> Collected:
         return draw_tasks(run, count)
 
     stale = run.drop_stale(version)
-    crew.submit(orders.order(version, replay.uses_left, draw))
+    crew.submit(orders.order(version, replay.uses_left, len(replay), draw))
     came: dict[OrderNumber, RolloutGroup] = {}
     left_out: dict[OrderNumber, RolloutGroup] = {}
     replaced = 0
@@ -87,7 +87,7 @@ def collect_groups(run: TrainingRun, step: int, timer: PhaseTimer) -> Collected:
         crew.submit(more)
         if late := run.drop_stale(version):
             stale += late
-            crew.submit(orders.order(version, replay.uses_left, draw))
+            crew.submit(orders.order(version, replay.uses_left, len(replay), draw))
     ages, fill = replay.ages(version), replay.uses_left / orders.pace.room
     groups = replay.draw(mix, version)
     in_order = [came[number] for number in sorted(came)]

@@ -33,48 +33,50 @@ def names(orders: list[GroupOrder]) -> list[tuple[int, int, str]]:
 
 def test_without_staleness_only_the_next_step_is_ordered() -> None:
     book, tasks = OrderBook(Pace(3)), Tasks()
-    first = book.order(0, 0, tasks)
+    first = book.order(0, 0, 0, tasks)
     assert names(first) == [(1, 0, "0"), (1, 1, "1"), (1, 2, "2")]
     assert {order.min_version for order in first} == {0}
-    assert book.order(0, 0, tasks) == []
+    assert book.order(0, 0, 0, tasks) == []
     for settled in range(3):
         assert book.settle(first[settled].number)
         # What has come waits to be trained on, and takes the room that it took before.
-        assert book.order(0, settled + 1, tasks) == []
-    second = book.order(1, 0, tasks)
+        assert book.order(0, settled + 1, settled + 1, tasks) == []
+    second = book.order(1, 0, 0, tasks)
     assert names(second) == [(2, 0, "3"), (2, 1, "4"), (2, 2, "5")]
     assert {order.min_version for order in second} == {1}
 
 
 def test_with_staleness_it_is_so_many_steps_ahead() -> None:
     book = OrderBook(Pace(2, max_staleness=2))
-    orders = book.order(0, 0, Tasks())
+    orders = book.order(0, 0, 0, Tasks())
     assert [order.number.step for order in orders] == [1, 1, 2, 2, 3, 3]
     # The group of step 3 is trained on by weights of version 2: version 0 is fresh enough.
     assert [order.min_version for order in orders] == [0] * 6
     for order in orders[:2]:
         book.settle(order.number)
-    later = book.order(1, 0, Tasks())
+    later = book.order(1, 0, 0, Tasks())
     assert [(order.number.step, order.min_version) for order in later] == [(4, 1), (4, 1)]
 
 
 def test_groups_that_are_used_twice_are_ordered_half_as_often() -> None:
     book = OrderBook(Pace(4, max_staleness=1, uses_per_group=2))
-    first = book.order(0, 0, Tasks())
+    first = book.order(0, 0, 0, Tasks())
     assert len(first) == 4
     for order in first:
         book.settle(order.number)
-    assert len(book.order(1, 4, Tasks())) == 2
+    assert len(book.order(1, 4, 4, Tasks())) == 2
 
 
 def test_a_capacity_bounds_what_is_ordered() -> None:
-    assert len(OrderBook(Pace(2, max_staleness=3, capacity=5)).order(0, 0, Tasks())) == 5
-    assert len(OrderBook(Pace(2, max_staleness=1, capacity=50)).order(0, 0, Tasks())) == 4
+    assert len(OrderBook(Pace(2, max_staleness=3, capacity=5)).order(0, 0, 0, Tasks())) == 5
+    assert len(OrderBook(Pace(2, max_staleness=1, capacity=50)).order(0, 0, 0, Tasks())) == 4
+    # Four groups that wait for their last use are four groups.
+    assert OrderBook(Pace(4, max_staleness=2, uses_per_group=3, capacity=4)).order(2, 4, 4, Tasks()) == []
 
 
 def test_a_dropped_group_is_replaced_up_to_a_bound() -> None:
     book, tasks = OrderBook(Pace(2, replacements_per_step=3)), Tasks()
-    orders = book.order(0, 0, tasks)
+    orders = book.order(0, 0, 0, tasks)
     for order in orders:
         book.settle(order.number)
     second = book.replace([order.number for order in orders], 0, tasks)
@@ -96,7 +98,7 @@ def test_which_groups_are_played_does_not_depend_on_when_they_come(data: st.Data
 
     def played(one_by_one: bool) -> set[tuple[int, int, str]]:
         book, tasks = OrderBook(Pace(4, replacements_per_step=12)), Tasks()
-        orders = book.order(0, 0, tasks)
+        orders = book.order(0, 0, 0, tasks)
         everything = set(names(orders))
         while orders:
             size = 1 if one_by_one else len(orders)
@@ -116,9 +118,9 @@ def test_which_groups_are_played_does_not_depend_on_when_they_come(data: st.Data
 def test_a_group_that_grew_too_old_makes_room_for_a_new_one() -> None:
     # Two of step 2 came and were thrown away unused: step 3 is made of what was ordered for it, and so on.
     book = OrderBook(Pace(2, max_staleness=1))
-    for order in book.order(0, 0, Tasks()):
+    for order in book.order(0, 0, 0, Tasks()):
         book.settle(order.number)
-    orders = book.order(2, 0, Tasks())
+    orders = book.order(2, 0, 0, Tasks())
     assert [tuple(order.number) for order in orders] == [(3, 0), (3, 1), (4, 0), (4, 1)]
     assert [order.min_version for order in orders] == [1, 1, 2, 2]
     assert book.wanted(3) == 2
@@ -127,21 +129,21 @@ def test_a_group_that_grew_too_old_makes_room_for_a_new_one() -> None:
 def test_what_is_dropped_and_not_replaced_is_not_ordered_again_as_if_there_were_room() -> None:
     # Both groups of step 2 teach nothing: it has none, and step 3 is made of what was ordered for it.
     book, tasks = OrderBook(Pace(2, max_staleness=1)), Tasks()
-    orders = book.order(0, 0, tasks)
+    orders = book.order(0, 0, 0, tasks)
     for order in orders:
         book.settle(order.number)
     assert book.replace([order.number for order in orders[2:]], 0, tasks) == []
     assert (book.wanted(1), book.wanted(2), book.wanted(3)) == (2, 0, 2)
-    assert names(book.order(1, 0, tasks)) == [(3, 0, "4"), (3, 1, "5")]
+    assert names(book.order(1, 0, 0, tasks)) == [(3, 0, "4"), (3, 1, "5")]
 
 
 def test_a_step_lacks_no_more_groups_than_it_takes() -> None:
     # Two of step 1 grew too old and were ordered anew for step 2, so that there are four of that number, all in vain.
     book, tasks = OrderBook(Pace(2, max_staleness=1)), Tasks()
-    orders = book.order(0, 0, tasks)
+    orders = book.order(0, 0, 0, tasks)
     for order in orders[:2]:
         book.settle(order.number)
-    more = book.order(0, 0, tasks)
+    more = book.order(0, 0, 0, tasks)
     assert [tuple(order.number) for order in more] == [(2, 2), (2, 3)]
     book.replace([order.number for order in [*orders[2:], *more]], 0, tasks)
     assert (book.wanted(2), book.wanted(3), book.wanted(4)) == (0, 0, 2)
@@ -149,20 +151,20 @@ def test_a_step_lacks_no_more_groups_than_it_takes() -> None:
 
 def test_tasks_whose_groups_came_too_late_are_ordered_anew_before_others() -> None:
     book, tasks = OrderBook(Pace(2, max_staleness=1)), Tasks()
-    late = book.order(0, 0, tasks)[1:]
+    late = book.order(0, 0, 0, tasks)[1:]
     for order in late:
         book.settle(order.number)
     book.again([order.task for order in late])
     again = OrderBook(book.pace, json.loads(json.dumps(book.state)))
     # Room for two now; the third waits, ahead of what is drawn later.
-    assert names(again.order(1, 1, tasks)) == [(3, 0, "1"), (3, 1, "2")]
-    assert names(again.order(2, 0, tasks)) == [(4, 0, "3")]
-    assert names(again.order(3, 0, tasks)) == []
+    assert names(again.order(1, 1, 1, tasks)) == [(3, 0, "1"), (3, 1, "2")]
+    assert names(again.order(2, 0, 0, tasks)) == [(4, 0, "3")]
+    assert names(again.order(3, 0, 0, tasks)) == []
 
 
 def test_an_order_is_settled_once() -> None:
     book = OrderBook(Pace(1))
-    (order,) = book.order(0, 0, Tasks())
+    (order,) = book.order(0, 0, 0, Tasks())
     assert book.settle(order.number)
     assert not book.settle(order.number)
     assert not book.settle(OrderNumber(7, 0))
@@ -172,7 +174,7 @@ def test_an_order_is_settled_once() -> None:
 def test_it_comes_back_from_a_checkpoint() -> None:
     pace = Pace(2, max_staleness=1, replacements_per_step=4)
     book, tasks = OrderBook(pace), Tasks()
-    orders = book.order(0, 0, tasks)
+    orders = book.order(0, 0, 0, tasks)
     book.settle(orders[1].number)
     book.replace([orders[1].number], 0, tasks)
     again = OrderBook(pace, json.loads(json.dumps(book.state)))
@@ -180,7 +182,7 @@ def test_it_comes_back_from_a_checkpoint() -> None:
     assert names(again.outstanding) == [(1, 0, "0"), (1, 2, "4"), (2, 0, "2"), (2, 1, "3")]
     assert again.state == book.state
     more = Tasks()
-    assert again.order(1, 0, more) == book.order(1, 0, Tasks())
+    assert again.order(1, 0, 0, more) == book.order(1, 0, 0, Tasks())
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def test_with_workers_that_always_keep_up_no_step_is_too_large_and_nothing_grows
         sizes = set()
         for version in range(60):
             assert buffer.expire(version) == []
-            book.order(version, buffer.uses_left, draw)
+            book.order(version, buffer.uses_left, len(buffer), draw)
             dropped = []
             for order in book.outstanding:
                 if order.min_version <= version:
