@@ -155,9 +155,10 @@ class RewardFunctions:
             logger.warning("the event loop is blocked: the workers of the sandbox end when this process does")
 
     async def _close(self) -> None:
-        for pipeline in self._pipelines.values():
-            await pipeline.close()
-        await self._sandbox.close()
+        async with contextlib.AsyncExitStack() as closing:
+            closing.push_async_callback(self._sandbox.close)
+            for pipeline in self._pipelines.values():
+                closing.push_async_callback(pipeline.close)
 
 
 @contextlib.contextmanager

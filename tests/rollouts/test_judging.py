@@ -184,3 +184,29 @@ def test_judges_that_are_interrupted_while_they_start_leave_nothing_behind(monke
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     loop.close()
+
+
+@dataclasses.dataclass
+class Pipeline:
+    """Notes its end, and may fail at it."""
+
+    breaks: bool
+    is_closed: bool = False
+
+    async def close(self) -> None:
+        self.is_closed = True
+        if self.breaks:
+            raise OSError("the connection does not close")
+
+
+def test_the_sandbox_ends_whatever_becomes_of_those_who_use_it(monkeypatch: pytest.MonkeyPatch):
+    loop = BackgroundLoop()
+    judges, sandbox = reward_functions(loop)
+    assert loop.submit(sandbox.run_python("print(1)")).result().stdout == "1\n"
+    pipelines = [Pipeline(breaks) for breaks in (False, True, False)]
+    monkeypatch.setattr(judges, "_pipelines", dict(enumerate(pipelines)))
+    with pytest.raises(OSError, match="the connection does not close"):
+        judges.close()
+    assert all(pipeline.is_closed for pipeline in pipelines)
+    assert sandbox.worker_pids == []
+    loop.close()
