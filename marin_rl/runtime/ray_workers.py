@@ -22,7 +22,7 @@ from marin_rl.rollouts.orders import GroupOrder, OrderNumber
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml, to_yaml
 from marin_rl.runtime.coordinator import Announcement, Delivery, Office, Work
-from marin_rl.runtime.rollout_worker import work
+from marin_rl.runtime.rollout_worker import telling_errors, work
 from marin_rl.runtime.run_directory import log_to
 from marin_rl.types import WeightVersion
 
@@ -218,7 +218,8 @@ class Worker:
         with log_to(Path(self._config.run_dir) / "workers" / f"{self._name}.txt"):
             try:
                 desk = RayDesk(ray.get_actor(self._coordinator), workers.patience)
-                policy = ReceivedPolicy(self._config, self._vocab_size, self._token, desk.announced)
+                with telling_errors(desk, self._name):
+                    policy = ReceivedPolicy(self._config, self._vocab_size, self._token, desk.announced)
                 with Closing(policy.close):
                     work(desk, self._name, policy, silence=workers.silence)
             except BaseException:

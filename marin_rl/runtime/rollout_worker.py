@@ -3,10 +3,11 @@
 
 """A rollout worker: fetches weights, plays groups, hands them in, until the run is over."""
 
+import contextlib
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from marin_rl.rollouts.group_codec import encode_group
@@ -108,13 +109,24 @@ def work(desk: WorkerDesk, name: str, policy: WorkerPolicy, *, silence: float, p
     """
     incarnation = uuid.uuid4().hex
     desk.join(name, incarnation)
+    with telling_errors(desk, name), _Heartbeat(lambda: desk.beat(name, incarnation), silence / 4):
+        _work(desk, name, incarnation, policy, poll)
+    desk.leave(name, incarnation)
+
+
+@contextlib.contextmanager
+def telling_errors(desk: WorkerDesk, name: str) -> Iterator[None]:
+    """Tell the trainer, who would wait for the worker, what ended it.
+
+    Args:
+        desk: the coordinator.
+        name: the worker's.
+    """
     try:
-        with _Heartbeat(lambda: desk.beat(name, incarnation), silence / 4):
-            _work(desk, name, incarnation, policy, poll)
+        yield
     except Exception as error:
         desk.fail(name, f"{type(error).__name__}: {error}")
         raise
-    desk.leave(name, incarnation)
 
 
 def _work(desk: WorkerDesk, name: str, incarnation: str, policy: WorkerPolicy, poll: float) -> None:

@@ -4,6 +4,7 @@
 """The coordinator's desk over Ray, without a cluster; with one it is tested in tests/faults/test_dead_workers.py."""
 
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from marin_rl.runtime import ray_workers
+from marin_rl.runtime.config_parsing import to_yaml
 from marin_rl.runtime.coordinator import Delivery, Office
 from marin_rl.runtime.ray_workers import NoClusterError, RayDesk, RayLostError, check_node, find_cluster, join_cluster
 from marin_rl.runtime.workers_config import Mode, WorkersConfig
@@ -129,6 +131,24 @@ def test_a_coordinator_that_stays_down_is_not_waited_for_at_the_end(
     with ray_workers.ray_workers(config, 10, "token"):
         cluster.answers = [RayActorError()]
     assert "the coordinator did not hear that the run is over" in caplog.text
+
+
+def test_an_error_that_keeps_a_worker_from_beginning_is_told_to_the_trainer(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def no_policy(*arguments: Any) -> None:
+        raise OSError("there is no bubblewrap")
+
+    told: list[tuple[str, str]] = []
+    fail = SimpleNamespace(remote=lambda *arguments: told.append(arguments))
+    monkeypatch.setattr(Coordinator, "fail", fail, raising=False)
+    monkeypatch.setattr(ray_workers.ray, "get_actor", lambda name: Coordinator())
+    monkeypatch.setattr("marin_rl.runtime.worker_policy.ReceivedPolicy", no_policy)
+    config = make_config(mode=Mode.ASYNC, run_dir=str(tmp_path))
+    with pytest.raises(OSError, match="there is no bubblewrap"):
+        ray_workers.Worker(to_yaml(config), 10, "token", "worker-0", "coordinator").run()
+    assert told == [("worker-0", "OSError: there is no bubblewrap")]
+    assert "there is no bubblewrap" in (tmp_path / "workers" / "worker-0.txt").read_text()
 
 
 def test_a_cluster_that_does_not_answer_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

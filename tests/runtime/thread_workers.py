@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from marin_rl.closing import Closing
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.coordinator import Office
-from marin_rl.runtime.rollout_worker import work
+from marin_rl.runtime.rollout_worker import telling_errors, work
 from marin_rl.runtime.worker_policy import ReceivedPolicy
 
 
@@ -20,7 +20,8 @@ def thread_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator
     office = Office(config.workers.silence)
 
     def run(name: str) -> None:
-        policy = ReceivedPolicy(config, vocab_size, token, office.announced)
+        with telling_errors(office, name):
+            policy = ReceivedPolicy(config, vocab_size, token, office.announced)
         with Closing(policy.close):
             work(office, name, policy, silence=config.workers.silence, poll=0.5)
 
