@@ -9,6 +9,7 @@ and begun anew.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -56,6 +57,8 @@ class Pace:
     """Most groups that are ordered in place of dropped ones, for each step."""
     capacity: int | None = None
     """Most groups that are ordered or waiting at a time; None leaves it to the other bounds."""
+    last_step: int | None = None
+    """No group is ordered that only later steps could train on; None for no end."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -78,10 +81,15 @@ class Pace:
             )
 
     @property
+    def horizon(self) -> int:
+        """Uses before those of a group that is ordered now; with as many as this, its last use would be too old."""
+        return (self.max_staleness + 2 - self.uses_per_group) * self.groups_per_step
+
+    @property
     def room(self) -> int:
-        """Uses that may be ordered or waiting at a time: as many as are consumed before the last would be too old."""
-        fresh = (self.max_staleness + 1) * self.groups_per_step
-        return fresh if self.capacity is None else min(fresh, self.capacity * self.uses_per_group)
+        """Most uses that are ordered or waiting at a time."""
+        most = max(self.horizon + self.uses_per_group - 1, self.groups_per_step * self.uses_per_group)
+        return most if self.capacity is None else min(most, self.capacity * self.uses_per_group)
 
 
 class OrderBook:
@@ -157,14 +165,20 @@ class OrderBook:
         # The place of a group that was dropped and not replaced stays empty: its step is smaller, and those behind it
         # come no sooner.
         ahead = waiting_uses + pace.uses_per_group * len(self._outstanding) + sum(self._missing.values())
-        count = max(pace.room - ahead, 0) // pace.uses_per_group
+        there = waiting_groups + len(self._outstanding)
+        # A step takes each group once at most, so a few with many uses left are not enough.
+        count = max(math.ceil((pace.horizon - ahead) / pace.uses_per_group), self.wanted(version + 1) - there)
         if pace.capacity is not None:
-            count = min(count, max(pace.capacity - waiting_groups - len(self._outstanding), 0))
+            count = min(count, pace.capacity - there)
+        if pace.last_step is not None:
+            still = (pace.last_step - version) * pace.groups_per_step - sum(self._missing.values())
+            count = min(count, still - there)
+        count = max(count, 0)
         tasks, self._again = self._again[:count], self._again[count:]
         if missing := count - len(tasks):
             tasks += draw(missing)
         return [
-            self._open(task, version, version + 1 + (ahead + place * pace.uses_per_group) // pace.groups_per_step)
+            self._open(task, version, self._first_use(version, ahead + place * pace.uses_per_group))
             for place, task in enumerate(tasks)
         ]
 
@@ -202,11 +216,16 @@ class OrderBook:
         """Take note that a group has come. False where nobody owes it: it came before."""
         return self._outstanding.pop(number, None) is not None
 
+    def _first_use(self, version: WeightVersion, ahead: int) -> int:
+        latest = self.pace.max_staleness + 1 - self.pace.uses_per_group
+        return version + 1 + min(ahead // self.pace.groups_per_step, latest)
+
     def _open(self, task: Task, version: WeightVersion, step: int) -> GroupOrder:
         number = OrderNumber(step, self._next_index.get(step, 0))
         self._next_index[step] = number.index + 1
-        # Step s updates the weights of version s - 1.
-        order = GroupOrder(number, task, max(step - 1 - self.pace.max_staleness, 0))
+        # Step s updates the weights of version s - 1, and the last use is some steps after the first.
+        last_updated = step - 1 + self.pace.uses_per_group - 1
+        order = GroupOrder(number, task, max(last_updated - self.pace.max_staleness, 0))
         self._outstanding[number] = order
         return order
 

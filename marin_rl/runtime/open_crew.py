@@ -59,7 +59,9 @@ def make_pace(config: TrainConfig) -> Pace:
     if config.mode is Mode.SYNC:
         return Pace(wanted, replacements_per_step=replacements)
     replay = config.replay
-    return Pace(wanted, replay.max_staleness, replay.uses_per_group, replacements, replay.capacity)
+    return Pace(
+        wanted, replay.max_staleness, replay.uses_per_group, replacements, replay.capacity, last_step=config.num_steps
+    )
 
 
 def make_replay(config: TrainConfig) -> ReplayBuffer:

@@ -6,6 +6,7 @@
 import contextlib
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol, runtime_checkable
@@ -17,6 +18,9 @@ from marin_rl.runtime.crew import Played
 from marin_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
+
+PAUSE = 1.0
+"""Seconds until a worker that weights do not reach asks for them again."""
 
 
 @runtime_checkable
@@ -79,8 +83,8 @@ class WorkerPolicy(Protocol):
         """Whether it goes over to newer weights while it plays."""
         ...
 
-    def fetch(self, addresses: Sequence[str]) -> None:
-        """Take the newest weights that are offered at these addresses."""
+    def fetch(self, addresses: Sequence[str]) -> bool:
+        """Take the newest weights that are offered at these addresses; False where they do not come now."""
         ...
 
     def play(self, orders: Sequence[GroupOrder], hand_in: Callable[[Played], Sequence[GroupOrder]]) -> None:
@@ -130,8 +134,9 @@ def telling_errors(desk: WorkerDesk, name: str) -> Iterator[None]:
 
 
 def _work(desk: WorkerDesk, name: str, incarnation: str, policy: WorkerPolicy, poll: float) -> None:
+    is_cut_off = False
     while True:
-        told = desk.next_work(name, incarnation, policy.version, policy.room, (), poll)
+        told = desk.next_work(name, incarnation, policy.version, 0 if is_cut_off else policy.room, (), poll)
         if told is None:
             logger.warning("worker %s was given up; it joins anew", name)
             desk.join(name, incarnation)
@@ -139,8 +144,11 @@ def _work(desk: WorkerDesk, name: str, incarnation: str, policy: WorkerPolicy, p
         if told.stop:
             return
         if told.is_newer_than(policy.version):
-            policy.fetch(told.addresses)
-        if told.orders:
+            is_cut_off = not policy.fetch(told.addresses)
+        if is_cut_off:
+            # The next question takes no orders, and says that none is played: what it was handed goes to others.
+            time.sleep(min(poll, PAUSE))
+        elif told.orders:
             policy.play(told.orders, _Places(desk, name, incarnation, policy, told.orders).hand_in)
 
 

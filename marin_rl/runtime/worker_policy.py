@@ -22,7 +22,7 @@ from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.coordinator import Announcement
 from marin_rl.runtime.crew import Played, stream_orders
 from marin_rl.runtime.devices import start_devices
-from marin_rl.runtime.newer_weights import NewerWeights, Weights
+from marin_rl.runtime.newer_weights import PASSING, NewerWeights, Weights
 from marin_rl.runtime.player import make_player, open_judges
 from marin_rl.runtime.policy_engine import PolicyEngine, open_worker_engine
 from marin_rl.runtime.workers_config import Refresh
@@ -76,9 +76,24 @@ class ReceivedPolicy:
         """Groups that fill the sampler; at least one."""
         return max(self._config.sampling.max_seqs // self._config.rollouts.group_size, 1)
 
-    def fetch(self, addresses: Sequence[str]) -> None:
-        """Take the newest weights that are offered at these addresses, or newer ones that are on their way already."""
-        self._use(self._newer.settle() or self._receive(addresses))
+    def fetch(self, addresses: Sequence[str]) -> bool:
+        """Take the newest weights that are offered at these addresses, or newer ones that are on their way already.
+
+        Returns:
+            Whether they came. Where not, others may still be reached, and it is to be asked again.
+
+        Raises:
+            ServerLostError: and the other errors of a transfer, if it has none yet: then something is set up wrongly.
+        """
+        try:
+            came = self._newer.settle() or self._receive(addresses)
+        except PASSING as error:
+            if self._version is None:
+                raise
+            logger.warning("newer weights did not arrive (%s); asking again", error)
+            return False
+        self._use(came)
+        return True
 
     @property
     def is_in_flight(self) -> bool:

@@ -58,13 +58,33 @@ def test_with_staleness_it_is_so_many_steps_ahead() -> None:
     assert [(order.number.step, order.min_version) for order in later] == [(4, 1), (4, 1)]
 
 
-def test_groups_that_are_used_twice_are_ordered_half_as_often() -> None:
-    book = OrderBook(Pace(4, max_staleness=1, uses_per_group=2))
+def test_groups_that_are_used_twice_are_ordered_half_as_often_and_may_be_ahead_by_a_step_less() -> None:
+    book = OrderBook(Pace(4, max_staleness=2, uses_per_group=2))
     first = book.order(0, 0, 0, Tasks())
     assert len(first) == 4
     for order in first:
         book.settle(order.number)
-    assert len(book.order(1, 4, 4, Tasks())) == 2
+    assert [order.number.step for order in book.order(1, 4, 4, Tasks())] == [3, 3]
+    # The second use would be in step 4, by weights of version 3.
+    assert [order.min_version for order in book.outstanding] == [1, 1]
+    # Where all that may be stale is taken by the uses, nothing is played ahead.
+    book = OrderBook(Pace(4, max_staleness=1, uses_per_group=2))
+    for order in book.order(0, 0, 0, Tasks()):
+        assert order.min_version == 0
+        book.settle(order.number)
+    assert book.order(1, 4, 4, Tasks()) == []
+    assert [order.min_version for order in book.order(2, 0, 0, Tasks())] == [2] * 4
+
+
+def test_nothing_is_ordered_for_steps_after_the_last() -> None:
+    book, tasks = OrderBook(Pace(2, max_staleness=3, last_step=5)), Tasks()
+    ordered = [len(book.order(0, 0, 0, tasks))]
+    for version in range(1, 6):
+        for order in book.outstanding[:2]:
+            book.settle(order.number)
+        ordered.append(len(book.order(version, 0, 0, tasks)))
+    assert ordered == [8, 2, 0, 0, 0, 0]
+    assert book.outstanding == []
 
 
 def test_a_capacity_bounds_what_is_ordered() -> None:

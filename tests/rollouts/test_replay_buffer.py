@@ -232,3 +232,35 @@ def test_with_workers_that_always_keep_up_no_step_is_too_large_and_nothing_grows
             assert buffer.holds(mix)
             sizes.add(len(buffer.draw(mix, version)))
         assert sizes == {0, 1, 2, 3, 4}
+
+
+@given(st.integers(1, 5), st.integers(0, 4).flatmap(lambda stale: st.tuples(st.just(stale), st.integers(1, stale + 1))))
+def test_with_workers_that_always_keep_up_every_group_is_used_as_often_as_it_should_be(
+    groups: int, bounds: tuple[int, int]
+) -> None:
+    """No use is lost because it comes too late, no step lacks a group, and the room that the pace names suffices."""
+    staleness, uses = bounds
+    steps = 4 * (staleness + 1)
+
+    def draw(count: int) -> list[Task]:
+        return [rollout_of("").task] * count
+
+    book = OrderBook(Pace(groups, staleness, uses, last_step=steps))
+    buffer = ReplayBuffer(max_staleness=staleness, uses_per_group=uses)
+    used = collections.Counter[str]()
+    for version in range(steps):
+        assert buffer.expire(version) == []
+        book.order(version, buffer.uses_left, len(buffer), draw)
+        for order in book.outstanding:
+            assert order.min_version <= version
+            book.settle(order.number)
+            buffer.add(order.number, group_at(order.number, version))
+        assert buffer.uses_left <= book.pace.room
+        drawn = buffer.draw(buffer.mix(book.wanted(version + 1), []), version)
+        assert len(drawn) == groups
+        used.update(group.id for group in drawn)
+    left = {one.group.id for one in buffer.expire(steps, max_staleness=-1)}
+    assert all(count == uses for name, count in used.items() if name not in left)
+    if uses == 1:
+        assert not left
+        assert len(used) == groups * steps

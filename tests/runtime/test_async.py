@@ -142,7 +142,7 @@ def test_in_flight_answers_go_on_under_the_weights_that_a_step_has_made(
         num_steps=3,
         replay__max_staleness=2,
         workers={"refresh": "in_flight", "rounds_between_looks": 1},
-        weights={"type": "in_process"},
+        weights={"type": "arrow_flight"},
         warm_start__max_steps=0,
         evaluation={"tasks": 2, "greedy": False, "every": 0},
     )
@@ -201,7 +201,7 @@ def test_a_trainer_whose_workers_are_silent_gives_up(new_run: Callable[..., Tiny
     run = new_run(
         mode="async",
         workers__patience=1.0,
-        weights={"type": "in_process"},
+        weights={"type": "arrow_flight"},
         warm_start__max_steps=0,
         evaluation={"tasks": 2, "greedy": False, "every": 0},
     )

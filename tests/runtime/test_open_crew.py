@@ -196,8 +196,8 @@ def test_a_server_ends_where_the_others_are_not_reached(monkeypatch: pytest.Monk
     [
         ({"mode": Mode.SYNC}, Pace(4)),
         ({"mode": Mode.SYNC, "filter": RESAMPLE}, Pace(4, replacements_per_step=8)),
-        ({"mode": Mode.ASYNC}, Pace(4, 2, 3, 0, 9)),
-        ({"mode": Mode.ASYNC, "filter": RESAMPLE}, Pace(4, 2, 3, 8, 9)),
+        ({"mode": Mode.ASYNC}, Pace(4, 2, 3, 0, 9, last_step=make_config().num_steps)),
+        ({"mode": Mode.ASYNC, "filter": RESAMPLE}, Pace(4, 2, 3, 8, 9, last_step=make_config().num_steps)),
     ],
 )
 def test_sampling_runs_ahead_in_async_mode_alone(changes: dict[str, Any], expected: Pace) -> None:

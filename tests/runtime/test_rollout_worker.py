@@ -34,10 +34,16 @@ class Policy:
     is_in_flight: bool = False
     version: WeightVersion | None = None
     room: int = 2
+    failing: int = 0
+    """How many fetches bring nothing."""
 
-    def fetch(self, addresses: Sequence[str]) -> None:
+    def fetch(self, addresses: Sequence[str]) -> bool:
         assert addresses == ("here",)
+        if self.failing:
+            self.failing -= 1
+            return False
         self.version = self.office.announced().version
+        return True
 
     def play(self, orders: Sequence[GroupOrder], hand_in: HandIn) -> None:
         self.script(self, orders, hand_in)
@@ -109,6 +115,36 @@ def test_a_group_that_is_whole_makes_place_for_another_and_places_that_stayed_em
     assert taken == [[0, 1], [2, 3], [], [5, 6], []]
 
 
+def test_a_worker_that_is_cut_off_from_the_weights_leaves_its_orders_to_others_and_asks_again(office: Office) -> None:
+    seen: list[tuple[WeightVersion | None, list[int]]] = []
+    office.announce(1, ["here"])
+
+    def script(policy: Policy, orders: Sequence[GroupOrder], hand_in: HandIn) -> None:
+        seen.append((policy.version, indices(orders)))
+        policy.office.stop()
+        for one in orders:
+            assert hand_in(played(one)) == []
+
+    failed: list[list[int]] = []
+
+    @dataclasses.dataclass
+    class CutOff(Policy):
+        def fetch(self, addresses: Sequence[str]) -> bool:
+            came = Policy.fetch(self, addresses)
+            if not came:
+                office.join("other", "o")
+                given = office.next_work("other", "o", 1, 5, (), 0.0)
+                assert given is not None
+                failed.append(indices(given.orders))
+                office.leave("other", "o")
+            return came
+
+    work(office, "w", CutOff(office, script, version=0, failing=2), silence=600.0, poll=0.0)
+    # Two are in its hands at first, and then none.
+    assert failed == [[2, 3, 4], [0, 1, 2, 3, 4]]
+    assert seen == [(1, [0, 1])]
+
+
 @pytest.mark.parametrize("is_in_flight", [False, True])
 def test_newer_weights_are_waited_for_between_groups_and_not_in_flight(office: Office, is_in_flight: bool) -> None:
     taken: list[tuple[WeightVersion | None, list[int]]] = []
@@ -140,9 +176,10 @@ def test_weights_that_came_before_they_were_announced_are_not_fetched_again(offi
     class Ahead(Policy):
         """Its weights are a version ahead of what the coordinator has heard of."""
 
-        def fetch(self, addresses: Sequence[str]) -> None:
+        def fetch(self, addresses: Sequence[str]) -> bool:
             self.version = self.office.announced().version + 1
             fetched.append(self.version)
+            return True
 
     def script(policy: Policy, orders: Sequence[GroupOrder], hand_in: HandIn) -> None:
         waiting = list(orders)

@@ -4,12 +4,14 @@
 """A worker's policy while the trainer publishes: which versions its tokens are of."""
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 import pytest
 
+from marin_rl.closing import Closing
 from marin_rl.environments.base import Split
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.rollouts.orders import GroupOrder, OrderNumber, oldest_version
@@ -21,12 +23,15 @@ from marin_rl.runtime.crew import Played
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.worker_policy import ReceivedPolicy
 from marin_rl.types import Generation, RolloutGroup, WeightVersion
+from marin_rl.weights.errors import ServerLostError
 from marin_rl.weights.protocol import WeightSender
 from marin_rl.weights.snapshot import TrainingHost
+from tests.free_port import free_port
 from tests.runtime.inline_executor import InlineExecutor
 from tests.tiny_run import make_run
 
 GROUPS, ROLLOUTS = 2, 4
+TOKEN = "t" * 32
 
 
 class Trainer:
@@ -36,7 +41,7 @@ class Trainer:
         self._trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
         self._config = config
         self._tokenizer = config.tokenizer.build()
-        self.sender: WeightSender = config.weights.open_sender("secret", TrainingHost.current())
+        self.sender: WeightSender = config.weights.open_sender(TOKEN, TrainingHost.current())
         self.version: WeightVersion = -1
         self.questions = 0
         self.at: dict[int, Callable[[], None]] = {}
@@ -67,7 +72,7 @@ def make_config(folder: Path, refresh: str) -> TrainConfig:
     run = make_run(
         folder,
         mode="async",
-        weights={"type": "in_process"},
+        weights={"type": "arrow_flight", "retry": {"give_up_seconds": 0.0}},
         workers={"refresh": refresh, "rounds_between_looks": 1},
         sampling={"max_new_tokens": 6, "max_seqs": GROUPS * ROLLOUTS},
     )
@@ -79,7 +84,7 @@ def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Tra
     config = make_config(tmp_path, getattr(request, "param", "in_flight"))
     trainer = Trainer(config)
     vocab_size = len(config.tokenizer.build().tokenizer)
-    policy = ReceivedPolicy(config, vocab_size, "secret", trainer.announced)
+    policy = ReceivedPolicy(config, vocab_size, TOKEN, trainer.announced)
     trainer.publish()
     policy.fetch([trainer.sender.address])
     yield trainer, policy
@@ -133,6 +138,23 @@ def test_between_groups_nobody_is_asked_while_it_plays(opened: tuple[Trainer, Re
     assert {(one.first_version, one.last_version) for one in generations(play(policy))} == {(1, 1)}
 
 
+@pytest.mark.parametrize("opened", ["between_groups"], indirect=True)
+def test_a_worker_that_is_cut_off_keeps_its_weights_and_one_that_never_had_any_ends(
+    opened: tuple[Trainer, ReceivedPolicy], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, policy = opened
+    nobody = f"grpc://127.0.0.1:{free_port()}"
+    assert not policy.fetch([nobody])
+    assert policy.version == 0
+    assert "newer weights did not arrive" in caplog.text
+    trainer.publish()
+    assert policy.fetch([trainer.sender.address])
+    assert policy.version == 1
+    fresh = ReceivedPolicy(policy._config, len(policy._tokenizer.tokenizer), TOKEN, trainer.announced)
+    with Closing(fresh.close), pytest.raises(ServerLostError, match=re.escape(nobody)):
+        fresh.fetch([nobody])
+
+
 def test_weights_that_do_not_arrive_change_nothing(
     opened: tuple[Trainer, ReceivedPolicy], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -147,4 +169,4 @@ def test_weights_that_do_not_arrive_change_nothing(
     assert generations(play(policy)) == before
     assert policy.version == 0
     assert trainer.questions > 2, "it asks again"
-    assert "newer weights did not arrive (no open sender of this process has the address" in caplog.text
+    assert "newer weights did not arrive (weight server grpc" in caplog.text
