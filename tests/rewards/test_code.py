@@ -72,6 +72,8 @@ def test_partly_right_code_passes_in_part(grading: Grading):
         "def add(a, b",
         "raise SystemExit(0)",
         "import os; os._exit(0)",
+        "import os; os._exit(117)",
+        "import os\nos.mkdir('hidden', 0o300); open('hidden/file', 'w').close()\ndef add(a, b): return 7",
         "while True: pass",
         "x = [0] * 10**9",
         "def add(a, b): return None",

@@ -139,10 +139,10 @@ class Worker:
         assert self._connection is not None
         streams: dict[int, _Stream] = {}
         theirs = [_input(request.get("stdin", ""), self._spec.scratch, stack)]
-        for _ in ("stdout", "stderr", "answer"):
+        for first_words in (b"", b"", zygote.CONFINED):
             reading, writing = os.pipe()
             stack.callback(os.close, reading)
-            streams[reading] = _Stream(self._spec.limits.output_bytes)
+            streams[reading] = _Stream(self._spec.limits.output_bytes + len(first_words))
             theirs.append(writing)
         status = _Stream(_STATUS.size)
         streams[self._connection.fileno()] = status
@@ -167,7 +167,15 @@ class Worker:
         stdout, stderr, answer = (stream for stream in streams.values() if stream is not status)
         if violation is None and any(stream.exceeded for stream in (stdout, stderr, answer)):
             violation = "output"
-        report = {"violation": violation, "stdout": stdout.text(), "stderr": stderr.text(), "answer": answer.text()}
+        confined = answer.data.startswith(zygote.CONFINED)
+        del answer.data[: len(zygote.CONFINED) if confined else 0]
+        report = {
+            "violation": violation,
+            "confined": confined,
+            "stdout": stdout.text(),
+            "stderr": stderr.text(),
+            "answer": answer.text(),
+        }
         if len(status.data) == _STATUS.size:
             exit_status, cpu = _STATUS.unpack(bytes(status.data))
             return report | {"status": exit_status, "cpu": cpu}
@@ -293,7 +301,8 @@ def _remove(folder: str) -> None:
         try:
             shutil.rmtree(folder)
         except (OSError, RecursionError):
-            # Nested deeper than Python's own function can follow.
+            # Nested deeper than Python's own function can follow, or with folders that were made unreadable.
+            subprocess.run(["chmod", "-R", "u+rwx", folder], check=True)
             subprocess.run(["rm", "-rf", folder], check=True)
 
 

@@ -133,8 +133,9 @@ class WorkerProcess:
                 async with asyncio.timeout(END_SECONDS):
                     await self._process.wait()
         if self._own_scratch is not None:
-            # Not Python's own function: what a call left may be nested deeper than that can follow.
-            await (await asyncio.create_subprocess_exec("rm", "-rf", self._own_scratch)).wait()
+            # Not Python's own function: what a call left may be nested deeper than that can follow, and unreadable.
+            for command in (("chmod", "-R", "u+rwx"), ("rm", "-rf")):
+                await (await asyncio.create_subprocess_exec(*command, self._own_scratch)).wait()
 
     async def _read(self) -> dict[str, Any]:
         stdout = self._process.stdout

@@ -28,8 +28,9 @@ from marin_rl.rewards.sandbox.limits import limit_call, limit_import
 from marin_rl.rewards.sandbox.seccomp import SystemCalls, restrict_system_calls
 from marin_rl.rewards.sandbox.spec import WorkerSpec
 
-NOT_CONFINED = 117
-"""Exit status of a call that could not be confined, and was not run."""
+CONFINED = b"confined\n"
+"""What a call's process answers before anything else, once it is confined and no line of the call's has run. A call
+cannot take it back, so that none can pretend that it was not run."""
 
 _DESCRIPTORS = 4
 _ANSWER = 3
@@ -161,7 +162,7 @@ def _be_child(
     spec: WorkerSpec, request: dict[str, Any], descriptors: list[int], functions: Mapping[str, Any], parent: int
 ) -> None:
     """Run one call and exit."""
-    status = NOT_CONFINED
+    status = 1
     try:
         if kernel.IS_LINUX:
             kernel.end_with_parent(parent)
@@ -172,6 +173,7 @@ def _be_child(
         tempfile.tempdir = None
         os.chdir(request["folder"])
         _confine_call(spec, request["folder"], request["taken"])
+        os.write(_ANSWER, CONFINED)
         if request["kind"] == "python":
             os.close(_ANSWER)
             status = _run_program(request["code"], spec)

@@ -174,6 +174,16 @@ def nests_folders(messages, ground_truth, **kwargs):
 
 
 @reward_function
+def hides_a_file(messages, ground_truth, **kwargs):
+    os.umask(0)
+    os.mkdir("outer")
+    os.mkdir("outer/inner", 0o300)
+    with open("outer/inner/file", "w") as file:
+        file.write("hidden")
+    return 1.0
+
+
+@reward_function
 def prints_for_ever(messages, ground_truth, **kwargs):
     while True:
         print("x" * 1000)
