@@ -325,6 +325,11 @@ def answers_infinity(messages, ground_truth, **kwargs):
 
 
 @reward_function
+def answers_a_huge_number(messages, ground_truth, **kwargs):
+    return EvaluateResult(score=10**400)
+
+
+@reward_function
 def answers_text(messages, ground_truth, **kwargs):
     return "1.0"
 

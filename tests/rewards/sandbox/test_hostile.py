@@ -167,6 +167,9 @@ def test_output(attack: Attack, name: str):
         '{"results": [{"score": 1}, {"score": 1}]}',
         '{"results": [{"score": NaN}]}',
         '{"results": [{"score": 1e999}]}',
+        '{"results": [{"score": 1' + "0" * 400 + "}]}",
+        '{"results": [{"score": 1, "metrics": {"large": 1' + "0" * 400 + "}}]}",
+        '{"results": [{"score": 1, "step_outputs": [{"step_index": 1, "base_reward": -1' + "0" * 400 + "}]}]}",
         '{"results": [{"score": "1"}]}',
         '{"results": [{"score": 1, "weight": 100}]}',
         '{"results": [{"score": 1, "step_outputs": [{"step_index": -1, "base_reward": 1}]}]}',
@@ -188,7 +191,7 @@ def test_exits(attack: Attack, code: int):
     assert attack.cause("exits", code=code) is LossCause.EXITED
 
 
-@pytest.mark.parametrize("name", ["raises_system_exit", "answers_infinity", "answers_text"])
+@pytest.mark.parametrize("name", ["raises_system_exit", "answers_infinity", "answers_text", "answers_a_huge_number"])
 def test_raises(attack: Attack, name: str):
     assert attack.cause(name) is LossCause.RAISED
 
