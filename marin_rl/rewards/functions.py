@@ -36,7 +36,7 @@ def _to_float(value: Any) -> Any:
     try:
         return float(value)
     except OverflowError as error:
-        # The one error that pydantic makes into one of its own.
+        # pydantic makes one of its own of this error, and lets the other pass.
         raise ValueError("the number is too large for a float") from error
 
 

@@ -150,6 +150,27 @@ def connects(messages, ground_truth, port, **kwargs):
 
 
 @reward_function
+def sends(messages, ground_truth, path, kind, **kwargs):
+    ours, _ = socket.socketpair(socket.AF_UNIX, socket.SocketKind(kind))
+    ours.sendto(b"secret", path)
+    return 1.0
+
+
+@reward_function
+def changes_flags(messages, ground_truth, path, **kwargs):
+    import array
+    import fcntl
+
+    flags = array.array("l", [0])
+    with open(path) as file:
+        fcntl.ioctl(file, 0x80086601, flags)
+        # "No dump": every owner of a file may set it.
+        flags[0] ^= 0x40
+        fcntl.ioctl(file, 0x40086602, flags)
+    return 1.0
+
+
+@reward_function
 def writes_a_gigabyte(messages, ground_truth, **kwargs):
     with tempfile.TemporaryFile() as file:
         for _ in range(1024):

@@ -6,6 +6,7 @@
 import os
 import socket
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,34 @@ def test_network(confined: Attack):
         assert "PermissionError" in lost.detail
         with pytest.raises(BlockingIOError):
             server.accept()
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
+def test_a_socket_that_it_can_see(confined: Attack, kind: socket.SocketKind):
+    # Beside its own file, so that it lies in sight in every kind of isolation.
+    with (
+        tempfile.TemporaryDirectory(dir=Path(__file__).parent) as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening,
+    ):
+        path = os.path.relpath(os.path.join(folder, "s"))
+        listening.bind(path)
+        listening.setblocking(False)
+        options = {"path": os.path.abspath(path), "kind": int(kind)}
+        if kind is socket.SOCK_SEQPACKET:
+            # It takes the address, and sends to its own other end all the same.
+            assert confined.call("sends", **options).score == 1.0
+        else:
+            assert confined.cause("sends", **options) is LossCause.RAISED
+        with pytest.raises(BlockingIOError):
+            listening.recv(1)
+
+
+def test_flags_of_its_own_file(confined: Attack):
+    lost = confined.lost("changes_flags", path=str(Path(__file__).with_name("hostile_rewards.py")))
+    assert lost.cause is LossCause.RAISED
+    if "Inappropriate ioctl" in lost.detail:
+        pytest.skip("the file system here has no flags")
+    assert "PermissionError" in lost.detail
 
 
 def test_a_large_file(attack: Attack):
