@@ -27,6 +27,8 @@ _SIGNALS = {
     "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424),
 }
+# Whoever leaves the group of its call could outrun its end.
+_GROUPS = {"setsid": (112, 157), "setpgid": (109, 154)}
 _PROGRAMS = {"fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281)}
 _OTHER_PROCESSES = {
     "ptrace": (101, 117),
@@ -201,7 +203,7 @@ class SystemCalls:
     signals: bool
     """Sending signals, to whomever it can reach."""
     limits: bool
-    """Changing its own limits, and whether it ends with its parent."""
+    """Changing its own limits, whether it ends with its parent, and its session and process group."""
 
 
 def seccomp_is_known() -> bool:
@@ -263,6 +265,8 @@ def _refused(known: _Machine, left: SystemCalls) -> list[int]:
         tables.append(_SIGNALS)
     if not left.processes:
         tables.append(_PROGRAMS)
+    if not left.limits:
+        tables.append(_GROUPS)
     numbers = [row[known.column] for table in tables for row in table.values()]
     return [number for number in numbers if number is not None]
 

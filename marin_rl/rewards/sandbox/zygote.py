@@ -32,6 +32,9 @@ CONFINED = b"confined\n"
 """What a call's process answers before anything else, once it is confined and no line of the call's has run. A call
 cannot take it back, so that none can pretend that it was not run."""
 
+ENDED, GO_ON = b"e", b"g"
+"""What the zygote says when a call's process has ended, and what it waits for before it reaps it."""
+
 _DESCRIPTORS = 4
 _ANSWER = 3
 _DEVICES_READ = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -153,6 +156,11 @@ def _serve_one(spec: WorkerSpec, connection: socket.socket, functions: Mapping[s
         _be_child(spec, json.loads(data), descriptors, functions, own)
     for descriptor in descriptors:
         os.close(descriptor)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    # Until it is reaped its number, and so that of its group, is nobody else's: the worker ends what is left of both.
+    connection.sendall(ENDED)
+    if not connection.recv(len(GO_ON)):
+        return False
     _, status, usage = os.wait4(child, 0)
     connection.sendall(struct.pack("=id", status, usage.ru_utime + usage.ru_stime))
     return True

@@ -88,11 +88,35 @@ def starts_many(messages, ground_truth, **kwargs):
 @reward_function
 def leaves_a_daemon(messages, ground_truth, **kwargs):
     if os.fork() == 0:
-        os.setsid()
+        with contextlib.suppress(PermissionError):
+            os.setsid()
         if os.fork() == 0:
             time.sleep(1e6)
         os._exit(0)
     os.wait()
+    return 1.0
+
+
+@reward_function
+def flees(messages, ground_truth, **kwargs):
+    """Goes on in its child's child's child, none of which lives for long, until half a minute is over."""
+    end = time.monotonic() + 30
+    if os.fork():
+        return 1.0
+    while time.monotonic() < end:
+        with contextlib.suppress(PermissionError):
+            os.setsid()
+        if os.fork():
+            os._exit(0)
+    os._exit(0)
+
+
+@reward_function
+def forgets_its_children(messages, ground_truth, **kwargs):
+    for _ in range(100):
+        if os.fork() == 0:
+            os._exit(0)
+        time.sleep(0.01)
     return 1.0
 
 

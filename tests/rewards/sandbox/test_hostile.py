@@ -3,6 +3,7 @@
 
 """Hostile reward functions: each is contained, and each loss is counted under its cause."""
 
+import contextlib
 import os
 import socket
 import stat
@@ -11,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.rewards.losses import LossCause
+from marin_rl.rewards.losses import CallLostError, LossCause
 from marin_rl.rewards.sandbox.isolation import Isolation
-from marin_rl.rewards.sandbox.processes import descendants
-from tests.rewards.sandbox.conftest import Attack
+from marin_rl.rewards.sandbox.processes import below, descendants
+from tests.rewards.sandbox.conftest import LENIENT, Attack, Attacks
 
 
 @pytest.fixture
@@ -66,6 +67,29 @@ def test_nothing_is_left_running(lenient: Attack):
     before = descendants(os.getpid())
     assert lenient.call("leaves_a_daemon").score == 1.0
     assert set(descendants(os.getpid())) <= set(before)
+
+
+def test_nothing_outruns_its_end(attacks: Attacks, confined: Attack):
+    lenient = attacks.at(confined.level, "lenient", **LENIENT)
+    lenient.is_well()
+    before = set(descendants(os.getpid()))
+    for _ in range(20):
+        # Whether it is counted several times, while it flees, is a matter of chance.
+        with contextlib.suppress(CallLostError):
+            assert lenient.call("flees").score == 1.0
+        assert set(descendants(os.getpid())) <= before
+
+
+def test_children_that_nobody_waits_for_are_processes(lenient: Attack):
+    assert lenient.cause("forgets_its_children") is LossCause.PROCESSES
+
+
+def test_nothing_is_left_to_be_waited_for(lenient: Attack):
+    lenient.is_well()
+    before = set(below(os.getpid()))
+    for _ in range(3):
+        assert lenient.call("leaves_a_daemon").score == 1.0
+    assert set(below(os.getpid())) <= before
 
 
 def test_no_programs(confined: Attack):

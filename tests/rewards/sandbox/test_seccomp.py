@@ -39,6 +39,8 @@ NUMBERS = {
         "io_uring_setup": 425,
         "fchmodat": 268,
         "unshare": 272,
+        "setsid": 112,
+        "setpgid": 109,
     },
     "aarch64": {
         "read": 63,
@@ -60,6 +62,8 @@ NUMBERS = {
         "io_uring_setup": 425,
         "fchmodat": 53,
         "unshare": 97,
+        "setsid": 157,
+        "setpgid": 154,
     },
 }
 CLONE_THREAD = 0x00010000
@@ -135,6 +139,12 @@ def test_limits(machine: str):
     # The kernel takes prctl's first argument as an int.
     assert verdict(machine, NOTHING, "prctl", (1 << 32) | PR_SET_PDEATHSIG) == REFUSED
     assert verdict(machine, NOTHING, "prctl", 15) == ALLOWED
+
+
+def test_groups(machine: str):
+    for name in ("setsid", "setpgid"):
+        assert verdict(machine, NOTHING, name) == REFUSED
+        assert verdict(machine, EVERYTHING, name) == ALLOWED
 
 
 def test_limits_of_others(machine: str):
