@@ -31,7 +31,8 @@ class SandboxConfig:
     """Processes that a call may have at a time, those included that it does not wait for. With 0 it can start neither
     processes nor programs. All stay in the call's session and process group."""
     file_mb: int = 16
-    """Mebibytes of any one file that a call writes, and of the private /tmp in full isolation; at least 1."""
+    """Mebibytes of any one file that a call writes, and in full isolation a quarter of what its folder holds; at
+    least 1."""
     output_kb: int = 1024
     """Kibibytes of a call's answer, of what it prints, and of what it writes to stderr, each; at least 1."""
     start_seconds: float = 60.0

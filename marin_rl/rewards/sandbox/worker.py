@@ -128,7 +128,9 @@ class Worker:
         with contextlib.ExitStack() as stack:
             report = self._run(request, folder, stack)
         report["seconds"] = time.monotonic() - started
-        _remove(folder)
+        # Not its folder alone: without Landlock a call can write beside it.
+        for name in os.listdir(self._spec.scratch):
+            _remove(os.path.join(self._spec.scratch, name))
         return report
 
     def _run(self, request: dict[str, Any], folder: str, stack: contextlib.ExitStack) -> dict[str, Any]:
@@ -306,6 +308,9 @@ def _drain(streams: Mapping[int, _Stream]) -> None:
 
 
 def _remove(folder: str) -> None:
+    if os.path.islink(folder) or not os.path.isdir(folder):
+        os.unlink(folder)
+        return
     try:
         os.rmdir(folder)
     except OSError:

@@ -380,6 +380,22 @@ def answers_text(messages, ground_truth, **kwargs):
 
 
 @reward_function
+def leaves_notes(messages, ground_truth, **kwargs):
+    """Finds what an earlier call left wherever it can write, and leaves as much."""
+    found = []
+    shared = os.path.dirname(tempfile.gettempdir())
+    for folder in ("/tmp", "/var/tmp", "/dev/shm", shared):
+        with contextlib.suppress(OSError), open(os.path.join(folder, "note")) as file:
+            found.append(file.read())
+        with contextlib.suppress(OSError), open(os.path.join(folder, "note"), "w") as file:
+            file.write(folder)
+    with contextlib.suppress(OSError):
+        os.rmdir(tempfile.gettempdir())
+        os.symlink("/usr", tempfile.gettempdir())
+    return EvaluateResult(score=float(len(found)), reason=" ".join(found))
+
+
+@reward_function
 def remembers_files(messages, ground_truth, **kwargs):
     found = os.listdir(tempfile.gettempdir())
     with open(os.path.join(tempfile.gettempdir(), "left"), "w") as file:

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from marin_rl.rewards.losses import CallLostError, LossCause
+from marin_rl.rewards.sandbox import pool
+from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.processes import below, descendants
-from tests.rewards.sandbox.conftest import LENIENT, Attack, Attacks
+from tests.rewards.sandbox.conftest import LENIENT, TIGHT, Attack, Attacks, require
 
 
 @pytest.fixture
@@ -304,3 +306,18 @@ def test_its_parents_memory(confined: Attack):
 def test_files_end_with_the_call(attack: Attack):
     assert attack.call("remembers_files").score == 0.0
     assert attack.call("remembers_files").score == 0.0
+
+
+@pytest.mark.parametrize("landlock", [True, False], ids=["Landlock", "no Landlock"])
+def test_calls_leave_each_other_no_notes(landlock: bool, monkeypatch: pytest.MonkeyPatch):
+    require(Isolation.FULL)
+    if not landlock:
+        monkeypatch.setattr(pool, "landlock_version", lambda: 0)
+    attack = Attack(Isolation.FULL, SandboxConfig(require=Isolation.FULL, workers=1, **TIGHT))
+    try:
+        for _ in range(2):
+            result = attack.call("leaves_notes")
+            assert (result.score, result.reason) == (0.0, "")
+        attack.is_well()
+    finally:
+        attack.close()
