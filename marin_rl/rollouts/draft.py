@@ -234,7 +234,7 @@ def _numbers(values: Mapping[str, float]) -> dict[str, float]:
     """The values as numbers; what an environment gets wrong here fails its rollout, as a raise does."""
     try:
         return {name: float(value) for name, value in values.items()}
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise EnvironmentFault(RolloutStatus.FAILED, f"{type(error).__name__}: {error}") from error
 
 
