@@ -35,7 +35,7 @@ class Step:
     rewards: Mapping[str, float]
     """Reward by component name, earned by this reply."""
     messages: tuple[Message, ...] = ()
-    """What the policy is shown next; empty where the episode is over."""
+    """What the policy is shown next, none of it of role `assistant`; empty where the episode is over."""
     done: bool = True
     """Whether the episode is over."""
     action: str | None = None

@@ -101,6 +101,15 @@ def _call(name: str, arguments: list[Number]) -> Number:
         raise CalculatorError(f"{name} cannot be worked out: {error}") from error
 
 
+def _round(number: Number, digits: Number | None = None) -> Number:
+    if digits is None:
+        return round(number)
+    # Python works out the power of ten that a whole number is rounded to.
+    if not isinstance(digits, int) or abs(digits) > MAX_BITS:
+        raise CalculatorError(f"the number of digits must be a whole one and at most {MAX_BITS}")
+    return round(number, digits)
+
+
 _SIGNS: Mapping[type, Callable[[Number], Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _OPERATIONS: Mapping[type, Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
@@ -115,6 +124,6 @@ _FUNCTIONS: Mapping[str, Callable[..., Number]] = {
     "abs": abs,
     "max": max,
     "min": min,
-    "round": round,
+    "round": _round,
     "sqrt": math.sqrt,
 }

@@ -129,16 +129,23 @@ class CodeReward:
         )
 
 
-_FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+# First what is fenced within a line, which begins no block. Blocks of every language are found, so that the end of one
+# is not taken for the beginning of another.
+_FENCE = re.compile(r"```[^\n`]+```|```(?P<language>[^\n`]*)\n(?P<code>.*?)```", re.DOTALL)
+_LANGUAGES = ("", "python", "py", "python3")
 
 
 def extract_code(reply: str) -> str:
-    r"""The last fenced block of a reply, or all of it where there is none.
+    r"""The last fenced block of a reply that is Python or of no named language, or all of it where there is none.
 
     >>> extract_code("so:\n```python\nprint(1)\n```\ndone")
     'print(1)\n'
     """
-    blocks = _FENCE.findall(reply)
+    blocks = [
+        found["code"]
+        for found in _FENCE.finditer(reply)
+        if found["code"] is not None and found["language"].strip().lower() in _LANGUAGES
+    ]
     return blocks[-1] if blocks else reply
 
 
@@ -258,15 +265,30 @@ def _root(node: ast.AST) -> str:
 # Runs with the model's code, which may take it apart: it knows what to ask, not what is right. Only Python's own
 # plain values are told, so that no object of the model's takes part in the judgement.
 _ASK = """
-def _plain(value, depth=0):
-    if depth > 50:
-        return False
+def _literal(value, depth=0):
     kind = type(value)
-    if kind in (int, float, complex, bool, str, bytes, type(None)):
-        return value == value and repr(value) not in ("inf", "-inf")
-    if kind in (list, tuple, set):
-        return all(_plain(item, depth + 1) for item in value)
-    return kind is dict and all(_plain(k, depth + 1) and _plain(v, depth + 1) for k, v in value.items())
+    if depth > 50:
+        raise ValueError("nested too deeply")
+    if kind in (bool, str, bytes, complex, type(None)):
+        return repr(value)
+    if kind is int:
+        # The number of hexadecimal digits is not limited.
+        return hex(value)
+    if kind is float and value == value:
+        # There is no word for infinity, but there are numbers that are read as it.
+        return repr(value).replace("inf", "1e999")
+    if kind is list:
+        return "[" + "".join(_literal(item, depth + 1) + ", " for item in value) + "]"
+    if kind is tuple:
+        return "(" + "".join(_literal(item, depth + 1) + ", " for item in value) + ")"
+    if kind is set and value:
+        return "{" + "".join(_literal(item, depth + 1) + ", " for item in value) + "}"
+    if kind is dict:
+        pairs = (_literal(key, depth + 1) + ": " + _literal(item, depth + 1) for key, item in value.items())
+        return "{" + "".join(pair + ", " for pair in pairs) + "}"
+    if kind is set:
+        return "set()"
+    raise TypeError("not a plain value")
 
 def _ask(code, expressions, token):
     import json
@@ -275,8 +297,7 @@ def _ask(code, expressions, token):
     answers = []
     for expression in expressions:
         try:
-            value = eval(expression, space)
-            answers.append(repr(value) if _plain(value) else None)
+            answers.append(_literal(eval(expression, space)))
         except Exception:
             answers.append(None)
     print("\\n" + token + json.dumps(answers))

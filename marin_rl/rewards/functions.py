@@ -31,7 +31,13 @@ class RewardMode(enum.StrEnum):
 
 def _to_float(value: Any) -> Any:
     # numpy's numbers are registered as real ones; a string that looks like a number is a mistake.
-    return float(value) if isinstance(value, numbers.Real) else value
+    if not isinstance(value, numbers.Real):
+        return value
+    try:
+        return float(value)
+    except OverflowError as error:
+        # pydantic makes one of its own of this error, and lets the other pass.
+        raise ValueError("the number is too large for a float") from error
 
 
 Number = Annotated[float, pydantic.BeforeValidator(_to_float), pydantic.Field(strict=True, allow_inf_nan=False)]

@@ -201,6 +201,9 @@ class MathVerifyGrader:
         return response["match"]
 
     def _exchange(self, request: str) -> str:
+        if self._worker is not None and self._worker.poll() is not None:
+            # It ended between two requests, so neither is to blame.
+            self.close()
         worker = self._worker if self._worker is not None else self._start()
         assert worker.stdin is not None
         assert worker.stdout is not None

@@ -139,7 +139,7 @@ class LlmJudge:
             response = await self._connected().post(
                 f"{self._config.base_url.rstrip('/')}/chat/completions", json=self._body(request)
             )
-        except httpx.TransportError as error:
+        except (httpx.TransportError, httpx.DecodingError) as error:
             return f"{type(error).__name__}: {error}"
         if response.status_code in _WORTH_ANOTHER_TRY:
             return f"status {response.status_code}: {response.text[:200]}"
@@ -147,7 +147,7 @@ class LlmJudge:
             raise CallLostError(LossCause.REQUEST, f"status {response.status_code}: {response.text[:500]}")
         try:
             said = response.json()["choices"][0]["message"]["content"]
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             said = None
         if not isinstance(said, str):
             return f"no chat completion: {response.text[:200]!r}"

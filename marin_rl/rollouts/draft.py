@@ -135,6 +135,12 @@ class Draft:
                 RolloutStatus.FAILED,
                 "ValueError: the environment's step is not done, but has no messages to show the policy next",
             )
+        if any(message["role"] == "assistant" for message in step.messages):
+            raise EnvironmentFault(
+                RolloutStatus.FAILED,
+                "ValueError: the environment's step has a message of role 'assistant'; that is the policy's alone, "
+                "and step rewards find its turns by it: show it as 'user' or 'tool'",
+            )
         self._turns[-1] = dataclasses.replace(
             self._turns[-1], action=step.action, reward=sum(rewards.values(), 0.0) if rewards else None
         )
@@ -228,7 +234,7 @@ def _numbers(values: Mapping[str, float]) -> dict[str, float]:
     """The values as numbers; what an environment gets wrong here fails its rollout, as a raise does."""
     try:
         return {name: float(value) for name, value in values.items()}
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise EnvironmentFault(RolloutStatus.FAILED, f"{type(error).__name__}: {error}") from error
 
 

@@ -3,8 +3,9 @@
 
 """Groups that teach nothing, and what to do with them.
 
-Where all rewards of a group are equal, every advantage that compares them is 0: the group costs time and, where the
-loss is averaged over rollouts, dilutes the others.
+Where all rewards of a group are equal, every advantage that compares them alone is 0: the group costs time and, where
+the loss is averaged over rollouts, dilutes the others. Estimators that compare turns (GiGPO), ask a critic, or compare
+nothing (`reinforce`) learn from such groups too; a filter keeps them from it.
 """
 
 import abc

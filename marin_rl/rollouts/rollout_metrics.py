@@ -45,9 +45,12 @@ def rollout_metrics(groups: Sequence[RolloutGroup], version: WeightVersion) -> d
 def is_correct(rollout: Rollout) -> bool:
     """Whether the task was solved.
 
-    Full marks in the component `correct`; without one what the environment measured as `success`; without either any
-    reward above 0.
+    Full marks in the component `correct`, before a reward function's weight; without one what the environment measured
+    as `success`; without either any reward above 0.
     """
+    for evaluation in rollout.evaluations:
+        if evaluation.component == "correct" and "correct" in rollout.rewards and evaluation.score is not None:
+            return evaluation.score >= 1
     if "correct" in rollout.rewards:
         return rollout.rewards["correct"] >= 1
     if "success" in rollout.metrics:

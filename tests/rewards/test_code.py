@@ -72,6 +72,8 @@ def test_partly_right_code_passes_in_part(grading: Grading):
         "def add(a, b",
         "raise SystemExit(0)",
         "import os; os._exit(0)",
+        "import os; os._exit(117)",
+        "import os\nos.mkdir('hidden', 0o300); open('hidden/file', 'w').close()\ndef add(a, b): return 7",
         "while True: pass",
         "x = [0] * 10**9",
         "def add(a, b): return None",
@@ -101,6 +103,23 @@ def test_partly_right_code_passes_in_part(grading: Grading):
 )  # fmt: skip
 def test_wrong_code_fails_whatever_it_does(grading: Grading, code: str):
     assert grading.passed(code, ADDS) == [False, False, False]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "float('inf')",
+        "[1, (-float('inf'),)]",
+        "7 ** 10_000",
+        "{'a': [-(7 ** 10_000)]}",
+        "[(), [], {}, set(), '', b'', None]",
+        "((1,), [2.5], {3: True}, {'inf'}, 4j, 'é', b'x')",
+        "(5e-324, 1.7976931348623157e308, 0.1)",
+    ],
+)
+def test_every_plain_value_is_told(grading: Grading, value: str):
+    tests = CodeTests(asserts=(f"assert f() == {value}", f"assert f() != {value}"))
+    assert grading.passed(f"def f(): return {value}", tests) == [True, False]
 
 
 LOOKS_AROUND = """
@@ -207,6 +226,11 @@ def test_what_is_expected_is_never_asked(value: object):
         ("print(1)", "print(1)"),
         ("```Python\na = '`'\n```", "a = '`'\n"),
         ("", ""),
+        ("```bash\npip install a\n```\nThen:\n```python\nb\n```\ndone", "b\n"),
+        ("```python\na\n```\nIt prints\n```text\n7\n```\n", "a\n"),
+        ("Call ```f``` so:\n```python\na\n```", "a\n"),
+        ("so: ```python\na```", "a"),
+        ("```json\n{}\n```", "```json\n{}\n```"),
     ],
 )
 def test_code_is_taken_from_replies(reply: str, code: str):

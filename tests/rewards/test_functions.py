@@ -37,7 +37,7 @@ def test_results_survive_json(score, steps, metrics, reason, is_score_valid, err
     assert EvaluateResult.model_validate_json(result.model_dump_json(), strict=True) == result
 
 
-@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf, "1.0", None, [1.0], 1j])
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf, 10**400, -(10**400), "1.0", None, [1.0], 1j])
 def test_scores_are_finite_numbers(score):
     with pytest.raises(pydantic.ValidationError, match="score"):
         EvaluateResult(score=score)

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import gc
+import os
+import signal
 import threading
 
 import draccus
@@ -97,6 +99,14 @@ def test_interrupted_exchange_does_not_shift_the_answers(grader: MathVerifyGrade
         grader.grade("it is 46", "46")
     monkeypatch.setattr(MathVerifyGrader, "_exchange", exchange)
     assert grader.grade("it is 47", "46") == 0.0
+
+
+def test_a_worker_that_ended_between_replies_is_replaced(grader: MathVerifyGrader):
+    assert grader.grade("0.5", "1/2") == 1.0
+    assert grader._worker is not None
+    os.kill(grader._worker.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, grader._worker.pid, os.WEXITED | os.WNOWAIT)
+    assert grader.grade("0.5", "1/2") == 1.0
 
 
 def test_worker_ends_with_its_grader():

@@ -38,6 +38,7 @@ class Endpoint(ThreadingHTTPServer):
         self.most_at_once = 0
         self.lock = threading.Lock()
         self.hold: threading.Barrier | None = None
+        self.encoding: str | None = None
 
     @property
     def url(self) -> str:
@@ -66,6 +67,8 @@ class Handler(BaseHTTPRequestHandler):
         data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
+        if self.server.encoding is not None:
+            self.send_header("Content-Encoding", self.server.encoding)
         self.end_headers()
         self.wfile.write(data)
 
@@ -141,6 +144,7 @@ def test_the_judged_text_is_data(endpoint: Endpoint, request_of):
         ((200, {"choices": []}), "no chat completion"),
         ((200, b"<html>"), "no chat completion"),
         ((200, []), "no chat completion"),
+        ((200, b"[" * 100_000), "no chat completion"),
     ],
 )
 def test_what_is_worth_another_try(endpoint: Endpoint, request_of, first: Reply, problem: str):
@@ -154,6 +158,13 @@ def test_what_is_worth_another_try(endpoint: Endpoint, request_of, first: Reply,
     assert raised.value.cause is LossCause.REQUEST
     assert problem in raised.value.detail
     assert len(endpoint.received) == 3
+
+
+def test_an_answer_that_is_not_encoded_as_it_says(endpoint: Endpoint, request_of):
+    endpoint.encoding = "gzip"
+    with pytest.raises(CallLostError, match="no score after 3 attempts; the last: DecodingError") as raised:
+        judge(config(endpoint), request_of())
+    assert raised.value.cause is LossCause.REQUEST
 
 
 @pytest.mark.parametrize("status", [400, 401, 404])

@@ -174,6 +174,29 @@ def test_a_value_that_is_no_number_is_the_environments_fault(step: Step):
     assert caught.value.status is RolloutStatus.FAILED
 
 
+class Huge(float):
+    """A whole number of many digits, as far as converting it goes; tests let no other type pass."""
+
+    def __float__(self) -> float:
+        return float(10**400)
+
+
+def test_a_number_too_large_for_a_float_is_the_environments_fault():
+    made = draft()
+    made.hear(*said("abc"))
+    with pytest.raises(EnvironmentFault, match=r"^OverflowError: int too large") as caught:
+        made.see(Step({"won": Huge(1.0)}), TOKENIZER, LIMITS)
+    assert caught.value.status is RolloutStatus.FAILED
+
+
+def test_nobody_but_the_policy_speaks_as_the_assistant():
+    made = played(goes_on(game=1.0))
+    made.hear(*said("abc"))
+    with pytest.raises(EnvironmentFault, match=r"role 'assistant'.* show it as 'user' or 'tool'") as raised:
+        made.see(Step({}, (Message(role="assistant", content="hint"), MORE), done=False), TOKENIZER, LIMITS)
+    assert raised.value.status is RolloutStatus.FAILED
+
+
 def test_of_the_steps_the_last_to_name_a_metric_decides_it():
     steps = [Step({"a": 1.0}, (MORE,), False, metrics={"x": 1.0, "y": 2.0}), Step({"a": 1.0}, metrics={"x": 3.0})]
     assert played(*steps).finish().metrics == {"x": 3.0, "y": 2.0}

@@ -9,7 +9,7 @@ import pytest
 
 from marin_rl.metrics import Reduction, merge_all
 from marin_rl.rollouts.rollout_metrics import is_correct, rollout_metrics
-from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
+from marin_rl.types import Evaluation, Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 
 TASK = Task("t", "sums", ({"role": "user", "content": "2+3="},), "5")
 
@@ -163,3 +163,11 @@ def test_each_way_to_end_without_a_reward_is_counted_on_its_own():
     found = metrics([GOOD, FAILED, late, late])
     assert (found["rollouts/failed"], found["rollouts/timed_out"]) == (1.0, 2.0)
     assert found["objective/scores"] == 1.0
+
+
+@pytest.mark.parametrize(("weight", "score", "expected"), [(0.5, 1.0, True), (2.0, 0.5, False), (-1.0, 1.0, True)])
+def test_the_weight_of_a_function_called_correct_changes_nothing_about_what_is(
+    weight: float, score: float, expected: bool
+):
+    judged = Evaluation("correct", weight=weight, score=score)
+    assert is_correct(dataclasses.replace(rollout({"correct": weight * score}), evaluations=(judged,))) is expected

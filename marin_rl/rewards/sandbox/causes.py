@@ -8,7 +8,6 @@ import signal
 from typing import Any
 
 from marin_rl.rewards.losses import CallLostError, LossCause
-from marin_rl.rewards.sandbox.zygote import NOT_CONFINED
 
 _VIOLATIONS = {
     "timeout": (LossCause.TIMEOUT, "no answer within sandbox.wall_seconds"),
@@ -33,6 +32,8 @@ def loss_of(report: dict[str, Any], cpu_seconds: float) -> CallLostError | None:
     if report["status"] is None:
         return CallLostError(LossCause.WORKER, "the process that holds the loaded file died")
     code = os.waitstatus_to_exitcode(report["status"])
+    if code >= 0 and not report["confined"]:
+        return CallLostError(LossCause.WORKER, f"the call was not confined, and not run: {report['stderr'][-500:]}")
     if code >= 0:
         return _exit_loss(code, report["stderr"])
     if -code in _SIGNALS:
@@ -45,8 +46,6 @@ def loss_of(report: dict[str, Any], cpu_seconds: float) -> CallLostError | None:
 def _exit_loss(code: int, stderr: str) -> CallLostError | None:
     if code == 0:
         return None
-    if code == NOT_CONFINED:
-        return CallLostError(LossCause.WORKER, f"the call was not confined, and not run: {stderr[-500:]}")
     return CallLostError(LossCause.EXITED, f"it ended its process with status {code}: {stderr[-500:]}")
 
 

@@ -118,8 +118,8 @@ def _bubblewrap_arguments(spec: WorkerSpec) -> list[str]:
     # The worker itself needs its package, also where no user's code is to be run.
     for path in sorted({*spec.read, os.path.join(package_root(), "marin_rl")}):
         arguments += ["--ro-bind", path, path]
-    # The root itself is a file system in memory.
-    arguments += ["--remount-ro", "/", "--chdir", SCRATCH, "--clearenv"]
+    # The root itself is a file system in memory. Nothing that calls share can be written: none speaks to the next.
+    arguments += ["--remount-ro", "/tmp", "--remount-ro", "/", "--chdir", SCRATCH, "--clearenv"]
     for name, value in worker_environment(SCRATCH).items():
         arguments += ["--setenv", name, value]
     return [*arguments, "--"]

@@ -22,14 +22,17 @@ class SandboxConfig:
     wall_seconds: float = 10.0
     """Seconds from the start of a call to its answer; above 0."""
     cpu_seconds: float = 10.0
-    """Seconds of processor time of a call, rounded up to whole ones; above 0."""
+    """Seconds of processor time of a call, rounded up to whole ones; above 0. Each process that a call starts has as
+    many."""
     memory_mb: int = 2048
     """Mebibytes of address space that a call may take beyond what the loaded file takes, and that loading the file may
-    take; at least 64. Threads count, about 8 each."""
+    take; at least 64. Threads count, about 8 each. Each process that a call starts may take as much."""
     processes: int = 0
-    """Processes that a call may start. With 0 it can start neither processes nor programs."""
+    """Processes that a call may have at a time, those included that it does not wait for. With 0 it can start neither
+    processes nor programs. All stay in the call's session and process group."""
     file_mb: int = 16
-    """Mebibytes of any one file that a call writes, and of the private /tmp in full isolation; at least 1."""
+    """Mebibytes of any one file that a call writes, and in full isolation a quarter of what its folder holds; at
+    least 1."""
     output_kb: int = 1024
     """Kibibytes of a call's answer, of what it prints, and of what it writes to stderr, each; at least 1."""
     start_seconds: float = 60.0

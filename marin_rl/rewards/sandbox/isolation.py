@@ -11,7 +11,7 @@ class Isolation(enum.StrEnum):
 
     FULL = "full"
     """Bubblewrap and seccomp: no network, a read-only file system that holds Python and the function's folder and
-    nothing else, a private /tmp, no other process in sight."""
+    nothing else, a folder of the call's own to write in, no other process in sight."""
     PARTIAL = "partial"
     """Landlock and seccomp, in the machine's own namespaces: no network, no signals, no new processes; the same files
     can be read and written, but names and sizes of others can be seen."""

@@ -284,7 +284,7 @@ class Sandbox:
                     if error.began or attempt == ATTEMPTS:
                         raise CallLostError(LossCause.WORKER, str(error)) from error
                 finally:
-                    if worker.is_alive:
+                    if worker.is_usable:
                         self._idle.append((file, worker))
                     else:
                         self._workers.discard(worker)

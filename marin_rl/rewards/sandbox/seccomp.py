@@ -27,6 +27,8 @@ _SIGNALS = {
     "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424),
 }
+# Whoever leaves the group of its call could outrun its end.
+_GROUPS = {"setsid": (112, 157), "setpgid": (109, 154)}
 _PROGRAMS = {"fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281)}
 _OTHER_PROCESSES = {
     "ptrace": (101, 117),
@@ -145,16 +147,26 @@ class _Machine:
     prctl: int
     fcntl: int
     ioctl: int
+    socketpair: int
     setrlimit: int
     prlimit64: int
 
 
 _MACHINES = {
     "x86_64": _Machine(
-        0xC000003E, 0, clone=56, clone3=435, prctl=157, fcntl=72, ioctl=16, setrlimit=160, prlimit64=302
+        0xC000003E, 0, clone=56, clone3=435, prctl=157, fcntl=72, ioctl=16, socketpair=53, setrlimit=160, prlimit64=302
     ),
     "aarch64": _Machine(
-        0xC00000B7, 1, clone=220, clone3=435, prctl=167, fcntl=25, ioctl=29, setrlimit=164, prlimit64=261
+        0xC00000B7,
+        1,
+        clone=220,
+        clone3=435,
+        prctl=167,
+        fcntl=25,
+        ioctl=29,
+        socketpair=199,
+        setrlimit=164,
+        prlimit64=261,
     ),
 }
 
@@ -162,12 +174,19 @@ _SIGNALS_BY_FCNTL = (8, 10, 15)
 """F_SETOWN, F_SETSIG and F_SETOWN_EX: a file that sends signals to any process of the user."""
 _SIGNALS_BY_IOCTL = (0x8901, 0x8902)
 """FIOSETOWN and SIOCSPGRP: the same."""
+_ATTRIBUTES_BY_IOCTL = (0x40086602, 0x401C5820, 0x40087602, 0x40086604, 0x40806685, 0x800C6613)
+"""FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR, FS_IOC_SETVERSION, EXT4_IOC_SETVERSION, FS_IOC_ENABLE_VERITY and
+FS_IOC_SET_ENCRYPTION_POLICY: attributes of a file of the user's, through a descriptor that can only read."""
+
+_UNIX_DOMAIN = 1
+_SOCKET_KIND_MASK = 0xF
+_STREAM, _SEQUENCED_PACKETS = 1, 5
 
 _X32_BIT = 0x40000000
 _CLONE_THREAD = 0x00010000
 _CLONE_NAMESPACES = 0x7E020000
 
-_LOAD, _JUMP_EQUAL, _JUMP_SET, _JUMP_GREATER_EQUAL, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
+_LOAD, _AND, _JUMP_EQUAL, _JUMP_SET, _JUMP_GREATER_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x45, 0x35, 0x06
 _ALLOW = 0x7FFF0000
 _KILL_PROCESS = 0x80000000
 _REFUSE = 0x00050000 | errno.EPERM
@@ -184,7 +203,7 @@ class SystemCalls:
     signals: bool
     """Sending signals, to whomever it can reach."""
     limits: bool
-    """Changing its own limits, and whether it ends with its parent."""
+    """Changing its own limits, whether it ends with its parent, and its session and process group."""
 
 
 def seccomp_is_known() -> bool:
@@ -228,7 +247,8 @@ def filter_program(machine: str, left: SystemCalls) -> bytes:
     rules += _when(known.clone3, [_answer(_UNKNOWN)])
     rules += _when(known.clone, _clone_rule(left))
     rules += _when(known.fcntl, _unless_among(1, _SIGNALS_BY_FCNTL))
-    rules += _when(known.ioctl, _unless_among(1, _SIGNALS_BY_IOCTL))
+    rules += _when(known.ioctl, _unless_among(1, _SIGNALS_BY_IOCTL + _ATTRIBUTES_BY_IOCTL))
+    rules += _when(known.socketpair, _if_connected_for_good())
     if left.limits:
         # Its own, and not another process's.
         rules += _when(known.prlimit64, _unless_null(0))
@@ -245,6 +265,8 @@ def _refused(known: _Machine, left: SystemCalls) -> list[int]:
         tables.append(_SIGNALS)
     if not left.processes:
         tables.append(_PROGRAMS)
+    if not left.limits:
+        tables.append(_GROUPS)
     numbers = [row[known.column] for table in tables for row in table.values()]
     return [number for number in numbers if number is not None]
 
@@ -272,6 +294,20 @@ def _unless_among(argument: int, values: tuple[int, ...]) -> list[bytes]:
     # Commands are ints: the kernel looks at the low half alone.
     tests = [_instruction(_JUMP_EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
     return [_instruction(_LOAD, _ARGUMENTS + 8 * argument), *tests, _answer(_ALLOW), _answer(_REFUSE)]
+
+
+def _if_connected_for_good() -> list[bytes]:
+    # A pair of datagram sockets can send to every other socket of the machine that has a name, by that name.
+    return [
+        _instruction(_LOAD, _ARGUMENTS),
+        _instruction(_JUMP_EQUAL, _UNIX_DOMAIN, 0, 4),
+        _instruction(_LOAD, _ARGUMENTS + 8),
+        _instruction(_AND, _SOCKET_KIND_MASK),
+        _instruction(_JUMP_EQUAL, _STREAM, 2, 0),
+        _instruction(_JUMP_EQUAL, _SEQUENCED_PACKETS, 1, 0),
+        _answer(_REFUSE),
+        _answer(_ALLOW),
+    ]
 
 
 def _when(number: int, rule: list[bytes]) -> list[bytes]:

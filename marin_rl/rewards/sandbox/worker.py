@@ -25,7 +25,7 @@ from typing import Any
 
 from marin_rl.rewards.sandbox import frames, kernel, zygote
 from marin_rl.rewards.sandbox.limits import address_space
-from marin_rl.rewards.sandbox.processes import descendants, end_descendants
+from marin_rl.rewards.sandbox.processes import below, end_descendants, reap
 from marin_rl.rewards.sandbox.spec import WorkerSpec
 
 POLL_SECONDS = 0.02
@@ -128,23 +128,21 @@ class Worker:
         with contextlib.ExitStack() as stack:
             report = self._run(request, folder, stack)
         report["seconds"] = time.monotonic() - started
-        may_have_left = kernel.IS_LINUX and (report["violation"] or self._spec.can_start_processes)
-        if may_have_left and not end_descendants(self._zygote, END_SECONDS):
-            # Its end is that of every process in its namespaces.
-            raise SystemExit("processes of a call could not be ended")
-        _remove(folder)
+        # Not its folder alone: without Landlock a call can write beside it.
+        for name in os.listdir(self._spec.scratch):
+            _remove(os.path.join(self._spec.scratch, name))
         return report
 
     def _run(self, request: dict[str, Any], folder: str, stack: contextlib.ExitStack) -> dict[str, Any]:
         assert self._connection is not None
         streams: dict[int, _Stream] = {}
         theirs = [_input(request.get("stdin", ""), self._spec.scratch, stack)]
-        for _ in ("stdout", "stderr", "answer"):
+        for first_words in (b"", b"", zygote.CONFINED):
             reading, writing = os.pipe()
             stack.callback(os.close, reading)
-            streams[reading] = _Stream(self._spec.limits.output_bytes)
+            streams[reading] = _Stream(self._spec.limits.output_bytes + len(first_words))
             theirs.append(writing)
-        status = _Stream(_STATUS.size)
+        status = _Stream(len(zygote.ENDED) + _STATUS.size)
         streams[self._connection.fileno()] = status
         deadline = time.monotonic() + self._spec.limits.wall_seconds
         try:
@@ -157,19 +155,27 @@ class Worker:
         violation = self._watch(
             streams,
             deadline,
-            lambda: len(status.data) >= _STATUS.size,
+            lambda: len(status.data) >= len(zygote.ENDED),
             processes=2 + self._spec.limits.processes,
             counts=kernel.IS_LINUX and self._spec.can_start_processes,
         )
-        if violation is not None and not status.ended:
-            self._end_call(status)
+        if not status.ended:
+            self._end_call(status, violation)
         _drain(streams)
         stdout, stderr, answer = (stream for stream in streams.values() if stream is not status)
         if violation is None and any(stream.exceeded for stream in (stdout, stderr, answer)):
             violation = "output"
-        report = {"violation": violation, "stdout": stdout.text(), "stderr": stderr.text(), "answer": answer.text()}
-        if len(status.data) == _STATUS.size:
-            exit_status, cpu = _STATUS.unpack(bytes(status.data))
+        confined = answer.data.startswith(zygote.CONFINED)
+        del answer.data[: len(zygote.CONFINED) if confined else 0]
+        report = {
+            "violation": violation,
+            "confined": confined,
+            "stdout": stdout.text(),
+            "stderr": stderr.text(),
+            "answer": answer.text(),
+        }
+        if len(status.data) == status.limit:
+            exit_status, cpu = _STATUS.unpack(bytes(status.data[len(zygote.ENDED) :]))
             return report | {"status": exit_status, "cpu": cpu}
         self._end_zygote()
         return report | {"status": None, "cpu": 0.0}
@@ -215,20 +221,25 @@ class Worker:
                     poll.unregister(descriptor)
                 if streams[descriptor].exceeded:
                     return "output"
-            if counts and len(descendants(os.getpid())) > processes:
+            if counts and _count_processes() > processes:
                 return "processes"
+            if counts:
+                reap(self._zygote)
         return None
 
-    def _end_call(self, status: _Stream) -> None:
-        """End what the call runs in; the zygote then says how it ended."""
+    def _end_call(self, status: _Stream, violation: str | None) -> None:
+        """End what the call runs in, and what it left running; the zygote then says how it ended."""
         assert self._zygote is not None
         assert self._connection is not None
-        if kernel.IS_LINUX:
-            end_descendants(self._zygote, END_SECONDS)
+        may_run = kernel.IS_LINUX and (violation is not None or self._spec.can_start_processes)
+        if may_run and not end_descendants(self._zygote, END_SECONDS):
+            # Its end is that of every process in its namespaces.
+            raise SystemExit("processes of a call could not be ended")
         self._connection.settimeout(END_SECONDS)
         with contextlib.suppress(TimeoutError, ConnectionError):
-            while len(status.data) < _STATUS.size:
-                part = self._connection.recv(_STATUS.size - len(status.data))
+            self._connection.sendall(zygote.GO_ON)
+            while len(status.data) < status.limit:
+                part = self._connection.recv(status.limit - len(status.data))
                 if not part:
                     break
                 status.data += part
@@ -245,6 +256,16 @@ class Worker:
         self._zygote = self._connection = None
         if kernel.IS_LINUX and not end_descendants(None, END_SECONDS):
             raise SystemExit("processes of a user's file could not be ended")
+
+
+def _count_processes() -> int:
+    """How many there are below this one, as a limit counts them.
+
+    Those that have ended count where a call should wait for them and does not: they take up numbers, of which a machine
+    has so many.
+    """
+    own = os.getpid()
+    return sum(not (process.has_ended and process.parent == own) for process in below(own).values())
 
 
 def _end_all(*_: object) -> None:
@@ -287,13 +308,17 @@ def _drain(streams: Mapping[int, _Stream]) -> None:
 
 
 def _remove(folder: str) -> None:
+    if os.path.islink(folder) or not os.path.isdir(folder):
+        os.unlink(folder)
+        return
     try:
         os.rmdir(folder)
     except OSError:
         try:
             shutil.rmtree(folder)
         except (OSError, RecursionError):
-            # Nested deeper than Python's own function can follow.
+            # Nested deeper than Python's own function can follow, or with folders that were made unreadable.
+            subprocess.run(["chmod", "-R", "u+rwx", folder], check=True)
             subprocess.run(["rm", "-rf", folder], check=True)
 
 

@@ -38,6 +38,7 @@ class WorkerProcess:
         self._own_scratch = own_scratch
         self.is_loaded = False
         """Whether it has answered a request, so that its file is loaded."""
+        self._owes_answer = False
 
     @classmethod
     async def start(cls, spec: WorkerSpec, bubblewrap: str | None) -> Self:
@@ -67,9 +68,9 @@ class WorkerProcess:
         return self._process.pid
 
     @property
-    def is_alive(self) -> bool:
-        """Whether it has not ended, as far as is known."""
-        return self._process.returncode is None
+    def is_usable(self) -> bool:
+        """Whether it can be asked: it has not ended, as far as is known, and owes no answer."""
+        return self._process.returncode is None and not self._owes_answer
 
     async def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Its answer to a request.
@@ -82,6 +83,7 @@ class WorkerProcess:
             WorkerLostError: if it does not answer.
         """
         began = False
+        self._owes_answer = True
         try:
             async with asyncio.timeout(seconds):
                 stdin = self._process.stdin
@@ -101,9 +103,11 @@ class WorkerProcess:
             await self.end()
             raise WorkerLostError(f"the worker died: {await self._last_words()}", began) from None
         except BaseException:
-            # Cancelled between question and answer: the next answer would be this one's.
+            # Cancelled between question and answer: the next answer would be this one's. A second cancellation can
+            # come before it has ended.
             await self.end()
             raise
+        self._owes_answer = False
         self.is_loaded = True
         return answer
 
@@ -133,8 +137,9 @@ class WorkerProcess:
                 async with asyncio.timeout(END_SECONDS):
                     await self._process.wait()
         if self._own_scratch is not None:
-            # Not Python's own function: what a call left may be nested deeper than that can follow.
-            await (await asyncio.create_subprocess_exec("rm", "-rf", self._own_scratch)).wait()
+            # Not Python's own function: what a call left may be nested deeper than that can follow, and unreadable.
+            for command in (("chmod", "-R", "u+rwx"), ("rm", "-rf")):
+                await (await asyncio.create_subprocess_exec(*command, self._own_scratch)).wait()
 
     async def _read(self) -> dict[str, Any]:
         stdout = self._process.stdout

@@ -28,8 +28,12 @@ from marin_rl.rewards.sandbox.limits import limit_call, limit_import
 from marin_rl.rewards.sandbox.seccomp import SystemCalls, restrict_system_calls
 from marin_rl.rewards.sandbox.spec import WorkerSpec
 
-NOT_CONFINED = 117
-"""Exit status of a call that could not be confined, and was not run."""
+CONFINED = b"confined\n"
+"""What a call's process answers before anything else, once it is confined and no line of the call's has run. A call
+cannot take it back, so that none can pretend that it was not run."""
+
+ENDED, GO_ON = b"e", b"g"
+"""What the zygote says when a call's process has ended, and what it waits for before it reaps it."""
 
 _DESCRIPTORS = 4
 _ANSWER = 3
@@ -152,6 +156,11 @@ def _serve_one(spec: WorkerSpec, connection: socket.socket, functions: Mapping[s
         _be_child(spec, json.loads(data), descriptors, functions, own)
     for descriptor in descriptors:
         os.close(descriptor)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    # Until it is reaped its number, and so that of its group, is nobody else's: the worker ends what is left of both.
+    connection.sendall(ENDED)
+    if not connection.recv(len(GO_ON)):
+        return False
     _, status, usage = os.wait4(child, 0)
     connection.sendall(struct.pack("=id", status, usage.ru_utime + usage.ru_stime))
     return True
@@ -161,7 +170,7 @@ def _be_child(
     spec: WorkerSpec, request: dict[str, Any], descriptors: list[int], functions: Mapping[str, Any], parent: int
 ) -> None:
     """Run one call and exit."""
-    status = NOT_CONFINED
+    status = 1
     try:
         if kernel.IS_LINUX:
             kernel.end_with_parent(parent)
@@ -172,6 +181,7 @@ def _be_child(
         tempfile.tempdir = None
         os.chdir(request["folder"])
         _confine_call(spec, request["folder"], request["taken"])
+        os.write(_ANSWER, CONFINED)
         if request["kind"] == "python":
             os.close(_ANSWER)
             status = _run_program(request["code"], spec)

@@ -95,6 +95,8 @@ def require(level: Isolation) -> None:
 TIGHT: dict[str, Any] = {"wall_seconds": 120.0, "cpu_seconds": 60.0, "memory_mb": 256, "file_mb": 1, "output_kb": 64}
 """Patient, on a slow machine too, but with tight limits on everything that is not time."""
 
+LENIENT: dict[str, Any] = {"wall_seconds": 120.0, "processes": 4}
+
 LEVELS = list(Isolation)
 CONFINED_LEVELS = [Isolation.FULL, Isolation.PARTIAL]
 
@@ -148,4 +150,4 @@ def impatient(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
 @pytest.fixture(params=LEVELS)
 def lenient(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
     """Lets calls start a few processes."""
-    return attacks.at(request.param, "lenient", wall_seconds=120.0, processes=4)
+    return attacks.at(request.param, "lenient", **LENIENT)

@@ -88,11 +88,35 @@ def starts_many(messages, ground_truth, **kwargs):
 @reward_function
 def leaves_a_daemon(messages, ground_truth, **kwargs):
     if os.fork() == 0:
-        os.setsid()
+        with contextlib.suppress(PermissionError):
+            os.setsid()
         if os.fork() == 0:
             time.sleep(1e6)
         os._exit(0)
     os.wait()
+    return 1.0
+
+
+@reward_function
+def flees(messages, ground_truth, **kwargs):
+    """Goes on in its child's child's child, none of which lives for long, until half a minute is over."""
+    end = time.monotonic() + 30
+    if os.fork():
+        return 1.0
+    while time.monotonic() < end:
+        with contextlib.suppress(PermissionError):
+            os.setsid()
+        if os.fork():
+            os._exit(0)
+    os._exit(0)
+
+
+@reward_function
+def forgets_its_children(messages, ground_truth, **kwargs):
+    for _ in range(100):
+        if os.fork() == 0:
+            os._exit(0)
+        time.sleep(0.01)
     return 1.0
 
 
@@ -150,6 +174,27 @@ def connects(messages, ground_truth, port, **kwargs):
 
 
 @reward_function
+def sends(messages, ground_truth, path, kind, **kwargs):
+    ours, _ = socket.socketpair(socket.AF_UNIX, socket.SocketKind(kind))
+    ours.sendto(b"secret", path)
+    return 1.0
+
+
+@reward_function
+def changes_flags(messages, ground_truth, path, **kwargs):
+    import array
+    import fcntl
+
+    flags = array.array("l", [0])
+    with open(path) as file:
+        fcntl.ioctl(file, 0x80086601, flags)
+        # "No dump": every owner of a file may set it.
+        flags[0] ^= 0x40
+        fcntl.ioctl(file, 0x40086602, flags)
+    return 1.0
+
+
+@reward_function
 def writes_a_gigabyte(messages, ground_truth, **kwargs):
     with tempfile.TemporaryFile() as file:
         for _ in range(1024):
@@ -170,6 +215,16 @@ def nests_folders(messages, ground_truth, **kwargs):
     for _ in range(1500):
         os.mkdir("deeper")
         os.chdir("deeper")
+    return 1.0
+
+
+@reward_function
+def hides_a_file(messages, ground_truth, **kwargs):
+    os.umask(0)
+    os.mkdir("outer")
+    os.mkdir("outer/inner", 0o300)
+    with open("outer/inner/file", "w") as file:
+        file.write("hidden")
     return 1.0
 
 
@@ -315,8 +370,29 @@ def answers_infinity(messages, ground_truth, **kwargs):
 
 
 @reward_function
+def answers_a_huge_number(messages, ground_truth, **kwargs):
+    return EvaluateResult(score=10**400)
+
+
+@reward_function
 def answers_text(messages, ground_truth, **kwargs):
     return "1.0"
+
+
+@reward_function
+def leaves_notes(messages, ground_truth, **kwargs):
+    """Finds what an earlier call left wherever it can write, and leaves as much."""
+    found = []
+    shared = os.path.dirname(tempfile.gettempdir())
+    for folder in ("/tmp", "/var/tmp", "/dev/shm", shared):
+        with contextlib.suppress(OSError), open(os.path.join(folder, "note")) as file:
+            found.append(file.read())
+        with contextlib.suppress(OSError), open(os.path.join(folder, "note"), "w") as file:
+            file.write(folder)
+    with contextlib.suppress(OSError):
+        os.rmdir(tempfile.gettempdir())
+        os.symlink("/usr", tempfile.gettempdir())
+    return EvaluateResult(score=float(len(found)), reason=" ".join(found))
 
 
 @reward_function

@@ -10,7 +10,6 @@ import pytest
 
 from marin_rl.rewards.losses import LossCause
 from marin_rl.rewards.sandbox.causes import loss_of
-from marin_rl.rewards.sandbox.zygote import NOT_CONFINED
 
 
 def ended(program: str) -> int:
@@ -26,7 +25,8 @@ def killed(number: int) -> str:
 
 
 def report(status: int | None = 0, violation: str | None = None, cpu: float = 0.0) -> dict[str, Any]:
-    return {"status": status, "violation": violation, "cpu": cpu, "stderr": "said", "stdout": "", "answer": ""}
+    said = {"stderr": "said", "stdout": "", "answer": ""}
+    return {"status": status, "violation": violation, "cpu": cpu, "confined": True, **said}
 
 
 def test_a_call_that_ended_well():
@@ -43,7 +43,6 @@ def test_a_call_that_ended_well():
         (killed(signal.SIGTERM), 0.1, LossCause.SIGNAL, "SIGTERM"),
         (killed(signal.SIGRTMIN + 1), 0.1, LossCause.SIGNAL, f"signal {signal.SIGRTMIN + 1}"),
         ("os._exit(3)", 0.1, LossCause.EXITED, "status 3: said"),
-        (f"os._exit({NOT_CONFINED})", 0.1, LossCause.WORKER, "not confined, and not run: said"),
     ],
 )
 def test_how_a_call_ended(program: str, cpu: float, cause: LossCause, detail: str):
@@ -51,6 +50,14 @@ def test_how_a_call_ended(program: str, cpu: float, cause: LossCause, detail: st
     assert loss is not None
     assert loss.cause is cause
     assert detail in loss.detail
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_call_that_was_not_confined(status: int):
+    loss = loss_of(report(ended(f"os._exit({status})")) | {"confined": False}, 10.0)
+    assert loss is not None
+    assert loss.cause is LossCause.WORKER
+    assert "not confined, and not run: said" in loss.detail
 
 
 @pytest.mark.parametrize("violation", ["timeout", "output", "processes"])

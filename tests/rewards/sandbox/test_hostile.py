@@ -3,17 +3,21 @@
 
 """Hostile reward functions: each is contained, and each loss is counted under its cause."""
 
+import contextlib
 import os
 import socket
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from marin_rl.rewards.losses import LossCause
+from marin_rl.rewards.losses import CallLostError, LossCause
+from marin_rl.rewards.sandbox import pool
+from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
-from marin_rl.rewards.sandbox.processes import descendants
-from tests.rewards.sandbox.conftest import Attack
+from marin_rl.rewards.sandbox.processes import below, descendants
+from tests.rewards.sandbox.conftest import LENIENT, TIGHT, Attack, Attacks, require
 
 
 @pytest.fixture
@@ -65,6 +69,29 @@ def test_nothing_is_left_running(lenient: Attack):
     before = descendants(os.getpid())
     assert lenient.call("leaves_a_daemon").score == 1.0
     assert set(descendants(os.getpid())) <= set(before)
+
+
+def test_nothing_outruns_its_end(attacks: Attacks, confined: Attack):
+    lenient = attacks.at(confined.level, "lenient", **LENIENT)
+    lenient.is_well()
+    before = set(descendants(os.getpid()))
+    for _ in range(20):
+        # Whether it is counted several times, while it flees, is a matter of chance.
+        with contextlib.suppress(CallLostError):
+            assert lenient.call("flees").score == 1.0
+        assert set(descendants(os.getpid())) <= before
+
+
+def test_children_that_nobody_waits_for_are_processes(lenient: Attack):
+    assert lenient.cause("forgets_its_children") is LossCause.PROCESSES
+
+
+def test_nothing_is_left_to_be_waited_for(lenient: Attack):
+    lenient.is_well()
+    before = set(below(os.getpid()))
+    for _ in range(3):
+        assert lenient.call("leaves_a_daemon").score == 1.0
+    assert set(below(os.getpid())) <= before
 
 
 def test_no_programs(confined: Attack):
@@ -125,6 +152,34 @@ def test_network(confined: Attack):
             server.accept()
 
 
+@pytest.mark.parametrize("kind", [socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
+def test_a_socket_that_it_can_see(confined: Attack, kind: socket.SocketKind):
+    # Beside its own file, so that it lies in sight in every kind of isolation.
+    with (
+        tempfile.TemporaryDirectory(dir=Path(__file__).parent) as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening,
+    ):
+        path = os.path.relpath(os.path.join(folder, "s"))
+        listening.bind(path)
+        listening.setblocking(False)
+        options = {"path": os.path.abspath(path), "kind": int(kind)}
+        if kind is socket.SOCK_SEQPACKET:
+            # It takes the address, and sends to its own other end all the same.
+            assert confined.call("sends", **options).score == 1.0
+        else:
+            assert confined.cause("sends", **options) is LossCause.RAISED
+        with pytest.raises(BlockingIOError):
+            listening.recv(1)
+
+
+def test_flags_of_its_own_file(confined: Attack):
+    lost = confined.lost("changes_flags", path=str(Path(__file__).with_name("hostile_rewards.py")))
+    assert lost.cause is LossCause.RAISED
+    if "Inappropriate ioctl" in lost.detail:
+        pytest.skip("the file system here has no flags")
+    assert "PermissionError" in lost.detail
+
+
 def test_a_large_file(attack: Attack):
     assert attack.cause("writes_a_gigabyte") is LossCause.FILE_SIZE
 
@@ -145,6 +200,13 @@ def test_folders_nested_deeply_are_removed(attack: Attack):
     attack.is_well()
 
 
+def test_folders_that_cannot_be_read_are_removed(attack: Attack):
+    workers = attack.sandbox.worker_pids
+    assert attack.call("hides_a_file").score == 1.0
+    attack.is_well()
+    assert attack.sandbox.worker_pids == workers
+
+
 @pytest.mark.parametrize("name", ["prints_for_ever", "warns_for_ever", "answers_endlessly"])
 def test_output(attack: Attack, name: str):
     assert attack.cause(name) is LossCause.OUTPUT
@@ -160,6 +222,9 @@ def test_output(attack: Attack, name: str):
         '{"results": [{"score": 1}, {"score": 1}]}',
         '{"results": [{"score": NaN}]}',
         '{"results": [{"score": 1e999}]}',
+        '{"results": [{"score": 1' + "0" * 400 + "}]}",
+        '{"results": [{"score": 1, "metrics": {"large": 1' + "0" * 400 + "}}]}",
+        '{"results": [{"score": 1, "step_outputs": [{"step_index": 1, "base_reward": -1' + "0" * 400 + "}]}]}",
         '{"results": [{"score": "1"}]}',
         '{"results": [{"score": 1, "weight": 100}]}',
         '{"results": [{"score": 1, "step_outputs": [{"step_index": -1, "base_reward": 1}]}]}',
@@ -176,12 +241,12 @@ def test_two_answers(attack: Attack):
     assert attack.cause("answers_twice") is LossCause.INVALID_ANSWER
 
 
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("code", [0, 1, 3, 117])
 def test_exits(attack: Attack, code: int):
     assert attack.cause("exits", code=code) is LossCause.EXITED
 
 
-@pytest.mark.parametrize("name", ["raises_system_exit", "answers_infinity", "answers_text"])
+@pytest.mark.parametrize("name", ["raises_system_exit", "answers_infinity", "answers_text", "answers_a_huge_number"])
 def test_raises(attack: Attack, name: str):
     assert attack.cause(name) is LossCause.RAISED
 
@@ -221,7 +286,7 @@ def test_monkey_patches_end_with_the_call(attack: Attack):
 
 
 def test_closed_descriptors(attack: Attack):
-    assert attack.lost("closes_descriptors").cause in (LossCause.EXITED, LossCause.WORKER)
+    assert attack.cause("closes_descriptors") is LossCause.EXITED
 
 
 def test_limits_cannot_be_raised(confined: Attack):
@@ -241,3 +306,18 @@ def test_its_parents_memory(confined: Attack):
 def test_files_end_with_the_call(attack: Attack):
     assert attack.call("remembers_files").score == 0.0
     assert attack.call("remembers_files").score == 0.0
+
+
+@pytest.mark.parametrize("landlock", [True, False], ids=["Landlock", "no Landlock"])
+def test_calls_leave_each_other_no_notes(landlock: bool, monkeypatch: pytest.MonkeyPatch):
+    require(Isolation.FULL)
+    if not landlock:
+        monkeypatch.setattr(pool, "landlock_version", lambda: 0)
+    attack = Attack(Isolation.FULL, SandboxConfig(require=Isolation.FULL, workers=1, **TIGHT))
+    try:
+        for _ in range(2):
+            result = attack.call("leaves_notes")
+            assert (result.score, result.reason) == (0.0, "")
+        attack.is_well()
+    finally:
+        attack.close()

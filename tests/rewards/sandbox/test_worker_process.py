@@ -39,7 +39,7 @@ def ask(program: str, seconds: float, monkeypatch: pytest.MonkeyPatch, scratch: 
         assert len(list(scratch.iterdir())) == 1
         with pytest.raises(WorkerLostError) as raised:
             await worker.ask({"kind": "load"}, seconds)
-        assert not worker.is_alive
+        assert not worker.is_usable
         assert not worker.is_loaded
         return raised.value
 
@@ -73,3 +73,33 @@ def test_a_worker_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch, tm
     lost = ask("sys.stdin.buffer.read()", 0.2, monkeypatch, tmp_path)
     assert str(lost) == "the worker did not answer within 0.2 s"
     assert not lost.began
+
+
+def test_a_worker_that_still_owes_an_answer_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    ignores = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    command = [sys.executable, "-I", "-S", "-c", "import sys\n" + ignores + BEGAN + "sys.stdin.buffer.read()"]
+    monkeypatch.setattr(worker_process, "worker_command", lambda spec, bubblewrap: command)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def run() -> None:
+        worker = await WorkerProcess.start(SPEC, None)
+        ending = asyncio.Event()
+
+        async def end_once_it_was_cancelled() -> None:
+            ending.set()
+            await asyncio.Event().wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(worker, "end", end_once_it_was_cancelled)
+            asked = asyncio.create_task(worker.ask({"kind": "load"}, 60.0))
+            await asyncio.sleep(0)
+            asked.cancel()
+            await ending.wait()
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+        assert not worker.is_usable
+        await worker.end()
+
+    monkeypatch.setattr(worker_process, "END_SECONDS", 0.1)
+    asyncio.run(run())
