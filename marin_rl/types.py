@@ -202,6 +202,10 @@ class Turn:
     """What the environment took the reply for; None where that is the reply itself."""
 
 
+MAX_REWARD = 1e30
+"""Largest magnitude of a reward: what is worked out from rewards still fits into float32."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Rollout:
     """One complete attempt at a task (elsewhere: an episode, a trajectory)."""
@@ -244,13 +248,23 @@ class Rollout:
                 "a reward function (environment.rewards) gave one"
             )
         for name, value in self.rewards.items():
-            if not math.isfinite(value):
-                raise ValueError(f"Rollout {self.id}: reward {name!r} is {value}; rewards must be finite")
+            if not abs(value) <= MAX_REWARD:
+                raise ValueError(
+                    f"Rollout {self.id}: reward {name!r} is {value}; rewards must be finite, and at most "
+                    f"{MAX_REWARD:g} in magnitude"
+                )
 
     @property
     def total_reward(self) -> float | None:
         """The scalar return: the sum of its rewards, or None where it has none."""
         return sum(self.rewards.values()) if self.rewards else None
+
+    def score_of(self, component: str) -> float | None:
+        """What a component gave, before the weight of a reward function; None where it gave nothing."""
+        if component not in self.rewards:
+            return None
+        scores = [one.score for one in self.evaluations if one.component == component and one.score is not None]
+        return scores[0] if scores else self.rewards[component]
 
     @property
     def num_generated_tokens(self) -> int:

@@ -181,4 +181,5 @@ class CurriculumStream:
 
 
 def _score(rollout: Rollout) -> float:
-    return float(rollout.rewards.get(CORRECT, rollout.total_reward or 0.0))
+    correct = rollout.score_of(CORRECT)
+    return float((rollout.total_reward or 0.0) if correct is None else correct)

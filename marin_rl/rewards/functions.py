@@ -17,7 +17,7 @@ from typing import Annotated, Any, overload
 
 import pydantic
 
-from marin_rl.types import Message
+from marin_rl.types import MAX_REWARD, Message
 
 
 class RewardMode(enum.StrEnum):
@@ -43,6 +43,9 @@ def _to_float(value: Any) -> Any:
 Number = Annotated[float, pydantic.BeforeValidator(_to_float), pydantic.Field(strict=True, allow_inf_nan=False)]
 """A finite number; numpy's scalars and booleans become floats, strings do not."""
 
+Reward = Annotated[Number, pydantic.Field(ge=-MAX_REWARD, le=MAX_REWARD)]
+"""A number that rewards may have."""
+
 
 class StepOutput(pydantic.BaseModel):
     """What a reward function says about one step of a rollout."""
@@ -51,7 +54,7 @@ class StepOutput(pydantic.BaseModel):
 
     step_index: Annotated[int, pydantic.Field(strict=True, ge=0)]
     """Index in `messages` of the assistant message that this is about, from 0."""
-    base_reward: Number
+    base_reward: Reward
     """Reward of the step alone; finite."""
     metrics: dict[str, Number] = pydantic.Field(default_factory=dict)
     """Further numbers to log, by name."""
@@ -64,7 +67,7 @@ class EvaluateResult(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
-    score: Number
+    score: Reward
     """The rollout's reward, before the component's weight; finite."""
     step_outputs: tuple[StepOutput, ...] = ()
     """Rewards of single steps, in any order, at most one a step."""

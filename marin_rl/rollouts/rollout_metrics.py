@@ -48,11 +48,9 @@ def is_correct(rollout: Rollout) -> bool:
     Full marks in the component `correct`, before a reward function's weight; without one what the environment measured
     as `success`; without either any reward above 0.
     """
-    for evaluation in rollout.evaluations:
-        if evaluation.component == "correct" and "correct" in rollout.rewards and evaluation.score is not None:
-            return evaluation.score >= 1
-    if "correct" in rollout.rewards:
-        return rollout.rewards["correct"] >= 1
+    score = rollout.score_of("correct")
+    if score is not None:
+        return score >= 1
     if "success" in rollout.metrics:
         return rollout.status.is_graded and rollout.metrics["success"] >= 1
     return (rollout.total_reward or 0.0) > 0

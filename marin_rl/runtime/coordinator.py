@@ -149,7 +149,11 @@ class Coordinator:
             worker: its name.
             incarnation: names this life of it.
         """
-        if worker in self._workers:
+        known = self._workers.get(worker)
+        if known is not None and known.incarnation == incarnation:
+            # The answer was lost, and the call came again.
+            return
+        if known is not None:
             self._give_up(worker)
         self._workers[worker] = _Worker(incarnation, self._clock(), self._clock())
         self.counts["joined"] += 1

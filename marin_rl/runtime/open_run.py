@@ -120,7 +120,10 @@ def forget_older(run: TrainingRun, report: Report) -> None:
         report: is told, where there is anything.
     """
     if lost := run.drop_stale(run.progress.step, max_staleness=0):
-        report(f"{lost} waiting groups were sampled with older weights than those kept; they are sampled anew")
+        report(
+            f"{lost} waiting groups were sampled with older weights than those kept; what was not trained on yet is "
+            "played anew"
+        )
 
 
 def _open_parts(config: TrainConfig, folder: Path, opened: contextlib.ExitStack) -> _Parts:

@@ -25,7 +25,10 @@ PAUSE = 1.0
 
 @runtime_checkable
 class WorkerDesk(Protocol):
-    """What a worker asks of a coordinator; calls may be repeated without harm."""
+    """What a worker asks of a coordinator.
+
+    A call whose answer got lost comes again: nothing is taken, played or lost twice by that.
+    """
 
     def join(self, worker: str, incarnation: str) -> None:
         """A worker begins."""

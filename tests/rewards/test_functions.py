@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 
 from marin_rl.rewards import EvaluateResult, StepOutput, reward_function
 from marin_rl.rewards.functions import RewardFunctionError, RewardMode, evaluate, required_options
+from marin_rl.types import MAX_REWARD
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
+REWARDS = st.floats(-MAX_REWARD, MAX_REWARD)
 
 
 @given(
-    score=FINITE,
-    steps=st.lists(st.builds(StepOutput, step_index=st.integers(0, 9), base_reward=FINITE), max_size=3),
+    score=REWARDS,
+    steps=st.lists(st.builds(StepOutput, step_index=st.integers(0, 9), base_reward=REWARDS), max_size=3),
     metrics=st.dictionaries(st.text(max_size=5), FINITE, max_size=3),
     reason=st.none() | st.text(),
     is_score_valid=st.booleans(),
@@ -45,6 +47,16 @@ def test_scores_are_finite_numbers(score):
         EvaluateResult(score=1.0, metrics={"length": score})
     with pytest.raises(pydantic.ValidationError, match="base_reward"):
         StepOutput(step_index=0, base_reward=score)
+
+
+@pytest.mark.parametrize("score", [1.1e30, -1e308])
+def test_scores_that_sums_in_float32_cannot_hold_are_none(score: float):
+    with pytest.raises(pydantic.ValidationError, match="score"):
+        EvaluateResult(score=score)
+    with pytest.raises(pydantic.ValidationError, match="base_reward"):
+        StepOutput(step_index=0, base_reward=score)
+    # What is only logged may be as large as it is.
+    assert EvaluateResult(score=MAX_REWARD, metrics={"length": score}).metrics == {"length": score}
 
 
 @pytest.mark.parametrize("score", [1, True, np.float32(1.0), np.int64(1), np.float64(1.0)])

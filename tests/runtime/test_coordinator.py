@@ -129,6 +129,15 @@ def test_a_worker_that_comes_back_in_a_new_life_gives_up_what_it_had_at_once(coo
     assert numbers(coordinator.next_work("b", "b1", 0, 5)) == [(1, 0), (1, 1)]
 
 
+def test_a_call_to_join_that_comes_again_is_the_same_one(coordinator: Coordinator) -> None:
+    counts = dict(coordinator.counts)
+    coordinator.next_work("a", "a1", 0, 2)
+    coordinator.join("a", "a1")
+    assert coordinator.counts == counts
+    # What it was handed in between is still its own.
+    assert numbers(coordinator.next_work("b", "b1", 0, 5)) == []
+
+
 def test_what_never_reached_a_worker_goes_to_others_and_what_it_plays_stays_with_it(coordinator: Coordinator) -> None:
     coordinator.next_work("a", "a1", 0, 2)
     coordinator.plays("a", "a1", [OrderNumber(1, 0)])

@@ -58,7 +58,9 @@ def test_what_was_sampled_with_weights_that_are_gone_is_sampled_anew_where_they_
         run.replay.add(OrderNumber(4, index), RolloutGroup(group.id, rollouts))
     said: list[str] = []
     forget_older(run, said.append)
-    assert said == ["2 waiting groups were sampled with older weights than those kept; they are sampled anew"]
+    assert said == [
+        "2 waiting groups were sampled with older weights than those kept; what was not trained on yet is played anew"
+    ]
     assert run.replay.ages(3) == [0]
     assert [task["id"] for task in run.orders.state["again"]] == ["task-1", "task-2"]
 

@@ -222,6 +222,8 @@ def test_output(attack: Attack, name: str):
         '{"results": [{"score": 1}, {"score": 1}]}',
         '{"results": [{"score": NaN}]}',
         '{"results": [{"score": 1e999}]}',
+        '{"results": [{"score": 1e308}]}',
+        '{"results": [{"score": 1, "step_outputs": [{"step_index": 1, "base_reward": -1e31}]}]}',
         '{"results": [{"score": 1' + "0" * 400 + "}]}",
         '{"results": [{"score": 1, "metrics": {"large": 1' + "0" * 400 + "}}]}",
         '{"results": [{"score": 1, "step_outputs": [{"step_index": 1, "base_reward": -1' + "0" * 400 + "}]}]}",
