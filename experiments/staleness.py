@@ -79,6 +79,11 @@ class LaggingCrew:
         """Nothing."""
         return {}
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Nothing."""
+        return {}
+
 
 @dataclasses.dataclass(frozen=True)
 class _Records:

@@ -51,6 +51,11 @@ class Crew(Protocol):
         """What there is to say of it."""
         ...
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """What it has counted since the run began; part of the run's state."""
+        ...
+
 
 class OwnCrew:
     """The trainer's own sampler, when it is waited for."""
@@ -79,6 +84,11 @@ class OwnCrew:
         """Nothing: the sampler has the weights."""
 
     def metrics(self) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+    @property
+    def counts(self) -> dict[str, int]:
         """Nothing."""
         return {}
 

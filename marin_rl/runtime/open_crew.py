@@ -15,6 +15,7 @@ from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.run_rollouts import Player
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.crew import Crew, OwnCrew
+from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.ray_workers import ray_workers
 from marin_rl.runtime.remote_crew import RemoteCrew
 from marin_rl.runtime.shared_run import SharedCrew
@@ -24,13 +25,13 @@ from marin_rl.weights.snapshot import TrainingHost
 from marin_rl.weights.token import make_token
 
 
-def open_crew(config: TrainConfig, player: Player, vocab_size: int, opened: contextlib.ExitStack) -> Crew:
+def open_crew(config: TrainConfig, player: Player, progress: Progress, opened: contextlib.ExitStack) -> Crew:
     """The trainer's own sampler, or workers, started and served with weights.
 
     Args:
         config: says which, and how many.
         player: the trainer's own.
-        vocab_size: of the model, which may be larger than the tokenizer's.
+        progress: knows the size of the model's vocabulary, and what workers of the run have done before.
         opened: ends what is started here.
     """
     if config.mode is Mode.SYNC:
@@ -46,8 +47,9 @@ def open_crew(config: TrainConfig, player: Player, vocab_size: int, opened: cont
     if not processes.is_main():
         return SharedCrew(None, sender)
     # The workers end before the server that they fetch from.
-    desk = opened.enter_context(ray_workers(config, vocab_size, token))
-    crew = RemoteCrew(desk, sender, patience=config.workers.patience, addresses=addresses)
+    desk = opened.enter_context(ray_workers(config, progress.vocab_size, token))
+    patience, counts = config.workers.patience, progress.worker_counts
+    crew = RemoteCrew(desk, sender, patience=patience, addresses=addresses, counts=counts)
     opened.enter_context(Closing(crew.close))
     return crew if len(addresses) == 1 else SharedCrew(crew, sender)
 

@@ -213,7 +213,7 @@ def _assemble(config: TrainConfig, parts: _Parts, standing: _Standing, opened: c
         state=state,
         progress=progress,
         player=player,
-        crew=open_crew(config, player, progress.vocab_size, opened),
+        crew=open_crew(config, player, progress, opened),
         orders=OrderBook(make_pace(config), progress.orders),
         replay=make_replay(config),
         history=make_history(config),

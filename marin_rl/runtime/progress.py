@@ -23,6 +23,8 @@ class Progress:
     """Rollouts sampled for training."""
     orders: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Groups that were ordered and have not come."""
+    worker_counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    """What became of rollout workers and their groups."""
     sampled_tokens: int = 0
     """Tokens sampled for training."""
     trained_tokens: int = 0

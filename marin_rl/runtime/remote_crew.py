@@ -5,7 +5,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from marin_rl.background_job import BackgroundJob
@@ -56,6 +56,7 @@ class RemoteCrew:
         patience: float,
         poll: float = 1.0,
         addresses: Sequence[str] | None = None,
+        counts: Mapping[str, int] | None = None,
     ) -> None:
         """Owe nothing.
 
@@ -65,6 +66,7 @@ class RemoteCrew:
             patience: seconds without a single group after which to give up.
             poll: seconds that one question may wait for its answer.
             addresses: of the senders of all training hosts; None for this sender alone.
+            counts: what was counted before the run was taken up again.
         """
         self._desk = desk
         self._sender = sender
@@ -78,9 +80,9 @@ class RemoteCrew:
         self._incarnation: str | None = None
         self.workers: dict[str, int] = {}
         """Who was there when the last groups came, and how many groups each had played."""
-        self.counts: dict[str, int] = {}
-        """What the coordinators have counted until then; see `Coordinator.counts`."""
-        self._counts_before: dict[str, int] = {}
+        self.counts = dict(counts or {})
+        """What the coordinators of the run have counted until then; see `Coordinator.counts`."""
+        self._counts_before = self.counts
         self._seconds = {"present": 0.0, "busy": 0.0}
         self._seconds_before = self._seconds
 

@@ -72,6 +72,11 @@ class SharedCrew:
         """See [`Crew`][marin_rl.runtime.crew.Crew]; nothing but in the main process."""
         return {} if self._crew is None else self._crew.metrics()
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """See [`Crew`][marin_rl.runtime.crew.Crew]; nothing but in the main process, which writes the checkpoints."""
+        return {} if self._crew is None else self._crew.counts
+
 
 def check_config(config: TrainConfig) -> None:
     """Refuse what needs the trainer's own sampler, where training runs in several processes.

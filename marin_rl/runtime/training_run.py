@@ -111,6 +111,7 @@ class TrainingRun:
         with writing(self.store.folder):
             self.store.flush()
         self.progress.orders = self.orders.state
+        self.progress.worker_counts = self.crew.counts
         return self.checkpoints.save(
             self.state,
             self.progress.step,

@@ -20,6 +20,7 @@ from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.coordinator import Office
 from marin_rl.runtime.crew import OwnCrew
 from marin_rl.runtime.open_crew import make_history, make_pace, make_replay, open_crew
+from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.remote_crew import RemoteCrew
 from marin_rl.runtime.shared_run import SharedCrew
 from marin_rl.runtime.workers_config import Mode, ReplayConfig, WorkersConfig
@@ -100,7 +101,7 @@ def workers_of(said: list[str], fail: bool = False) -> Any:
 def open_it(config: TrainConfig, opened: contextlib.ExitStack) -> Any:
     environment = ArithmeticConfig(digits=1, size=50).build()
     player = make_player(bare_run(config), {}, environment)
-    return open_crew(config, player, 264, opened)
+    return open_crew(config, player, Progress(vocab_size=264, worker_counts={"lost": 3}), opened)
 
 
 def asynchronous(weights: Weights) -> TrainConfig:
@@ -126,6 +127,7 @@ def test_workers_end_before_the_server_that_they_fetch_from(monkeypatch: pytest.
     with contextlib.ExitStack() as opened:
         crew = open_it(asynchronous(weights), opened)
         assert isinstance(crew, RemoteCrew)
+        assert crew.counts == {"lost": 3}
         crew.publish({}, 7)
     # What was published is told of before anybody ends.
     assert weights.said == [

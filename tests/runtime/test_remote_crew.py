@@ -201,6 +201,15 @@ def test_counts_go_on_over_coordinators_and_shares_are_of_the_time_since_they_we
     assert after(4.0, 3.0, 2, "two") == {**expected, "workers/busy_share": 0.0, "workers/joined": 5.0}
 
 
+def test_counts_go_on_where_the_run_was_stopped(desk: Desk, sender: Sender) -> None:
+    crew = RemoteCrew(desk, sender, patience=600.0, counts={"joined": 4, "lost": 1})
+    assert crew.metrics()["workers/joined"] == 4.0
+    for incarnation, joined in (("one", 6), ("two", 8)):
+        desk.deliveries = [NOTHING._replace(incarnation=incarnation, counts={"joined": 2, "lost": 0})]
+        crew.ask(crew.deadline())
+        assert crew.counts == {"joined": joined, "lost": 1}
+
+
 def test_an_error_that_ended_a_worker_is_raised_when_no_more_groups_come(crew: RemoteCrew, desk: Desk) -> None:
     crew.submit([order(1, 0), order(1, 1)])
     desk.deliveries = [with_groups((1, 0), failure="worker-0: KeyError: 'x'"), NOTHING._replace(failure="worker-0: no")]
