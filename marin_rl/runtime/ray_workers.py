@@ -9,7 +9,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -102,6 +102,15 @@ class RayDesk:
         """
         self._coordinator = coordinator
         self._patience = patience
+        self._running: dict[str, Any] = {}
+
+    def watch(self, running: Mapping[str, Any]) -> None:
+        """Look at these workers too when no groups come: one that cannot even begin tells no coordinator.
+
+        Args:
+            running: the end of each, by its name.
+        """
+        self._running = dict(running)
 
     def submit(self, orders: Sequence[GroupOrder]) -> None:
         """See `Office`."""
@@ -120,6 +129,7 @@ class RayDesk:
         delivery = self._ask(lambda: self._coordinator.take.remote(list(acknowledged), seconds))
         if not delivery.groups:
             check_node()
+            return delivery._replace(failure=delivery.failure or self._failure())
         return delivery
 
     def stop(self) -> None:
@@ -162,6 +172,15 @@ class RayDesk:
     def leave(self, worker: str, incarnation: str) -> None:
         """See `Office`."""
         self._ask(lambda: self._coordinator.leave.remote(worker, incarnation))
+
+    def _failure(self) -> str | None:
+        for name, end in self._running.items():
+            ended, _ = ray.wait([end], timeout=0)
+            try:
+                ray.get(ended)
+            except RayError as error:
+                return f"{name}: {str(error).strip().splitlines()[-1]}"
+        return None
 
     def _ask(self, question: Callable[[], "ray.ObjectRef[Any]"]) -> Any:
         deadline = time.monotonic() + self._patience
@@ -265,8 +284,9 @@ def ray_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[Ra
             worker.remote(to_yaml(config), vocab_size, token, f"worker-{index}", name)
             for index in range(workers.num_workers)
         ]
-        running = [actor.run.remote() for actor in actors]
-        opened.callback(_say_farewell, RayDesk(coordinator, FAREWELL), actors, running)
+        running = {f"worker-{index}": actor.run.remote() for index, actor in enumerate(actors)}
+        desk.watch(running)
+        opened.callback(_say_farewell, RayDesk(coordinator, FAREWELL), actors, list(running.values()))
         yield desk
 
 

@@ -87,6 +87,19 @@ def test_where_rays_node_has_died_nobody_waits(cluster: Cluster, nodes: list[Any
     assert cluster.asked == 1
 
 
+def test_a_worker_that_could_not_even_begin_is_told_of(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = RayActorError(error_msg="The actor died because of an error in its creation\nImportError: no such thing\n")
+    monkeypatch.setattr(ray_workers.ray, "wait", lambda ends, timeout: ([end for end in ends if end], []))
+    desk = RayDesk(Coordinator(), 60.0)
+    desk.watch({"worker-0": None, "worker-1": "its end"})
+    # Ray is asked for what came, for the end of nobody, and for that of the second worker.
+    cluster.answers = [NOTHING, [], lost]
+    assert desk.take([], 1.0).failure == "worker-1: ImportError: no such thing"
+    # What a worker itself has told goes before.
+    cluster.answers = [NOTHING._replace(failure="worker-1: OSError: no disk")]
+    assert desk.take([], 1.0).failure == "worker-1: OSError: no disk"
+
+
 def test_while_groups_come_nobody_asks(cluster: Cluster) -> None:
     came = NOTHING._replace(groups=[((1, 0), "group")])
     cluster.answers, cluster.nodes = [came], []
