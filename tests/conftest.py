@@ -6,6 +6,8 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -40,6 +42,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     found = os.environ.get("XLA_FLAGS")
     if found != _XLA_FLAGS:
         raise pytest.UsageError(f"a module set XLA_FLAGS={found} when it was imported; do so under __main__ alone")
+
+
+_MAPS = Path("/proc/self/maps")
+_MOST_MAPS = 20_000
+"""Of the 65,530 pieces of memory that Linux lets a process map by default. Each compiled program takes some for good,
+and where there are none left, threads cannot be started and XLA crashes."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs() -> Iterator[None]:
+    """Forget compiled programs between modules when there are many; the cache on disk has most of them."""
+    yield
+    if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:
+        import jax
+
+        jax.clear_caches()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
