@@ -4,7 +4,8 @@
 """Puts the parts of a run together, and starts it or takes it up where it stopped."""
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ from marin_rl.runtime.warm_start import warm_start
 from marin_rl.runtime.workers_config import Mode
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import RolloutGroup
 
 Report = Callable[[str], None]
 """Is told of progress, a line at a time."""
@@ -192,8 +194,13 @@ def _start(config: TrainConfig, parts: _Parts, report: Report) -> _Standing:
     key = jax.random.PRNGKey(derive_seed(config.seed, "training") % 2**32)
     state = parts.learner.initial_state(trained, key)
     sampler.update(policy_of(state.model), 0)
-    measure("before RL", lambda groups: parts.store.write(0, groups, {}, EVALUATION))
+    measure("before RL", functools.partial(_store_evaluation, parts.store))
     return _Standing(state, sampler, progress)
+
+
+def _store_evaluation(store: RolloutStore, groups: Sequence[RolloutGroup]) -> None:
+    with writing(store.folder):
+        store.write(0, groups, {}, EVALUATION)
 
 
 def _assemble(config: TrainConfig, parts: _Parts, standing: _Standing, opened: contextlib.ExitStack) -> TrainingRun:

@@ -1,6 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import errno
 import logging
 import signal
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from marin_rl.rollouts.store import RolloutStore
 from marin_rl.runtime import session
 from marin_rl.runtime.run_directory import RunDirectory
 from marin_rl.runtime.session import logged_errors, stop_on_signals
@@ -165,3 +167,17 @@ def test_a_second_process_is_refused(
         assert run.train() == 1
     assert "is in use by process" in capfd.readouterr().err
     assert not (run.path / "config.yaml").exists()
+
+
+def test_a_disk_that_is_full_at_the_first_evaluation_is_told_of(
+    new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RolloutStore, "write", full)
+    run = new_run(warm_start__max_steps=0, num_steps=1)
+    assert run.train() == 1
+    told = capfd.readouterr().err
+    assert f"error: cannot write '{run.path / 'rollouts'}': the disk is full; free some space" in told
+    assert "Traceback" not in told
