@@ -92,6 +92,9 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(shared: TinyRun, tmp_path: Pa
     train(killed, 2)
     assert comparable(killed) == comparable(shared)
     found, expected = outcome(killed), outcome(shared)
+    # What became of workers is counted over the whole run, and each start has its own.
+    joined = [one["progress"].pop("worker_counts")["joined"] for one in (found, expected)]
+    assert joined == [2, 1]
     for part in ("steps", "progress", "state", "rollouts", "hf"):
         assert found[part] == expected[part], part
 
