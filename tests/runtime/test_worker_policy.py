@@ -53,6 +53,8 @@ class Trainer:
             self._config.model, self._tokenizer, self._trainer, key=jax.random.PRNGKey(self.version)
         )
         self.sender.publish(model, self.version)
+        # As a trainer announces: when they can be had.
+        self.sender.flush()
 
     def announced(self) -> Announcement:
         self.questions += 1
