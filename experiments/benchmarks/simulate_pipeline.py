@@ -222,10 +222,10 @@ class Simulation:
         room = self.pipeline.groups_together - worker.playing
         told = self._coordinator.next_work(worker.name, str(worker.life), worker.version, room)
         assert told is not None
-        fetches = not worker.playing and told.version != worker.version
+        fetches = not worker.playing and told.newest.version != worker.version
         worker.is_waiting = not (worker.playing or told.orders or fetches)
         if fetches:
-            worker.version = told.version
+            worker.version = told.newest.version
         delay = self.pipeline.fetch_seconds if fetches else 0.0
         if told.orders and not worker.playing:
             worker.since = self.now

@@ -277,18 +277,13 @@ def _literal(value, depth=0):
     if kind is float and value == value:
         # There is no word for infinity, but there are numbers that are read as it.
         return repr(value).replace("inf", "1e999")
-    if kind is list:
-        return "[" + "".join(_literal(item, depth + 1) + ", " for item in value) + "]"
-    if kind is tuple:
-        return "(" + "".join(_literal(item, depth + 1) + ", " for item in value) + ")"
-    if kind is set and value:
-        return "{" + "".join(_literal(item, depth + 1) + ", " for item in value) + "}"
+    if kind is set and not value:
+        return "set()"
     if kind is dict:
         pairs = (_literal(key, depth + 1) + ": " + _literal(item, depth + 1) for key, item in value.items())
         return "{" + "".join(pair + ", " for pair in pairs) + "}"
-    if kind is set:
-        return "set()"
-    raise TypeError("not a plain value")
+    opening, closing = {list: "[]", tuple: "()", set: "{}"}[kind]
+    return opening + "".join(_literal(item, depth + 1) + ", " for item in value) + closing
 
 def _ask(code, expressions, token):
     import json

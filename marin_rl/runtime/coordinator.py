@@ -21,23 +21,6 @@ from marin_rl.rollouts.orders import GroupOrder, OrderNumber
 from marin_rl.types import WeightVersion
 
 
-class Work(NamedTuple):
-    """What a worker is told when it asks."""
-
-    orders: list[GroupOrder]
-    """Groups to play; none where there is nothing that it may begin with its weights."""
-    version: WeightVersion
-    """The newest weights."""
-    addresses: tuple[str, ...]
-    """Where they are; empty where there are none yet."""
-    stop: bool
-    """Whether the run is over."""
-
-    def is_newer_than(self, version: WeightVersion | None) -> bool:
-        """Whether there are newer weights to fetch than those of this version; None for none."""
-        return bool(self.addresses) and (version is None or self.version > version)
-
-
 class Announcement(NamedTuple):
     """The newest weights."""
 
@@ -45,6 +28,21 @@ class Announcement(NamedTuple):
     """Steps of training behind them."""
     addresses: tuple[str, ...]
     """Where they are; empty where there are none yet."""
+
+    def is_newer_than(self, version: WeightVersion | None) -> bool:
+        """Whether there are newer weights to fetch than those of this version; None for none."""
+        return bool(self.addresses) and (version is None or self.version > version)
+
+
+class Work(NamedTuple):
+    """What a worker is told when it asks."""
+
+    orders: list[GroupOrder]
+    """Groups to play; none where there is nothing that it may begin with its weights."""
+    newest: Announcement
+    """The newest weights."""
+    stop: bool
+    """Whether the run is over."""
 
 
 class Delivery(NamedTuple):
@@ -180,7 +178,7 @@ class Coordinator:
         for number in numbers:
             self._waiting.remove(number)
         known.orders |= set(numbers)
-        return Work([self._orders[number] for number in numbers], self._version, self._addresses, self._stop)
+        return Work([self._orders[number] for number in numbers], self.announced, self._stop)
 
     def plays(self, worker: str, incarnation: str, numbers: Collection[OrderNumber]) -> None:
         """A worker says all that it plays. What it was handed besides never reached it, and goes to others."""
@@ -331,7 +329,7 @@ class Office:
         with self._changed:
             self._coordinator.plays(worker, incarnation, playing)
             work = self._coordinator.next_work(worker, incarnation, version, room)
-            if work is not None and not (work.orders or work.stop or work.is_newer_than(version)):
+            if work is not None and not (work.orders or work.stop or work.newest.is_newer_than(version)):
                 self._changed.wait(seconds)
                 work = self._coordinator.next_work(worker, incarnation, version, room)
             return work

@@ -146,8 +146,7 @@ def _work(desk: WorkerDesk, name: str, incarnation: str, policy: WorkerPolicy, p
             continue
         if told.stop:
             return
-        if told.is_newer_than(policy.version):
-            is_cut_off = not policy.fetch(told.addresses)
+        is_cut_off = told.newest.is_newer_than(policy.version) and not policy.fetch(told.newest.addresses)
         if is_cut_off:
             # The next question takes no orders, and says that none is played: what it was handed goes to others.
             time.sleep(min(poll, PAUSE))
@@ -179,9 +178,8 @@ class _Places:
 
     def _more(self) -> list[GroupOrder]:
         version = self._policy.version
-        assert version is not None, "it plays with weights"
         # Between groups the places stay empty until all have ended, and the newer weights are fetched.
-        if not self._policy.is_in_flight and self._desk.announced().version > version:
+        if not self._policy.is_in_flight and self._desk.announced().is_newer_than(version):
             return []
         room = self._policy.room - len(self._playing)
         told = self._desk.next_work(self._name, self._incarnation, version, room, sorted(self._playing), 0.0)

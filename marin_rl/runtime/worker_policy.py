@@ -127,9 +127,7 @@ class ReceivedPolicy:
 
     def _fetch_newer(self, version: WeightVersion | None) -> Weights | None:
         announced = self._announced()
-        if not announced.addresses or (version is not None and announced.version <= version):
-            return None
-        return self._receive(announced.addresses)
+        return self._receive(announced.addresses) if announced.is_newer_than(version) else None
 
     def _receive(self, addresses: Sequence[str]) -> Weights:
         if tuple(addresses) != self._addresses or self._receiver is None:

@@ -82,7 +82,7 @@ def test_workers_hear_of_weights_and_of_the_end(coordinator: Coordinator) -> Non
     assert coordinator.announced == (3, ("here",))
     told = coordinator.next_work("a", "a1", None, 1)
     assert told is not None
-    assert (told.version, told.addresses, told.stop) == (3, ("here",), False)
+    assert (told.newest, told.stop) == ((3, ("here",)), False)
     coordinator.announce(2, ["there"])
     assert coordinator.announced == (3, ("here",))
     coordinator.stop()

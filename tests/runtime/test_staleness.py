@@ -132,8 +132,8 @@ class World:
         if told is None:
             self.coordinator.join(worker.name, worker.incarnation)
             return
-        if told.addresses and self.chance.random() < 0.7:
-            worker.version = told.version
+        if told.newest.addresses and self.chance.random() < 0.7:
+            worker.version = told.newest.version
         for order in told.orders:
             assert worker.version is not None
             assert worker.version >= order.min_version
