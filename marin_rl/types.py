@@ -158,7 +158,8 @@ class Evaluation:
     weight: float
     """What its scores are multiplied by."""
     score: float | None
-    """The score before the weight; None where it is not valid or was lost."""
+    """The score before the weight, the sum of the step rewards if the component gave no score of its own; None where it
+    is not valid or was lost."""
     steps: tuple[StepReward, ...] = ()
     """Its words on single turns, in their order; at most one a turn."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)

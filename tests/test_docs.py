@@ -3,7 +3,9 @@
 
 """What the documentation shows works, and what it defines is what runs log."""
 
+import dataclasses
 import doctest
+import importlib
 import json
 import math
 import re
@@ -11,22 +13,26 @@ import shlex
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import numpy as np
+import pydantic
 import pytest
+import yaml
 
 from marin_rl import evaluate, train
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig, Sequences
 from marin_rl.objectives.signals import AdvantageConfig, RolloutSignal
+from marin_rl.rewards import EvaluateResult, StepOutput
 from marin_rl.runtime.config import TrainConfig, levanter_defaults
 from marin_rl.runtime.config_decoding import ConfigError, decode
 from marin_rl.runtime.config_parsing import merge, parse_config, parse_yaml
+from tests.config_classes import config_classes
 from tests.one_reply import answer
 from tests.runtime.thread_workers import thread_workers
 from tests.tiny_run import TinyRun, make_run
@@ -232,6 +238,42 @@ def test_commands_are_understood(words: list[str], monkeypatch: pytest.MonkeyPat
         assert parse_config(TrainConfig, argv, levanter_defaults(), train.FLAGS).config_path is not None
     else:
         assert parse_config(evaluate.EvaluateConfig, argv, {}, evaluate.FLAGS).config.run
+
+
+# The API reference.
+
+ENTRY = re.compile(r"^::: (\S+)\n((?:    .*\n)*)", re.MULTILINE)
+
+
+def reference() -> dict[str, dict[str, Any]]:
+    """The options of each object in the API reference, by its full name."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "pages" / "api").glob("*.md"))
+    return {name: (yaml.safe_load(options) or {}).get("options", {}) for name, options in ENTRY.findall(text)}
+
+
+def test_every_object_of_the_reference_exists() -> None:
+    for name in reference():
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+@pytest.mark.parametrize(
+    "cls", sorted(config_classes(), key=lambda cls: cls.__qualname__), ids=lambda cls: cls.__qualname__
+)
+def test_every_config_class_and_its_fields_are_in_the_reference(cls: type) -> None:
+    options = reference()[f"{cls.__module__}.{cls.__qualname__}"]
+    own = {
+        field.name for field in dataclasses.fields(cast(Any, cls)) if field.name in vars(cls).get("__annotations__", {})
+    }
+    shown = options.get("members", [])
+    assert shown is None or own <= set(shown)
+
+
+@pytest.mark.parametrize("cls", [EvaluateResult, StepOutput])
+def test_the_answer_of_a_reward_function_is_in_the_reference(cls: type[pydantic.BaseModel]) -> None:
+    shown = reference()[f"{cls.__module__}.{cls.__qualname__}"]["members"]
+    assert set(cls.model_fields) <= set(shown)
+    assert "marin_rl.rewards.functions.reward_function" in reference()
 
 
 # The page of metrics.

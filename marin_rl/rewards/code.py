@@ -119,7 +119,7 @@ class CodeReward:
         try:
             tests = parse_tests(request.ground_truth)
         except CodeTestsError as error:
-            return EvaluateResult(score=0.0, is_score_valid=False, error=f"task {request.task_id}: {error}")
+            return EvaluateResult(is_score_valid=False, error=f"task {request.task_id}: {error}")
         passed = await run_tests(self._sandbox, extract_code(request.messages[-1]["content"]), tests)
         share = sum(passed) / len(passed)
         return EvaluateResult(

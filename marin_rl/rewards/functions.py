@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import functools
 import inspect
+import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, overload
@@ -63,14 +64,22 @@ class StepOutput(pydantic.BaseModel):
 
 
 class EvaluateResult(pydantic.BaseModel):
-    """What a reward function says about one rollout."""
+    """The evaluation of one rollout: a score, step rewards, or both.
+
+    Raises:
+        pydantic.ValidationError: if neither `score` nor `step_outputs` is given for a valid result, if a number is
+            not finite, or if the sum of the step rewards exceeds 1e30 in magnitude without a score.
+
+    >>> EvaluateResult(step_outputs=[StepOutput(step_index=1, base_reward=0.5)]).total_score
+    0.5
+    """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
-    score: Reward
-    """The rollout's reward, before the component's weight; finite."""
-    step_outputs: tuple[StepOutput, ...] = ()
-    """Rewards of single steps, in any order, at most one a step."""
+    score: Reward | None = None
+    """The rollout's reward, before the component's weight; finite. None: the sum of the step rewards."""
+    step_outputs: tuple[StepOutput, ...] | None = None
+    """Rewards of single steps, in any order, at most one a step; None: the score alone."""
     metrics: dict[str, Number] = pydantic.Field(default_factory=dict)
     """Further numbers to log, by name."""
     reason: str | None = None
@@ -79,6 +88,27 @@ class EvaluateResult(pydantic.BaseModel):
     """False where no score could be found: the rollout then carries no signal, instead of a misleading 0."""
     error: str | None = None
     """What went wrong, where something did."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_completeness(self) -> "EvaluateResult":
+        if self.is_score_valid and self.score is None and self.step_outputs is None:
+            raise ValueError(
+                "score and step_outputs are both None; give at least one of them, or is_score_valid=False for a "
+                "rollout that cannot be judged"
+            )
+        if not abs(self.total_score) <= MAX_REWARD:
+            raise ValueError(
+                f"the base rewards of step_outputs sum to {self.total_score:g}, which is the score if none is given; "
+                f"at most {MAX_REWARD:g} in magnitude"
+            )
+        return self
+
+    @property
+    def total_score(self) -> float:
+        """The rollout's reward before the weight: `score`, or the sum of the base rewards if `score` is None."""
+        if self.score is not None:
+            return self.score
+        return math.fsum(step.base_reward for step in self.step_outputs or ())
 
 
 @dataclasses.dataclass(frozen=True)

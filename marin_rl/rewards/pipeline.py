@@ -82,13 +82,15 @@ class RewardPipeline:
             why = result.error or result.reason or "it says that its score is not valid"
             return self._lost(component, request, LossCause.INVALID_SCORE, why)
         try:
-            steps = align_steps(request.rollout_id, request.messages, result.step_outputs, request.first_policy_message)
+            steps = align_steps(
+                request.rollout_id, request.messages, result.step_outputs or (), request.first_policy_message
+            )
         except StepIndexError as error:
             return self._lost(component, request, LossCause.STEP_INDEX, str(error))
         return Evaluation(
             component=component.name,
             weight=component.weight,
-            score=result.score,
+            score=result.total_score,
             steps=tuple(steps.values()),
             metrics=dict(result.metrics),
             reason=result.reason,

@@ -67,8 +67,8 @@ def test_the_config_works(folder: Path, monkeypatch: pytest.MonkeyPatch, request
             group = await pipeline.judge_group(requests)
             rewards = [weighted_rewards([*one, *others]) for one, others in zip(ones, group, strict=True)]
             assert rewards == [
-                {"accuracy": 1.0, "short_turns": 0.0, "shortest_of_group": 0.2},
-                {"accuracy": 0.0, "short_turns": 0.0, "shortest_of_group": 0.0},
+                {"accuracy": 1.0, "short_turns": 0.1, "shortest_of_group": 0.2},
+                {"accuracy": 0.0, "short_turns": 0.1, "shortest_of_group": 0.0},
             ]
             assert [step.base_reward for step in ones[0][1].steps] == [1.0]
 

@@ -17,11 +17,12 @@ from marin_rl.types import MAX_REWARD
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 REWARDS = st.floats(-MAX_REWARD, MAX_REWARD)
+SMALL_REWARDS = st.floats(-MAX_REWARD / 4, MAX_REWARD / 4)
 
 
 @given(
-    score=REWARDS,
-    steps=st.lists(st.builds(StepOutput, step_index=st.integers(0, 9), base_reward=REWARDS), max_size=3),
+    score=st.none() | REWARDS,
+    steps=st.lists(st.builds(StepOutput, step_index=st.integers(0, 9), base_reward=SMALL_REWARDS), max_size=3),
     metrics=st.dictionaries(st.text(max_size=5), FINITE, max_size=3),
     reason=st.none() | st.text(),
     is_score_valid=st.booleans(),
@@ -39,7 +40,7 @@ def test_results_survive_json(score, steps, metrics, reason, is_score_valid, err
     assert EvaluateResult.model_validate_json(result.model_dump_json(), strict=True) == result
 
 
-@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf, 10**400, -(10**400), "1.0", None, [1.0], 1j])
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf, 10**400, -(10**400), "1.0", [1.0], 1j])
 def test_scores_are_finite_numbers(score):
     with pytest.raises(pydantic.ValidationError, match="score"):
         EvaluateResult(score=score)
@@ -57,6 +58,49 @@ def test_scores_that_sums_in_float32_cannot_hold_are_none(score: float):
         StepOutput(step_index=0, base_reward=score)
     # What is only logged may be as large as it is.
     assert EvaluateResult(score=MAX_REWARD, metrics={"length": score}).metrics == {"length": score}
+
+
+def test_none_is_a_score_but_no_base_reward_and_no_metric():
+    steps = (StepOutput(step_index=1, base_reward=1.0),)
+    assert EvaluateResult(score=None, step_outputs=steps).score is None
+    with pytest.raises(pydantic.ValidationError, match="length"):
+        EvaluateResult(score=1.0, metrics={"length": None})
+    with pytest.raises(pydantic.ValidationError, match="base_reward"):
+        StepOutput(step_index=0, base_reward=None)
+
+
+STEPS = (StepOutput(step_index=3, base_reward=0.25), StepOutput(step_index=1, base_reward=0.5))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"score": 2.0}, 2.0),
+        ({"score": 2.0, "step_outputs": None}, 2.0),
+        ({"score": 0.0, "step_outputs": STEPS}, 0.0),
+        ({"step_outputs": STEPS}, 0.75),
+        ({"score": None, "step_outputs": STEPS}, 0.75),
+        ({"step_outputs": []}, 0.0),
+    ],
+)
+def test_the_reward_is_the_score_or_the_sum_of_the_steps(given, expected):
+    result = EvaluateResult(**given)
+    assert result.total_score == expected
+    assert EvaluateResult.model_validate_json(result.model_dump_json(), strict=True) == result
+
+
+@pytest.mark.parametrize("given", [{}, {"score": None}, {"step_outputs": None, "reason": "?"}])
+def test_a_valid_result_has_a_score_or_steps(given):
+    with pytest.raises(pydantic.ValidationError, match="score and step_outputs are both None; give at least one"):
+        EvaluateResult(**given)
+    assert EvaluateResult(**given, is_score_valid=False).score is None
+
+
+def test_step_rewards_that_are_the_score_have_its_bound():
+    steps = [StepOutput(step_index=index, base_reward=0.75 * MAX_REWARD) for index in (1, 3)]
+    with pytest.raises(pydantic.ValidationError, match=r"sum to 1\.5e\+30"):
+        EvaluateResult(step_outputs=steps)
+    assert EvaluateResult(score=0.0, step_outputs=steps).total_score == 0.0
 
 
 @pytest.mark.parametrize("score", [1, True, np.float32(1.0), np.int64(1), np.float64(1.0)])

@@ -84,6 +84,16 @@ def test_what_a_component_says_arrives(request_of):
     ]
 
 
+@pytest.mark.parametrize(("score", "expected"), [(None, 2.0), (0.0, 0.0)])
+def test_step_rewards_are_the_score_unless_one_is_given(request_of, score, expected):
+    result = EvaluateResult(score=score, step_outputs=(StepOutput(step_index=1, base_reward=2.0),))
+    pipeline = RewardPipeline([Scripted("style", result, weight=3.0)])
+    [evaluation] = asyncio.run(pipeline.judge_one(request_of()))
+    assert (evaluation.score, evaluation.steps) == (expected, (StepReward(0, 2.0),))
+    assert weighted_rewards([evaluation]) == {"style": 3 * expected}
+    assert evaluation_metrics([evaluation]) == {"rewards/style/score": Metric(expected)}
+
+
 @pytest.mark.parametrize(
     ("answer", "cause", "said"),
     [

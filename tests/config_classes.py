@@ -1,0 +1,48 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The config classes of the project that a YAML file can contain."""
+
+import dataclasses
+import typing
+from typing import Any
+
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+from draccus.utils import is_choice_type
+
+from marin_rl.evaluate import EvaluateConfig
+from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.config_decoding import field_types, is_section
+
+
+def config_classes() -> set[type]:
+    """All dataclasses of marin_rl that are reachable from the commands' configs, registries included."""
+    found: set[type] = set()
+    for root in (TrainConfig, EvaluateConfig):
+        _collect(root, found)
+    return found
+
+
+def type_arguments(annotation: Any) -> list[Any]:
+    """The annotation and everything in its brackets, at any depth.
+
+    >>> type_arguments(tuple[int, ...] | None)
+    [tuple[int, ...] | None, tuple[int, ...], <class 'int'>, Ellipsis, <class 'NoneType'>]
+    """
+    return [annotation, *(inner for part in typing.get_args(annotation) for inner in type_arguments(part))]
+
+
+def _collect(cls: Any, found: set[type]) -> None:
+    if cls in found or not cls.__module__.startswith("marin_rl"):
+        return
+    if is_choice_type(cls):
+        for choice in cls.get_known_choices().values():
+            if choice is not cls:
+                _collect(choice, found)
+    if not dataclasses.is_dataclass(cls):
+        return
+    found.add(cls)
+    for annotation in field_types(cls).values():
+        for part in type_arguments(annotation):
+            if is_section(part):
+                _collect(part, found)
