@@ -6,13 +6,8 @@
 import sys
 from collections.abc import Sequence
 
-from marin_rl.environments.base import Split
-from marin_rl.runtime.arithmetic import describe_run
-from marin_rl.runtime.config import TrainConfig, levanter_defaults
-from marin_rl.runtime.config_parsing import parse_config, to_yaml
-from marin_rl.runtime.session import run_session
-from marin_rl.runtime.starting_weights import resolve_model
-from marin_rl.runtime.user_errors import USER_ERRORS
+from marin_rl.runtime.config_decoding import ConfigError
+from marin_rl.runtime.config_parsing import check_command_line, parse_config, to_yaml
 
 FLAGS = {"dry_run": "Check the config, print it in full with what each update amounts to, and stop."}
 
@@ -27,8 +22,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 when the run is complete or was stopped on request, 1 after an error, 130 after an
         interrupt that left no time to save.
     """
+    arguments = sys.argv[1:] if argv is None else argv
     try:
-        parsed = parse_config(TrainConfig, sys.argv[1:] if argv is None else argv, levanter_defaults(), FLAGS)
+        check_command_line(arguments, FLAGS, "marin_rl.runtime.config", "TrainConfig")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return _run(arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    # Importing jax and levanter takes seconds, so the mistakes that can be found without them are reported before.
+    from marin_rl.environments.base import Split
+    from marin_rl.runtime.arithmetic import describe_run
+    from marin_rl.runtime.config import TrainConfig, levanter_defaults
+    from marin_rl.runtime.session import run_session
+    from marin_rl.runtime.starting_weights import resolve_model
+    from marin_rl.runtime.user_errors import USER_ERRORS
+
+    try:
+        parsed = parse_config(TrainConfig, arguments, levanter_defaults(), FLAGS)
         config = resolve_model(parsed.config)
         if "dry_run" in parsed.flags:
             print(to_yaml(config))

@@ -337,7 +337,7 @@ def test_ranges_are_read_as_they_are_written() -> None:
 def everything(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The records of PPO with a critic, several updates per step, and all that looks at a rollout on the way."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+        patch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
         run = make_run(
             tmp_path_factory.mktemp("everything"),
             initialize_from=str(finished_run.path),
@@ -415,7 +415,7 @@ def lessons(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> 
     }
     numbers = {"type": "arithmetic", "terms": 2, "digits": 1, "size": 100, "name": "sums"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+        patch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
         run = make_run(
             folder,
             environment={
@@ -438,7 +438,7 @@ def lessons(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> 
 def ahead(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The records of a run whose worker samples beside the training."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+        patch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
         patch.setattr("marin_rl.runtime.open_crew.ray_workers", thread_workers)
         run = make_run(
             tmp_path_factory.mktemp("ahead"),

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from marin_rl import train
 from marin_rl.train import main
 from tests.tiny_run import TinyRun, contents, copy_of
 
@@ -76,7 +76,7 @@ def test_the_command_says_how_it_went(finished_run: TinyRun, tmp_path: Path, cap
 def test_training_goes_on_from_the_weights_of_a_finished_run(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
     run = new_run(
         initialize_from=str(finished_run.path),
         model=None,
@@ -98,7 +98,7 @@ def test_an_interrupt_before_the_first_update_ends_with_130(
     def interrupted(config: object, stream: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "run_session", interrupted)
+    monkeypatch.setattr("marin_rl.runtime.session.run_session", interrupted)
     assert new_run().train() == 130
     assert "run the same command again" in capfd.readouterr().err
 
@@ -109,7 +109,7 @@ def test_an_error_that_is_not_the_users_keeps_its_traceback(
     def broken(config: object, stream: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(train, "run_session", broken)
+    monkeypatch.setattr("marin_rl.runtime.session.run_session", broken)
     with pytest.raises(ZeroDivisionError):
         new_run().train()
 
@@ -126,3 +126,42 @@ def test_the_module_is_a_command(tmp_path: Path):
     assert finished.stderr == "error: config file 'absent.yaml' does not exist; there is no YAML file in '.'\n"
     assert finished.stdout == ""
     assert json.dumps(sorted(path.name for path in tmp_path.iterdir())) == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--config", "absent.yaml"], "config file 'absent.yaml' does not exist; "),
+        (["--config", "broken.yaml"], "broken.yaml:2:1: not valid YAML"),
+        (["--config", "present.yaml"], "unknown key enviroment; did you mean 'environment'?"),
+        (["--num_step", "3"], "unknown key num_step; did you mean 'num_steps'?"),
+        (["--config"], "--config needs a value"),
+    ],
+)
+def test_mistakes_in_the_command_line_are_reported_before_jax_is_imported(
+    arguments: list[str], problem: str, tmp_path: Path
+):
+    (tmp_path / "present.yaml").write_text("enviroment: {type: arithmetic}\n")
+    (tmp_path / "broken.yaml").write_text("a: [\n")
+    script = (
+        "import sys\n"
+        "from marin_rl.train import main\n"
+        f"status = main({arguments!r})\n"
+        "print(status, sorted({'jax', 'levanter', 'haliax', 'transformers'} & set(sys.modules)))\n"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", script],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+    )
+    assert finished.stdout == "1 []\n", finished.stderr
+    assert problem in finished.stderr
+
+
+def test_a_key_of_a_section_given_at_the_top_level_is_still_placed(capfd: Capture, tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(f"run_dir: {tmp_path / 'run'}\ngroup_size: 4\n")
+    assert main(["--config", str(tmp_path / "run.yaml")]) == 1
+    assert "unknown key group_size; did you mean rollouts.group_size?" in capfd.readouterr().err

@@ -10,8 +10,10 @@ python -m marin_rl.train --config experiments/rloo.yaml --rollouts.group_size 16
 Layers, later ones on top: the class's defaults, the caller's `defaults`, the file, the overrides.
 """
 
+import ast
 import dataclasses
 import difflib
+import importlib.util
 import re
 import sys
 import typing
@@ -83,6 +85,44 @@ def parse_config(
     for layer in [*layers, arguments.overrides]:
         raw = merge(config_class, raw, layer)
     return ParsedConfig(_decode_or_explain(config_class, raw), raw, arguments.flags, arguments.config_path)
+
+
+def check_command_line(argv: Sequence[str], flags: Mapping[str, str], module: str, class_name: str) -> None:
+    """Find mistakes in a command line without importing the config class, which takes seconds.
+
+    Covers the arguments themselves, the config file (present, valid YAML, a mapping) and misspelt top-level keys.
+    `parse_config` checks everything else. A top-level key that resembles no valid one is left to `parse_config`
+    too, because it may belong to a section, which only the classes of the sections show.
+
+    Args:
+        argv: the arguments, as `parse_config` takes them.
+        flags: the command's flags, as `parse_config` takes them.
+        module: the module that defines the config class.
+        class_name: the config class.
+
+    Raises:
+        ConfigError: naming every mistake found.
+    """
+    arguments = _read_arguments(list(argv), frozenset(flags))
+    if arguments.help_section is not None:
+        return
+    file = {} if arguments.config_path is None else load_yaml(arguments.config_path)
+    valid = _declared_fields(module, class_name)
+    unknown = [str(key) for key in {**file, **arguments.overrides} if key not in valid]
+    messages = {key: nearest(key, valid) for key in unknown}
+    problems = [f"unknown key {key}; {text}" for key, text in messages.items() if text.startswith("did you mean")]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _declared_fields(module: str, class_name: str) -> list[str]:
+    """The annotated names in a class body, read from its source."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    return [node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
 
 
 def to_yaml(config: Any) -> str:

@@ -25,7 +25,7 @@ from rich.text import Text
 MAX_PLAIN_LINES = 50
 """About how many lines of progress a run prints where there is no terminal."""
 
-SHOWN = ("reward", "KL", "length", "tok/s", "held-out", "greedy", "entropy")
+SHOWN = ("reward", "KL", "length", "tok/s", "held-out", "greedy", "rollouts/s", "entropy")
 """What progress shows, the most important first: what does not fit on the line is left out."""
 
 EVALUATED = {"held-out": "/accuracy_sampled", "greedy": "/accuracy_greedy"}
@@ -72,6 +72,7 @@ class Progress:
         self._clock = clock
         self._times: collections.deque[float] = collections.deque(maxlen=MAX_PLAIN_LINES)
         self._step = 0
+        self._first_seconds: float | None = None
         self._shown: dict[str, str] = {}
         self._live = Live(console=self.console, get_renderable=self._draw, refresh_per_second=4)
 
@@ -97,6 +98,8 @@ class Progress:
         """
         self._step = step
         self._times.append(self._clock())
+        if self._first_seconds is None:
+            self._first_seconds = metrics.get("seconds/total")
         shown = self._shown | _shown_metrics(metrics)
         self._shown = {name: shown[name] for name in SHOWN if name in shown}
         evaluated = any(name.startswith("eval/") for name in metrics)
@@ -107,11 +110,17 @@ class Progress:
             self.say(SEPARATOR.join([f"step {step}/{self._total}", *parts, f"left {self._remaining()}"]))
 
     def _remaining(self) -> str:
-        """Time to go at the pace of the last updates, the first of which compiled and does not count."""
-        if len(self._times) < 2:
+        """Expected remaining time at the pace of the last updates.
+
+        After one update only its own duration is known. It includes compilation, so the estimate is an upper bound,
+        marked `<`.
+        """
+        left = self._total - self._step
+        if len(self._times) >= 2:
+            return format_seconds((self._times[-1] - self._times[0]) / (len(self._times) - 1) * left)
+        if self._first_seconds is None:
             return "?"
-        pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
-        return format_seconds(pace * (self._total - self._step))
+        return "0.0s" if left == 0 else f"<{format_seconds(self._first_seconds * left)}"
 
     def _draw(self) -> RenderableType:
         width = self.console.width
@@ -136,6 +145,7 @@ def _shown_metrics(metrics: Mapping[str, int | float]) -> dict[str, str]:
         ("reward", "train/rewards", format_fraction),
         ("KL", "objective/kl", format_fraction),
         ("length", "train/output_length", lambda value: f"{value:.1f}"),
+        ("rollouts/s", "eps", format_rate),
         ("tok/s", "tokens/sampled_per_second", format_count),
         ("entropy", "policy/entropy_avg", format_fraction),
     ):
@@ -242,6 +252,17 @@ def format_count(value: float) -> str:
         if value >= size:
             return f"{value / size:.1f}{suffix}"
     return f"{value:.0f}"
+
+
+def format_rate(value: float) -> str:
+    """Rollouts per second: one decimal below 10, two below 1.
+
+    >>> format_rate(0.123), format_rate(4.56), format_rate(245.6), format_rate(12345.0)
+    ('0.12', '4.6', '246', '12.3k')
+    """
+    if value >= 10:
+        return format_count(value)
+    return f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
 def format_fraction(value: float) -> str:

@@ -28,7 +28,6 @@ from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_decoding import encode
 from marin_rl.runtime.config_parsing import to_yaml
 from marin_rl.runtime.console import ClosingSummary, Progress, print_closing_table
-from marin_rl.runtime.curves import plot_curves
 from marin_rl.runtime.devices import join_processes
 from marin_rl.runtime.metrics_file import read_records, truncate_records
 from marin_rl.runtime.open_run import open_run
@@ -110,6 +109,9 @@ def _work(config: TrainConfig, directory: RunDirectory, progress: Progress) -> T
         records = _open_records(run, directory) if processes.is_main() else None
         complete = train(run, _Sink(records, progress, stop))
     if processes.is_main():
+        # Importing matplotlib takes half a second, which only this one line has use for.
+        from marin_rl.runtime.curves import plot_curves
+
         plot_curves(directory.metrics, directory.curves)
     if complete:
         _export(run, directory)

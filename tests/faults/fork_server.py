@@ -15,7 +15,9 @@ import re
 import signal
 import sys
 
-# Jax's threads start with its first computation; until then a fork is safe.
+# Imported before the forks, so that no command pays for it. Jax's threads start with its first computation; until
+# then a fork is safe.
+import marin_rl.runtime.session  # noqa: F401
 from marin_rl.train import main
 
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree"}

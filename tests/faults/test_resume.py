@@ -177,7 +177,7 @@ def test_a_run_killed_14_times_ends_like_one_that_was_not(
 @pytest.fixture
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes seconds, and nothing here looks at it."""
-    monkeypatch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
 
 
 def damage(path: Path) -> None:

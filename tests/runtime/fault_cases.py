@@ -45,7 +45,7 @@ class ShortRuns:
         folder.mkdir()
         made = make_run(folder, **{**self._changes, **changes})
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+            patched.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
             assert made.train() == 0
         return made
 

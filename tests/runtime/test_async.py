@@ -23,7 +23,7 @@ from tests.tiny_run import TinyRun, outcome, without_timings
 @pytest.fixture(autouse=True)
 def workers_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("marin_rl.runtime.open_crew.ray_workers", thread_workers)
-    monkeypatch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
 
 
 def comparable(record: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,8 @@ class Terminal(Stream):
 
 
 METRICS = {
+    "seconds/total": 5.0,
+    "eps": 12.25,
     "train/rewards": 0.25,
     "objective/kl": 0.0125,
     "train/output_length": 5.25,
@@ -74,8 +76,8 @@ def test_where_lines_can_be_redrawn(stream, environment, expected):
 
 def test_a_plain_line_says_it_all():
     assert plain(10, [1, 2]) == [
-        "step 1/10   reward 0.250   KL 0.013   length 5.2   tok/s 8.1k   entropy 0.500   left ?",
-        "step 2/10   reward 0.250   KL 0.013   length 5.2   tok/s 8.1k   entropy 0.500   left 16.0s",
+        "step 1/10   reward 0.250   KL 0.013   length 5.2   tok/s 8.1k   rollouts/s 12   entropy 0.500   left <45.0s",
+        "step 2/10   reward 0.250   KL 0.013   length 5.2   tok/s 8.1k   rollouts/s 12   entropy 0.500   left 16.0s",
     ]
 
 
@@ -108,7 +110,12 @@ def test_evaluations_always_get_a_line_and_are_not_repeated():
 def test_time_left_follows_the_pace_without_the_first_update():
     times = iter([100.0, 101.0, 102.0, 103.0])
     lines = plain(10, [1, 2, 3, 4], clock=times.__next__)
+    assert lines[0].endswith("left <45.0s")
     assert lines[-1].endswith("left 6.0s")
+
+
+def test_no_time_is_left_after_the_only_update():
+    assert plain(1, [1])[-1].endswith("left 0.0s")
 
 
 def test_plain_output_has_no_control_characters():

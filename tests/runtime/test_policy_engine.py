@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from marin_rl.environments.user_file import UserFileError
-from marin_rl.runtime import session
 from marin_rl.runtime.open_run import open_run
 from marin_rl.runtime.policy_engine import OutsideEngine, PolicyEngine, open_trainer_engine
 from marin_rl.runtime.policy_sampler import PolicySampler
@@ -36,7 +35,7 @@ SHORT = {
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ def pair(finished_run: TinyRun, server: CompletionsServer, tmp_path_factory: pyt
     loader = Loader(resolve_model(config_of(served)), weights / "current")
     server.load = loader
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+        patch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
         assert own.train() == 0
         assert served.train() == 0
     return Pair(own, served, loader, server)

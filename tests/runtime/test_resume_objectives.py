@@ -80,7 +80,7 @@ def train(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo"])

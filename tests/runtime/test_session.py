@@ -42,7 +42,7 @@ def test_the_exported_tokenizer_writes_the_same_prompts(finished_run: TinyRun):
 def test_a_finished_run_can_be_run_again_and_stays_as_it_is(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
     again = copy_of(finished_run, tmp_path / "copy")
     before = contents(again.checkpoints)
     assert again.train() == 0
@@ -53,7 +53,7 @@ def test_a_finished_run_can_be_run_again_and_stays_as_it_is(
 def test_records_that_were_deleted_do_not_keep_a_finished_run_from_its_closing_table(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
     again = copy_of(finished_run, tmp_path / "copy")
     (again.path / "metrics.jsonl").unlink()
     assert again.train() == 0
@@ -63,7 +63,7 @@ def test_records_that_were_deleted_do_not_keep_a_finished_run_from_its_closing_t
 def test_what_does_not_change_the_result_may_differ_and_the_rest_may_not(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
     again = copy_of(finished_run, tmp_path / "copy")
     harmless = {
         "checkpoint.every": "5",
@@ -138,7 +138,7 @@ def test_what_ends_a_run_is_in_its_log(caplog: pytest.LogCaptureFixture):
 def test_an_export_that_fails_leaves_the_last_one(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
     again = copy_of(finished_run, tmp_path / "copy")
     before = contents(again.path / "hf")
 

@@ -162,7 +162,7 @@ def test_stored_evaluations_are_the_ones_that_were_recorded(finished_run: TinyRu
 def test_the_learners_logprobs_are_stored_where_they_are_asked_for_and_change_nothing(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
     settings = {
         "initialize_from": str(finished_run.path),
         "warm_start__max_steps": 0,
@@ -338,7 +338,7 @@ def test_a_step_whose_groups_were_all_dropped_changes_no_weight_and_is_recorded(
 def test_equal_configs_make_equal_runs_and_another_seed_another(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("marin_rl.runtime.session.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
     settings = {"initialize_from": str(finished_run.path), "warm_start__max_steps": 0, "num_steps": 1}
     one, same, other = new_run(**settings), new_run(**settings), new_run(**settings, seed=4)
     for run in (one, same, other):
