@@ -19,7 +19,6 @@ from experiments.soak import LiveRun, halt, wake, whole_and_once
 from marin_rl.learner.checkpoint import open_checkpoint
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.store import read_rollouts
-from marin_rl.runtime import session
 from marin_rl.runtime.training_run import REPLAY
 from tests.faults.live_run import all_end, async_settings, live, started
 from tests.tiny_run import PROBLEMS, TinyRun, contents, copy_of, make_run, outcome
@@ -49,7 +48,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
     settings = {
         "initialize_from": str(finished_run.path),
         "warm_start__max_steps": 0,
@@ -97,7 +96,7 @@ def test_a_disk_that_is_full_at_the_end_keeps_the_former_export(
     # Room for those that are written until the last that fits.
     fitting = files[: [file.name for file in files].index(last) + 1] if last else []
     leave = sum(file.stat().st_blocks * 512 for file in fitting)
-    monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: fill(disk, leave))
+    monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: fill(disk, leave))
     capfd.readouterr()
     assert run.train() == 1
     told = capfd.readouterr().err
