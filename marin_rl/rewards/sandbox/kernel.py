@@ -16,6 +16,9 @@ PR_SET_SECCOMP = 22
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 
+WAIT_ALL = 0x40000000 if sys.platform == "linux" else 0
+"""`__WALL` for waitpid: children too that were cloned to end without SIGCHLD."""
+
 IS_LINUX = sys.platform == "linux"
 """Elsewhere nothing of this module may be called."""
 

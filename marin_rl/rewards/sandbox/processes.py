@@ -64,6 +64,30 @@ def reap(spare: int | None) -> None:
             os.waitpid(ended.si_pid, 0)
 
 
+def is_alone(process: int) -> bool:
+    """Whether a child of this process is its only one, alive, with a single thread and no child of its own."""
+    return (
+        _children(os.getpid()) == [process] and not _children(process) and len(_entries(f"/proc/{process}/task")) == 1
+    )
+
+
+def _children(process: int) -> list[int]:
+    """The children of a process with one thread, also those that wait to be reaped."""
+    try:
+        with open(f"/proc/{process}/task/{process}/children", encoding="ascii") as children:
+            return [int(child) for child in children.read().split()]
+    except FileNotFoundError:
+        # The kernel was built without this file, or the process is gone.
+        return [number for number, found in below(process).items() if found.parent == process]
+
+
+def _entries(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
 def end_descendants(spare: int | None, seconds: float) -> bool:
     """End every process below this one, also those that start meanwhile, and reap them.
 

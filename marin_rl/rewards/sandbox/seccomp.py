@@ -185,6 +185,8 @@ _STREAM, _SEQUENCED_PACKETS = 1, 5
 _X32_BIT = 0x40000000
 _CLONE_THREAD = 0x00010000
 _CLONE_NAMESPACES = 0x7E020000
+_CLONE_PARENT = 0x00008000
+"""The child becomes a sibling of its creator: the server would have to reap it, and the call would not."""
 
 _LOAD, _AND, _JUMP_EQUAL, _JUMP_SET, _JUMP_GREATER_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x45, 0x35, 0x06
 _ALLOW = 0x7FFF0000
@@ -273,9 +275,10 @@ def _refused(known: _Machine, left: SystemCalls) -> list[int]:
 
 def _clone_rule(left: SystemCalls) -> list[bytes]:
     flags = _instruction(_LOAD, _ARGUMENTS)
+    foreign = [_instruction(_JUMP_SET, _CLONE_NAMESPACES | _CLONE_PARENT, 0, 1), _answer(_REFUSE)]
     if left.processes:
-        return [flags, _instruction(_JUMP_SET, _CLONE_NAMESPACES, 0, 1), _answer(_REFUSE), _answer(_ALLOW)]
-    return [flags, _instruction(_JUMP_SET, _CLONE_THREAD, 1, 0), _answer(_REFUSE), _answer(_ALLOW)]
+        return [flags, *foreign, _answer(_ALLOW)]
+    return [flags, *foreign, _instruction(_JUMP_SET, _CLONE_THREAD, 1, 0), _answer(_REFUSE), _answer(_ALLOW)]
 
 
 def _unless_null(argument: int) -> list[bytes]:

@@ -25,7 +25,7 @@ from typing import Any
 
 from marin_rl.rewards.sandbox import frames, kernel, zygote
 from marin_rl.rewards.sandbox.limits import address_space
-from marin_rl.rewards.sandbox.processes import below, end_descendants, reap
+from marin_rl.rewards.sandbox.processes import below, end_descendants, is_alone, reap
 from marin_rl.rewards.sandbox.spec import WorkerSpec
 
 POLL_SECONDS = 0.02
@@ -134,6 +134,7 @@ class Worker:
         return report
 
     def _run(self, request: dict[str, Any], folder: str, stack: contextlib.ExitStack) -> dict[str, Any]:
+        assert self._zygote is not None
         assert self._connection is not None
         streams: dict[int, _Stream] = {}
         theirs = [_input(request.get("stdin", ""), self._spec.scratch, stack)]
@@ -174,11 +175,13 @@ class Worker:
             "stderr": stderr.text(),
             "answer": answer.text(),
         }
+        exit_status, cpu = None, 0.0
         if len(status.data) == status.limit:
             exit_status, cpu = _STATUS.unpack(bytes(status.data[len(zygote.ENDED) :]))
-            return report | {"status": exit_status, "cpu": cpu}
-        self._end_zygote()
-        return report | {"status": None, "cpu": 0.0}
+        if exit_status is None or (kernel.IS_LINUX and not is_alone(self._zygote)):
+            # Whatever the call left there would count against every later call; the next one gets a new process.
+            self._end_zygote()
+        return report | {"status": exit_status, "cpu": cpu}
 
     def _send(self, message: dict[str, Any], descriptors: list[int]) -> None:
         assert self._connection is not None

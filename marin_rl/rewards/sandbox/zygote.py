@@ -162,8 +162,16 @@ def _serve_one(spec: WorkerSpec, connection: socket.socket, functions: Mapping[s
     if not connection.recv(len(GO_ON)):
         return False
     _, status, usage = os.wait4(child, 0)
+    _reap_siblings()
     connection.sendall(struct.pack("=id", status, usage.ru_utime + usage.ru_stime))
     return True
+
+
+def _reap_siblings() -> None:
+    """Reap the children that a call made for this process with CLONE_PARENT; the worker has ended them."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG | kernel.WAIT_ALL)[0]:
+            pass
 
 
 def _be_child(

@@ -120,6 +120,32 @@ def forgets_its_children(messages, ground_truth, **kwargs):
     return 1.0
 
 
+def system_call(name, *arguments):
+    """Make a system call that Python does not offer."""
+    import ctypes
+
+    number = {
+        "clone": {"x86_64": 56, "aarch64": 220},
+    }[name][os.uname().machine]
+    values = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
+    result = ctypes.CDLL(None, use_errno=True).syscall(number, *values)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), name)
+    return result
+
+
+@reward_function
+def clones_siblings(messages, ground_truth, exit_signal=int(signal.SIGCHLD), stays=False, **kwargs):
+    """Children of the process that forked this call, which alone can reap them."""
+    clone_parent = 0x8000
+    for _ in range(2):
+        if system_call("clone", clone_parent | exit_signal, 0, 0, 0, 0) == 0:
+            if stays:
+                time.sleep(1e6)
+            os._exit(0)
+    return 1.0
+
+
 @reward_function
 def runs_a_program(messages, ground_truth, **kwargs):
     return float(subprocess.run(["/bin/true"], check=True).returncode)

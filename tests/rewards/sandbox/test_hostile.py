@@ -5,6 +5,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import stat
 import tempfile
@@ -91,6 +92,21 @@ def test_nothing_is_left_to_be_waited_for(lenient: Attack):
     before = set(below(os.getpid()))
     for _ in range(3):
         assert lenient.call("leaves_a_daemon").score == 1.0
+    assert set(below(os.getpid())) <= before
+
+
+@pytest.mark.parametrize("stays", [False, True], ids=["zombies", "running"])
+def test_siblings_of_a_call(lenient: Attack, stays: bool):
+    lenient.is_well()
+    before = set(below(os.getpid()))
+    for exit_signal in (signal.SIGCHLD, 0):
+        options = {"exit_signal": int(exit_signal), "stays": stays}
+        if lenient.level is Isolation.NONE:
+            assert lenient.call("clones_siblings", **options).score == 1.0
+        else:
+            assert "PermissionError" in lenient.lost("clones_siblings", **options).detail
+    # Siblings that were counted for ever would leave these no processes.
+    assert lenient.call("leaves_a_daemon").score == 1.0
     assert set(below(os.getpid())) <= before
 
 

@@ -67,6 +67,7 @@ NUMBERS = {
     },
 }
 CLONE_THREAD = 0x00010000
+CLONE_PARENT = 0x00008000
 CLONE_NEWUSER = 0x10000000
 PR_SET_PDEATHSIG = 1
 
@@ -118,7 +119,10 @@ def test_processes(machine: str):
         assert verdict(machine, left, "clone", 17) == expected
         assert verdict(machine, left, "execve") == expected
         assert verdict(machine, left, "clone", CLONE_THREAD | 0x3D0F00) == ALLOWED
-    assert verdict(machine, EVERYTHING, "clone", CLONE_NEWUSER | 17) == REFUSED
+    for left in (NOTHING, EVERYTHING):
+        for flag in (CLONE_NEWUSER, CLONE_PARENT):
+            assert verdict(machine, left, "clone", flag | 17) == REFUSED
+            assert verdict(machine, left, "clone", flag | CLONE_THREAD) == REFUSED
     if machine == "x86_64":
         assert verdict(machine, NOTHING, "fork") == REFUSED
 
