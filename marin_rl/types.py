@@ -203,6 +203,23 @@ class Turn:
     """What the environment took the reply for; None where that is the reply itself."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """Messages that the environment sent after the policy's last generation; no generation answers them."""
+
+    messages: tuple[Message, ...]
+    """The messages. At least one."""
+    tokens: tuple[int, ...] = ()
+    """`[length]`, the messages as tokens, as the next turn would have had them; empty if the environment had ended
+    the episode, so that no next turn was prepared."""
+    starts_sequence: bool = False
+    """True if `tokens` is the complete context instead of a continuation, as in `Turn`."""
+
+    def __post_init__(self) -> None:
+        if not self.messages:
+            raise ValueError("Observation has no messages; use None if the environment sent nothing")
+
+
 MAX_REWARD = 1e30
 """Largest magnitude of a reward: what is worked out from rewards still fits into float32."""
 
@@ -231,6 +248,10 @@ class Rollout:
     """What the environment measured, by name."""
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict, compare=False)
     """Where its time went: `sample`, waiting included, `environment` and `reward`."""
+    last_observation: Observation | None = None
+    """The environment's answer to the last generation, such as the result of a tool call; None if it sent none.
+    Reward functions and the store get it. It is in no batch: a causal model computes the same for the tokens before
+    it."""
 
     def __post_init__(self) -> None:
         if not self.status.is_graded:
@@ -254,6 +275,12 @@ class Rollout:
                     f"Rollout {self.id}: reward {name!r} is {value}; rewards must be finite, and at most "
                     f"{MAX_REWARD:g} in magnitude"
                 )
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The whole conversation: prompt, replies, and the environment's answers, the last one included."""
+        turns = tuple(message for turn in self.turns for message in turn.messages)
+        return turns if self.last_observation is None else (*turns, *self.last_observation.messages)
 
     @property
     def total_reward(self) -> float | None:

@@ -9,7 +9,17 @@ import sys
 
 import pytest
 
-from marin_rl.types import Generation, Message, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
+from marin_rl.types import (
+    Generation,
+    Message,
+    Observation,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    StopReason,
+    Task,
+    Turn,
+)
 
 TASK = Task(id="t", environment="sums", messages=(Message(role="user", content="2+3="),), answer="5")
 
@@ -86,6 +96,11 @@ def test_the_return_is_the_sum_of_the_rewards():
 
 def test_generated_tokens_are_counted_over_all_turns():
     assert rollout(turns=(turn(2), turn(5, starts_sequence=False))).num_generated_tokens == 7
+
+
+def test_an_observation_needs_a_message():
+    with pytest.raises(ValueError, match="Observation has no messages"):
+        Observation(())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -35,7 +35,8 @@ class Step:
     rewards: Mapping[str, float]
     """Reward by component name, earned by this reply."""
     messages: tuple[Message, ...] = ()
-    """What the policy is shown next, none of it of role `assistant`; empty where the episode is over."""
+    """What the policy is shown next, none of it of role `assistant`. Where the episode is over they may be empty;
+    otherwise they are the rollout's last observation, which reward functions and the store get."""
     done: bool = True
     """Whether the episode is over."""
     action: str | None = None

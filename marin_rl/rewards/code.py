@@ -120,7 +120,7 @@ class CodeReward:
             tests = parse_tests(request.ground_truth)
         except CodeTestsError as error:
             return EvaluateResult(is_score_valid=False, error=f"task {request.task_id}: {error}")
-        passed = await run_tests(self._sandbox, extract_code(request.messages[-1]["content"]), tests)
+        passed = await run_tests(self._sandbox, extract_code(request.last_reply), tests)
         share = sum(passed) / len(passed)
         return EvaluateResult(
             score=share if self._score is CodeScore.SHARE else float(all(passed)),

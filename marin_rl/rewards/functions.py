@@ -118,7 +118,8 @@ class RewardRequest:
     rollout_id: str
     """Unique within the run."""
     messages: tuple[Message, ...]
-    """The whole conversation: the prompt, then what the policy said and was told."""
+    """The whole conversation: the prompt, then what the policy said and was told, the environment's last answer
+    included."""
     ground_truth: str
     """The task's answer."""
     task_id: str
@@ -130,6 +131,12 @@ class RewardRequest:
     first_policy_message: int = 0
     """Index in `messages` of the first message that can be the policy's; assistant messages before it are examples
     in the prompt."""
+
+    @property
+    def last_reply(self) -> str:
+        """The text of the policy's last message."""
+        policy = self.messages[self.first_policy_message :]
+        return next(message["content"] for message in reversed(policy) if message["role"] == "assistant")
 
 
 class RewardFunctionError(TypeError):

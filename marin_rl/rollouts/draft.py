@@ -16,7 +16,7 @@ from marin_rl.rollouts.state_hashing import StateHash, default_state_hash
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.types import Evaluation, Generation, Message, Rollout, RolloutStatus, StopReason, Task, Turn
+from marin_rl.types import Evaluation, Generation, Message, Observation, Rollout, RolloutStatus, StopReason, Task, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class Draft:
         self._history: tuple[Message, ...] = ()
         self._sequence: tuple[int, ...] = ()
         self._turns: list[Turn] = []
+        self._last_observation: Observation | None = None
         self._rewards: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
         self._truncated = False
@@ -150,21 +151,24 @@ class Draft:
         _log_step(self._attempt.id, len(self._turns) - 1, self._turns[-1], step)
         if step.done:
             self.over = True
+            self._last_observation = Observation(step.messages) if step.messages else None
             return
-        self._observed, self._anchor = step.messages, self._anchor_of(step)
-        self._observation, self._starts_sequence = tokenizer.observation_tokens(
-            self._history, self._sequence, step.messages
-        )
-        context = 0 if self._starts_sequence else len(self._sequence)
-        no_room = context + len(self._observation) >= limits.max_length
+        tokens, starts_sequence = tokenizer.observation_tokens(self._history, self._sequence, step.messages)
+        context = 0 if starts_sequence else len(self._sequence)
+        no_room = context + len(tokens) >= limits.max_length
         if no_room or len(self._turns) >= limits.max_turns or self._tokens_left(limits) < 1:
             self.over = self._truncated = True
+            self._last_observation = Observation(step.messages, tokens, starts_sequence)
+            return
+        self._observed, self._anchor = step.messages, self._anchor_of(step)
+        self._observation, self._starts_sequence = tokens, starts_sequence
 
     def reward_request(self) -> RewardRequest:
         """What reward functions are told about it, once it has ended."""
+        last = () if self._last_observation is None else self._last_observation.messages
         return RewardRequest(
             rollout_id=self._attempt.id,
-            messages=self._history,
+            messages=(*self._history, *last),
             ground_truth=self.task.answer,
             task_id=self.task.id,
             environment=self.task.environment,
@@ -210,6 +214,7 @@ class Draft:
             evaluations=tuple(self._evaluations),
             metrics=self._metrics,
             seconds=self.seconds,
+            last_observation=self._last_observation,
         )
         _log_summary(rollout)
         return rollout

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from marin_rl.types import (
     Evaluation,
     Generation,
+    Observation,
     Rollout,
     RolloutGroup,
     RolloutStatus,
@@ -75,7 +76,14 @@ def _rollout(values: Mapping[str, Any]) -> Rollout:
         turns=tuple(_turn(turn) for turn in values["turns"]),
         status=RolloutStatus(values["status"]),
         evaluations=tuple(_evaluation(evaluation) for evaluation in values["evaluations"]),
+        last_observation=_observation(values["last_observation"]),
     )
+
+
+def _observation(values: Mapping[str, Any] | None) -> Observation | None:
+    if values is None:
+        return None
+    return _made(Observation, values, messages=tuple(values["messages"]), tokens=tuple(values["tokens"]))
 
 
 def _turn(values: Mapping[str, Any]) -> Turn:

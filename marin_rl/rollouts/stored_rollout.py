@@ -18,9 +18,9 @@ import pyarrow as pa
 from jaxtyping import Float
 
 from marin_rl.objectives.signals import TurnCredit
-from marin_rl.types import Evaluation, Rollout, RolloutStatus, Turn
+from marin_rl.types import Evaluation, Observation, Rollout, RolloutStatus, Turn
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised whenever the columns change; a file of another version is refused."""
 
 VERSION_KEY = b"marin_rl.rollouts.version"
@@ -75,6 +75,15 @@ _TURN = pa.struct(
     ]
 )
 
+_OBSERVATION = pa.struct(
+    [
+        ("messages", pa.list_(_MESSAGE)),
+        ("starts_sequence", pa.bool_()),
+        ("observation_tokens", pa.list_(pa.int32())),
+        ("observation_pieces", pa.list_(pa.binary())),
+    ]
+)
+
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
@@ -96,6 +105,7 @@ SCHEMA = pa.schema(
         ("metrics", _NUMBERS),
         ("seconds", _NUMBERS),
         ("turns", pa.list_(_TURN)),
+        ("last_observation", _OBSERVATION),
     ],
     metadata={VERSION_KEY: str(SCHEMA_VERSION).encode()},
 )
@@ -159,6 +169,7 @@ def as_row(rollout: Rollout, step: int, purpose: str, signal: TrainingSignal | N
         "metrics": _numbers(rollout.metrics),
         "seconds": _numbers(rollout.seconds),
         "turns": _turn_rows(rollout.turns, signal, piece),
+        "last_observation": _observation_row(rollout.last_observation, piece),
     }
 
 
@@ -242,6 +253,17 @@ def _turn_rows(turns: Sequence[Turn], signal: TrainingSignal | None, piece: Piec
         )
         start = end
     return rows
+
+
+def _observation_row(observation: Observation | None, piece: PieceOf) -> dict[str, Any] | None:
+    if observation is None:
+        return None
+    return {
+        "messages": [_message_row(message) for message in observation.messages],
+        "starts_sequence": observation.starts_sequence,
+        "observation_tokens": observation.tokens,
+        "observation_pieces": [piece(token) for token in observation.tokens],
+    }
 
 
 def _text(text: str | None) -> str | None:

@@ -239,7 +239,8 @@ function passes(rollout) {
 const haystacks = new Map();
 function haystack(rollout) {
   if (!haystacks.has(rollout)) {
-    const said = rollout.turns.flatMap((turn) => turn.messages.map((message) => message.content));
+    const parts = rollout.last_observation ? [...rollout.turns, rollout.last_observation] : rollout.turns;
+    const said = parts.flatMap((part) => part.messages.map((message) => message.content));
     haystacks.set(rollout, [rollout.id, rollout.group_id, rollout.task_id, rollout.error || "", ...said].join("\n").toLowerCase());
   }
   return haystacks.get(rollout);
@@ -320,6 +321,7 @@ function openRollout(rollout, scroll) {
   const heading = element("h2", { id: "h-one", tabindex: "-1", text: rollout.id });
   place.replaceChildren(heading, navigation(rollout), facts(rollout), rewards(rollout), colouring(rollout));
   rollout.turns.forEach((turn, index) => place.append(turnView(turn, index)));
+  if (rollout.last_observation) place.append(lastObservation(rollout.last_observation));
   if (!rollout.turns.length) place.append(element("p", { class: "faint", text: "It has no turns." }));
   paint(rollout);
   const address = `#${encodeURIComponent(rollout.step + "/" + rollout.purpose + "/" + rollout.id)}`;
@@ -407,15 +409,22 @@ function turnView(turn, index) {
   if (turn.anchor_state) parts.push(`anchor ${turn.anchor_state.slice(0, 12)}`);
   const view = element("div", { class: "turn" }, element("p", { class: "faint", text: parts.join(" \u00b7 ") }));
   const shown = turn.messages.at(-1)?.role === "assistant" ? turn.messages.slice(0, -1) : turn.messages;
-  for (const message of shown) {
-    view.append(element("div", { class: "message" }, element("div", { class: "role", text: message.role }),
-      element("div", { class: "said", text: message.content })));
-  }
-  view.append(element("details", {}, element("summary", { text: "exact observation tokens" }),
-    element("div", { class: "tokens", text: turn.observed })));
+  view.append(...observation(shown, turn.observed));
   view.append(element("div", { class: "message assistant" }, element("div", { class: "role", text: "assistant" }), tokensOf(turn, index)));
   if (turn.action !== null) view.append(element("p", { class: "faint", text: `taken as: ${turn.action}` }));
   return view;
+}
+
+function observation(messages, observed) {
+  const shown = messages.map((message) => element("div", { class: "message" },
+    element("div", { class: "role", text: message.role }), element("div", { class: "said", text: message.content })));
+  return [...shown, element("details", {}, element("summary", { text: "exact observation tokens" }),
+    element("div", { class: "tokens", text: observed }))];
+}
+
+function lastObservation(last) {
+  return element("div", { class: "turn" }, element("p", { class: "faint", text: "last observation \u00b7 not answered" }),
+    ...observation(last.messages, last.observed));
 }
 
 function tokensOf(turn, index) {

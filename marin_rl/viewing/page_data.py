@@ -155,6 +155,7 @@ def _rollouts(folder: Path, selection: Selection, max_rollouts: int) -> tuple[li
         found += len(rows)
         for row in rows[:room]:
             tokens += sum(len(turn["token_ids"]) + len(turn["observation_tokens"]) for turn in row["turns"])
+            tokens += len((row["last_observation"] or {}).get("observation_tokens", ()))
             if tokens <= MAX_TOKENS:
                 shown.append(_rollout(row))
     if len(shown) < found:
@@ -185,6 +186,7 @@ def _rollout(row: Row) -> dict[str, Any]:
         "metrics": _pairs(row["metrics"]),
         "seconds": _pairs(row["seconds"]),
         "turns": [_turn(turn) for turn in row["turns"]],
+        "last_observation": None if row["last_observation"] is None else _observation(row["last_observation"]),
     }
 
 
@@ -209,15 +211,22 @@ def _evaluation(evaluation: Row) -> dict[str, Any]:
     }
 
 
-def _turn(turn: Row) -> dict[str, Any]:
-    learner = turn["learner_logprobs"]
+def _observation(part: Row) -> dict[str, Any]:
+    """The messages of a turn or of the last observation, and the exact text of the observation's tokens."""
     return {
         "messages": [
             {"role": visible(message["role"]), "content": visible(message["content"] + (message["more"] or ""))}
-            for message in turn["messages"]
+            for message in part["messages"]
         ],
+        "observed": "".join(texts_of(part["observation_pieces"])),
+    }
+
+
+def _turn(turn: Row) -> dict[str, Any]:
+    learner = turn["learner_logprobs"]
+    return {
+        **_observation(turn),
         "action": None if turn["action"] is None else visible(turn["action"]),
-        "observed": "".join(texts_of(turn["observation_pieces"])),
         "stop_reason": turn["stop_reason"],
         "versions": [turn["first_version"], turn["last_version"]],
         "reward": _number(turn["reward"]),

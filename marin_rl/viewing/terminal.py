@@ -88,6 +88,8 @@ def _rollout(row: Row, *, tokens: bool) -> Iterator[RenderableType]:
     yield _rewards(row)
     for index, turn in enumerate(row["turns"]):
         yield _turn(index, turn, tokens=tokens)
+    if row["last_observation"] is not None:
+        yield Group(Text("last observation · not answered", "dim"), *_messages(row["last_observation"]))
 
 
 def _summary(row: Row) -> RenderableType:
@@ -137,17 +139,19 @@ def _rewards(row: Row) -> RenderableType:
 
 
 def _turn(index: int, turn: Row, *, tokens: bool) -> RenderableType:
-    parts: list[RenderableType] = [_turn_title(index, turn)]
-    for message in turn["messages"]:
-        parts.append(Text(one_line(message["role"]), f"bold {ROLE_STYLES.get(message['role'], 'white')}"))
-        parts.append(
-            Padding(Text(visible(message["content"] + (message["more"] or "")), overflow="fold"), (0, 0, 0, 2))
-        )
+    parts: list[RenderableType] = [_turn_title(index, turn), *_messages(turn)]
     if turn["action"] is not None:
         parts.append(_facts({"taken as": turn["action"]}))
     if tokens:
         parts.append(_token_table(turn))
     return Group(*parts)
+
+
+def _messages(part: Row) -> Iterator[RenderableType]:
+    """The messages of a turn or of the last observation."""
+    for message in part["messages"]:
+        yield Text(one_line(message["role"]), f"bold {ROLE_STYLES.get(message['role'], 'white')}")
+        yield Padding(Text(visible(message["content"] + (message["more"] or "")), overflow="fold"), (0, 0, 0, 2))
 
 
 def _turn_title(index: int, turn: Row) -> RenderableType:

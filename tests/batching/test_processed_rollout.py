@@ -11,7 +11,7 @@ import pytest
 from marin_rl.batching.processed_rollout import process_conversation, process_rollout, without_loss
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.types import Generation, Rollout, RolloutStatus, StopReason, Task, Turn
+from marin_rl.types import Generation, Observation, Rollout, RolloutStatus, StopReason, Task, Turn
 
 PAD = 99
 TASK = Task("2+3", "sums", ({"role": "user", "content": "2+3="},), "5")
@@ -73,6 +73,13 @@ def test_a_rewritten_history_makes_a_second_row_of_the_same_rollout() -> None:
     assert (processed.turn_ids[~processed.loss_mask] == -1).all()
     assert (processed.lengths, processed.num_loss_tokens) == ((9, 17), 4)
     assert processed.returns.tolist() == [1.5, 1.5]
+
+
+def test_the_last_observation_is_in_no_row() -> None:
+    observed = dataclasses.replace(TWO_TURNS, last_observation=Observation(({"role": "tool", "content": "5"},), SECOND))
+    plain, same = (process_rollout(one, length=15, pad_token_id=PAD) for one in (TWO_TURNS, observed))
+    for field in dataclasses.fields(plain):
+        np.testing.assert_array_equal(getattr(same, field.name), getattr(plain, field.name))
 
 
 def test_a_row_may_be_filled_to_the_brim_and_not_beyond() -> None:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -243,6 +244,8 @@ def test_scores(grading: Grading, request_of: Any, score: CodeScore, expected: f
     grading.wait(component.check())
     reply = "```python\ndef add(a, b):\n    return 5 if a == 2 else 1\n```"
     request = request_of(reply, ground_truth=json.dumps({"asserts": list(ADDS.asserts)}))
+    # The program is the policy's last reply, also where the environment answered it.
+    request = dataclasses.replace(request, messages=(*request.messages, {"role": "tool", "content": "no program"}))
     broken = request_of(reply, ground_truth="46")
     found, invalid = grading.wait(component.judge([request, broken]))
     assert found == EvaluateResult(score=expected, metrics={"passed_share": 1 / 3}, reason="1 of 3 tests passed")

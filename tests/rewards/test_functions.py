@@ -1,6 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -209,6 +210,13 @@ def test_a_function_does_not_change_the_next_ones_messages(request_of):
     request = request_of("47")
     evaluate(rude, [request], {})
     assert request.messages[-1]["content"] == "47"
+
+
+def test_the_last_reply_is_the_policys_whatever_follows_it(request_of):
+    request = request_of("46")
+    tool, example = {"role": "tool", "content": "42"}, {"role": "assistant", "content": "an example"}
+    cut = dataclasses.replace(request, messages=(example, *request.messages, tool), first_policy_message=2)
+    assert (request.last_reply, cut.last_reply) == ("46", "46")
 
 
 def test_importing_is_light():

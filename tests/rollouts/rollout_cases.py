@@ -15,6 +15,7 @@ from marin_rl.types import (
     Evaluation,
     Generation,
     Message,
+    Observation,
     Rollout,
     RolloutGroup,
     RolloutStatus,
@@ -59,7 +60,7 @@ def group_of(id: str, *rewards: float | None) -> RolloutGroup:
 
 
 def rich_rollout() -> Rollout:
-    """Two turns, two reward components, one of them lost, steps with reasons, text that is not ASCII."""
+    """Two turns and a last observation, reward components, one of them lost, steps with reasons, text not in ASCII."""
     turns = (
         turn_of("2+3 — naïve?", "é", reward=0.25, anchor_state="a0", action="say"),
         turn_of("wrong, try again", "5", starts_sequence=False, reward=1.0, anchor_state="a1"),
@@ -79,6 +80,7 @@ def rich_rollout() -> Rollout:
         ),
         metrics={"retries": 1.0, "metrics": 4.0},
         seconds={"sample": 0.5, "environment": 0.25, "reward": 0.125},
+        last_observation=Observation(({"role": "tool", "content": "46 ü"},), (261, *"46 ü".encode(), END, 260)),
     )
 
 

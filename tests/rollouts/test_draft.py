@@ -14,7 +14,17 @@ from marin_rl.environments.base import Step
 from marin_rl.rollouts.draft import Attempt, Draft, EnvironmentFault, Limits
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.types import Evaluation, Generation, Message, Rollout, RolloutStatus, StepReward, StopReason, Task
+from marin_rl.types import (
+    Evaluation,
+    Generation,
+    Message,
+    Observation,
+    Rollout,
+    RolloutStatus,
+    StepReward,
+    StopReason,
+    Task,
+)
 
 END = 257
 TOKENIZER = ChatTokenizer(byte_tokenizer())
@@ -134,6 +144,53 @@ def test_no_limit_is_ever_exceeded_and_none_ends_a_rollout_early(replies: list[t
     rollout = made.finish()
     assert len(rollout.turns) == turns <= limits.max_turns
     assert rollout.rewards == {"moves": 0.5 * turns}
+
+
+# --- the last observation ---
+
+SHOWN = (259, 111, 110, END, 260)
+"""`MORE` as tokens, between the template's own."""
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        dataclasses.replace(LIMITS, max_turns=1),
+        # 6 tokens of the prompt and 4 of the reply: the observation does not fit into the row.
+        dataclasses.replace(LIMITS, max_length=12),
+        dataclasses.replace(LIMITS, max_tokens=4),
+    ],
+    ids=["max_turns", "max_length", "max_tokens"],
+)
+def test_a_limit_keeps_the_environments_last_answer(limits: Limits):
+    made = played(goes_on(moves=1.0), limits=limits)
+    reply = Message(role="assistant", content="abc")
+    assert made.reward_request().messages == (*TASK.messages, reply, MORE)
+    assert made.reward_request().last_reply == "abc"
+    rollout = made.finish()
+    assert rollout.status is RolloutStatus.TRUNCATED
+    assert rollout.last_observation == Observation((MORE,), SHOWN)
+    assert rollout.messages == (*TASK.messages, reply, MORE)
+    assert [turn.messages for turn in rollout.turns] == [(*TASK.messages, reply)]
+
+
+def test_a_reply_that_was_cut_by_its_length_is_answered_too():
+    made = draft()
+    made.hear(*said("abc", stops=False))
+    made.see(goes_on(moves=1.0), TOKENIZER, dataclasses.replace(LIMITS, max_turns=1))
+    # The end token that the policy did not sample belongs to the observation.
+    assert made.finish().last_observation == Observation((MORE,), (END, *SHOWN))
+
+
+def test_closing_words_of_the_environment_are_kept_without_tokens():
+    made = played(goes_on(moves=1.0), Step({"moves": 1.0}, (MORE,), done=True))
+    assert made.reward_request().messages[-1] == MORE
+    rollout = made.finish()
+    assert (rollout.status, rollout.last_observation) == (RolloutStatus.COMPLETED, Observation((MORE,)))
+
+
+def test_an_observation_that_was_answered_is_not_the_last():
+    assert played(goes_on(moves=1.0), Step({"moves": 1.0})).finish().last_observation is None
 
 
 # --- what is asked ---

@@ -9,17 +9,23 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from marin_rl.environments.base import Step
+from marin_rl.environments import ArithmeticConfig, TextGameConfig, ToolUseConfig
+from marin_rl.environments.base import Split, Step
+from marin_rl.rewards.function_component import FunctionRewardConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.rollouts.draft import Draft
+from marin_rl.rollouts.draft import Draft, Limits
 from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.rollouts.group_codec import decode_group, encode_group
 from marin_rl.rollouts.judging import RewardFunctions
-from marin_rl.types import Evaluation, Message, Rollout, RolloutStatus, StepReward
+from marin_rl.rollouts.store import read_file
+from marin_rl.types import Evaluation, Message, Rollout, RolloutGroup, RolloutStatus, StepReward
+from tests.rollouts.rollout_cases import write
 from tests.rollouts.test_run_rollouts import Countdown, Game, play, player, says, task
 
 
@@ -184,6 +190,57 @@ def test_judges_that_are_interrupted_while_they_start_leave_nothing_behind(monke
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     loop.close()
+
+
+LAST_MESSAGE = """
+from marin_rl.rewards import EvaluateResult, reward_function
+
+
+@reward_function
+def last(messages, ground_truth, **kwargs):
+    return EvaluateResult(score=float(len(messages)), reason=messages[-1]["role"] + ": " + messages[-1]["content"])
+"""
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+
+
+def test_functions_in_the_sandbox_see_the_environments_last_answer(tmp_path: Path):
+    (tmp_path / "my_rewards.py").write_text(LAST_MESSAGE)
+    settings = {"rewards": (FunctionRewardConfig(path=str(tmp_path / "my_rewards.py"), function="last"),)}
+    # The turns run out after one reply: the answer to it is the last message.
+    played = {
+        "tool_use": (ToolUseConfig(questions=ArithmeticConfig(size=50), **settings), CALL, "tool: 42"),
+        "text_game": (TextGameConfig(id="FrozenLake-v1", num_tasks=20, **settings), "left", "user: "),
+        # One that is graded in its only turn has no last answer.
+        "single_turn": (ArithmeticConfig(size=50, **settings), "46", "assistant: 46"),
+    }
+    loop = BackgroundLoop()
+    environments = {name: config.build() for name, (config, _, _) in played.items()}
+    components = {}
+    for name, (config, _, _) in played.items():
+        [own] = config.reward_components(environments[name]).values()
+        components[environments[name].name] = own
+    judges = RewardFunctions(components, Sandbox(SandboxConfig(require=Isolation.NONE, workers=1)), loop)
+    try:
+        for name, (_, reply, expected) in played.items():
+            environment, limits = environments[name], Limits(4000, 200, max_turns=1)
+            made = player(says(reply), environment, limits)
+            made = dataclasses.replace(made, judges=judges, loop=loop)
+            [group] = play(made, environment.tasks(Split.TRAIN)[:1])
+            # As the workers of an asynchronous run hand it in.
+            [rollout] = decode_group(encode_group(group)).rollouts
+            [evaluation] = rollout.evaluations
+            assert evaluation.score == len(rollout.messages)
+            assert (evaluation.reason or "").startswith(expected)
+            assert (rollout.last_observation is None) == (name == "single_turn")
+            if rollout.last_observation is not None:
+                write(tmp_path, 1, [RolloutGroup(group.id, [rollout])])
+                [row] = read_file(tmp_path / "step-00000001.parquet").to_pylist()
+                [message] = row["last_observation"]["messages"]
+                assert evaluation.reason == f"{message['role']}: {message['content']}"
+                assert tuple(row["last_observation"]["observation_tokens"]) == rollout.last_observation.tokens
+    finally:
+        judges.close()
+        loop.close()
 
 
 @dataclasses.dataclass

@@ -21,7 +21,7 @@ from marin_rl.rollouts.store import (
     read_file,
     read_rollouts,
 )
-from marin_rl.rollouts.stored_rollout import TrainingSignal
+from marin_rl.rollouts.stored_rollout import SCHEMA_VERSION, TrainingSignal
 from marin_rl.types import RolloutGroup, RolloutStatus
 from tests.rollouts.rollout_cases import group_of, piece, rich_rollout, rich_signal, rollout_of, write
 
@@ -75,7 +75,12 @@ def test_a_row_holds_all_there_is_to_a_rollout(tmp_path, kind):
     assert (first["first_version"], first["last_version"], first["stop_reason"]) == (3, 3, "stop")
     assert (first["action"], first["anchor_state"], first["starts_sequence"]) == ("say", "a0", True)
     assert second["messages"][1] == {"role": "assistant", "content": "5", "more": None}
+    last = good["last_observation"]
+    assert last["messages"] == [{"role": "tool", "content": "46 ü", "more": None}]
+    assert b"".join(last["observation_pieces"]).decode() == "<|261|>46 ü<|end|><|260|>"
+    assert (last["observation_tokens"], last["starts_sequence"]) == ([261, *"46 ü".encode(), 257, 260], False)
     assert (bad["status"], bad["error"], bad["reward"], bad["turns"]) == ("failed", "ValueError: no", None, [])
+    assert bad["last_observation"] is None
 
 
 def test_both_formats_hold_the_same(tmp_path):
@@ -270,9 +275,9 @@ def test_a_damaged_file_is_named(tmp_path, kind, harm):
     data = path.read_bytes()
     if harm == "version":
         changed = (
-            data.replace(b'"version": 1', b'"version": 2')
+            data.replace(f'"version": {SCHEMA_VERSION}'.encode(), b'"version": 999')
             if kind == "jsonl"
-            else _with_metadata(path, {b"marin_rl.rollouts.version": b"2"})
+            else _with_metadata(path, {b"marin_rl.rollouts.version": b"999"})
         )
     else:
         changed = {"cut": data[: len(data) // 2], "bit": b"x" + data[1:-1] + b"x", "empty": b"", "else": b"[1]\n"}[harm]
@@ -281,7 +286,7 @@ def test_a_damaged_file_is_named(tmp_path, kind, harm):
         rows(tmp_path)
     assert "delete it to go on without it" in str(caught.value)
     if harm == "version":
-        assert "its version is 2, and this program reads version 1" in str(caught.value)
+        assert f"its version is 999, and this program reads version {SCHEMA_VERSION}" in str(caught.value)
 
 
 def _with_metadata(path, metadata):

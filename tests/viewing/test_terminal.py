@@ -67,6 +67,12 @@ def test_a_list_has_a_column_for_every_component_and_a_dash_where_a_rollout_lack
     assert lines[-1] == ["2", "of", "7", "rollouts"]
 
 
+def test_the_last_observation_stands_behind_the_turns():
+    lines = [line.strip() for line in shown(print_rollout, row_of(rich_rollout()), tokens=False)]
+    assert lines[-3:] == ["last observation · not answered", "tool", "46 ü"]
+    assert not any("not answered" in line for line in shown(print_rollout, row_of(rollout_of("a")), tokens=False))
+
+
 def test_side_by_side_the_shorter_one_ends_first():
     long, short = row_of(rich_rollout()), row_of(rollout_of("short", said="7"))
     lines = shown(print_side_by_side, [short, long], tokens=False)
