@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.environments.base import Environment, EnvironmentConfig, Episode, Split
 from marin_rl.environments.game_boards import View
 from marin_rl.environments.game_episode import GameTerms, TextGameEpisode
@@ -73,6 +74,7 @@ class TextGameConfig(EnvironmentConfig):
     """Name under which metrics are logged; the game's id by default."""
 
     def __post_init__(self) -> None:
+        convert_enum_fields(self)
         if self.num_tasks < 1:
             raise ValueError(f"num_tasks is {self.num_tasks}; draw at least 1 game")
         if self.max_steps is not None and self.max_steps < 1:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
+from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.environments.base import (
     CodeRunner,
     Environment,
@@ -102,6 +103,7 @@ class ToolUseConfig(EnvironmentConfig):
     """Name under which metrics are logged; the name of the questions' environment by default."""
 
     def __post_init__(self) -> None:
+        convert_enum_fields(self)
         if not self.tools:
             raise ValueError("tools is empty; name at least one, as tools: [{type: calculator}]")
         if self.error_reward > 0:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Bool, Float64
 
+from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.objectives.gae import GaeConfig
 from marin_rl.objectives.gigpo import GigpoConfig
 from marin_rl.objectives.returns import check_discount, discounted_returns
@@ -167,6 +168,9 @@ class RlooConfig(AdvantageConfig):
     normalize: Normalization = Normalization.NONE
     """What the advantages are divided by: none | group | batch. Anything but none is biased."""
 
+    def __post_init__(self) -> None:
+        convert_enum_fields(self)
+
     @property
     def minimum_group_size(self) -> int:
         """Two: one rollout leaves nothing to compare with."""
@@ -229,6 +233,9 @@ class DrGrpoConfig(AdvantageConfig):
 
     normalize: Normalization = Normalization.NONE
     """What the advantages are divided by: none | group | batch. With group this is `grpo`."""
+
+    def __post_init__(self) -> None:
+        convert_enum_fields(self)
 
     @property
     def minimum_group_size(self) -> int:

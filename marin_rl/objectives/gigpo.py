@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float64
 
+from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.objectives.returns import check_discount, discounted_returns
 from marin_rl.objectives.signals import AdvantageConfig, Credit, RolloutSignal, TurnCredit, uniform_credit
 from marin_rl.objectives.spread import centered, standardized
@@ -109,6 +110,7 @@ class GigpoConfig(AdvantageConfig):
     not already contain it."""
 
     def __post_init__(self) -> None:
+        convert_enum_fields(self)
         if not (math.isfinite(self.omega) and self.omega >= 0):
             raise ValueError(f"advantage.omega is {self.omega}; it must be finite and >= 0")
         check_discount("advantage.gamma", self.gamma)

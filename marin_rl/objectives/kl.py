@@ -26,6 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float64
 
+from marin_rl.enum_fields import convert_enum_fields
+
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to plus or minus this before they are used."""
 
@@ -199,6 +201,7 @@ class LossKlConfig(KlConfig):
     """The estimator: k1 | k2 | k3 | k3_plus. k2 and k3_plus are those whose gradient is that of the reverse KL."""
 
     def __post_init__(self) -> None:
+        convert_enum_fields(self)
         _check_beta(self.beta)
 
     @property

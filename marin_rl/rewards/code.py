@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 import pydantic
 
+from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
 from marin_rl.rewards.functions import EvaluateResult, RewardRequest
 from marin_rl.rewards.losses import LossCause
@@ -75,6 +76,7 @@ class CodeRewardConfig(RewardComponentConfig):
     """`all` or `share`: what a reply earns that passes some tests."""
 
     def __post_init__(self) -> None:
+        convert_enum_fields(self)
         check_component(self.name, self.weight)
 
     def build(self, sandbox: Sandbox) -> "CodeReward":

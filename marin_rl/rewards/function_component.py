@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
 from marin_rl.rewards.functions import GIVEN, EvaluateResult, RewardMode, RewardRequest
 from marin_rl.rewards.sandbox.pool import FunctionDescription, Sandbox, UserFileError, UserFunction
@@ -34,6 +35,7 @@ class FunctionRewardConfig(RewardComponentConfig):
     """Further keywords for the function; JSON values."""
 
     def __post_init__(self) -> None:
+        convert_enum_fields(self)
         check_component(self.component_name, self.weight)
         taken = sorted(set(self.options) & set(GIVEN))
         if taken:

@@ -29,6 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from marin_rl.background_job import BackgroundJob
+from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.rollouts.stored_rollout import (
     SCHEMA,
     SCHEMA_VERSION,
@@ -101,6 +102,7 @@ class RolloutStoreConfig:
     that pass anyway."""
 
     def __post_init__(self) -> None:
+        convert_enum_fields(self)
         if self.every < 0:
             raise ValueError(f"rollout_store.every is {self.every}; it must be at least 1, or 0 to store nothing")
         if self.max_per_step is not None and self.max_per_step < 1:

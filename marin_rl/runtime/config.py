@@ -21,6 +21,7 @@ import marin_rl.objectives.gae
 import marin_rl.objectives.gigpo
 import marin_rl.rewards.components  # noqa: F401
 from marin_rl.batching.packing import RowLayout
+from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.environments.base import EnvironmentConfig
 from marin_rl.learner.checkpoint import CheckpointConfig
 from marin_rl.learner.critic import CriticConfig
@@ -258,6 +259,7 @@ class TrainConfig:
     steps follow from `rollouts` and `num_steps`."""
 
     def __post_init__(self) -> None:
+        convert_enum_fields(self)
         if self.num_steps < 0:
             raise ValueError(f"num_steps is {self.num_steps}; it counts steps and cannot be negative")
         if self.logprob_block_size < 1:

@@ -7,6 +7,8 @@ import dataclasses
 import enum
 import math
 
+from marin_rl.enum_fields import convert_enum_fields
+
 
 class Mode(enum.StrEnum):
     """Who samples."""
@@ -48,6 +50,7 @@ class WorkersConfig:
     first group comes after the workers have compiled."""
 
     def __post_init__(self) -> None:
+        convert_enum_fields(self)
         if self.num_workers < 1:
             raise ValueError(f"workers.num_workers is {self.num_workers}; it must be at least 1, or mode: sync")
         if self.rounds_between_looks < 1:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import draccus
 
+from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.retry import RetryConfig
 from marin_rl.weights.arrow_flight import FlightOutlet
 from marin_rl.weights.arrow_flight_client import FlightSource
@@ -74,6 +75,9 @@ class WeightTransferConfig(draccus.ChoiceRegistry, abc.ABC):
 class InProcessConfig(WeightTransferConfig):
     """Learner and workers are one process; nothing travels."""
 
+    def __post_init__(self) -> None:
+        convert_enum_fields(self)
+
     def open_sender(self, token: str, training_host: TrainingHost) -> InProcessSender:
         """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig]; there is nobody to keep out."""
         if training_host.count != 1:
@@ -113,6 +117,7 @@ class ArrowFlightConfig(WeightTransferConfig):
     """How long a worker goes on when weights do not arrive."""
 
     def __post_init__(self) -> None:
+        convert_enum_fields(self)
         if not self.host:
             raise ValueError("weights.host is empty; name the address to bind, such as 127.0.0.1")
         _check_range("port", self.port, 0, 65535)
@@ -152,6 +157,7 @@ class SharedFilesConfig(WeightTransferConfig):
     """How long a worker goes on when weights do not arrive."""
 
     def __post_init__(self) -> None:
+        convert_enum_fields(self)
         if not self.folder:
             raise ValueError("weights.folder is empty; name the folder that learner and workers share")
         _check_range("streams", self.streams, 1, 64)

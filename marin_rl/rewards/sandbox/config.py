@@ -7,6 +7,7 @@ import dataclasses
 import math
 from pathlib import Path
 
+from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.limits import CallLimits
 
@@ -42,6 +43,7 @@ class SandboxConfig:
     function's own file is always readable."""
 
     def __post_init__(self) -> None:
+        convert_enum_fields(self)
         for field, least in (("workers", 1), ("memory_mb", 64), ("processes", 0), ("file_mb", 1), ("output_kb", 1)):
             if getattr(self, field) < least:
                 raise ValueError(f"sandbox.{field} is {getattr(self, field)}; it must be at least {least}")
