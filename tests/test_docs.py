@@ -240,6 +240,12 @@ def test_commands_are_understood(words: list[str], monkeypatch: pytest.MonkeyPat
         assert parse_config(evaluate.EvaluateConfig, argv, {}, evaluate.FLAGS).config.run
 
 
+def test_every_benchmark_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "pages" / "benchmarks.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^python -m experiments\.benchmarks\.(\w+) +> ", page, re.MULTILINE))
+    assert shown == {path.stem for path in (ROOT / "experiments" / "benchmarks").glob("benchmark_*.py")}
+
+
 # The API reference.
 
 ENTRY = re.compile(r"^::: (\S+)\n((?:    .*\n)*)", re.MULTILINE)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""`metrics.jsonl`: one JSON object per model update, in the order of `step`.
+"""`metrics.jsonl`: one JSON object per training step, in the order of `step`.
 
 JSON has no numbers for NaN and the infinities; they are written as the texts `"NaN"`, `"Infinity"` and
 `"-Infinity"`, so that any JSON reader takes the file and none of them is lost.
@@ -35,7 +35,7 @@ def _writable(value: float) -> float | str:
 
 
 def append_record(path: Path, step: int, metrics: Mapping[str, int | float]) -> None:
-    """Add the record of one update; it is on the disk when this returns.
+    """Add the record of one step; it is on the disk when this returns.
 
     Raises:
         RunDirectoryError: if it cannot be written.
@@ -59,9 +59,9 @@ def read_records(path: Path) -> list[dict[str, int | float]]:
 
 
 def truncate_records(path: Path, after_step: int) -> None:
-    """Drop the records of updates after `after_step`, and a last line that was cut off.
+    """Drop the records of steps after `after_step`, and a last line that was cut off.
 
-    A run that is taken up at a checkpoint makes those updates again; this way its file becomes that of a run
+    A run that is taken up at a checkpoint makes those steps again; this way its file becomes that of a run
     that was never interrupted.
 
     Args:
@@ -94,6 +94,6 @@ def _parse(line: bytes, path: Path, number: int) -> dict[str, int | float]:
         return {**{name: float(value) for name, value in record.items()}, "step": step}
     except (ValueError, TypeError, KeyError) as error:
         raise RunDirectoryError(
-            f"{path}:{number} is not the record of an update ({error}); restore the line, or delete the file to "
-            "go on without the records of earlier updates"
+            f"{path}:{number} is not the record of a step ({error}); restore the line, or delete the file to "
+            "go on without the records of earlier steps"
         ) from error

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One record per model update, to every place that keeps them."""
+"""One record per training step, to every place that keeps them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,16 +15,16 @@ from marin_rl.runtime.metrics_file import append_record, read_records
 
 
 class StepRecords:
-    """Writes each update's record to `metrics.jsonl`, and to trackers such as TensorBoard and wandb.
+    """Writes each step's record to `metrics.jsonl`, and to trackers such as TensorBoard and wandb.
 
     A tracker's failure stops the run like any other error: a record is in all places or the run says why not.
     """
 
     def __init__(self, path: Path, tracker: Tracker):
-        """Begin, or go on after the update that the file has last.
+        """Begin, or go on after the step that the file has last.
 
         Args:
-            path: `metrics.jsonl`, already without records of updates that will be made again.
+            path: `metrics.jsonl`, already without records of steps that will be made again.
             tracker: what else gets the records; see `make_tracker`.
         """
         self._path = path
@@ -32,14 +32,14 @@ class StepRecords:
         self._last_step = max((int(record["step"]) for record in read_records(path)), default=-1)
 
     def record(self, step: int, metrics: Mapping[str, int | float]) -> None:
-        """Write the complete record of one update.
+        """Write the complete record of one step.
 
         Args:
-            step: the update's number; greater than that of every record before it.
+            step: the step's number; greater than that of every record before it.
             metrics: name to value.
 
         Raises:
-            ValueError: if the update has a record already.
+            ValueError: if the step has a record already.
             RunDirectoryError: if the file cannot be written.
         """
         if step <= self._last_step:
@@ -68,7 +68,7 @@ def make_tracker(
         configs: levanter's tracker section: one, or several.
         run_id: under which a resumed run goes on in the same place.
         hyperparameters: the resolved config, as plain values.
-        last_step: the update that the run goes on after; TensorBoard then hides what it was told of later
+        last_step: the step that the run goes on after; TensorBoard then hides what it was told of later
             ones before the interruption.
 
     Raises:

@@ -88,7 +88,7 @@ def test_a_broken_line_is_named_and_nothing_is_lost(tmp_path, line):
     write_run(path, [3])
     before = path.read_bytes()
     for act in (read_records, lambda path: truncate_records(path, after_step=1)):
-        with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2 is not the record of an update"):
+        with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2 is not the record of a step"):
             act(path)
     assert path.read_bytes() == before
 

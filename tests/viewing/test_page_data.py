@@ -111,5 +111,5 @@ def test_what_json_has_no_number_for_is_left_out(tmp_path):
 def test_damaged_metrics_are_named(tmp_path):
     run = empty_run(tmp_path / "run")
     (run / "metrics.jsonl").write_text("{}\n{}\n")
-    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:1 is not the record of an update"):
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:1 is not the record of a step"):
         made(run)
