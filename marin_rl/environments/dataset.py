@@ -218,13 +218,37 @@ def _read_jsonl(path: str) -> Iterator[Row]:
                 raise ValueError(f"{where}: not UTF-8 text: {raw[:200]!r}; save the file as UTF-8") from error
             if not line:
                 continue
-            try:
-                values = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}: {line[:200]!r}") from error
+            values = _parse_json(line, where)
             if not isinstance(values, dict):
                 raise ValueError(f"{where}: {line[:200]!r} is not a JSON object; write {{...}} on one line")
             yield Row(values, where)
+
+
+def _parse_json(line: str, where: str) -> Any:
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}: {line[:200]!r}") from error
+    except RecursionError as error:
+        raise ValueError(f"{where}: nested too deeply to read: {line[:200]!r}; flatten the row") from error
+    except ValueError as error:
+        # Python converts no decimal integer of more than 4,300 digits.
+        raise ValueError(f"{where}: {error}: {line[:200]!r}; write the number as text") from error
+    if "\\ud" in line.lower():
+        _check_surrogates(values, line, where)
+    return values
+
+
+def _check_surrogates(values: Any, line: str, where: str) -> None:
+    """Refuse half a surrogate pair: Parquet, JSON responses and tokenizers all need text that UTF-8 can encode."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(error.object[error.start])
+        raise ValueError(
+            f"{where}: \\u{code:04x} is half of a surrogate pair, which is not a character: {line[:200]!r}; write the "
+            "whole pair, or remove it"
+        ) from error
 
 
 def _load_dataset(config: HuggingFaceConfig, split: str) -> "Dataset":

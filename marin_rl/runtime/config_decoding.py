@@ -26,6 +26,9 @@ import draccus
 from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
+SHOWN_CHARACTERS = 200
+"""Most characters of a wrong value that a message shows."""
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be read; each problem names its key, the value and the remedy."""
@@ -171,7 +174,9 @@ def _allows_none(annotation: Any) -> bool:
 
 
 def _wrong(annotation: Any, raw: Any, path: Sequence[str], reason: str = "") -> ConfigError:
-    given = f"{raw!r} ({'null' if raw is None else type(raw).__name__})"
+    shown = repr(raw)
+    shown = shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]}..."
+    given = f"{shown} ({'null' if raw is None else type(raw).__name__})"
     return ConfigError(f"{dotted(path)} is {given}, but it takes {describe(annotation)}{reason and f': {reason}'}")
 
 

@@ -175,7 +175,7 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
         source: where it came from, for messages.
     """
     try:
-        value = yaml.load(text, Loader=_Loader)
+        value = _load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
@@ -273,7 +273,7 @@ def _override_value(name: str, text: str) -> Any:
     if text == "":
         return ""
     try:
-        return yaml.load(text, Loader=_Loader)
+        return _load(text)
     except yaml.YAMLError as error:
         problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
         raise ConfigError(
@@ -334,6 +334,57 @@ class _Dumper(yaml.SafeDumper):
     """Writes text so that both `_Loader` and a plain YAML reader take it for text."""
 
 
+MAX_VALUES = 100_000
+"""Most values in a config once its aliases are written out; the largest of levanter's has a few hundred."""
+
+
+def _load(text: str) -> Any:
+    """The value that YAML text holds.
+
+    Raises:
+        yaml.YAMLError: if it is not valid, nested too deeply, or grows beyond `MAX_VALUES` through its aliases.
+    """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _expanded_size(node, {}) > MAX_VALUES:
+            raise yaml.YAMLError(f"its aliases expand to more than {MAX_VALUES:,} values; write out those you need")
+        return loader.construct_document(node)
+    except RecursionError as error:
+        raise yaml.YAMLError("it is nested too deeply") from error
+    except ValueError as error:
+        raise yaml.YAMLError(str(error)) from error
+    finally:
+        loader.dispose()
+
+
+def _expanded_size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Number of values below a node. A node that several aliases share counts each time, but is visited once."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in sizes:
+        # Found again below itself, the node would expand without end.
+        sizes[id(node)] = MAX_VALUES + 1
+        pairs = isinstance(node, yaml.MappingNode)
+        inner = [item for pair in node.value for item in pair] if pairs else node.value
+        sizes[id(node)] = 1 + sum(_expanded_size(item, sizes) for item in inner)
+    return sizes[id(node)]
+
+
+def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    try:
+        number = loader.construct_yaml_int(node)
+    except ValueError as error:
+        problem = f"{node.value[:40]!r} is not an integer"
+        raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark) from error
+    if not -(2**63) <= number < 2**64:
+        problem = f"the integer {node.value[:40]!r}{'...' if len(node.value) > 40 else ''} does not fit into 64 bits"
+        raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
+    return number
+
+
 def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Hashable, int] = {}
     for key_node, _ in node.value:
@@ -354,5 +405,7 @@ _Loader.yaml_implicit_resolvers = {
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_undefined)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))

@@ -107,6 +107,11 @@ def test_blank_lines_and_a_byte_order_mark_are_passed_over(tmp_path: Path):
         ("[1, 2]", r"a\.jsonl:3: '\[1, 2\]' is not a JSON object"),
         ('{"prompt": "a", "anwser": "1"}', r"a\.jsonl:3: there is no column 'answer'; did you mean 'anwser'"),
         ('{"prompt": "a", "answer": [1]}', r"a\.jsonl:3: column 'answer' holds \[1\] of type list"),
+        ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", r"a\.jsonl:3: .*4300 digits.*; write the number as text"),
+        ('{"prompt": "a", "answer": ' + "[" * 100_000 + "]" * 100_000 + "}", r"a\.jsonl:3: nested too deeply"),
+        ('{"prompt": "a", "answer": "1", "id": "x\\ud800"}', r"a\.jsonl:3: \\ud800 is half of a surrogate pair"),
+        ('{"prompt": "\\uDFFF", "answer": "1"}', r"a\.jsonl:3: \\udfff is half of a surrogate pair"),
+        ('{"messages": [{"role": "user", "content": "\\ud83d"}], "answer": "1"}', r"a\.jsonl:3: \\ud83d is half"),
     ],
 )
 def test_broken_lines_name_file_and_line(tmp_path: Path, line: str, message: str):
@@ -114,6 +119,15 @@ def test_broken_lines_name_file_and_line(tmp_path: Path, line: str, message: str
     path.write_text("".join(json.dumps(row) + "\n" for row in sums(2)) + line + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         JsonlConfig(path=str(path)).build()
+
+
+def test_escaped_surrogate_pairs_are_characters(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        "".join(f'{{"prompt": "{n} \\ud83d\\ude00", "answer": "1"}}\n' for n in range(100)), encoding="utf-8"
+    )
+    environment = JsonlConfig(path=str(path)).build()
+    assert all(prompt.endswith(" \N{GRINNING FACE}") for prompt in prompts(environment, Split.TRAIN))
 
 
 def test_bytes_that_are_no_text_name_file_and_line(tmp_path: Path):

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+import itertools
+import string
 import subprocess
 import sys
 from pathlib import Path
@@ -200,11 +202,39 @@ def test_what_cannot_be_read_is_named(tmp_path):
         ("trainer:\n  seed: 1\n  seed: 2\n", r"run\.yaml:3:3: .*key 'seed' is given twice, first in line 2"),
         ("- a\n", r"run\.yaml holds a list; a config is a mapping"),
         ("name: !!python/object:os.system {}\n", r"run\.yaml:1:7: not valid YAML"),
+        ("name: !!timestamp a\n", r"run\.yaml:1:7: not valid YAML"),
+        ("name: !!float a\n", r"run\.yaml: not valid YAML: could not convert string to float: 'a'"),
+        ("steps: 0x" + "f" * 100_000, r"run\.yaml:1:8: .*the integer '0xf{38}'\.\.\. does not fit into 64 bits"),
+        ("steps: " + "9" * 5000, r"run\.yaml:1:8: .*'9{40}' is not an integer"),
+        ("steps: " + "[" * 5000 + "]" * 5000, r"run\.yaml: not valid YAML: it is nested too deeply"),
     ],
 )
 def test_broken_yaml_names_file_and_line(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         parse("--config", write(tmp_path, text))
+
+
+@pytest.mark.parametrize("line", ["[{}]", "{{<<: [{}]}}"], ids=["lists", "merges"])
+def test_aliases_that_multiply_are_refused(line):
+    bomb = ["a: &a {x: 1}"]
+    bomb += [
+        f"{name}: &{name} " + line.format(", ".join([f"*{below}"] * 9))
+        for below, name in itertools.pairwise(string.ascii_lowercase)
+    ]
+    with pytest.raises(ConfigError, match=r"^x: not valid YAML: its aliases expand to more than 100,000 values"):
+        parse_yaml("\n".join(bomb), "x")
+
+
+@pytest.mark.parametrize("text", ["a: &a [*a]", "a: &a {<<: *a}", "a: &a {b: {c: *a}}"])
+def test_an_alias_to_what_contains_it_is_refused(text):
+    with pytest.raises(ConfigError, match="its aliases expand"):
+        parse_yaml(text, "x")
+
+
+def test_a_long_value_is_cut_in_the_message(tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        parse("--config", write(tmp_path, f"name: a\nsteps: {'x' * 100_000}\n"))
+    assert str(refused.value) == f"steps is '{'x' * 199}... (str), but it takes an integer"
 
 
 def test_numbers_dates_and_anchors():
