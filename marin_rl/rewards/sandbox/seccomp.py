@@ -3,10 +3,11 @@
 
 """Seccomp: a process gives up system calls that judging text never needs.
 
-The filter is a program of the kernel's classic packet filter (`include/uapi/linux/filter.h`, seccomp(2)), written
-out here because the usual library is not installed everywhere. It refuses what is named and lets the rest pass: the
-list holds what reaches other processes, the network, the kernel's configuration, or a file's attributes, which
-Landlock does not hold. System call numbers from `asm/unistd_64.h` (x86-64) and `asm-generic/unistd.h` (64-bit Arm).
+The filter is a program of the kernel's classic packet filter (`include/uapi/linux/filter.h`, seccomp(2)), written out
+here because the usual library is not installed everywhere. It refuses what is named and lets the rest pass: the list
+holds system calls that reach other processes, the network, the kernel's configuration, a file's attributes, or the
+users of a file (leases, watches), which Landlock does not hold. System call numbers from `asm/unistd_64.h` (x86-64)
+and `asm-generic/unistd.h` (64-bit Arm).
 """
 
 import ctypes
@@ -44,6 +45,9 @@ _OTHER_PROCESSES = {
     "sched_setscheduler": (144, 119),
     "sched_setparam": (142, 118),
     "sched_setattr": (314, 274),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "process_mrelease": (448, 448),
 }
 _NAMESPACES = {
     "mount": (165, 40),
@@ -82,6 +86,7 @@ _KERNEL = {
     "swapoff": (168, 225),
     "acct": (163, 89),
     "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
     "settimeofday": (164, 170),
     "clock_settime": (227, 112),
     "adjtimex": (159, 171),
@@ -92,8 +97,15 @@ _KERNEL = {
     "iopl": (172, None),
     "ioperm": (173, None),
     "modify_ldt": (154, None),
-    "fanotify_init": (300, 262),
     "vhangup": (153, 58),
+}
+_WATCHES = {
+    # They report what others do with files and folders that the process may not even read.
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "inotify_add_watch": (254, 27),
+    "fanotify_init": (300, 262),
+    "fanotify_mark": (301, 263),
 }
 _SHARED_MEMORY = {
     # Memory and queues that outlive the process, belong to others, or count towards no limit of it.
@@ -172,6 +184,8 @@ _MACHINES = {
 
 _SIGNALS_BY_FCNTL = (8, 10, 15)
 """F_SETOWN, F_SETSIG and F_SETOWN_EX: a file that sends signals to any process of the user."""
+_WATCHES_BY_FCNTL = (1024, 1026)
+"""F_SETLEASE, which blocks whoever opens the file to write, and F_NOTIFY, which reports changes in a folder."""
 _SIGNALS_BY_IOCTL = (0x8901, 0x8902)
 """FIOSETOWN and SIOCSPGRP: the same."""
 _ATTRIBUTES_BY_IOCTL = (0x40086602, 0x401C5820, 0x40087602, 0x40086604, 0x40806685, 0x800C6613)
@@ -248,7 +262,7 @@ def filter_program(machine: str, left: SystemCalls) -> bytes:
     # Its flags lie in memory, where a filter cannot look; the C library then falls back to clone.
     rules += _when(known.clone3, [_answer(_UNKNOWN)])
     rules += _when(known.clone, _clone_rule(left))
-    rules += _when(known.fcntl, _unless_among(1, _SIGNALS_BY_FCNTL))
+    rules += _when(known.fcntl, _unless_among(1, _SIGNALS_BY_FCNTL + _WATCHES_BY_FCNTL))
     rules += _when(known.ioctl, _unless_among(1, _SIGNALS_BY_IOCTL + _ATTRIBUTES_BY_IOCTL))
     rules += _when(known.socketpair, _if_connected_for_good())
     if left.limits:
@@ -262,7 +276,7 @@ def filter_program(machine: str, left: SystemCalls) -> bytes:
 
 
 def _refused(known: _Machine, left: SystemCalls) -> list[int]:
-    tables = [_NETWORK, _OTHER_PROCESSES, _NAMESPACES, _KERNEL, _SHARED_MEMORY, _ATTRIBUTES]
+    tables = [_NETWORK, _OTHER_PROCESSES, _NAMESPACES, _KERNEL, _WATCHES, _SHARED_MEMORY, _ATTRIBUTES]
     if not left.signals:
         tables.append(_SIGNALS)
     if not left.processes:

@@ -12,11 +12,9 @@ import contextlib
 import dataclasses
 import os
 import select
-import shutil
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from marin_rl.rewards.sandbox import frames, kernel, zygote
+from marin_rl.rewards.sandbox.folders import remove
 from marin_rl.rewards.sandbox.limits import address_space
 from marin_rl.rewards.sandbox.processes import below, end_descendants, is_alone, reap
 from marin_rl.rewards.sandbox.spec import WorkerSpec
@@ -66,6 +65,7 @@ class Worker:
         self._connection: socket.socket | None = None
         self._loaded: dict[str, Any] = {}
         self._taken = 0
+        self._stuck: set[str] = set()
 
     def serve(self) -> None:
         """Answer requests until the trainer closes the pipe or is gone."""
@@ -128,10 +128,23 @@ class Worker:
         with contextlib.ExitStack() as stack:
             report = self._run(request, folder, stack)
         report["seconds"] = time.monotonic() - started
-        # Not its folder alone: without Landlock a call can write beside it.
-        for name in os.listdir(self._spec.scratch):
-            _remove(os.path.join(self._spec.scratch, name))
+        report["left"] = self._clear_scratch()
         return report
+
+    def _clear_scratch(self) -> list[str]:
+        """Remove what calls wrote; says what could not be removed, and why, once for each.
+
+        Every call has a folder of its own, so what stays is in no later call's way.
+        """
+        left = []
+        # Not the call's folder alone: without Landlock it can write beside it.
+        for name in set(os.listdir(self._spec.scratch)) - self._stuck:
+            path = os.path.join(self._spec.scratch, name)
+            why_not = remove(path)
+            if why_not is not None:
+                self._stuck.add(name)
+                left.append(f"{path}: {why_not}")
+        return left
 
     def _run(self, request: dict[str, Any], folder: str, stack: contextlib.ExitStack) -> dict[str, Any]:
         assert self._zygote is not None
@@ -308,21 +321,6 @@ def _drain(streams: Mapping[int, _Stream]) -> None:
     for descriptor, stream in streams.items():
         while not stream.ended and not stream.exceeded and select.select([descriptor], [], [], 0)[0]:
             _read_some(descriptor, stream)
-
-
-def _remove(folder: str) -> None:
-    if os.path.islink(folder) or not os.path.isdir(folder):
-        os.unlink(folder)
-        return
-    try:
-        os.rmdir(folder)
-    except OSError:
-        try:
-            shutil.rmtree(folder)
-        except (OSError, RecursionError):
-            # Nested deeper than Python's own function can follow, or with folders that were made unreadable.
-            subprocess.run(["chmod", "-R", "u+rwx", folder], check=True)
-            subprocess.run(["rm", "-rf", folder], check=True)
 
 
 def main(text: str) -> None:

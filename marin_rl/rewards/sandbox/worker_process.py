@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import logging
 import signal
 import subprocess
 import tempfile
@@ -14,10 +15,14 @@ from typing import Any, Self
 
 from marin_rl.rewards.sandbox import frames
 from marin_rl.rewards.sandbox.command import SCRATCH, worker_command, worker_environment
+from marin_rl.rewards.sandbox.folders import remove
 from marin_rl.rewards.sandbox.spec import WorkerSpec
 
 END_SECONDS = 5.0
 """Seconds that a worker gets to end by itself."""
+
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerLostError(RuntimeError):
@@ -109,6 +114,7 @@ class WorkerProcess:
             raise
         self._owes_answer = False
         self.is_loaded = True
+        _warn_of_left(answer.get("left", []))
         return answer
 
     async def close(self) -> None:
@@ -137,9 +143,9 @@ class WorkerProcess:
                 async with asyncio.timeout(END_SECONDS):
                     await self._process.wait()
         if self._own_scratch is not None:
-            # Not Python's own function: what a call left may be nested deeper than that can follow, and unreadable.
-            for command in (("chmod", "-R", "u+rwx"), ("rm", "-rf")):
-                await (await asyncio.create_subprocess_exec(*command, self._own_scratch)).wait()
+            why_not = await asyncio.to_thread(remove, self._own_scratch)
+            if why_not is not None:
+                _warn_of_left([f"{self._own_scratch}: {why_not}"])
 
     async def _read(self) -> dict[str, Any]:
         stdout = self._process.stdout
@@ -151,3 +157,9 @@ class WorkerProcess:
         assert self._process.stderr is not None
         words = (await self._process.stderr.read()).decode("utf-8", errors="replace").strip()
         return words[-1000:] or f"it ended with status {self._process.returncode}"
+
+
+def _warn_of_left(left: list[str]) -> None:
+    """Log the files of calls that could not be removed, each with its path and the reason."""
+    for one in left:
+        logger.warning("sandbox: a file that a call wrote could not be removed; remove it yourself: %s", one)

@@ -126,6 +126,8 @@ def system_call(name, *arguments):
 
     number = {
         "clone": {"x86_64": 56, "aarch64": 220},
+        "inotify_init1": {"x86_64": 294, "aarch64": 26},
+        "inotify_add_watch": {"x86_64": 254, "aarch64": 27},
     }[name][os.uname().machine]
     values = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     result = ctypes.CDLL(None, use_errno=True).syscall(number, *values)
@@ -218,6 +220,57 @@ def changes_flags(messages, ground_truth, path, **kwargs):
         flags[0] ^= 0x40
         fcntl.ioctl(file, 0x40086602, flags)
     return 1.0
+
+
+@reward_function
+def takes_a_lease(messages, ground_truth, path, **kwargs):
+    import fcntl
+
+    with open(path) as file:
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    return 1.0
+
+
+@reward_function
+def asks_for_notices(messages, ground_truth, path, **kwargs):
+    import fcntl
+
+    folder = os.open(path, os.O_RDONLY)
+    fcntl.fcntl(folder, fcntl.F_NOTIFY, fcntl.DN_CREATE)
+    return 1.0
+
+
+@reward_function
+def watches(messages, ground_truth, path, **kwargs):
+    import ctypes
+
+    watch = system_call("inotify_init1", 0)
+    system_call("inotify_add_watch", watch, ctypes.c_char_p(path.encode()), 0x100)
+    return 1.0
+
+
+@reward_function
+def locks_files(messages, ground_truth, flags, **kwargs):
+    """Sets `chattr` flags on a file, then on its folder."""
+    import array
+    import fcntl
+
+    os.makedirs("inner/folder")
+    with open("inner/folder/file", "w") as file:
+        fcntl.ioctl(file, 0x40086602, array.array("l", [flags]))
+    fcntl.ioctl(os.open("inner/folder", os.O_RDONLY), 0x40086602, array.array("l", [flags]))
+    return 1.0
+
+
+@reward_function
+def mounts(messages, ground_truth, **kwargs):
+    """A mount point, which cannot be removed."""
+    import ctypes
+
+    os.mkdir("inner")
+    if ctypes.CDLL(None, use_errno=True).mount(b"none", b"inner", b"tmpfs", 0, None) < 0:
+        raise OSError(ctypes.get_errno(), "mount")
+    return EvaluateResult(score=1.0, reason=os.path.abspath("inner"))
 
 
 @reward_function

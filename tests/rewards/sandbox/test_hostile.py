@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import stat
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -194,6 +195,49 @@ def test_flags_of_its_own_file(confined: Attack):
     if "Inappropriate ioctl" in lost.detail:
         pytest.skip("the file system here has no flags")
     assert "PermissionError" in lost.detail
+
+
+@pytest.mark.parametrize("name", ["takes_a_lease", "asks_for_notices", "watches"])
+def test_leases_and_watches_on_files_of_the_host(confined: Attack, name: str):
+    own = Path(__file__).with_name("hostile_rewards.py")
+    lost = confined.lost(name, path=str(own if name == "takes_a_lease" else own.parent))
+    assert lost.cause is LossCause.RAISED
+    assert "PermissionError" in lost.detail
+
+
+@pytest.mark.parametrize("flags", [0x10, 0x20], ids=["immutable", "append-only"])
+def test_files_with_flags_are_removed(attack: Attack, flags: int, caplog: pytest.LogCaptureFixture):
+    attack.is_well()
+    workers = attack.sandbox.worker_pids
+    if attack.level is not Isolation.NONE:
+        assert attack.cause("locks_files", flags=flags) is LossCause.RAISED
+    else:
+        try:
+            attack.call("locks_files", flags=flags)
+        except CallLostError as error:
+            pytest.skip(f"this user or file system has no such flags: {error}")
+    attack.is_well()
+    assert attack.sandbox.worker_pids == workers
+    assert not caplog.records
+
+
+def test_files_that_cannot_be_removed_are_told_once(attacks: Attacks, caplog: pytest.LogCaptureFixture):
+    attack = attacks.at(Isolation.NONE, "tight", **TIGHT)
+    attack.is_well()
+    workers = attack.sandbox.worker_pids
+    try:
+        place = attack.call("mounts").reason
+    except CallLostError as error:
+        pytest.skip(f"this user cannot mount: {error}")
+    try:
+        attack.is_well()
+        assert attack.sandbox.worker_pids == workers
+        [record] = caplog.records
+        assert record.levelname == "WARNING"
+        assert "could not be removed; remove it yourself" in record.message
+        assert str(Path(place).parent) in record.message
+    finally:
+        subprocess.run(["umount", place], check=True)
 
 
 def test_a_large_file(attack: Attack):

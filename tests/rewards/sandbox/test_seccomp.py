@@ -4,6 +4,7 @@
 """The filter against an interpreter of the kernel's packet filter, written from its manual."""
 
 import errno
+import fcntl
 import socket
 import struct
 
@@ -37,6 +38,9 @@ NUMBERS = {
         "prlimit64": 302,
         "setrlimit": 160,
         "io_uring_setup": 425,
+        "inotify_init1": 294,
+        "inotify_add_watch": 254,
+        "fanotify_mark": 301,
         "fchmodat": 268,
         "unshare": 272,
         "setsid": 112,
@@ -60,6 +64,9 @@ NUMBERS = {
         "prlimit64": 261,
         "setrlimit": 164,
         "io_uring_setup": 425,
+        "inotify_init1": 26,
+        "inotify_add_watch": 27,
+        "fanotify_mark": 263,
         "fchmodat": 53,
         "unshare": 97,
         "setsid": 157,
@@ -109,7 +116,8 @@ def test_what_every_call_may_do(machine: str, left: SystemCalls):
 
 @pytest.mark.parametrize("left", [NOTHING, EVERYTHING])
 def test_what_no_call_may_do(machine: str, left: SystemCalls):
-    for name in ("socket", "ptrace", "io_uring_setup", "fchmodat", "unshare"):
+    refused = ("socket", "ptrace", "io_uring_setup", "fchmodat", "unshare")
+    for name in (*refused, "inotify_init1", "inotify_add_watch", "fanotify_mark"):
         assert verdict(machine, left, name) == REFUSED
     assert verdict(machine, left, "clone3") == UNKNOWN
 
@@ -157,9 +165,9 @@ def test_limits_of_others(machine: str):
 
 
 @pytest.mark.parametrize("left", [NOTHING, EVERYTHING])
-def test_files_that_send_signals(machine: str, left: SystemCalls):
-    for command in range(32):
-        expected = REFUSED if command in (8, 10, 15) else ALLOWED
+def test_files_that_send_signals_or_watch(machine: str, left: SystemCalls):
+    for command in (*range(32), *range(1020, 1040)):
+        expected = REFUSED if command in (8, 10, 15, fcntl.F_SETLEASE, fcntl.F_NOTIFY) else ALLOWED
         assert verdict(machine, left, "fcntl", 3, command) == expected
     for request, expected in {
         0x8901: REFUSED,
