@@ -35,9 +35,33 @@ then becomes two sequences, and still no token is trained on that was not sample
 
 import dataclasses
 import enum
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
+
+Info = Mapping[str, Any]
+"""Free metadata: JSON values (text, finite numbers, booleans, null, lists, mappings with text keys), by name."""
+
+
+def check_info(info: Info) -> None:
+    """Check that free metadata is made of JSON values alone, so that it is stored and read back unchanged.
+
+    Raises:
+        ValueError: if it is not; the message names the first key whose value is none.
+    """
+    for key, value in info.items():
+        try:
+            same = type(key) is str and json.loads(json.dumps(value, allow_nan=False)) == value
+            problem = "JSON reads it back differently"
+        except (TypeError, ValueError, RecursionError) as error:
+            same, problem = False, str(error)
+        if not same:
+            raise ValueError(
+                f"info[{key!r}] is no JSON value ({problem}); use text keys, and text, finite numbers, booleans, None, "
+                "lists and dictionaries"
+            )
+
 
 WeightVersion = int
 """The number of training steps behind a set of weights: 0 before the first. The only clock there is."""
@@ -63,6 +87,8 @@ class StopReason(enum.StrEnum):
     """A stop token was sampled; it is the generation's last token."""
     LENGTH = "length"
     """The limit on new tokens, or the end of the context, was reached first."""
+    ABORT = "abort"
+    """The engine gave the request up before either, as a server does that is told to abort its requests."""
 
 
 class RolloutStatus(enum.StrEnum):
@@ -76,11 +102,13 @@ class RolloutStatus(enum.StrEnum):
     """Its environment raised, or a reward component gave it no valid score; it has no reward and carries no signal."""
     TIMED_OUT = "timed_out"
     """Its environment took longer than an episode may; no reward and no signal either."""
+    ABORTED = "aborted"
+    """The engine aborted one of its generations, whose `stop_reason` is `abort`; no reward and no signal either."""
 
     @property
     def is_graded(self) -> bool:
         """Whether rollouts that ended so have rewards."""
-        return self not in (RolloutStatus.FAILED, RolloutStatus.TIMED_OUT)
+        return self in (RolloutStatus.COMPLETED, RolloutStatus.TRUNCATED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,9 +218,9 @@ class Turn:
     """The policy's answer."""
     messages: tuple[Message, ...]
     """The turn in words: the observation's messages, then the assistant's."""
-    reward: float | None = None
-    """Reward of this step alone, None where neither environment nor reward functions gave one; the rollout's return
-    is the sum of `Rollout.rewards`."""
+    rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Rewards of this turn alone, weights included: by the environment's names, and by component for the step rewards
+    of reward functions. Empty if nobody gave one. The rollout's return is the sum of `Rollout.rewards`."""
     anchor_state: str = ""
     """A hash of what was observed; turns of a group with the same one stood at the same place (GiGPO). Empty where
     nobody needs it."""
@@ -201,6 +229,21 @@ class Turn:
     and wherever the chat template rewrote the history."""
     action: str | None = None
     """What the environment took the reply for; None where that is the reply itself."""
+    info: Info = dataclasses.field(default_factory=dict)
+    """The environment's free metadata about this turn; stored and shown, and used for nothing else."""
+
+    def __post_init__(self) -> None:
+        check_info(self.info)
+
+    @property
+    def reward(self) -> float | None:
+        """The sum of its rewards; None if it has none."""
+        return sum(self.rewards.values(), 0.0) if self.rewards else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its observation and its generation."""
+        return len(self.observation_tokens) + len(self.generation.token_ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,8 +295,14 @@ class Rollout:
     """The environment's answer to the last generation, such as the result of a tool call; None if it sent none.
     Reward functions and the store get it. It is in no batch: a causal model computes the same for the tokens before
     it."""
+    info: Info = dataclasses.field(default_factory=dict)
+    """The environment's free metadata about the whole attempt; stored and shown, and used for nothing else."""
 
     def __post_init__(self) -> None:
+        try:
+            check_info(self.info)
+        except ValueError as error:
+            raise ValueError(f"Rollout {self.id}: {error}") from error
         if not self.status.is_graded:
             if self.rewards:
                 raise ValueError(
@@ -275,6 +324,13 @@ class Rollout:
                     f"Rollout {self.id}: reward {name!r} is {value}; rewards must be finite, and at most "
                     f"{MAX_REWARD:g} in magnitude"
                 )
+        for index, turn in enumerate(self.turns):
+            for name, value in turn.rewards.items():
+                if not abs(value) <= MAX_REWARD:
+                    raise ValueError(
+                        f"Rollout {self.id}: reward {name!r} of turn {index} is {value}; rewards must be finite, and "
+                        f"at most {MAX_REWARD:g} in magnitude"
+                    )
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -293,6 +349,11 @@ class Rollout:
             return None
         scores = [one.score for one in self.evaluations if one.component == component and one.score is not None]
         return scores[0] if scores else self.rewards[component]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all turns, observations and generations; a context that the template rewrote counts again."""
+        return sum(turn.num_tokens for turn in self.turns)
 
     @property
     def num_generated_tokens(self) -> int:

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Look at a run's rollouts: `python -m marin_rl.view runs/rloo`, or as a page with `--html FILE`."""
+"""Show the rollouts of a run or of one file: `python -m marin_rl.view runs/rloo`, or as a page with `--html FILE`."""
 
 import argparse
 import sys
@@ -11,10 +11,19 @@ from pathlib import Path
 from rich.console import Console
 
 from marin_rl.rollouts.store import RolloutStoreError
-from marin_rl.runtime.run_directory import RunDirectory, RunDirectoryError, open_existing
+from marin_rl.runtime.run_directory import RunDirectoryError
 from marin_rl.types import RolloutStatus
 from marin_rl.viewing.html_page import write_page
-from marin_rl.viewing.selection import Selection, SortKey, find_rollout, list_rollouts, newest_step, parse_steps
+from marin_rl.viewing.selection import (
+    RolloutSource,
+    Selection,
+    SortKey,
+    find_rollout,
+    list_rollouts,
+    newest_step,
+    open_source,
+    parse_steps,
+)
 from marin_rl.viewing.terminal import print_listing, print_rollout, print_side_by_side
 
 USER_ERRORS = (ValueError, OSError, RunDirectoryError, RolloutStoreError)
@@ -35,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     try:
-        _show(arguments, open_existing(Path(arguments.run)))
+        _show(arguments, open_source(Path(arguments.run)))
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -44,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m marin_rl.view", description="Look at the rollouts of a run.")
-    parser.add_argument("run", metavar="RUN", help="the run directory; nothing in it is changed")
+    parser.add_argument("run", metavar="RUN", help="the run directory, or one file of rollouts; neither is changed")
     which = parser.add_argument_group("which rollouts")
-    which.add_argument("--step", type=int, help="those of one step; by default the newest")
+    which.add_argument("--step", type=int, help="those of one step; by default the newest, of a single file all")
     which.add_argument("--steps", type=parse_steps, metavar="A-B", help="those of some steps: 10-20, 10-, -20")
     which.add_argument("--evaluation", action="store_true", help="those of evaluations instead of training")
     which.add_argument("--environment", help="those of one environment")
@@ -73,29 +82,29 @@ def _positive(text: str) -> int:
     return value
 
 
-def _show(arguments: argparse.Namespace, directory: RunDirectory) -> None:
+def _show(arguments: argparse.Namespace, source: RolloutSource) -> None:
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, emoji=False)
     steps = _steps(arguments)
     if arguments.html is not None:
-        count = write_page(directory, arguments.html, _selection(arguments, steps), arguments.max_rollouts)
+        count = write_page(source, arguments.html, _selection(arguments, steps), arguments.max_rollouts)
         console.print(f"{arguments.html}: {count} rollouts", markup=False, soft_wrap=True)
         return
     ids = [*arguments.id, *arguments.compare]
     if ids:
-        rows = [find_rollout(directory.rollouts, id, steps) for id in ids]
+        rows = [find_rollout(source, id, steps) for id in ids]
         if len(rows) == 1:
             print_rollout(console, rows[0], tokens=arguments.tokens)
         else:
             print_side_by_side(console, rows, tokens=arguments.tokens)
         return
-    if steps is None:
-        newest = newest_step(directory.rollouts, evaluation=arguments.evaluation)
+    if steps is None and not source.is_file:
+        newest = newest_step(source, evaluation=arguments.evaluation)
         if newest is None:
-            console.print(_nothing(directory, arguments.evaluation), markup=False, soft_wrap=True)
+            console.print(_nothing(source, arguments.evaluation), markup=False, soft_wrap=True)
             return
         steps = range(newest, newest + 1)
     listing = list_rollouts(
-        directory.rollouts,
+        source,
         _selection(arguments, steps),
         sort=arguments.sort,
         descending=arguments.descending,
@@ -123,10 +132,10 @@ def _selection(arguments: argparse.Namespace, steps: range | None) -> Selection:
     )
 
 
-def _nothing(directory: RunDirectory, evaluation: bool) -> str:
+def _nothing(source: RolloutSource, evaluation: bool) -> str:
     kind = "evaluation rollouts" if evaluation else "rollouts"
     return (
-        f"{directory.path} has no stored {kind} yet: its first step is not over, or rollout_store.every is 0 in its "
+        f"{source.path} has no stored {kind} yet: its first step is not over, or rollout_store.every is 0 in its "
         "config.yaml"
     )
 

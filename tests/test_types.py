@@ -98,6 +98,46 @@ def test_generated_tokens_are_counted_over_all_turns():
     assert rollout(turns=(turn(2), turn(5, starts_sequence=False))).num_generated_tokens == 7
 
 
+def test_a_turns_reward_is_the_sum_of_its_rewards():
+    assert turn(rewards={"moves": 0.5, "style": -0.25}).reward == 0.25
+    assert turn(rewards={"moves": 0.0}).reward == 0.0
+    assert turn().reward is None
+
+
+def test_a_turns_reward_that_is_not_finite_names_rollout_and_turn():
+    with pytest.raises(ValueError, match="Rollout r: reward 'moves' of turn 1 is nan"):
+        rollout(turns=(turn(), turn(starts_sequence=False, rewards={"moves": math.nan})))
+
+
+def test_tokens_are_counted():
+    both = rollout(turns=(turn(2), turn(5, starts_sequence=False)))
+    assert [one.num_tokens for one in both.turns] == [4, 7]
+    assert (both.num_tokens, both.num_generated_tokens) == (11, 7)
+
+
+GOOD_INFO = {"a": [1, 2.5, True, None, {"b": "\ud83d"}], "": {}}
+
+
+def test_metadata_may_be_any_json():
+    assert turn(info=GOOD_INFO).info == rollout(info=GOOD_INFO).info == GOOD_INFO
+
+
+DEEP: list = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    "info",
+    [{"x": {1}}, {"x": math.nan}, {"x": (1, 2)}, {"x": {1: 2}}, {"x": b"1"}, {"x": 10**5000}, {"x": DEEP}],
+    ids=["set", "nan", "tuple", "key", "bytes", "digits", "deep"],
+)
+def test_metadata_that_json_would_change_is_refused(info: dict):
+    for make in (turn, rollout):
+        with pytest.raises(ValueError, match=r"info\[.*\] is no JSON value"):
+            make(info=info)
+
+
 def test_an_observation_needs_a_message():
     with pytest.raises(ValueError, match="Observation has no messages"):
         Observation(())
@@ -136,5 +176,5 @@ def test_a_group_holds_its_own_rollouts_alone():
 
 
 def test_statuses_and_stop_reasons_are_words():
-    assert [status.value for status in RolloutStatus] == ["completed", "truncated", "failed", "timed_out"]
-    assert [reason.value for reason in StopReason] == ["stop", "length"]
+    assert [status.value for status in RolloutStatus] == ["completed", "truncated", "failed", "timed_out", "aborted"]
+    assert [reason.value for reason in StopReason] == ["stop", "length", "abort"]

@@ -11,7 +11,7 @@ import pytest
 
 from marin_rl.types import RolloutGroup
 from marin_rl.view import main
-from tests.rollouts.rollout_cases import rollout_of, turn_of, write
+from tests.rollouts.rollout_cases import group_of, rollout_of, turn_of, write
 from tests.viewing.run_cases import empty_run, small_run
 
 
@@ -68,6 +68,21 @@ def test_two_side_by_side(run, capsys):
         assert any("turn 0" in line.partition("turn 0")[2] for line in lines)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_single_file_is_opened_too(tmp_path, capsys, kind):
+    write(tmp_path, 7, [group_of("g", 1.0, 0.0)], format=kind)
+    file = tmp_path / f"rollouts.{kind}"
+    (tmp_path / f"step-00000007.{kind}").rename(file)
+    listed = view(capsys, str(file))
+    assert "g-0" in listed
+    assert "2 rollouts" in listed
+    assert "1 rollouts" in view(capsys, str(file), "--min_reward", "1")
+    assert "wrong" not in view(capsys, str(file), "--id", "g-0", "--tokens")
+    page = tmp_path / "page.html"
+    assert "2 rollouts" in view(capsys, str(file), "--html", str(page))
+    assert '"run":"rollouts.' in page.read_text(encoding="utf-8")
+
+
 def test_text_of_models_cannot_act_on_the_terminal(tmp_path, capsys):
     evil = "\x1b[2J\x1b]0;title\x07\x1b]8;;https://x\x1b\\[red]red[/red][link=x]\x9b31m\r\u202e:smile:"
     run = empty_run(tmp_path / "run")
@@ -93,6 +108,7 @@ def test_an_empty_run_says_why_nothing_is_there(tmp_path, capsys):
     [
         (["{tmp}"], "is not a run directory: it has no config.yaml"),
         (["{tmp}/nowhere"], "is not a run directory: it has no config.yaml"),
+        (["{run}/config.yaml"], "is neither a run directory nor a file of rollouts"),
         (["{run}", "--id", "x"], "no stored rollout has the id 'x'"),
         (["{run}", "--step", "1", "--steps", "1-2"], "both --step and --steps were given"),
     ],

@@ -182,7 +182,6 @@ def random_rollouts(
                 reference_logprobs=zeros,
                 turn_ids=np.where(mask, 0, -1).astype(np.int32),
                 values=zeros,
-                returns=np.zeros(1, np.float32),
             )
         )
     return rollouts

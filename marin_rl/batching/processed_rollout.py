@@ -41,8 +41,6 @@ class ProcessedRollout:
     """Which turn of the rollout (0, 1, …) each sampled token belongs to; -1 where there is no loss."""
     values: Float32[np.ndarray, "batch position"]
     """The critic's value of each sampled token's state; 0 where there is no loss, and 0 until scored."""
-    returns: Float32[np.ndarray, " batch"]
-    """The rollout's return, the same in each of its rows; 0 where it has none."""
 
     def __post_init__(self) -> None:
         shape = self.input_ids.shape
@@ -60,11 +58,6 @@ class ProcessedRollout:
                 raise ValueError(f"ProcessedRollout {self.id}: {name} has shape {array.shape}, input_ids has {shape}")
             if array.dtype != dtype:
                 raise ValueError(f"ProcessedRollout {self.id}: {name} is {array.dtype}, expected {np.dtype(dtype)}")
-        if self.returns.shape != shape[:1] or self.returns.dtype != np.float32:
-            raise ValueError(
-                f"ProcessedRollout {self.id}: returns is {self.returns.dtype}{self.returns.shape}, "
-                f"expected float32{shape[:1]}"
-            )
         tokens = self.segment_ids == 1
         if np.any(~tokens & (self.segment_ids != 0)) or np.any(~tokens[:, :-1] & tokens[:, 1:]):
             raise ValueError(
@@ -116,7 +109,7 @@ def process_rollout(rollout: Rollout, *, length: int, pad_token_id: int) -> Proc
         sequences[-1].token_ids.extend([*observed, *sampled.token_ids])
         sequences[-1].turn_ids.extend([_NO_TURN] * len(observed) + [index] * len(sampled.token_ids))
         sequences[-1].logprobs.extend([*[0.0] * len(observed), *sampled.logprobs])
-    return _lay_out(sequences, rollout.task.environment, rollout.id, rollout.total_reward or 0.0, length, pad_token_id)
+    return _lay_out(sequences, rollout.task.environment, rollout.id, length, pad_token_id)
 
 
 def process_conversation(
@@ -140,7 +133,7 @@ def process_conversation(
     starts_reply = loss_mask & ~np.concatenate([[False], loss_mask[:-1]])
     turn_ids = np.where(loss_mask, np.cumsum(starts_reply) - 1, _NO_TURN)
     sequence = _Sequence(list(fitted_ids), turn_ids.tolist(), [0.0] * len(fitted_ids))
-    return _lay_out([sequence], source, id, 0.0, length, tokenizer.pad_token_id)
+    return _lay_out([sequence], source, id, length, tokenizer.pad_token_id)
 
 
 def without_loss(rollout: ProcessedRollout) -> ProcessedRollout:
@@ -165,9 +158,7 @@ class _Sequence(NamedTuple):
     logprobs: list[float]
 
 
-def _lay_out(
-    sequences: Sequence[_Sequence], source: str, id: str, total_return: float, length: int, pad_token_id: int
-) -> ProcessedRollout:
+def _lay_out(sequences: Sequence[_Sequence], source: str, id: str, length: int, pad_token_id: int) -> ProcessedRollout:
     rows = len(sequences)
     input_ids = np.full((rows, length), pad_token_id, dtype=np.int32)
     turn_ids = np.full((rows, length), _NO_TURN, dtype=np.int32)
@@ -194,5 +185,4 @@ def _lay_out(
         reference_logprobs=np.zeros((rows, length), dtype=np.float32),
         turn_ids=turn_ids,
         values=np.zeros((rows, length), dtype=np.float32),
-        returns=np.full((rows,), total_return, dtype=np.float32),
     )

@@ -14,7 +14,7 @@ import draccus
 
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import PythonResult
-from marin_rl.types import Message, Task
+from marin_rl.types import Info, Message, Task
 
 
 class Split(enum.StrEnum):
@@ -45,6 +45,10 @@ class Step:
     """What identifies the state that the messages show (GiGPO), as JSON can hold it; None: the messages themselves."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """What there is to measure, by name; of an episode's steps the last to name a metric decides it."""
+    info: Info = dataclasses.field(default_factory=dict)
+    """Free metadata about this turn, JSON values by name; stored with the rollout and shown by the viewer."""
+    rollout_info: Info = dataclasses.field(default_factory=dict)
+    """Free metadata about the whole episode; of an episode's steps the last to name a key decides it."""
 
 
 @runtime_checkable

@@ -23,7 +23,7 @@ from marin_rl.environments.base import (
 )
 from marin_rl.environments.nesting import PlainEnvironmentConfig
 from marin_rl.environments.single_turn import CORRECT
-from marin_rl.environments.tool_calls import describe_tools, find_calls, parse_call
+from marin_rl.environments.tool_calls import ToolCall, describe_tools, find_calls, parse_call
 from marin_rl.environments.tools import (
     CalculatorConfig,
     PythonTool,
@@ -246,7 +246,8 @@ class ToolUseEpisode:
                 step, rewards={**step.rewards, TOOLS: 0.0}, metrics={**self._counts(), **success, **step.metrics}
             )
         limit = self.environment.limits.max_calls
-        answers = [await self._answer(text) for text in texts[:limit]]
+        made = [await self._answer(text) for text in texts[:limit]]
+        answers = [answer for answer, _ in made]
         if len(texts) > limit:
             self.calls += len(texts) - limit
             self.errors += len(texts) - limit
@@ -256,6 +257,7 @@ class ToolUseEpisode:
             messages=tuple(Message(role="tool", content=answer) for answer in answers),
             done=False,
             metrics={**self._counts(), "success": 0.0},
+            info={"calls": [call for _, call in made]},
         )
 
     async def close(self) -> None:
@@ -269,17 +271,21 @@ class ToolUseEpisode:
             "tool_timeouts": float(self.timeouts),
         }
 
-    async def _answer(self, text: str) -> str:
+    async def _answer(self, text: str) -> tuple[str, dict[str, object]]:
+        """The answer to one call, and its metadata: the tool's name, None if it cannot be read, and if it failed."""
         self.calls += 1
+        name, failed = None, False
         try:
-            return self._cut(await self._call(text))
+            call = parse_call(text)
+            name = call.name
+            answer = await self._call(call)
         except ToolError as error:
             self.errors += 1
             self.timeouts += isinstance(error, ToolTimeoutError)
-            return self._cut(f"Error: {error}")
+            answer, failed = f"Error: {error}", True
+        return self._cut(answer), {"tool": name, "failed": failed}
 
-    async def _call(self, text: str) -> str:
-        call = parse_call(text)
+    async def _call(self, call: ToolCall) -> str:
         tool = self.environment.tools.get(call.name)
         if tool is None:
             raise ToolError(f"there is no tool {call.name!r}; there is: {', '.join(self.environment.tools)}")

@@ -33,8 +33,8 @@ def weighted_rewards(evaluations: Sequence[Evaluation]) -> dict[str, float]:
     return {one.component: one.weight * one.score for one in evaluations if one.score is not None}
 
 
-def turn_rewards(evaluations: Sequence[Evaluation], turns: int) -> list[float | None]:
-    """The reward of every turn: the sum of weight times base reward, None where no component gave one.
+def turn_rewards(evaluations: Sequence[Evaluation], turns: int) -> list[dict[str, float]]:
+    """The rewards of every turn by component: weight times base reward; empty if no component gave one.
 
     Args:
         evaluations: what the components said about the rollout.
@@ -43,10 +43,10 @@ def turn_rewards(evaluations: Sequence[Evaluation], turns: int) -> list[float | 
     Raises:
         IndexError: if a component speaks of a turn that there is not.
     """
-    rewards: list[float | None] = [None] * turns
+    rewards: list[dict[str, float]] = [{} for _ in range(turns)]
     for one in evaluations:
         for step in one.steps:
-            rewards[step.turn] = (rewards[step.turn] or 0.0) + one.weight * step.base_reward
+            rewards[step.turn][one.component] = one.weight * step.base_reward
     return rewards
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from marin_rl.environments.base import Step
 from marin_rl.environments.user_file import UserFileError
@@ -16,7 +17,19 @@ from marin_rl.rollouts.state_hashing import StateHash, default_state_hash
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.types import Evaluation, Generation, Message, Observation, Rollout, RolloutStatus, StopReason, Task, Turn
+from marin_rl.types import (
+    Evaluation,
+    Generation,
+    Info,
+    Message,
+    Observation,
+    Rollout,
+    RolloutStatus,
+    StopReason,
+    Task,
+    Turn,
+    check_info,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +99,7 @@ class Draft:
         self._last_observation: Observation | None = None
         self._rewards: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
+        self._info: dict[str, Any] = {}
         self._truncated = False
         self._status: RolloutStatus | None = None
         self._error: str | None = None
@@ -127,6 +141,13 @@ class Draft:
         self._history = (*self._history, *self._observed, said)
         context = () if self._starts_sequence else self._sequence
         self._sequence = context + self._observation + generation.token_ids
+        if generation.stop_reason is StopReason.ABORT:
+            self.over = True
+            self.fail(
+                RolloutStatus.ABORTED,
+                f"the engine aborted the generation of turn {len(self._turns) - 1} after "
+                f"{len(generation.token_ids)} tokens (stop reason {generation.stop_reason.value})",
+            )
 
     def see(self, step: Step, tokenizer: ChatTokenizer, limits: Limits) -> None:
         """Take the environment's answer down."""
@@ -142,12 +163,12 @@ class Draft:
                 "ValueError: the environment's step has a message of role 'assistant'; that is the policy's alone, "
                 "and step rewards find its turns by it: show it as 'user' or 'tool'",
             )
-        self._turns[-1] = dataclasses.replace(
-            self._turns[-1], action=step.action, reward=sum(rewards.values(), 0.0) if rewards else None
-        )
+        info, of_rollout = _info(step.info), _info(step.rollout_info)
+        self._turns[-1] = dataclasses.replace(self._turns[-1], action=step.action, rewards=rewards, info=info)
         for name, value in rewards.items():
             self._rewards[name] = self._rewards.get(name, 0.0) + value
         self._metrics |= metrics
+        self._info |= of_rollout
         _log_step(self._attempt.id, len(self._turns) - 1, self._turns[-1], step)
         if step.done:
             self.over = True
@@ -187,10 +208,10 @@ class Draft:
             self.fail(RolloutStatus.FAILED, missing)
             return
         self._rewards |= weighted_rewards(evaluations)
-        for index, reward in enumerate(turn_rewards(evaluations, len(self._turns))):
-            if reward is not None:
+        for index, rewards in enumerate(turn_rewards(evaluations, len(self._turns))):
+            if rewards:
                 turn = self._turns[index]
-                self._turns[index] = dataclasses.replace(turn, reward=(turn.reward or 0.0) + reward)
+                self._turns[index] = dataclasses.replace(turn, rewards={**turn.rewards, **rewards})
 
     def fail(self, status: RolloutStatus, error: str) -> None:
         """End without a reward."""
@@ -215,6 +236,7 @@ class Draft:
             metrics=self._metrics,
             seconds=self.seconds,
             last_observation=self._last_observation,
+            info=self._info,
         )
         _log_summary(rollout)
         return rollout
@@ -241,6 +263,15 @@ def _numbers(values: Mapping[str, float]) -> dict[str, float]:
         return {name: float(value) for name, value in values.items()}
     except (TypeError, ValueError, OverflowError) as error:
         raise EnvironmentFault(RolloutStatus.FAILED, f"{type(error).__name__}: {error}") from error
+
+
+def _info(info: Info) -> dict[str, Any]:
+    """The metadata as it is; metadata that JSON cannot hold fails its rollout."""
+    try:
+        check_info(info)
+    except ValueError as error:
+        raise EnvironmentFault(RolloutStatus.FAILED, f"ValueError: {error}") from error
+    return dict(info)
 
 
 def _log_step(id: str, turn: int, played: Turn, step: Step) -> None:

@@ -49,7 +49,8 @@ async def play(
                 generation = await desk.sample(draft.request(limits))
             reply = tokenizer.decode_reply(generation.token_ids)
             draft.hear(generation, reply)
-            draft.see(await clock.within(episode.step(reply)), tokenizer, limits)
+            if not draft.over:
+                draft.see(await clock.within(episode.step(reply)), tokenizer, limits)
     except EnvironmentFault as error:
         draft.fail(error.status, str(error))
     finally:

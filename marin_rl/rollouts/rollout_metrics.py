@@ -35,6 +35,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], version: WeightVersion) -> d
         "rollouts/truncated_share": _share(rollout.status is RolloutStatus.TRUNCATED for rollout in rollouts),
         "rollouts/failed": total(rollout.status is RolloutStatus.FAILED for rollout in rollouts),
         "rollouts/timed_out": total(rollout.status is RolloutStatus.TIMED_OUT for rollout in rollouts),
+        "rollouts/aborted": total(rollout.status is RolloutStatus.ABORTED for rollout in rollouts),
         "staleness/min": Metric(float(min(ages)), reduction=Reduction.MIN),
         "staleness/mean": mean(ages),
         "staleness/max": Metric(float(max(ages)), reduction=Reduction.MAX),

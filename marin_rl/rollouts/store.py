@@ -73,7 +73,7 @@ class Keep(enum.StrEnum):
     ALL = "all"
     """All of them."""
     NOT_COMPLETED = "not_completed"
-    """Those that were truncated, failed or timed out."""
+    """Those that were truncated, failed, timed out or aborted."""
     BEST_AND_WORST = "best_and_worst"
     """Of every group the one with the highest reward and the one with the lowest, the first where several are; and
     all that have no reward."""
@@ -134,17 +134,34 @@ class StoredFile:
     """The file."""
 
 
-def list_files(folder: Path) -> list[StoredFile]:
-    """The files of rollouts in a folder, the oldest first; none where there is no folder."""
-    if not folder.is_dir():
+def list_files(source: Path) -> list[StoredFile]:
+    """The files of rollouts in a folder, the oldest first, or one file; none if nothing is there.
+
+    Args:
+        source: a run directory's `rollouts/`, or a file of any name, whose step and purpose are those of its first row.
+
+    Raises:
+        RolloutStoreError: if a single file is damaged.
+    """
+    if source.is_file():
+        return _single_file(source)
+    if not source.is_dir():
         return []
     purposes = {prefix: purpose for purpose, prefix in _PREFIX.items()}
-    matches = [(match, entry) for entry in folder.iterdir() if (match := _NAME.fullmatch(entry.name))]
+    matches = [(match, entry) for entry in source.iterdir() if (match := _NAME.fullmatch(entry.name))]
     # An evaluation comes after its step.
     return sorted(
         (StoredFile(int(match[2]), purposes[match[1]], path) for match, path in matches),
         key=lambda file: (file.step, file.purpose != TRAINING, file.path.name),
     )
+
+
+def _single_file(path: Path) -> list[StoredFile]:
+    table = read_file(path, ["step", "purpose"])
+    if table is None or not table.num_rows:
+        return []
+    [first] = table.slice(0, 1).to_pylist()
+    return [StoredFile(first["step"], first["purpose"], path)]
 
 
 def read_rollouts(

@@ -18,7 +18,7 @@ import pyarrow as pa
 from jaxtyping import Float
 
 from marin_rl.objectives.signals import TurnCredit
-from marin_rl.types import Evaluation, Observation, Rollout, RolloutStatus, Turn
+from marin_rl.types import Evaluation, Info, Observation, Rollout, RolloutStatus, Turn
 
 SCHEMA_VERSION = 2
 """Raised whenever the columns change; a file of another version is refused."""
@@ -55,6 +55,8 @@ _TURN = pa.struct(
         ("messages", pa.list_(_MESSAGE)),
         ("action", pa.string()),
         ("reward", pa.float64()),
+        ("rewards", _NUMBERS),
+        ("info", pa.string()),
         ("anchor_state", pa.string()),
         ("starts_sequence", pa.bool_()),
         ("stop_reason", pa.string()),
@@ -102,8 +104,10 @@ SCHEMA = pa.schema(
         ("advantage", pa.float64()),
         ("num_turns", pa.int32()),
         ("num_tokens", pa.int32()),
+        ("num_generated_tokens", pa.int32()),
         ("metrics", _NUMBERS),
         ("seconds", _NUMBERS),
+        ("info", pa.string()),
         ("turns", pa.list_(_TURN)),
         ("last_observation", _OBSERVATION),
     ],
@@ -165,9 +169,11 @@ def as_row(rollout: Rollout, step: int, purpose: str, signal: TrainingSignal | N
         "evaluations": [_evaluation_row(evaluation) for evaluation in rollout.evaluations],
         "advantage": None if signal is None else signal.mean_advantage,
         "num_turns": len(rollout.turns),
-        "num_tokens": rollout.num_generated_tokens,
+        "num_tokens": rollout.num_tokens,
+        "num_generated_tokens": rollout.num_generated_tokens,
         "metrics": _numbers(rollout.metrics),
         "seconds": _numbers(rollout.seconds),
+        "info": _info_text(rollout.info),
         "turns": _turn_rows(rollout.turns, signal, piece),
         "last_observation": _observation_row(rollout.last_observation, piece),
     }
@@ -238,6 +244,8 @@ def _turn_rows(turns: Sequence[Turn], signal: TrainingSignal | None, piece: Piec
                 "messages": [_message_row(message) for message in turn.messages],
                 "action": _text(turn.action),
                 "reward": turn.reward,
+                "rewards": list(turn.rewards.items()),
+                "info": _info_text(turn.info),
                 "anchor_state": turn.anchor_state,
                 "starts_sequence": turn.starts_sequence,
                 "stop_reason": sampled.stop_reason.value,
@@ -269,6 +277,11 @@ def _observation_row(observation: Observation | None, piece: PieceOf) -> dict[st
 def _text(text: str | None) -> str | None:
     """Text as UTF-8 can hold it: half a character, as a reward function's words may have, is written out."""
     return None if text is None else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _info_text(info: Info) -> str | None:
+    """Free metadata as JSON, in ASCII; None if there is none."""
+    return json.dumps(info, sort_keys=True) if info else None
 
 
 def _message_row(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,10 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, cast
 
 from marin_rl.sampling.sampler import LOGPROB_ROUNDING, SampleRequest, SamplerError
+from marin_rl.types import StopReason
 
+ABORTED = "abort"
+"""The finish reason of vLLM and SGLang for a request that was aborted, as before a reload of weights."""
 LEAST_LOGPROB = -9999.0
 """What vLLM writes for a log-probability of minus infinity."""
 
@@ -21,11 +24,11 @@ class Completion(NamedTuple):
     """An answer that was found good."""
 
     token_ids: tuple[int, ...]
-    """`[length]`, at least one."""
+    """`[length]`, at least one unless the server aborted the request."""
     logprobs: tuple[float, ...]
     """`[length]`, finite and at most 0."""
-    stopped: bool
-    """Whether a stop token ended it; otherwise the limit did."""
+    stop_reason: StopReason
+    """What ended it."""
 
 
 def completion_body(
@@ -97,14 +100,16 @@ def read_completion(
             f"request {index}: the server went on after stop token {inner}; it must honour stop_token_ids"
         )
     stopped = bool(tokens) and tokens[-1] in stop_token_ids
+    if choice.get("finish_reason") == ABORTED and not stopped and len(tokens) <= allowed:
+        return Completion(tuple(tokens), tuple([min(value, 0.0) for value in logprobs]), StopReason.ABORT)
     if not (stopped and len(tokens) <= allowed) and len(tokens) != allowed:
         raise SamplerError(
             f"request {index}: the server returned {len(tokens)} tokens that end in no stop token, where {allowed} "
             f"were allowed, with finish_reason {choice.get('finish_reason')!r}; it must honour stop_token_ids, "
-            "ignore_eos and max_tokens, return the stop token, add none of its own (vLLM: --generation-config vllm), "
-            "and abort nothing"
+            "ignore_eos and max_tokens, return the stop token, and add none of its own (vLLM: --generation-config vllm)"
         )
-    return Completion(tuple(tokens), tuple([min(value, 0.0) for value in logprobs]), stopped)
+    reason = StopReason.STOP if stopped else StopReason.LENGTH
+    return Completion(tuple(tokens), tuple([min(value, 0.0) for value in logprobs]), reason)
 
 
 def most_likely_logprob(answer: object, index: int) -> float | None:

@@ -19,7 +19,7 @@ from marin_rl.sampling.completions import completion_body, most_likely_logprob, 
 from marin_rl.sampling.config import OpenAiSamplerConfig, SamplingConfig
 from marin_rl.sampling.request_check import allowed_tokens
 from marin_rl.sampling.sampler import SampleRequest, SamplerError
-from marin_rl.types import Generation, StopReason, WeightVersion
+from marin_rl.types import Generation, WeightVersion
 
 logger = logging.getLogger(__name__)
 # It writes a line for each request.
@@ -122,7 +122,7 @@ class OpenAiSampler:
             return Generation(
                 token_ids=completion.token_ids,
                 logprobs=completion.logprobs,
-                stop_reason=StopReason.STOP if completion.stopped else StopReason.LENGTH,
+                stop_reason=completion.stop_reason,
                 first_version=version,
                 last_version=version,
             )

@@ -16,18 +16,18 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from marin_rl.runtime.run_directory import RunDirectory, write_atomically
+from marin_rl.runtime.run_directory import write_atomically
 from marin_rl.viewing.page_data import page_data
-from marin_rl.viewing.selection import Selection
+from marin_rl.viewing.selection import RolloutSource, Selection
 
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
-def write_page(directory: RunDirectory, target: Path, selection: Selection, max_rollouts: int) -> int:
+def write_page(source: RolloutSource, target: Path, selection: Selection, max_rollouts: int) -> int:
     """Write the page of a run.
 
     Args:
-        directory: the run.
+        source: the run, or one file of rollouts.
         target: the file, replaced whole.
         selection: which rollouts are on it.
         max_rollouts: most of them.
@@ -39,7 +39,7 @@ def write_page(directory: RunDirectory, target: Path, selection: Selection, max_
         RunDirectoryError: if the file cannot be written, or metrics.jsonl is damaged.
         RolloutStoreError: if a file of rollouts is damaged.
     """
-    data = page_data(directory, selection, max_rollouts)
+    data = page_data(source, selection, max_rollouts)
     write_atomically(target, render(data))
     return len(data["rollouts"])
 

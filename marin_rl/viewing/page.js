@@ -214,7 +214,7 @@ const COLUMNS = [
     ({ name, value: (rollout) => rewardOf(rollout, name), number: true })),
   { name: "advantage", value: (rollout) => rollout.advantage, number: true },
   { name: "turns", value: (rollout) => rollout.num_turns, number: true },
-  { name: "tokens", value: (rollout) => rollout.num_tokens, number: true },
+  { name: "tokens", value: (rollout) => rollout.num_generated_tokens, number: true },
   { name: "not trained", value: (rollout) => rollout.not_trained || "" },
 ];
 // The newest first.
@@ -345,15 +345,16 @@ function navigation(rollout) {
   return element("p", { class: "controls" }, go("Previous", table.rows[at - 1]), go("Next", table.rows[at + 1]), back);
 }
 
+const pairs = (named) => named.map(([name, value]) => `${name} ${number(value)}`).join(", ");
+
 function facts(rollout) {
-  const pairs = (named) => named.map(([name, value]) => `${name} ${number(value)}`).join(", ");
   const list = element("dl");
   const known = [
     ["step", `${rollout.step}${rollout.purpose === "training" ? "" : ` (${rollout.purpose})`}`],
     ["group", rollout.group_id], ["task", rollout.task_id], ["environment", rollout.environment], ["answer", rollout.answer],
     ["status", rollout.status], ["not trained", rollout.not_trained], ["error", rollout.error],
     ["advantage", rollout.advantage === null ? "" : number(rollout.advantage)],
-    ["metrics", pairs(rollout.metrics)], ["seconds", pairs(rollout.seconds)],
+    ["metrics", pairs(rollout.metrics)], ["seconds", pairs(rollout.seconds)], ["info", rollout.info],
   ];
   for (const [name, value] of known) {
     if (value) list.append(element("dt", { text: name }), element("dd", { text: value }));
@@ -412,6 +413,8 @@ function turnView(turn, index) {
   view.append(...observation(shown, turn.observed));
   view.append(element("div", { class: "message assistant" }, element("div", { class: "role", text: "assistant" }), tokensOf(turn, index)));
   if (turn.action !== null) view.append(element("p", { class: "faint", text: `taken as: ${turn.action}` }));
+  if (turn.rewards.length > 1) view.append(element("p", { class: "faint", text: `rewards: ${pairs(turn.rewards)}` }));
+  if (turn.info) view.append(element("p", { class: "faint", text: `info: ${turn.info}` }));
   return view;
 }
 

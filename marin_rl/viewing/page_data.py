@@ -7,13 +7,11 @@ import codecs
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from marin_rl.rollouts.store import StoredFile, read_file
 from marin_rl.runtime.metrics_file import read_records
-from marin_rl.runtime.run_directory import RunDirectory
-from marin_rl.viewing.selection import Row, Selection
+from marin_rl.viewing.selection import RolloutSource, Row, Selection
 from marin_rl.viewing.visible import visible
 
 MOMENTS = 10
@@ -55,11 +53,11 @@ PANELS = (
 """The plots that every page has, as far as the run has their metrics; any other metric can be chosen on the page."""
 
 
-def page_data(directory: RunDirectory, selection: Selection, max_rollouts: int) -> dict[str, Any]:
+def page_data(source: RolloutSource, selection: Selection, max_rollouts: int) -> dict[str, Any]:
     """Everything the page shows.
 
     Args:
-        directory: the run.
+        source: the run, or one file of rollouts, which has no curves.
         selection: which rollouts.
         max_rollouts: most of them.
 
@@ -67,13 +65,13 @@ def page_data(directory: RunDirectory, selection: Selection, max_rollouts: int) 
         RunDirectoryError: if metrics.jsonl is damaged.
         RolloutStoreError: if a file of rollouts is damaged.
     """
-    records = read_records(directory.metrics)
-    rollouts, notes = _rollouts(directory.rollouts, selection, max_rollouts)
+    records = [] if source.metrics is None else read_records(source.metrics)
+    rollouts, notes = _rollouts(source, selection, max_rollouts)
     thinned = _thinned(records)
     if len(thinned) < len(records):
         notes.append(f"The curves show {len(thinned)} of {len(records)} records, evenly spaced, and every evaluation.")
     return {
-        "run": visible(directory.path.resolve().name),
+        "run": visible(source.path.resolve().name),
         "steps": int(records[-1]["step"]) if records else 0,
         "notes": notes,
         "curves": _curves(thinned),
@@ -138,8 +136,8 @@ def _phases(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _rollouts(folder: Path, selection: Selection, max_rollouts: int) -> tuple[list[dict[str, Any]], list[str]]:
-    files = selection.files(folder)
+def _rollouts(source: RolloutSource, selection: Selection, max_rollouts: int) -> tuple[list[dict[str, Any]], list[str]]:
+    files = selection.files(source)
     chosen = [files[index] for index in _evenly(len(files), MOMENTS)]
     notes = []
     if len(chosen) < len(files):
@@ -182,9 +180,10 @@ def _rollout(row: Row) -> dict[str, Any]:
         "evaluations": [_evaluation(evaluation) for evaluation in row["evaluations"]],
         "advantage": _number(row["advantage"]),
         "num_turns": row["num_turns"],
-        "num_tokens": row["num_tokens"],
+        "num_generated_tokens": row["num_generated_tokens"],
         "metrics": _pairs(row["metrics"]),
         "seconds": _pairs(row["seconds"]),
+        "info": visible(row["info"] or ""),
         "turns": [_turn(turn) for turn in row["turns"]],
         "last_observation": None if row["last_observation"] is None else _observation(row["last_observation"]),
     }
@@ -230,6 +229,8 @@ def _turn(turn: Row) -> dict[str, Any]:
         "stop_reason": turn["stop_reason"],
         "versions": [turn["first_version"], turn["last_version"]],
         "reward": _number(turn["reward"]),
+        "rewards": _pairs(turn["rewards"]),
+        "info": visible(turn["info"] or ""),
         "episode_advantage": _number(turn["episode_advantage"]),
         "step_return": _number(turn["step_return"]),
         "step_advantage": _number(turn["step_advantage"]),

@@ -22,6 +22,8 @@ from marin_rl.viewing.visible import one_line, shown_bytes, visible
 
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 MISSING = "–"
+ANCHOR_CHARACTERS = 12
+"""Characters of an anchor state's hash that are shown."""
 MAX_NAME = 24
 """Characters of a component's name in one line of a list's head."""
 
@@ -46,7 +48,7 @@ def print_listing(console: Console, listing: Listing) -> None:
             *(number(rewards.get(name)) for name in components),
             number(row["advantage"]),
             str(row["num_turns"]),
-            str(row["num_tokens"]),
+            str(row["num_generated_tokens"]),
             _plain(row["not_trained"] or ""),
         )
     console.print(table)
@@ -106,6 +108,7 @@ def _summary(row: Row) -> RenderableType:
         "advantage": None if row["advantage"] is None else number(row["advantage"]),
         "metrics": _named_numbers(row["metrics"]),
         "seconds": _named_numbers(row["seconds"]),
+        "info": row["info"],
     }
     return _facts({name: value for name, value in facts.items() if value})
 
@@ -140,8 +143,13 @@ def _rewards(row: Row) -> RenderableType:
 
 def _turn(index: int, turn: Row, *, tokens: bool) -> RenderableType:
     parts: list[RenderableType] = [_turn_title(index, turn), *_messages(turn)]
-    if turn["action"] is not None:
-        parts.append(_facts({"taken as": turn["action"]}))
+    facts = {
+        "taken as": turn["action"],
+        "rewards": _named_numbers(turn["rewards"]) if len(turn["rewards"]) > 1 else None,
+        "info": turn["info"],
+    }
+    if any(value is not None for value in facts.values()):
+        parts.append(_facts({name: value for name, value in facts.items() if value is not None}))
     if tokens:
         parts.append(_token_table(turn))
     return Group(*parts)
@@ -164,6 +172,8 @@ def _turn_title(index: int, turn: Row) -> RenderableType:
     ):
         if turn[name] is not None:
             facts.append(f"{label} {number(turn[name])}")
+    if turn["anchor_state"]:
+        facts.append(f"anchor {one_line(turn['anchor_state'][:ANCHOR_CHARACTERS])}")
     first, last = turn["first_version"], turn["last_version"]
     facts.append(f"weights {first}" if first == last else f"weights {first}–{last}")
     return Text(" · ".join(facts), "dim")

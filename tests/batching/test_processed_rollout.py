@@ -50,7 +50,6 @@ def test_two_turns_with_an_observation_between_them() -> None:
     assert not processed.reference_logprobs.any()
     assert processed.turn_ids.tolist() == [[-1] * observed + [0] * 2 + [-1] * len(SECOND) + [1] * 2 + [-1] * 3]
     assert not processed.values.any()
-    assert processed.returns.tolist() == [1.5]
     assert (processed.source, processed.id) == ("sums", "step-1/group-0/2")
 
 
@@ -72,7 +71,6 @@ def test_a_rewritten_history_makes_a_second_row_of_the_same_rollout() -> None:
     assert processed.turn_ids[processed.loss_mask].tolist() == [0, 0, 1, 2]
     assert (processed.turn_ids[~processed.loss_mask] == -1).all()
     assert (processed.lengths, processed.num_loss_tokens) == ((9, 17), 4)
-    assert processed.returns.tolist() == [1.5, 1.5]
 
 
 def test_the_last_observation_is_in_no_row() -> None:
@@ -89,11 +87,10 @@ def test_a_row_may_be_filled_to_the_brim_and_not_beyond() -> None:
         process_rollout(TWO_TURNS, length=14, pad_token_id=PAD)
 
 
-def test_a_failed_rollout_keeps_its_turns_and_has_no_return() -> None:
+def test_a_failed_rollout_keeps_its_turns() -> None:
     failed = dataclasses.replace(TWO_TURNS, status=RolloutStatus.FAILED, rewards={}, error="boom")
     processed = process_rollout(failed, length=15, pad_token_id=PAD)
     assert processed.loss_mask.sum() == 4
-    assert processed.returns.tolist() == [0.0]
 
 
 def test_a_rollout_that_failed_before_its_first_turn_has_no_rows() -> None:
@@ -121,7 +118,7 @@ def test_a_rollout_without_loss_keeps_its_tokens_and_nothing_of_the_rest() -> No
     assert (masked.turn_ids == -1).all()
     for name in ("policy_logprobs", "reference_logprobs", "values"):
         assert not getattr(masked, name).any(), name
-    for name in ("input_ids", "segment_ids", "returns"):
+    for name in ("input_ids", "segment_ids"):
         np.testing.assert_array_equal(getattr(masked, name), getattr(scored, name), err_msg=name)
 
 
@@ -148,7 +145,6 @@ def test_a_conversation_has_loss_on_what_the_assistant_says(chat: ChatTokenizer)
     assert not processed.policy_logprobs.any()
     assert processed.turn_ids[processed.loss_mask].tolist() == [0, 0, 1, 1]
     assert (processed.turn_ids[~processed.loss_mask] == -1).all()
-    assert processed.returns.tolist() == [0.0]
 
 
 @pytest.mark.parametrize(("length", "replies"), [(19, "6<|end|>5<|end|>"), (18, "6<|end|>"), (9, "6<|end|>")])
@@ -174,7 +170,6 @@ def test_arrays_have_the_documented_dtypes() -> None:
         "reference_logprobs": "float32",
         "turn_ids": "int32",
         "values": "float32",
-        "returns": "float32",
     }
 
 
@@ -196,8 +191,6 @@ GOOD = process_rollout(TWO_TURNS, length=18, pad_token_id=PAD)
         ("policy_logprobs", GOOD.policy_logprobs.astype(np.float64), "policy_logprobs is float64, expected float32"),
         ("policy_logprobs", GOOD.policy_logprobs[:, :-1], "policy_logprobs has shape (1, 17), input_ids has (1, 18)"),
         ("loss_mask", GOOD.loss_mask[0], "loss_mask has shape (18,), input_ids has (1, 18)"),
-        ("returns", np.zeros((2,), np.float32), "returns is float32(2,), expected float32(1,)"),
-        ("returns", np.zeros((1,), np.float64), "returns is float64(1,), expected float32(1,)"),
         ("loss_mask", set_at(GOOD.loss_mask, (0, 16), True), "loss_mask covers padding"),
         ("loss_mask", set_at(GOOD.loss_mask, (0, 0), True), "loss_mask covers a first token"),
         ("policy_logprobs", set_at(GOOD.policy_logprobs, (0, 7), np.nan), "policy_logprobs has values"),

@@ -60,7 +60,6 @@ def processed(id: str, *rows: str, seed: int = 0) -> ProcessedRollout:
         reference_logprobs=floats(-3, -1),
         turn_ids=np.where(mask, turns, -1).astype(np.int32),
         values=floats(1, 2),
-        returns=np.ones(len(rows), np.float32),
     )
 
 

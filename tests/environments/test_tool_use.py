@@ -12,6 +12,7 @@ import pytest
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, MixtureConfig, RandomRewardConfig, ToolUseConfig
 from marin_rl.environments.base import Environment, NoSandboxError, Split, Step, connect_code_runner
 from marin_rl.environments.mixture import MixturePartConfig
+from marin_rl.environments.tool_calls import find_calls
 from marin_rl.environments.tool_use import ToolDescription, ToolLimits, ToolUseEnvironment
 from marin_rl.environments.tools import CalculatorConfig, PythonConfig, ToolConfig, ToolError
 from marin_rl.rewards.losses import CallLostError, LossCause
@@ -110,6 +111,7 @@ def test_several_calls_are_answered_in_order_up_to_the_bound():
     assert said(step) == ["0", "1", "Error: of 5 calls the first 2 were made; no reply may hold more."]
     assert step.metrics["tool_calls"] == 5.0
     assert step.metrics["tool_errors"] == 3.0
+    assert step.info == {"calls": [{"tool": "calculator", "failed": False}] * 2}
     assert dict(step.rewards) == {"tools": -0.75}
 
 
@@ -133,6 +135,8 @@ def test_calls_that_come_to_nothing_are_told_and_counted(reply: str, answer: str
     slow = float(reply == odd("hang"))
     assert dict(first.metrics) == {"tool_calls": 1.0, "tool_errors": 1.0, "tool_timeouts": slow, "success": 0.0}
     assert dict(second.metrics) == {"tool_calls": 2.0, "tool_errors": 2.0, "tool_timeouts": 2 * slow, "success": 0.0}
+    name = None if "nonsense" in reply else json.loads(find_calls(reply)[0])["name"]
+    assert first.info == second.info == {"calls": [{"tool": name, "failed": True}]}
     # Each turn pays for its own mistakes.
     assert dict(first.rewards) == dict(second.rewards) == {"tools": -0.5}
 

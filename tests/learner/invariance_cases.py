@@ -305,7 +305,7 @@ def arrange(episode: Episode, name: str, arrangement: Arrangement) -> ProcessedR
         context = observation if anew else (*seen, *observation)
         starts = anew or arrangement.each_turn_apart
         generation = Generation(action, (-1.0,) * len(action), StopReason.STOP, 0, 0)
-        turns.append(Turn(context if starts else observation, generation, (), None, "", starts))
+        turns.append(Turn(context if starts else observation, generation, (), {}, "", starts))
         seen = (*context, *action)
     task = Task("t", "test", ({"role": "user", "content": ""},), "")
     rollout = Rollout(name, str(episode.group), task, tuple(turns), RolloutStatus.COMPLETED, {"score": episode.score})

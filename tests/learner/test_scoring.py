@@ -52,7 +52,6 @@ def make_rollouts(vocab: int) -> list[ProcessedRollout]:
                 reference_logprobs=zeros,
                 turn_ids=np.where(mask, 0, -1).astype(np.int32),
                 values=zeros,
-                returns=np.ones(len(lengths), np.float32),
             )
         )
     return rollouts

@@ -28,9 +28,9 @@ def test_a_missing_score_fails_the_rollout():
         weighted_rewards([CORRECT, LOST])
 
 
-def test_turn_rewards_add_up_and_stay_empty_where_nobody_spoke():
-    assert turn_rewards([CORRECT, SHORT], 3) == [1.0, None, -2.0]
-    assert turn_rewards([], 2) == [None, None]
+def test_turn_rewards_have_the_names_of_their_components():
+    assert turn_rewards([CORRECT, SHORT], 3) == [{"correct": 1.0}, {}, {"correct": 0.0, "short": -2.0}]
+    assert turn_rewards([], 2) == [{}, {}]
     with pytest.raises(IndexError):
         turn_rewards([CORRECT], 2)
 

@@ -34,11 +34,13 @@ def piece(token: int) -> bytes:
     return bytes([token]) if token < 256 else b"<|end|>" if token == END else f"<|{token}|>".encode()
 
 
-def turn_of(asked: str, said: str, **more: object) -> Turn:
+def turn_of(asked: str, said: str, reward: float | None = None, **more: object) -> Turn:
     """A turn of bytes: what the user wrote, and what the policy answered."""
     tokens = (*said.encode(), END)
     generation = Generation(tokens, tuple(-0.125 * (1 + i % 8) for i in range(len(tokens))), StopReason.STOP, 3, 3)
     messages: Sequence[Message] = ({"role": "user", "content": asked}, {"role": "assistant", "content": said})
+    if reward is not None:
+        more["rewards"] = {"correct": reward}
     return Turn((259, *asked.encode(), END, 260), generation, tuple(messages), **{"starts_sequence": True, **more})
 
 
@@ -62,8 +64,10 @@ def group_of(id: str, *rewards: float | None) -> RolloutGroup:
 def rich_rollout() -> Rollout:
     """Two turns and a last observation, reward components, one of them lost, steps with reasons, text not in ASCII."""
     turns = (
-        turn_of("2+3 — naïve?", "é", reward=0.25, anchor_state="a0", action="say"),
-        turn_of("wrong, try again", "5", starts_sequence=False, reward=1.0, anchor_state="a1"),
+        turn_of("2+3 — naïve?", "é", anchor_state="a0", action="say", rewards={"correct": 0.5, "style": -0.25}),
+        turn_of(
+            "wrong, try again", "5", starts_sequence=False, reward=1.0, anchor_state="a1", info={"tries": [1, None]}
+        ),
     )
     steps = (StepReward(0, 0.25, "half \u2028 right", {"chars": 2.0}), StepReward(1, 1.0))
     return Rollout(
@@ -80,6 +84,7 @@ def rich_rollout() -> Rollout:
         ),
         metrics={"retries": 1.0, "metrics": 4.0},
         seconds={"sample": 0.5, "environment": 0.25, "reward": 0.125},
+        info={"map": "ü 4x4"},
         last_observation=Observation(({"role": "tool", "content": "46 ü"},), (261, *"46 ü".encode(), END, 260)),
     )
 

@@ -259,6 +259,22 @@ def test_of_the_steps_the_last_to_name_a_metric_decides_it():
     assert played(*steps).finish().metrics == {"x": 3.0, "y": 2.0}
 
 
+def test_metadata_of_turns_and_of_the_rollout_is_kept():
+    first = Step({"a": 1.0}, (MORE,), False, info={"cell": [1, 2]}, rollout_info={"map": "4x4", "falls": 0})
+    rollout = played(first, Step({"a": 1.0}, rollout_info={"falls": 1})).finish()
+    assert [turn.info for turn in rollout.turns] == [{"cell": [1, 2]}, {}]
+    assert rollout.info == {"map": "4x4", "falls": 1}
+
+
+@pytest.mark.parametrize("name", ["info", "rollout_info"])
+def test_metadata_that_is_no_json_is_the_environments_fault(name: str):
+    made = draft()
+    made.hear(*said("abc"))
+    with pytest.raises(EnvironmentFault, match=r"^ValueError: info\['seen'\] is no JSON value") as caught:
+        made.see(Step({"a": 1.0}, **{name: {"seen": {1, 2}}}), TOKENIZER, LIMITS)
+    assert caught.value.status is RolloutStatus.FAILED
+
+
 # --- what reward functions say ---
 
 
@@ -272,6 +288,7 @@ def test_what_functions_say_is_weighed_and_added_to_what_the_environment_gave():
     style = Evaluation("style", 2.0, 0.25, steps=(StepReward(1, 3.0),))
     rollout = judged(style, Evaluation("short", -1.0, 1.0))
     assert rollout.rewards == {"moves": 1.0, "style": 0.5, "short": -1.0}
+    assert [turn.rewards for turn in rollout.turns] == [{"moves": 0.5}, {"moves": 0.5, "style": 6.0}]
     assert [turn.reward for turn in rollout.turns] == [0.5, 6.5]
     assert rollout.evaluations == (style, Evaluation("short", -1.0, 1.0))
 
@@ -320,6 +337,17 @@ def test_a_failure_takes_the_rewards_and_leaves_the_turns():
         {},
         1,
     )
+
+
+def test_an_aborted_generation_aborts_the_rollout_and_names_the_stop_reason():
+    made = played(goes_on(moves=0.5))
+    made.hear(Generation((97,), (-0.5,), StopReason.ABORT, 0, 0), "a")
+    assert (made.over, made.has_failed) == (True, True)
+    rollout = made.finish()
+    assert (rollout.status, rollout.rewards, rollout.total_reward) == (RolloutStatus.ABORTED, {}, None)
+    assert rollout.error == "the engine aborted the generation of turn 1 after 1 tokens (stop reason abort)"
+    assert [turn.generation.token_ids for turn in rollout.turns] == [(97, 98, 99, END), (97,)]
+    assert not rollout.status.is_graded
 
 
 def test_a_rollout_that_nobody_rewarded_is_an_error_that_names_it():

@@ -17,7 +17,7 @@ from tests.rollouts.rollout_cases import group_of, rich_rollout, rollout_of
 
 def test_everything_a_rollout_can_hold_comes_back() -> None:
     group = RolloutGroup(
-        "g", [rich_rollout(), rollout_of("g-1", reward=None, status=RolloutStatus.TIMED_OUT), rollout_of("g-2")]
+        "g", [rich_rollout(), rollout_of("g-1", reward=None, status=RolloutStatus.ABORTED), rollout_of("g-2")]
     )
     again = decode_group(encode_group(group))
     assert again == group

@@ -27,7 +27,7 @@ def rollout(
             (1, 2),
             Generation((3,) * length, (-1.0,) * length, stop, version, version),
             (),
-            0.0,
+            {"correct": 0.0},
             starts_sequence=index == 0,
         )
         for index, length in enumerate(lengths)
@@ -160,8 +160,9 @@ def test_an_environment_may_measure_success(rewards: dict[str, float], measured:
 
 def test_each_way_to_end_without_a_reward_is_counted_on_its_own():
     late = rollout({}, status=RolloutStatus.TIMED_OUT)
-    found = metrics([GOOD, FAILED, late, late])
-    assert (found["rollouts/failed"], found["rollouts/timed_out"]) == (1.0, 2.0)
+    aborted = rollout({}, status=RolloutStatus.ABORTED)
+    found = metrics([GOOD, FAILED, late, late, *[aborted] * 3])
+    assert [found[f"rollouts/{name}"] for name in ("failed", "timed_out", "aborted")] == [1.0, 2.0, 3.0]
     assert found["objective/scores"] == 1.0
 
 

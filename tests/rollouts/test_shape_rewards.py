@@ -24,7 +24,13 @@ SOFT = OverlongConfig(buffer=4, factor=2.0)
 def rollout(*lengths: int, status: RolloutStatus = RolloutStatus.COMPLETED, reward: float = 1.0) -> Rollout:
     """A rollout with an answer of each length."""
     turns = tuple(
-        Turn((1,), Generation((3,) * n, (-1.0,) * n, StopReason.STOP, 0, 0), (), reward, starts_sequence=index == 0)
+        Turn(
+            (1,),
+            Generation((3,) * n, (-1.0,) * n, StopReason.STOP, 0, 0),
+            (),
+            {"correct": reward},
+            starts_sequence=index == 0,
+        )
         for index, n in enumerate(lengths)
     )
     rewards = {} if status is RolloutStatus.FAILED else {"correct": reward}

@@ -49,7 +49,11 @@ def test_a_row_holds_all_there_is_to_a_rollout(tmp_path, kind):
     good, bad = rows(tmp_path)
     assert (good["step"], good["purpose"], good["status"], good["not_trained"]) == (7, "training", "completed", None)
     assert (good["reward"], good["rewards"]) == (1.5, [("correct", 1.0), ("style", 0.5)])
-    assert (good["num_turns"], good["num_tokens"], good["advantage"]) == (2, 5, 0.2)
+    assert (good["num_turns"], good["num_generated_tokens"], good["advantage"]) == (2, 5, 0.2)
+    assert (
+        good["num_tokens"] == rich_rollout().num_tokens == 5 + sum(len(t["observation_tokens"]) for t in good["turns"])
+    )
+    assert (json.loads(good["info"]), bad["info"]) == ({"map": "ü 4x4"}, None)
     assert good["metrics"] == [("retries", 1.0), ("metrics", 4.0)]
     assert dict(good["seconds"]) == {"sample": 0.5, "environment": 0.25, "reward": 0.125}
     correct, style, judge = good["evaluations"]
@@ -75,6 +79,8 @@ def test_a_row_holds_all_there_is_to_a_rollout(tmp_path, kind):
     assert (first["first_version"], first["last_version"], first["stop_reason"]) == (3, 3, "stop")
     assert (first["action"], first["anchor_state"], first["starts_sequence"]) == ("say", "a0", True)
     assert second["messages"][1] == {"role": "assistant", "content": "5", "more": None}
+    assert (first["reward"], first["rewards"]) == (0.25, [("correct", 0.5), ("style", -0.25)])
+    assert (first["info"], json.loads(second["info"])) == (None, {"tries": [1, None]})
     last = good["last_observation"]
     assert last["messages"] == [{"role": "tool", "content": "46 ü", "more": None}]
     assert b"".join(last["observation_pieces"]).decode() == "<|261|>46 ü<|end|><|260|>"

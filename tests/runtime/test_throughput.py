@@ -28,7 +28,7 @@ def group(*lengths: int) -> RolloutGroup:
             "r",
             "g",
             TASK,
-            (Turn((2, 3), generation, (), 1.0, starts_sequence=True),),
+            (Turn((2, 3), generation, (), {"correct": 1.0}, starts_sequence=True),),
             RolloutStatus.COMPLETED,
             {"correct": 1.0},
         )
@@ -44,7 +44,7 @@ def batch(*lengths: int) -> PackedBatch:
 
     def processed(index: int, length: int) -> ProcessedRollout:
         generation = Generation((1,) * (length - 2), (-1.0,) * (length - 2), StopReason.STOP, 0, 0)
-        turn = Turn((2, 3), generation, (), 1.0, starts_sequence=True)
+        turn = Turn((2, 3), generation, (), {"correct": 1.0}, starts_sequence=True)
         rollout = Rollout(str(index), "g", TASK, (turn,), RolloutStatus.COMPLETED, {"correct": 1.0})
         return process_rollout(rollout, length=10, pad_token_id=0)
 

@@ -33,7 +33,8 @@ def turn(length: int = 2, reward: float | None = None, *, logprob: float = -0.5,
     """An answer of `length` tokens, of falling log-prob, to a prompt of four."""
     logprobs = tuple(logprob * (index + 1) for index in range(length))
     generation = Generation((49,) * length, logprobs, StopReason.STOP, 0, 0)
-    return Turn(PROMPT, generation, TASK.messages, reward, starts_sequence=starts, **more)
+    rewards = {} if reward is None else {"correct": reward}
+    return Turn(PROMPT, generation, TASK.messages, rewards, starts_sequence=starts, **more)
 
 
 def rollout(name: str, reward: float | None, *turns: Turn, truncated: bool = False) -> Rollout:

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from marin_rl.sampling.completions import Completion, completion_body, most_likely_logprob, read_completion
 from marin_rl.sampling.sampler import SampleRequest, SamplerError
+from marin_rl.types import StopReason
 
 VOCAB = 6
 STOP = frozenset({4, 5})
@@ -62,7 +64,19 @@ def test_what_is_let_through_is_a_generation_and_nothing_else_is(tokens: list[in
     if isinstance(completion, Completion):
         assert completion.token_ids == tuple(tokens)
         assert completion.logprobs == tuple(min(value, 0.0) for value in values)
-        assert completion.stopped == (tokens[-1] in STOP)
+        assert completion.stop_reason is (StopReason.STOP if tokens[-1] in STOP else StopReason.LENGTH)
+
+
+@pytest.mark.parametrize("tokens", [[], [1], [1, 2, 3, 1]])
+def test_an_aborted_request_keeps_the_tokens_that_it_got_to(tokens: list[int]):
+    choice = {"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}, "finish_reason": "abort"}
+    expected = Completion(tuple(tokens), (-1.0,) * len(tokens), StopReason.ABORT)
+    assert outcome(read, {"choices": [choice]}) == expected
+    # What ended with a stop token is whole, whatever the server calls it; five tokens were never allowed.
+    choice = {"token_ids": [1, 4], "logprobs": {"token_logprobs": [-1.0] * 2}, "finish_reason": "abort"}
+    assert read({"choices": [choice]}).stop_reason is StopReason.STOP
+    choice = {"token_ids": [1] * 5, "logprobs": {"token_logprobs": [-1.0] * 5}, "finish_reason": "abort"}
+    assert "returned 5 tokens that end in no stop token" in outcome(read, {"choices": [choice]})
 
 
 JSON = st.recursive(

@@ -332,7 +332,7 @@ def test_an_answer_that_cannot_be_is_refused(
 @pytest.mark.parametrize(
     ("tokens", "problem"),
     [
-        ([1, 1], "returned 2 tokens that end in no stop token, where 8 were allowed, with finish_reason 'abort'"),
+        ([1, 1], "returned 2 tokens that end in no stop token, where 8 were allowed, with finish_reason 'length'"),
         ([], "returned 0 tokens"),
         ([1] * 9, "returned 9 tokens"),
         ([1] * 8 + [5], "returned 9 tokens"),
@@ -341,9 +341,15 @@ def test_an_answer_that_cannot_be_is_refused(
 )
 def test_answers_of_an_impossible_length_are_refused(server: CompletionsServer, tokens: list[int], problem: str):
     told = {"token_logprobs": [-1.0] * len(tokens)}
-    server.change = changed_choice(token_ids=tokens, logprobs=told, finish_reason="abort")
+    server.change = changed_choice(token_ids=tokens, logprobs=told, finish_reason="length")
     with pytest.raises(SamplerError, match=f"request 0: .*{problem}"):
         sampler_of(server).sample([REQUEST])
+
+
+def test_a_request_that_the_server_aborts_is_an_aborted_generation(server: CompletionsServer):
+    server.change = changed_choice(token_ids=[1, 1], logprobs={"token_logprobs": [-1.0, -2.0]}, finish_reason="abort")
+    [generation] = sampler_of(server).sample([REQUEST])
+    assert (generation.token_ids, generation.stop_reason) == ((1, 1), StopReason.ABORT)
 
 
 def test_rounding_above_zero_is_forgiven(server: CompletionsServer):

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.runtime.run_directory import RunDirectory, RunDirectoryError
+from marin_rl.runtime.run_directory import RunDirectoryError
 from marin_rl.viewing.html_page import escaped_json, render, write_page
 from marin_rl.viewing.page_data import page_data
-from marin_rl.viewing.selection import Selection
+from marin_rl.viewing.selection import Selection, open_source
 from tests.viewing.run_cases import small_run
 
 
@@ -45,7 +45,7 @@ class Elements(HTMLParser):
 
 @pytest.fixture
 def run(tmp_path):
-    return RunDirectory(small_run(tmp_path / "run"))
+    return open_source(small_run(tmp_path / "run"))
 
 
 @given(

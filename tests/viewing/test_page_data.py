@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.runtime.run_directory import RunDirectory, RunDirectoryError
+from marin_rl.runtime.run_directory import RunDirectoryError
 from marin_rl.viewing import page_data
-from marin_rl.viewing.selection import Selection
+from marin_rl.viewing.selection import Selection, open_source
 from tests.rollouts.rollout_cases import group_of, write
 from tests.viewing.run_cases import empty_run, small_run, write_records
 
 
 def made(run, *, selection=None, max_rollouts=500):
-    return page_data.page_data(RunDirectory(run), selection or Selection(), max_rollouts)
+    return page_data.page_data(open_source(run), selection or Selection(), max_rollouts)
 
 
 @given(st.lists(st.binary(max_size=6), max_size=12))

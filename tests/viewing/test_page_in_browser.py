@@ -103,6 +103,7 @@ def test_a_rollout_shows_all_there_is_to_it(tab, small):
             "half \\u2028 right",
             "chars 2",
         ),
+        *("rewards: correct 0.5, style −0.25", 'info: {"tries": [1, null]}', '{"map": "\\u00fc 4x4"}'),
         *("last observation · not answered", "46 ü", "<|261|>46 ü<|end|>"),
         *("taken as: say", "step return 1.2", "step advantage −0.5", "episode advantage 0.25", "retries 1", "length 3"),
     ):

@@ -1,10 +1,14 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from marin_rl.rollouts.store import RolloutStoreError
+from marin_rl.rollouts.store import RolloutStoreError, list_files, read_file
+from marin_rl.runtime.run_directory import RunDirectoryError
 from marin_rl.types import RolloutStatus
+from marin_rl.viewing.page_data import page_data
 from marin_rl.viewing.selection import (
     RolloutNotFoundError,
     Selection,
@@ -12,6 +16,7 @@ from marin_rl.viewing.selection import (
     find_rollout,
     list_rollouts,
     newest_step,
+    open_source,
     parse_steps,
 )
 from tests.rollouts.rollout_cases import group_of, write
@@ -20,7 +25,43 @@ from tests.viewing.run_cases import empty_run, small_run
 
 @pytest.fixture
 def folder(tmp_path):
-    return small_run(tmp_path / "run") / "rollouts"
+    return open_source(small_run(tmp_path / "run"))
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """One file with rollouts of two steps and of an evaluation, under a name of its own."""
+    run = small_run(tmp_path / "run")
+    tables = [read_file(file.path) for file in list_files(run / "rollouts")]
+    pq.write_table(pa.concat_tables(tables), tmp_path / "all of them.parquet")
+    return open_source(tmp_path / "all of them.parquet")
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        (Selection(), ["s1-0", "s1-1", "s2-0", "s2-1", "g-0", "g-1", "g-2", "held-0"]),
+        (Selection(steps=range(2, 4), min_reward=1.0), ["s2-0", "g-0", "held-0"]),
+        (Selection(evaluation=True), ["held-0"]),
+    ],
+)
+def test_the_rows_of_one_file_are_filtered_one_by_one(mixed, selection, expected):
+    assert [row["id"] for row in list_rollouts(mixed, selection, limit=99).rows] == expected
+    assert [rollout["id"] for rollout in page_data(mixed, selection, 99)["rollouts"]] == expected
+
+
+def test_one_rollout_of_a_file_is_found_by_its_id(mixed):
+    assert find_rollout(mixed, "g-0")["turns"][1]["reward"] == 1.0
+    assert find_rollout(mixed, "s2-1", range(2, 3))["step"] == 2
+    with pytest.raises(RolloutNotFoundError, match="no stored rollout has the id 's2-1'"):
+        find_rollout(mixed, "s2-1", range(1, 2))
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("no rollouts")
+    with pytest.raises(RunDirectoryError, match=r"notes.txt' is neither a run directory nor a file of rollouts"):
+        open_source(path)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +115,7 @@ def test_a_rollout_is_found_whole(folder):
 
 
 def test_of_several_evaluations_the_newest_or_the_one_that_is_named(folder):
-    write(folder, 5, [group_of("held", 0.0)], purpose="evaluation")
+    write(folder.rollouts, 5, [group_of("held", 0.0)], purpose="evaluation")
     assert [find_rollout(folder, "held-0", steps)["step"] for steps in (None, range(3, 4))] == [5, 3]
 
 
@@ -82,15 +123,15 @@ def test_a_missing_rollout_says_what_there_is(folder, tmp_path):
     with pytest.raises(RolloutNotFoundError, match="no stored rollout has the id 'nobody'; steps 1 to 3 are stored"):
         find_rollout(folder, "nobody")
     with pytest.raises(RolloutNotFoundError, match="nothing is stored there"):
-        find_rollout(empty_run(tmp_path / "empty") / "rollouts", "nobody")
+        find_rollout(open_source(empty_run(tmp_path / "empty")), "nobody")
 
 
 def test_newest_step(folder, tmp_path):
     assert newest_step(folder, evaluation=False) == 3
-    assert newest_step(tmp_path, evaluation=True) is None
+    assert newest_step(open_source(empty_run(tmp_path / "empty")), evaluation=True) is None
 
 
 def test_a_damaged_file_is_an_error_that_names_it(folder):
-    (folder / "step-00000002.parquet").write_bytes(b"PAR1")
+    (folder.rollouts / "step-00000002.parquet").write_bytes(b"PAR1")
     with pytest.raises(RolloutStoreError, match="step-00000002"):
         list_rollouts(folder, Selection(), limit=1)

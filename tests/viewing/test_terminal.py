@@ -82,6 +82,16 @@ def test_side_by_side_the_shorter_one_ends_first():
     assert any(line.startswith("turn 0") and "turn 0" in line[100:] for line in lines)
 
 
+def test_anchor_states_rewards_by_name_and_metadata_are_shown():
+    turns = (turn_of("2+3", "5", anchor_state="0123456789abcdef\x1b", rewards={"moves": 0.5, "style": -0.25}),)
+    made = rollout_of("r", turns=turns, info={"map": "\x1b[31m"})
+    text = "\n".join(shown(print_rollout, row_of(made), tokens=False))
+    assert "reward 0.25 · anchor 0123456789ab · weights 3" in text
+    assert "moves 0.5, style -0.25" in text
+    assert '{"map": "\\u001b[31m"}' in text
+    assert "anchor" not in "\n".join(shown(print_rollout, row_of(rollout_of("r")), tokens=False))
+
+
 def test_what_a_message_holds_besides_its_text_is_shown():
     offered: Message = {"role": "system", "content": "Be brief.", "tools": [{"type": "function"}]}
     turn = turn_of("2+3", "5", reward=1.0)
