@@ -3,11 +3,13 @@
 
 """What a config amounts to, in numbers, before anything runs."""
 
+import contextlib
 import math
 
 import jax
 from haliax import Axis
 
+from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.runtime.config import TrainConfig
@@ -28,7 +30,8 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
     shape = model_shape(config.model, Axis("vocab", tokenizer.vocab_size), config.trainer)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shape))
     per_step, updates = rollouts.rollouts_per_step, config.updates
-    rows, positions = pass_rows(config.trainer, rollouts.rows_per_device), rollouts.positions
+    rows = pass_rows(config.trainer, rollouts.rows_per_device)
+    positions, elsewhere = _positions(config)
     block = min(config.logprob_block_size, positions)
     prompts = rollouts.prompts_per_step * config.num_steps
     most = f", {config.filter.batches} times that with resampling" if config.filter.batches > 1 else ""
@@ -46,7 +49,7 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
         (
             "one pass",
             f"{rows:,} rows x {positions:,} positions = {rows * positions:,} tokens on each data-parallel device, "
-            f"{'several sequences' if rollouts.packing else 'one sequence'} in a row",
+            f"{'several sequences' if rollouts.packing else 'one sequence'} in a row{elsewhere}",
         ),
         (
             "the run",
@@ -64,6 +67,18 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
     ]
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def _positions(config: TrainConfig) -> tuple[int, str]:
+    """Positions of a row on the first platform that takes the config, and a remark on those where they differ."""
+    found: dict[str, int] = {}
+    for platform in PLATFORMS:
+        # A row length that suits no platform was refused with the config.
+        with contextlib.suppress(ValueError):
+            found[platform] = config.rollouts.positions(attention_kernel(config.model, platform))
+    first = next(iter(found.values()))
+    others = [f"{positions:,} positions on {platform}" for platform, positions in found.items() if positions != first]
+    return first, "".join(f"; {other}" for other in others)
 
 
 def _critic(critic: CriticConfig | None) -> str:

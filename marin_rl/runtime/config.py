@@ -23,6 +23,7 @@ import marin_rl.rewards.components  # noqa: F401
 from marin_rl.batching.packing import RowLayout
 from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.environments.base import EnvironmentConfig
+from marin_rl.learner.attention_kernel import PLATFORMS, AttentionKernel, attention_kernel, round_up
 from marin_rl.learner.checkpoint import CheckpointConfig
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives.advantages import RlooConfig
@@ -127,7 +128,8 @@ class RolloutConfig:
     sequence a row of its own."""
     row_length: int | None = None
     """Positions of a batch row, at least `max_length`. By default `max_length`, with packing rounded up to a multiple
-    of 128, which is also what attention kernels want. Rows per pass are `trainer.per_device_parallelism`."""
+    of 128, and further where the platform's attention kernel needs it. Rows per pass are
+    `trainer.per_device_parallelism`."""
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "group_size", "max_length", "max_turns"):
@@ -148,21 +150,41 @@ class RolloutConfig:
         """Rollouts in one step."""
         return self.prompts_per_step * self.group_size
 
-    @property
-    def positions(self) -> int:
+    def positions(self, kernel: AttentionKernel) -> int:
         """Positions of a batch row.
 
-        >>> RolloutConfig(max_length=200).positions, RolloutConfig(max_length=200, packing=False).positions
-        (256, 200)
+        Args:
+            kernel: the attention that rows are computed with.
+
+        Raises:
+            ValueError: if `row_length` is set to a length that the kernel does not take.
+
+        >>> from levanter.layers.attention import AttentionBackend
+        >>> flash, splash = AttentionKernel(AttentionBackend.JAX_FLASH), AttentionKernel(AttentionBackend.SPLASH)
+        >>> [RolloutConfig(max_length=200, packing=packing).positions(flash) for packing in (True, False)]
+        [256, 200]
+        >>> [RolloutConfig(max_length=1100).positions(kernel) for kernel in (flash, splash)]
+        [1280, 1536]
         """
-        if self.row_length is not None:
-            return self.row_length
-        return -(-self.max_length // ROW_MULTIPLE) * ROW_MULTIPLE if self.packing else self.max_length
+        if self.row_length is None:
+            return kernel.fit(self._shortest_row)
+        if not kernel.takes(self.row_length):
+            raise ValueError(
+                f"rollouts.row_length is {self.row_length}, but {kernel.backend.value} attention (model.attn_backend) "
+                f"does not take rows of that length; set rollouts.row_length: {kernel.fit(self.row_length)}, or null"
+            )
+        return self.row_length
 
     @property
     def rows_per_device(self) -> int:
         """Rows in a pass on each device where the trainer does not say: about a thousand tokens."""
-        return max(TOKENS_PER_PASS // self.positions, 1)
+        return max(TOKENS_PER_PASS // self._shortest_row, 1)
+
+    @property
+    def _shortest_row(self) -> int:
+        if self.row_length is not None:
+            return self.row_length
+        return round_up(self.max_length, ROW_MULTIPLE) if self.packing else self.max_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,6 +300,7 @@ class TrainConfig:
                 f"rollouts.max_length is {self.rollouts.max_length}, but the model's context has {self.model.Pos.size} "
                 "tokens (model.seq_len); lower the one or raise the other"
             )
+        self._check_row_length()
         if getattr(self.model, "scan_layers", True) is False:
             raise ValueError(
                 "model.scan_layers is false, but levanter's inference engine samples from scanned layers alone; "
@@ -312,6 +335,17 @@ class TrainConfig:
         if self.mode is Mode.ASYNC and isinstance(self.sampler, OpenAiSamplerConfig):
             self._check_worker_of(self.sampler)
         self._check_objective()
+
+    def _check_row_length(self) -> None:
+        """Refuse a row length that no platform takes; the run's own platform is checked when its devices are known."""
+        refused = []
+        for platform in PLATFORMS:
+            try:
+                self.rollouts.positions(attention_kernel(self.model, platform))
+            except ValueError as error:
+                refused.append(error)
+        if len(refused) == len(PLATFORMS):
+            raise refused[0]
 
     def _check_worker_of(self, server: OpenAiSamplerConfig) -> None:
         if self.workers.num_workers != 1:
@@ -402,10 +436,32 @@ class TrainConfig:
 
         Args:
             trainer: as `start_devices` completed it.
+
+        Raises:
+            ValueError: if `rollouts.row_length` does not suit the attention kernel of the trainer's platform.
         """
         return RowLayout(
-            self.rollouts.positions,
+            self.rollouts.positions(self._kernel(trainer)),
             cast(int, trainer.train_batch_size),
             self.rollouts.packing,
             whole_rollouts=self.policy_loss.is_sequence_level,
         )
+
+    def trained_model(self, trainer: TrainerConfig) -> LmConfig:
+        """The architecture, with attention blocks that divide the rows of a pass on the trainer's platform.
+
+        Args:
+            trainer: as `start_devices` completed it.
+
+        Raises:
+            ValueError: if `rollouts.row_length` does not suit the attention kernel of the trainer's platform.
+        """
+        assert self.model is not None
+        kernel = self._kernel(trainer)
+        block = kernel.block(self.rollouts.positions(kernel))
+        if block == kernel.block_size:
+            return self.model
+        return dataclasses.replace(cast(Any, self.model), flash_attention_block_size=block)
+
+    def _kernel(self, trainer: TrainerConfig) -> AttentionKernel:
+        return attention_kernel(self.model, trainer.device_mesh.devices.flat[0].platform)

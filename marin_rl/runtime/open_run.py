@@ -13,6 +13,7 @@ import jax
 from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
+from marin_rl.batching.packing import RowLayout
 from marin_rl.closing import Closing
 from marin_rl.environments.base import Environment
 from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
@@ -59,6 +60,7 @@ class _Parts(NamedTuple):
     store: RolloutStore
     checkpoints: Checkpoints
     learner: Learner
+    layout: RowLayout
 
 
 class _Standing(NamedTuple):
@@ -130,6 +132,7 @@ def forget_older(run: TrainingRun, report: Report) -> None:
 
 def _open_parts(config: TrainConfig, folder: Path, opened: contextlib.ExitStack) -> _Parts:
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
+    layout = config.row_layout(trainer)
     check_config(config)
     tokenizer = config.tokenizer.build()
     environment = config.environment.build()
@@ -145,7 +148,7 @@ def _open_parts(config: TrainConfig, folder: Path, opened: contextlib.ExitStack)
     # A learning rate schedule has no form for no steps at all, which is a run that only warms up and exports.
     num_updates = max(config.num_steps, 1) * config.updates.per_step
     learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=num_updates)
-    return _Parts(trainer, tokenizer, environment, judges, loop, store, checkpoints, learner)
+    return _Parts(trainer, tokenizer, environment, judges, loop, store, checkpoints, learner, layout)
 
 
 def _close_store(store: RolloutStore) -> None:
@@ -183,7 +186,7 @@ def _start(config: TrainConfig, parts: _Parts, report: Report) -> _Standing:
             policy,
             player,
             parts.trainer,
-            config.row_layout(parts.trainer),
+            parts.layout,
             seed=config.seed,
             block_size=config.logprob_block_size,
             temperature=config.sampling.temperature,
@@ -235,7 +238,7 @@ def _make_player(config: TrainConfig, parts: _Parts, sampler: PolicyEngine) -> P
 def _make_scorer(config: TrainConfig, parts: _Parts) -> Scorer:
     return Scorer(
         parts.trainer,
-        config.row_layout(parts.trainer),
+        parts.layout,
         pad_token_id=parts.tokenizer.pad_token_id,
         temperature=config.sampling.temperature,
         block_size=config.logprob_block_size,

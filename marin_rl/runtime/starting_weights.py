@@ -60,11 +60,11 @@ def first_policy(config: TrainConfig, tokenizer: ChatTokenizer, trainer: Trainer
     Raises:
         PolicyModelError: if `initialize_from` cannot be loaded, or does not fit the config or the tokenizer.
     """
-    assert config.model is not None
+    model = config.trained_model(trainer)
     if config.initialize_from is not None:
-        return load_hf_policy(hf_folder(config.initialize_from), tokenizer, trainer, config.model)
+        return load_hf_policy(hf_folder(config.initialize_from), tokenizer, trainer, model)
     key = jax.random.PRNGKey(derive_seed(config.seed, "weights") % 2**32)
-    return initialize_policy(config.model, tokenizer, trainer, key=key)
+    return initialize_policy(model, tokenizer, trainer, key=key)
 
 
 def restore_policy(checkpoint: Checkpoint, config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel:
@@ -101,5 +101,4 @@ def restore_state(checkpoint: Checkpoint, config: TrainConfig, learner: Learner)
 
 
 def _policy_shape(checkpoint: Checkpoint, config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel:
-    assert config.model is not None
-    return model_shape(config.model, Axis("vocab", checkpoint.progress["vocab_size"]), trainer)
+    return model_shape(config.trained_model(trainer), Axis("vocab", checkpoint.progress["vocab_size"]), trainer)

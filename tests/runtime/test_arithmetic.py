@@ -82,6 +82,13 @@ def test_rows_that_are_asked_for_and_not_packed():
     assert found["one pass"].startswith("6 rows x 50 positions = 300 tokens on each data-parallel device, one sequence")
 
 
+def test_rows_that_differ_on_a_tpu():
+    model = dataclasses.replace(CONFIG.model, seq_len=2048)
+    found = lines(dataclasses.replace(CONFIG, model=model, rollouts=RolloutConfig(max_length=1100)))
+    assert found["one pass"].startswith("1 rows x 1,280 positions = 1,280 tokens on each data-parallel device")
+    assert found["one pass"].endswith("; 1,536 positions on tpu")
+
+
 @pytest.mark.parametrize(
     ("shared", "words"), [(True, "one output on the policy's trunk"), (False, "a trunk of its own")]
 )

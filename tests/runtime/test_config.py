@@ -6,10 +6,12 @@ from pathlib import Path
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
+from levanter.layers.attention import AttentionBackend
 from levanter.models.llama import LlamaConfig
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.environments.arithmetic import ArithmeticConfig
+from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives.advantages import (
     AdvantageConfig,
@@ -425,6 +427,9 @@ def test_rollouts_of_a_step():
         ({"max_length": 12}, 128, 8),
         ({"max_length": 512}, 512, 2),
         ({"max_length": 513}, 640, 1),
+        ({"max_length": 1100}, 1280, 1),
+        ({"max_length": 1100, "packing": False}, 1280, 1),
+        ({"max_length": 1100, "row_length": 1152}, 1152, 1),
         ({"max_length": 4096}, 4096, 1),
         ({"max_length": 12, "packing": False}, 12, 85),
         ({"max_length": 12, "row_length": 32}, 32, 32),
@@ -433,7 +438,32 @@ def test_rollouts_of_a_step():
 )
 def test_rows_have_about_a_thousand_tokens_together(settings: dict, positions: int, rows: int):
     made = RolloutConfig(**settings)
-    assert (made.positions, made.rows_per_device) == (positions, rows)
+    assert (made.positions(attention_kernel(MODEL, "cpu")), made.rows_per_device) == (positions, rows)
+
+
+def test_a_row_length_that_no_attention_kernel_takes_is_refused_with_the_nearest_that_one_does():
+    for settings in ({"model": MODEL}, {"model": None, "initialize_from": "nowhere"}):
+        settings["model"] = settings["model"] and dataclasses.replace(settings["model"], seq_len=2048)
+        with pytest.raises(ValueError, match=r"rollouts.row_length is 1300, .*set rollouts.row_length: 1536, or null"):
+            config(rollouts=RolloutConfig(max_length=1100, row_length=1300), **settings)
+    vanilla = dataclasses.replace(MODEL, seq_len=2048, attn_backend=AttentionBackend.VANILLA)
+    assert config(rollouts=RolloutConfig(max_length=1100, row_length=1300), model=vanilla)
+
+
+def test_a_row_length_that_the_platform_does_not_take_is_refused_before_anything_is_sampled():
+    asked = config(rollouts=RolloutConfig(max_length=32, row_length=640))
+    trainer = dataclasses.replace(default_trainer(), train_batch_size=6)
+    assert asked.row_layout(trainer).row_length == 640
+    with pytest.raises(ValueError, match=r"rollouts.row_length is 640, but splash .* set rollouts.row_length: 1024"):
+        asked.rollouts.positions(attention_kernel(MODEL, "tpu"))
+
+
+def test_the_trained_model_differs_in_its_attention_blocks_alone():
+    trainer = dataclasses.replace(default_trainer(), train_batch_size=6)
+    assert config().trained_model(trainer) is MODEL
+    long = dataclasses.replace(MODEL, seq_len=2048)
+    found = config(model=long, rollouts=RolloutConfig(max_length=1100)).trained_model(trainer)
+    assert found == dataclasses.replace(long, flash_attention_block_size=640)
 
 
 def test_the_layout_of_a_pass():

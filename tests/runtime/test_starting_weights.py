@@ -2,11 +2,35 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+import numpy as np
 import pytest
+from haliax import Axis
+from levanter.layers.attention import AttentionBackend
+from levanter.models.llama import LlamaConfig
+from levanter.models.lm_model import LmHeadModel
+from levanter.trainer import TrainerConfig
 
-from marin_rl.runtime.starting_weights import hf_folder, resolve_model
+from marin_rl.batching.processed_rollout import ProcessedRollout
+from marin_rl.batching.rl_example import pack_batch
+from marin_rl.environments.arithmetic import ArithmeticConfig
+from marin_rl.learner.checkpoint import Checkpoints
+from marin_rl.learner.critic import CriticConfig, with_critic
+from marin_rl.learner.loss import loss_metrics
+from marin_rl.learner.policy_model import model_shape
+from marin_rl.learner.scoring import Scorer
+from marin_rl.learner.train_step import Learner
+from marin_rl.objectives.policy_loss import PpoClipLossConfig
+from marin_rl.objectives.signals import Credit
+from marin_rl.runtime.config import RolloutConfig, TrainConfig, default_trainer
+from marin_rl.runtime.devices import start_devices
+from marin_rl.runtime.open_run import make_loss
+from marin_rl.runtime.starting_weights import first_policy, hf_folder, resolve_model, restore_policy
 from tests.runtime.reopened_run import config_of
 from tests.tiny_run import TinyRun
 
@@ -27,3 +51,148 @@ def test_where_weights_lie(finished_run: TinyRun, tmp_path: Path):
     (tmp_path / "config.yaml").write_text("")
     with pytest.raises(ValueError, match=r"initialize_from: the run in .* has not finished"):
         hf_folder(str(tmp_path))
+
+
+# Rows longer than an attention kernel's block.
+
+LONG = LlamaConfig(
+    seq_len=4096,
+    hidden_dim=16,
+    intermediate_dim=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    initializer_range=0.5,
+    gradient_checkpointing=False,
+)
+
+
+def long_run(max_length: int, *, packing: bool = True, model: LlamaConfig = LONG) -> TrainConfig:
+    return TrainConfig(
+        environment=ArithmeticConfig(),
+        run_dir="runs/test",
+        model=model,
+        rollouts=RolloutConfig(prompts_per_step=1, group_size=2, max_length=max_length, packing=packing),
+        policy_loss=PpoClipLossConfig(),
+        trainer=dataclasses.replace(default_trainer(), id="test", per_device_parallelism=2),
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly() -> Iterator[None]:
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def long_rollouts() -> list[ProcessedRollout]:
+    """Rollouts of 1,100, 900 and 200 tokens, the last 16 of each sampled."""
+    made = []
+    for length in (1100, 900, 200):
+        at = np.arange(1100)[None]
+        loss, zeros = (at >= length - 16) & (at < length), np.zeros((1, 1100), np.float32)
+        made.append(
+            ProcessedRollout(
+                source="test",
+                id=str(length),
+                input_ids=np.where(at < length, np.random.default_rng(length).integers(0, 256, (1, 1100)), 0).astype(
+                    "i4"
+                ),
+                loss_mask=loss,
+                segment_ids=(at < length).astype(np.int32),
+                policy_logprobs=zeros,
+                reference_logprobs=zeros,
+                turn_ids=np.where(loss, 0, -1).astype(np.int32),
+                values=zeros,
+                returns=np.ones(1, np.float32),
+            )
+        )
+    return made
+
+
+def long_model(config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel:
+    """The model that a run of this config trains, filled by numpy, which saves compiling its initializers."""
+    rng = np.random.default_rng(0)
+    shape = model_shape(config.trained_model(trainer), Axis("vocab", 264), trainer)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(scale=0.5, size=leaf.shape), leaf.dtype), shape)
+
+
+def score(config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs of the sampled tokens, and values of a critic with a trunk of its own."""
+    trainer = start_devices(config.trainer_config(), rows_per_device=1)
+    model = with_critic(CriticConfig(shared_trunk=False), long_model(config, trainer))
+    model = dataclasses.replace(model, value_weight=model.value_weight + 1)
+    scorer = Scorer(trainer, config.row_layout(trainer), pad_token_id=0, temperature=1.0, block_size=16)
+    scores = scorer.score(model, rollouts := long_rollouts())
+    masks = [rollout.loss_mask for rollout in rollouts]
+    logprobs = np.stack([one.logprobs[mask] for one, mask in zip(scores, masks, strict=True)])
+    return logprobs, np.stack([one.values[mask] for one, mask in zip(scores, masks, strict=True)])
+
+
+def train_one_step(config: TrainConfig, policy_logprobs: np.ndarray) -> dict[str, float]:
+    """What a training step on the rollouts measures, its gradient's norm among it."""
+    trainer = start_devices(config.trainer_config(), rows_per_device=1)
+    rollouts = long_rollouts()
+    for rollout, logprobs in zip(rollouts, policy_logprobs, strict=True):
+        rollout.policy_logprobs[rollout.loss_mask] = logprobs
+    credits = [Credit(np.linspace(-1, 1, 16), np.zeros(16)) for _ in rollouts]
+    batch = pack_batch(rollouts, credits, config.aggregation, config.row_layout(trainer), pad_token_id=0)
+    learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=1)
+    state = learner.initial_state(long_model(config, trainer), jax.random.PRNGKey(0))
+    _, measured = learner.step(state, batch.passes)
+    of_loss = {
+        name: metric
+        for name, metric in measured.items()
+        if name.startswith(("loss/policy", "loss/kl", "policy/", "log_ratio/"))
+    }
+    return {**loss_metrics([of_loss]), "grad_norm": float(measured["grad_norm"])}
+
+
+@pytest.fixture(scope="module")
+def plain() -> TrainConfig:
+    """Each rollout in a row of its own, with plain attention."""
+    return long_run(1100, packing=False, model=dataclasses.replace(LONG, attn_backend=AttentionBackend.VANILLA))
+
+
+@pytest.fixture(scope="module")
+def plain_scores(plain: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
+    return score(plain)
+
+
+@pytest.fixture(scope="module")
+def plain_step(plain: TrainConfig, plain_scores) -> dict[str, float]:
+    return train_one_step(plain, plain_scores[0])
+
+
+@pytest.mark.parametrize("max_length", [1100, 1536, 2560])
+def test_long_rows_are_trained_on_as_short_ones_are(max_length: int, plain_scores, plain_step):
+    found = train_one_step(long_run(max_length), plain_scores[0])
+    assert found["mismatch/logprob_difference_max"] < 2e-5
+    np.testing.assert_allclose(found["grad_norm"], plain_step["grad_norm"], rtol=1e-5)
+
+
+def test_long_rows_are_scored_as_short_ones_are(plain_scores):
+    for found, expected in zip(score(long_run(1100)), plain_scores, strict=True):
+        assert np.ptp(expected) > 1
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_every_policy_of_a_run_has_the_same_attention_blocks(finished_run: TinyRun):
+    """Weights from scratch, from a folder and from a checkpoint: the last is what evaluation and the reference use."""
+    config = config_of(finished_run)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, attn_backend=None, seq_len=2048),
+        rollouts=dataclasses.replace(config.rollouts, max_length=1100),
+    )
+    trainer = start_devices(config.trainer_config(), rows_per_device=1)
+    tokenizer = config.tokenizer.build()
+    checkpoint = Checkpoints(finished_run.checkpoints, config.checkpoint).newest_good()
+    assert checkpoint is not None
+    policies = [
+        first_policy(config, tokenizer, trainer),
+        first_policy(dataclasses.replace(config, initialize_from=str(finished_run.path)), tokenizer, trainer),
+        restore_policy(checkpoint, config, trainer),
+    ]
+    assert [policy.config.flash_attention_block_size for policy in policies] == [640] * 3

@@ -1,0 +1,122 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Which row lengths levanter's attention kernels take, and in which blocks."""
+
+import dataclasses
+import itertools
+from typing import cast
+
+from levanter.layers.attention import AttentionBackend
+from levanter.models.lm_model import LmConfig
+
+PLATFORMS = ("cpu", "gpu", "tpu")
+"""Platforms that a run may have."""
+LANES = 128
+"""Block and row lengths of kernels are multiples of this."""
+FLASH_BLOCK = 1024
+"""Positions in a block of `jax_flash` if the model does not set `flash_attention_block_size`."""
+SHORTEST_FLASH_BLOCK = 512
+"""Shortest block that `fit` chooses: with shorter ones, `jax_flash` spends its time in its loops."""
+SPLASH_BLOCK = 512
+"""Positions in a block of `splash` if the model does not set `flash_attention_block_size`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionKernel:
+    """The attention kernel of training and scoring.
+
+    Raises:
+        ValueError: if the kernel cannot work with the block size.
+    """
+
+    backend: AttentionBackend
+    """`nvte` has the rules of `jax_flash`, which levanter runs where Transformer Engine is missing."""
+    block_size: int | None = None
+    """The model's own `flash_attention_block_size`, in positions; None if it does not set one."""
+
+    def __post_init__(self) -> None:
+        if self.block_size is not None and self.block_size < 1:
+            raise ValueError(f"model.flash_attention_block_size is {self.block_size}; it must be at least 1, or null")
+        if self.backend is AttentionBackend.SPLASH and self.block_size is not None and self.block_size % LANES:
+            raise ValueError(
+                f"model.flash_attention_block_size is {self.block_size}, but splash attention takes multiples of "
+                f"{LANES}; set {round_up(self.block_size, LANES)}, or null for the kernel's own"
+            )
+
+    def takes(self, row_length: int) -> bool:
+        """Whether the kernel runs on rows of this many positions.
+
+        >>> flash, splash = AttentionKernel(AttentionBackend.JAX_FLASH), AttentionKernel(AttentionBackend.SPLASH)
+        >>> [flash.takes(length) for length in (1000, 1100, 1152)]
+        [True, False, True]
+        >>> [splash.takes(length) for length in (100, 384, 640, 1536)]
+        [False, True, False, True]
+        """
+        match self.backend:
+            case AttentionBackend.VANILLA:
+                return True
+            case AttentionBackend.SPLASH:
+                block = self.block_size or SPLASH_BLOCK
+                return row_length % LANES == 0 and (row_length <= block or row_length % block == 0)
+            case _:
+                return row_length <= (self.block_size or FLASH_BLOCK) or row_length % (self.block_size or LANES) == 0
+
+    def block(self, row_length: int) -> int | None:
+        """The model's `flash_attention_block_size` for rows of this many positions.
+
+        It changes no result beyond rounding.
+
+        Returns:
+            The configured one. Without one: for `jax_flash` rows above 1,024 positions, the largest multiple of 128 up
+            to 1,024 that divides them; otherwise None, the kernel's own.
+
+        >>> [AttentionKernel(AttentionBackend.JAX_FLASH).block(length) for length in (1024, 1536, 2560)]
+        [None, 768, 640]
+        """
+        own = self.backend in (AttentionBackend.VANILLA, AttentionBackend.SPLASH)
+        if self.block_size is not None or own or row_length <= FLASH_BLOCK:
+            return self.block_size
+        return next((size for size in range(FLASH_BLOCK, 0, -LANES) if row_length % size == 0), None)
+
+    def fit(self, length: int) -> int:
+        """The shortest row of at least `length` positions that the kernel takes in blocks of a good size.
+
+        >>> [AttentionKernel(AttentionBackend.JAX_FLASH).fit(length) for length in (200, 1100, 1536, 2560)]
+        [200, 1280, 1536, 2560]
+        >>> [AttentionKernel(AttentionBackend.SPLASH).fit(length) for length in (200, 1100, 1536, 2560)]
+        [256, 1536, 1536, 2560]
+        """
+        return next(row for row in itertools.count(length) if self.takes(row) and self._is_efficient(row))
+
+    def _is_efficient(self, row_length: int) -> bool:
+        block = self.block(row_length)
+        return self.block_size is not None or block is None or block >= SHORTEST_FLASH_BLOCK
+
+
+def attention_kernel(model: LmConfig | None, platform: str) -> AttentionKernel:
+    """The kernel that levanter runs for a model.
+
+    Args:
+        model: its architecture; None for one that sets nothing about attention.
+        platform: `cpu`, `gpu` or `tpu`.
+
+    Raises:
+        ValueError: if the kernel cannot work with the model's `flash_attention_block_size`.
+
+    >>> attention_kernel(None, "tpu").backend.value
+    'splash'
+    """
+    backend = cast(AttentionBackend | None, getattr(model, "attn_backend", None))
+    if backend in (None, AttentionBackend.DEFAULT):
+        backend = {"tpu": AttentionBackend.SPLASH, "gpu": AttentionBackend.NVTE}.get(
+            platform, AttentionBackend.JAX_FLASH
+        )
+        if getattr(model, "use_flash_attention", None) is False:
+            backend = AttentionBackend.VANILLA
+    return AttentionKernel(backend, getattr(model, "flash_attention_block_size", None))
+
+
+def round_up(length: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `length`."""
+    return -(-length // multiple) * multiple
