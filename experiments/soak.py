@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.soak_train import hold_transfers, reached, release_transfers
 from marin_rl.rollouts.store import read_rollouts
 
 CONFIG = Path(__file__).parent / "rloo_async.yaml"
@@ -43,16 +44,8 @@ TINY = {
     "evaluation.tasks": 0,
 }
 """A model that takes no time, which knows nothing and is not asked."""
-LARGE_TRANSFERS = {"model.hidden_dim": 256, "model.intermediate_dim": 1024}
-"""Weights of 5 MB: more than the system takes from a sender before the receiver has read."""
-UNSENT = 2**16
-"""Bytes that a sender has left only if its receiver does not read what has come before; nothing but weights is so
-large."""
-LOOKS = 0.2
-"""Seconds for which connections are looked at in quick succession, until the workers are looked for anew."""
 SETTINGS = {
     **TINY,
-    **LARGE_TRANSFERS,
     "num_steps": 1_000_000,
     "rollouts.prompts_per_step": GROUPS,
     "rollouts.group_size": MEMBERS,
@@ -115,6 +108,8 @@ class LiveRun:
     """Seconds that anything may take on a busy machine."""
     prefix: Sequence[str] = ()
     """Words before the command, of a program that becomes it."""
+    hold: Path | None = None
+    """The file that pauses transfers of weights, see `experiments.soak_train`; None where that is not needed."""
     process: "subprocess.Popen[bytes] | None" = None
     """The trainer; None before the first start."""
     _said_before: int = 0
@@ -123,7 +118,8 @@ class LiveRun:
         """Start the command."""
         with self.output.open("ab") as stream:
             self._said_before = stream.tell()
-            command = [*self.prefix, sys.executable, "-m", "marin_rl.train", *self.arguments]
+            program = ["marin_rl.train"] if self.hold is None else ["experiments.soak_train", str(self.hold)]
+            command = [*self.prefix, sys.executable, "-m", *program, *self.arguments]
             self.process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
 
     @property
@@ -297,73 +293,18 @@ def _workers(run: LiveRun) -> list[int]:
     return run.named("ray::Worker")
 
 
-class _Socket(NamedTuple):
-    port: int
-    peer: int
-    """Port of the other end; 0 for none."""
-    is_listening: bool
-    unsent: int
-    """Bytes that the other end's system has not taken."""
-    inode: str
-
-
-def _sockets() -> list[_Socket]:
-    """Every TCP socket of this machine, as proc(5) has them."""
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            _, local, remote, state, queues, _, _, _, _, inode, *_ = line.split()
-            port, peer = (int(address.rpartition(":")[2], 16) for address in (local, remote))
-            unsent = int(queues.partition(":")[0], 16)
-            found.append(_Socket(port, peer, state == "0A", unsent, inode))
-    return found
-
-
-def _sockets_of(pids: Sequence[int]) -> list[_Socket]:
-    """Those that processes have open."""
-    files = set()
-    for pid in pids:
-        # It may end meanwhile.
-        with contextlib.suppress(OSError):
-            for file in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    files.add(str(file.readlink()))
-    return [one for one in _sockets() if f"socket:[{one.inode}]" in files]
-
-
-def kill_in_transfer(run: LiveRun, main: LiveRun | None = None) -> None:
-    """Kill a trainer, whose thread the weight server is, while a worker is in the midst of fetching weights from it.
-
-    When bytes of its wait to be sent, the workers are made to stand still; where weights are left in its hands then,
-    because a worker does not read on, it is killed.
+def kill_in_transfer(run: LiveRun) -> None:
+    """Kill a trainer while its weight server, a thread of it, is between two chunks of a transfer to a worker.
 
     Args:
-        run: its weights are larger than what the system takes from a sender before the receiver has read.
-        main: the training process that has the workers, where it is another one.
+        run: it has a `hold`. If that file exists already, the run's transfers are paused from the version in it on.
     """
-    assert run.process is not None
-    ports = {one.port for one in _sockets_of([run.process.pid]) if one.is_listening}
-    workers: list[int] = []
-
-    def is_caught() -> bool:
-        workers[:] = _workers(main or run)
-        # A transfer takes milliseconds, and a look at all processes takes longer.
-        looks_until = time.monotonic() + LOOKS
-        while not any(one.port in ports and one.unsent for one in _sockets()):
-            if time.monotonic() > looks_until:
-                return False
-            time.sleep(0.001)
-        halt(workers)
-        # What the trainers send one another is no transfer to a worker.
-        ends = {one.port for one in _sockets_of(workers) if one.peer in ports}
-        if any(one.port in ports and one.peer in ends and one.unsent >= UNSENT for one in _sockets()):
-            return True
-        wake(workers)
-        return False
-
-    run.wait_until(is_caught, "a transfer of weights")
+    assert run.hold is not None
+    if not run.hold.exists():
+        hold_transfers(run.hold)
+    run.wait_until(reached(run.hold).exists, "a transfer of weights")
     run.kill()
-    wake(workers)
+    release_transfers(run.hold)
 
 
 FAULTS: dict[str, Callable[[LiveRun], None]] = {
@@ -464,7 +405,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True)
     run_dir = arguments.folder / "run"
-    run = LiveRun(arguments_of(run_dir, SETTINGS), run_dir, arguments.folder / "output.txt")
+    hold = arguments.folder / "hold"
+    run = LiveRun(arguments_of(run_dir, SETTINGS), run_dir, arguments.folder / "output.txt", hold=hold)
     try:
         found = soak(run, arguments.faults, random.Random(arguments.seed), lambda line: print(line, flush=True))
     finally:

@@ -85,9 +85,10 @@ class WeightServer(flight.FlightServerBase):
         asked = json.loads(ticket.ticket)
         chunks = [Chunk(piece, number) for piece, number in asked["chunks"]]
         self._snapshot(asked["version"])
-        return flight.GeneratorStream(SCHEMA, self._send(asked["version"], chunks))
+        return flight.GeneratorStream(SCHEMA, self.send_chunks(asked["version"], chunks))
 
-    def _send(self, version: WeightVersion, chunks: list[Chunk]) -> Iterator[pa.RecordBatch]:
+    def send_chunks(self, version: WeightVersion, chunks: list[Chunk]) -> Iterator[pa.RecordBatch]:
+        """Generate the record batches of one stream, a chunk each. Tests of faults pause or damage streams here."""
         for chunk in chunks:
             # Asked anew each time: a worker that stands still must not keep an old version in memory.
             data = self._snapshot(version).chunk(chunk)

@@ -4,7 +4,6 @@
 """What the soak looks at in the end; that runs survive is tested in tests/faults/test_dead_workers.py."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import marin_rl
 from experiments.soak import (
     FAULTS,
     SETTINGS,
@@ -25,7 +25,11 @@ from experiments.soak import (
     pause,
     whole_and_once,
 )
+from experiments.soak_train import hold_transfers, reached
+from marin_rl.weights.arrow_flight_client import FlightSource
+from marin_rl.weights.errors import ServerLostError
 from tests.tiny_run import TinyRun, copy_of
+from tests.weights.ends import TOKEN
 
 
 def ended(run: TinyRun) -> LiveRun:
@@ -151,58 +155,33 @@ def test_a_run_that_does_not_end_is_an_error_with_what_it_said(tmp_path: Path) -
         run.kill()
 
 
-SENDER = """
-import contextlib, socket, sys, time
-server = socket.create_server(("127.0.0.1", 0))
-other_trainer = socket.create_connection(server.getsockname())
-to_other_trainer, _ = server.accept()
-to_other_trainer.setblocking(False)
-with contextlib.suppress(BlockingIOError):
-    while sys.argv[2] == "busy":
-        to_other_trainer.send(bytes(2**20))
-print(server.getsockname()[1], flush=True)
-to_receiver, _ = server.accept()
-while True:
-    to_receiver.sendall(bytes(int(sys.argv[1])))
-    time.sleep(0.001)
-"""
-RECEIVERS_PARENT = """
-import subprocess, sys
-receiver = "import socket, sys; from_sender = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\\n"
-receiver += "while from_sender.recv(2**20): pass"
-subprocess.run(["ray::Worker", "-c", receiver, sys.argv[1]], executable=sys.executable)
-"""
-
-
-@pytest.mark.parametrize(
-    ("size", "others", "is_caught"), [(2**24, "idle", True), (100, "idle", False), (100, "busy", False)]
-)
-def test_a_sender_is_killed_only_while_the_receiver_has_not_all(
-    tmp_path: Path, size: int, others: str, is_caught: bool
-) -> None:
-    sender, main = (LiveRun((), tmp_path, tmp_path / name, patience=60.0) for name in ("sender.txt", "main.txt"))
-    main.output.write_text("")
-    with sender.output.open("w") as said:
-        sender.process = subprocess.Popen([sys.executable, "-c", SENDER, str(size), others], stdout=said)
+def test_a_transfer_is_held_between_two_chunks_from_a_version_on_and_its_server_killed_there(tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    run = LiveRun((), tmp_path, tmp_path / "output.txt", patience=60.0, hold=hold)
+    run.output.touch()
+    hold_transfers(hold, 2)
+    command = [sys.executable, str(Path(__file__).with_name("held_server.py")), str(hold), TOKEN]
+    environment = {**os.environ, "PYTHONPATH": str(Path(marin_rl.__file__).parents[1])}
+    run.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+    assert run.process.stdout is not None
     try:
-        sender.wait_until(lambda: sender.output.read_text() != "", "a port")
-        port = sender.output.read_text().strip()
-        main.process = subprocess.Popen([sys.executable, "-c", RECEIVERS_PARENT, port])
-        main.wait_until(lambda: main.named("ray::Worker") != [], "a receiver")
-        if is_caught:
-            kill_in_transfer(sender, main)
-        else:
-            with pytest.raises(SoakError, match="a transfer of weights did not come in 1 s"):
-                kill_in_transfer(dataclasses.replace(sender, patience=1.0), main)
-        assert sender.is_running != is_caught
-        sender.kill()
-        # The receiver was not left standing still: it reads to the end of what had come, and ends.
-        assert main.end() == 0
+        with run.process.stdout as printed:
+            address = printed.readline().decode().strip()
+        source = FlightSource(address, TOKEN, streams=1, call_seconds=60.0)
+        one, two = (source.manifests(version)[0] for version in (1, 2))
+        assert len(list(source.fetch(one, one.chunks(0)))) == 4
+        assert not reached(hold).exists()
+        # There is nothing between a first chunk and a second.
+        assert len(list(source.fetch(two, two.chunks(0)[:1]))) == 1
+        assert not reached(hold).exists()
+        stream = source.fetch(two, two.chunks(0))
+        assert (next(stream) == 2).all()
+        kill_in_transfer(run)
+        with pytest.raises(ServerLostError):
+            next(stream)
+        assert not hold.exists()
     finally:
-        for run in (sender, main):
-            for left in run.children() if run.process is not None else ():
-                os.kill(left.pid, 9)
-            run.kill()
+        run.kill()
 
 
 def test_every_fault_needs_a_run_and_a_new_folder(tmp_path: Path) -> None:

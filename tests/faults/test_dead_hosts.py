@@ -4,18 +4,16 @@
 """One of two training hosts is killed, and with it one of two weight servers."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from experiments.soak import kill_in_transfer, whole_and_once
-from tests.faults.live_run import all_end, async_settings, each_of_one_version, large_transfers
+from experiments.soak_train import hold_transfers
+from tests.faults.live_run import all_end, async_settings, each_of_one_version, verifiable_versions
 from tests.tiny_run import make_run
 from tests.training_hosts import hosts, started
 
-STEPS = 12
-LARGER_TRANSFERS: dict[str, Any] = {"model__intermediate_dim": 4096, "weights": {"type": "arrow_flight", "streams": 1}}
-"""Each host sends its half only; in one stream that is still more than the system takes."""
+STEPS = 8
 EXPLAINED = "the same command on all hosts goes on from the last checkpoint"
 JAX_ENDS = "This most likely indicates that another task died; see the other task logs for more details"
 
@@ -23,15 +21,17 @@ JAX_ENDS = "This most likely indicates that another task died; see the other tas
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [pytest.param(0, id="the main host"), pytest.param(1, id="another host")])
 def test_when_a_training_host_dies_the_other_ends_and_the_same_commands_go_on(killed: int, tmp_path: Path) -> None:
-    settings = large_transfers(tmp_path / "problems.jsonl") | LARGER_TRANSFERS
-    settings = async_settings(**settings, num_steps=STEPS, checkpoint__every=3)
-    run = make_run(tmp_path, **settings)
+    settings = verifiable_versions(tmp_path / "problems.jsonl")
+    run = make_run(tmp_path, **async_settings(**settings, num_steps=STEPS, checkpoint__every=2))
     training = hosts(run, 2)
     main, left = training[0], training[1 - killed]
+    hold = training[killed].hold = tmp_path / "hold"
+    # Step 4 makes this version, so step 4 is trained and saved, and the run cannot end without the version.
+    hold_transfers(hold, 4)
     with started(training):
-        main.wait_until(lambda: main.saved_steps >= 3, "the checkpoint of step 3")
+        main.wait_until(lambda: main.saved_steps >= 4, "the checkpoint of step 4")
         children = main.children() | training[1].children()
-        kill_in_transfer(training[killed], main)
+        kill_in_transfer(training[killed])
         assert left.end() != 0
         all_end([child for child in children if child.name.startswith(("ray::Worker", "ray::Office"))])
     said = left.output.read_text()

@@ -6,12 +6,22 @@
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from experiments.soak import LiveRun, kill_in_transfer, pause, whole_and_once
-from tests.faults.live_run import SILENCE, all_end, async_settings, each_of_one_version, large_transfers, live, started
-from tests.tiny_run import TinyRun
+from experiments.soak_train import hold_transfers
+from tests.faults.live_run import (
+    SILENCE,
+    all_end,
+    async_settings,
+    each_of_one_version,
+    live,
+    started,
+    verifiable_versions,
+)
+from tests.tiny_run import TinyRun, make_run
 
 
 def async_run(finished_run: TinyRun, new_run: Callable[..., TinyRun], steps: int) -> LiveRun:
@@ -75,14 +85,14 @@ def test_a_killed_trainer_takes_its_workers_along_and_goes_on_from_its_checkpoin
 
 
 @pytest.mark.slow
-def test_a_weight_server_killed_in_mid_transfer_leaves_no_mixed_weights(
-    finished_run: TinyRun, new_run: Callable[..., TinyRun]
-) -> None:
-    problems = finished_run.config.with_name("problems.jsonl")
-    settings = async_settings(**large_transfers(problems), num_steps=15, checkpoint__every=5)
-    run = live(new_run(**settings))
+def test_a_weight_server_killed_in_mid_transfer_leaves_no_mixed_weights(tmp_path: Path) -> None:
+    settings = async_settings(**verifiable_versions(tmp_path / "problems.jsonl"), num_steps=8, checkpoint__every=2)
+    run = live(make_run(tmp_path, **settings))
+    run.hold = tmp_path / "hold"
+    # Step 4 makes this version, so step 4 is trained and saved, and the run cannot end without the version.
+    hold_transfers(run.hold, 4)
     with started(run):
-        run.wait_until(lambda: run.saved_steps >= 5, "the checkpoint of step 5")
+        run.wait_until(lambda: run.saved_steps >= 4, "the checkpoint of step 4")
         children = run.children()
         kill_in_transfer(run)
         all_end(children)
@@ -90,5 +100,5 @@ def test_a_weight_server_killed_in_mid_transfer_leaves_no_mixed_weights(
     with started(run):
         assert run.end() == 0, run.output.read_text()
     assert f"resuming after step {saved}, from " in (run.run_dir / "log.txt").read_text()
-    assert whole_and_once(run, groups=4, members=4, staleness=1) == 15
+    assert whole_and_once(run, groups=4, members=4, staleness=1) == 8
     each_of_one_version(run)

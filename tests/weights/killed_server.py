@@ -18,8 +18,8 @@ def main(token: str, port: str, version: str, gate: str) -> None:
     from marin_rl.weights.snapshot import Snapshot, TrainingHost, take_snapshot
 
     class GatedServer(arrow_flight.WeightServer):
-        def _send(self, version, chunks):
-            for batch in super()._send(version, chunks):
+        def send_chunks(self, version, chunks):
+            for batch in super().send_chunks(version, chunks):
                 yield batch
                 if gate == "gated":
                     threading.Event().wait()

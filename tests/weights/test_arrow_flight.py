@@ -154,8 +154,8 @@ class LyingServer(WeightServer):
 
     lies: list[Callable[[list[np.ndarray]], list[np.ndarray]]]
 
-    def _send(self, version: int, chunks: list[Chunk]) -> Iterator[pa.RecordBatch]:
-        honest = [batch.column(0).to_numpy().copy() for batch in super()._send(version, chunks)]
+    def send_chunks(self, version: int, chunks: list[Chunk]) -> Iterator[pa.RecordBatch]:
+        honest = [batch.column(0).to_numpy().copy() for batch in super().send_chunks(version, chunks)]
         told = self.lies.pop(0)(honest) if self.lies else honest
         for data in told:
             yield pa.record_batch([pa.array(data)], schema=pa.schema([pa.field("bytes", pa.uint8(), nullable=False)]))
@@ -201,8 +201,8 @@ class GatedServer(WeightServer):
         super().__init__(*arguments)
         self.gate = threading.Event()
 
-    def _send(self, version: int, chunks: list[Chunk]) -> Iterator[pa.RecordBatch]:
-        for batch in super()._send(version, chunks):
+    def send_chunks(self, version: int, chunks: list[Chunk]) -> Iterator[pa.RecordBatch]:
+        for batch in super().send_chunks(version, chunks):
             yield batch
             self.gate.wait()
 

@@ -1,0 +1,30 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Run by test_soak.py: holds versions 1 and 2 of some weights, in a server that can be paused; prints its address."""
+
+import sys
+import threading
+from pathlib import Path
+
+
+def main(hold: str, token: str) -> None:
+    import numpy as np
+
+    from experiments.soak_train import PausedWeightServer
+    from marin_rl.weights.shelf import VersionShelf
+    from marin_rl.weights.snapshot import Snapshot, TrainingHost, take_snapshot
+
+    shelf: VersionShelf[Snapshot] = VersionShelf(2, "the held host")
+    for version in (1, 2):
+        shelf.put(
+            version,
+            take_snapshot({"w": np.full(4096, version, np.uint8)}, version, TrainingHost(0, 1, frozenset()), 1024),
+        )
+    server = PausedWeightServer(Path(hold), shelf, token, "grpc://127.0.0.1:0")
+    print(f"grpc://127.0.0.1:{server.port}", flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
