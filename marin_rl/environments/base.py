@@ -202,6 +202,26 @@ class EnvironmentConfig(draccus.ChoiceRegistry, abc.ABC):
         """
 
 
+def check_nested(outer: EnvironmentConfig, inner: EnvironmentConfig, key: str) -> None:
+    """Refuse an environment config that `outer` cannot contain: its level must be lower.
+
+    Args:
+        outer: a config that contains other environments.
+        inner: one of them.
+        key: where `inner` stands within `outer`, for the message.
+
+    Raises:
+        ValueError: if the level of `inner` is not below that of `outer`.
+    """
+    if inner.level >= outer.level:
+        known = EnvironmentConfig.get_known_choices()
+        allowed = [name for name, choice in known.items() if choice.level < outer.level]
+        raise ValueError(
+            f"{key}.type is {EnvironmentConfig.get_choice_name(type(inner))!r}, which cannot be nested in an "
+            f"environment of type {EnvironmentConfig.get_choice_name(type(outer))!r}; use one of {', '.join(allowed)}"
+        )
+
+
 def split_of(problem: str, held_out: float, validation: float) -> Split:
     """The split that a problem text belongs to, by its hash: stable across runs, seeds and machines.
 

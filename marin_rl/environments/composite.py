@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from marin_rl.environments.base import (
     CodeRunner,
     Environment,
+    EnvironmentConfig,
     Episode,
     Split,
     can_demonstrate,
     connect_code_runner,
     demonstration,
 )
-from marin_rl.environments.nesting import NestedEnvironmentConfig
 from marin_rl.environments.task_stream import StreamState, TaskStream, task_stream
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.seeds import derive_seed
@@ -100,7 +100,7 @@ def by_name(environments: Iterable[Environment], whole: str) -> dict[str, Enviro
 
 
 def part_rewards(
-    environment: Environment, parts: Sequence[NestedEnvironmentConfig], more: tuple[RewardComponentConfig, ...]
+    environment: Environment, parts: Sequence[EnvironmentConfig], more: tuple[RewardComponentConfig, ...]
 ) -> dict[str, tuple[RewardComponentConfig, ...]]:
     """Which reward functions judge the rollouts of which part.
 

@@ -8,9 +8,8 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from marin_rl.environments.base import Environment, EnvironmentConfig
+from marin_rl.environments.base import Environment, EnvironmentConfig, check_nested
 from marin_rl.environments.composite import CompositeEnvironment, by_name, draw_by_weight, part_rewards
-from marin_rl.environments.nesting import PartEnvironmentConfig
 from marin_rl.environments.single_turn import CORRECT
 from marin_rl.environments.task_stream import StreamState
 from marin_rl.rewards.component import RewardComponentConfig
@@ -23,7 +22,7 @@ class LessonConfig:
 
     name: str
     """Its name in `after`, in messages and in metrics."""
-    environment: PartEnvironmentConfig
+    environment: EnvironmentConfig
     """What is practised; its own name must differ from those of the other lessons."""
     weight: float = 1.0
     """How often tasks are drawn from it while it is open, beside the weights of other open lessons; above 0."""
@@ -65,6 +64,8 @@ class CurriculumConfig(EnvironmentConfig):
     """Name of the whole in messages."""
 
     def __post_init__(self) -> None:
+        for index, lesson in enumerate(self.lessons):
+            check_nested(self, lesson.environment, f"lessons.{index}.environment")
         names = [lesson.name for lesson in self.lessons]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:

@@ -7,9 +7,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from marin_rl.environments.base import Environment, EnvironmentConfig
+from marin_rl.environments.base import Environment, EnvironmentConfig, check_nested
 from marin_rl.environments.composite import CompositeEnvironment, by_name, draw_by_weight, part_rewards
-from marin_rl.environments.nesting import PartEnvironmentConfig
 from marin_rl.environments.task_stream import StreamState
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.types import RolloutGroup, Task
@@ -19,7 +18,7 @@ from marin_rl.types import RolloutGroup, Task
 class MixturePartConfig:
     """One environment of a mixture."""
 
-    environment: PartEnvironmentConfig
+    environment: EnvironmentConfig
     """The environment; its name must differ from those of the others."""
     weight: float = 1.0
     """How often tasks are drawn from it, beside the other parts' weights; above 0."""
@@ -40,6 +39,10 @@ class MixtureConfig(EnvironmentConfig):
     """The environments and their weights."""
     name: str = "mixture"
     """Name of the whole in messages; metrics go by the names of the parts."""
+
+    def __post_init__(self) -> None:
+        for index, part in enumerate(self.parts):
+            check_nested(self, part.environment, f"parts.{index}.environment")
 
     def reward_components(self, environment: Environment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
         """Each part's own reward functions, and those of the whole."""

@@ -16,10 +16,10 @@ from marin_rl.environments.base import (
     Split,
     Step,
     can_demonstrate,
+    check_nested,
     connect_code_runner,
     demonstration,
 )
-from marin_rl.environments.nesting import ControlledEnvironmentConfig
 from marin_rl.environments.task_stream import TaskStream, task_stream
 from marin_rl.types import Message, Task
 
@@ -37,12 +37,13 @@ class RandomRewardConfig(EnvironmentConfig):
 
     level: ClassVar[int] = 3
 
-    environment: ControlledEnvironmentConfig
+    environment: EnvironmentConfig
     """The environment whose tasks are attempted."""
     probability: float = 0.5
     """Probability that an attempt earns 1 and not 0; at best the share that the true grader would give."""
 
     def __post_init__(self) -> None:
+        check_nested(self, self.environment, "environment")
         if not 0.0 <= self.probability <= 1.0:
             raise ValueError(f"probability is {self.probability}; it is at least 0 and at most 1")
 

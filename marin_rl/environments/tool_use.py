@@ -20,8 +20,8 @@ from marin_rl.environments.base import (
     NoSandboxError,
     Split,
     Step,
+    check_nested,
 )
-from marin_rl.environments.nesting import PlainEnvironmentConfig
 from marin_rl.environments.single_turn import CORRECT
 from marin_rl.environments.tool_calls import ToolCall, describe_tools, find_calls, parse_call
 from marin_rl.environments.tools import (
@@ -87,7 +87,7 @@ class ToolUseConfig(EnvironmentConfig):
 
     level: ClassVar[int] = 1
 
-    questions: PlainEnvironmentConfig
+    questions: EnvironmentConfig
     """Where the questions come from, and who grades the final reply."""
     tools: tuple[ToolConfig, ...] = (CalculatorConfig(),)
     """The tools; their names must differ."""
@@ -104,6 +104,7 @@ class ToolUseConfig(EnvironmentConfig):
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
+        check_nested(self, self.questions, "questions")
         if not self.tools:
             raise ValueError("tools is empty; name at least one, as tools: [{type: calculator}]")
         if self.error_reward > 0:

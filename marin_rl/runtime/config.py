@@ -43,7 +43,7 @@ from marin_rl.runtime.warm_start import WarmStartConfig
 from marin_rl.runtime.workers_config import Mode, Refresh, ReplayConfig, WorkersConfig
 from marin_rl.sampling.config import LevanterSamplerConfig, OpenAiSamplerConfig, SamplerConfig, SamplingConfig
 from marin_rl.tokenization.load import TokenizerConfig
-from marin_rl.weights.config import ArrowFlightConfig, InProcessConfig, WeightTransferConfig
+from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig
 
 
 def compilation_cache() -> str:
@@ -326,11 +326,6 @@ class TrainConfig:
                 f"ray_address is {self.ray_address!r}; it is `auto`, or `host:port` of a cluster's head, such as "
                 "10.0.0.1:6379. Over Ray's client protocol (ray://) runs cannot be started: start them on a machine of "
                 "the cluster"
-            )
-        if self.mode is Mode.ASYNC and isinstance(self.weights, InProcessConfig):
-            raise ValueError(
-                "weights of type in_process stay in the trainer's process, but with mode: async rollout workers are "
-                "processes of their own; set weights: {type: arrow_flight} or {type: shared_files}"
             )
         if self.mode is Mode.ASYNC and isinstance(self.sampler, OpenAiSamplerConfig):
             self._check_worker_of(self.sampler)

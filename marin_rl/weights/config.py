@@ -15,7 +15,6 @@ from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.retry import RetryConfig
 from marin_rl.weights.arrow_flight import FlightOutlet
 from marin_rl.weights.arrow_flight_client import FlightSource
-from marin_rl.weights.in_process import InProcessReceiver, InProcessSender
 from marin_rl.weights.manifest import MAX_CHUNK_BYTES
 from marin_rl.weights.protocol import WeightReceiver, WeightSender
 from marin_rl.weights.sharded_receiver import ShardedReceiver
@@ -68,28 +67,6 @@ class WeightTransferConfig(draccus.ChoiceRegistry, abc.ABC):
     def casts(self) -> bool:
         """Whether weights may arrive in another dtype than they travel in."""
         return self.sent_dtype is not None
-
-
-@WeightTransferConfig.register_subclass("in_process")
-@dataclasses.dataclass(frozen=True)
-class InProcessConfig(WeightTransferConfig):
-    """Learner and workers are one process; nothing travels."""
-
-    def __post_init__(self) -> None:
-        convert_enum_fields(self)
-
-    def open_sender(self, token: str, training_host: TrainingHost) -> InProcessSender:
-        """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig]; there is nobody to keep out."""
-        if training_host.count != 1:
-            raise ValueError(
-                f"weights of type in_process cannot reach other processes, but there are {training_host.count} "
-                "training hosts; take arrow_flight or shared_files"
-            )
-        return InProcessSender(dtype=self.sent_dtype)
-
-    def open_receiver(self, addresses: Sequence[str], token: str) -> InProcessReceiver:
-        """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig]."""
-        return InProcessReceiver(one_address(addresses), cast=self.casts)
 
 
 @WeightTransferConfig.register_subclass("arrow_flight")

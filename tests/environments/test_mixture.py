@@ -3,15 +3,15 @@
 
 import asyncio
 import collections
+import re
 
 import pytest
 
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, TextGameConfig
 from marin_rl.environments.base import Demonstrator, Split
 from marin_rl.environments.mixture import MixtureConfig, MixturePartConfig
-from marin_rl.environments.nesting import environments_below
 from marin_rl.environments.task_stream import task_stream
-from marin_rl.runtime.config_decoding import decode
+from marin_rl.runtime.config_decoding import ConfigError, decode
 from marin_rl.types import Message, Task
 from tests.environments.played import CardsConfig
 from tests.one_reply import answer
@@ -81,8 +81,30 @@ def test_from_yaml():
     assert config.parts == (SUMS, MixturePartConfig(TextGameConfig(id="Taxi-v4"), 2.0))
 
 
-def test_what_holds_others_holds_no_more_of_its_kind():
-    assert not {"mixture", "curriculum", "random_control"} & set(environments_below(2))
-    assert {"arithmetic", "text_game"} <= set(environments_below(1)) < set(environments_below(3))
-    with pytest.raises(ValueError, match="'mixture', which is not one of its types"):
-        decode(EnvironmentConfig, {"type": "mixture", "parts": [{"environment": {"type": "mixture", "parts": []}}]})
+NESTING = {
+    "tool_use": lambda inner: {"type": "tool_use", "questions": inner},
+    "mixture": lambda inner: {"type": "mixture", "parts": [{"environment": inner}]},
+    "curriculum": lambda inner: {"type": "curriculum", "lessons": [{"name": "one", "environment": inner}]},
+    "random_control": lambda inner: {"type": "random_control", "environment": inner},
+}
+SUM = {"type": "arithmetic", "size": 200}
+KEYS = {"tool_use": "questions", "mixture": "parts.0.environment", "curriculum": "lessons.0.environment"}
+ALLOWED = {
+    ("mixture", "tool_use"),
+    ("curriculum", "tool_use"),
+    *(("random_control", inner) for inner in ("tool_use", "mixture", "curriculum")),
+}
+
+
+@pytest.mark.parametrize("outer", NESTING)
+@pytest.mark.parametrize("inner", NESTING)
+def test_an_environment_contains_environments_of_lower_levels_only(outer: str, inner: str):
+    assert isinstance(decode(EnvironmentConfig, NESTING[outer](SUM)), EnvironmentConfig)
+    raw = NESTING[outer](NESTING[inner](SUM))
+    if (outer, inner) in ALLOWED:
+        assert isinstance(decode(EnvironmentConfig, raw), EnvironmentConfig)
+        return
+    key = re.escape(KEYS.get(outer, "environment"))
+    message = rf"^{key}\.type is '{inner}', which cannot be nested in an environment of type '{outer}'; use one of"
+    with pytest.raises(ConfigError, match=message):
+        decode(EnvironmentConfig, raw)

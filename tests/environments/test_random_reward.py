@@ -9,7 +9,6 @@ import pytest
 
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, RandomRewardConfig, Split
 from marin_rl.environments.base import Step
-from marin_rl.environments.nesting import ControlledEnvironmentConfig
 from marin_rl.environments.random_reward import RandomRewardEpisode
 from tests.one_reply import answer
 
@@ -94,10 +93,3 @@ def test_config_round_trip():
     config = draccus.decode(EnvironmentConfig, raw)
     assert config == RandomRewardConfig(environment=ArithmeticConfig(digits=1, size=50), probability=0.25)
     assert draccus.decode(EnvironmentConfig, draccus.encode(config, EnvironmentConfig)) == config
-
-
-def test_a_control_does_not_wrap_a_control():
-    assert "random_control" not in ControlledEnvironmentConfig.get_known_choices()
-    assert set(EnvironmentConfig.get_known_choices()) - set(ControlledEnvironmentConfig.get_known_choices()) == {
-        "random_control"
-    }

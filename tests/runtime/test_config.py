@@ -386,10 +386,9 @@ def test_one_worker_has_a_server_outside_sample():
         from_lines(sampler=OUTSIDE, mode="async", workers="{refresh: in_flight}")
 
 
-def test_weights_that_stay_in_a_process_reach_no_worker():
-    assert from_lines(weights="{type: in_process}", mode="sync").run_dir == "runs/test"
-    with pytest.raises(ConfigError, match=r"(?s)weights of type in_process stay.*set weights: {type: arrow_flight}"):
-        from_lines(weights="{type: in_process}", mode="async")
+def test_every_type_of_weights_reaches_other_processes():
+    with pytest.raises(ConfigError, match=r"weights.type is 'in_process'.*Valid here: arrow_flight, shared_files"):
+        from_lines(weights="{type: in_process}", mode="sync")
 
 
 def test_a_section_of_the_sampler_that_lacks_something_says_what():

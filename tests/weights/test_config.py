@@ -6,7 +6,6 @@ import pytest
 
 from marin_rl.weights.config import (
     ArrowFlightConfig,
-    InProcessConfig,
     SharedFilesConfig,
     TransferDtype,
     WeightTransferConfig,
@@ -21,7 +20,6 @@ def decode(fields: dict[str, object]) -> WeightTransferConfig:
 
 
 def test_a_way_is_chosen_by_type():
-    assert decode({"type": "in_process"}) == InProcessConfig()
     assert decode({"type": "arrow_flight", "dtype": "bfloat16", "port": 7000}) == ArrowFlightConfig(
         dtype=TransferDtype.BFLOAT16, port=7000
     )
@@ -62,11 +60,6 @@ def test_what_must_be_named_is_asked_for():
         SharedFilesConfig()
     with pytest.raises(ValueError, match=r"weights\.host is empty"):
         ArrowFlightConfig(host="")
-
-
-def test_in_process_is_for_one_process():
-    with pytest.raises(ValueError, match=r"there are 2 training hosts; take arrow_flight or shared_files"):
-        InProcessConfig().open_sender(TOKEN, TrainingHost(0, 2, frozenset()))
 
 
 def test_senders_of_one_place_have_one_address():

@@ -19,7 +19,6 @@ from levanter.models.llama import LlamaConfig
 from marin_rl.retry import RetryConfig
 from marin_rl.weights.config import (
     ArrowFlightConfig,
-    InProcessConfig,
     SharedFilesConfig,
     TransferDtype,
     WeightTransferConfig,
@@ -29,7 +28,7 @@ from marin_rl.weights.protocol import WeightReceiver, WeightSender
 from marin_rl.weights.snapshot import TrainingHost
 from tests.weights.ends import ONCE, TOKEN, assert_same
 
-WAYS = ["arrow_flight", "shared_files", "object_store", "in_process"]
+WAYS = ["arrow_flight", "shared_files", "object_store"]
 
 
 @contextlib.contextmanager
@@ -51,7 +50,6 @@ def config(request: pytest.FixtureRequest, tmp_path) -> WeightTransferConfig:
         "arrow_flight": ArrowFlightConfig(chunk_mb=1, streams=3, retry=ONCE),
         "shared_files": SharedFilesConfig(folder=str(tmp_path / "weights"), chunk_mb=1, streams=3, retry=ONCE),
         "object_store": SharedFilesConfig(folder=f"memory://{tmp_path.name}", chunk_mb=1, streams=2, retry=ONCE),
-        "in_process": InProcessConfig(),
     }
     return ways[request.param]
 
@@ -166,8 +164,6 @@ def test_the_newest_is_received_and_an_old_one_is_refused_by_name(config: Weight
 
 
 def test_the_version_before_is_still_there(config: WeightTransferConfig):
-    if isinstance(config, InProcessConfig):
-        pytest.skip("in process, nothing is ever under way, so only the newest is held")
     with ends(config) as (sender, receiver):
         for version in (1, 2):
             sender.publish({"w": jnp.full(3, version)}, version)
@@ -213,9 +209,7 @@ def test_a_whole_number_is_never_cast(config: WeightTransferConfig):
 
 
 def test_received_weights_may_be_donated(config: WeightTransferConfig):
-    """What arrives is the receiver's own; in process it is shared, and the sender's copy is what may not be donated."""
-    if isinstance(config, InProcessConfig):
-        pytest.skip("in process, receivers share the arrays")
+    """What arrives is the receiver's own."""
     overwrite = jax.jit(lambda weights: weights - 7, donate_argnums=0)
     weights = {"w": jnp.arange(300_000.0)}
     with ends(config) as (sender, receiver):
@@ -228,8 +222,7 @@ def test_received_weights_may_be_donated(config: WeightTransferConfig):
 
 
 def test_several_workers_read_while_the_learner_publishes(config: WeightTransferConfig):
-    if not isinstance(config, InProcessConfig):
-        config = dataclasses.replace(config, retry=RetryConfig(first_seconds=0.001, longest_seconds=0.002))
+    config = dataclasses.replace(config, retry=RetryConfig(first_seconds=0.001, longest_seconds=0.002))
     shape = {name: jnp.zeros(50_000, jnp.int32) for name in "abc"}
     done = threading.Event()
     seen: list[int] = []
