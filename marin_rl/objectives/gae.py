@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float64, Int32
 
 from marin_rl.objectives.returns import check_discount, discounted_returns
 from marin_rl.objectives.signals import AdvantageConfig, Credit, RolloutSignal
@@ -21,23 +21,39 @@ WHITENING_EPSILON = 1e-8
 """Added to a variance before its root is divided by."""
 
 
-def token_rewards(score: float, penalties: Float64[np.ndarray, " tokens"]) -> Float64[np.ndarray, " tokens"]:
-    """KL-penalised token rewards: `r_t = -β·k1_t`, plus the score at the last action token.
+def token_rewards(
+    score: float,
+    penalties: Float64[np.ndarray, " tokens"],
+    turn_rewards: Float64[np.ndarray, " turns"],
+    turn_ids: Int32[np.ndarray, " tokens"],
+) -> Float64[np.ndarray, " tokens"]:
+    """KL-penalised rewards of the action tokens, whose sum is the rollout's return `score - Σ_t β·k1_t`.
+
+    `r_t = -β·k1_t`, plus the reward of each turn at the turn's last action token. The last action token of the rollout
+    gets what the score contains beyond the rewards of the earlier turns: the reward of the last turn, shaping, and
+    scores of reward functions that are about the whole rollout. A rollout with a single score has it there in full.
 
     Args:
         score: sum of the rollout's rewards.
         penalties: β·k1 of each action token.
+        turn_rewards: reward of each turn; 0 for a turn without one.
+        turn_ids: turn of each action token, never going back.
 
     Returns:
-        The reward of each action token; their sum is the rollout's return.
+        The reward of each action token.
 
-    >>> token_rewards(5.0, np.array([0.5, 0.0, -0.25])).tolist()
+    >>> token_rewards(5.0, np.array([0.5, 0.0, -0.25]), np.array([5.0]), np.zeros(3, np.int32)).tolist()
     [-0.5, 0.0, 5.25]
+    >>> token_rewards(5.0, np.zeros(3), np.array([1.0, 3.0]), np.array([0, 1, 1], np.int32)).tolist()
+    [1.0, 0.0, 4.0]
 
     Source: Ziegler et al. 2019, arXiv 1909.08593, equation 2; Ouyang et al. 2022, arXiv 2203.02155, equation 2.
     """
     rewards = 0.0 - penalties
-    rewards[-1:] += score
+    ends = np.flatnonzero(np.diff(turn_ids))
+    earlier = turn_rewards[turn_ids[ends]]
+    rewards[ends] += earlier
+    rewards[-1:] += score - math.fsum(earlier)
     return rewards
 
 
@@ -125,6 +141,7 @@ class GaeConfig(AdvantageConfig):
     def compute(self, groups: Sequence[Sequence[RolloutSignal]]) -> list[list[Credit]]:
         """See [`gae_advantages`][marin_rl.objectives.gae.gae_advantages].
 
+        The rewards are those of [`token_rewards`][marin_rl.objectives.gae.token_rewards].
         Value targets are `A + V`, taken before whitening.
         """
         raw = [[self._advantages(signal) for signal in group] for group in groups]
@@ -143,4 +160,5 @@ class GaeConfig(AdvantageConfig):
     def _advantages(self, signal: RolloutSignal) -> Float64[np.ndarray, " tokens"]:
         if signal.score is None:
             return np.zeros(len(signal.turn_ids))
-        return gae_advantages(token_rewards(signal.score, signal.penalties), signal.values, self.gamma, self.lam)
+        rewards = token_rewards(signal.score, signal.penalties, signal.turn_rewards, signal.turn_ids)
+        return gae_advantages(rewards, signal.values, self.gamma, self.lam)

@@ -71,6 +71,8 @@ _TURN = pa.struct(
         ("learner_logprobs", pa.list_(pa.float32())),
         ("reference_logprobs", pa.list_(pa.float32())),
         ("advantages", pa.list_(pa.float32())),
+        ("values", pa.list_(pa.float32())),
+        ("value_targets", pa.list_(pa.float32())),
         ("episode_advantage", pa.float64()),
         ("step_return", pa.float64()),
         ("step_advantage", pa.float64()),
@@ -130,6 +132,10 @@ class TrainingSignal:
     """Log-probabilities (nats) under the learner's weights before the update; None where nobody scored them."""
     reference_logprobs: Float[np.ndarray, " tokens"] | None = None
     """Log-probabilities (nats) under the frozen reference; None without one."""
+    values: Float[np.ndarray, " tokens"] | None = None
+    """The critic's values before the update; None without a critic."""
+    value_targets: Float[np.ndarray, " tokens"] | None = None
+    """What the critic was trained towards; None without a critic, or if no token was trained on."""
     of_turns: TurnCredit | None = None
     """What the advantages of its turns are made of (GiGPO)."""
 
@@ -187,6 +193,8 @@ def _check_lengths(rollout: Rollout, signal: TrainingSignal | None) -> None:
         ("advantages", signal.advantages, tokens),
         ("learner_logprobs", signal.learner_logprobs, tokens),
         ("reference_logprobs", signal.reference_logprobs, tokens),
+        ("values", signal.values, tokens),
+        ("value_targets", signal.value_targets, tokens),
     ]
     if signal.of_turns is not None:
         expected += [("returns", signal.of_turns.returns, turns)]
@@ -302,6 +310,8 @@ def _signal_columns(signal: TrainingSignal | None, turn: int, tokens: slice) -> 
         "learner_logprobs": _part(signal.learner_logprobs, tokens),
         "reference_logprobs": _part(signal.reference_logprobs, tokens),
         "advantages": _part(signal.advantages, tokens),
+        "values": _part(signal.values, tokens),
+        "value_targets": _part(signal.value_targets, tokens),
         **_turn_credit_columns(signal.of_turns, turn),
     }
 

@@ -18,6 +18,7 @@ from marin_rl.learner.scoring import Scores
 from marin_rl.objectives.importance import mismatch_statistics
 from marin_rl.objectives.kl import MAX_LOG_RATIO
 from marin_rl.objectives.signals import Credit, RolloutSignal
+from marin_rl.objectives.spread import sample_variance
 from marin_rl.objectives.value_loss import explained_variance
 from marin_rl.rollouts.stored_rollout import TrainingSignal
 from marin_rl.runtime.training_run import TrainingRun
@@ -199,6 +200,8 @@ def _stored_signals(
             advantages=credit.advantages if credit.advantages.size else None,
             learner_logprobs=None if logprobs is None else logprobs[rollout.loss_mask],
             reference_logprobs=None if run.reference is None else rollout.reference_logprobs[rollout.loss_mask],
+            values=None if run.config.critic is None else rollout.values[rollout.loss_mask],
+            value_targets=None if run.config.critic is None or not credit.advantages.size else credit.value_targets,
             of_turns=credit.of_turns,
         )
         for rollout, logprobs, credit in zip(scored, learner, credits, strict=True)
@@ -275,4 +278,9 @@ def _critic_metrics(run: TrainingRun, signals: Sequence[RolloutSignal], credits:
         return {}
     values = np.concatenate([signal.values for signal in signals])
     targets = np.concatenate([credit.value_targets for credit in credits])
-    return {"critic/explained_variance": explained_variance(values, targets)}
+    metrics = {"critic/explained_variance": explained_variance(values, targets)}
+    if values.size:
+        metrics["critic/value_mean"] = float(values.mean())
+        metrics["critic/value_std"] = math.sqrt(sample_variance(values))
+        metrics["critic/target_mean"] = float(targets.mean())
+    return metrics

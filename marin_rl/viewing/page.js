@@ -308,6 +308,7 @@ function makeTable() {
 const COLOURS = {
   advantage: { label: "advantage", of: (turn) => turn.advantages, diverging: true },
   logprob: { label: "log-prob", of: (turn) => turn.logprobs, diverging: false },
+  value: { label: "value", of: (turn) => turn.values, diverging: true },
   difference: { label: `policy ${MINUS} learner log-prob`, of: (turn) => turn.difference, diverging: true },
 };
 let colour = "advantage";
@@ -468,6 +469,8 @@ function tokenValues(turn, at) {
   const lines = [`token ${at}: ${turn.texts[at] || "part of a character"} (id ${turn.ids[at]})`, `log-prob ${number(turn.logprobs[at])}`];
   if (turn.learner) lines.push(`learner ${number(turn.learner[at])}, difference ${number(turn.difference[at], 3)}`);
   if (turn.reference) lines.push(`reference ${number(turn.reference[at])}`);
+  if (turn.values) lines.push(`value ${number(turn.values[at])}` +
+    (turn.value_targets ? `, target ${number(turn.value_targets[at])}` : ""));
   lines.push(turn.advantages ? `advantage ${number(turn.advantages[at])}` : "not trained on");
   return lines.join("\n");
 }

@@ -244,6 +244,8 @@ def _turn(turn: Row) -> dict[str, Any]:
         else _numbers([policy - own for policy, own in zip(turn["logprobs"], learner, strict=True)]),
         "reference": _numbers(turn["reference_logprobs"]),
         "advantages": _numbers(turn["advantages"]),
+        "values": _numbers(turn["values"]),
+        "value_targets": _numbers(turn["value_targets"]),
     }
 
 

@@ -186,6 +186,8 @@ def _token_table(turn: Row) -> RenderableType:
         "policy−learner": differences(turn),
         "reference": turn["reference_logprobs"],
         "advantage": turn["advantages"],
+        "value": turn["values"],
+        "value target": turn["value_targets"],
     }
     present = {name: values for name, values in columns.items() if values is not None}
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")

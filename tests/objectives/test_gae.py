@@ -51,16 +51,62 @@ def test_worked_example():
     assert credit.value_targets.tolist() == [2.0, 3.0, 5.0]
 
 
+def rewards_of(score, penalties, turn_rewards=(0.0,), turns=None):
+    turn_ids = np.zeros(len(penalties), np.int32) if turns is None else np.array(turns, np.int32)
+    return token_rewards(score, np.array(penalties, np.float64), np.array(turn_rewards), turn_ids).tolist()
+
+
 def test_score_is_at_the_last_token_and_penalties_everywhere():
-    assert token_rewards(5.0, np.array([0.5, -1.0, 2.0])).tolist() == [-0.5, 1.0, 3.0]
-    assert token_rewards(5.0, np.array([0.5])).tolist() == [4.5]
-    assert token_rewards(5.0, np.zeros(0)).tolist() == []
+    assert rewards_of(5.0, [0.5, -1.0, 2.0]) == [-0.5, 1.0, 3.0]
+    assert rewards_of(5.0, [0.5]) == [4.5]
+    assert rewards_of(5.0, []) == []
 
 
-def test_penalties_are_not_changed():
-    penalties = np.array([0.5, 1.0])
-    token_rewards(5.0, penalties)
-    assert penalties.tolist() == [0.5, 1.0]
+@pytest.mark.parametrize(
+    ("score", "turn_rewards", "turns", "expected"),
+    [
+        # The turns' rewards are all there is.
+        (3.5, [1.0, 0.5, 2.0], [0, 0, 1, 2, 2], [0.0, 1.0, 0.5, 0.0, 2.0]),
+        # A score beside step rewards, or shaping: what they leave of it is at the end.
+        (5.0, [1.0, 0.5, 0.0], [0, 0, 1, 2, 2], [0.0, 1.0, 0.5, 0.0, 3.5]),
+        # A turn without tokens has no place of its own.
+        (5.0, [1.0, 2.0, 1.0], [0, 2, 2], [1.0, 0.0, 4.0]),
+        (5.0, [1.0, 2.0, 1.0], [0, 1], [1.0, 4.0]),
+    ],
+)
+def test_rewards_of_turns_are_at_their_last_tokens(score, turn_rewards, turns, expected):
+    assert rewards_of(score, [0.0] * len(turns), turn_rewards, turns) == expected
+    penalties = [0.25 * (index + 1) for index in range(len(turns))]
+    taken = [reward - penalty for reward, penalty in zip(expected, penalties, strict=True)]
+    assert rewards_of(score, penalties, turn_rewards, turns) == taken
+
+
+@pytest.mark.parametrize("score", [0.1 + 0.2, 1e-17, -1 / 3, 1e30])
+@pytest.mark.parametrize("turn_rewards", [[0.1], [0.0, 0.0, 0.7]])
+def test_a_single_score_is_at_the_end_to_the_last_bit(score, turn_rewards):
+    turns = list(range(len(turn_rewards)))
+    assert rewards_of(score, [0.0] * len(turns), turn_rewards, turns) == [*[0.0] * (len(turns) - 1), score]
+
+
+def test_penalties_and_turn_rewards_are_not_changed():
+    penalties, turn_rewards = np.array([0.5, 1.0]), np.array([1.0, 2.0])
+    token_rewards(5.0, penalties, turn_rewards, np.array([0, 1], np.int32))
+    assert (penalties.tolist(), turn_rewards.tolist()) == ([0.5, 1.0], [1.0, 2.0])
+
+
+def oracle_rewards(signal):
+    """Token by token: a turn's reward where the next token is of another turn, the rest of the score at the end."""
+    rewards, rest = [], signal.score
+    for at, turn in enumerate(signal.turn_ids):
+        is_last = at + 1 == len(signal.turn_ids)
+        reward = -signal.penalties[at]
+        if is_last:
+            reward += rest
+        elif signal.turn_ids[at + 1] != turn:
+            reward += signal.turn_rewards[turn]
+            rest -= signal.turn_rewards[turn]
+        rewards.append(reward)
+    return rewards
 
 
 @settings(max_examples=50)
@@ -74,10 +120,7 @@ def test_a_batch_matches_the_oracle(groups, gamma, lam):
         for signal, credit in zip(group, credits, strict=True):
             if signal.score is None:
                 continue
-            rewards = [-p for p in signal.penalties]
-            if rewards:
-                rewards[-1] += signal.score
-            expected = oracle(rewards, signal.values.tolist(), gamma, lam)
+            expected = oracle(oracle_rewards(signal), signal.values.tolist(), gamma, lam)
             np.testing.assert_allclose(credit.advantages, expected, rtol=1e-9, atol=1e-9)
             np.testing.assert_allclose(credit.value_targets, np.add(expected, signal.values), rtol=1e-9, atol=1e-9)
             pooled += expected
@@ -102,6 +145,17 @@ def test_observations_between_turns_discount_nothing():
     config = GaeConfig(gamma=0.9, lam=0.7, whiten=False)
     ((first, second),) = config.compute([[one, several]])
     assert first.advantages.tolist() == second.advantages.tolist()
+
+
+def test_rewards_of_turns_reach_back_to_the_tokens_before_them_alone():
+    """λ = 1, γ = 1: the advantage of a token is what is earned from it on, less its value."""
+    values = [0.3, -0.2, 0.9, 0.4]
+    signal = make_signal(3.0, [1.0, -0.5, 2.0], tokens=[1, 2, 1], values=values)
+    ((credit,),) = GaeConfig(gamma=1.0, lam=1.0, whiten=False).compute([[signal]])
+    to_come = np.array([2.5, 1.5, 1.5, 2.0])
+    # The score has 0.5 more than the turns, which is earned at the end.
+    np.testing.assert_allclose(credit.advantages, to_come + 0.5 - values, atol=1e-12)
+    np.testing.assert_allclose(credit.value_targets, to_come + 0.5, atol=1e-12)
 
 
 def test_whitened_tokens_have_mean_zero_and_variance_one():

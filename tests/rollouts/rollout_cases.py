@@ -95,6 +95,8 @@ def rich_signal() -> TrainingSignal:
         advantages=np.array([0.5, 0.5, 0.5, -0.25, -0.25]),
         learner_logprobs=np.array([-0.125, -0.25, -0.5, -0.125, -0.5]),
         reference_logprobs=np.array([-1.0, -1.0, -1.0, -2.0, -2.0]),
+        values=np.array([0.5, 0.25, 0.75, -1.5, 2.0]),
+        value_targets=np.array([1.0, 1.0, 1.0, 0.5, 0.5]),
         of_turns=TurnCredit(0.25, np.array([1.2, 1.0]), np.array([0.25, -0.5])),
     )
 

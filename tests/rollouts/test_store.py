@@ -74,6 +74,8 @@ def test_a_row_holds_all_there_is_to_a_rollout(tmp_path, kind):
     assert first["reference_logprobs"] == [-1.0] * 3
     assert first["loss_mask"] == [True] * 3
     assert (first["advantages"], second["advantages"]) == ([0.5] * 3, [-0.25] * 2)
+    assert (first["values"], second["values"]) == ([0.5, 0.25, 0.75], [-1.5, 2.0])
+    assert (first["value_targets"], second["value_targets"]) == ([1.0] * 3, [0.5] * 2)
     assert (first["episode_advantage"], first["step_return"], first["step_advantage"]) == (0.25, 1.2, 0.25)
     assert (second["step_return"], second["step_advantage"]) == (1.0, -0.5)
     assert (first["first_version"], first["last_version"], first["stop_reason"]) == (3, 3, "stop")

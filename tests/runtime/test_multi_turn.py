@@ -12,8 +12,15 @@ import numpy as np
 import pytest
 
 from marin_rl.environments.base import Episode, Split, Step
-from marin_rl.objectives.advantages import GigpoConfig, ReinforceConfig
-from marin_rl.objectives.policy_loss import GspoLossConfig, ReinforceLossConfig, RlooSequenceLossConfig, Sequences
+from marin_rl.learner.critic import CriticConfig
+from marin_rl.objectives.advantages import GaeConfig, GigpoConfig, ReinforceConfig
+from marin_rl.objectives.policy_loss import (
+    GspoLossConfig,
+    PpoClipLossConfig,
+    ReinforceLossConfig,
+    RlooSequenceLossConfig,
+    Sequences,
+)
 from marin_rl.rollouts.run_rollouts import run_groups
 from marin_rl.rollouts.stored_rollout import as_row
 from marin_rl.runtime.config import RolloutConfig
@@ -23,7 +30,7 @@ from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.types import Message, RolloutGroup, Task
+from marin_rl.types import Message, Rollout, RolloutGroup, Task
 from tests.runtime.bare_run import END, TOKENIZER, USER, bare_run, make_config, make_player
 
 
@@ -304,3 +311,60 @@ def test_a_score_at_the_end_alone_may_be_added_to_the_last_turn():
 def test_reinforce_with_a_discount_earns_each_turn_what_follows():
     _, group, batch = play(worked_example(), advantage=ReinforceConfig(gamma=0.95))
     compare(by_turn(batch, group), [[0.9025, 0.95, 1.0], [0.0, 0.0, 0.0], [0.95, 1.0]])
+
+
+def gae_by_position(rollout: Rollout, values: np.ndarray, gamma: float, lam: float) -> list[float]:
+    """GAE by its definition, backwards over all positions of a row: observations are passed over unchanged."""
+    positions: list[tuple[int | None, bool]] = []
+    for index, turn in enumerate(rollout.turns):
+        length = len(turn.generation.token_ids)
+        positions += [(None, False)] * len(turn.observation_tokens)
+        positions += [(index, at + 1 == length) for at in range(length)]
+    assert rollout.total_reward is not None
+    earlier = sum(turn.reward or 0.0 for turn in rollout.turns[:-1])
+    advantages: list[float] = []
+    next_value = next_advantage = 0.0
+    for place, (index, ends) in reversed(list(enumerate(positions))):
+        if index is None:
+            continue
+        reward = 0.0
+        if ends:
+            is_last = index + 1 == len(rollout.turns)
+            reward = rollout.total_reward - earlier if is_last else rollout.turns[index].reward or 0.0
+        delta = reward + gamma * next_value - values[place]
+        next_value, next_advantage = values[place], delta + gamma * lam * next_advantage
+        advantages.append(next_advantage)
+    return advantages[::-1]
+
+
+def test_gae_earns_rewards_of_turns_where_they_end_across_observations():
+    paths = [
+        [Visit("s0", 0.5), Visit("s1"), Visit("s2", 1.0)],
+        [Visit("s0", -1.0), Visit("long", 0.25), Visit("s3", 0.0), Visit("s4", 2.0)],
+        episode(3, 1.0),
+    ]
+    config = make_config(
+        rollouts=ROLLOUTS,
+        advantage=GaeConfig(gamma=0.9, lam=0.8, whiten=False),
+        critic=CriticConfig(),
+        policy_loss=PpoClipLossConfig(),
+    )
+    row = np.sin(np.arange(64.0)).astype(np.float32)
+    run = bare_run(config, Maze(paths), values=lambda made: np.broadcast_to(row, made.input_ids.shape), rows=4)
+    [group] = run_groups(
+        make_player(run, answer, run.environment),
+        run.environment.tasks(Split.TRAIN),
+        group_size=len(paths),
+        temperature=1.0,
+        seed_parts=(0, "train", 1),
+    )
+    # A reward function's score that no turn earned, such as one of length.
+    rollouts = [dataclasses.replace(one, rewards={**one.rewards, "short": 0.75}) for one in group.rollouts]
+    batch = build_batch(run, [RolloutGroup(group.id, rollouts)], PhaseTimer())
+    for rollout, processed, credit in zip(rollouts, batch.rollouts, batch.credits, strict=True):
+        expected = np.array(gae_by_position(rollout, row.astype(np.float64), 0.9, 0.8))
+        np.testing.assert_allclose(credit.advantages, expected, rtol=1e-12, atol=1e-12)
+        values = processed.values[processed.loss_mask].astype(np.float64)
+        np.testing.assert_allclose(credit.value_targets, expected + values, rtol=1e-12, atol=1e-12)
+        stored = as_row(rollout, 1, "training", batch.signals[rollout.id], lambda token: b"x")
+        assert [value for turn in stored["turns"] for value in turn["values"]] == values.tolist()

@@ -233,6 +233,13 @@ def test_values_and_targets_reach_estimator_batch_and_metric():
     assert [credit.value_targets.tolist() for credit in batch.credits] == [[2.0, 3.0, 5.0]]
     assert actions(batch, "values") == [[1.0, 2.0, 3.0]]
     variance = np.var([2.0, 3.0, 5.0], ddof=1)
+    assert batch.metrics["critic/value_mean"] == pytest.approx(2.0)
+    assert batch.metrics["critic/value_std"] == pytest.approx(1.0)
+    assert batch.metrics["critic/target_mean"] == pytest.approx(10 / 3)
+    [stored] = batch.signals.values()
+    assert stored.values is not None
+    assert stored.value_targets is not None
+    assert (stored.values.tolist(), stored.value_targets.tolist()) == ([1.0, 2.0, 3.0], [2.0, 3.0, 5.0])
     assert batch.metrics["critic/explained_variance"] == pytest.approx(1 - np.var([1.0, 1.0, 2.0], ddof=1) / variance)
     [packed] = minibatches(run, batch, 1)
     for name, expected in (("values", [1.0, 2.0, 3.0]), ("returns", [2.0, 3.0, 5.0]), ("advantages", [1.0, 1.0, 2.0])):

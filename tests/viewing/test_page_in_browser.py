@@ -133,6 +133,8 @@ def test_tokens_have_the_colour_of_their_value(tab, small):
     # Policy minus learner: 0, 0, 0.125 and 0, 0.25.
     assert [name for name, _ in colours()] == ["part", "", "positive", "", "positive"]
     assert [value for name, value in colours() if name == "positive"] == ["0.500", "1.000"]
+    choose(tab, "#colour", "value")
+    assert [value for _, value in colours()] == ["0.250", "0.125", "0.375", "0.750", "1.000"]
 
 
 def luminance(channels: list[float]) -> float:
@@ -168,7 +170,8 @@ def test_values_show_under_the_pointer_and_by_keyboard(tab, small):
     assert tip(tab) is None
     tab.point_at("#one .tokens[data-turn='0'] span:nth-child(3)")
     assert tip(tab) == (
-        "token 2: <|end|> (id 257)\nlog-prob −0.375\nlearner −0.5, difference 0.125\nreference −1\nadvantage 0.5"
+        "token 2: <|end|> (id 257)\nlog-prob −0.375\nlearner −0.5, difference 0.125\nreference −1\n"
+        "value 0.75, target 1\nadvantage 0.5"
     )
     tab.run("document.getElementById('colour').focus()")
     # To the summary of the observation, then to the tokens.

@@ -53,6 +53,7 @@ def test_what_a_run_did_not_compute_has_no_column():
     assert head(None) == ["#", "id", "token", "logprob"]
     assert head(rich_signal()) == [
         *("#", "id", "token", "logprob", "learner", "policy−learner", "reference", "advantage"),
+        *("value", "value", "target"),
     ]
 
 
