@@ -107,7 +107,7 @@ def measure_transfer(rows: int, servers: int, rounds: int, config: ArrowFlightCo
     source = np.ones(num_bytes, np.uint8)
     target = np.ones(num_bytes, np.uint8)
     with weight_servers(token, rows, servers, config.chunk_mb) as ports:
-        receiver = config.open_receiver([f"grpc://127.0.0.1:{server.flight}" for server in ports], token)
+        receiver = config.open_receiver([f"grpc+tls://127.0.0.1:{server.flight}" for server in ports], token)
         kinds: dict[str, Callable[[], object]] = {
             "transfer": lambda: jax.block_until_ready(receiver.receive(like)),
             "socket": lambda: read_all_plainly(ports, num_bytes),

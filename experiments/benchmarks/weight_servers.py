@@ -82,7 +82,7 @@ def main(share: Share) -> None:
     snapshot = make_snapshot(share)
     shelf: VersionShelf[Snapshot] = VersionShelf(1, f"host {share.host}")
     shelf.put(1, snapshot)
-    server = WeightServer(shelf, share.token, "grpc://127.0.0.1:0")
+    server = WeightServer(shelf, share.token, "grpc+tls://127.0.0.1:0")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve_plainly, args=(snapshot, listener), daemon=True).start()
         print(json.dumps({"flight": server.port, "socket": listener.getsockname()[1]}), flush=True)

@@ -4,9 +4,10 @@
 """The sending end over Arrow Flight: one server for each training host, serving that host's shards.
 
 A stream is a sequence of record batches with one column of bytes, a chunk each, whose memory is the snapshot's own.
+Both ends authenticate in the TLS handshake, with certificates derived from the run's token, because gRPC reads a whole
+message before a handler or middleware sees its headers: without the token no message is read at all.
 """
 
-import hmac
 import json
 import socket
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from marin_rl.weights.errors import VersionGoneError
 from marin_rl.weights.manifest import Chunk
 from marin_rl.weights.shelf import VersionShelf
 from marin_rl.weights.snapshot import Snapshot, TrainingHost
-from marin_rl.weights.token import check_token, seal
+from marin_rl.weights.token import check_token, seal, tls_identity
 
 SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
 """What a stream carries."""
@@ -33,28 +34,14 @@ GET_MANIFEST = "manifest"
 VERSION_GONE = b"version gone"
 """The detail of an error that means that the version is not held."""
 
+MAX_VERSION_BYTES = 32
+"""Longest body of the action `manifest`."""
+
+MAX_TICKET_BYTES_PER_CHUNK = 32
+"""Longest entry of a ticket: two indices with brackets and commas."""
+
 WILDCARDS = ("0.0.0.0", "::")
 """Hosts that mean every interface of the machine; nobody can connect to these names."""
-
-
-class TokenCheck(flight.ServerMiddlewareFactory):
-    """Refuses every call that does not carry the token."""
-
-    def __init__(self, token: str) -> None:
-        super().__init__()
-        self._expected = bearer(token)
-
-    def start_call(self, info: flight.CallInfo, headers: dict[str, list[str | bytes]]) -> None:
-        """Raise FlightUnauthenticatedError unless exactly one right token came with the call."""
-        found = headers.get("authorization", [])
-        offered = [value.encode() if isinstance(value, str) else value for value in found]
-        if len(offered) != 1 or not hmac.compare_digest(offered[0], self._expected):
-            raise flight.FlightUnauthenticatedError("the token is missing or not this run's")
-
-
-def bearer(token: str) -> bytes:
-    """The header that carries the token."""
-    return b"Bearer " + token.encode()
 
 
 class WeightServer(flight.FlightServerBase):
@@ -65,10 +52,16 @@ class WeightServer(flight.FlightServerBase):
 
         Args:
             shelf: what is served.
-            token: what callers have to know.
-            location: `grpc://host:port`; port 0 takes any free one.
+            token: the run's secret; callers without it are refused in the TLS handshake.
+            location: `grpc+tls://host:port`; port 0 takes any free one.
         """
-        super().__init__(location, middleware={"token": TokenCheck(token)})
+        identity = tls_identity(token)
+        super().__init__(
+            location,
+            tls_certificates=[(identity.certificate, identity.key)],
+            verify_client=True,
+            root_certificates=identity.root,
+        )
         self._shelf = shelf
         self._token = token
 
@@ -77,15 +70,31 @@ class WeightServer(flight.FlightServerBase):
         if action.type == LIST_VERSIONS:
             return [json.dumps(self._shelf.versions()).encode()]
         if action.type == GET_MANIFEST:
-            return [seal(self._token, self._snapshot(int(action.body.to_pybytes())).manifest.to_json())]
+            return [seal(self._token, self._snapshot(_parse_version(action.body)).manifest.to_json())]
         raise flight.FlightServerError(f"there is no action {action.type!r}; known are versions and manifest")
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.GeneratorStream:
         """Send chunks: the ticket is JSON, `{"version": v, "chunks": [[piece, number], …]}`."""
-        asked = json.loads(ticket.ticket)
-        chunks = [Chunk(piece, number) for piece, number in asked["chunks"]]
-        self._snapshot(asked["version"])
-        return flight.GeneratorStream(SCHEMA, self.send_chunks(asked["version"], chunks))
+        # Every version has the same layout, so the newest bounds what a ticket for any version can name.
+        newest = self._shelf.newest()
+        if newest is None:
+            raise flight.FlightServerError("no version is held", extra_info=VERSION_GONE)
+        count = newest[1].manifest.num_chunks
+        limit = MAX_TICKET_BYTES_PER_CHUNK * (count + 2)
+        if len(ticket.ticket) > limit:
+            raise flight.FlightServerError(
+                f"the ticket has {len(ticket.ticket)} bytes; for the {count} chunks of a version it takes at most "
+                f"{limit}"
+            )
+        version, chunks = _parse_ticket(ticket.ticket)
+        manifest = self._snapshot(version).manifest
+        if wrong := [chunk for chunk in chunks if not manifest.has(chunk)]:
+            raise flight.FlightServerError(
+                f"version {version} has no chunk {wrong[0].number} of piece {wrong[0].piece}"
+            )
+        if len(set(chunks)) < len(chunks):
+            raise flight.FlightServerError(f"a ticket for version {version} names a chunk twice")
+        return flight.GeneratorStream(SCHEMA, self.send_chunks(version, chunks))
 
     def send_chunks(self, version: WeightVersion, chunks: list[Chunk]) -> Iterator[pa.RecordBatch]:
         """Generate the record batches of one stream, a chunk each. Tests of faults pause or damage streams here."""
@@ -100,6 +109,26 @@ class WeightServer(flight.FlightServerBase):
             return self._shelf.get(version)
         except VersionGoneError as error:
             raise flight.FlightServerError(str(error), extra_info=VERSION_GONE) from error
+
+
+def _parse_version(body: pa.Buffer) -> WeightVersion:
+    if body.size > MAX_VERSION_BYTES:
+        raise flight.FlightServerError(f"a version of {body.size} bytes was asked for; at most {MAX_VERSION_BYTES}")
+    try:
+        return int(body.to_pybytes())
+    except ValueError as error:
+        raise flight.FlightServerError(f"{body.to_pybytes()!r} is not a version: {error}") from error
+
+
+def _parse_ticket(ticket: bytes) -> tuple[WeightVersion, list[Chunk]]:
+    try:
+        fields = json.loads(ticket)
+        version, pairs = fields["version"], fields["chunks"]
+        if isinstance(version, int) and all(isinstance(index, int) for pair in pairs for index in pair):
+            return version, [Chunk(piece, number) for piece, number in pairs]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise flight.FlightServerError(f"not a ticket: {error!r}") from error
+    raise flight.FlightServerError("not a ticket: version, pieces and chunk numbers are integers")
 
 
 class FlightOutlet:
@@ -130,7 +159,7 @@ class FlightOutlet:
 
     @property
     def address(self) -> str:
-        """`grpc://host:port`; the machine's own name where the host is a wildcard."""
+        """`grpc+tls://host:port`; the machine's own name where the host is a wildcard."""
         return self._address
 
     def put(self, snapshot: Snapshot) -> None:
@@ -147,4 +176,4 @@ class FlightOutlet:
 
 
 def _location(host: str, port: int) -> str:
-    return f"grpc://[{host}]:{port}" if ":" in host else f"grpc://{host}:{port}"
+    return f"grpc+tls://[{host}]:{port}" if ":" in host else f"grpc+tls://{host}:{port}"

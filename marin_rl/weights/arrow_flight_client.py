@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from marin_rl.types import WeightVersion
-from marin_rl.weights.arrow_flight import GET_MANIFEST, LIST_VERSIONS, SCHEMA, VERSION_GONE, bearer
+from marin_rl.weights.arrow_flight import GET_MANIFEST, LIST_VERSIONS, SCHEMA, VERSION_GONE
 from marin_rl.weights.errors import (
     CorruptTransferError,
     ServerLostError,
@@ -21,7 +21,7 @@ from marin_rl.weights.errors import (
     WrongTokenError,
 )
 from marin_rl.weights.manifest import Chunk, Manifest
-from marin_rl.weights.token import check_token, unseal
+from marin_rl.weights.token import TLS_NAME, check_token, tls_identity, unseal
 
 CHANNEL_OPTIONS = {
     # Streams to the same server would otherwise share one connection.
@@ -39,7 +39,7 @@ class FlightSource:
         """Connect to nothing yet.
 
         Args:
-            address: `grpc://host:port`.
+            address: `grpc+tls://host:port`.
             token: the run's secret.
             streams: how many are read at the same time, each on a connection of its own.
             call_seconds: seconds after which a call counts as lost.
@@ -48,7 +48,8 @@ class FlightSource:
         self._address = address
         self._token = token
         self._streams = streams
-        self._options = flight.FlightCallOptions(timeout=call_seconds, headers=[(b"authorization", bearer(token))])
+        self._identity = tls_identity(token)
+        self._options = flight.FlightCallOptions(timeout=call_seconds)
 
     def __str__(self) -> str:
         return f"weight server {self._address}"
@@ -93,15 +94,26 @@ class FlightSource:
     def _connected(self) -> Iterator[flight.FlightClient]:
         """A connection of its own, whose errors are this package's."""
         try:
-            with flight.FlightClient(self._address, generic_options=list(CHANNEL_OPTIONS.items())) as client:
+            with flight.FlightClient(
+                self._address,
+                tls_root_certs=self._identity.root,
+                cert_chain=self._identity.certificate,
+                private_key=self._identity.key,
+                override_hostname=TLS_NAME,
+                generic_options=list(CHANNEL_OPTIONS.items()),
+            ) as client:
                 yield client
         except (pa.ArrowException, OSError) as error:
             raise self._translate(error) from error
 
     def _translate(self, error: pa.ArrowException | OSError) -> WeightTransferError:
         reason = str(error).split(". gRPC client debug context", maxsplit=1)[0]
-        if isinstance(error, flight.FlightUnauthenticatedError):
-            return WrongTokenError(f"{self} refuses the token: {reason}")
+        if (
+            isinstance(error, flight.FlightUnavailableError)
+            and "handshake failed" in reason
+            and "certificate" in reason
+        ):
+            return WrongTokenError(f"{self} has another token, so it is another run's or an earlier launch's: {reason}")
         if isinstance(error, flight.FlightError) and error.extra_info == VERSION_GONE:
             return VersionGoneError(f"{self}: {reason}")
         if isinstance(error, pa.ArrowInvalid):

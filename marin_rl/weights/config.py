@@ -74,7 +74,7 @@ class WeightTransferConfig(draccus.ChoiceRegistry, abc.ABC):
 class ArrowFlightConfig(WeightTransferConfig):
     """Each training host serves its own shards over Arrow Flight; workers fetch what their devices need.
 
-    The token keeps others from reading weights, but travels unencrypted: bind to a network that you trust.
+    Transfers are encrypted with TLS. Both ends authenticate with certificates derived from the run's token.
     """
 
     host: str = "127.0.0.1"

@@ -80,6 +80,15 @@ class Manifest:
         """The chunks of a piece, in order."""
         return [Chunk(piece, number) for number in range(len(self.pieces[piece].checksums))]
 
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of all pieces."""
+        return sum(len(piece.checksums) for piece in self.pieces)
+
+    def has(self, chunk: Chunk) -> bool:
+        """Whether there is such a chunk."""
+        return 0 <= chunk.piece < len(self.pieces) and 0 <= chunk.number < len(self.pieces[chunk.piece].checksums)
+
     def span(self, chunk: Chunk) -> tuple[int, int]:
         """First byte of a chunk within its piece, and the one after its last."""
         start = chunk.number * self.chunk_bytes

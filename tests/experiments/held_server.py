@@ -21,8 +21,8 @@ def main(hold: str, token: str) -> None:
             version,
             take_snapshot({"w": np.full(4096, version, np.uint8)}, version, TrainingHost(0, 1, frozenset()), 1024),
         )
-    server = PausedWeightServer(Path(hold), shelf, token, "grpc://127.0.0.1:0")
-    print(f"grpc://127.0.0.1:{server.port}", flush=True)
+    server = PausedWeightServer(Path(hold), shelf, token, "grpc+tls://127.0.0.1:0")
+    print(f"grpc+tls://127.0.0.1:{server.port}", flush=True)
     threading.Event().wait()
 
 

@@ -145,7 +145,7 @@ def test_a_worker_that_is_cut_off_keeps_its_weights_and_one_that_never_had_any_e
     opened: tuple[Trainer, ReceivedPolicy], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer, policy = opened
-    nobody = f"grpc://127.0.0.1:{free_port()}"
+    nobody = f"grpc+tls://127.0.0.1:{free_port()}"
     assert not policy.fetch([nobody])
     assert policy.version == 0
     assert "newer weights did not arrive" in caplog.text

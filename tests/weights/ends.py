@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import jax
 import numpy as np
+import pyarrow.flight as flight
 
 from marin_rl.retry import Clock, RetryConfig
 from marin_rl.types import WeightVersion
@@ -21,7 +22,7 @@ from marin_rl.weights.sharded_receiver import ShardedReceiver
 from marin_rl.weights.shelf import VersionShelf
 from marin_rl.weights.snapshot import Snapshot, TrainingHost, take_snapshot
 from marin_rl.weights.source import WeightSource
-from marin_rl.weights.token import make_token
+from marin_rl.weights.token import TLS_NAME, make_token, tls_identity
 from marin_rl.weights.tree import named_leaves
 
 TOKEN = make_token()
@@ -52,14 +53,26 @@ def split(snapshot: Snapshot, hosts: int) -> list[Snapshot]:
 
 
 def source_of(server: WeightServer, token: str = TOKEN, streams: int = 1) -> FlightSource:
-    return FlightSource(f"grpc://127.0.0.1:{server.port}", token, streams=streams, call_seconds=60.0)
+    return FlightSource(f"grpc+tls://127.0.0.1:{server.port}", token, streams=streams, call_seconds=60.0)
+
+
+def client_of(server: WeightServer) -> flight.FlightClient:
+    """A bare connection with the run's token."""
+    identity = tls_identity(TOKEN)
+    return flight.FlightClient(
+        f"grpc+tls://127.0.0.1:{server.port}",
+        tls_root_certs=identity.root,
+        cert_chain=identity.certificate,
+        private_key=identity.key,
+        override_hostname=TLS_NAME,
+    )
 
 
 @contextlib.contextmanager
 def serving(server_type: type[WeightServer] = WeightServer) -> Iterator[tuple[VersionShelf[Snapshot], WeightServer]]:
     """A server with an empty shelf for two versions."""
     shelf: VersionShelf[Snapshot] = VersionShelf(2, "the tested host")
-    server = server_type(shelf, TOKEN, "grpc://127.0.0.1:0")
+    server = server_type(shelf, TOKEN, "grpc+tls://127.0.0.1:0")
     try:
         yield shelf, server
     finally:

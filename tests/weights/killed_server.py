@@ -27,7 +27,7 @@ def main(token: str, port: str, version: str, gate: str) -> None:
     shelf: VersionShelf[Snapshot] = VersionShelf(2, "the killed host")
     weights = {"['w']": np.full(2**20, int(version), np.float32)}
     shelf.put(int(version), take_snapshot(weights, int(version), TrainingHost.current(), 2**18))
-    server = GatedServer(shelf, token, f"grpc://127.0.0.1:{port}")
+    server = GatedServer(shelf, token, f"grpc+tls://127.0.0.1:{port}")
     print(server.port, flush=True)
     sys.stdin.read()
 

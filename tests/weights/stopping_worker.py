@@ -31,7 +31,7 @@ def main(token: str, port: str) -> None:
             refused.append(str(super()._translate(error)))
             return super()._translate(error)
 
-    source = StoppingSource(f"grpc://127.0.0.1:{port}", token, streams=2, call_seconds=60.0)
+    source = StoppingSource(f"grpc+tls://127.0.0.1:{port}", token, streams=2, call_seconds=60.0)
     receiver = ShardedReceiver([source], RetryConfig(), cast=False, clock=Clock(sleep=lambda seconds: None))
     received, version = receiver.receive({name: np.zeros(600, np.float32) for name in "abcd"})
     told = {"version": version, "values": np.unique(list(received.values())).tolist(), "refused": " | ".join(refused)}

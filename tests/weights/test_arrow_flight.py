@@ -38,12 +38,13 @@ from marin_rl.weights.manifest import Chunk
 from marin_rl.weights.sharded_sender import ShardedSender
 from marin_rl.weights.shelf import VersionShelf
 from marin_rl.weights.snapshot import Snapshot, TrainingHost
-from marin_rl.weights.token import make_token
+from marin_rl.weights.token import make_token, tls_identity
 from tests.weights.ends import (
     ONCE,
     TOKEN,
     HookedSource,
     assert_same,
+    client_of,
     closing,
     receiver_of,
     serving,
@@ -74,7 +75,7 @@ def test_a_wrong_token_is_refused_and_never_tried_again():
         manifest = source_of(server).manifests(1)[0]
         wrong = source_of(server, make_token())
         receiver = receiver_of(wrong, retry=PATIENT, sleep=pauses.append)
-        with pytest.raises(WrongTokenError, match=r"weight server grpc://127\.0\.0\.1:\d+ refuses the token"):
+        with pytest.raises(WrongTokenError, match=r"weight server grpc\+tls://127\.0\.0\.1:\d+ has another token"):
             receiver.receive(WEIGHTS)
         with pytest.raises(WrongTokenError):
             receiver.newest()
@@ -83,27 +84,81 @@ def test_a_wrong_token_is_refused_and_never_tried_again():
     assert pauses == []
 
 
+def peak_memory(process: subprocess.Popen[str]) -> int:
+    """The most bytes of memory that a process has had."""
+    status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
+def test_no_message_is_read_without_the_token():
+    other = tls_identity(make_token())
+    strangers = {
+        "grpc": {},
+        "grpc+tls": {"disable_server_verification": True},
+        "grpc+tls:": {
+            "disable_server_verification": True,
+            "cert_chain": other.certificate,
+            "private_key": other.key,
+        },
+    }
+    server = start("killed_server.py", "0", "1", "open")
+    try:
+        assert server.stdout is not None
+        port = server.stdout.readline().strip()
+        before = peak_memory(server)
+        large = flight.Action("versions", bytes(2**26))
+        for scheme, options in strangers.items():
+            with flight.FlightClient(f"{scheme.rstrip(':')}://127.0.0.1:{port}", **options) as stranger:
+                with pytest.raises(flight.FlightUnavailableError):
+                    list(stranger.do_action(large, flight.FlightCallOptions(timeout=60.0)))
+                with pytest.raises(flight.FlightUnavailableError):
+                    stranger.do_get(flight.Ticket(bytes(2**26)), flight.FlightCallOptions(timeout=60.0)).read_all()
+        assert peak_memory(server) - before < 2**24
+        source = FlightSource(f"grpc+tls://127.0.0.1:{port}", TOKEN, streams=1, call_seconds=60.0)
+        assert source.versions() == [1]
+    finally:
+        server.kill()
+        server.communicate()
+
+
 @pytest.mark.parametrize(
-    "headers",
+    ("ticket", "message"),
     [
-        [],
-        [(b"authorization", b"")],
-        [(b"authorization", TOKEN.encode())],
-        [(b"authorization", b"Bearer " + TOKEN[:-1].encode())],
-        [(b"authorization", b"Bearer " + TOKEN.encode()), (b"authorization", b"Bearer other")],
+        (
+            json.dumps({"version": 1, "chunks": [[0, 0]] * 3_000_000}).encode(),
+            r"the ticket has 24000026 bytes; for the 13 chunks of a version it takes at most 480",
+        ),
+        (b'{"version": 1, "chunks": [[1, 12]]}', "version 1 has no chunk 12 of piece 1"),
+        (b'{"version": 1, "chunks": [[0, -1]]}', "version 1 has no chunk -1 of piece 0"),
+        (b'{"version": 1, "chunks": [[2, 0]]}', "version 1 has no chunk 0 of piece 2"),
+        (b'{"version": 1, "chunks": [[0, 0], [0, 0]]}', "a ticket for version 1 names a chunk twice"),
+        (b'{"version": 7, "chunks": [[0, 0]]}', "does not hold version 7"),
+        (b'{"version": 1, "chunks": [[0, 0.0]]}', "not a ticket: version, pieces and chunk numbers are integers"),
+        (b'{"version": 1, "chunks": [0]}', "not a ticket: TypeError"),
+        (b'{"chunks": []}', "not a ticket: KeyError"),
+        (b"\xff", "not a ticket: UnicodeDecodeError"),
     ],
+    ids=["oversize", "number", "negative", "piece", "twice", "version", "float", "pair", "key", "text"],
 )
-def test_every_call_needs_the_token(headers):
-    options = flight.FlightCallOptions(headers=headers)
-    with serving() as (shelf, server), flight.FlightClient(f"grpc://127.0.0.1:{server.port}") as client:
+def test_a_ticket_names_chunks_of_a_version_once(ticket: bytes, message: str):
+    with serving() as (shelf, server), client_of(server) as client:
         shelf.put(1, snapshot_of(WEIGHTS, 1))
-        for action in ("versions", "manifest", "anything"):
-            with pytest.raises(flight.FlightUnauthenticatedError, match="token"):
-                list(client.do_action(flight.Action(action, b"1"), options))
-        with pytest.raises(flight.FlightUnauthenticatedError, match="token"):
-            client.do_get(flight.Ticket(b'{"version": 1, "chunks": [[0, 0]]}'), options).read_all()
-        with pytest.raises(flight.FlightUnauthenticatedError, match="token"):
-            list(client.list_flights(options=options))
+        with pytest.raises(flight.FlightServerError, match=message):
+            client.do_get(flight.Ticket(ticket)).read_all()
+        manifest = source_of(server).manifests(1)[0]
+        whole = [chunk for piece in range(len(manifest.pieces)) for chunk in manifest.chunks(piece)]
+        assert len(list(source_of(server).fetch(manifest, whole))) == len(whole)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"), [(b"1" * 33, "a version of 33 bytes was asked for; at most 32"), (b"one", "b'one' is not a")]
+)
+def test_a_version_is_a_short_number(body: bytes, message: str):
+    with serving() as (_, server), client_of(server) as client:
+        with pytest.raises(flight.FlightServerError, match=message):
+            list(client.do_action(flight.Action("manifest", body)))
+        with pytest.raises(flight.FlightServerError, match="there is no action 'anything'"):
+            list(client.do_action(flight.Action("anything", b"")))
 
 
 # The address.
@@ -111,7 +166,7 @@ def test_every_call_needs_the_token(headers):
 
 def test_the_server_is_bound_to_loopback_unless_told_otherwise():
     with closing(open_sender()) as sender:
-        port = int(sender.address.removeprefix("grpc://127.0.0.1:"))
+        port = int(sender.address.removeprefix("grpc+tls://127.0.0.1:"))
         with socket.create_connection(("127.0.0.1", port)):
             pass
         with pytest.raises(OSError, match="refused"):
@@ -120,13 +175,13 @@ def test_the_server_is_bound_to_loopback_unless_told_otherwise():
 
 def test_a_wildcard_is_told_as_the_machines_name():
     with closing(open_sender(host="0.0.0.0")) as sender:
-        assert sender.address.startswith(f"grpc://{socket.gethostname()}:")
+        assert sender.address.startswith(f"grpc+tls://{socket.gethostname()}:")
 
 
 def test_a_taken_port_is_told():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=rf"weights cannot be served at grpc://127\.0\.0\.1:{port}"):
+        with pytest.raises(OSError, match=rf"weights cannot be served at grpc\+tls://127\.0\.0\.1:{port}"):
             open_sender(port=port)
 
 
@@ -288,7 +343,7 @@ def test_a_server_killed_in_mid_transfer_is_lost_and_its_successor_found(caplog)
             assert servers[1].stdout.readline().strip() == port
 
     try:
-        source = FlightSource(f"grpc://127.0.0.1:{port}", TOKEN, streams=2, call_seconds=60.0)
+        source = FlightSource(f"grpc+tls://127.0.0.1:{port}", TOKEN, streams=2, call_seconds=60.0)
         receiver = receiver_of(HookedSource(source, kill), retry=PATIENT, sleep=replace)
         received, version = receiver.receive(like)
     finally:
@@ -298,7 +353,7 @@ def test_a_server_killed_in_mid_transfer_is_lost_and_its_successor_found(caplog)
     assert version == 2
     assert (received["w"] == 2).all()
     assert first.returncode == -signal.SIGKILL
-    assert f"weight server grpc://127.0.0.1:{port} does not answer" in caplog.text
+    assert f"weight server grpc+tls://127.0.0.1:{port} does not answer" in caplog.text
 
 
 def test_a_worker_that_stood_still_takes_the_newest_and_holds_nothing_back():

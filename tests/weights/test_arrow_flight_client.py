@@ -64,14 +64,14 @@ def test_no_proxy_comes_between(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("no_grpc_proxy", raising=False)
         shelf.put(1, snapshot_of(WEIGHTS, 1))
-        source = FlightSource(f"grpc://127.0.0.1:{server.port}", TOKEN, streams=1, call_seconds=5.0)
+        source = FlightSource(f"grpc+tls://127.0.0.1:{server.port}", TOKEN, streams=1, call_seconds=5.0)
         assert_same(receiver_of(source).receive(WEIGHTS)[0], WEIGHTS)
 
 
 def test_a_lost_server_is_told_with_its_address():
     with serving() as (_, server):
         source = source_of(server)
-    with pytest.raises(ServerLostError, match=rf"weight server grpc://127\.0\.0\.1:{server.port} does not answer"):
+    with pytest.raises(ServerLostError, match=rf"weight server grpc\+tls://127\.0\.0\.1:{server.port} does not answer"):
         receiver_of(source).newest()
     retry = RetryConfig(first_seconds=1.0, longest_seconds=1.0, give_up_seconds=3.0)
     with pytest.raises(ServerLostError, match="given up after"):
@@ -80,6 +80,6 @@ def test_a_lost_server_is_told_with_its_address():
 
 def test_a_server_that_hangs_is_lost_after_the_configured_time():
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
+        address = f"grpc+tls://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ServerLostError, match="does not answer"):
             receiver_of(FlightSource(address, TOKEN, streams=1, call_seconds=0.2)).newest()

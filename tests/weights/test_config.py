@@ -75,7 +75,7 @@ def test_a_weak_token_opens_nothing(config: WeightTransferConfig, tmp_path, monk
     with pytest.raises(ValueError, match="the token of the weight transfer has 5 characters"):
         config.open_sender("short", TrainingHost.current())
     with pytest.raises(ValueError, match="the token of the weight transfer has 5 characters"):
-        config.open_receiver(["grpc://127.0.0.1:1"], "short")
+        config.open_receiver(["grpc+tls://127.0.0.1:1"], "short")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -37,7 +37,7 @@ def test_the_servers_share_every_array():
 def test_a_worker_gets_what_the_servers_hold():
     with benchmark_weight_transfer.weight_servers("t" * 32, 4, 2, 1) as ports:
         receiver = ArrowFlightConfig().open_receiver(
-            [f"grpc://127.0.0.1:{server.flight}" for server in ports], "t" * 32
+            [f"grpc+tls://127.0.0.1:{server.flight}" for server in ports], "t" * 32
         )
         like = {str(number): np.zeros((4, 1024), np.float32) for number in range(ARRAYS)}
         received, _ = receiver.receive(like)
