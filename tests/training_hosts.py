@@ -16,8 +16,14 @@ PATIENCE = 900.0
 """Seconds that anything may take on a busy machine."""
 
 
-def hosts(run: TinyRun, count: int) -> list[LiveRun]:
-    """The run's command for each of so many hosts, the main one first; several find one another at a port."""
+def hosts(run: TinyRun, count: int, folders: Sequence[Path] = ()) -> list[LiveRun]:
+    """The run's command for each of so many hosts, the main one first; several find one another at a port.
+
+    Args:
+        run: its command.
+        count: how many hosts.
+        folders: the working directory of each; by default this process's for all.
+    """
     distributed = {
         "coordinator_address": f"127.0.0.1:{free_port()}",
         "num_processes": count,
@@ -36,7 +42,8 @@ def hosts(run: TinyRun, count: int) -> list[LiveRun]:
         own = distributed | {"process_id": index} if count > 1 else {}
         flags = [text for name, value in own.items() for text in (f"--trainer.distributed.{name}", str(value))]
         said = run.path.parent / f"said-{count}-{index}.txt"
-        found.append(LiveRun([*run.argv, *flags], run.path, said, PATIENCE, prefix))
+        place = ["env", "-C", str(folders[index])] if folders else []
+        found.append(LiveRun([*run.argv, *flags], run.path, said, PATIENCE, [*place, *prefix]))
     return found
 
 

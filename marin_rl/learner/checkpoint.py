@@ -10,6 +10,9 @@ checkpoints/
     manifest.json   format, step, host-side progress, shape and dtype of every array, size and checksum of every file
 ```
 
+The manifest lists every chunk of every array of the state. A save in which a chunk is absent fails, and a checkpoint
+in which one is absent is not opened: TensorStore would read an absent chunk as zeros.
+
 A checkpoint is written into a folder whose name starts with a dot, then synced to disk and renamed. A
 process that dies on the way leaves such a folder behind, which the next save removes. Of several training processes
 each writes its own shards and the main one does the rest, in a folder that all of them see.
@@ -17,12 +20,13 @@ each writes its own shards and the main one does the rest, in a folder that all 
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +38,7 @@ from levanter.checkpoint import load_checkpoint as levanter_load
 from levanter.checkpoint import save_checkpoint as levanter_save
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer_state import TrainerState
+from levanter.utils.jax_utils import leaf_key_paths
 
 from marin_rl import processes
 
@@ -47,6 +52,10 @@ T = TypeVar("T")
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+STATE = "state"
+"""The folder of the arrays in a checkpoint."""
+ARRAY_METADATA = ".zarray"
+"""TensorStore's file with the shape and the chunk shape of an array."""
 
 
 class CheckpointError(RuntimeError):
@@ -99,14 +108,19 @@ class Checkpoints:
             add_files: puts further files into the checkpoint's folder.
 
         Raises:
-            CheckpointError: if it cannot be written (disk full, no permission); earlier ones are untouched.
+            CheckpointError: if it cannot be written (disk full, no permission), or the main process does not see all
+                that the others wrote; earlier ones are untouched.
         """
         target = self._path(step)
+        arrays = _array_folders(state)
         try:
             partial = self.folder / processes.on_main(lambda: self._begin(target))
-            levanter_save(state, step, partial / "state", is_temporary=False)
+            levanter_save(state, step, partial / STATE, is_temporary=False)
             manifest = {"format": FORMAT, "step": step, "progress": dict(progress), "arrays": _array_types(state)}
-            processes.on_main(lambda: self._complete(partial, target, manifest, add_files))
+            processes.on_main(lambda: self._complete(partial, target, manifest, arrays, add_files))
+        except CheckpointError:
+            self._remove_partials()
+            raise
         except (OSError, ValueError) as error:
             self._remove_partials()
             raise CheckpointError(
@@ -126,11 +140,23 @@ class Checkpoints:
         return partial.name
 
     def _complete(
-        self, partial: Path, target: Path, manifest: dict[str, Any], add_files: Callable[[Path], object]
+        self,
+        partial: Path,
+        target: Path,
+        manifest: dict[str, Any],
+        arrays: Collection[str],
+        add_files: Callable[[Path], object],
     ) -> str:
         """Add what is missing and give the folder its name, which it says."""
         add_files(partial)
-        (partial / MANIFEST).write_text(_seal({**manifest, "files": _describe(partial)}))
+        files = _describe(partial)
+        if absent := _absent_files(partial, files, arrays):
+            raise CheckpointError(
+                f"checkpoint {target} is incomplete: {len(absent)} files of its arrays are absent, the first is "
+                f"{absent[0]}. Every training process writes its own shards, so all of them must see one folder: put "
+                "run_dir on a file system that all training hosts share"
+            )
+        (partial / MANIFEST).write_text(_seal({**manifest, "files": files}))
         _sync_tree(partial)
         if target.exists():
             shutil.rmtree(target)
@@ -246,7 +272,7 @@ class Checkpoint:
                 )
 
     def _load(self, like: T, subpath: str | None, axis_mapping: ResourceMapping, mesh: Mesh) -> T:
-        state = str(self.path / "state")
+        state = str(self.path / STATE)
         try:
             return levanter_load(
                 like, state, subpath=subpath, discover_latest=False, axis_mapping=axis_mapping, mesh=mesh
@@ -272,6 +298,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
         if found.get(name) != expected:
             state = "is missing" if name not in found else "differs from what was written"
             raise CheckpointError(f"checkpoint {path} is damaged: {name} {state}")
+    arrays = [str(Path(name).parent) for name in manifest["files"] if Path(name).name == ARRAY_METADATA]
+    if absent := _absent_files(path, manifest["files"], arrays):
+        raise CheckpointError(
+            f"checkpoint {path} is incomplete: {len(absent)} files of its arrays were never written into this folder, "
+            f"the first is {absent[0]}. It was saved by training processes without a common file system, and its "
+            "weights are lost; delete it"
+        )
     return Checkpoint(path, manifest["step"], manifest["progress"], manifest["arrays"])
 
 
@@ -295,6 +328,44 @@ def _array_types(tree: object) -> dict[str, str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
     arrays = {path: leaf.array if isinstance(leaf, NamedArray) else leaf for path, leaf in leaves}
     return {jax.tree_util.keystr(path): f"{array.dtype}{list(array.shape)}" for path, array in arrays.items()}
+
+
+def _array_folders(state: object) -> list[str]:
+    """Folders of the arrays of a training state in a checkpoint."""
+    names = leaf_key_paths(state, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+    return [str(Path(STATE, *name.split("."))) for name in jax.tree.leaves(names)]
+
+
+def _absent_files(folder: Path, files: Collection[str], arrays: Collection[str]) -> list[str]:
+    """Files that the arrays of a checkpoint consist of and that are not there.
+
+    Args:
+        folder: of the checkpoint.
+        files: those that are there, relative to the folder.
+        arrays: folders of the arrays, relative to the folder.
+    """
+    absent = []
+    for array in arrays:
+        metadata = f"{array}/{ARRAY_METADATA}"
+        if metadata in files:
+            chunks = _chunk_names(json.loads((folder / metadata).read_text()))
+            absent += [name for name in (f"{array}/{chunk}" for chunk in chunks) if name not in files]
+        else:
+            absent.append(metadata)
+    return absent
+
+
+def _chunk_names(metadata: Mapping[str, Any]) -> Iterator[str]:
+    """Names of the chunk files of an array in the zarr format, version 2.
+
+    >>> list(_chunk_names({"shape": [4, 3], "chunks": [2, 3], "dimension_separator": "."}))
+    ['0.0', '1.0']
+    >>> list(_chunk_names({"shape": [], "chunks": [], "dimension_separator": "."}))
+    ['0']
+    """
+    counts = [-(-size // chunk) for size, chunk in zip(metadata["shape"], metadata["chunks"], strict=True)]
+    for index in itertools.product(*map(range, counts)):
+        yield metadata["dimension_separator"].join(map(str, index)) or "0"
 
 
 def _describe(folder: Path) -> dict[str, dict[str, Any]]:

@@ -33,6 +33,7 @@ from marin_rl.runtime.metrics_file import read_records, truncate_records
 from marin_rl.runtime.open_run import open_run
 from marin_rl.runtime.ray_workers import find_cluster
 from marin_rl.runtime.run_directory import RunDirectory, create_or_open, lock, log_to, open_log, writing
+from marin_rl.runtime.shared_run import require_shared_folder
 from marin_rl.runtime.sync_loop import train
 from marin_rl.runtime.tracking import StepRecords, make_tracker
 from marin_rl.runtime.training_run import TrainingRun
@@ -77,7 +78,8 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
 
     Raises:
         NoClusterError: if nobody answers where the Ray cluster should be; nothing was begun.
-        RunDirectoryError: if the directory belongs to another config, is in use, or cannot be written.
+        RunDirectoryError: if the directory belongs to another config, is in use, cannot be written, or is not the same
+            one in all training processes.
         CheckpointError: if its checkpoints cannot be used, or a new one cannot be written.
         NonFiniteUpdateError: if training diverged; the last checkpoint is from before that.
     """
@@ -85,6 +87,8 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
     join_processes(config.trainer)
     with contextlib.ExitStack() as held, processes.leaving_on_error():
         processes.on_main(lambda: _take(directory, config, held))
+        require_shared_folder(directory.path)
+        processes.on_main(lambda: _begin(directory, config))
         main = processes.is_main()
         log = open_log(directory) if main else log_to(directory.path / "processes" / f"{jax.process_index()}.txt")
         console = stream if main else held.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
@@ -98,6 +102,10 @@ def _take(directory: RunDirectory, config: TrainConfig, held: contextlib.ExitSta
     if config.mode is Mode.ASYNC and config.ray_address is not None:
         find_cluster(config.ray_address)
     held.enter_context(lock(directory))
+    return str(directory.path)
+
+
+def _begin(directory: RunDirectory, config: TrainConfig) -> str:
     create_or_open(directory.path, to_yaml(config), MAY_DIFFER)
     return str(directory.path)
 

@@ -8,7 +8,10 @@ everywhere without being sent. The main process alone has workers, asks them, te
 """
 
 import json
+import secrets
+import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 
@@ -19,6 +22,7 @@ from marin_rl.rollouts.orders import GroupOrder, OrderNumber
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.crew import Played
 from marin_rl.runtime.remote_crew import RemoteCrew
+from marin_rl.runtime.run_directory import RunDirectoryError, writing
 from marin_rl.runtime.workers_config import Mode
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import WeightVersion
@@ -76,6 +80,45 @@ class SharedCrew:
     def counts(self) -> dict[str, int]:
         """See [`Crew`][marin_rl.runtime.crew.Crew]; nothing but in the main process, which writes the checkpoints."""
         return {} if self._crew is None else self._crew.counts
+
+
+def require_shared_folder(folder: Path) -> None:
+    """Check that all training processes see one run directory, into which each writes its shards of the checkpoints.
+
+    The main process writes a random text, and every process reads it back.
+
+    Args:
+        folder: the run directory, which exists on the main process's host.
+
+    Raises:
+        RunDirectoryError: in every process, naming the processes that do not see the folder.
+    """
+    if not processes.several():
+        return
+    # A name that no host has looked up before: NFS clients remember for a while which names do not exist.
+    nonce = processes.on_main(lambda: _write_nonce(folder))
+    file = folder / f".{nonce}"
+    try:
+        sees = file.read_text(encoding="utf-8") == nonce
+    except OSError:
+        sees = False
+    own = {"sees": sees, "place": f"{str(folder.absolute())!r} on host {socket.gethostname()}"}
+    found = [json.loads(text) for text in processes.gather_texts(json.dumps(own))]
+    if processes.is_main():
+        file.unlink()
+    if blind := [f"process {index} ({each['place']})" for index, each in enumerate(found) if not each["sees"]]:
+        raise RunDirectoryError(
+            f"training {', '.join(blind)} does not see the run directory of the main process ({found[0]['place']}). "
+            "Every training process writes its shards of the checkpoints there: set run_dir to an absolute path on a "
+            "file system that all training hosts share, such as NFS or a mounted bucket"
+        )
+
+
+def _write_nonce(folder: Path) -> str:
+    nonce = secrets.token_hex(16)
+    with writing(folder):
+        (folder / f".{nonce}").write_text(nonce, encoding="utf-8")
+    return nonce
 
 
 def check_config(config: TrainConfig) -> None:

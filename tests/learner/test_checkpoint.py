@@ -99,14 +99,9 @@ def test_no_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def quick_saves(monkeypatch) -> None:
-    """Saves that write one small file, where only the folders matter."""
-
-    def write(state, step, path, **_) -> None:
-        path.mkdir()
-        (path / "data").write_text(str(step))
-
-    monkeypatch.setattr(checkpoint_module, "levanter_save", write)
+def small_state(state):
+    """A state that is saved quickly, for tests in which only the folders matter."""
+    return dataclasses.replace(state, model={"weights": jnp.arange(3)}, opt_state=())
 
 
 @pytest.mark.parametrize(
@@ -119,41 +114,37 @@ def quick_saves(monkeypatch) -> None:
         (CheckpointConfig(keep_last=2, keep_every=4), True, [0, 4, 6, 7]),
     ],
 )
-@pytest.mark.usefixtures("quick_saves")
-def test_what_is_kept(state, tmp_path: Path, config: CheckpointConfig, keep_first: bool, kept: list[int]) -> None:
+def test_what_is_kept(small_state, tmp_path: Path, config: CheckpointConfig, keep_first: bool, kept: list[int]) -> None:
     checkpoints = Checkpoints(tmp_path, config, keep_first=keep_first)
     for step in range(8):
-        checkpoints.save(state, step, {})
+        checkpoints.save(small_state, step, {})
         assert step in checkpoints.steps()
     assert checkpoints.steps() == kept
     assert [checkpoints.open(step).step for step in kept] == kept
 
 
-@pytest.mark.usefixtures("quick_saves")
-def test_a_damaged_later_checkpoint_does_not_count_as_kept(state, tmp_path: Path) -> None:
+def test_a_damaged_later_checkpoint_does_not_count_as_kept(small_state, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=2))
     for step in (10, 20, 30):
-        checkpoints.save(state, step, {})
-    (tmp_path / "step-00000030" / "state" / "data").write_text("damaged")
+        checkpoints.save(small_state, step, {})
+    (tmp_path / "step-00000030" / "state" / "model" / "weights" / "0").write_text("damaged")
     good = checkpoints.newest_good()
     assert good is not None
     assert good.step == 20
-    checkpoints.save(state, 25, {})
+    checkpoints.save(small_state, 25, {})
     assert checkpoints.steps() == [20, 25]
 
 
-@pytest.mark.usefixtures("quick_saves")
-def test_saving_a_step_again_replaces_it(state, tmp_path: Path) -> None:
+def test_saving_a_step_again_replaces_it(small_state, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    checkpoints.save(state, 1, {"try": 1})
-    checkpoints.save(state, 1, {"try": 2})
+    checkpoints.save(small_state, 1, {"try": 1})
+    checkpoints.save(small_state, 1, {"try": 2})
     assert checkpoints.open(1).progress == {"try": 2}
 
 
-@pytest.mark.usefixtures("quick_saves")
-def test_half_written_leftovers_are_ignored_and_removed(state, tmp_path: Path) -> None:
+def test_half_written_leftovers_are_ignored_and_removed(small_state, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    checkpoints.save(state, 1, {})
+    checkpoints.save(small_state, 1, {})
     leftover = tmp_path / ".step-00000002.0123.partial"
     shutil.copytree(tmp_path / "step-00000001", leftover)
     (leftover / "manifest.json").unlink()
@@ -162,7 +153,7 @@ def test_half_written_leftovers_are_ignored_and_removed(state, tmp_path: Path) -
     good = checkpoints.newest_good()
     assert good is not None
     assert good.step == 1
-    checkpoints.save(state, 2, {})
+    checkpoints.save(small_state, 2, {})
     assert not leftover.exists()
     assert checkpoints.steps() == [1, 2]
 
@@ -230,6 +221,52 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(saved: Checkpoints, 
     assert complaint in warning
     with pytest.raises(CheckpointError):
         saved.open(2)
+
+
+def seal_without(folder: Path, name: str) -> None:
+    """Remove a file from a checkpoint and from its manifest, which then describes the files that are left."""
+    manifest = checkpoint_module._unseal((folder / "manifest.json").read_text())
+    del manifest["files"][name]
+    (folder / name).unlink()
+    (folder / "manifest.json").write_text(checkpoint_module._seal(manifest))
+
+
+def test_a_checkpoint_without_the_shards_of_another_host_is_refused(saved: Checkpoints, caplog) -> None:
+    folder = saved.folder / "step-00000002"
+    seal_without(folder, str(largest_file(folder).relative_to(folder)))
+    with pytest.raises(CheckpointError, match=r"is incomplete: 1 files of its arrays .* the first is state/.*/0\.0"):
+        saved.open(2)
+    good = saved.newest_good()
+    assert good is not None
+    assert good.step == 1
+
+
+def keep_own_shards(monkeypatch: pytest.MonkeyPatch, foreign: str) -> None:
+    """Let a save lose the files that match a pattern, as when another host writes them to a disk of its own."""
+    levanter_save = checkpoint_module.levanter_save
+
+    def write(state, step, path, **settings) -> None:
+        levanter_save(state, step, path, **settings)
+        for file in path.glob(foreign):
+            file.unlink()
+
+    monkeypatch.setattr(checkpoint_module, "levanter_save", write)
+
+
+@pytest.mark.parametrize("foreign", ["model/weights/0", "model/weights/.zarray"])
+def test_a_save_fails_if_a_shard_is_absent(
+    small_state, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, foreign: str
+) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(small_state, 1, {})
+    keep_own_shards(monkeypatch, foreign)
+    with pytest.raises(
+        CheckpointError,
+        match=f"step-00000002 is incomplete: 1 files of its arrays are absent, the first is state/{foreign}. .* put "
+        "run_dir on a file system that all training hosts share",
+    ):
+        checkpoints.save(small_state, 2, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_a_bit_flipped_anywhere_in_the_manifest_is_noticed(saved: Checkpoints) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import marin_rl
+from marin_rl.learner.checkpoint import CheckpointError, open_checkpoint
 from marin_rl.weights.arrow_flight_client import FlightSource
 from marin_rl.weights.config import ArrowFlightConfig
 from tests.free_port import free_port
@@ -155,6 +156,13 @@ def test_a_checkpoint_is_written_by_both_and_read_by_both(folder: Path, alone: P
     [saved] = (folder / "checkpoints").iterdir()
     manifest = json.loads((saved / "manifest.json").read_text())
     assert (saved.name, manifest["progress"], "more" in manifest["files"]) == ("step-00000003", {"saved by": 2}, True)
+    # The two devices of each process hold two of the four chunks.
+    weight = "state/model/transformer/layers/stacked/mlp/up_proj/weight/"
+    chunks = sorted(name.removeprefix(weight) for name in manifest["files"] if name.startswith(weight))
+    assert len(chunks) == 5
+    (saved / weight / chunks[-1]).unlink()
+    with pytest.raises(CheckpointError, match=f"{weight}{chunks[-1]} is missing"):
+        open_checkpoint(saved)
 
 
 def test_each_process_keeps_its_share_of_old_weights(alone: Process, two: list[Process]) -> None:

@@ -4,6 +4,8 @@
 """A whole run in two training processes on this machine, with Ray and a rollout worker, beside the same run in one."""
 
 import os
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,9 +39,9 @@ def make(folder: Path) -> TinyRun:
     )
 
 
-def train(run: TinyRun, count: int, *, code: int = 0) -> list[str]:
+def train(run: TinyRun, count: int, *, code: int = 0, folders: Sequence[Path] = ()) -> list[str]:
     """Run the command in so many processes of two devices each; what each of them said."""
-    training = hosts(run, count)
+    training = hosts(run, count, folders)
     with started(training):
         codes = [host.end() for host in training]
     said = [host.output.read_text() for host in training]
@@ -106,3 +108,20 @@ def test_what_the_main_process_cannot_do_ends_all_at_once(tmp_path: Path) -> Non
     error = f"run directory '{run.path}' is in use by process {os.getpid()}"
     assert f"error: {error}" in first
     assert f"error: the main training process ended with an error: RunDirectoryError: {error}" in second
+
+
+def test_hosts_without_a_common_file_system_end_before_anything_is_written(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    run.config.write_text(run.config.read_text().replace(str(run.path), "runs/apart"))
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    places = [f"'{folder}/runs/apart' on host {socket.gethostname()}" for folder in folders]
+    error = (
+        f"error: training process 1 ({places[1]}) does not see the run directory of the main process ({places[0]}). "
+        "Every training process writes its shards of the checkpoints there: set run_dir to an absolute path"
+    )
+    for said in train(run, 2, code=1, folders=folders):
+        assert error in said
+    assert [path.name for path in (folders[0] / "runs" / "apart").iterdir()] == [".lock"]
+    assert not list(folders[1].iterdir())
