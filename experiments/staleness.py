@@ -14,7 +14,7 @@ and everything happens in one process, so that a run is the same to the bit wher
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +60,14 @@ class LaggingCrew:
         """See `Crew`."""
         self._orders += orders
 
-    def wait(self, timer: PhaseTimer) -> list[Played]:
-        """Play what was ordered for the next step; see `Crew`."""
+    def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> list[Played]:
+        """Play what was ordered for the next step; see `Crew`. A stop takes effect after the step."""
         run, step = self._run, min(order.number.step for order in self._orders)
         now = [order for order in self._orders if order.number.step == step]
         self._orders = [order for order in self._orders if order.number.step != step]
         version = now[0].min_version
         run.sampler.update(self._history.get(version), version)
-        played = play_orders(run.config, run.player, now, timer)
+        played = play_orders(run.config, dataclasses.replace(run.player, timer=timer), now)
         run.sampler.update(policy_of(run.state.model), run.progress.step)
         return played
 

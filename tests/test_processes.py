@@ -4,6 +4,7 @@
 """What two real processes tell one another is in tests/learner/test_distributed.py; here one stands in for both."""
 
 import atexit
+import contextlib
 import json
 import traceback
 from collections.abc import Callable
@@ -103,3 +104,26 @@ def test_after_an_error_one_of_several_processes_ends_without_waiting(
     for end in registered:
         end()
     assert ended == [1] * (count - 1)
+
+
+@pytest.mark.parametrize("altered", [[], ["advantages"], ["tokens", "advantages"]])
+def test_a_value_that_differs_in_another_process_is_named_in_all(
+    first_of_two: Wire, altered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"tokens": b"12", "mask": b"1", "advantages": b"0.5"}
+    rows: list[np.ndarray] = []
+
+    def gather(own: np.ndarray) -> np.ndarray:
+        rows.append(own)
+        return np.stack([rows[0], own])
+
+    monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    # The first call is the main process's, the second one the other's.
+    processes.require_equal(values, "the batch of step 3")
+    other = {name: value + b"0" if name in altered else value for name, value in values.items()}
+    expected = (
+        f"the batch of step 3 is not the same .* it differs in process 1 in {', '.join(altered)}. .* last checkpoint"
+    )
+    with pytest.raises(processes.ProcessesDifferError, match=expected) if altered else contextlib.nullcontext():
+        processes.require_equal(other, "the batch of step 3")
+    assert len(rows) == 2

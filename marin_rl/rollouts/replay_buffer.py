@@ -73,6 +73,17 @@ class ReplayBuffer:
         self._seed = seed
         self._waiting: dict[OrderNumber, Waiting] = {}
 
+    def copy(self) -> "ReplayBuffer":
+        """A buffer with the same settings and groups, which changes on its own."""
+        copied = ReplayBuffer(
+            max_staleness=self._max_staleness,
+            uses_per_group=self._uses,
+            half_life=self._half_life,
+            seed=self._seed,
+        )
+        copied._waiting = dict(self._waiting)
+        return copied
+
     def __len__(self) -> int:
         return len(self._waiting)
 

@@ -58,10 +58,9 @@ class Player:
     timer: PhaseTimer = dataclasses.field(default_factory=PhaseTimer)
     """Where the seconds are counted: of sampling, and (`reward`) those in which nothing could be sampled because
     environments or rewards were still at work."""
-
-    def timed_by(self, timer: PhaseTimer) -> "Player":
-        """The same, whose seconds another timer counts."""
-        return dataclasses.replace(self, timer=timer)
+    interrupt: Callable[[], None] = lambda: None
+    """Called between rounds of sampling, and while none can be sampled. An error that it raises cancels all episodes
+    and ends the call that plays them."""
 
 
 def run_groups(
@@ -246,7 +245,7 @@ def _play_all(
     playing = player.loop.submit(play_all())
     playing.add_done_callback(lambda _: desk.close())
     try:
-        desk.serve(player.sampler, player.timer, check, player.limits.max_seconds)
+        desk.serve(player.sampler, player.timer, check, player.limits.max_seconds, player.interrupt)
         playing.result()
     finally:
         # Nothing of a step that ends with an error goes on behind its back.

@@ -5,6 +5,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from marin_rl.types import Generation
 
 LINGER = 0.05
 """Seconds that a round which is not full waits for a further request: it costs the same however full it is."""
+INTERRUPT_INTERVAL = 0.5
+"""Seconds between two checks for an interrupt while no round can be sampled."""
 
 
 class _Waiting(NamedTuple):
@@ -69,7 +72,14 @@ class SamplingDesk:
             self._closed = True
             self._changed.notify()
 
-    def serve(self, sampler: Sampler, timer: PhaseTimer, check: Callable[[], None], patience: float) -> None:
+    def serve(
+        self,
+        sampler: Sampler,
+        timer: PhaseTimer,
+        check: Callable[[], None],
+        patience: float,
+        interrupt: Callable[[], None] = lambda: None,
+    ) -> None:
         """Answer until the desk is closed; called in the thread that owns the sampler.
 
         Args:
@@ -77,10 +87,13 @@ class SamplingDesk:
             timer: counts `sample`, and as `reward` the time in which there was nothing to sample.
             check: called where nobody asked for a long time, and at the end; may raise.
             patience: that time, in seconds.
+            interrupt: called before every round, and every half second while none can be sampled; an error that it
+                raises ends the call.
         """
         while not self._closed:
+            interrupt()
             with timer.phase("reward"):
-                round_ = self._next_round(patience)
+                round_ = self._next_round(patience, interrupt)
                 if not round_:
                     check()
             if round_:
@@ -88,16 +101,25 @@ class SamplingDesk:
                     generations = sampler.sample([waiting.request for waiting in round_])
                 round_[0].answer.get_loop().call_soon_threadsafe(_deliver, round_, generations)
 
-    def _next_round(self, patience: float) -> list[_Waiting]:
+    def _next_round(self, patience: float, interrupt: Callable[[], None]) -> list[_Waiting]:
         """Who is answered next; nobody where nothing at all happened for so many seconds, or the desk is closed."""
         with self._changed:
             while not (self._closed or self._is_complete):
-                if not self._changed.wait(self._linger if self._waiting else patience):
+                if not self._wait(self._linger if self._waiting else patience, interrupt):
                     break
             # Whoever waits at a desk that is closed was given up, and hears nothing any more.
             round_ = [] if self._closed else self._waiting[: self._batch_size]
             del self._waiting[: len(round_)]
             return round_
+
+    def _wait(self, seconds: float, interrupt: Callable[[], None]) -> bool:
+        """Wait for a change, at most for so many seconds; whether there was one."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > INTERRUPT_INTERVAL:
+            if self._changed.wait(INTERRUPT_INTERVAL):
+                return True
+            interrupt()
+        return self._changed.wait(max(left, 0.0))
 
     @property
     def _is_complete(self) -> bool:

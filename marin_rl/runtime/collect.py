@@ -7,7 +7,7 @@ Without staleness the orders of a step are given when its weights are there, and
 it they are given steps ahead, and the step takes of each environment what is there first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from marin_rl.metrics import Metric
@@ -41,7 +41,9 @@ class Collected(NamedTuple):
         return [*self.groups, *self.left_out]
 
 
-def collect_groups(run: TrainingRun, step: int, timer: PhaseTimer) -> Collected:
+def collect_groups(
+    run: TrainingRun, step: int, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False
+) -> Collected:
     """Order and wait until the step has its groups, less those that were dropped and are not replaced.
 
     The run's task stream moves on by as many tasks as were ordered, and is told what came of those that were played.
@@ -50,10 +52,17 @@ def collect_groups(run: TrainingRun, step: int, timer: PhaseTimer) -> Collected:
         run: names tasks, shaping and filter, and has those who play; its order book and replay buffer move on.
         step: the update that these groups are for.
         timer: counts where the time goes.
+        stop_requested: whether to stop instead of waiting for further groups.
 
     Raises:
         AllRolloutsFailedError: if not one rollout was graded.
+        StopRequestedError: if a stop is requested; the run's state is then the one from before the call.
     """
+    with run.undone_on_stop():
+        return _collect(run, step, timer, stop_requested)
+
+
+def _collect(run: TrainingRun, step: int, timer: PhaseTimer, stop_requested: Callable[[], bool]) -> Collected:
     config, progress, crew, orders, replay = run.config, run.progress, run.crew, run.orders, run.replay
     version, wanted = step - 1, config.rollouts.prompts_per_step
 
@@ -67,7 +76,7 @@ def collect_groups(run: TrainingRun, step: int, timer: PhaseTimer) -> Collected:
     replaced = 0
     while not replay.holds(mix := replay.mix(orders.wanted(step), orders.outstanding)):
         dropped = []
-        for number, played in crew.wait(timer):
+        for number, played in crew.wait(timer, stop_requested):
             if not orders.settle(number):
                 continue
             came[number] = played

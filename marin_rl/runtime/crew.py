@@ -3,6 +3,7 @@
 
 """Whoever plays the groups that a run orders: the trainer itself, or workers."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -11,6 +12,16 @@ from marin_rl.rollouts.run_rollouts import GroupRequest, Player, play_requests, 
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup, WeightVersion
+
+
+class StopRequestedError(Exception):
+    """The run was asked to stop while a step waited for its groups."""
+
+
+def raise_if(stop_requested: Callable[[], bool]) -> None:
+    """Raise StopRequestedError if the run was asked to stop."""
+    if stop_requested():
+        raise StopRequestedError("the run was asked to stop while a step waited for its groups")
 
 
 class Played(NamedTuple):
@@ -30,11 +41,16 @@ class Crew(Protocol):
         """Take orders."""
         ...
 
-    def wait(self, timer: PhaseTimer) -> Sequence[Played]:
+    def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> Sequence[Played]:
         """Wait until at least one group is there.
 
         Args:
             timer: counts where the time goes.
+            stop_requested: whether to stop waiting, asked about once a second; in all training processes at the same
+                points of the program.
+
+        Raises:
+            StopRequestedError: if a stop is requested.
         """
         ...
 
@@ -75,10 +91,11 @@ class OwnCrew:
         """See `Crew`."""
         self._orders += orders
 
-    def wait(self, timer: PhaseTimer) -> list[Played]:
-        """Play everything that was ordered; see `Crew`."""
+    def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> list[Played]:
+        """Play everything that was ordered; see `Crew`. A stop takes effect after a round of sampling."""
         orders, self._orders = self._orders, []
-        return play_orders(self._config, self._player, orders, timer)
+        player = dataclasses.replace(self._player, timer=timer, interrupt=lambda: raise_if(stop_requested))
+        return play_orders(self._config, player, orders)
 
     def publish(self, model: object, version: WeightVersion) -> None:
         """Nothing: the sampler has the weights."""
@@ -93,17 +110,16 @@ class OwnCrew:
         return {}
 
 
-def play_orders(config: TrainConfig, player: Player, orders: Sequence[GroupOrder], timer: PhaseTimer) -> list[Played]:
+def play_orders(config: TrainConfig, player: Player, orders: Sequence[GroupOrder]) -> list[Played]:
     """Play groups as they were ordered: each is the same wherever and with whatever others it is played.
 
     Args:
         config: size of a group, temperature and seed.
         player: plays.
         orders: any.
-        timer: counts where the time goes.
     """
     groups = play_requests(
-        player.timed_by(timer),
+        player,
         [_request(config, order) for order in orders],
         group_size=config.rollouts.group_size,
         temperature=config.sampling.temperature,

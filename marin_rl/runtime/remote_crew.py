@@ -5,14 +5,14 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from marin_rl.background_job import BackgroundJob
 from marin_rl.rollouts.group_codec import decode_group
 from marin_rl.rollouts.orders import GroupOrder, OrderNumber
 from marin_rl.runtime.coordinator import Delivery
-from marin_rl.runtime.crew import Played
+from marin_rl.runtime.crew import Played, raise_if
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import WeightVersion
 from marin_rl.weights.protocol import WeightSender
@@ -118,16 +118,18 @@ class RemoteCrew:
             self._owed |= {order.number: order for order in orders}
             self._desk.submit(orders)
 
-    def wait(self, timer: PhaseTimer) -> list[Played]:
+    def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> list[Played]:
         """See [`Crew`][marin_rl.runtime.crew.Crew].
 
         Raises:
+            StopRequestedError: if a stop is requested.
             WorkerFailedError: if an error ended a worker.
             NoWorkersError: if no group came in all the time of the patience.
         """
         deadline = self.deadline()
+        raise_if(stop_requested)
         while not (came := self.ask(deadline)):
-            pass
+            raise_if(stop_requested)
         return [Played(number, decode_group(text)) for number, text in came]
 
     def deadline(self) -> float:

@@ -158,7 +158,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals(say: Callable[[str], None]) -> Iterator[StopRequest]:
-    """Turn the first Ctrl-C, or a SIGTERM, into a request to finish the update, save and stop.
+    """Turn the first Ctrl-C, or a SIGTERM, into a request to stop and save the last finished step.
 
     A second one ends the process at once, as it would without this.
     """
@@ -172,7 +172,10 @@ def stop_on_signals(say: Callable[[str], None]) -> Iterator[StopRequest]:
     def on_signal(number: int, frame: FrameType | None) -> None:
         stop.requested = True
         restore()
-        say(f"{signal.Signals(number).name}: finishing this update, then saving (once more to stop at once)")
+        say(
+            f"{signal.Signals(number).name}: stopping and saving; a step that is still being sampled is given up, one "
+            "that is being trained on is finished first (once more to end at once)"
+        )
 
     for number in former:
         signal.signal(number, on_signal)

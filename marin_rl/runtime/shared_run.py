@@ -10,7 +10,7 @@ everywhere without being sent. The main process alone has workers, asks them, te
 import json
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -20,7 +20,7 @@ from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
 from marin_rl.rollouts.group_codec import decode_group
 from marin_rl.rollouts.orders import GroupOrder, OrderNumber
 from marin_rl.runtime.config import TrainConfig
-from marin_rl.runtime.crew import Played
+from marin_rl.runtime.crew import Played, raise_if
 from marin_rl.runtime.remote_crew import RemoteCrew
 from marin_rl.runtime.run_directory import RunDirectoryError, writing
 from marin_rl.runtime.workers_config import Mode
@@ -47,10 +47,11 @@ class SharedCrew:
         if self._crew is not None:
             self._crew.submit(orders)
 
-    def wait(self, timer: PhaseTimer) -> list[Played]:
+    def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> list[Played]:
         """See [`RemoteCrew`][marin_rl.runtime.remote_crew.RemoteCrew].
 
         Raises:
+            StopRequestedError: in every process, if a stop is requested.
             MainProcessError: if the main process gave up.
         """
         deadline = None if self._crew is None else self._crew.deadline()
@@ -60,9 +61,10 @@ class SharedCrew:
             assert deadline is not None
             return json.dumps(self._crew.ask(deadline))
 
+        raise_if(stop_requested)
         # The others are told of every question, so that they never wait in one exchange for long.
         while not (came := json.loads(processes.on_main(ask))):
-            pass
+            raise_if(stop_requested)
         return [Played(OrderNumber(*number), decode_group(text)) for number, text in came]
 
     def publish(self, model: object, version: WeightVersion) -> None:

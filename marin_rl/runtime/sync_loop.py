@@ -21,6 +21,7 @@ from levanter.metrics import Metric
 from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.learner.loss import loss_metrics
 from marin_rl.runtime.collect import Collected, collect_groups
+from marin_rl.runtime.crew import StopRequestedError
 from marin_rl.runtime.evaluation import evaluate
 from marin_rl.runtime.throughput import model_flops_utilization, throughput_metrics
 from marin_rl.runtime.training_batch import build_batch, minibatches
@@ -37,12 +38,14 @@ class StepSink(Protocol):
         ...
 
     def stop_requested(self) -> bool:
-        """Whether to save and stop after the step that is under way."""
+        """Whether to save and stop: at once while a step waits for its groups, otherwise after the step."""
         ...
 
 
 def train(run: TrainingRun, sink: StepSink) -> bool:
     """Train until the configured number of steps is done, or the sink asks to stop.
+
+    A step that still waits for its groups when the sink asks to stop is undone: a resumed run collects them again.
 
     Args:
         run: a run, fresh or taken up again; its state moves on in place.
@@ -52,10 +55,16 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
         Whether the run is complete.
     """
     config, progress = run.config, run.progress
+    saved = progress.step
     while progress.step < config.num_steps:
         started, step = time.perf_counter(), progress.step + 1
         timer = PhaseTimer()
-        collected = collect_groups(run, step, timer)
+        try:
+            collected = collect_groups(run, step, timer, sink.stop_requested)
+        except StopRequestedError:
+            if saved < progress.step:
+                run.save()
+            break
         batch = build_batch(run, collected.groups, timer)
         with timer.phase("batch"):
             updates = list(minibatches(run, batch, step))
@@ -84,6 +93,7 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
         last = step == config.num_steps or sink.stop_requested()
         if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
             run.save()
+            saved = step
         if last:
             break
     return progress.step >= config.num_steps

@@ -5,7 +5,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from levanter.models.lm_model import LmHeadModel
@@ -26,7 +26,7 @@ from marin_rl.rollouts.run_rollouts import Player
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
 from marin_rl.rollouts.stored_rollout import TrainingSignal
 from marin_rl.runtime.config import TrainConfig
-from marin_rl.runtime.crew import Crew
+from marin_rl.runtime.crew import Crew, StopRequestedError
 from marin_rl.runtime.policy_engine import PolicyEngine
 from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.run_directory import writing
@@ -105,6 +105,21 @@ class TrainingRun:
         stale = self.replay.expire(version, max_staleness)
         self.orders.again(one.task for one in stale if one.uses_left == self.orders.pace.uses_per_group)
         return len(stale)
+
+    @contextlib.contextmanager
+    def undone_on_stop(self) -> Iterator[None]:
+        """Take back what the block did to orders, replay buffer and task stream if it ends because of a stop request.
+
+        A checkpoint that is saved then is one of the last finished step.
+        """
+        progress, orders, replay = self.progress, self.orders.state, self.replay.copy()
+        tasks_drawn, task_stream = progress.tasks_drawn, progress.task_stream
+        try:
+            yield
+        except StopRequestedError:
+            progress.tasks_drawn, progress.task_stream = tasks_drawn, task_stream
+            self.orders, self.replay = OrderBook(self.orders.pace, orders), replay
+            raise
 
     def save(self) -> Path:
         """Write a checkpoint of everything that a resume needs; the rollouts before it are on the disk first."""

@@ -56,6 +56,16 @@ def test_staleness_counts_from_the_oldest_token() -> None:
     assert [group.id for group in buffer.draw({"sums": 3}, 2)] == ["train-1-1", "train-1-2"]
 
 
+def test_a_copy_changes_on_its_own() -> None:
+    buffer = filled(ReplayBuffer(max_staleness=2, uses_per_group=2, half_life=1.0, seed=3), 0, 1, 2)
+    copied = buffer.copy()
+    drawn = buffer.draw({"sums": 2}, 2)
+    assert (buffer.uses_left, copied.uses_left) == (4, 6)
+    assert copied.draw({"sums": 2}, 2) == drawn
+    assert len(buffer.expire(3)) == 1
+    assert len(copied) == 3
+
+
 def test_a_group_is_used_so_often_and_once_a_batch() -> None:
     buffer = filled(ReplayBuffer(max_staleness=2, uses_per_group=2), 0, 0, 0)
     assert buffer.uses_left == 6

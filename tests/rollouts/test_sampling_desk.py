@@ -39,6 +39,7 @@ def serve(
     check: Callable[[], None] = lambda: None,
     patience: float = 60.0,
     linger: float = 60.0,
+    interrupt: Callable[[], None] = lambda: None,
 ):
     """Run the episodes, sample for them, and say what each returned."""
     desk = SamplingDesk(sampler.batch_size, len(episodes), linger)
@@ -56,7 +57,7 @@ def serve(
     playing = loop.submit(everything())
     playing.add_done_callback(lambda _: desk.close())
     try:
-        desk.serve(sampler, PhaseTimer(), check, patience)
+        desk.serve(sampler, PhaseTimer(), check, patience, interrupt)
         return playing.result()
     finally:
         loop.close()
@@ -173,3 +174,30 @@ def test_somebody_looks_where_nothing_happens():
 
     serve(Rounds(4), quiet, check=release.set, patience=0.01)
     assert release.is_set()
+
+
+def test_an_interrupt_ends_the_wait_for_an_episode_that_never_asks():
+    waiting = threading.Event()
+
+    async def stuck(desk: SamplingDesk) -> None:
+        waiting.set()
+        await asyncio.Event().wait()
+
+    def interrupt() -> None:
+        if waiting.is_set():
+            raise InterruptedError("stop")
+
+    with pytest.raises(InterruptedError):
+        serve(Rounds(4), stuck, interrupt=interrupt, patience=3600.0)
+
+
+def test_an_interrupt_ends_sampling_between_two_rounds():
+    sampler = Rounds(batch_size=1)
+
+    def interrupt() -> None:
+        if sampler.rounds:
+            raise InterruptedError("stop")
+
+    with pytest.raises(InterruptedError):
+        serve(sampler, asks(1, 2, 3), interrupt=interrupt)
+    assert sampler.rounds == [[1]]

@@ -5,15 +5,23 @@
 
 import functools
 import json
-from collections.abc import Callable
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from marin_rl.rollouts.orders import GroupOrder
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
+from marin_rl.rollouts.run_rollouts import Player
 from marin_rl.rollouts.sampling_desk import SamplingDesk
 from marin_rl.rollouts.store import read_rollouts
+from marin_rl.runtime import worker_policy
+from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.coordinator import Office
 from marin_rl.runtime.worker_policy import ReceivedPolicy
 from tests.runtime.inline_executor import InlineExecutor
 from tests.runtime.thread_workers import thread_workers
@@ -59,6 +67,36 @@ def test_without_staleness_one_worker_does_what_the_trainer_does_alone(
     assert found["rollouts"] == wanted["rollouts"]
     assert found["hf"] == wanted["hf"]
     assert found["state"] == wanted["state"]
+
+
+def test_sigterm_while_workers_hold_their_groups_saves_the_last_finished_step(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(mode="async", replay__max_staleness=0, checkpoint__keep_every=1, checkpoint__every=1, num_steps=3)
+    over = threading.Event()
+    stream_orders, stop = worker_policy.stream_orders, Office.stop
+
+    def hold_step_3(config: TrainConfig, player: Player, orders: Sequence[GroupOrder], hand_in: Any) -> None:
+        if min(order.number.step for order in orders) < 3:
+            stream_orders(config, player, orders, hand_in)
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+            over.wait()
+
+    def stop_holding(office: Office) -> None:
+        stop(office)
+        over.set()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker_policy, "stream_orders", hold_step_3)
+        patched.setattr(Office, "stop", stop_holding)
+        assert run.train("--checkpoint.every", "0") == 0
+    assert run.steps() == [0, 2]
+    assert run.train() == 0
+    assert run.steps() == [0, 2, 3]
+    assert [comparable(record) for record in run.records()] == [
+        comparable(record) for record in finished_run.records()[:4]
+    ]
 
 
 def test_with_staleness_workers_run_ahead_and_an_interrupted_run_goes_on(

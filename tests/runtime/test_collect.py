@@ -14,7 +14,7 @@ from marin_rl.objectives.shaping import OverlongConfig, RewardTruncatedConfig
 from marin_rl.rollouts.filters import DropGroupsConfig, ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Player
 from marin_rl.runtime.collect import Collected, collect_groups, draw_tasks
-from marin_rl.runtime.crew import OwnCrew
+from marin_rl.runtime.crew import OwnCrew, StopRequestedError
 from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.sampling.sampler import SampleRequest
@@ -235,6 +235,30 @@ def test_a_run_that_is_taken_up_again_samples_what_it_would_have_sampled():
     assert again.left_out == third.left_out
     assert again_player.sampler.requests == player.sampler.requests[asked:]
     assert resumed.progress == run.progress
+
+
+def test_a_step_that_is_stopped_while_it_waits_leaves_no_trace():
+    exam = ["mixed", "equal", "equal", "mixed", "equal"] * 4
+    run, player, _ = collect(exam, filter=RESAMPLE)
+    player.sampler.version = run.progress.step
+    before = dataclasses.asdict(run.progress), run.orders.state, run.replay.ages(1)
+    started, rounds = len(player.environment.started), len(player.sampler.requests)
+
+    def stop_requested() -> bool:
+        # Some groups of the first batch were equal, so a second batch was ordered.
+        return len(player.sampler.requests) > rounds + 16
+
+    with pytest.raises(StopRequestedError):
+        collect_groups(run, 2, PhaseTimer(), stop_requested)
+    assert len(player.environment.started) > started + 16
+    assert (dataclasses.asdict(run.progress), run.orders.state, run.replay.ages(1)) == before
+    del player.environment.started[started:]
+    asked = len(player.sampler.requests)
+    again = further(run, player)
+    whole, other, [_, expected] = collect(exam, steps=2, filter=RESAMPLE)
+    assert (again.groups, again.left_out) == (expected.groups, expected.left_out)
+    assert player.sampler.requests[asked:] == other.sampler.requests[rounds:]
+    assert run.progress == whole.progress
 
 
 # Shaping comes before filtering.

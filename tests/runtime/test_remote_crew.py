@@ -11,6 +11,7 @@ import pytest
 from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.rollouts.orders import GroupOrder, OrderNumber
 from marin_rl.runtime.coordinator import Delivery
+from marin_rl.runtime.crew import StopRequestedError
 from marin_rl.runtime.remote_crew import NoWorkersError, RemoteCrew, WorkerFailedError
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup, Task, WeightVersion
@@ -230,3 +231,11 @@ def test_who_gives_up_says_what_was_owed_and_what_to_do(desk: Desk, sender: Send
         "same command again to go on from the last checkpoint"
     )
     assert said == []
+
+
+def test_a_stop_ends_the_wait_for_groups_that_never_come(crew: RemoteCrew, said: list[str]) -> None:
+    crew.submit([order(1, 0)])
+    with pytest.raises(StopRequestedError):
+        crew.wait(PhaseTimer(), lambda: len(said) >= 4)
+    # Asked before every question: the coordinator was asked twice, and told of the order when it first answered.
+    assert said == ["submit train-1-0", "take, thanks for ", "submit train-1-0", "take, thanks for "]

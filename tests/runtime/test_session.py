@@ -1,8 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import asyncio
 import errno
 import logging
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +12,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from marin_rl.environments.base import Step
+from marin_rl.environments.single_turn import SingleTurnEpisode
 from marin_rl.rollouts.store import RolloutStore
 from marin_rl.runtime import session
 from marin_rl.runtime.run_directory import RunDirectory
 from marin_rl.runtime.session import logged_errors, stop_on_signals
 from tests.free_port import free_port
-from tests.tiny_run import TinyRun, contents, copy_of, outcome
+from tests.tiny_run import TinyRun, contents, copy_of, interrupted_after, outcome
 
 
 def test_a_finished_run_has_everything_a_run_directory_promises(finished_run: TinyRun):
@@ -110,7 +114,8 @@ def test_the_first_interrupt_asks_and_the_second_ends():
 
     with pytest.raises(KeyboardInterrupt):
         twice()
-    assert said == ["SIGINT: finishing this update, then saving (once more to stop at once)"]
+    assert len(said) == 1
+    assert said[0].startswith("SIGINT: stopping and saving; ")
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == former
 
 
@@ -120,8 +125,36 @@ def test_sigterm_asks_too_and_handlers_are_put_back():
     with stop_on_signals(said.append) as stop:
         signal.raise_signal(signal.SIGTERM)
         assert stop.requested
-    assert said[0].startswith("SIGTERM: finishing this update")
+    assert said[0].startswith("SIGTERM: stopping and saving; ")
     assert signal.getsignal(signal.SIGTERM) is former
+
+
+def test_sigterm_during_a_wait_that_never_ends_saves_the_last_finished_step(
+    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: None)
+    run = interrupted_after(finished_run, 3, tmp_path / "copy")
+    step, graded = SingleTurnEpisode.step, 0
+
+    async def held(self: SingleTurnEpisode, reply: str) -> Step:
+        """Grades the 16 rollouts of step 4 and some of step 5, and then no other."""
+        nonlocal graded
+        graded += 1
+        if graded <= 20:
+            return await step(self, reply)
+        if graded == 21:
+            os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SingleTurnEpisode, "step", held)
+        assert run.train("--checkpoint.every", "0") == 0
+    assert "stopped after step 4 of 6; everything is saved" in capfd.readouterr().out
+    assert run.steps() == [0, 1, 2, 3, 4]
+    assert [record["step"] for record in run.records()] == [0, 1, 2, 3, 4]
+    assert run.train() == 0
+    assert outcome(run) == outcome(finished_run)
 
 
 def test_what_ends_a_run_is_in_its_log(caplog: pytest.LogCaptureFixture):

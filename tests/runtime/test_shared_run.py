@@ -2,14 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import pytest
 
+from marin_rl import processes
+from marin_rl.runtime.config_parsing import to_yaml
+from marin_rl.runtime.crew import StopRequestedError
 from marin_rl.runtime.evaluation import EvaluationConfig
-from marin_rl.runtime.shared_run import check_config
+from marin_rl.runtime.run_directory import RunDirectoryError, config_differences
+from marin_rl.runtime.shared_run import SharedCrew, check_config, require_same_config, require_shared_folder
 from marin_rl.runtime.warm_start import WarmStartConfig
 from marin_rl.runtime.workers_config import Mode
+from marin_rl.timing import PhaseTimer
+from marin_rl.weights.config import ArrowFlightConfig
+from marin_rl.weights.in_process import InProcessSender
 from tests.runtime.bare_run import make_config
 
 FITTING = make_config(mode=Mode.ASYNC, evaluation=EvaluationConfig(tasks=0), warm_start=WarmStartConfig(max_steps=0))
@@ -42,3 +52,56 @@ def test_workers_that_sample_are_fine(two_processes: None):
 
 def test_one_process_may_do_anything():
     check_config(make_config())
+
+
+def test_a_stop_ends_the_wait_of_a_process_without_workers(monkeypatch: pytest.MonkeyPatch):
+    exchanges: list[str] = []
+
+    def from_main(work: Callable[[], str]) -> str:
+        exchanges.append("groups")
+        return "[]"
+
+    def stop_requested() -> bool:
+        exchanges.append("stop")
+        return len(exchanges) > 4
+
+    monkeypatch.setattr(processes, "on_main", from_main)
+    with pytest.raises(StopRequestedError):
+        SharedCrew(None, InProcessSender(dtype=None)).wait(PhaseTimer(), stop_requested)
+    # The main process does the same exchanges in the same order.
+    assert exchanges == ["stop", "groups", "stop", "groups", "stop"]
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Answers of the second of two processes, of which this one is the main one, to the next exchanges."""
+    answers: list[str] = []
+    monkeypatch.setattr(processes, "several", lambda: True)
+    monkeypatch.setattr(processes, "is_main", lambda: True)
+    monkeypatch.setattr(processes, "on_main", lambda work: work())
+    monkeypatch.setattr(processes, "gather_texts", lambda own: (own, answers.pop(0)))
+    return answers
+
+
+def test_a_process_with_another_config_is_named(answers: list[str]):
+    config = dataclasses.replace(FITTING, seed=1)
+    answers += [""]
+    require_same_config(config, ())
+    of_main = to_yaml(FITTING)
+    other = dataclasses.replace(config, run_dir="elsewhere", ray_address="auto", weights=ArrowFlightConfig(host="::"))
+    lines = config_differences(of_main, to_yaml(other), ["ray_address", "weights", "run_dir"])
+    assert lines == ["  seed: 0 there, 1 now"]
+    answers += ["\n".join(lines)]
+    with pytest.raises(RunDirectoryError, match=r"different configs; .*process 1:\n  seed: 0 there, 1 now\nstart all"):
+        require_same_config(FITTING, ())
+
+
+def test_a_process_that_does_not_see_the_run_directory_is_named(answers: list[str], tmp_path: Path):
+    answers += [json.dumps({"sees": True, "place": "'/data/run' on host b"})]
+    require_shared_folder(tmp_path)
+    answers += [json.dumps({"sees": False, "place": "'/home/run' on host b"})]
+    with pytest.raises(
+        RunDirectoryError, match=r"training process 1 \('/home/run' on host b\) does not see .* set run_dir to an abs"
+    ):
+        require_shared_folder(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -263,7 +263,9 @@ class Sink:
         return max(self.records, default=0) >= self.stop_after
 
 
-def test_asked_to_stop_the_loop_saves_the_update_it_has_made(finished_run: TinyRun, tmp_path: Path) -> None:
+def test_asked_to_stop_the_loop_saves_the_update_it_has_made(
+    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copied = copy_of(finished_run, tmp_path / "copy")
     for step in (4, 5, 6):
         path = copied.checkpoint(step)
@@ -272,7 +274,16 @@ def test_asked_to_stop_the_loop_saves_the_update_it_has_made(finished_run: TinyR
     run = reopen(copied, checkpoint=checkpoint)
     assert run.progress.step == 3
     sink = Sink(stop_after=5)
+    compared: list[tuple[int, int]] = []
+
+    def compare(step: int, passes: Sequence[object]) -> None:
+        assert passes
+        compared.append((step, int(run.state.step)))
+
+    monkeypatch.setattr("marin_rl.runtime.sync_loop.require_same_batch", compare)
     assert train(run, sink) is False
+    # Training processes compare the batch of a step before its update.
+    assert compared == [(4, 3), (5, 4)]
     assert list(sink.records) == [4, 5]
     assert copied.steps()[-1] == 5
     expected = [without_timings(record) for record in finished_run.records()]
