@@ -11,11 +11,12 @@ same order; with one process nothing is sent.
 
 import atexit
 import contextlib
+import hashlib
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -25,6 +26,10 @@ from jax.sharding import NamedSharding
 
 class MainProcessError(RuntimeError):
     """What the main process was to do failed; the other processes end too."""
+
+
+class ProcessesDifferError(RuntimeError):
+    """A value that all training processes compute is not the same in all of them; names the processes and values."""
 
 
 def several() -> bool:
@@ -97,6 +102,37 @@ def agree(wish: bool) -> bool:
     (True, False)
     """
     return "y" in gather_texts("y" if wish else "n")
+
+
+def require_equal(values: Mapping[str, bytes], what: str) -> None:
+    """Check in one exchange that named values are the same in all processes.
+
+    Args:
+        values: the same names in all processes; compared by a digest of 128 bits.
+        what: the values as a whole, for the error.
+
+    Raises:
+        ProcessesDifferError: in every process, naming the processes that differ from the main one, and in which values.
+
+    >>> require_equal({"tokens": b"12"}, "the batch of step 1")
+    """
+    if not several():
+        return
+    digests = [hashlib.blake2b(value, digest_size=16).digest() for value in values.values()]
+    own = np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), 16)
+    main, *others = multihost_utils.process_allgather(own)
+    differing = [
+        f"process {index} in {', '.join(wrong)}"
+        for index, other in enumerate(others, start=1)
+        if (wrong := [name for name, row, of_main in zip(values, other, main, strict=True) if any(row != of_main)])
+    ]
+    if differing:
+        raise ProcessesDifferError(
+            f"{what} is not the same in all training processes; compared with the main process (0), it differs in "
+            f"{'; in '.join(differing)}. All processes compute it from the same rollouts, so their config, data files, "
+            "software or processors differ: make them the same on all training hosts, and run the same command again "
+            "to go on from the last checkpoint"
+        )
 
 
 @contextlib.contextmanager

@@ -128,20 +128,33 @@ def open_existing(path: Path) -> RunDirectory:
 
 
 def _require_same_config(directory: RunDirectory, config_yaml: str, may_differ: Sequence[str]) -> None:
-    there = _flatten(parse_yaml(directory.config.read_text(encoding="utf-8"), str(directory.config)))
-    here = _flatten(parse_yaml(config_yaml, "the new config"))
-    differences = [
-        f"  {key}: {_shown(there, key)} there, {_shown(here, key)} now"
-        for key in dict.fromkeys([*there, *here])
-        if (key not in there or key not in here or there[key] != here[key])
-        and not any(key == free or key.startswith(f"{free}.") for free in may_differ)
-    ]
-    if differences:
+    there = directory.config.read_text(encoding="utf-8")
+    if differences := config_differences(there, config_yaml, may_differ, str(directory.config)):
         raise RunDirectoryError(
             f"run directory {str(directory.path)!r} belongs to a run with another config:\n"
             + "\n".join(differences)
             + "\nchoose another run_dir, make these keys equal to go on with that run, or delete the directory"
         )
+
+
+def config_differences(
+    there_yaml: str, here_yaml: str, may_differ: Sequence[str], name: str = "the config of the main process"
+) -> list[str]:
+    """A line for each key in which two resolved configs differ.
+
+    Args:
+        there_yaml: one config.
+        here_yaml: the other.
+        may_differ: dotted keys, or sections, that are left out.
+        name: of the first, for the error if it is no YAML.
+    """
+    there, here = _flatten(parse_yaml(there_yaml, name)), _flatten(parse_yaml(here_yaml, "the new config"))
+    return [
+        f"  {key}: {_shown(there, key)} there, {_shown(here, key)} now"
+        for key in dict.fromkeys([*there, *here])
+        if (key not in there or key not in here or there[key] != here[key])
+        and not any(key == free or key.startswith(f"{free}.") for free in may_differ)
+    ]
 
 
 def _flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -33,7 +33,7 @@ from marin_rl.runtime.metrics_file import read_records, truncate_records
 from marin_rl.runtime.open_run import open_run
 from marin_rl.runtime.ray_workers import find_cluster
 from marin_rl.runtime.run_directory import RunDirectory, create_or_open, lock, log_to, open_log, writing
-from marin_rl.runtime.shared_run import require_shared_folder
+from marin_rl.runtime.shared_run import require_same_config, require_shared_folder
 from marin_rl.runtime.sync_loop import train
 from marin_rl.runtime.tracking import StepRecords, make_tracker
 from marin_rl.runtime.training_run import TrainingRun
@@ -87,6 +87,7 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
     join_processes(config.trainer)
     with contextlib.ExitStack() as held, processes.leaving_on_error():
         processes.on_main(lambda: _take(directory, config, held))
+        require_same_config(config, MAY_DIFFER)
         require_shared_folder(directory.path)
         processes.on_main(lambda: _begin(directory, config))
         main = processes.is_main()

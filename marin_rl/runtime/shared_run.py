@@ -14,15 +14,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from marin_rl import processes
+from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
 from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
 from marin_rl.rollouts.group_codec import decode_group
 from marin_rl.rollouts.orders import GroupOrder, OrderNumber
 from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.config_parsing import to_yaml
 from marin_rl.runtime.crew import Played, raise_if
 from marin_rl.runtime.remote_crew import RemoteCrew
-from marin_rl.runtime.run_directory import RunDirectoryError, writing
+from marin_rl.runtime.run_directory import RunDirectoryError, config_differences, writing
 from marin_rl.runtime.workers_config import Mode
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import WeightVersion
@@ -121,6 +124,50 @@ def _write_nonce(folder: Path) -> str:
     with writing(folder):
         (folder / f".{nonce}").write_text(nonce, encoding="utf-8")
     return nonce
+
+
+def require_same_config(config: TrainConfig, may_differ: Sequence[str]) -> None:
+    """Check that all training processes were given one config.
+
+    Args:
+        config: of this process.
+        may_differ: dotted keys, or sections, that do not change what the run computes.
+
+    Raises:
+        RunDirectoryError: in every process, naming the processes and keys that differ from the main one's.
+    """
+    if not processes.several():
+        return
+    own = to_yaml(config)
+    of_main = processes.on_main(lambda: own)
+    found = processes.gather_texts("\n".join(config_differences(of_main, own, [*may_differ, "run_dir"])))
+    if differing := [f"process {index}:\n{text}" for index, text in enumerate(found) if text]:
+        raise RunDirectoryError(
+            "the training processes have different configs; compared with the main process (there), in "
+            + "\n".join(differing)
+            + "\nstart all of them with the same config"
+        )
+
+
+def require_same_batch(step: int, passes: Sequence[RlExample]) -> None:
+    """Check that all training processes are about to train on the same arrays.
+
+    Each process computes the batch from the rollouts and puts its own rows on its devices, so a process that differs
+    would make the gradient wrong without any other sign.
+
+    Args:
+        step: of the run.
+        passes: all passes of all updates of the step.
+
+    Raises:
+        ProcessesDifferError: in every process, naming the processes and arrays that differ.
+    """
+    if not processes.several():
+        return
+    arrays = {name: [np.asarray(getattr(one, name).array) for one in passes] for name in PER_TOKEN_DTYPES}
+    values = {name: b"".join(array.tobytes() for array in of_name) for name, of_name in arrays.items()}
+    shapes = [array.shape for array in arrays["input_ids"]]
+    processes.require_equal({"shapes": f"{step} {shapes}".encode(), **values}, f"the batch of step {step}")
 
 
 def check_config(config: TrainConfig) -> None:

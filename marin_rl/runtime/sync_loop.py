@@ -23,6 +23,7 @@ from marin_rl.learner.loss import loss_metrics
 from marin_rl.runtime.collect import Collected, collect_groups
 from marin_rl.runtime.crew import StopRequestedError
 from marin_rl.runtime.evaluation import evaluate
+from marin_rl.runtime.shared_run import require_same_batch
 from marin_rl.runtime.throughput import model_flops_utilization, throughput_metrics
 from marin_rl.runtime.training_batch import build_batch, minibatches
 from marin_rl.runtime.training_run import TrainingRun
@@ -68,6 +69,7 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
         batch = build_batch(run, collected.groups, timer)
         with timer.phase("batch"):
             updates = list(minibatches(run, batch, step))
+            require_same_batch(step, [one for packed in updates for one in packed.passes])
         with timer.phase("step"):
             measured = _update(run, updates)
         _advance(run, collected, updates)

@@ -5,7 +5,7 @@
 
 from marin_rl.learner.checkpoint import CheckpointError
 from marin_rl.learner.train_step import NonFiniteUpdateError
-from marin_rl.processes import MainProcessError
+from marin_rl.processes import MainProcessError, ProcessesDifferError
 from marin_rl.rewards.sandbox.pool import IsolationError
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, BlockedEventLoopError
 from marin_rl.runtime.ray_workers import NoClusterError, RayLostError
@@ -29,6 +29,7 @@ USER_ERRORS = (
     RayLostError,
     WorkerFailedError,
     MainProcessError,
+    ProcessesDifferError,
     WeightTransferError,
 )
 """Errors whose message says what to do; a traceback would only hide it."""

@@ -7,6 +7,7 @@ All processes together have four fake CPU devices. They make a few updates, scor
 read it again, and serve the weights, each its own shards, until their input ends. One line of JSON says what each saw.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -28,6 +29,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
     from marin_rl.learner.scoring import Scorer
     from marin_rl.learner.weight_history import WeightHistory
+    from marin_rl.runtime.shared_run import require_same_batch
     from marin_rl.weights.config import ArrowFlightConfig
     from marin_rl.weights.snapshot import TrainingHost
 
@@ -67,6 +69,17 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     def fail() -> str:
         raise OSError("pulled the plug")
 
+    examples = [tiny.make_example(tiny.MESH_ROWS, seed=seed) for seed in range(2)]
+    require_same_batch(4, examples)
+    if index:
+        altered = examples[1].advantages.at[{"batch": 1, "position": 2}].add(1e-6)
+        examples[1] = dataclasses.replace(examples[1], advantages=altered)
+    try:
+        require_same_batch(5, examples)
+        differs = ""
+    except processes.ProcessesDifferError as raised:
+        differs = str(raised)
+
     try:
         error = processes.on_main(fail)
     except (OSError, processes.MainProcessError) as raised:
@@ -87,6 +100,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
         "kept": all(kept[name].tobytes() == weights[f".model{name}"].tobytes() for name in kept) and len(kept),
         "said": [processes.on_main(lambda size=size: "ä" * size + str(index)) for size in (0, 300, 2**18)],
         "error": error,
+        "differs": differs,
         "gathered": processes.gather_texts(f"{index}" * (1 + 500 * index)),
         "agreed": [processes.agree(index == 1), processes.agree(False)],
         "main": processes.is_main(),

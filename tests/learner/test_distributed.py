@@ -133,6 +133,15 @@ def test_what_the_main_process_does_all_are_told(two: list[Process]) -> None:
     ]
 
 
+def test_a_batch_that_differs_in_one_process_is_an_error_in_all(alone: Process, two: list[Process]) -> None:
+    assert alone.facts["differs"] == ""
+    for process in two:
+        assert process.facts["differs"].startswith(
+            "the batch of step 5 is not the same in all training processes; compared with the main process (0), it "
+            "differs in process 1 in advantages. "
+        )
+
+
 def test_losses_and_weights_are_those_of_one_process(alone: Process, two: list[Process]) -> None:
     # Not the same bits: the sums over devices are added up in another order.
     for process in two:
