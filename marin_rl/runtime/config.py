@@ -43,7 +43,7 @@ from marin_rl.runtime.warm_start import WarmStartConfig
 from marin_rl.runtime.workers_config import Mode, Refresh, ReplayConfig, WorkersConfig
 from marin_rl.sampling.config import LevanterSamplerConfig, OpenAiSamplerConfig, SamplerConfig, SamplingConfig
 from marin_rl.tokenization.load import TokenizerConfig
-from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig
+from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig, is_loopback
 
 
 def compilation_cache() -> str:
@@ -329,7 +329,17 @@ class TrainConfig:
             )
         if self.mode is Mode.ASYNC and isinstance(self.sampler, OpenAiSamplerConfig):
             self._check_worker_of(self.sampler)
+        if self.mode is Mode.ASYNC and self.ray_address is not None and isinstance(self.weights, ArrowFlightConfig):
+            self._check_weights_reach(self.ray_address, self.weights)
         self._check_objective()
+
+    def _check_weights_reach(self, ray_address: str, weights: ArrowFlightConfig) -> None:
+        if is_loopback(weights.host) and not is_loopback(ray_address.rpartition(":")[0]):
+            raise ValueError(
+                f"weights.host is {weights.host}, which only this machine can reach, but the workers run on the Ray "
+                f"cluster at ray_address {ray_address!r}; set weights.host to an address of this machine in a network "
+                "that you trust, or to 0.0.0.0. If all of the cluster is this machine, set ray_address: 127.0.0.1:PORT"
+            )
 
     def _check_row_length(self) -> None:
         """Refuse a row length that no platform takes; the run's own platform is checked when its devices are known."""

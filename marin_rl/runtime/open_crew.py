@@ -4,6 +4,7 @@
 """Who plays a run's groups, how far ahead of training, and where they wait: as the config says."""
 
 import contextlib
+from collections.abc import Mapping
 
 from levanter.models.lm_model import LmHeadModel
 
@@ -23,6 +24,53 @@ from marin_rl.runtime.workers_config import Mode
 from marin_rl.weights.all_hosts import AllHosts
 from marin_rl.weights.snapshot import TrainingHost
 from marin_rl.weights.token import make_token
+
+
+class WorkerDevicesError(ValueError):
+    """Rollout workers would open accelerators that the trainer holds; the message names the remedy."""
+
+
+SHARES_GPU_MEMORY = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
+"""Environment variables that let several jax processes share the memory of a GPU."""
+
+
+def check_worker_devices(config: TrainConfig, platform: str, environ: Mapping[str, str]) -> None:
+    """Check that rollout workers do not open the accelerators of the trainer.
+
+    Ray hides GPUs only from a worker that asks for some, and jax opens every accelerator that it sees.
+
+    Args:
+        config: names mode, workers and cluster.
+        platform: of the trainer's devices: `cpu`, `gpu` or `tpu`.
+        environ: the trainer's environment variables, which workers inherit from a Ray that it starts.
+
+    Raises:
+        WorkerDevicesError: if they would, naming the settings to change.
+    """
+    if config.mode is Mode.SYNC or platform == "cpu":
+        return
+    if platform == "tpu":
+        raise WorkerDevicesError(
+            "mode is async, but this trainer runs on TPU: rollout workers reserve no TPU chips and would open those "
+            "that the trainer holds. Set mode: sync, on one TPU host; rollout workers on TPU, and with them training "
+            "on several TPU hosts, are not supported yet"
+        )
+    apart = (
+        "Give trainer and workers GPUs of their own: start Ray with those of the workers (CUDA_VISIBLE_DEVICES=4,5,6,7 "
+        "ray start --head) and the trainer with the others (CUDA_VISIBLE_DEVICES=0,1,2,3, ray_address: 127.0.0.1:6379)"
+    )
+    if config.workers.gpus_per_worker == 0:
+        raise WorkerDevicesError(
+            "workers.gpus_per_worker is 0, but this trainer runs on GPU: a worker that asks Ray for no GPU sees all of "
+            f"its machine and would open those that the trainer holds. {apart} and workers.gpus_per_worker: 1; or set "
+            "mode: sync"
+        )
+    if config.ray_address is None and not any(environ.get(name) for name in SHARES_GPU_MEMORY):
+        raise WorkerDevicesError(
+            "ray_address is not set, so workers get GPUs that the trainer holds, and jax reserves three quarters of a "
+            f"GPU's memory for the first process. {apart}; or let them share each GPU, with "
+            "XLA_PYTHON_CLIENT_MEM_FRACTION=.45 in the environment"
+        )
 
 
 def open_crew(config: TrainConfig, player: Player, progress: Progress, opened: contextlib.ExitStack) -> Crew:

@@ -5,6 +5,7 @@
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,9 +22,8 @@ from marin_rl.learner.critic import attach_critic, policy_of
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
-from marin_rl.rewards.component import RewardConfigError
 from marin_rl.rollouts.event_loop import BackgroundLoop
-from marin_rl.rollouts.judging import RewardFunctions
+from marin_rl.rollouts.judging import Judges, NoJudges
 from marin_rl.rollouts.orders import OrderBook
 from marin_rl.rollouts.run_rollouts import Player
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
@@ -31,7 +31,7 @@ from marin_rl.rollouts.token_pieces import TokenPieces
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import Keep, describe_accuracy, evaluate, forget
-from marin_rl.runtime.open_crew import make_history, make_pace, make_replay, open_crew
+from marin_rl.runtime.open_crew import check_worker_devices, make_history, make_pace, make_replay, open_crew
 from marin_rl.runtime.player import make_player, open_judges
 from marin_rl.runtime.policy_engine import PolicyEngine, open_trainer_engine
 from marin_rl.runtime.progress import Progress
@@ -55,7 +55,7 @@ class _Parts(NamedTuple):
     trainer: TrainerConfig
     tokenizer: ChatTokenizer
     environment: Environment
-    judges: RewardFunctions
+    judges: Judges
     loop: BackgroundLoop
     store: RolloutStore
     checkpoints: Checkpoints
@@ -134,14 +134,10 @@ def _open_parts(config: TrainConfig, folder: Path, opened: contextlib.ExitStack)
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
     layout = config.row_layout(trainer)
     check_config(config)
+    check_worker_devices(config, jax.default_backend(), os.environ)
     tokenizer = config.tokenizer.build()
     environment = config.environment.build()
-    judges, loop = open_judges(config, environment, opened)
-    if config.mode is Mode.ASYNC and judges.judge_batches:
-        raise RewardConfigError(
-            "a reward function has scope: batch, which is given all rollouts of a step together; with mode: async they "
-            "are played at different times by different workers, so use scope: group, or mode: sync"
-        )
+    judges, loop = open_judges(config, environment, opened) if _samples(config) else (NoJudges(), BackgroundLoop())
     store = RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer))
     opened.enter_context(Closing(lambda: _close_store(store)))
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
@@ -149,6 +145,11 @@ def _open_parts(config: TrainConfig, folder: Path, opened: contextlib.ExitStack)
     num_updates = max(config.num_steps, 1) * config.updates.per_step
     learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=num_updates)
     return _Parts(trainer, tokenizer, environment, judges, loop, store, checkpoints, learner, layout)
+
+
+def _samples(config: TrainConfig) -> bool:
+    """Whether this process plays episodes itself, and so needs reward functions and their sandbox."""
+    return config.mode is Mode.SYNC or config.warm_start.max_steps > 0 or config.evaluation.tasks > 0
 
 
 def _close_store(store: RolloutStore) -> None:

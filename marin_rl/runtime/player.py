@@ -7,6 +7,7 @@ import contextlib
 
 from marin_rl.closing import Closing
 from marin_rl.environments.base import Environment, connect_code_runner
+from marin_rl.rewards.component import RewardConfigError
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.draft import Limits
 from marin_rl.rollouts.event_loop import BackgroundLoop
@@ -14,6 +15,7 @@ from marin_rl.rollouts.judging import Judges, RewardFunctions
 from marin_rl.rollouts.run_rollouts import Player
 from marin_rl.rollouts.state_hashing import default_state_hash
 from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.workers_config import Mode
 from marin_rl.sampling.sampler import Sampler
 from marin_rl.tokenization.chat import ChatTokenizer
 
@@ -52,7 +54,7 @@ def open_judges(
         opened: ends both.
 
     Raises:
-        RewardConfigError: if one cannot be used.
+        RewardConfigError: if one cannot be used, or needs all rollouts of a step together with `mode: async`.
         IsolationError: if the machine offers less isolation than the sandbox requires.
     """
     loop = BackgroundLoop()
@@ -62,4 +64,9 @@ def open_judges(
     components = config.environment.reward_components(environment)
     judges = RewardFunctions(components, sandbox, loop, runs_programs=runs_programs)
     opened.enter_context(Closing(judges.close))
+    if config.mode is Mode.ASYNC and judges.judge_batches:
+        raise RewardConfigError(
+            "a reward function has scope: batch, which is given all rollouts of a step together; with mode: async they "
+            "are played at different times by different workers, so use scope: group, or mode: sync"
+        )
     return judges, loop

@@ -29,6 +29,7 @@ from marin_rl.runtime.run_directory import RunDirectoryError, config_differences
 from marin_rl.runtime.workers_config import Mode
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import WeightVersion
+from marin_rl.weights.config import ArrowFlightConfig, is_loopback
 from marin_rl.weights.protocol import WeightSender
 
 
@@ -171,7 +172,7 @@ def require_same_batch(step: int, passes: Sequence[RlExample]) -> None:
 
 
 def check_config(config: TrainConfig) -> None:
-    """Refuse what needs the trainer's own sampler, where training runs in several processes.
+    """Check what several training processes need: samplers outside the trainer, and weights that all can fetch.
 
     Raises:
         ValueError: naming the setting and what to set instead.
@@ -196,6 +197,12 @@ def check_config(config: TrainConfig) -> None:
                 f"{setting}, but training runs in {count} processes, where the trainer's own sampler does not work; "
                 f"{remedy}"
             )
+    hosts = list(dict.fromkeys(processes.gather_texts(socket.gethostname())))
+    if len(hosts) > 1 and isinstance(config.weights, ArrowFlightConfig) and is_loopback(config.weights.host):
+        raise ValueError(
+            f"weights.host is {config.weights.host}, but training runs on {len(hosts)} hosts ({', '.join(hosts)}), and "
+            "workers fetch weights from each of them; set weights.host: 0.0.0.0 in a network that you trust"
+        )
 
 
 def newest_good(checkpoints: Checkpoints) -> Checkpoint | None:

@@ -6,6 +6,7 @@
 import abc
 import dataclasses
 import enum
+import ipaddress
 import math
 from collections.abc import Sequence
 
@@ -79,7 +80,8 @@ class ArrowFlightConfig(WeightTransferConfig):
 
     host: str = "127.0.0.1"
     """Name or address that the server binds, so that nobody beyond it can connect. `0.0.0.0` binds every interface and
-    tells workers the machine's own name."""
+    tells workers the machine's own name. Workers or training hosts on other machines need an address that they can
+    reach; the default is refused for them."""
     port: int = 0
     """Port that the server binds, 0 to 65535; 0 takes any free one."""
     streams: int = 4
@@ -153,6 +155,18 @@ class SharedFilesConfig(WeightTransferConfig):
         """
         source = FolderSource(one_address(addresses), token, streams=self.streams)
         return ShardedReceiver([source], self.retry, cast=self.casts)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address can be reached from its own machine alone.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("[::1]"), is_loopback("10.0.0.1")
+    (True, True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def one_address(addresses: Sequence[str]) -> str:

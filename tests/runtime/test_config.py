@@ -40,6 +40,8 @@ from marin_rl.runtime.config import (
 )
 from marin_rl.runtime.config_decoding import ConfigError
 from marin_rl.runtime.config_parsing import from_yaml, parse_config, to_yaml
+from marin_rl.runtime.workers_config import Mode
+from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig
 
 MODEL = LlamaConfig(seq_len=64, hidden_dim=16, intermediate_dim=32, num_layers=1, num_heads=2, num_kv_heads=2)
 
@@ -116,6 +118,15 @@ def test_reinforce_takes_groups_of_one():
         ({"logprob_block_size": 0}, "logprob_block_size is 0"),
         ({"ray_address": "ray://head:10001"}, r"ray_address is 'ray://head:10001'; it is `auto`, or `host:port`"),
         ({"ray_address": "head"}, "ray_address is 'head'; it is `auto`, or `host:port`"),
+        (
+            {"mode": Mode.ASYNC, "ray_address": "10.0.0.1:6379"},
+            r"weights\.host is 127\.0\.0\.1, which only this machine .* at ray_address '10\.0\.0\.1:6379'; set "
+            r"weights\.host to an address",
+        ),
+        (
+            {"mode": Mode.ASYNC, "ray_address": "auto", "weights": ArrowFlightConfig(host="localhost")},
+            r"weights\.host is localhost, .* at ray_address 'auto'; .* set ray_address: 127\.0\.0\.1:PORT",
+        ),
         (
             {"rollouts": RolloutConfig(max_length=65)},
             r"rollouts\.max_length is 65, but the model's context has 64 tokens \(model\.seq_len\)",
@@ -471,3 +482,18 @@ def test_the_layout_of_a_pass():
     assert layout == RowLayout(row_length=128, rows_per_pass=6, packed=True, whole_rollouts=False)
     for loss in (GspoLossConfig(), RlooSequenceLossConfig()):
         assert config(policy_loss=loss).row_layout(trainer).whole_rollouts
+
+
+@pytest.mark.parametrize(
+    ("ray_address", "weights"),
+    [
+        (None, ArrowFlightConfig()),
+        ("127.0.0.1:6379", ArrowFlightConfig()),
+        ("[::1]:6379", ArrowFlightConfig()),
+        ("10.0.0.1:6379", ArrowFlightConfig(host="0.0.0.0")),
+        ("auto", ArrowFlightConfig(host="10.0.0.2")),
+        ("auto", SharedFilesConfig(folder="/shared/weights")),
+    ],
+)
+def test_weights_that_workers_can_reach_are_fine(ray_address: str | None, weights: WeightTransferConfig):
+    assert config(mode=Mode.ASYNC, ray_address=ray_address, weights=weights).weights is weights

@@ -19,13 +19,20 @@ from marin_rl.runtime import open_crew as module
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.coordinator import Office
 from marin_rl.runtime.crew import OwnCrew
-from marin_rl.runtime.open_crew import make_history, make_pace, make_replay, open_crew
+from marin_rl.runtime.open_crew import (
+    WorkerDevicesError,
+    check_worker_devices,
+    make_history,
+    make_pace,
+    make_replay,
+    open_crew,
+)
 from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.remote_crew import RemoteCrew
 from marin_rl.runtime.shared_run import SharedCrew
 from marin_rl.runtime.workers_config import Mode, ReplayConfig, WorkersConfig
 from marin_rl.types import WeightVersion
-from marin_rl.weights.config import WeightTransferConfig
+from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig
 from marin_rl.weights.protocol import WeightReceiver, WeightSender
 from marin_rl.weights.snapshot import TrainingHost
 from tests.rollouts.rollout_cases import group_of
@@ -222,3 +229,44 @@ def test_old_weights_are_kept_in_async_mode_alone(mode: Mode, is_asked_for: bool
     replay = dataclasses.replace(REPLAY, keep_old_weights=is_asked_for)
     config = make_config(mode=mode, replay=replay, mismatch=MaskMismatchConfig())
     assert (make_history(config) is not None) == keeps
+
+
+WITH_GPUS = WorkersConfig(gpus_per_worker=1.0)
+REACHABLE = ArrowFlightConfig(host="0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    ("platform", "changes", "message"),
+    [
+        ("tpu", {}, r"mode is async, but this trainer runs on TPU: .*Set mode: sync, on one TPU host"),
+        (
+            "tpu",
+            {"workers": WITH_GPUS, "ray_address": "auto", "weights": REACHABLE},
+            "mode is async, but .* runs on TPU",
+        ),
+        ("gpu", {}, r"workers\.gpus_per_worker is 0, but this trainer runs on GPU: .* and workers\.gpus_per_worker: 1"),
+        ("gpu", {"ray_address": "auto", "weights": REACHABLE}, r"workers\.gpus_per_worker is 0"),
+        ("gpu", {"workers": WITH_GPUS}, r"ray_address is not set, .* XLA_PYTHON_CLIENT_MEM_FRACTION=\.45"),
+    ],
+)
+def test_workers_that_would_open_the_trainers_accelerators_are_refused(
+    platform: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(WorkerDevicesError, match=message):
+        check_worker_devices(make_config(mode=Mode.ASYNC, **changes), platform, {})
+
+
+@pytest.mark.parametrize(
+    ("platform", "changes", "environ"),
+    [
+        ("tpu", {"mode": Mode.SYNC}, {}),
+        ("gpu", {"mode": Mode.SYNC}, {}),
+        ("cpu", {}, {}),
+        ("gpu", {"workers": WITH_GPUS, "ray_address": "auto", "weights": REACHABLE}, {}),
+        ("gpu", {"workers": WITH_GPUS}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".45"}),
+    ],
+)
+def test_workers_with_devices_of_their_own_are_fine(
+    platform: str, changes: dict[str, Any], environ: dict[str, str]
+) -> None:
+    check_worker_devices(make_config(**{"mode": Mode.ASYNC, **changes}), platform, environ)

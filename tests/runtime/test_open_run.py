@@ -4,6 +4,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
@@ -17,9 +18,14 @@ from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.rollouts.orders import OrderNumber
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
+from marin_rl.runtime import open_run, player
+from marin_rl.runtime.crew import OwnCrew
+from marin_rl.runtime.evaluation import EvaluationConfig
 from marin_rl.runtime.open_run import forget_older, make_loss
 from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.starting_weights import restore_policy
+from marin_rl.runtime.warm_start import WarmStartConfig
+from marin_rl.runtime.workers_config import Mode
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.types import RolloutGroup
 from tests.rollouts.rollout_cases import group_of
@@ -114,3 +120,25 @@ def test_the_loss_is_the_configured_one(finished_run: TinyRun):
     loss = make_loss(config)
     assert (loss.policy_loss, loss.kl, loss.critic) == (config.policy_loss, config.kl, config.critic)
     assert (loss.temperature, loss.block_size) == (0.7, 5)
+
+
+@pytest.mark.parametrize(("tasks", "opened"), [(0, 0), (2, 1)])
+def test_a_trainer_starts_reward_functions_only_if_it_plays_episodes_itself(
+    finished_run: TinyRun, monkeypatch: pytest.MonkeyPatch, tasks: int, opened: int
+) -> None:
+    calls: list[object] = []
+
+    def open_judges(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return player.open_judges(*arguments)
+
+    monkeypatch.setattr(open_run, "open_judges", open_judges)
+    monkeypatch.setattr(open_run, "open_crew", lambda config, player, progress, opened: OwnCrew(config, player))
+    run = reopen(
+        finished_run,
+        mode=Mode.ASYNC,
+        evaluation=EvaluationConfig(tasks=tasks),
+        warm_start=WarmStartConfig(max_steps=0),
+    )
+    run.close()
+    assert len(calls) == opened

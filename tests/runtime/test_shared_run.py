@@ -18,8 +18,8 @@ from marin_rl.runtime.shared_run import SharedCrew, check_config, require_same_c
 from marin_rl.runtime.warm_start import WarmStartConfig
 from marin_rl.runtime.workers_config import Mode
 from marin_rl.timing import PhaseTimer
-from marin_rl.weights.config import ArrowFlightConfig
-from marin_rl.weights.in_process import InProcessSender
+from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig
+from marin_rl.weights.snapshot import TrainingHost
 from tests.runtime.bare_run import make_config
 
 FITTING = make_config(mode=Mode.ASYNC, evaluation=EvaluationConfig(tasks=0), warm_start=WarmStartConfig(max_steps=0))
@@ -50,11 +50,23 @@ def test_workers_that_sample_are_fine(two_processes: None):
     check_config(FITTING)
 
 
+def test_weights_that_other_hosts_cannot_reach_are_refused(two_processes: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes, "gather_texts", lambda own: ("first", "second"))
+    with pytest.raises(
+        ValueError,
+        match=r"weights\.host is 127\.0\.0\.1, but training runs on 2 hosts \(first, second\), .*: 0\.0\.0\.0",
+    ):
+        check_config(FITTING)
+    check_config(dataclasses.replace(FITTING, weights=ArrowFlightConfig(host="0.0.0.0")))
+    monkeypatch.setattr(processes, "gather_texts", lambda own: ("first", "first"))
+    check_config(FITTING)
+
+
 def test_one_process_may_do_anything():
     check_config(make_config())
 
 
-def test_a_stop_ends_the_wait_of_a_process_without_workers(monkeypatch: pytest.MonkeyPatch):
+def test_a_stop_ends_the_wait_of_a_process_without_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     exchanges: list[str] = []
 
     def from_main(work: Callable[[], str]) -> str:
@@ -66,8 +78,9 @@ def test_a_stop_ends_the_wait_of_a_process_without_workers(monkeypatch: pytest.M
         return len(exchanges) > 4
 
     monkeypatch.setattr(processes, "on_main", from_main)
+    sender = SharedFilesConfig(folder=str(tmp_path)).open_sender("0123456789abcdef" * 4, TrainingHost.current())
     with pytest.raises(StopRequestedError):
-        SharedCrew(None, InProcessSender(dtype=None)).wait(PhaseTimer(), stop_requested)
+        SharedCrew(None, sender).wait(PhaseTimer(), stop_requested)
     # The main process does the same exchanges in the same order.
     assert exchanges == ["stop", "groups", "stop", "groups", "stop"]
 
