@@ -21,6 +21,8 @@ class LossCause(enum.StrEnum):
     """It printed or answered more than `output_kb`."""
     PROCESSES = "processes"
     """It had more than `processes` processes."""
+    THREADS = "threads"
+    """It had more than `threads` threads."""
     SIGNAL = "signal"
     """A signal ended it, a crash for instance."""
     EXITED = "exited"

@@ -27,10 +27,12 @@ class SandboxConfig:
     many."""
     memory_mb: int = 2048
     """Mebibytes of address space that a call may take beyond what the loaded file takes, and that loading the file may
-    take; at least 64. Threads count, about 8 each. Each process that a call starts may take as much."""
+    take; at least 64. Threads count, about 8 each by default. Each process that a call starts may take as much."""
     processes: int = 0
     """Processes that a call may have at a time, those included that it does not wait for. With 0 it can start neither
     processes nor programs. All stay in the call's session and process group."""
+    threads: int = 64
+    """Threads that a call may have at a time, those of its processes included; at least 1. Not limited off Linux."""
     file_mb: int = 16
     """Mebibytes of any one file that a call writes, and in full isolation a quarter of what its folder holds; at
     least 1."""
@@ -44,7 +46,14 @@ class SandboxConfig:
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
-        for field, least in (("workers", 1), ("memory_mb", 64), ("processes", 0), ("file_mb", 1), ("output_kb", 1)):
+        for field, least in (
+            ("workers", 1),
+            ("memory_mb", 64),
+            ("processes", 0),
+            ("threads", 1),
+            ("file_mb", 1),
+            ("output_kb", 1),
+        ):
             if getattr(self, field) < least:
                 raise ValueError(f"sandbox.{field} is {getattr(self, field)}; it must be at least {least}")
         for field in ("wall_seconds", "cpu_seconds", "start_seconds"):
@@ -62,6 +71,7 @@ class SandboxConfig:
             cpu_seconds=float(self.cpu_seconds),
             memory_bytes=self.memory_mb * 2**20,
             processes=self.processes,
+            threads=self.threads,
             file_bytes=self.file_mb * 2**20,
             output_bytes=self.output_kb * 2**10,
         )

@@ -5,6 +5,8 @@
 
 import dataclasses
 import math
+import os
+import re
 import resource
 import signal
 import sys
@@ -22,11 +24,16 @@ class CallLimits:
     """Address space beyond what the loaded file takes."""
     processes: int
     """Processes and programs beside the call itself."""
+    threads: int
+    """Threads of the call and of its processes together, each one's first thread included."""
     file_bytes: int
     """Length of any one file that it writes."""
     output_bytes: int
     """Length of each of: what it prints, what it writes to stderr, its answer."""
 
+
+_TASKS_OF_WORKER = 2
+"""In the namespaces of a call: the worker, and the process that the call was forked from."""
 
 OPEN_FILES = 64
 """Files that a call may hold open."""
@@ -43,12 +50,13 @@ def limit_import(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def limit_call(limits: CallLimits, taken: int) -> None:
+def limit_call(limits: CallLimits, taken: int, has_namespaces: bool) -> None:
     """Hold this process, which is about to run a call, to its limits.
 
     Args:
         limits: what the call may use.
         taken: bytes of address space that the loaded file takes.
+        has_namespaces: whether nobody else's processes are in its user namespace.
     """
     cpu = math.ceil(limits.cpu_seconds)
     # At the soft limit the kernel sends a signal that a call may ignore, at the hard one it ends the process.
@@ -56,6 +64,10 @@ def limit_call(limits: CallLimits, taken: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_bytes, limits.file_bytes))
     resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if has_namespaces and counts_threads_by_namespace():
+        # The kernel exempts root, which the worker's count alone then holds to it.
+        tasks = limits.threads + _TASKS_OF_WORKER
+        resource.setrlimit(resource.RLIMIT_NPROC, (tasks, tasks))
     if sys.platform == "linux":
         _, highest = resource.getrlimit(resource.RLIMIT_AS)
         space = taken + limits.memory_bytes
@@ -70,3 +82,14 @@ def address_space(process: int | None = None) -> int:
     """Bytes of address space that a process takes (Linux); this process by default."""
     with open(f"/proc/{process or 'self'}/statm", encoding="ascii") as statistics:
         return int(statistics.read().split()[0]) * resource.getpagesize()
+
+
+def counts_threads_by_namespace() -> bool:
+    """Whether the kernel counts RLIMIT_NPROC in each user namespace apart: since Linux 5.14.
+
+    Older ones count all threads of the user on the machine, the trainer's included.
+    """
+    if sys.platform != "linux":
+        return False
+    numbers = [int(number) for number in re.findall(r"\d+", os.uname().release)]
+    return numbers[:2] >= [5, 14]

@@ -4,6 +4,7 @@
 """What runs below a process: found in /proc, and ended (Linux)."""
 
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -22,6 +23,8 @@ class Process(NamedTuple):
     """Its process group."""
     has_ended: bool
     """Whether it has ended, and nobody has waited for it yet."""
+    threads: int
+    """Its threads, the first one included."""
 
 
 def below(root: int) -> dict[int, Process]:
@@ -32,11 +35,9 @@ def below(root: int) -> dict[int, Process]:
         if not entry.isdigit():
             continue
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as statistics:
-                # The second field, the name, is in parentheses and may hold anything.
-                state, parent, group, *_ = statistics.read().rpartition(")")[2].split()
-            children.setdefault(int(parent), []).append(int(entry))
-            known[int(entry)] = Process(int(parent), int(group), state in _GONE)
+            process = _read(int(entry))
+            children.setdefault(process.parent, []).append(int(entry))
+            known[int(entry)] = process
     found: dict[int, Process] = {}
     waiting = [root]
     while waiting:
@@ -44,6 +45,45 @@ def below(root: int) -> dict[int, Process]:
         found |= {process: known[process] for process in of_one}
         waiting.extend(of_one)
     return found
+
+
+def look_below(root: int) -> dict[int, Process]:
+    """The processes below `root`, as `below` finds them, in time that other processes of the machine do not add to.
+
+    It walks from parents to children, so it can miss processes that are forked or end meanwhile.
+    """
+    if not _kernel_lists_children():
+        return below(root)
+    found: dict[int, Process] = {}
+    waiting = [root]
+    while waiting:
+        for child in _children(waiting.pop()):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found[child] = _read(child)
+                waiting.append(child)
+    return found
+
+
+@functools.cache
+def _kernel_lists_children() -> bool:
+    return os.path.exists("/proc/thread-self/children")
+
+
+def _children(process: int) -> list[int]:
+    """The children of a process, also those that wait to be reaped."""
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with open(f"/proc/{process}/task/{thread}/children", encoding="ascii") as children:
+                found += map(int, children.read().split())
+    return found
+
+
+def _read(process: int) -> Process:
+    with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as statistics:
+        # The second field, the name, is in parentheses and may hold anything.
+        fields = statistics.read().rpartition(")")[2].split()
+    return Process(parent=int(fields[1]), group=int(fields[2]), has_ended=fields[0] in _GONE, threads=int(fields[17]))
 
 
 def descendants(root: int) -> dict[int, int]:
@@ -65,27 +105,9 @@ def reap(spare: int | None) -> None:
 
 
 def is_alone(process: int) -> bool:
-    """Whether a child of this process is its only one, alive, with a single thread and no child of its own."""
-    return (
-        _children(os.getpid()) == [process] and not _children(process) and len(_entries(f"/proc/{process}/task")) == 1
-    )
-
-
-def _children(process: int) -> list[int]:
-    """The children of a process with one thread, also those that wait to be reaped."""
-    try:
-        with open(f"/proc/{process}/task/{process}/children", encoding="ascii") as children:
-            return [int(child) for child in children.read().split()]
-    except FileNotFoundError:
-        # The kernel was built without this file, or the process is gone.
-        return [number for number, found in below(process).items() if found.parent == process]
-
-
-def _entries(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+    """Whether a child of this process is all that runs below it: alive, with one thread and no child of its own."""
+    found = look_below(os.getpid())
+    return list(found) == [process] and not found[process].has_ended and found[process].threads == 1
 
 
 def end_descendants(spare: int | None, seconds: float) -> bool:

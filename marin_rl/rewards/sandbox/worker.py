@@ -24,11 +24,11 @@ from typing import Any
 from marin_rl.rewards.sandbox import frames, kernel, zygote
 from marin_rl.rewards.sandbox.folders import remove
 from marin_rl.rewards.sandbox.limits import address_space
-from marin_rl.rewards.sandbox.processes import below, end_descendants, is_alone, reap
+from marin_rl.rewards.sandbox.processes import end_descendants, is_alone, look_below, reap
 from marin_rl.rewards.sandbox.spec import WorkerSpec
 
 POLL_SECONDS = 0.02
-"""How often processes are counted, where a call can start any."""
+"""How often processes and threads are counted while a call runs or a file is loaded."""
 
 END_SECONDS = 5.0
 """How long to wait for what was ended to be gone."""
@@ -103,7 +103,6 @@ class Worker:
                 and len(ready.data) >= frames.HEADER_BYTES + frames.length(bytes(ready.data))
             ),
             processes=1 + self._spec.limits.processes,
-            counts=kernel.IS_LINUX,
         )
         failure = self._why_not_loaded(ready, violation)
         if failure is None:
@@ -171,7 +170,6 @@ class Worker:
             deadline,
             lambda: len(status.data) >= len(zygote.ENDED),
             processes=2 + self._spec.limits.processes,
-            counts=kernel.IS_LINUX and self._spec.can_start_processes,
         )
         if not status.ended:
             self._end_call(status, violation)
@@ -209,7 +207,6 @@ class Worker:
         deadline: float,
         finished: Callable[[], bool],
         processes: int,
-        counts: bool,
     ) -> str | None:
         """Read until the zygote has answered; says which limit was exceeded, or None.
 
@@ -218,7 +215,6 @@ class Worker:
             deadline: when to give up, on the monotonic clock.
             finished: whether the zygote has answered.
             processes: how many may run below this one.
-            counts: whether to count them.
         """
         poll = select.poll()
         # While a call runs the trainer says nothing; it can only go away.
@@ -230,16 +226,17 @@ class Worker:
             left = deadline - time.monotonic()
             if left <= 0:
                 return "timeout"
-            for descriptor, _ in poll.poll(1000 * (min(left, POLL_SECONDS) if counts else left)):
+            for descriptor, _ in poll.poll(1000 * (min(left, POLL_SECONDS) if kernel.IS_LINUX else left)):
                 if descriptor == _REQUESTS:
                     _end_all()
                 if _read_some(descriptor, streams[descriptor]):
                     poll.unregister(descriptor)
                 if streams[descriptor].exceeded:
                     return "output"
-            if counts and _count_processes() > processes:
-                return "processes"
-            if counts:
+            if kernel.IS_LINUX:
+                excess = _count(processes, self._spec.limits.threads)
+                if excess is not None:
+                    return excess
                 reap(self._zygote)
         return None
 
@@ -274,14 +271,17 @@ class Worker:
             raise SystemExit("processes of a user's file could not be ended")
 
 
-def _count_processes() -> int:
-    """How many there are below this one, as a limit counts them.
+def _count(processes: int, threads: int) -> str | None:
+    """Which of two limits the processes below this one exceed: `processes`, `threads`, or None.
 
-    Those that have ended count where a call should wait for them and does not: they take up numbers, of which a machine
-    has so many.
+    Processes that have ended count until their parent has reaped them: they take up numbers, of which a machine has so
+    many. The one thread of the process that forks the calls does not count.
     """
     own = os.getpid()
-    return sum(not (process.has_ended and process.parent == own) for process in below(own).values())
+    found = look_below(own).values()
+    if sum(not (process.has_ended and process.parent == own) for process in found) > processes:
+        return "processes"
+    return "threads" if sum(process.threads for process in found) - 1 > threads else None
 
 
 def _end_all(*_: object) -> None:

@@ -107,7 +107,7 @@ def _confine_import(spec: WorkerSpec) -> None:
 
 
 def _confine_call(spec: WorkerSpec, folder: str, taken: int) -> None:
-    limit_call(spec.limits, taken)
+    limit_call(spec.limits, taken, spec.has_namespaces)
     if spec.landlock:
         restrict_writes((folder, os.devnull), spec.landlock)
     if spec.seccomp:

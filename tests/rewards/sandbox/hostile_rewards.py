@@ -72,6 +72,24 @@ def bombs_with_threads(messages, ground_truth, **kwargs):
 
 
 @reward_function
+def bombs_with_small_threads(messages, ground_truth, **kwargs):
+    """Threads that hardly need memory; never more than 2,000, for a test must not endanger its machine."""
+    threading.stack_size(32768)
+    for _ in range(2000):
+        threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
+    time.sleep(1e6)
+
+
+@reward_function
+def starts_threads(messages, ground_truth, count, **kwargs):
+    barrier = threading.Barrier(count)
+    for _ in range(count - 1):
+        threading.Thread(target=barrier.wait).start()
+    barrier.wait()
+    return 1.0
+
+
+@reward_function
 def bombs_with_forks(messages, ground_truth, **kwargs):
     while True:
         os.fork()

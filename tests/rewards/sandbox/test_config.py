@@ -15,6 +15,7 @@ from marin_rl.rewards.sandbox.limits import CallLimits
         ({"workers": 0}, "sandbox.workers is 0; it must be at least 1"),
         ({"memory_mb": 63}, "sandbox.memory_mb is 63; it must be at least 64"),
         ({"processes": -1}, "sandbox.processes is -1; it must be at least 0"),
+        ({"threads": 0}, "sandbox.threads is 0; it must be at least 1"),
         ({"file_mb": 0}, "sandbox.file_mb is 0; it must be at least 1"),
         ({"output_kb": 0}, "sandbox.output_kb is 0; it must be at least 1"),
         ({"wall_seconds": 0.0}, "sandbox.wall_seconds is 0.0; it is a number of seconds above 0"),
@@ -34,6 +35,7 @@ def test_limits_are_in_bytes():
         cpu_seconds=10.0,
         memory_bytes=100 * 1024 * 1024,
         processes=0,
+        threads=64,
         file_bytes=2 * 1024 * 1024,
         output_bytes=3 * 1024,
     )

@@ -51,6 +51,17 @@ def test_threads_are_bounded_by_memory(attack: Attack):
     assert "can't start new thread" in lost.detail or lost.cause is LossCause.MEMORY
 
 
+def test_too_many_threads(attack: Attack):
+    lost = attack.lost("bombs_with_small_threads")
+    # In namespaces the kernel refuses them to everyone but root; elsewhere the worker counts.
+    refused = lost.cause is LossCause.RAISED and "can't start new thread" in lost.detail
+    assert lost.cause is LossCause.THREADS or (refused and attack.level is Isolation.FULL)
+
+
+def test_threads_within_the_limit(lenient: Attack):
+    assert lenient.call("starts_threads", count=64).score == 1.0
+
+
 def test_fork_bomb(confined: Attack):
     lost = confined.lost("bombs_with_forks")
     assert lost.cause is LossCause.RAISED

@@ -3,22 +3,33 @@
 
 import subprocess
 import sys
+import types
 
-from marin_rl.rewards.sandbox.limits import address_space
+import pytest
+
+from marin_rl.rewards.sandbox.limits import address_space, counts_threads_by_namespace
 
 LIMITED = """
 import resource
 from marin_rl.rewards.sandbox.limits import CallLimits, address_space, limit_call, limit_import
+from marin_rl.rewards.sandbox.limits import counts_threads_by_namespace
 
 taken = address_space()
 limit_import(2**28)
 soft, hard = resource.getrlimit(resource.RLIMIT_AS)
 assert taken + 2**28 <= soft <= taken + 2**28 + 2**24 and hard - soft == 2**28, (taken, soft, hard)
-limit_call(CallLimits(1.0, 1.5, 2**27, 0, 1000, 1000), taken)
+limits = CallLimits(1.0, 1.5, 2**27, 0, 9, 1000, 1000)
+processes = resource.getrlimit(resource.RLIMIT_NPROC)
+limit_call(limits, taken, has_namespaces=False)
+assert resource.getrlimit(resource.RLIMIT_NPROC) == processes
 assert resource.getrlimit(resource.RLIMIT_AS) == (taken + 2**27, taken + 2**27)
 assert resource.getrlimit(resource.RLIMIT_CPU) == (2, 3)
 assert resource.getrlimit(resource.RLIMIT_FSIZE) == (1000, 1000)
 assert resource.getrlimit(resource.RLIMIT_CORE) == (0, 0)
+limit_call(limits, taken, has_namespaces=True)
+# The worker, the process that forks calls, and nine threads of the call.
+limited = (11, 11) if counts_threads_by_namespace() else processes
+assert resource.getrlimit(resource.RLIMIT_NPROC) == limited
 """
 
 
@@ -31,3 +42,19 @@ def test_address_space_grows_with_what_is_mapped():
     held = bytearray(2**26)
     assert address_space() - before >= 2**26 - 2**20
     assert len(held) == 2**26
+
+
+@pytest.mark.parametrize(
+    ("release", "counts"),
+    [
+        ("5.14.0-427.el9.x86_64", True),
+        ("6.1.0-18-amd64", True),
+        ("6.18-rc1", True),
+        ("5.13.19", False),
+        ("4.18.0-513.el8.x86_64", False),
+    ],
+)
+def test_kernels_that_count_threads_by_namespace(release: str, counts: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.uname", lambda: types.SimpleNamespace(release=release))
+    monkeypatch.setattr("sys.platform", "linux")
+    assert counts_threads_by_namespace() is counts

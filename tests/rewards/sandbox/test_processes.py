@@ -60,3 +60,41 @@ def test_a_process_without_children():
         assert child.pid in descendants(os.getpid())
         assert descendants(child.pid) == {}
     assert child.pid not in descendants(os.getpid())
+
+
+WALKS = """
+import os, threading
+from marin_rl.rewards.sandbox import processes
+from marin_rl.rewards.sandbox.processes import below, look_below
+
+ready, started = os.pipe()
+go_on, ends = os.pipe()
+
+def wait(depth):
+    if depth and os.fork() == 0:
+        wait(depth - 1)
+    threading.Thread(target=lambda: (os.write(started, b"x"), os.read(go_on, 1))).start()
+    threading.Event().wait()
+
+def fork():
+    if os.fork() == 0:
+        os.close(ends)
+        wait(2)
+
+# A child of a thread that is not the first is a child all the same.
+thread = threading.Thread(target=fork)
+thread.start()
+thread.join()
+for _ in range(3):
+    os.read(ready, 1)
+found = below(os.getpid())
+assert len(found) == 3 and {process.threads for process in found.values()} == {2}, found
+assert look_below(os.getpid()) == found
+processes._kernel_lists_children = lambda: False
+assert look_below(os.getpid()) == found
+assert processes.end_descendants(None, 30)
+"""
+
+
+def test_both_ways_to_look_find_the_same():
+    subprocess.run([sys.executable, "-c", WALKS], check=True)
