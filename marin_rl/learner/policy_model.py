@@ -4,7 +4,6 @@
 """The policy as a model: from scratch, from and to the Hugging Face format."""
 
 import contextlib
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -19,30 +18,18 @@ from levanter.compat.hf_checkpoints import HFCheckpointConverter, HFCompatConfig
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer import TrainerConfig
 from safetensors import SafetensorError
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from marin_rl.models.hf_config import (
+    PolicyModelError,
+    check_same_function,
+    levanter_config,
+    read_hf_config,
+    to_hf_config,
+)
+from marin_rl.models.hf_tensors import BASE_PREFIX, check_tensors
 from marin_rl.tokenization.chat import ChatTokenizer
-
-logger = logging.getLogger(__name__)
-
-LEVANTER_MODELS = {
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
-    "gpt2": "gpt2",
-    "llama": "llama",
-    "mistral": "mistral",
-    "mixtral": "mixtral",
-    "olmo2": "olmo2",
-    "qwen2": "qwen",
-    "qwen3": "qwen3",
-}
-"""Levanter's name of each architecture, by the `model_type` in a Hugging Face `config.json`."""
-
-
-class PolicyModelError(ValueError):
-    """A model that cannot be made, loaded or saved as asked; says why and what to do."""
 
 
 def initialize_policy(
@@ -86,32 +73,44 @@ def load_hf_policy(
         config: overrides the architecture in the checkpoint's own `config.json`; None takes that.
 
     Raises:
-        PolicyModelError: if the checkpoint is missing, damaged or of an unknown architecture, or does not fit
-            `config` or the tokenizer.
+        PolicyModelError: if the checkpoint is missing, damaged or of an unknown architecture, has settings or tensors
+            that the model does not implement, or does not fit `config` or the tokenizer.
     """
     checkpoint = _absolute_folder(checkpoint)
-    converter = _converter_for(checkpoint, tokenizer)
-    vocab_size = _read_hf_config(checkpoint).vocab_size
+    hf_config = read_hf_config(checkpoint)
+    own_config = levanter_config(hf_config, checkpoint)
+    vocab_size = hf_config.vocab_size
     if tokenizer.vocab_size > vocab_size:
         raise PolicyModelError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the model in {checkpoint!r} has a vocabulary of "
             f"{vocab_size}: token ids would fall outside it. Use the tokenizer that belongs to the checkpoint "
             f"(tokenizer.path: {checkpoint})"
         )
+    if config is None:
+        config = own_config
+    else:
+        _check_override(hf_config, config, checkpoint)
+    check_tensors(checkpoint, model_shape(config, Axis("vocab", vocab_size), trainer))
+    converter = HFCheckpointConverter(
+        cast(type[HFCompatConfig], type(config)),
+        reference_checkpoint=checkpoint,
+        HfConfigClass=type(hf_config),
+        tokenizer=cast(PreTrainedTokenizerFast, tokenizer.tokenizer),
+        ignore_prefix=BASE_PREFIX,
+    )
     try:
         with trainer.use_device_mesh():
             model = converter.load_pretrained(
-                converter.LevConfigClass if config is None else config.model_type,
+                config.model_type,
                 ref=checkpoint,
-                config=cast(HFCompatConfig | None, config),
+                config=cast(HFCompatConfig, config),
                 axis_mapping=trainer.parameter_axis_mapping,
                 resize_vocab_to_match_tokenizer=False,
                 dtype=trainer.mp.param_dtype,
             )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise PolicyModelError(
-            f"the weights in {checkpoint!r} are missing, damaged, or of another shape than the configured model "
-            f"({str(error).splitlines()[0]}); leave model out to take the architecture from the checkpoint itself"
+            f"the weights in {checkpoint!r} are missing or damaged: {str(error).splitlines()[0]}"
         ) from error
     return cast(LmHeadModel, model)
 
@@ -123,10 +122,7 @@ def save_hf_policy(model: LmHeadModel, tokenizer: ChatTokenizer, folder: Path, t
         PolicyModelError: if levanter cannot export this architecture.
         OSError: if the folder cannot be written.
     """
-    config = model.config
-    if not isinstance(config, HFCompatConfig):
-        raise PolicyModelError(f"{type(config).__name__} has no Hugging Face form; it cannot be exported to {folder}")
-    hf_config = config.to_hf_config(model.vocab_size)
+    hf_config = to_hf_config(model.config, model.vocab_size)
     hf_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf_config.model_type]]
     with _system_errors(folder):
         _export(model, hf_config, tokenizer, folder, trainer)
@@ -161,46 +157,34 @@ def _system_errors(folder: Path) -> Iterator[None]:
         raise
 
 
-def read_hf_architecture(checkpoint: str) -> LmConfig:
+def read_hf_architecture(checkpoint: str, override: LmConfig | None = None) -> LmConfig:
     """Levanter's configuration of a checkpoint in Hugging Face format.
 
+    Args:
+        checkpoint: a folder or hub name.
+        override: the `model` section of a run, returned if it computes the same as the checkpoint; None for none.
+
     Raises:
-        PolicyModelError: if it is missing or of an unknown architecture.
+        PolicyModelError: if the checkpoint is missing, of an unknown architecture, has settings that are not
+            implemented, or differs from `override`.
     """
-    hf_config = _read_hf_config(checkpoint)
-    return cast(LmConfig, _architecture(checkpoint, hf_config).from_hf_config(hf_config))
+    hf_config = read_hf_config(checkpoint)
+    config = levanter_config(hf_config, checkpoint)
+    if override is None:
+        return config
+    _check_override(hf_config, override, checkpoint)
+    return override
+
+
+def _check_override(hf_config: PretrainedConfig, config: LmConfig, checkpoint: str) -> None:
+    check_same_function(
+        hf_config,
+        config,
+        f"the model section describes another model than {checkpoint!r}; leave model out to take the architecture from "
+        "the checkpoint. They differ in (config.json, then model)",
+    )
 
 
 def _absolute_folder(checkpoint: str) -> str:
     # Levanter asks the hub for any file that it does not see; a relative folder would pass for a hub name there.
     return str(Path(checkpoint).absolute()) if Path(checkpoint).is_dir() else checkpoint
-
-
-def _read_hf_config(checkpoint: str) -> PretrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(checkpoint)
-    except (OSError, ValueError) as error:
-        raise PolicyModelError(
-            f"no model in Hugging Face format at {checkpoint!r}: it is neither a folder with a config.json nor a hub "
-            f"name that could be reached ({str(error).splitlines()[0]})"
-        ) from error
-
-
-def _architecture(checkpoint: str, hf_config: PretrainedConfig) -> type[HFCompatConfig]:
-    choice = LEVANTER_MODELS.get(hf_config.model_type)
-    if choice is None:
-        raise PolicyModelError(
-            f"{checkpoint!r} holds a {hf_config.model_type!r} model, which levanter does not know; "
-            f"it knows {', '.join(LEVANTER_MODELS)}"
-        )
-    return LmConfig.get_choice_class(choice)
-
-
-def _converter_for(checkpoint: str, tokenizer: ChatTokenizer) -> HFCheckpointConverter:
-    hf_config = _read_hf_config(checkpoint)
-    return HFCheckpointConverter(
-        _architecture(checkpoint, hf_config),
-        reference_checkpoint=checkpoint,
-        HfConfigClass=type(hf_config),
-        tokenizer=cast(PreTrainedTokenizerFast, tokenizer.tokenizer),
-    )

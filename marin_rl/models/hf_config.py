@@ -1,0 +1,405 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Hugging Face configs: reading them, converting them to levanter's, and checking that nothing is lost.
+
+A config.json may hold settings that levanter's model does not implement, or does not even read. Such a model would
+load, train and export without an error, and compute something other than the checkpoint. So every conversion is
+reversed and compared ([`check_same_function`][marin_rl.models.hf_config.check_same_function]), and settings that
+survive the conversion but change nothing in levanter's model are refused by name
+([`check_implemented`][marin_rl.models.hf_config.check_implemented]).
+"""
+
+import copy
+import dataclasses
+import inspect
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import transformers
+from levanter.compat.hf_checkpoints import HFCompatConfig
+from levanter.layers.rotary import Llama3RotaryEmbeddingsConfig
+from levanter.models.lm_model import LmConfig
+from packaging.version import InvalidVersion, Version
+from transformers import PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils.hub import cached_file
+
+# Registers the architecture.
+import marin_rl.models.qwen2  # noqa: F401
+from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig, yarn_attention_factor
+
+logger = logging.getLogger(__name__)
+
+MODEL_TYPES = {
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gpt2": "gpt2",
+    "llama": "llama",
+    "mistral": "mistral",
+    "mixtral": "mixtral",
+    "olmo2": "olmo2",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+}
+"""`model.type` in a run's config, by the `model_type` in a Hugging Face `config.json`."""
+
+_GEMMA3 = "its layers alternate between two rotary bases and between local and global attention"
+_UNSUPPORTED = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
+"""Why a well-known `model_type` cannot be loaded."""
+
+
+class PolicyModelError(ValueError):
+    """A model cannot be built, loaded or saved; the message names the setting and the remedy."""
+
+
+def read_hf_config(checkpoint: str) -> PretrainedConfig:
+    """The Hugging Face config of a checkpoint, in the form of the installed transformers.
+
+    Configs written by transformers 5 keep the rotary settings in `rope_parameters`. Transformers 4 ignores that key
+    and falls back to a base of 10000 without scaling, so it is translated to `rope_theta` and `rope_scaling`.
+
+    Keys that the config class does not declare do not take part in the forward pass of the installed transformers.
+    Checkpoints carry many of them, left by training tools, so they are only logged. If a newer transformers wrote the
+    file, though, such a key may be a setting that the installed version does not know, and it is refused.
+
+    Args:
+        checkpoint: a folder with `config.json`, or a hub name.
+
+    Raises:
+        PolicyModelError: if there is no readable config, its architecture is not supported, or a key in it cannot be
+            translated.
+    """
+    raw = _read_json(checkpoint)
+    model_type = raw.get("model_type")
+    if model_type not in MODEL_TYPES:
+        reason = f": {_UNSUPPORTED[model_type]}" if model_type in _UNSUPPORTED else ""
+        raise PolicyModelError(
+            f"{checkpoint!r} holds a {model_type!r} model, which is not supported{reason}; supported are "
+            + ", ".join(MODEL_TYPES)
+        )
+    if raw.get("quantization_config") is not None:
+        raise PolicyModelError(
+            f"the weights in {checkpoint!r} are quantized (quantization_config in config.json); use the checkpoint in "
+            "bfloat16, float16 or float32 that it was made from"
+        )
+    values = _translate_rope_parameters(raw, checkpoint)
+    hf_class = CONFIG_MAPPING[model_type]
+    _check_undeclared(values, hf_class, checkpoint)
+    try:
+        return hf_class.from_dict(values)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise PolicyModelError(f"config.json of {checkpoint!r} is invalid: {error}") from error
+
+
+def levanter_config(hf_config: PretrainedConfig, checkpoint: str) -> LmConfig:
+    """Levanter's config of the model that a Hugging Face config describes.
+
+    Raises:
+        PolicyModelError: naming each setting that levanter's model does not implement.
+    """
+    plain = copy.deepcopy(hf_config)
+    # Levanter reads `rope_scaling` wrongly or not at all, depending on the architecture; it is added below.
+    plain.rope_scaling = None
+    choice = cast(type[HFCompatConfig], LmConfig.get_choice_class(MODEL_TYPES[hf_config.model_type]))
+    try:
+        scaling = canonical_rope_scaling(hf_config)
+        fields = _settings_not_read(hf_config)
+        if scaling is not None:
+            rope_config = _ROPE_CONFIGS[scaling["rope_type"]]
+            fields["rope"] = rope_config.make_from_hf_config(hf_config.rope_theta, scaling)
+        config = dataclasses.replace(cast(HFCompatConfig, choice.from_hf_config(plain)), **fields)
+    except (AttributeError, KeyError, TypeError, ValueError, AssertionError) as error:
+        raise PolicyModelError(f"the model in {checkpoint!r} is not supported: {_message(error)}") from error
+    check_same_function(
+        hf_config,
+        config,
+        f"the model in {checkpoint!r} has settings that are not implemented for {hf_config.model_type} "
+        "(config.json, then the implementation)",
+    )
+    return config
+
+
+def check_same_function(hf_config: PretrainedConfig, config: LmConfig, problem: str) -> None:
+    """Refuse a levanter config that computes something other than a Hugging Face config.
+
+    The levanter config is converted back, and the two are compared on every setting that the Hugging Face class
+    declares, other than those in `NOT_THE_FUNCTION`.
+
+    Args:
+        hf_config: of the checkpoint.
+        config: of the model that its weights are loaded into.
+        problem: begins the error message.
+
+    Raises:
+        PolicyModelError: naming each setting that differs, with both values.
+    """
+    back = to_hf_config(config, hf_config.vocab_size)
+    if type(back) is not type(hf_config):
+        raise PolicyModelError(f"{problem}: model_type: {hf_config.model_type}, {back.model_type}")
+    expected, found = _function_settings(hf_config), _function_settings(back)
+    differences = [f"{name}: {expected[name]!r}, {found[name]!r}" for name in expected if expected[name] != found[name]]
+    if differences:
+        raise PolicyModelError(f"{problem}: {'; '.join(differences)}")
+    check_implemented(back)
+
+
+def check_implemented(hf_config: PretrainedConfig) -> None:
+    """Refuse settings that levanter's configs carry but its models ignore.
+
+    Raises:
+        PolicyModelError: naming the setting, its value and the value that is implemented.
+    """
+    model_type, values = hf_config.model_type, hf_config.to_dict()
+    head_size = values.get("hidden_size", 0) // (values.get("num_attention_heads") or 1)
+    implemented: dict[str, object] = {}
+    if model_type in ("gemma", "gemma2"):
+        implemented |= {"head_dim": head_size, "attention_bias": False}
+    if model_type == "gemma2":
+        implemented |= {"final_logit_softcapping": None, "query_pre_attn_scalar": head_size}
+    if model_type == "qwen3":
+        implemented |= {"attention_bias": False}
+    wrong = [
+        f"{name} is {values[name]!r}, implemented is {value!r}"
+        for name, value in implemented.items()
+        if values[name] != value
+    ]
+    if wrong:
+        raise PolicyModelError(f"{model_type} models are not supported with these settings: {'; '.join(wrong)}")
+
+
+def to_hf_config(config: LmConfig, vocab_size: int) -> PretrainedConfig:
+    """The Hugging Face config that an export of this model gets.
+
+    Raises:
+        PolicyModelError: if the model has no Hugging Face form.
+    """
+    name = LmConfig.get_choice_name(type(config))
+    if not isinstance(config, HFCompatConfig):
+        raise PolicyModelError(f"model.type {name!r} has no Hugging Face form and cannot be exported")
+    try:
+        return config.to_hf_config(vocab_size)
+    except (AttributeError, KeyError, TypeError, ValueError, AssertionError) as error:
+        raise PolicyModelError(
+            f"model: this {name!r} model cannot be exported in Hugging Face format: {_message(error)}"
+        ) from error
+
+
+def attention_window(hf_config: PretrainedConfig) -> int | None:
+    """The most recent positions, the own included, that some layer attends to; None if all layers attend to all."""
+    if hf_config.model_type in ("mistral", "mixtral"):
+        return hf_config.sliding_window
+    if "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
+        return hf_config.sliding_window
+    return None
+
+
+def canonical_rope_scaling(hf_config: PretrainedConfig) -> dict[str, Any] | None:
+    """`rope_scaling` with every default filled in, as transformers fills it in; None if there is no scaling.
+
+    Raises:
+        PolicyModelError: if its type, or a key in it, is not supported.
+    """
+    scaling = getattr(hf_config, "rope_scaling", None)
+    if scaling is None:
+        return None
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    given = {name: value for name, value in scaling.items() if name not in ("rope_type", "type")}
+    canonical: dict[str, Any]
+    match kind:
+        case "default":
+            return None
+        case "linear":
+            canonical = {"factor": float(given["factor"])}
+        case "llama3":
+            names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+            canonical = {name: given[name] for name in names}
+        case "yarn":
+            canonical = _canonical_yarn(given, hf_config.max_position_embeddings)
+        case _:
+            raise PolicyModelError(
+                f"rope_scaling of type {kind!r} is not supported; supported are default, linear, llama3 and yarn"
+            )
+    # Both are resolved into the attention factor.
+    if unknown := sorted(given.keys() - canonical.keys() - {"mscale", "mscale_all_dim"}):
+        raise PolicyModelError(f"rope_scaling of type {kind!r} has settings that are not supported: {unknown}")
+    return {"rope_type": kind, **canonical}
+
+
+def _canonical_yarn(given: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
+    factor = float(given["factor"])
+    attention_factor = given.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = yarn_attention_factor(factor, given.get("mscale"), given.get("mscale_all_dim"))
+    return {
+        "factor": factor,
+        "attention_factor": float(attention_factor),
+        "beta_fast": float(given.get("beta_fast") or 32),
+        "beta_slow": float(given.get("beta_slow") or 1),
+        "original_max_position_embeddings": given.get("original_max_position_embeddings") or max_position_embeddings,
+        "truncate": given.get("truncate", True),
+    }
+
+
+_TOKENS = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+_TRAINING_ONLY = (
+    "initializer_range",
+    "attention_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+)
+_OTHER_HEADS = (
+    "summary_type",
+    "summary_use_proj",
+    "summary_activation",
+    "summary_proj_to_labels",
+    "summary_first_dropout",
+)
+_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+NOT_THE_FUNCTION = frozenset(
+    {
+        *_TOKENS,
+        *_TRAINING_ONLY,
+        *_OTHER_HEADS,
+        *_WINDOWS,
+        # Lengths beyond it are refused by other means, and scaled rotary embeddings state the original length.
+        "max_position_embeddings",
+        "use_cache",
+        "output_router_logits",
+        # Splits a matrix product; rounding aside, the result is the same.
+        "pretraining_tp",
+        "reorder_and_upcast_attn",
+    }
+)
+"""Declared settings that do not change the logits.
+
+Token ids and the vocabulary are checked against the tokenizer and the weights. Dropout acts only in transformers'
+training mode, and neither sampling nor the loss of RL uses it. The summary settings belong to classification heads.
+Sliding windows are compared in a form that does not depend on the architecture (`attention_window`).
+"""
+
+_SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
+
+
+def _function_settings(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """The settings that change the logits, in a form in which equal values mean equal functions."""
+    declared = _declared(type(hf_config)) - NOT_THE_FUNCTION
+    settings = {name: getattr(hf_config, name) for name in sorted(declared) if hasattr(hf_config, name)}
+    settings["tie_word_embeddings"] = hf_config.tie_word_embeddings
+    settings["rope_scaling"] = canonical_rope_scaling(hf_config)
+    settings["partial_rotary_factor"] = getattr(hf_config, "partial_rotary_factor", 1.0)
+    if "hidden_size" in declared:
+        default = hf_config.hidden_size // hf_config.num_attention_heads
+        settings["head_dim"] = getattr(hf_config, "head_dim", None) or default
+    settings["sliding_window"] = attention_window(hf_config)
+    settings["layer_types"] = settings["sliding_window"] and getattr(hf_config, "layer_types", None)
+    if hf_config.model_type == "gemma":
+        # Transformers' Gemma reads `hidden_act` alone.
+        del settings["hidden_activation"]
+    if hf_config.model_type == "gpt2":
+        settings["n_inner"] = hf_config.n_inner or 4 * hf_config.n_embd
+    for name in ("hidden_act", "hidden_activation", "activation_function"):
+        if name in settings:
+            # Levanter writes members of an enumeration of strings.
+            value = getattr(settings[name], "value", settings[name])
+            settings[name] = _SAME_ACTIVATION.get(value, value)
+    return settings
+
+
+def _settings_not_read(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """Fields of levanter's config that its conversion leaves at their default."""
+    match hf_config.model_type:
+        case "gemma2":
+            names = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
+            return {name: getattr(hf_config, name) for name in names}
+        case "gpt2":
+            return {"embed_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+    return {}
+
+
+_ROPE_CONFIGS: dict[str, Any] = {
+    "linear": LinearRotaryConfig,
+    "llama3": Llama3RotaryEmbeddingsConfig,
+    "yarn": YarnRotaryConfig,
+}
+
+
+def _read_json(checkpoint: str) -> dict[str, Any]:
+    try:
+        path = cached_file(checkpoint, "config.json")
+        raw = json.loads(Path(cast(str, path)).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PolicyModelError(
+            f"no model in Hugging Face format at {checkpoint!r}: it is neither a folder with a config.json nor a hub "
+            f"name that could be reached ({_message(error)})"
+        ) from error
+    if not isinstance(raw, dict):
+        raise PolicyModelError(f"config.json of {checkpoint!r} is not a JSON object")
+    return raw
+
+
+def _translate_rope_parameters(raw: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:
+    """The config with `rope_parameters` of transformers 5, if any, as `rope_theta` and `rope_scaling`."""
+    values = dict(raw)
+    parameters = values.pop("rope_parameters", None)
+    if parameters is None:
+        return values
+    where = f"rope_parameters in config.json of {checkpoint!r}"
+    if not isinstance(parameters, dict) or not isinstance(parameters.get("rope_theta"), int | float):
+        raise PolicyModelError(f"{where} is {parameters!r}; it must hold a number rope_theta for all layers")
+    scaling = dict(parameters)
+    theta = scaling.pop("rope_theta")
+    if (partial := scaling.pop("partial_rotary_factor", 1.0)) != 1.0:
+        raise PolicyModelError(f"{where} sets partial_rotary_factor to {partial!r}; only 1.0 is supported")
+    given = [scaling.pop(name, None) for name in ("rope_type", "type")]
+    kind = given[0] or given[1] or "default"
+    # `type` is the older name; OLMo 2's config class in transformers 4 accepts no other.
+    scaling = {"type" if kind == "linear" else "rope_type": kind, **scaling}
+    translated = {"rope_theta": theta, "rope_scaling": None if kind == "default" else scaling}
+    for name, value in translated.items():
+        if values.get(name) not in (None, value):
+            raise PolicyModelError(f"{where} contradicts {name} {values[name]!r} in it; remove one of the two")
+    return values | translated
+
+
+def _declared(hf_class: type[PretrainedConfig]) -> set[str]:
+    return set(inspect.signature(hf_class.__init__).parameters) - {"self", "kwargs"}
+
+
+def _check_undeclared(values: Mapping[str, Any], hf_class: type[PretrainedConfig], checkpoint: str) -> None:
+    # Read by transformers' models of every architecture, although not every config class declares them.
+    read_anyway = {"rope_scaling", "partial_rotary_factor", "head_dim", "model_type", "dtype", "torch_dtype"}
+    known = _declared(hf_class) | read_anyway | PretrainedConfig().to_dict().keys()
+    known |= hf_class.attribute_map.keys()
+    known |= {"architectures", "auto_map", "transformers_version", "attn_implementation"}
+    unknown = sorted(name for name, value in values.items() if name not in known and value is not None)
+    unknown = [name for name in unknown if not name.startswith("_")]
+    if not unknown:
+        return
+    written_by = values.get("transformers_version")
+    listing = ", ".join(f"{name}: {values[name]!r}" for name in unknown)
+    if _is_newer(written_by):
+        raise PolicyModelError(
+            f"config.json of {checkpoint!r}, written by transformers {written_by}, has settings that transformers "
+            f"{transformers.__version__} does not know: {listing}. They may change the model; if you know that they do "
+            "not, remove them from a copy of the folder"
+        )
+    logger.warning("config.json of %r has settings that transformers does not use: %s", checkpoint, listing)
+
+
+def _is_newer(written_by: object) -> bool:
+    try:
+        return Version(str(written_by)) > Version(transformers.__version__)
+    except InvalidVersion:
+        return False
+
+
+def _message(error: BaseException) -> str:
+    """The first line of an error, or its type if it has no text."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -1,0 +1,105 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Names and shapes of the tensors in a Hugging Face checkpoint, compared with those that a model takes."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+import equinox as eqx
+from haliax.state_dict import flatten_modules_for_export, to_state_dict
+from levanter.models.lm_model import LmHeadModel
+from safetensors import SafetensorError, safe_open
+from transformers.utils.hub import cached_file
+
+from marin_rl.models.hf_config import PolicyModelError
+
+BASE_PREFIX = "transformer"
+"""Begins the names in checkpoints of GPT-2 that were saved with their head; other architectures have none."""
+
+_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""Ends of the names of constants that older transformers saved along with the weights."""
+_MOST_NAMED = 5
+
+
+def check_tensors(checkpoint: str, model: LmHeadModel) -> None:
+    """Refuse a checkpoint whose tensors are not exactly those of a model; only file headers are read.
+
+    A tensor that the model does not take (a bias, a normalization, an adapter) changes what the checkpoint computes,
+    and would be dropped without an error. With tied embeddings `lm_head.weight` may be in the files or not, as in
+    transformers; it is not used.
+
+    Args:
+        checkpoint: a folder with safetensors files, or a hub name.
+        model: the model, or its shapes.
+
+    Raises:
+        PolicyModelError: naming the tensors that are missing, not used, or of another shape, or the file that is
+            missing or damaged.
+    """
+    found = read_tensor_shapes(checkpoint)
+    expected = tensor_shapes(model)
+    tied = {"lm_head.weight"} - expected.keys()
+    unused = [name for name in found if name not in expected | dict.fromkeys(tied) and not name.endswith(_BUFFERS)]
+    misshapen = [
+        f"{name} {found[name]}, not {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    problems = [
+        f"{problem} {_listing(names)}"
+        for problem, names in {
+            "the files lack": [name for name in expected if name not in found],
+            "the model does not use": unused,
+            "of another shape than in the model are": misshapen,
+        }.items()
+        if names
+    ]
+    if problems:
+        raise PolicyModelError(
+            f"the weights in {checkpoint!r} are not those of a {type(model).__name__} as config.json and the model "
+            f"section describe it: {'; '.join(problems)}"
+        )
+
+
+def tensor_shapes(model: LmHeadModel) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model's tensors under their Hugging Face names."""
+
+    def export(model: LmHeadModel) -> dict:
+        return to_state_dict(flatten_modules_for_export(eqx.filter(model, eqx.is_array)))
+
+    return {name: tuple(leaf.shape) for name, leaf in eqx.filter_eval_shape(export, model).items()}
+
+
+def read_tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in a checkpoint's safetensors files, without the prefix of GPT-2.
+
+    Raises:
+        PolicyModelError: if a file is missing or damaged.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    name = "model.safetensors"
+    try:
+        for name in _file_names(checkpoint):
+            with safe_open(cast(str, cached_file(checkpoint, name)), framework="numpy") as file:
+                shapes |= {tensor: tuple(file.get_slice(tensor).get_shape()) for tensor in file.keys()}  # noqa: SIM118
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise PolicyModelError(
+            f"the weights in {checkpoint!r} are missing or damaged: {name}: {str(error).splitlines()[0]}"
+        ) from error
+    return {name.removeprefix(f"{BASE_PREFIX}."): shape for name, shape in shapes.items()}
+
+
+def _file_names(checkpoint: str) -> list[str]:
+    index = cached_file(checkpoint, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+    if index is None:
+        return ["model.safetensors"]
+    weight_map: Mapping[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+    return sorted(set(weight_map.values()))
+
+
+def _listing(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

@@ -1,0 +1,44 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Tiny checkpoints in Hugging Face format, made from the records in `hf_oracle`."""
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from tests.models.hf_oracle.make_oracle import FOLDER, weights
+
+
+@functools.cache
+def record(case: str) -> dict[str, Any]:
+    """What transformers recorded for a case: `config`, `config_version5`, `tensors` (shapes) and `logprobs`."""
+    return json.loads((FOLDER / f"{case}.json").read_text())
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> str:
+    """A folder with this config.json and no weights."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def write_checkpoint(folder: Path, case: str, tensors: Mapping[str, np.ndarray] | None = None, **changes: Any) -> str:
+    """A folder with the config and weights of a case.
+
+    Args:
+        folder: made if it does not exist.
+        case: name of the record.
+        tensors: instead of the recorded case's own.
+        changes: of keys in config.json.
+    """
+    save_file(
+        dict(weights(record(case)["tensors"]) if tensors is None else tensors),
+        write_config(folder, {**record(case)["config"], **changes}) + "/model.safetensors",
+    )
+    return str(folder)

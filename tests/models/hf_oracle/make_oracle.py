@@ -1,0 +1,146 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Record what transformers computes for tiny checkpoints: `python make_oracle.py`, with torch, in two steps.
+
+The records in this folder were made with torch 2.15.0 and transformers 4.57.6 in float64 (step `logprobs`), then with
+transformers 5.23.0 (step `version5`, which needs no torch). Neither is needed to run the tests.
+
+    python make_oracle.py logprobs   # with transformers 4: config, tensor shapes and log-probabilities of each case
+    python make_oracle.py version5   # with transformers 5: the config of each case as that version writes it
+
+Weights are not recorded: `weights` draws them from the names of the tensors.
+"""
+
+import json
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FOLDER = Path(__file__).parent
+VOCAB = 264
+LENGTH = 48
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0}
+YARN_MSCALE = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.5, "truncate": False}
+GEMMA = {"model_type": "gemma2", "head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": None}
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "rope_theta": 500000.0},
+    "llama_linear": {"model_type": "llama", "rope_scaling": LINEAR},
+    "llama_llama3": {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": LLAMA3},
+    "llama_yarn": {"model_type": "llama", "rope_scaling": YARN_MSCALE, "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2", "rope_theta": 1000000.0, "tie_word_embeddings": True},
+    "qwen2_linear": {"model_type": "qwen2", "rope_scaling": LINEAR},
+    "qwen2_yarn": {"model_type": "qwen2", "rope_theta": 1000000.0, "rope_scaling": YARN},
+    "qwen3": {"model_type": "qwen3", "rope_theta": 1000000.0, "head_dim": 16},
+    "qwen3_llama3": {"model_type": "qwen3", "rope_scaling": LLAMA3, "head_dim": 16},
+    "qwen3_yarn": {"model_type": "qwen3", "rope_theta": 1000000.0, "rope_scaling": YARN, "head_dim": 16},
+    "mistral": {"model_type": "mistral", "sliding_window": 48},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo2": {"model_type": "olmo2", "rope_theta": 500000.0},
+    "olmo2_linear": {"model_type": "olmo2", "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "gemma": {"model_type": "gemma", "head_dim": 8},
+    "gemma2": {**GEMMA, "attn_logit_softcapping": 2.0, "sliding_window": 48},
+    "gemma2_linear": {**GEMMA, "attn_logit_softcapping": None, "sliding_window": 48, "rope_scaling": LINEAR},
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": VOCAB,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+}
+"""What each case sets in config.json, beside `SIZES` for all but GPT-2, whose keys have other names."""
+
+
+def config_json(case: str) -> dict[str, Any]:
+    """The config of a case, as transformers 4 writes it."""
+    sizes = {} if case == "gpt2" else SIZES
+    return {**sizes, **CASES[case], "transformers_version": "4.57.6"}
+
+
+def token_ids() -> np.ndarray:
+    """Two rows of tokens, `[2, LENGTH]`."""
+    return np.random.default_rng(0).integers(3, VOCAB, (2, LENGTH)).astype(np.int32)
+
+
+def weights(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
+    """The tensors of a case, float32: scales of normalizations around 1, the rest around 0."""
+    tensors = {}
+    for name, shape in shapes.items():
+        draw = np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
+        is_scale = name.endswith("weight") and len(shape) == 1
+        tensors[name] = (1 + 0.2 * draw if is_scale else 0.15 * draw).astype(np.float32)
+    return tensors
+
+
+def record_logprobs() -> None:
+    """Write config, tensor shapes and log-probabilities of every case."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for case in CASES:
+        config = config_json(case)
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(config))
+            hf_config = AutoConfig.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").double().eval()
+        tied = set(model._tied_weights_keys or ()) if hf_config.tie_word_embeddings else set()
+        shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+        tensors = {name: torch.from_numpy(array).double() for name, array in weights(shapes).items()}
+        missing, unexpected = model.load_state_dict(tensors, strict=False)
+        assert set(missing) <= tied, missing
+        assert not unexpected, unexpected
+        model.tie_weights()
+        ids = torch.from_numpy(token_ids()).long()
+        with torch.no_grad():
+            logs = torch.log_softmax(model(ids).logits[:, :-1], -1)
+        logprobs = torch.gather(logs, -1, ids[:, 1:, None])[..., 0]
+        record = {"config": config, "tensors": shapes, "logprobs": logprobs.numpy().astype(float).round(7).tolist()}
+        (FOLDER / f"{case}.json").write_text(json.dumps(record) + "\n")
+        print(case, logprobs.mean().item(), logprobs.std().item())
+
+
+def record_version5() -> None:
+    """Add to every record its config as transformers 5 writes it."""
+    from transformers import AutoConfig
+
+    for case in CASES:
+        path = FOLDER / f"{case}.json"
+        record = json.loads(path.read_text())
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(record["config"]))
+            AutoConfig.from_pretrained(folder).save_pretrained(folder)
+            record["config_version5"] = json.loads(Path(folder, "config.json").read_text())
+        path.write_text(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    {"logprobs": record_logprobs, "version5": record_version5}[sys.argv[1]]()

@@ -1,0 +1,215 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, Llama3RotaryEmbeddingsConfig
+from levanter.models.gemma import Gemma2Config
+from levanter.models.llama import LlamaConfig
+from levanter.models.lm_model import LmConfig
+from levanter.models.mistral import MistralConfig
+from levanter.models.qwen import Qwen3Config
+
+from marin_rl.models.hf_config import (
+    PolicyModelError,
+    attention_window,
+    check_implemented,
+    check_same_function,
+    levanter_config,
+    read_hf_config,
+    to_hf_config,
+)
+from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig
+from tests.models.hf_checkpoint import record, write_config
+from tests.models.hf_oracle.make_oracle import CASES, LINEAR, YARN
+
+SIZES = {"hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+
+
+def read(folder: Path, config: dict[str, Any]) -> Any:
+    checkpoint = write_config(folder, config)
+    return levanter_config(read_hf_config(checkpoint), checkpoint)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_config_of_transformers_5_describes_the_same_model(tmp_path: Path, case: str):
+    written_by_4, written_by_5 = record(case)["config"], record(case)["config_version5"]
+    if case != "gpt2":
+        assert "rope_theta" not in written_by_5
+    assert read(tmp_path, written_by_5) == read(tmp_path, written_by_4)
+
+
+def test_the_rotary_settings_of_transformers_5_are_read(tmp_path: Path):
+    llama = read(tmp_path, record("llama_llama3")["config_version5"])
+    assert llama.rope == Llama3RotaryEmbeddingsConfig(500000.0, 8.0, 1.0, 4.0, 16)
+    assert read(tmp_path, record("qwen3")["config_version5"]).rope == DefaultRotaryEmbeddingsConfig(1000000.0)
+    linear = read(tmp_path, record("llama_linear")["config_version5"])
+    assert linear.rope == LinearRotaryConfig(10000.0, 4.0)
+    yarn = read(tmp_path, record("qwen2_yarn")["config_version5"]).rope
+    assert isinstance(yarn, YarnRotaryConfig)
+    assert (yarn.theta, yarn.factor, yarn.beta_fast, yarn.beta_slow) == (1000000.0, 4.0, 8.0, 1.0)
+    assert yarn.original_max_position_embeddings == 16
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"partial_rotary_factor": 0.5}, r"sets partial_rotary_factor to 0.5; only 1.0 is supported"),
+        ({"rope_theta": None}, "it must hold a number rope_theta"),
+        ({"rope_type": "dynamic", "factor": 2.0}, "rope_scaling of type 'dynamic' is not supported"),
+        ({"attention_bias": 3}, r"rope_scaling of type 'llama3' has settings that are not supported"),
+    ],
+)
+def test_rotary_settings_of_transformers_5_that_cannot_be_translated(tmp_path: Path, change, problem: str):
+    config = record("llama_llama3")["config_version5"]
+    with pytest.raises(PolicyModelError, match=problem):
+        read(tmp_path, {**config, "rope_parameters": {**config["rope_parameters"], **change}})
+
+
+def test_rotary_settings_for_each_type_of_layer_are_refused(tmp_path: Path):
+    parameters = {"full_attention": {"rope_theta": 1e6, "rope_type": "default"}}
+    with pytest.raises(PolicyModelError, match="it must hold a number rope_theta for all layers"):
+        read(tmp_path, {**record("qwen3")["config_version5"], "rope_parameters": parameters})
+
+
+@pytest.mark.parametrize(("name", "value"), [("rope_theta", 10000.0), ("rope_scaling", LINEAR)])
+def test_contradicting_rotary_settings_are_refused(tmp_path: Path, name: str, value: object):
+    with pytest.raises(PolicyModelError, match=rf"contradicts {name} .*; remove one of the two"):
+        read(tmp_path, {**record("qwen3")["config_version5"], name: value})
+
+
+NOT_IMPLEMENTED = [
+    ("llama", {"attention_bias": True}, "attention_bias: True, False"),
+    ("llama", {"mlp_bias": True}, "mlp_bias: True, False"),
+    ("llama", {"head_dim": 16}, "head_dim: 16, 8"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5, 1.0"),
+    ("llama", {"hidden_act": "relu6"}, "'relu6' is not a valid ActivationFunctionEnum"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type 'dynamic' is not supported; supported are"),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [1.0]}},
+        "type 'longrope' is not supported",
+    ),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, "sliding_window: 16, None"),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, "sliding_window: 16, None"),
+    ("qwen3", {"attention_bias": True}, "attention_bias is True, implemented is False"),
+    ("mistral", {"head_dim": 16}, "head_dim: 16, 8"),
+    ("mistral", {"rope_scaling": YARN}, "rope_scaling: {'rope_type': 'yarn'.*}, None"),
+    ("mistral", {"tie_word_embeddings": True}, "tie_word_embeddings: True, False"),
+    ("mixtral", {"sliding_window": 16}, "sliding_window: 16, None"),
+    ("olmo2", {"rope_scaling": YARN}, "is invalid: .*two fields"),
+    ("gemma", {"hidden_act": "gelu"}, "hidden_act: 'gelu', 'gelu_pytorch_tanh'"),
+    ("gemma", {"head_dim": 16}, "head_dim is 16, implemented is 8"),
+    ("gemma", {"rope_scaling": YARN}, "Only DefaultRotaryEmbeddingsConfig is supported"),
+    ("gemma2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, implemented is None"),
+    ("gemma2", {"query_pre_attn_scalar": 16}, "query_pre_attn_scalar is 16, implemented is 8"),
+    ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings: False, True"),
+    ("gpt2", {"n_inner": 100}, "n_inner: 100, 128"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights: False, True"),
+    ("llama", {"quantization_config": {"quant_method": "awq"}}, r"are quantized \(quantization_config"),
+    ("llama", {"model_type": "gemma3_text"}, "'gemma3_text' model, which is not supported: its layers alternate"),
+    ("llama", {"model_type": "bert"}, "'bert' model, which is not supported; supported are gemma, gemma2"),
+    ("llama", {"model_type": None}, "a None model, which is not supported"),
+    ("llama", {"hidden_size": "wide"}, "config.json of .* is invalid|is not supported"),
+]
+
+
+@pytest.mark.parametrize(("case", "changes", "problem"), NOT_IMPLEMENTED)
+def test_a_setting_that_is_not_implemented_is_refused_by_name(tmp_path: Path, case: str, changes, problem: str):
+    with pytest.raises(PolicyModelError, match=problem):
+        read(tmp_path, {**record(case)["config"], **changes})
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("llama", {"hidden_act": "swish"}),
+        ("llama", {"attention_dropout": 0.1}),
+        ("llama", {"rope_scaling": {"rope_type": "default"}}),
+        ("llama", {"pretraining_tp": 2, "use_cache": False, "dtype": "bfloat16"}),
+        ("llama", {"architectures": ["LlamaForCausalLM"], "auto_map": {}, "_name_or_path": "x"}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 0}),
+        ("gpt2", {"attn_pdrop": 0.0, "n_inner": 128}),
+    ],
+)
+def test_settings_that_change_nothing_are_accepted(tmp_path: Path, case: str, changes: dict[str, Any]):
+    found = read(tmp_path, {**record(case)["config"], **changes})
+    expected = read(tmp_path, record(case)["config"])
+    # Two names of one activation stay two names.
+    assert dataclasses.replace(found, activation_function=expected.activation_function) == expected
+
+
+def test_an_unknown_setting_is_refused_if_a_newer_transformers_wrote_it(tmp_path: Path, caplog):
+    config = {**record("llama")["config"], "gated_attention": True, "not_set": None}
+    for version in ("5.0.0", "4.58.0.dev0"):
+        with pytest.raises(PolicyModelError, match=rf"written by transformers {version}, has .* gated_attention: True"):
+            read(tmp_path, {**config, "transformers_version": version})
+    for version in ("4.57.6", "4.40.0", "mine", None):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "marin_rl.models.hf_config"):
+            read(tmp_path, {**config, "transformers_version": version})
+        assert "does not use: gated_attention: True" in caplog.text
+        assert "not_set" not in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"llama"', "\udce4"])
+def test_an_unreadable_config_is_named(tmp_path: Path, text: str):
+    (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(PolicyModelError, match=r"no model in Hugging Face format at|is not a JSON object"):
+        read_hf_config(str(tmp_path))
+
+
+def test_a_model_section_that_computes_something_else_is_refused(tmp_path: Path):
+    checkpoint = write_config(tmp_path, record("llama")["config"])
+    hf_config = read_hf_config(checkpoint)
+    own = levanter_config(hf_config, checkpoint)
+    check_same_function(hf_config, dataclasses.replace(own, seq_len=32, gradient_checkpointing=False), "differs")
+    default_base = dataclasses.replace(own, rope=DefaultRotaryEmbeddingsConfig())
+    with pytest.raises(PolicyModelError, match=r"differs: rope_theta: 500000.0, 10000"):
+        check_same_function(hf_config, default_base, "differs")
+    with pytest.raises(PolicyModelError, match="differs: model_type: llama, qwen3"):
+        check_same_function(hf_config, Qwen3Config(**SIZES), "differs")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_config_comes_back_from_its_export(tmp_path: Path, case: str):
+    config = read(tmp_path / "first", record(case)["config"])
+    exported = to_hf_config(config, 264)
+    (tmp_path / "second").mkdir()
+    exported.save_pretrained(tmp_path / "second")
+    assert read(tmp_path / "second", json.loads((tmp_path / "second" / "config.json").read_text())) == config
+
+
+def test_the_window_that_layers_attend_to(tmp_path: Path):
+    def window(config: LmConfig) -> int | None:
+        return attention_window(to_hf_config(config, 264))
+
+    assert window(read(tmp_path, record("mistral")["config"])) == 48
+    assert window(read(tmp_path, record("gemma2")["config"])) == 48
+    assert window(read(tmp_path, record("qwen2")["config"])) is None
+    assert window(LlamaConfig(**SIZES)) is None
+    assert window(MistralConfig(**SIZES)) == 4096
+
+
+def test_settings_that_levanter_keeps_but_ignores(tmp_path: Path):
+    capped = Gemma2Config(**SIZES, head_dim=8, query_pre_attn_scalar=8)
+    with pytest.raises(PolicyModelError, match=r"final_logit_softcapping is 30.0, implemented is None"):
+        check_implemented(to_hf_config(capped, 264))
+    check_implemented(to_hf_config(dataclasses.replace(capped, final_logit_softcapping=None), 264))
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (LlamaConfig(**SIZES, use_qk_norm=True), "use_qk_norm"),
+        (LlamaConfig(**SIZES, rope=DefaultRotaryEmbeddingsConfig(factor=4.0)), "rope_type"),
+    ],
+)
+def test_a_model_without_a_hugging_face_form_is_named(config: LmConfig, problem: str):
+    with pytest.raises(PolicyModelError, match=f"model: this 'llama' model cannot be exported .*{problem}"):
+        to_hf_config(config, 264)

@@ -1,0 +1,104 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from haliax import Axis
+from levanter.models.lm_model import LmHeadModel
+from safetensors.numpy import save_file
+
+from marin_rl.models.hf_config import PolicyModelError, levanter_config, read_hf_config
+from marin_rl.models.hf_tensors import check_tensors, read_tensor_shapes
+from tests.models.hf_checkpoint import record, write_checkpoint
+from tests.models.hf_oracle.make_oracle import CASES, VOCAB, weights
+
+
+def shapes_of(checkpoint: str) -> LmHeadModel:
+    config = levanter_config(read_hf_config(checkpoint), checkpoint)
+    return eqx.filter_eval_shape(config.build, Axis("vocab", VOCAB), key=jax.random.PRNGKey(0))
+
+
+@pytest.mark.parametrize("case", ["llama_yarn", "qwen2", "qwen3", "mixtral", "olmo2", "gemma2", "gpt2"])
+def test_the_tensors_of_a_checkpoint_are_those_of_the_model(tmp_path: Path, case: str):
+    assert case in CASES
+    checkpoint = write_checkpoint(tmp_path, case)
+    check_tensors(checkpoint, shapes_of(checkpoint))
+
+
+def add(name: str, *shape: int) -> Callable[[dict[str, np.ndarray]], None]:
+    return lambda tensors: tensors.update({name: np.zeros(shape, np.float32)})
+
+
+def drop(name: str) -> Callable[[dict[str, np.ndarray]], None]:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        del tensors[name]
+
+    return change
+
+
+BIAS = "model.layers.1.self_attn.q_proj.bias"
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "problem"),
+    [
+        ("llama", add(BIAS, 32), f"the model does not use {BIAS}$"),
+        ("llama", add(NORM, 31), rf"of another shape than in the model are {NORM} \(31,\), not \(32,\)$"),
+        ("llama", drop(NORM), f"the files lack {NORM}$"),
+        ("llama", drop("lm_head.weight"), r"the files lack lm_head.weight$"),
+        ("qwen2", drop(BIAS), f"the files lack {BIAS}$"),
+        ("llama", lambda tensors: tensors.clear(), "the files lack .* and 16 more$"),
+    ],
+)
+def test_other_tensors_are_refused_by_name(tmp_path: Path, case: str, change, problem: str):
+    tensors = weights(record(case)["tensors"])
+    change(tensors)
+    checkpoint = write_checkpoint(tmp_path, case, tensors)
+    with pytest.raises(PolicyModelError, match=f"the weights in .* are not those of a LlamaLMHeadModel .*{problem}"):
+        check_tensors(checkpoint, shapes_of(checkpoint))
+
+
+def test_buffers_and_a_tied_head_may_lie_in_the_files(tmp_path: Path):
+    tensors = weights(record("llama_yarn")["tensors"])
+    add("lm_head.weight", VOCAB, 32)(tensors)
+    add("model.layers.0.self_attn.rotary_emb.inv_freq", 4)(tensors)
+    checkpoint = write_checkpoint(tmp_path, "llama_yarn", tensors)
+    check_tensors(checkpoint, shapes_of(checkpoint))
+
+
+def test_every_shard_is_read(tmp_path: Path):
+    tensors = weights(record("llama")["tensors"])
+    checkpoint = write_checkpoint(tmp_path, "llama")
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {name: f"model-{number}.safetensors" for number, half in enumerate((names[:9], names[9:])) for name in half}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in names if files[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    check_tensors(checkpoint, shapes_of(checkpoint))
+    (tmp_path / "model-1.safetensors").unlink()
+    with pytest.raises(PolicyModelError, match=r"are missing or damaged: model-1.safetensors: "):
+        read_tensor_shapes(checkpoint)
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": 3}', "{"])
+def test_a_damaged_index_is_named(tmp_path: Path, index: str):
+    checkpoint = write_checkpoint(tmp_path, "llama")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(PolicyModelError, match=r"are missing or damaged: model.safetensors"):
+        read_tensor_shapes(checkpoint)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 7, (2**60).to_bytes(8, "little") + b"{}"])
+def test_a_damaged_file_is_named(tmp_path: Path, data: bytes):
+    checkpoint = write_checkpoint(tmp_path, "llama")
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(PolicyModelError, match=r"are missing or damaged: model.safetensors: "):
+        read_tensor_shapes(checkpoint)
