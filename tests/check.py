@@ -16,8 +16,10 @@ BIN = Path(sys.executable).parent
 def commands(site: str) -> list[tuple[str, list[str]]]:
     """Name and command of every check, the quick ones first."""
     python = sys.executable
-    # A worker that dies ends the tests: xdist would wait for ever for what it was to run.
-    pytest = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--max-worker-restart", "0"]
+    # xdist would run the files with the fewest tests last, which are the slowest; tests/conftest.py orders them. A
+    # worker that dies ends the tests: xdist would wait for ever for what it was to run.
+    scheduling = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "0"]
+    pytest = [python, "-m", "pytest", "-q", *scheduling]
     return [
         ("format", [str(BIN / "ruff"), "format", "--check", "."]),
         ("lint", [str(BIN / "ruff"), "check", "."]),

@@ -44,6 +44,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         raise pytest.UsageError(f"a module set XLA_FLAGS={found} when it was imported; do so under __main__ alone")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run files with slow tests first, so that no worker begins one when the others have nothing left to run."""
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 _MAPS = Path("/proc/self/maps")
 _MOST_MAPS = 20_000
 """Of the 65,530 pieces of memory that Linux lets a process map by default. Each compiled program takes some for good,
