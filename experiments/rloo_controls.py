@@ -1,9 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Controls for experiments/rloo.yaml: is it really the reward that teaches?
+"""Controls for experiments/rloo.yaml and other experiments: is it really the reward that teaches?
 
     python -m experiments.rloo_controls random_reward --seed 1
+    python -m experiments.rloo_controls random_reward --seed 1 --config experiments/smollm2.yaml --probability 0.25
     python -m experiments.rloo_controls more_warm_start --seed 1 --steps 2400
 
 `random_reward` is the same run with rewards thrown by a coin (the held-out tasks are still graded
@@ -17,17 +18,25 @@ import sys
 
 from experiments.rloo_in_code import rloo
 from marin_rl.environments import RandomRewardConfig
-from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.config import TrainConfig, levanter_defaults
+from marin_rl.runtime.config_parsing import parse_config
 from marin_rl.runtime.session import run_session
+from marin_rl.runtime.starting_weights import resolve_model
 
 
-def random_reward(seed: int) -> TrainConfig:
-    """The run of this seed, with a coin in place of the judge of training tasks."""
-    config = rloo(seed)
+def random_reward(config: TrainConfig, seed: int, probability: float = 0.5) -> TrainConfig:
+    """A run with random rewards for training tasks.
+
+    Args:
+        config: the experiment.
+        seed: of the run; the name of the run directory ends in it.
+        probability: of the reward 1; the others are 0.
+    """
     return dataclasses.replace(
         config,
-        run_dir=f"runs/rloo-random-reward-seed{seed}",
-        environment=RandomRewardConfig(environment=config.environment, probability=0.5),
+        seed=seed,
+        run_dir=f"{config.run_dir}-random-reward-seed{seed}",
+        environment=RandomRewardConfig(environment=config.environment, probability=probability),
     )
 
 
@@ -48,9 +57,12 @@ def main() -> None:
     parser.add_argument("control", choices=["random_reward", "more_warm_start"])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2400, help="supervised updates of more_warm_start")
+    parser.add_argument("--config", default="experiments/rloo.yaml", help="experiment of random_reward")
+    parser.add_argument("--probability", type=float, default=0.5, help="probability of a reward of random_reward")
     arguments = parser.parse_args()
     if arguments.control == "random_reward":
-        config = random_reward(arguments.seed)
+        experiment = parse_config(TrainConfig, ["--config", arguments.config], levanter_defaults()).config
+        config = random_reward(resolve_model(experiment), arguments.seed, arguments.probability)
     else:
         config = more_warm_start(arguments.seed, arguments.steps)
     run_session(config, sys.stdout)

@@ -43,8 +43,9 @@ def test_all_objectives_take_as_many_samples_from_the_same_start(name, tmp_path)
 
 
 def test_the_controls_differ_from_the_experiment_in_what_they_control():
-    control = random_reward(1)
+    control = random_reward(rloo(), 1)
     assert isinstance(control.environment, RandomRewardConfig)
     assert control.environment.environment == rloo(1).environment
+    assert (control.seed, control.run_dir) == (1, "runs/rloo-random-reward-seed1")
     assert control.optimizer == rloo(1).optimizer
     assert (more_warm_start(1, 900).num_steps, more_warm_start(1, 900).warm_start.max_steps) == (0, 900)
