@@ -1,0 +1,235 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Compare the log-probabilities of sampler and learner with a float64 forward pass of the same weights.
+
+    python -m experiments.parity models/smollm2-135m-instruct
+
+If both deviate from float64 as much as a plain float32 forward pass does, their difference is rounding. The forward
+pass is written in numpy, for llama checkpoints without rope scaling.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from jaxtyping import Float, Int
+from levanter.models.llama import LlamaConfig
+from safetensors.numpy import load_file
+
+from marin_rl.batching.processed_rollout import ProcessedRollout
+from marin_rl.environments import ReasoningGymConfig
+from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
+from marin_rl.learner.scoring import Scorer
+from marin_rl.runtime.config import RolloutConfig, TrainConfig
+from marin_rl.runtime.devices import start_devices
+from marin_rl.runtime.policy_sampler import PolicySampler
+from marin_rl.sampling.config import SamplingConfig
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.tokenization.load import TokenizerConfig
+from marin_rl.types import Message
+
+MAX_LENGTH = 64
+PROMPTS = (
+    "Who likes tea? Ann likes tea. Bob likes milk.",
+    "12 + 34 =",
+    "Tell me a story about a dog.",
+    "What is the capital of France?",
+    "Write a poem.",
+    "List three colors.",
+    "Explain gravity.",
+    "What day is it?",
+    "How do I cook rice?",
+    "Name a fruit.",
+    "Translate hello into French.",
+    "Who wrote Hamlet?",
+    "What is 7 * 8?",
+    "Give me advice.",
+    "Describe the sea.",
+    "Why is the sky blue?",
+)
+
+Weights: TypeAlias = Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """Sampled tokens and their log-probabilities (nats)."""
+
+    tokens: tuple[int, ...]
+    """Prompt and generation."""
+    start: int
+    """Position of the first generated token."""
+    sampler: Float[np.ndarray, " new"]
+    """From the sampler."""
+    learner: Float[np.ndarray, " new"]
+    """From the learner's scoring pass."""
+
+
+def sample_and_score(config: TrainConfig, prompts: Sequence[str]) -> list[Sampled]:
+    """Answer prompts at temperature 1 and score the answers with the same weights.
+
+    Args:
+        config: names the checkpoint and the tokenizer.
+        prompts: user messages.
+    """
+    trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device, alone=True)
+    tokenizer = config.tokenizer.build()
+    model = load_hf_policy(str(config.initialize_from), tokenizer, trainer, None)
+    requests = [
+        SampleRequest(
+            tokenizer.prompt_tokens([Message(role="user", content=prompt)]),
+            seed,
+            config.sampling.max_new_tokens,
+            temperature=1.0,
+        )
+        for seed, prompt in enumerate(prompts)
+    ]
+    generations = PolicySampler(config, model, tokenizer, trainer, 0).sample(requests)
+    rollouts = [
+        _rollout(request.prompt_tokens + generation.token_ids, len(request.prompt_tokens))
+        for request, generation in zip(requests, generations, strict=True)
+    ]
+    scorer = Scorer(
+        trainer,
+        config.row_layout(trainer),
+        pad_token_id=tokenizer.pad_token_id,
+        temperature=1.0,
+        block_size=config.logprob_block_size,
+    )
+    return [
+        Sampled(
+            request.prompt_tokens + generation.token_ids,
+            len(request.prompt_tokens),
+            np.asarray(generation.logprobs, np.float64),
+            score.logprobs[rollout.loss_mask].astype(np.float64),
+        )
+        for request, generation, rollout, score in zip(
+            requests, generations, rollouts, scorer.score(model, rollouts), strict=True
+        )
+    ]
+
+
+def _rollout(tokens: tuple[int, ...], start: int) -> ProcessedRollout:
+    mask = np.arange(len(tokens))[None] >= start
+    zeros = np.zeros(mask.shape, np.float32)
+    return ProcessedRollout(
+        source="parity",
+        id="parity",
+        input_ids=np.array([tokens], np.int32),
+        loss_mask=mask,
+        segment_ids=np.ones(mask.shape, np.int32),
+        policy_logprobs=zeros,
+        reference_logprobs=zeros,
+        turn_ids=np.where(mask, 0, -1).astype(np.int32),
+        values=zeros,
+    )
+
+
+def llama_logprobs(
+    config: LlamaConfig, weights: Weights, tokens: Sequence[int], dtype: Any
+) -> Float[np.ndarray, " rest"]:
+    """Log-probability of every token after the first, from a forward pass in numpy.
+
+    Args:
+        config: the model.
+        weights: by Hugging Face name, in `dtype`.
+        tokens: one sequence.
+        dtype: of the trunk and the logits; the softmax over the vocabulary is float64 always.
+    """
+    ids: Int[np.ndarray, " position"] = np.asarray(tokens)
+    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.hidden_dim // config.num_heads
+    angles = np.arange(len(ids))[:, None] / config.rope.theta ** (np.arange(0, size, 2) / size)
+    cos, sin = (np.tile(turn(angles), 2)[:, None].astype(dtype) for turn in (np.cos, np.sin))
+    hidden = np.tril(np.ones((len(ids), len(ids)), bool))
+
+    def project(x: np.ndarray, name: str) -> np.ndarray:
+        return x @ weights[f"{name}.weight"].T
+
+    def normalize(x: np.ndarray, name: str) -> np.ndarray:
+        variance = (x * x).mean(axis=-1, keepdims=True)
+        return x / np.sqrt(variance + dtype(config.layer_norm_epsilon)) * weights[f"{name}.weight"]
+
+    def rotate(x: np.ndarray) -> np.ndarray:
+        return x * cos + np.concatenate([-x[..., size // 2 :], x[..., : size // 2]], axis=-1) * sin
+
+    def attend(x: np.ndarray, name: str) -> np.ndarray:
+        query = rotate(project(x, f"{name}.q_proj").reshape(len(ids), heads, size))
+        key = rotate(project(x, f"{name}.k_proj").reshape(len(ids), kv_heads, size))
+        value = project(x, f"{name}.v_proj").reshape(len(ids), kv_heads, size)
+        key, value = (np.repeat(array, heads // kv_heads, axis=1) for array in (key, value))
+        scores = np.where(hidden, np.einsum("qhd,khd->hqk", query, key) / dtype(size**0.5), -np.inf)
+        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        shares /= shares.sum(axis=-1, keepdims=True)
+        mixed = np.einsum("hqk,khd->qhd", shares, value).reshape(len(ids), heads * size)
+        return project(mixed, f"{name}.o_proj")
+
+    x = weights["model.embed_tokens.weight"][ids]
+    for layer in range(config.num_layers):
+        name = f"model.layers.{layer}"
+        x = x + attend(normalize(x, f"{name}.input_layernorm"), f"{name}.self_attn")
+        after = normalize(x, f"{name}.post_attention_layernorm")
+        gate = project(after, f"{name}.mlp.gate_proj")
+        x = x + project(gate / (1 + np.exp(-gate)) * project(after, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
+    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+    logits = project(normalize(x, "model.norm")[:-1], head).astype(np.float64)
+    logits -= logits.max(axis=-1, keepdims=True)
+    logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    return logprobs[np.arange(len(ids) - 1), ids[1:]]
+
+
+def measure(folder: str, prompts: Sequence[str] = PROMPTS, max_new_tokens: int = 12) -> dict[str, np.ndarray]:
+    """Absolute differences of log-probabilities (nats), one for each sampled token.
+
+    Args:
+        folder: a llama checkpoint in Hugging Face format, with one safetensors file.
+        prompts: user messages.
+        max_new_tokens: most tokens of an answer.
+
+    Returns:
+        Differences by name of what is compared.
+
+    Raises:
+        ValueError: if the checkpoint is not a llama.
+    """
+    architecture = read_hf_architecture(folder)
+    if type(architecture) is not LlamaConfig:
+        raise ValueError(f"{folder} holds a {type(architecture).__name__}; the numpy forward pass is a llama's")
+    config = TrainConfig(
+        run_dir="runs/parity",
+        environment=ReasoningGymConfig(task="chain_sum"),
+        initialize_from=folder,
+        tokenizer=TokenizerConfig(folder),
+        rollouts=RolloutConfig(max_length=MAX_LENGTH),
+        sampling=SamplingConfig(max_new_tokens=max_new_tokens, max_seqs=len(prompts)),
+    )
+    sampled = sample_and_score(config, prompts)
+    logprobs = {
+        "sampler": np.concatenate([one.sampler for one in sampled]),
+        "learner": np.concatenate([one.learner for one in sampled]),
+    }
+    stored = load_file(Path(folder) / "model.safetensors")
+    for name, dtype in (("numpy float32", np.float32), ("float64", np.float64)):
+        weights = {key: array.astype(dtype) for key, array in stored.items()}
+        logprobs[name] = np.concatenate(
+            [llama_logprobs(architecture, weights, one.tokens, dtype)[one.start - 1 :] for one in sampled]
+        )
+    pairs = [("sampler", "learner"), *((name, "float64") for name in ("sampler", "learner", "numpy float32"))]
+    return {f"{one} - {other}": np.abs(logprobs[one] - logprobs[other]) for one, other in pairs}
+
+
+def main() -> None:
+    """Print the differences."""
+    parser = argparse.ArgumentParser(description="Compare sampler and learner with a float64 forward pass.")
+    parser.add_argument("folder", help="llama checkpoint in Hugging Face format")
+    differences = measure(parser.parse_args().folder)
+    print(f"{'|difference| in nats':<24} {'mean':>9} {'99%':>9} {'most':>9}")
+    for name, values in differences.items():
+        print(f"{name:<24} {values.mean():9.1e} {np.quantile(values, 0.99):9.1e} {values.max():9.1e}")
+
+
+if __name__ == "__main__":
+    main()
