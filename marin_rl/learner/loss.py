@@ -106,19 +106,27 @@ def loss_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
 
     Args:
         updates: what each update of the step measured, in order. Losses are averaged over updates, everything else
-            over all their tokens, and `mismatch/*` is of the first alone: it speaks of the weights that sampled.
+            over all their tokens; `objective/entropy` is of the first alone, whose weights are those before the step.
     """
     folded = fold_metrics([_of_update(update) for update in updates])
     ratios = _ratios(folded)
     published = {name: float(metric) for name, metric in folded.items() if not name.startswith(_LOG_RATIO)}
     return {
         **published,
-        "objective/entropy": published["policy/entropy_avg"],
+        "objective/entropy": float(updates[0]["policy/entropy_avg"].value()),
         "policy/approxkl_avg": float(ratios.approximate_kl),
         "val/ratio": float(ratios.mean_ratio),
         "val/ratio_var": float(ratios.ratio_variance),
-        **mismatch_metrics(_ratios(updates[0])),
     }
+
+
+def first_log_ratios(updates: Sequence[Mapping[str, Metric]]) -> LogRatioStatistics:
+    """The log-ratios of a step's first update, the only one that meets the weights from before the step.
+
+    Args:
+        updates: what each update of the step measured, in order.
+    """
+    return _ratios(updates[0])
 
 
 def _ratios(measured: Mapping[str, Metric]) -> LogRatioStatistics:
@@ -131,20 +139,6 @@ def _of_update(measured: Mapping[str, Metric]) -> dict[str, Metric]:
     return {
         name: Metric.from_value(metric.value(), ReductionType.MEAN) if name.startswith("loss/") else metric
         for name, metric in measured.items()
-    }
-
-
-def mismatch_metrics(ratios: LogRatioStatistics) -> dict[str, float]:
-    """How far the learner is from the policy that sampled, as published.
-
-    Args:
-        ratios: sums over all loss tokens, of the weights from before the update.
-    """
-    return {
-        "mismatch/logprob_difference_mean": float(ratios.mean_absolute),
-        "mismatch/logprob_difference_max": float(ratios.maximum),
-        "mismatch/k3": float(ratios.mean_k3),
-        "mismatch/effective_sample_size": float(ratios.effective_sample_size),
     }
 
 

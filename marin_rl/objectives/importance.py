@@ -189,32 +189,56 @@ def icepop_weights(log_weights: LogWeights, low: float, high: float) -> Weights:
     return [np.where((low <= own) & (own <= high), own, 0.0) for own in weights]
 
 
-def mismatch_statistics(log_weights: LogWeights) -> dict[str, float]:
-    """Summarise raw weights, before any truncation, over all action tokens.
+def log_weight_statistics(log_weights: LogWeights) -> LogRatioStatistics:
+    """Summarise raw weights on the host, before any truncation, over all action tokens; summed in float64.
 
     Args:
-        log_weights: log w of the action tokens of each rollout; clamped to ±20, except in the log-prob differences.
+        log_weights: log w of the action tokens of each rollout.
 
     Returns:
-        `weight_mean`, `weight_max`: of w. `k3`: mean of `w - 1 - log w`, which estimates KL(sampler‖learner) per token.
-        `effective_sample_size`: `(Σw)²/(n·Σw²)`, in (0, 1]. `logprob_difference_mean`, `logprob_difference_max`:
-        of |log w|. Without tokens, as if all were equal.
+        The same statistics as `log_ratio_statistics`, of the same tokens.
 
-    >>> round(mismatch_statistics([np.log(np.array([3.0])), np.log(np.array([1.0]))])["effective_sample_size"], 4)
+    >>> statistics = log_weight_statistics([np.log(np.array([3.0])), np.log(np.array([1.0]))])
+    >>> round(float(statistics.effective_sample_size), 4)
     0.8
     """
-    together = np.concatenate([np.zeros(0), *log_weights])
-    if not together.size:
-        together = np.zeros(1)
-    clamped = np.clip(together, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    weights = np.exp(clamped)
+    difference = np.concatenate([np.zeros(0), *log_weights]).astype(np.float64)
+    clamped = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    excess = np.expm1(clamped)
+    sums = {
+        "num_tokens": difference.size,
+        "absolute": np.abs(difference).sum(),
+        "maximum": np.abs(difference).max(initial=0.0),
+        "half_square": np.square(difference).sum() / 2,
+        "k3": (excess - clamped).sum(),
+        "excess": excess.sum(),
+        "squared_excess": np.square(excess).sum(),
+    }
+    return LogRatioStatistics(**{name: jnp.asarray(float(value)) for name, value in sums.items()})
+
+
+def mismatch_metrics(statistics: LogRatioStatistics, log_weights: LogWeights = ()) -> dict[str, float]:
+    """How far the learner is from the policy that sampled, under the names in which it is logged.
+
+    Nothing else computes `mismatch/*`: without a correction the statistics are those that the first update of a step
+    measured, with one those of the host.
+
+    Args:
+        statistics: of the raw importance weights under the parameters from before the step.
+        log_weights: log w of the action tokens of each rollout, if a correction uses them; adds `mismatch/weight_max`.
+    """
+    largest = max((float(own.max()) for own in log_weights if own.size), default=None)
     return {
-        "weight_mean": float(weights.mean()),
-        "weight_max": float(weights.max()),
-        "k3": float(np.mean(np.expm1(clamped) - clamped)),
-        "effective_sample_size": float(weights.sum() ** 2 / (weights.size * np.square(weights).sum())),
-        "logprob_difference_mean": float(np.abs(together).mean()),
-        "logprob_difference_max": float(np.abs(together).max()),
+        "mismatch/logprob_difference_mean": float(statistics.mean_absolute),
+        "mismatch/logprob_difference_max": float(statistics.maximum),
+        "mismatch/k3": float(statistics.mean_k3),
+        "mismatch/weight_mean": float(statistics.mean_ratio),
+        "mismatch/effective_sample_size": float(statistics.effective_sample_size),
+        **(
+            {}
+            if largest is None
+            else {"mismatch/weight_max": math.exp(max(-MAX_LOG_RATIO, min(largest, MAX_LOG_RATIO)))}
+        ),
     }
 
 

@@ -145,7 +145,16 @@ class KlConfig(draccus.ChoiceRegistry, abc.ABC):
 @KlConfig.register_subclass("none")
 @dataclasses.dataclass(frozen=True)
 class NoKlConfig(KlConfig):
-    """No penalty: the reference model is neither loaded nor run."""
+    """No penalty."""
+
+    watch: bool = False
+    """Whether the reference is loaded and scores each step's rollouts, so that `objective/kl` is logged and reference
+    log-probabilities are stored. Costs one forward pass and the reference's weights; the loss is the same."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """`watch`."""
+        return self.watch
 
     @property
     def coefficient(self) -> float:

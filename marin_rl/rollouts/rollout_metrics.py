@@ -10,20 +10,18 @@ from marin_rl.metrics import Metric, Reduction, mean, total
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, StopReason, WeightVersion
 
 
-def rollout_metrics(groups: Sequence[RolloutGroup], version: WeightVersion) -> dict[str, Metric]:
-    """Metrics of the rollouts that one update trains on.
+def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
+    """Metrics of sampled rollouts.
 
     Failed rollouts count in the shares of statuses and nowhere else.
 
     Args:
-        groups: all groups of the batch; at least one rollout is graded.
-        version: the weights that are about to be updated; staleness is counted from them.
+        groups: any groups; at least one rollout is graded.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     graded = [rollout for rollout in rollouts if rollout.rewards]
     scores = [rollout.total_reward or 0.0 for rollout in graded]
     generations = [turn.generation for rollout in graded for turn in rollout.turns]
-    ages = [version - generation.first_version for generation in generations]
     return {
         "objective/scores": mean(scores),
         "train/rewards": mean(scores),
@@ -36,6 +34,25 @@ def rollout_metrics(groups: Sequence[RolloutGroup], version: WeightVersion) -> d
         "rollouts/failed": total(rollout.status is RolloutStatus.FAILED for rollout in rollouts),
         "rollouts/timed_out": total(rollout.status is RolloutStatus.TIMED_OUT for rollout in rollouts),
         "rollouts/aborted": total(rollout.status is RolloutStatus.ABORTED for rollout in rollouts),
+    }
+
+
+def staleness_metrics(groups: Sequence[RolloutGroup], version: WeightVersion) -> dict[str, Metric]:
+    """Age of the rollouts that a step trains on, over the generations of graded rollouts.
+
+    Args:
+        groups: groups to train on.
+        version: the weights that are about to be updated.
+
+    Returns:
+        `staleness/*`; empty if no rollout is graded.
+    """
+    graded = [rollout for group in groups for rollout in group.rollouts if rollout.rewards]
+    generations = [turn.generation for rollout in graded for turn in rollout.turns]
+    if not generations:
+        return {}
+    ages = [version - generation.first_version for generation in generations]
+    return {
         "staleness/min": Metric(float(min(ages)), reduction=Reduction.MIN),
         "staleness/mean": mean(ages),
         "staleness/max": Metric(float(max(ages)), reduction=Reduction.MAX),

@@ -21,7 +21,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,10 @@ class RolloutStoreConfig:
     """Also store each token's log-probability under the learner's weights before the update, to see where sampler and
     learner differ. Costs one forward pass over the step's rollouts, unless a critic or a mismatch correction makes
     that pass anyway."""
+
+    stale: bool = False
+    """Also store groups that were dropped because they had grown too old before any step trained on them
+    (`mode: async`), with the step that dropped them; their `not_trained` is `stale`."""
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
@@ -243,6 +247,7 @@ class RolloutStore:
         groups: Sequence[RolloutGroup],
         signals: Mapping[str, TrainingSignal],
         purpose: str = TRAINING,
+        stale: Sequence[RolloutGroup] = (),
     ) -> None:
         """Store what the config asks for of a step; a later call or `flush` says so if it could not be written.
 
@@ -251,14 +256,17 @@ class RolloutStore:
             groups: all of its groups, those that were left out included.
             signals: by rollout id, what training made of them; one that was not trained on has none.
             purpose: `training` or `evaluation`.
+            stale: groups that were dropped because they had grown too old; written if the config asks for them.
 
         Raises:
             OSError: if an earlier call's file could not be written.
         """
         self.flush()
-        chosen = _chosen(groups, self._config) if self._config.stores(step, purpose) else []
+        dropped = list(stale) if self._config.stale else []
+        chosen = _chosen([*groups, *dropped], self._config) if self._config.stores(step, purpose) else []
         if chosen:
-            self._job.start(self._write, step, chosen, signals, purpose)
+            stale_ids = frozenset(group.id for group in dropped)
+            self._job.start(self._write, step, chosen, signals, purpose, stale_ids)
 
     def flush(self) -> None:
         """Wait until everything that was handed over is on the disk.
@@ -289,9 +297,24 @@ class RolloutStore:
         self._sizes = {file: file.path.stat().st_size for file in list_files(self._folder)}
 
     def _write(
-        self, step: int, rollouts: Sequence[Rollout], signals: Mapping[str, TrainingSignal], purpose: str
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        signals: Mapping[str, TrainingSignal],
+        purpose: str,
+        stale_ids: Collection[str],
     ) -> None:
-        rows = [as_row(rollout, step, purpose, signals.get(rollout.id), self._piece) for rollout in rollouts]
+        rows = [
+            as_row(
+                rollout,
+                step,
+                purpose,
+                signals.get(rollout.id),
+                self._piece,
+                is_stale=rollout.group_id in stale_ids,
+            )
+            for rollout in rollouts
+        ]
         data = _to_jsonl(rows) if self._config.format is StoredFormat.JSONL else _to_parquet(rows)
         target = self._folder / f"{_PREFIX[purpose]}-{step:08d}.{self._config.format.value}"
         partial = self._folder / f".{target.name}.partial"

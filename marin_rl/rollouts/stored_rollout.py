@@ -145,7 +145,15 @@ class TrainingSignal:
         return None if self.advantages is None else float(self.advantages.mean())
 
 
-def as_row(rollout: Rollout, step: int, purpose: str, signal: TrainingSignal | None, piece: PieceOf) -> dict[str, Any]:
+def as_row(
+    rollout: Rollout,
+    step: int,
+    purpose: str,
+    signal: TrainingSignal | None,
+    piece: PieceOf,
+    *,
+    is_stale: bool = False,
+) -> dict[str, Any]:
     """A rollout as a row of `SCHEMA`, in plain values.
 
     Args:
@@ -154,6 +162,7 @@ def as_row(rollout: Rollout, step: int, purpose: str, signal: TrainingSignal | N
         purpose: `training` or `evaluation`.
         signal: what training made of it; None where it was not trained on.
         piece: the bytes of a token.
+        is_stale: whether it was dropped before training because it had grown too old.
 
     Raises:
         ValueError: if the signal's arrays do not fit the rollout, naming both lengths.
@@ -169,7 +178,7 @@ def as_row(rollout: Rollout, step: int, purpose: str, signal: TrainingSignal | N
         "answer": _text(rollout.task.answer),
         "status": rollout.status.value,
         "error": _text(rollout.error),
-        "not_trained": _why_not_trained(rollout, purpose, signal),
+        "not_trained": _why_not_trained(rollout, purpose, signal, is_stale),
         "reward": rollout.total_reward,
         "rewards": list(rollout.rewards.items()),
         "evaluations": [_evaluation_row(evaluation) for evaluation in rollout.evaluations],
@@ -204,9 +213,11 @@ def _check_lengths(rollout: Rollout, signal: TrainingSignal | None) -> None:
             raise ValueError(f"rollout {rollout.id}: {name} has length {len(array)}, expected {length}")
 
 
-def _why_not_trained(rollout: Rollout, purpose: str, signal: TrainingSignal | None) -> str | None:
+def _why_not_trained(rollout: Rollout, purpose: str, signal: TrainingSignal | None, is_stale: bool) -> str | None:
     if purpose != "training":
         return purpose
+    if is_stale:
+        return "stale"
     if not rollout.status.is_graded:
         return rollout.status.value
     if signal is None:

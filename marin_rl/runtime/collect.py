@@ -15,7 +15,7 @@ from marin_rl.rewards.combine import evaluation_metrics
 from marin_rl.rollouts.environment_metrics import environment_metrics
 from marin_rl.rollouts.filters import sort_groups
 from marin_rl.rollouts.orders import OrderNumber
-from marin_rl.rollouts.rollout_metrics import rollout_metrics
+from marin_rl.rollouts.rollout_metrics import rollout_metrics, staleness_metrics
 from marin_rl.rollouts.run_rollouts import require_one_success
 from marin_rl.rollouts.shape_rewards import shape_rewards
 from marin_rl.runtime.training_run import TrainingRun
@@ -33,7 +33,9 @@ class Collected(NamedTuple):
     played: list[RolloutGroup]
     """Groups that came since the step before; with staleness not the same ones."""
     metrics: dict[str, Metric]
-    """Of everything that was sampled, and how much of it was left out."""
+    """Of the groups that came since the step before, and how many of them were left out."""
+    stale: list[RolloutGroup]
+    """Groups that were dropped before any step had trained on them, because they had grown too old."""
 
     @property
     def sampled(self) -> list[RolloutGroup]:
@@ -69,9 +71,10 @@ def _collect(run: TrainingRun, step: int, timer: PhaseTimer, stop_requested: Cal
     def draw(count: int) -> list[Task]:
         return draw_tasks(run, count)
 
-    stale = run.drop_stale(version)
+    stale = [run.drop_stale(version)]
     crew.submit(orders.order(version, replay.uses_left, len(replay), draw))
     came: dict[OrderNumber, RolloutGroup] = {}
+    to_train: dict[OrderNumber, RolloutGroup] = {}
     left_out: dict[OrderNumber, RolloutGroup] = {}
     replaced = 0
     while not replay.holds(mix := replay.mix(orders.wanted(step), orders.outstanding)):
@@ -87,6 +90,7 @@ def _collect(run: TrainingRun, step: int, timer: PhaseTimer, stop_requested: Cal
                 left_out[number] = group
                 dropped.append(number)
             else:
+                to_train[number] = group
                 replay.add(number, group)
         if len(came) >= wanted:
             # Where everything is broken, further groups would be so too.
@@ -94,24 +98,27 @@ def _collect(run: TrainingRun, step: int, timer: PhaseTimer, stop_requested: Cal
         more = orders.replace(dropped, version, draw)
         replaced += len(more)
         crew.submit(more)
-        if late := run.drop_stale(version):
-            stale += late
+        late = run.drop_stale(version)
+        if late.count:
+            stale.append(late)
             crew.submit(orders.order(version, replay.uses_left, len(replay), draw))
     ages, fill = replay.ages(version), replay.uses_left / orders.pace.room
     groups = replay.draw(mix, version)
     in_order = [came[number] for number in sorted(came)]
     progress.task_stream = dict(run.stream.learn(progress.task_stream, in_order))
     unequal = [left_out[number] for number in sorted(left_out)]
-    metrics = _metrics(run, groups, unequal, version)
+    metrics = _metrics(run, [to_train[number] for number in sorted(to_train)], unequal)
+    metrics |= staleness_metrics(groups, version)
     counts = {
+        "filter/kept_groups": len(groups),
         "filter/replaced": replaced,
-        "replay/stale": stale,
+        "replay/stale": sum(dropped.count for dropped in stale),
         "replay/waiting": len(replay),
         "replay/age": sum(ages) / max(len(ages), 1),
         "replay/fill": fill,
     }
     metrics |= {name: Metric(float(value)) for name, value in {**counts, **crew.metrics()}.items()}
-    return Collected(groups, unequal, in_order, metrics)
+    return Collected(groups, unequal, in_order, metrics, [group for one in stale for group in one.untrained])
 
 
 def draw_tasks(run: TrainingRun, count: int) -> list[Task]:
@@ -128,19 +135,16 @@ def draw_tasks(run: TrainingRun, count: int) -> list[Task]:
     return tasks
 
 
-def _metrics(
-    run: TrainingRun, kept: Sequence[RolloutGroup], left_out: Sequence[RolloutGroup], version: int
-) -> dict[str, Metric]:
+def _metrics(run: TrainingRun, kept: Sequence[RolloutGroup], left_out: Sequence[RolloutGroup]) -> dict[str, Metric]:
     sampled = [*kept, *left_out]
     equal = sum(any(rollout.rewards for rollout in group.rollouts) for group in left_out)
     said = evaluation_metrics(one for group in sampled for rollout in group.rollouts for one in rollout.evaluations)
     counts = {
-        "filter/kept_groups": len(kept),
         "filter/dropped_zero_spread": equal,
         "filter/dropped_ungraded": len(left_out) - equal,
         **run.stream.metrics(run.progress.task_stream),
     }
     metrics = dict(said)
     if any(rollout.rewards for group in sampled for rollout in group.rollouts):
-        metrics |= {**rollout_metrics(sampled, version), **environment_metrics(sampled, run.stream.parts)}
+        metrics |= {**rollout_metrics(sampled), **environment_metrics(sampled, run.stream.parts)}
     return {**metrics, **{name: Metric(float(count)) for name, count in counts.items()}}

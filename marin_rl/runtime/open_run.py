@@ -123,7 +123,7 @@ def forget_older(run: TrainingRun, report: Report) -> None:
         run: just taken up again.
         report: is told, where there is anything.
     """
-    if lost := run.drop_stale(run.progress.step, max_staleness=0):
+    if lost := run.drop_stale(run.progress.step, max_staleness=0).count:
         report(
             f"{lost} waiting groups were sampled with older weights than those kept; what was not trained on yet is "
             "played anew"

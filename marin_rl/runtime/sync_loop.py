@@ -19,7 +19,8 @@ from typing import Protocol, runtime_checkable
 from levanter.metrics import Metric
 
 from marin_rl.batching.rl_example import PackedBatch
-from marin_rl.learner.loss import loss_metrics
+from marin_rl.learner.loss import first_log_ratios, loss_metrics
+from marin_rl.objectives.importance import mismatch_metrics
 from marin_rl.runtime.collect import Collected, collect_groups
 from marin_rl.runtime.crew import StopRequestedError
 from marin_rl.runtime.evaluation import evaluate
@@ -76,10 +77,12 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
         with timer.phase("transfer"):
             run.publish()
         with timer.phase("store"):
-            run.store_rollouts(step, collected.sampled, batch.signals)
+            run.store_rollouts(step, collected.sampled, batch.signals, collected.stale)
         elapsed = time.perf_counter() - started
         metrics = {name: metric.value for name, metric in collected.metrics.items()}
-        metrics |= loss_metrics(measured) if measured else {}
+        if measured:
+            metrics |= loss_metrics(measured)
+            metrics |= batch.mismatch or mismatch_metrics(first_log_ratios(measured))
         metrics |= batch.metrics
         metrics |= _rates(run, collected, updates, timer.seconds, elapsed)
         if config.evaluation.is_due(step, config.num_steps):

@@ -15,7 +15,7 @@ from jaxtyping import Float64
 from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollout, without_loss
 from marin_rl.batching.rl_example import PackedBatch, pack_batch
 from marin_rl.learner.scoring import Scores
-from marin_rl.objectives.importance import mismatch_statistics
+from marin_rl.objectives.importance import log_weight_statistics, mismatch_metrics
 from marin_rl.objectives.kl import MAX_LOG_RATIO
 from marin_rl.objectives.signals import Credit, RolloutSignal
 from marin_rl.objectives.spread import sample_variance
@@ -43,7 +43,9 @@ class TrainingBatch(NamedTuple):
     signals: Mapping[str, TrainingSignal]
     """What is stored about each of them, by rollout id."""
     metrics: Mapping[str, float]
-    """The reward signal: scores, what the KL penalty takes from them, and how good the critic was."""
+    """The reward signal: scores, what the KL penalty takes from them, advantages, and how good the critic was."""
+    mismatch: Mapping[str, float] | None = None
+    """`mismatch/*` of the raw importance weights that a correction uses; None without one."""
 
 
 def build_batch(run: TrainingRun, groups: Sequence[RolloutGroup], timer: PhaseTimer) -> TrainingBatch:
@@ -61,10 +63,10 @@ def build_batch(run: TrainingRun, groups: Sequence[RolloutGroup], timer: PhaseTi
         rollouts = [_process(run, rollout) for rollout in graded]
     with timer.phase("reference"):
         scored, own = _score(run, rollouts, [_sampled_by(run, rollout) for rollout in graded])
-        rollouts, weights, metrics = _correct(run, (scored, own))
+        rollouts, weights, mismatch = _correct(run, (scored, own))
     with timer.phase("batch"):
         penalties = [run.config.kl.reward_penalty(_k1(rollout)) for rollout in rollouts]
-        metrics |= _reward_metrics(run, graded, rollouts)
+        metrics = _reward_metrics(run, graded, rollouts)
         rollouts, weights = _mask_truncated(run, graded, rollouts, weights)
         signals = {
             rollout.id: _signal(rollout, processed, penalty)
@@ -81,8 +83,9 @@ def build_batch(run: TrainingRun, groups: Sequence[RolloutGroup], timer: PhaseTi
             _log_turns(rollout, credits[rollout.id])
         metrics |= _critic_metrics(run, list(signals.values()), [credits[r.id] for r in graded])
         kept = [credits[r.id] for r in graded]
+        metrics |= _advantage_metrics(kept)
         stored = _stored_signals(run, scored, own, kept)
-    return TrainingBatch(rollouts, kept, weights, stored, metrics)
+    return TrainingBatch(rollouts, kept, weights, stored, metrics, mismatch)
 
 
 def minibatches(run: TrainingRun, batch: TrainingBatch, step: int) -> Iterator[PackedBatch]:
@@ -161,22 +164,22 @@ def _sampled_by(run: TrainingRun, rollout: Rollout) -> WeightVersion:
 
 def _correct(
     run: TrainingRun, scored: tuple[list[ProcessedRollout], list[Scores] | None]
-) -> tuple[list[ProcessedRollout], list[Tokens], dict[str, float]]:
+) -> tuple[list[ProcessedRollout], list[Tokens], dict[str, float] | None]:
     """With a mismatch correction, ratios start from the learner's own log-probs, and weights make up for the rest."""
     rollouts, own = scored
     if own is None or not run.config.mismatch.needs_old_logprobs:
-        return rollouts, [np.ones(rollout.num_loss_tokens) for rollout in rollouts], {}
+        return rollouts, [np.ones(rollout.num_loss_tokens) for rollout in rollouts], None
     log_weights = [
         (scores.logprobs.astype(np.float64) - rollout.policy_logprobs)[rollout.loss_mask]
         for rollout, scores in zip(rollouts, own, strict=True)
     ]
     weights = run.config.mismatch.weights(log_weights)
-    statistics = mismatch_statistics(log_weights)
+    metrics = mismatch_metrics(log_weight_statistics(log_weights), log_weights)
     corrected = [
         dataclasses.replace(rollout, policy_logprobs=scores.logprobs)
         for rollout, scores in zip(rollouts, own, strict=True)
     ]
-    return corrected, weights, {f"mismatch/{name}": value for name, value in statistics.items()}
+    return corrected, weights, metrics
 
 
 def _mask_truncated(
@@ -271,6 +274,18 @@ def _reward_metrics(
     mean_score = float(np.mean([rollout.total_reward or 0.0 for rollout in graded]))
     metrics["objective/rlhf_reward"] = mean_score - metrics["objective/non_score_reward"]
     return metrics
+
+
+def _advantage_metrics(credits: Sequence[Credit]) -> dict[str, float]:
+    """Mean, population standard deviation and share of exact zeros, over the loss tokens of the batch."""
+    advantages = np.concatenate([credit.advantages for credit in credits])
+    if not advantages.size:
+        return {}
+    return {
+        "advantage/mean": float(advantages.mean()),
+        "advantage/std": float(advantages.std()),
+        "advantage/zero_share": float(np.mean(advantages == 0)),
+    }
 
 
 def _critic_metrics(run: TrainingRun, signals: Sequence[RolloutSignal], credits: Sequence[Credit]) -> dict[str, float]:

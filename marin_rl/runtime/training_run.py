@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
@@ -37,6 +38,15 @@ REPLAY = "replay.parquet"
 """The replay buffer's file in a checkpoint."""
 
 
+class Dropped(NamedTuple):
+    """Groups that were dropped because they had grown too old."""
+
+    count: int
+    """How many, with those that earlier steps have trained on."""
+    untrained: list[RolloutGroup]
+    """Those that no step has trained on."""
+
+
 @dataclasses.dataclass
 class TrainingRun:
     """A run, ready to go on."""
@@ -56,7 +66,7 @@ class TrainingRun:
     scorer: Scorer
     """Log-probs and values of rollouts under given weights."""
     reference: LmHeadModel | None
-    """The frozen reference, where the KL coefficient is above 0; otherwise it is neither loaded nor run."""
+    """The frozen reference, if `kl` has a coefficient above 0 or watches it; otherwise it is neither loaded nor run."""
     checkpoints: Checkpoints
     """Where state is saved."""
     store: RolloutStore
@@ -95,16 +105,17 @@ class TrainingRun:
             self.history.keep(policy, self.progress.step)
         self.crew.publish(policy, self.progress.step)
 
-    def drop_stale(self, version: WeightVersion, max_staleness: int | None = None) -> int:
-        """Drop waiting groups that are too old, and order anew what was not trained on even once; how many they were.
+    def drop_stale(self, version: WeightVersion, max_staleness: int | None = None) -> Dropped:
+        """Drop waiting groups that are too old, and order anew what was not trained on even once.
 
         Args:
             version: of the weights that are to be updated.
             max_staleness: what is too old; None for the configured bound.
         """
         stale = self.replay.expire(version, max_staleness)
-        self.orders.again(one.task for one in stale if one.uses_left == self.orders.pace.uses_per_group)
-        return len(stale)
+        untrained = [one for one in stale if one.uses_left == self.orders.pace.uses_per_group]
+        self.orders.again(one.task for one in untrained)
+        return Dropped(len(stale), [one.group for one in untrained])
 
     @contextlib.contextmanager
     def undone_on_stop(self) -> Iterator[None]:
@@ -134,12 +145,18 @@ class TrainingRun:
             lambda into: self.replay.save(into / REPLAY),
         )
 
-    def store_rollouts(self, step: int, groups: Sequence[RolloutGroup], signals: Mapping[str, TrainingSignal]) -> None:
+    def store_rollouts(
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        signals: Mapping[str, TrainingSignal],
+        stale: Sequence[RolloutGroup] = (),
+    ) -> None:
         """Hand a step's rollouts to the store, which writes what the config asks for."""
         if not processes.is_main():
             return
         with writing(self.store.folder):
-            self.store.write(step, groups, signals)
+            self.store.write(step, groups, signals, stale=stale)
 
     def store_evaluation(self, groups: Sequence[RolloutGroup]) -> None:
         """Hand the rollouts of an evaluation of the current weights to the store."""

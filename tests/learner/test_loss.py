@@ -17,7 +17,7 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.critic import ActorCritic, CriticConfig
-from marin_rl.learner.loss import RlLoss, loss_metrics
+from marin_rl.learner.loss import RlLoss, first_log_ratios, loss_metrics
 from marin_rl.learner.train_step import fold_metrics
 from marin_rl.objectives.aggregation import (
     AggregationConfig,
@@ -26,6 +26,7 @@ from marin_rl.objectives.aggregation import (
     SequenceSumConfig,
     TokenMeanConfig,
 )
+from marin_rl.objectives.importance import mismatch_metrics
 from marin_rl.objectives.kl import KlEstimator, LossKlConfig, NoKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import (
     CispoLossConfig,
@@ -403,9 +404,18 @@ def expected_metrics(case: Case) -> dict[str, float]:
         "policy/approxkl_avg": (difference**2).mean() / 2,
         "val/ratio": ratio.mean(),
         "val/ratio_var": ratio.var(),
+    }
+
+
+def expected_mismatch(case: Case) -> dict[str, float]:
+    logprobs, _ = token_values(case.table, case.head, case.ids)
+    difference = (logprobs - case.policy)[case.mask]
+    ratio = np.exp(difference)
+    return {
         "mismatch/logprob_difference_mean": np.abs(difference).mean(),
         "mismatch/logprob_difference_max": np.abs(difference).max(),
         "mismatch/k3": (ratio - 1 - difference).mean(),
+        "mismatch/weight_mean": ratio.mean(),
         "mismatch/effective_sample_size": ratio.sum() ** 2 / (ratio.size * (ratio**2).sum()),
     }
 
@@ -427,7 +437,7 @@ def test_metrics_are_what_their_names_say() -> None:
 
 
 def test_metrics_of_several_updates() -> None:
-    """Losses are averaged over updates, the rest over tokens, and the mismatch is that of the first."""
+    """Losses are averaged over updates, the rest over tokens; entropy before the step and mismatch are of the first."""
     cases = [make_case(seed) for seed in (0, 1, 2)]
     counts = np.array([case.mask.sum() for case in cases])
     assert len(set(counts.tolist())) > 1
@@ -436,14 +446,16 @@ def test_metrics_of_several_updates() -> None:
     for name in expected:
         if name.startswith("loss/"):
             expected[name] = float(np.mean([one[name] for one in apart]))
-        elif name.startswith("mismatch/"):
+        elif name == "objective/entropy":
             expected[name] = apart[0][name]
     means = [one["val/ratio"] for one in apart]
     spread = [
         one["val/ratio_var"] + (mean - expected["val/ratio"]) ** 2 for one, mean in zip(apart, means, strict=True)
     ]
     expected["val/ratio_var"] = float(np.average(spread, weights=counts))
-    assert_metrics(loss_metrics([measure(case) for case in cases]), expected)
+    measured = [measure(case) for case in cases]
+    assert_metrics(loss_metrics(measured), expected)
+    assert_metrics(mismatch_metrics(first_log_ratios(measured)), expected_mismatch(cases[0]))
 
 
 @pytest.mark.parametrize(("poison", "block_size"), [(np.inf, 2), (np.nan, POSITIONS), (3e38, 2)])

@@ -20,7 +20,8 @@ from marin_rl.objectives.importance import (
     NoMismatchConfig,
     TisConfig,
     log_ratio_statistics,
-    mismatch_statistics,
+    log_weight_statistics,
+    mismatch_metrics,
 )
 
 
@@ -203,30 +204,34 @@ class TestMismatch:
             config(**fields)
 
 
-class TestMismatchStatistics:
+class TestMismatchMetrics:
     @given(ragged)
     def test_are_those_of_the_raw_weights(self, log_weights):
         together = [d for own in log_weights for d in own] or [0.0]
         expected = oracle(together)
-        actual = mismatch_statistics([np.array(own) for own in log_weights])
+        arrays = [np.array(own) for own in log_weights]
+        with jax.enable_x64(True):
+            actual = mismatch_metrics(log_weight_statistics(arrays), arrays)
+        largest = max(math.exp(max(-20.0, min(20.0, d))) for d in together)
+        # Without tokens there is no largest weight.
+        assert actual.pop("mismatch/weight_max", 1.0) == pytest.approx(largest, rel=1e-9)
         assert actual == {
-            "weight_mean": pytest.approx(expected["mean_ratio"], rel=1e-9),
-            "weight_max": pytest.approx(max(math.exp(max(-20.0, min(20.0, d))) for d in together), rel=1e-9),
-            "k3": pytest.approx(expected["mean_k3"], rel=1e-9, abs=1e-12),
-            "effective_sample_size": pytest.approx(expected["effective_sample_size"], rel=1e-9),
-            "logprob_difference_mean": pytest.approx(expected["mean_absolute"], rel=1e-9),
-            "logprob_difference_max": pytest.approx(expected["maximum"], rel=1e-9),
+            "mismatch/weight_mean": pytest.approx(expected["mean_ratio"], rel=1e-9),
+            "mismatch/k3": pytest.approx(expected["mean_k3"], rel=1e-9, abs=1e-12),
+            "mismatch/effective_sample_size": pytest.approx(expected["effective_sample_size"], rel=1e-9),
+            "mismatch/logprob_difference_mean": pytest.approx(expected["mean_absolute"], rel=1e-9),
+            "mismatch/logprob_difference_max": pytest.approx(expected["maximum"], rel=1e-9),
         }
 
-    def test_agree_with_those_of_the_device(self):
+    def test_host_and_device_agree(self):
         rng = np.random.default_rng(0)
         log_weights = [rng.normal(scale=0.5, size=size) for size in (3, 0, 7)]
-        host = mismatch_statistics(log_weights)
         with jax.enable_x64(True):
-            device = statistics_of(np.concatenate(log_weights).tolist())
-            assert host["k3"] == pytest.approx(float(device.mean_k3), rel=1e-9)
-            assert host["weight_mean"] == pytest.approx(float(device.mean_ratio), rel=1e-9)
-            assert host["effective_sample_size"] == pytest.approx(float(device.effective_sample_size), rel=1e-9)
+            host = mismatch_metrics(log_weight_statistics(log_weights))
+            device = mismatch_metrics(statistics_of(np.concatenate(log_weights).tolist()))
+        assert host == pytest.approx(device, rel=1e-9)
 
     def test_without_tokens_they_are_those_of_equal_policies(self):
-        assert mismatch_statistics([]) == mismatch_statistics([np.zeros(0)]) == mismatch_statistics([np.zeros(4)])
+        found = [mismatch_metrics(log_weight_statistics(given)) for given in ([], [np.zeros(0)], [np.zeros(4)])]
+        assert found[0] == found[1] == found[2]
+        assert mismatch_metrics(log_weight_statistics([np.zeros(0)]), [np.zeros(0)]) == found[0]

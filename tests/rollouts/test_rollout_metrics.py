@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from marin_rl.metrics import Reduction, merge_all
-from marin_rl.rollouts.rollout_metrics import is_correct, rollout_metrics
+from marin_rl.rollouts.rollout_metrics import is_correct, rollout_metrics, staleness_metrics
 from marin_rl.types import Evaluation, Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 
 TASK = Task("t", "sums", ({"role": "user", "content": "2+3="},), "5")
@@ -37,7 +37,8 @@ def rollout(
 
 
 def metrics(*groups: list[Rollout], version: int = 5) -> dict[str, float]:
-    made = rollout_metrics([RolloutGroup("g", group) for group in groups], version)
+    whole = [RolloutGroup("g", group) for group in groups]
+    made = rollout_metrics(whole) | staleness_metrics(whole, version)
     return {name: metric.value for name, metric in made.items()}
 
 
@@ -108,6 +109,10 @@ def test_staleness_counts_updates_since_the_first_token():
     assert found["staleness/mean"] == 2.0
 
 
+def test_staleness_needs_a_graded_rollout():
+    assert staleness_metrics([], 5) == staleness_metrics([RolloutGroup("g", [FAILED])], 5) == {}
+
+
 def test_generations_of_several_versions_are_counted():
     made = rollout({"correct": 1.0}, lengths=(1, 1, 1), version=3)
     generation = dataclasses.replace(made.turns[1].generation, last_version=5)
@@ -119,8 +124,9 @@ def test_generations_of_several_versions_are_counted():
 
 def test_metrics_of_two_halves_merge_into_those_of_the_whole():
     halves = [[GOOD, BAD, BAD], [GOOD, rollout({"correct": 1.0}, lengths=(7,), version=2)]]
-    whole = rollout_metrics([RolloutGroup("g", half) for half in halves], 5)
-    merged = merge_all(rollout_metrics([RolloutGroup("g", half)], 5) for half in halves)
+    groups = [RolloutGroup("g", half) for half in halves]
+    whole = rollout_metrics(groups) | staleness_metrics(groups, 5)
+    merged = merge_all(rollout_metrics([group]) | staleness_metrics([group], 5) for group in groups)
     for name, metric in whole.items():
         if not name.endswith("/std"):
             assert merged[name].value == pytest.approx(metric.value), name

@@ -132,6 +132,15 @@ def test_half_a_character_does_not_stop_a_run(tmp_path):
     assert rows(tmp_path)[0]["error"] == "\\ud83d"
 
 
+@pytest.mark.parametrize("stale", [False, True])
+def test_groups_that_grew_too_old_are_stored_if_asked_for(tmp_path, stale):
+    store = RolloutStore(tmp_path, RolloutStoreConfig(stale=stale), piece)
+    store.write(7, [group_of("g", 1.0)], {}, stale=[group_of("h", 1.0)])
+    store.close()
+    fates = {row["group_id"]: row["not_trained"] for row in rows(tmp_path)}
+    assert fates == {"g": "filtered"} | ({"h": "stale"} if stale else {})
+
+
 def test_why_a_rollout_was_not_trained_on(tmp_path):
     lost = rollout_of("g-3", reward=None, status=RolloutStatus.TIMED_OUT)
     cut = rollout_of("g-4", status=RolloutStatus.TRUNCATED)

@@ -12,11 +12,14 @@ from marin_rl.environments.base import Episode, Split, Step
 from marin_rl.environments.task_stream import task_stream
 from marin_rl.objectives.shaping import OverlongConfig, RewardTruncatedConfig
 from marin_rl.rollouts.filters import DropGroupsConfig, ResampleGroupsConfig
+from marin_rl.rollouts.orders import OrderBook
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Player
 from marin_rl.runtime.collect import Collected, collect_groups, draw_tasks
 from marin_rl.runtime.crew import OwnCrew, StopRequestedError
+from marin_rl.runtime.open_crew import make_pace, make_replay
 from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.training_run import TrainingRun
+from marin_rl.runtime.workers_config import Mode, ReplayConfig
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Message, RolloutStatus, Task
@@ -259,6 +262,48 @@ def test_a_step_that_is_stopped_while_it_waits_leaves_no_trace():
     assert (again.groups, again.left_out) == (expected.groups, expected.left_out)
     assert player.sampler.requests[asked:] == other.sampler.requests[rounds:]
     assert run.progress == whole.progress
+
+
+# Sampling ahead of training.
+
+
+def ahead(kinds: Sequence[str], steps: Sequence[int]) -> list[Collected]:
+    """Steps of a run that may sample one step ahead; everything that is ordered is played at the next wait."""
+    config = make_config(mode=Mode.ASYNC, replay=ReplayConfig(max_staleness=1))
+    run = bare_run(config, Exam(kinds))
+    run.orders, run.replay = OrderBook(make_pace(config)), make_replay(config)
+    player = make_player(run, says_a, run.environment)
+    run.crew = OwnCrew(config, player)
+    found = []
+    for step in steps:
+        player.sampler.version = step - 1
+        found.append(collect_groups(run, step, PhaseTimer()))
+    return found
+
+
+def test_metrics_are_of_the_groups_that_came_whenever_they_are_trained_on():
+    first, second, third = ahead(["mixed", "equal", "equal", "broken"] * 4, [1, 2, 3])
+    # Two steps' groups are ordered at once, and the second step takes what came with the first.
+    assert [len(found.played) for found in (first, second, third)] == [8, 0, 8]
+    assert [len(found.groups) for found in (first, second, third)] == [4, 4, 4]
+    for found in (first, third):
+        played = [rollout for group in found.played for rollout in group.rollouts]
+        scores = [rollout.total_reward for rollout in played if rollout.rewards]
+        assert found.metrics["objective/scores"].value == pytest.approx(sum(scores) / len(scores))
+        assert found.metrics["rollouts/failed"].value == sum(not rollout.rewards for rollout in played)
+        # Every answer ends with a stop token; the groups that are trained on have at most 16.
+        assert found.metrics["val/num_eos_tokens"].value == len(scores) > 16
+    assert {"objective/scores", "rollouts/failed"}.isdisjoint(second.metrics)
+    # Staleness is of the groups that are trained on.
+    assert [found.metrics["staleness/max"].value for found in (first, second)] == [0.0, 1.0]
+    assert [found.metrics["filter/kept_groups"].value for found in (first, second)] == [4.0, 4.0]
+
+
+def test_dropped_stale_groups_are_handed_on():
+    first, late = ahead(["mixed"] * 16, [1, 4])
+    assert first.stale == []
+    assert late.metrics["replay/stale"].value == 4
+    assert [group.id for group in late.stale] == [group.id for group in first.played if group not in first.groups]
 
 
 # Shaping comes before filtering.

@@ -3,7 +3,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,9 @@ from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives.advantages import DrGrpoConfig, GaeConfig
 from marin_rl.objectives.aggregation import SequenceMeanConfig, SequenceSumConfig, TokenMeanConfig
 from marin_rl.objectives.importance import IcepopConfig, MaskMismatchConfig, TisConfig
-from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
+from marin_rl.objectives.kl import LossKlConfig, NoKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
-from marin_rl.objectives.shaping import MaskTruncatedConfig
+from marin_rl.objectives.shaping import KeepTruncatedConfig, MaskTruncatedConfig
 from marin_rl.objectives.signals import AdvantageConfig, Credit, RolloutSignal
 from marin_rl.runtime.config import UpdateConfig
 from marin_rl.runtime.progress import Progress
@@ -23,7 +23,7 @@ from marin_rl.runtime.training_batch import TrainingBatch, build_batch, minibatc
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
-from tests.runtime.bare_run import bare_run, make_config, zeros
+from tests.runtime.bare_run import Score, bare_run, make_config, zeros
 
 TASK = Task("t", "ones", ({"role": "user", "content": "2x3"},), "1")
 PROMPT = (259, 50, 257, 260)
@@ -115,7 +115,13 @@ def test_the_worked_example_of_rloo_reaches_the_tokens_with_loss_and_no_others()
         assert not array[0, 6:].any()
     mask = np.asarray(only.loss_mask.array)
     assert not np.asarray(only.advantages.array)[~mask].any()
-    assert batch.metrics == {"objective/rlhf_reward": 4.0, "objective/non_score_reward": 0.0}
+    assert batch.metrics == {
+        "objective/rlhf_reward": 4.0,
+        "objective/non_score_reward": 0.0,
+        "advantage/mean": pytest.approx(0.0, abs=1e-12),
+        "advantage/std": pytest.approx(np.std(expected)),
+        "advantage/zero_share": 0.0,
+    }
 
 
 def test_a_failed_rollout_leaves_the_baseline_and_the_arrays():
@@ -193,6 +199,38 @@ def test_a_penalty_in_the_reward_is_taken_from_each_token_and_from_the_return():
     assert batch.metrics["objective/rlhf_reward"] == pytest.approx(0.5 - 0.5 * 2.75)
 
 
+def test_the_kl_can_be_watched_without_a_penalty():
+    def advantages(kl: NoKlConfig, reference: Score | None) -> tuple[list[list[float]], Mapping[str, float]]:
+        run = bare_run(make_config(kl=kl), reference=reference)
+        batch = build(run, rollout("a", 1.0), rollout("b", 0.0, turn(3)))
+        return [credit.advantages.tolist() for credit in batch.credits], batch.metrics
+
+    assert not NoKlConfig().needs_reference
+    assert NoKlConfig(watch=True).needs_reference
+    watched, metrics = advantages(NoKlConfig(watch=True), lambda processed: np.full(processed.input_ids.shape, -2.0))
+    plain, without = advantages(NoKlConfig(), None)
+    # log π is -0.5, -1, -1.5: k1 is 1.5, 1, 0.5.
+    assert metrics["objective/kl"] == pytest.approx((2.5 + 3.0) / 2)
+    assert "objective/kl" not in without
+    assert watched == plain
+    for name in ("objective/non_score_reward", "objective/rlhf_reward"):
+        assert metrics[name] == without[name]
+    assert metrics["objective/non_score_reward"] == 0.0
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_advantage_statistics_are_of_the_loss_tokens(masks: bool):
+    run = bare_run(make_config(truncation=MaskTruncatedConfig() if masks else KeepTruncatedConfig()))
+    equal = RolloutGroup("h", [dataclasses.replace(rollout(name, 1.0), group_id="h") for name in ("c", "d")])
+    made = RolloutGroup("g", [rollout("a", 1.0), rollout("b", 0.0, turn(4), truncated=True)])
+    metrics = build_batch(run, [made, equal], PhaseTimer()).metrics
+    # rloo: 1 on two tokens, -1 on four tokens of a truncated rollout, 0 on four tokens.
+    tokens = np.array([1.0] * 2 + ([] if masks else [-1.0] * 4) + [0.0] * 4)
+    assert metrics["advantage/mean"] == pytest.approx(tokens.mean())
+    assert metrics["advantage/std"] == pytest.approx(math.sqrt(np.mean((tokens - tokens.mean()) ** 2)))
+    assert metrics["advantage/zero_share"] == pytest.approx(4 / tokens.size)
+
+
 def test_a_penalty_in_the_loss_leaves_the_reward_alone_and_is_told_all_the_same():
     recorder = Recorder()
     run = bare_run(
@@ -255,7 +293,7 @@ def test_without_a_correction_ratios_start_from_the_sampler():
     batch = build(run, rollout("a", 1.0))
     assert [weights.tolist() for weights in batch.importance_weights] == [[1.0, 1.0]]
     assert actions(batch, "policy_logprobs") == [[-0.5, -1.0]]
-    assert not any(name.startswith("mismatch/") for name in batch.metrics)
+    assert batch.mismatch is None
 
 
 @pytest.mark.parametrize(
@@ -279,8 +317,10 @@ def test_a_correction_weighs_tokens_and_ratios_start_from_the_learner(config, fi
     np.testing.assert_allclose(batch.importance_weights[0], [first, second], rtol=1e-6)
     np.testing.assert_allclose(actions(batch, "policy_logprobs"), [[-1.5, -1.0]], rtol=1e-6)
     # Raw, before any truncation.
-    assert batch.metrics["mismatch/weight_max"] == pytest.approx(math.exp(2.0), rel=1e-5)
-    assert batch.metrics["mismatch/logprob_difference_mean"] == pytest.approx(1.5)
+    assert batch.mismatch is not None
+    assert batch.mismatch["mismatch/weight_max"] == pytest.approx(math.exp(2.0), rel=1e-5)
+    assert batch.mismatch["mismatch/logprob_difference_mean"] == pytest.approx(1.5)
+    assert batch.mismatch["mismatch/weight_mean"] == pytest.approx((math.exp(-1.0) + math.exp(2.0)) / 2, rel=1e-5)
     [packed] = minibatches(run, batch, 1)
     [weights] = packed.unpack([np.asarray(part.importance_weights.array) for part in packed.passes])
     np.testing.assert_allclose(weights[0, 4:6], [first, second], rtol=1e-6)
