@@ -1,0 +1,188 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""From raw steps to GiGPO's advantages, as tables: one group of three rollouts on a lake of two by two.
+
+    python -m experiments.gigpo_rewards
+
+Every stage calls the function that training calls; no model is loaded. experiments/gigpo_rewards.yaml trains with the
+same reward function and the same estimator.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.lake_rewards import wasted_moves
+from marin_rl.objectives.gigpo import GigpoConfig, anchor_of
+from marin_rl.objectives.signals import Credit, RolloutSignal
+from marin_rl.rewards.align import align_steps
+from marin_rl.rewards.combine import turn_rewards, weighted_rewards
+from marin_rl.rewards.functions import EvaluateResult, RewardRequest, evaluate
+from marin_rl.types import Evaluation, Message
+
+WEIGHT = 0.5
+"""Weight of the reward function `wasted_moves`."""
+GIGPO = GigpoConfig(gamma=0.5, omega=1.0)
+"""The estimator; a small γ keeps the numbers short."""
+
+START, RIGHT, BELOW = "A.\n.G", ".A\n.G", "..\nAG"
+"""The three maps in which a move can be made: A is the player, G the goal."""
+NAMES = {START: "start", RIGHT: "right", BELOW: "below"}
+"""Names of the maps in the tables."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One raw turn."""
+
+    observation: str
+    """The map that the policy was shown."""
+    move: str
+    """Its reply: l, r, u or d."""
+    reward: float
+    """The environment's reward: 1 on the goal."""
+
+
+class Example(NamedTuple):
+    """All stages of the example, one entry a rollout."""
+
+    steps: list[list[Step]]
+    """Raw turns."""
+    results: list[EvaluateResult]
+    """Answers of the reward function."""
+    evaluations: list[Evaluation]
+    """The same with step rewards aligned to turns, as a rollout stores them."""
+    rewards: list[dict[str, float]]
+    """Reward by component, weights included."""
+    turn_rewards: list[list[float]]
+    """Reward of each turn: the environment's, and weight times base reward."""
+    credits: list[Credit]
+    """A_E, A_S and the advantages of the action tokens; here each turn has one token."""
+
+
+ROLLOUTS = {
+    # One move into the border, then two to the goal.
+    "T0": [Step(START, "l", 0.0), Step(START, "r", 0.0), Step(RIGHT, "d", 1.0)],
+    # Down, into the border, and back: the turns run out.
+    "T1": [Step(START, "d", 0.0), Step(BELOW, "l", 0.0), Step(BELOW, "u", 0.0)],
+    # The shortest way.
+    "T2": [Step(START, "d", 0.0), Step(BELOW, "r", 1.0)],
+}
+"""The group, by rollout."""
+
+
+def conversation(steps: Sequence[Step]) -> tuple[Message, ...]:
+    """The messages that reward functions see: a map, a move, the next map, and so on."""
+    messages: list[Message] = []
+    for step in steps:
+        messages.append({"role": "user", "content": step.observation})
+        messages.append({"role": "assistant", "content": step.move})
+    return tuple(messages)
+
+
+def work_out(rollouts: dict[str, list[Step]]) -> Example:
+    """Compute all stages for a group.
+
+    Args:
+        rollouts: the raw turns of each rollout, by its id.
+    """
+    requests = [
+        RewardRequest(name, conversation(steps), "", "lake", "FrozenLake-v1", "completed", first_policy_message=1)
+        for name, steps in rollouts.items()
+    ]
+    results = evaluate(wasted_moves, requests, {"penalty": 0.2})
+    evaluations = [
+        Evaluation(
+            component="wasted_moves",
+            weight=WEIGHT,
+            score=result.total_score,
+            steps=tuple(
+                align_steps(
+                    request.rollout_id, request.messages, result.step_outputs or (), request.first_policy_message
+                ).values()
+            ),
+        )
+        for request, result in zip(requests, results, strict=True)
+    ]
+    rewards, of_turns, signals = [], [], []
+    for (name, steps), evaluation in zip(rollouts.items(), evaluations, strict=True):
+        rewards.append({"correct": sum(step.reward for step in steps), **weighted_rewards([evaluation])})
+        from_functions = turn_rewards([evaluation], len(steps))
+        of_turns.append([step.reward + (more or 0.0) for step, more in zip(steps, from_functions, strict=True)])
+        signals.append(
+            RolloutSignal(
+                id=name,
+                score=sum(rewards[-1].values()),
+                turn_rewards=np.array(of_turns[-1]),
+                anchors=tuple(anchor_of(step.observation) for step in steps),
+                turn_ids=np.arange(len(steps), dtype=np.int32),
+                penalties=np.zeros(len(steps)),
+                values=np.zeros(len(steps)),
+            )
+        )
+    [credits] = GIGPO.compute([signals])
+    return Example(list(rollouts.values()), results, evaluations, rewards, of_turns, credits)
+
+
+def report(rollouts: dict[str, list[Step]]) -> str:
+    """The stages as tables.
+
+    Args:
+        rollouts: the raw turns of each rollout, by its id.
+    """
+    found = work_out(rollouts)
+    raw, aligned, advantages = [], [], []
+    for row, name in enumerate(rollouts):
+        by_turn = {step.turn: step for step in found.evaluations[row].steps}
+        credit = found.credits[row]
+        assert credit.of_turns is not None
+        for index, step in enumerate(found.steps[row]):
+            raw.append([name, index, NAMES[step.observation], step.move, step.reward])
+            base = by_turn[index].base_reward
+            aligned.append([name, 2 * index + 1, index, base, WEIGHT * base, found.turn_rewards[row][index]])
+            episode, returns, steps = credit.of_turns
+            total = credit.advantages[index]
+            advantages.append([name, index, NAMES[step.observation], returns[index], episode, steps[index], total])
+    scores = [
+        [name, found.results[row].total_score, *found.rewards[row].values(), sum(found.rewards[row].values())]
+        for row, name in enumerate(rollouts)
+    ]
+    return "\n\n".join(
+        [
+            _table("1. Raw turns", ["rollout", "turn", "observation", "move", "environment"], raw),
+            _table(
+                "2. EvaluateResult: step outputs, aligned to turns (weight 0.5)",
+                ["rollout", "step_index", "turn", "base_reward", "weighted", "turn reward"],
+                aligned,
+            ),
+            _table(
+                "3. Rewards of the rollouts (score: the sum of the base rewards)",
+                ["rollout", "score", "correct", "wasted_moves", "return R"],
+                scores,
+            ),
+            _table(
+                "4. GiGPO (gamma 0.5, omega 1): A = A_E + A_S",
+                ["rollout", "turn", "anchor", "G", "A_E", "A_S", "A"],
+                advantages,
+            ),
+        ]
+    )
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    cells = [list(heads), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    return "\n".join([title, *(line.rstrip() for line in lines)])
+
+
+def _cell(value: object) -> str:
+    # Adding 0.0 turns -0.0 into 0.0.
+    return f"{round(float(value), 6) + 0.0:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    print(report(ROLLOUTS))

@@ -1,0 +1,30 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Reward functions for FrozenLake in the compact view, used by experiments/gigpo_rewards.yaml and gigpo_rewards.py."""
+
+from marin_rl.rewards import EvaluateResult, StepOutput, reward_function
+
+
+@reward_function
+def wasted_moves(messages, ground_truth, penalty=0.2, **kwargs):
+    """Give `-penalty` to each move after which the map is the same, as after a move into the border.
+
+    The move that ends the game is followed by no map and is never wasted.
+    """
+    steps = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = messages[index - 1]["content"]
+        after = messages[index + 1]["content"] if index + 1 < len(messages) else None
+        wasted = after == before
+        steps.append(
+            StepOutput(
+                step_index=index,
+                base_reward=-penalty if wasted else 0.0,
+                metrics={"wasted": wasted},
+                reason="the map did not change" if wasted else None,
+            )
+        )
+    return EvaluateResult(step_outputs=steps)
