@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from marin_rl.rewards.code import parse_tests
-from marin_rl.rewards.combine import weighted_rewards
+from marin_rl.rewards.combine import turn_rewards, weighted_rewards
 from marin_rl.rewards.components import RewardComponentConfig
 from marin_rl.rewards.losses import LossCause
 from marin_rl.rewards.pipeline import build_pipeline
@@ -36,7 +36,7 @@ def blocks(language: str) -> list[str]:
 def folder(tmp_path: Path) -> Path:
     for title, code in re.findall(r"```python title=\"([^\"]*)\"\n(.*?)```", PAGE, re.DOTALL):
         (tmp_path / title).write_text(code)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["my_rewards.py", "try_my_rewards.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["my_rewards.py", "step_rewards.py", "try_my_rewards.py"]
     return tmp_path
 
 
@@ -75,8 +75,40 @@ def test_the_config_works(folder: Path, monkeypatch: pytest.MonkeyPatch, request
     asyncio.run(run())
 
 
+def conversation(*said: str) -> tuple[dict[str, str], ...]:
+    """Messages of the roles u(ser), a(ssistant) and t(ool), written as `a: 46`."""
+    roles = {"u": "user", "a": "assistant", "t": "tool"}
+    return tuple({"role": roles[text[0]], "content": text[3:]} for text in said)
+
+
+def test_the_examples_with_steps_work(folder: Path, monkeypatch: pytest.MonkeyPatch, request_of: Any):
+    monkeypatch.chdir(folder)
+    good = conversation("u: q", "a: call", "t: 46", "t: Error: no such tool", "a: call", "t: 46", "a: 46")
+    bad = conversation("u: q", "a: call", "t: Error: bad", "a: 47")
+
+    async def run() -> None:
+        async with Sandbox(SandboxConfig(require=Isolation.NONE)) as sandbox:
+            pipeline = build_pipeline(configs()[1], sandbox)
+            await pipeline.start()
+            requests = [request_of(messages=messages) for messages in (good, bad)]
+            ones = [await pipeline.judge_one(request) for request in requests]
+            group = await pipeline.judge_group(requests)
+            rewards = [weighted_rewards([*one, *others]) for one, others in zip(ones, group, strict=True)]
+            # Half of the first message's calls succeeded, and all of the second's.
+            assert rewards == [
+                {"tool_success": 0.75, "rare_actions": 0.0},
+                {"tool_success": 0.0, "rare_actions": 0.0},
+            ]
+            steps = [{step.turn: step.base_reward for step in one[0].steps} for one in (*ones, *group)]
+            # Both rollouts began with the same call; everything else was done once.
+            assert steps == [{0: 0.25, 1: 0.5}, {0: 0.0}, {0: 0.5, 1: 1.0, 2: 1.0}, {0: 0.5, 1: 1.0}]
+            assert turn_rewards([*ones[0], *group[0]], 3) == pytest.approx([0.3, 0.6, 0.1])
+
+    asyncio.run(run())
+
+
 def test_the_other_sections_can_be_read():
-    _, [judge], [code] = configs()
+    _, _, [judge], [code] = configs()
     assert type(judge).__name__ == "LlmJudgeConfig"
     assert type(code).__name__ == "CodeRewardConfig"
     [sandbox] = [yaml.safe_load(text)["sandbox"] for text in blocks("yaml") if text.startswith("sandbox")]
