@@ -110,8 +110,8 @@ def work_out(rollouts: dict[str, list[Step]]) -> Example:
     rewards, of_turns, signals = [], [], []
     for (name, steps), evaluation in zip(rollouts.items(), evaluations, strict=True):
         rewards.append({"correct": sum(step.reward for step in steps), **weighted_rewards([evaluation])})
-        from_functions = turn_rewards([evaluation], len(steps))
-        of_turns.append([step.reward + (more or 0.0) for step, more in zip(steps, from_functions, strict=True)])
+        given = turn_rewards([evaluation], len(steps))
+        of_turns.append([step.reward + sum(by_name.values()) for step, by_name in zip(steps, given, strict=True)])
         signals.append(
             RolloutSignal(
                 id=name,

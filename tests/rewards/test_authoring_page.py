@@ -102,7 +102,8 @@ def test_the_examples_with_steps_work(folder: Path, monkeypatch: pytest.MonkeyPa
             steps = [{step.turn: step.base_reward for step in one[0].steps} for one in (*ones, *group)]
             # Both rollouts began with the same call; everything else was done once.
             assert steps == [{0: 0.25, 1: 0.5}, {0: 0.0}, {0: 0.5, 1: 1.0, 2: 1.0}, {0: 0.5, 1: 1.0}]
-            assert turn_rewards([*ones[0], *group[0]], 3) == pytest.approx([0.3, 0.6, 0.1])
+            of_turns = turn_rewards([*ones[0], *group[0]], 3)
+            assert [sum(by_name.values()) for by_name in of_turns] == pytest.approx([0.3, 0.6, 0.1])
 
     asyncio.run(run())
 
@@ -128,4 +129,4 @@ def test_the_limits_defaults_are_on_the_page():
     table = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", PAGE, re.MULTILINE))
     config = SandboxConfig()
     assert {name: float(value) for name, value in table.items()} == {name: getattr(config, name) for name in table}
-    assert len(table) == 7
+    assert len(table) == 8
