@@ -4,11 +4,12 @@
 """The policy as a model: from scratch, from and to the Hugging Face format."""
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import equinox as eqx
 import haliax as hax
@@ -18,7 +19,7 @@ from levanter.compat.hf_checkpoints import HFCheckpointConverter, HFCompatConfig
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer import TrainerConfig
 from safetensors import SafetensorError
-from transformers import PretrainedConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from marin_rl.models.hf_config import (
@@ -96,6 +97,7 @@ def load_hf_policy(
         reference_checkpoint=checkpoint,
         HfConfigClass=type(hf_config),
         tokenizer=cast(PreTrainedTokenizerFast, tokenizer.tokenizer),
+        trust_remote_code=False,
         ignore_prefix=BASE_PREFIX,
     )
     try:
@@ -116,7 +118,11 @@ def load_hf_policy(
 
 
 def save_hf_policy(model: LmHeadModel, tokenizer: ChatTokenizer, folder: Path, trainer: TrainerConfig) -> None:
-    """Write a policy in Hugging Face format: safetensors, `config.json`, tokenizer and chat template.
+    """Write a policy in Hugging Face format: weights, configs of model and generation, tokenizer, chat template.
+
+    `generation_config.json` lists every token that ends a generation here, so that transformers and inference servers
+    stop where training and evaluation did. It has no sampling settings; its `max_length` is the model's context,
+    because without one transformers stops after 20 tokens.
 
     Raises:
         PolicyModelError: if levanter cannot export this architecture.
@@ -124,8 +130,24 @@ def save_hf_policy(model: LmHeadModel, tokenizer: ChatTokenizer, folder: Path, t
     """
     hf_config = to_hf_config(model.config, model.vocab_size)
     hf_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf_config.model_type]]
+    stop_tokens = list(tokenizer.stop_token_ids)
+    special_tokens = {
+        "bos_token_id": tokenizer.tokenizer.bos_token_id,
+        "eos_token_id": stop_tokens[0] if len(stop_tokens) == 1 else stop_tokens,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    hf_config.update(special_tokens)
     with _system_errors(folder):
         _export(model, hf_config, tokenizer, folder, trainer)
+        # The converter's own config.json has transformers' generation settings in it, and one stop token only.
+        (folder / "config.json").write_text(json.dumps(_config_json(hf_config, model), indent=2) + "\n")
+        GenerationConfig(**special_tokens, max_length=model.Pos.size).save_pretrained(folder)
+
+
+def _config_json(hf_config: PretrainedConfig, model: LmHeadModel) -> dict[str, Any]:
+    dtype = model.get_lm_head().dtype.name
+    # Transformers before 4.56 and many servers read the older name.
+    return {**hf_config.to_diff_dict(), "dtype": dtype, "torch_dtype": dtype}
 
 
 def _export(
@@ -138,8 +160,6 @@ def _export(
         reference_checkpoint=str(folder),
         HfConfigClass=type(hf_config),
         tokenizer=cast(PreTrainedTokenizerFast, tokenizer.tokenizer),
-        # It would forbid generation to begin with the end token, which is an answer like any other.
-        config_overrides={"begin_suppress_tokens": None},
     )
     with trainer.use_device_mesh(), hax.axis_mapping(trainer.parameter_axis_mapping):
         converter.save_pretrained(cast(ModelWithHfSerializationMixin, model), str(folder), save_reference_code=False)

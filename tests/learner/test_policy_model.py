@@ -5,15 +5,18 @@ import dataclasses
 import json
 from pathlib import Path
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from haliax import Axis
+from haliax import Axis, NamedArray
 from huggingface_hub import hf_hub_download
+from levanter.layers.attention import AttentionMask
+from levanter.models.lm_model import LmHeadModel
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import hub
 
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
@@ -25,8 +28,12 @@ from marin_rl.learner.policy_model import (
     save_hf_policy,
 )
 from marin_rl.models.hf_config import PolicyModelError
+from marin_rl.sampling.config import SamplingConfig
+from marin_rl.sampling.levanter_sampler import LevanterSampler
+from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import TokenizerConfig
 from tests.models.hf_checkpoint import record, write_checkpoint
 from tests.models.hf_oracle.make_oracle import CASES, VOCAB, token_ids
 
@@ -74,6 +81,137 @@ def test_the_exported_folder_is_hugging_faces(tiny, exports, name: str) -> None:
     with safe_open(folder / "model.safetensors", framework="numpy") as tensors:
         assert "model.embed_tokens.weight" in tensors.keys()  # noqa: SIM118 (not a mapping)
         assert tensors.get_tensor("model.embed_tokens.weight").shape == (tiny.VOCAB, 16)
+
+
+# Where generations end.
+
+EOS, END_OF_TURN, ONE_MORE = 262, 257, 263
+CONTEXT, NEW_TOKENS = 64, 40
+
+
+@pytest.fixture(scope="module")
+def several_stops() -> ChatTokenizer:
+    """Turns end with a token that is not eos, and the source's generation config listed one more."""
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = "<|reserved_0|>"
+    return ChatTokenizer(tokenizer, (ONE_MORE,))
+
+
+@pytest.fixture(scope="module")
+def speakers(tiny, trainer, several_stops, tmp_path_factory) -> dict[str, tuple[LmHeadModel, Path]]:
+    """Weights and exported folder of models whose greedy generations end with any of the stop tokens."""
+    made = {}
+    for name, config in {"llama": tiny.LLAMA, "qwen3": tiny.QWEN3}.items():
+        model = tiny.make_model(trainer, dataclasses.replace(config, seq_len=CONTEXT), seed=7)
+        loud = np.ones(tiny.VOCAB, np.float32)
+        loud[list(several_stops.stop_token_ids)] = 2.0
+        head = model.lm_head.weight
+        model = eqx.tree_at(lambda m: m.lm_head.weight.array, model, head.array * loud[:, None])
+        folder = tmp_path_factory.mktemp(name) / "hf"
+        save_hf_policy(model, several_stops, folder, trainer)
+        made[name] = model, folder
+    return made
+
+
+def prompts() -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(0)
+    return [tuple(rng.integers(0, 256, length).tolist()) for length in range(1, 21)]
+
+
+def greedy(model: LmHeadModel, stop_token_ids: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Greedy generations as evaluation makes them."""
+    config = SamplingConfig(max_new_tokens=NEW_TOKENS, max_seqs=len(prompts()), page_size=8)
+    sampler = LevanterSampler(model, config=config, stop_token_ids=stop_token_ids, max_context=CONTEXT)
+    generations = sampler.sample([SampleRequest(prompt, 0, NEW_TOKENS, 0.0) for prompt in prompts()])
+    return [generation.token_ids for generation in generations]
+
+
+@pytest.fixture(scope="module")
+def spoken(speakers, several_stops) -> list[tuple[int, ...]]:
+    model, _ = speakers["llama"]
+    spoken = greedy(model, several_stops.stop_token_ids)
+    assert {EOS, END_OF_TURN, ONE_MORE} <= {tokens[-1] for tokens in spoken}
+    assert len({len(tokens) for tokens in spoken}) > 5
+    return spoken
+
+
+def test_the_export_lists_every_stop_token_and_an_import_keeps_them(speakers, several_stops) -> None:
+    _, folder = speakers["llama"]
+    assert several_stops.stop_token_ids == (EOS, END_OF_TURN, ONE_MORE)
+    generation = GenerationConfig.from_pretrained(folder)
+    assert generation.eos_token_id == [EOS, END_OF_TURN, ONE_MORE]
+    assert (generation.pad_token_id, generation.bos_token_id) == (256, None)
+    assert AutoConfig.from_pretrained(folder).eos_token_id == [EOS, END_OF_TURN, ONE_MORE]
+    again = TokenizerConfig(path=str(folder)).build()
+    assert (again.stop_token_ids, again.pad_token_id) == (several_stops.stop_token_ids, several_stops.pad_token_id)
+
+
+def test_the_export_has_no_sampling_settings_and_no_short_limit(speakers) -> None:
+    _, folder = speakers["llama"]
+    settings = GenerationConfig().to_dict().keys() - {
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "transformers_version",
+        "use_cache",
+    }
+    assert settings & json.loads((folder / "config.json").read_text()).keys() == set()
+    written = json.loads((folder / "generation_config.json").read_text())
+    assert settings & written.keys() == {"max_length"}
+    assert written["max_length"] == CONTEXT
+
+
+@pytest.mark.parametrize(("policy", "dtype"), [("f32", "float32"), ("p=bf16,c=bf16", "bfloat16")])
+def test_the_export_names_its_precision(tiny, chat, tmp_path, policy: str, dtype: str) -> None:
+    trainer = tiny.make_trainer(policy=policy)
+    save_hf_policy(tiny.make_model(trainer), chat, tmp_path / "hf", trainer)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["dtype"], config["torch_dtype"]) == (dtype, dtype)
+    with safe_open(tmp_path / "hf" / "model.safetensors", framework="numpy") as tensors:
+        assert tensors.get_slice("lm_head.weight").get_dtype() == {"float32": "F32", "bfloat16": "BF16"}[dtype]
+
+
+def test_the_exported_files_alone_give_the_same_greedy_generations(speakers, chat, trainer, spoken) -> None:
+    """With a loop over full forward passes that stops at what generation_config.json lists."""
+    _, folder = speakers["llama"]
+    model = load_hf_policy(str(folder), chat, trainer, None)
+    stops = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+
+    @hax.named_jit
+    def forward(model: LmHeadModel, tokens: NamedArray) -> NamedArray:
+        return model(tokens, attn_mask=AttentionMask.causal())
+
+    tokens, lengths = np.zeros((len(prompts()), CONTEXT), np.int32), np.array([len(prompt) for prompt in prompts()])
+    for row, prompt in zip(tokens, prompts(), strict=True):
+        row[: len(prompt)] = prompt
+    found: list[list[int]] = [[] for _ in prompts()]
+    for _ in range(NEW_TOKENS):
+        logits = np.asarray(forward(model, hax.named(tokens, ("batch", "position"))).array)
+        for row, generation in enumerate(found):
+            if not (generation and generation[-1] in stops):
+                generation.append(int(logits[row, lengths[row] - 1].argmax()))
+                tokens[row, lengths[row]] = generation[-1]
+                lengths[row] += 1
+    assert [tuple(generation) for generation in found] == spoken
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_transformers_makes_the_same_greedy_generations(name: str, speakers, several_stops) -> None:
+    torch = pytest.importorskip("torch", reason="needs the extra test-torch")
+    transformers = pytest.importorskip("transformers")
+    model, folder = speakers[name]
+    expected = greedy(model, several_stops.stop_token_ids)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert theirs.dtype is torch.float32
+    found = [
+        tuple(theirs.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS)[0, len(prompt) :].tolist())
+        for prompt in prompts()
+    ]
+    assert found == expected
+    # Without a limit of its own, a generation ends at a stop token or with the context, not after 20 tokens.
+    unlimited = theirs.generate(torch.tensor([prompts()[0]]))[0, 1:].tolist()
+    assert unlimited[-1] in several_stops.stop_token_ids or len(unlimited) == CONTEXT - 1
+    assert max(map(len, found)) > 20
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
@@ -178,6 +316,25 @@ def test_an_unknown_architecture_is_named(trainer, chat, copied: Path) -> None:
     (copied / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
     with pytest.raises(PolicyModelError, match=r"holds a 'bert' model, which is not supported; supported are gemma"):
         load_hf_policy(str(copied), chat, trainer, None)
+
+
+def test_code_that_comes_with_a_checkpoint_is_neither_run_nor_asked_about(tmp_path: Path, monkeypatch) -> None:
+    proof = tmp_path / "it ran"
+    (tmp_path / "hostile.py").write_text(f"open({str(proof)!r}, 'w').close()\n")
+    declared = {"model_type": "hostile", "auto_map": {"AutoConfig": "hostile.Hostile"}}
+    (tmp_path / "config.json").write_text(json.dumps(declared))
+
+    asked: list[object] = []
+
+    def agree(prompt: object = "") -> str:
+        asked.append(prompt)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", agree)
+    with pytest.raises(PolicyModelError, match="a 'hostile' model, which is not supported"):
+        read_hf_architecture(str(tmp_path))
+    assert not asked
+    assert not proof.exists()
 
 
 def test_a_policy_from_scratch_has_the_shapes_that_were_foretold(tiny, chat) -> None:
