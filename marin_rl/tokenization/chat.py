@@ -54,7 +54,10 @@ class ChatTokenizer:
                 "characters a token stands for; load it with use_fast=True, or convert it to a tokenizer.json"
             )
         if not self.tokenizer.chat_template:
-            raise ChatTemplateError(f"{self.name} has no chat template; give the path of a Jinja file as chat_template")
+            raise ChatTemplateError(
+                f"{self.name} has no chat template; give the path of a Jinja file as tokenizer.chat_template, or "
+                "`plain` for the contents of the messages one after another"
+            )
         if not self.stop_token_ids:
             raise ValueError(
                 f"{self.name} has no eos token and its chat template ends a reply with no special token, so nothing "

@@ -6,13 +6,31 @@
 import dataclasses
 import re
 from pathlib import Path
+from typing import cast
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils.hub import cached_file
 
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+PLAIN = "plain"
+"""The value of `tokenizer.chat_template` for messages one after another."""
+_PLAIN_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}
+{{- message['content'] -}}{{- eos_token -}}
+{%- endgeneration -%}
+{%- else -%}
+{{- message['content'] -}}
+{%- endif -%}
+{%- endfor -%}
+"""
 
 
 class TokenizerLoadError(ValueError):
@@ -27,7 +45,8 @@ class TokenizerConfig:
     """A folder with a Hugging Face tokenizer, or a name on the Hugging Face hub. None: the built-in
     byte-level tokenizer of 264 tokens, which needs no download."""
     chat_template: str | None = None
-    """Path of a Jinja file that replaces the tokenizer's chat template. None: the tokenizer's own."""
+    """Path of a Jinja file that replaces the tokenizer's chat template, or `plain`: the contents of the messages one
+    after another, without roles or separators, and eos behind each reply. None: the tokenizer's own."""
 
     def build(self) -> ChatTokenizer:
         """Load the tokenizer.
@@ -40,16 +59,40 @@ class TokenizerConfig:
         264
         """
         tokenizer = byte_tokenizer() if self.path is None else _load(self.path)
-        if self.chat_template is not None:
+        if self.chat_template == PLAIN:
+            tokenizer.chat_template = plain_template(tokenizer)
+        elif self.chat_template is not None:
             tokenizer.chat_template = _read_template(Path(self.chat_template))
         return ChatTokenizer(tokenizer, () if self.path is None else _generation_stop_ids(self.path))
+
+
+def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A chat template for tokenizers without one, such as those of base models.
+
+    The contents of the messages follow one another; nothing marks their roles. Each reply ends with eos. The text
+    begins with bos if the tokenizer puts it before any text.
+
+    Args:
+        tokenizer: decides about bos.
+
+    >>> tokenizer = byte_tokenizer()
+    >>> tokenizer.chat_template = plain_template(tokenizer)
+    >>> messages = [{"role": "user", "content": "2+3="}, {"role": "assistant", "content": "5"}]
+    >>> tokenizer.apply_chat_template(messages, tokenize=False)
+    '2+3=5<|end|>'
+    """
+    bos = tokenizer.bos_token_id
+    starts_with_bos = bos is not None and tokenizer("text")["input_ids"][:1] == [bos]
+    return ("{{- bos_token -}}\n" if starts_with_bos else "") + _PLAIN_TEMPLATE
 
 
 def _load(path: str) -> PreTrainedTokenizerBase:
     folder = Path(path).expanduser()
     if folder.is_dir():
         try:
-            return AutoTokenizer.from_pretrained(str(folder))
+            return _from_files(str(folder))
+        except TokenizerLoadError:
+            raise
         except (OSError, ValueError) as error:
             raise TokenizerLoadError(
                 f"the folder {path} holds no loadable tokenizer: {_first_line(error)}; it needs the files that a "
@@ -58,12 +101,40 @@ def _load(path: str) -> PreTrainedTokenizerBase:
     if _HUB_NAME.fullmatch(path) is None:
         raise TokenizerLoadError(f"the tokenizer folder {path} does not exist; correct tokenizer.path")
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return _from_files(path)
+    except TokenizerLoadError:
+        raise
     except (OSError, ValueError) as error:
         raise TokenizerLoadError(
             f"the tokenizer {path!r} is neither a folder here nor available from the Hugging Face hub: "
             f"{_first_line(error)}; check the name and the network (and HF_TOKEN, where it is gated), or download it "
             "elsewhere and give its folder, or leave tokenizer.path out for the built-in byte-level tokenizer"
+        ) from error
+
+
+def _from_files(source: str) -> PreTrainedTokenizerBase:
+    """Load from a folder or hub name; never runs code that comes with the files."""
+    config = get_tokenizer_config(source)
+    extra = config.get("extra_special_tokens")
+    if config.get("tokenizer_class") == "TokenizersBackend" or isinstance(extra, list):
+        # Written by transformers 5: a class and a list that transformers 4 does not have.
+        cached_file(source, "tokenizer.json")
+        tokens = extra if isinstance(extra, list) else []
+        loaded = PreTrainedTokenizerFast.from_pretrained(
+            source,
+            extra_special_tokens={} if isinstance(extra, list) else extra or {},
+            additional_special_tokens=[token["content"] if isinstance(token, dict) else token for token in tokens],
+        )
+        return cast(PreTrainedTokenizerBase, loaded)
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise TokenizerLoadError(
+            f"the tokenizer {source} is Python code that comes with its files (auto_map in tokenizer_config.json), "
+            "and such code is never run here. If you trust it, load it with transformers and save it as a fast "
+            "tokenizer (a tokenizer.json), and give that folder as tokenizer.path"
         ) from error
 
 

@@ -3,13 +3,17 @@
 
 import json
 import re
+from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
 
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
+from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.chat_template import ChatTemplateError
-from marin_rl.tokenization.load import TokenizerConfig, TokenizerLoadError
+from marin_rl.tokenization.load import TokenizerConfig, TokenizerLoadError, plain_template
 
 USER = {"role": "user", "content": "2+3="}
 
@@ -41,6 +45,123 @@ def test_a_template_file_replaces_the_tokenizers_and_is_saved_with_it(tmp_path):
     assert chat.prompt_tokens([USER]) == (*b"user:2+3=", 257)
     chat.tokenizer.save_pretrained(tmp_path / "saved")
     assert TokenizerConfig(path=str(tmp_path / "saved")).build().tokenizer.chat_template == template
+
+
+# Folders that transformers 5 wrote.
+
+
+def as_transformers_5_writes(folder: Path, *, tokenizer_class: str = "TokenizersBackend") -> Path:
+    """The built-in tokenizer's files in the form of transformers 5."""
+    byte_tokenizer().save_pretrained(folder)
+    config = {
+        "backend": "tokenizers",
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "<|end|>",
+        "extra_special_tokens": ["<|system|>", "<|user|>", {"__type": "AddedToken", "content": "<|assistant|>"}],
+        "is_local": True,
+        "model_max_length": 1000000000000000019884624838656,
+        "pad_token": "<|pad|>",
+        "tokenizer_class": tokenizer_class,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "special_tokens_map.json").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("tokenizer_class", ["TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenizer"])
+def test_a_folder_of_transformers_5_gives_the_same_tokens(tmp_path: Path, tokenizer_class: str):
+    folder = as_transformers_5_writes(tmp_path / "five", tokenizer_class=tokenizer_class)
+    chat, expected = TokenizerConfig(path=str(folder)).build(), TokenizerConfig().build()
+    messages = [USER, {"role": "assistant", "content": "5<|end|>"}]
+    assert chat.prompt_tokens([USER]) == expected.prompt_tokens([USER])
+    assert chat.encode_conversation(messages) == expected.encode_conversation(messages)
+    assert (chat.stop_token_ids, chat.pad_token_id, chat.vocab_size) == ((257,), 256, 264)
+    assert {"<|system|>", "<|user|>", "<|assistant|>"} <= set(chat.tokenizer.all_special_tokens)
+    # And it can be saved, and loaded again.
+    chat.tokenizer.save_pretrained(tmp_path / "saved")
+    again = TokenizerConfig(path=str(tmp_path / "saved")).build()
+    assert again.encode_conversation(messages) == expected.encode_conversation(messages)
+    assert again.tokenizer.all_special_tokens == chat.tokenizer.all_special_tokens
+
+
+def test_a_folder_of_transformers_5_without_tokenizer_json_is_named(tmp_path: Path):
+    folder = as_transformers_5_writes(tmp_path / "five")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(TokenizerLoadError, match=r"five holds no loadable tokenizer.*tokenizer.json among them"):
+        TokenizerConfig(path=str(folder)).build()
+
+
+# Code that comes with a tokenizer.
+
+
+@pytest.mark.parametrize("declared_in", ["tokenizer_config.json", "config.json"])
+def test_code_that_comes_with_a_tokenizer_is_neither_run_nor_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, declared_in: str
+):
+    folder, proof = tmp_path / "hostile", tmp_path / "it ran"
+    byte_tokenizer().save_pretrained(folder)
+    code = f"open({str(proof)!r}, 'w').close()\nfrom transformers import PreTrainedTokenizerFast as Hostile\n"
+    (folder / "hostile.py").write_text(code)
+    if declared_in == "config.json":
+        (folder / "tokenizer_config.json").unlink()
+        declared = {"model_type": "hostile", "auto_map": {"AutoConfig": "hostile.Hostile"}}
+    else:
+        declared = {"tokenizer_class": "Hostile", "auto_map": {"AutoTokenizer": [None, "hostile.Hostile"]}}
+    (folder / declared_in).write_text(json.dumps(declared))
+
+    asked: list[object] = []
+
+    def agree(prompt: object = "") -> str:
+        asked.append(prompt)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", agree)
+    with pytest.raises(TokenizerLoadError, match=r"hostile is Python code that comes with its files .* is never run"):
+        TokenizerConfig(path=str(folder)).build()
+    assert not asked
+    assert not proof.exists()
+
+
+# Tokenizers without a template.
+
+
+def test_plain_puts_the_contents_of_messages_one_after_another(tmp_path: Path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    chat = TokenizerConfig(path=str(tmp_path), chat_template="plain").build()
+    conversation = [{"role": "system", "content": "Add. "}, USER, {"role": "assistant", "content": "5"}]
+    assert chat.prompt_tokens(conversation[:2]) == tuple(b"Add. 2+3=")
+    assert chat.encode_conversation(conversation) == ((*b"Add. 2+3=5", 257), (False,) * 9 + (True, True))
+    assert chat.stop_token_ids == (257,)
+    # An observation continues the exact tokens of a reply.
+    sequence = (*b"Add. 2+3=", *b"5", 257)
+    answer = [{"role": "tool", "content": "wrong"}]
+    assert chat.observation_tokens(conversation, sequence, answer) == (tuple(b"wrong"), False)
+
+
+def test_plain_begins_with_bos_where_the_tokenizer_does():
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = "<|reserved_0|>"
+    assert ChatTokenizer(with_template(tokenizer, plain_template(tokenizer))).prompt_tokens([USER]) == tuple(b"2+3=")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|reserved_0|> $A", special_tokens=[("<|reserved_0|>", 262)]
+    )
+    chat = ChatTokenizer(with_template(tokenizer, plain_template(tokenizer)))
+    assert chat.prompt_tokens([USER]) == (262, *b"2+3=")
+
+
+def with_template(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_plain_needs_an_end_token(tmp_path: Path):
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="nothing would end a generation; set the tokenizer's eos_token"):
+        TokenizerConfig(path=str(tmp_path), chat_template="plain").build()
 
 
 def test_a_missing_folder_is_named():
