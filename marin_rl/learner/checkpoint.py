@@ -54,6 +54,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state"
 """The folder of the arrays in a checkpoint."""
+_MANIFEST_TYPES = {"step": int, "progress": dict, "arrays": dict, "files": dict}
 ARRAY_METADATA = ".zarray"
 """TensorStore's file with the shape and the chunk shape of an array."""
 
@@ -158,16 +159,18 @@ class Checkpoints:
             )
         (partial / MANIFEST).write_text(_seal({**manifest, "files": files}))
         _sync_tree(partial)
-        if target.exists():
-            shutil.rmtree(target)
+        _remove(target)
         partial.rename(target)
         _sync(self.folder)
         return target.name
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints there are, oldest first, damaged ones included."""
-        names = (path.name.removeprefix("step-") for path in self.folder.glob("step-*"))
-        return sorted(int(name) for name in names if name.isdecimal())
+        """Steps of the checkpoints there are, oldest first, damaged ones included.
+
+        A folder with another name than `save` gives, such as `step-1`, is no checkpoint.
+        """
+        steps = (_step_of(path) for path in self.folder.glob("step-*"))
+        return sorted(step for step in steps if step is not None)
 
     def open(self, step: int) -> "Checkpoint":
         """The checkpoint of one step.
@@ -186,6 +189,9 @@ class Checkpoints:
             CheckpointError: if there are checkpoints and every one is damaged.
         """
         damages = []
+        for path in sorted(self.folder.glob("step-*")):
+            if _step_of(path) is None:
+                logger.warning("%s is ignored: checkpoints are folders named like %s", path, _name(1))
         for step in reversed(self.steps()):
             try:
                 return self.open(step)
@@ -213,10 +219,29 @@ class Checkpoints:
             kept |= {step for step in steps if step % self.config.keep_every == 0}
         for step in self.steps():
             if step not in kept:
-                shutil.rmtree(self._path(step))
+                _remove(self._path(step))
 
     def _path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+        return self.folder / _name(step)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _step_of(path: Path) -> int | None:
+    """The step of a checkpoint's folder; None if its name is another."""
+    digits = path.name.removeprefix("step-")
+    is_name = digits.isascii() and digits.isdecimal() and path.name == _name(int(digits))
+    return int(digits) if is_name else None
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, if it is there; of one that is a symbolic link, the link alone."""
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+    elif checkpoint.exists():
+        shutil.rmtree(checkpoint)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,6 +318,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"checkpoint {path} has no readable {MANIFEST}: {error}") from error
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"checkpoint {path} has format {manifest.get('format')}, this version reads {FORMAT}")
+    for name, kind in _MANIFEST_TYPES.items():
+        if not isinstance(manifest.get(name), kind):
+            raise CheckpointError(f"checkpoint {path}: {MANIFEST} has no valid {name!r}; delete the checkpoint")
+    if manifest["step"] != _step_of(path):
+        raise CheckpointError(
+            f"checkpoint {path} holds step {manifest['step']}, so its folder should be called "
+            f"{_name(manifest['step'])}; rename it, or delete it"
+        )
     found = _describe(path)
     for name, expected in manifest["files"].items():
         if found.get(name) != expected:

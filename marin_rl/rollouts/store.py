@@ -39,6 +39,7 @@ from marin_rl.rollouts.stored_rollout import (
     as_row,
     bytes_as_json,
     bytes_from_json,
+    check_columns,
 )
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus
 
@@ -209,7 +210,9 @@ def read_file(path: Path, columns: Sequence[str] | None = None) -> pa.Table | No
             return _from_jsonl(data, columns)
         parquet = pq.ParquetFile(io.BytesIO(data))
         _check_version((parquet.schema_arrow.metadata or {}).get(VERSION_KEY, b"none").decode())
-        return parquet.read(columns=None if columns is None else list(columns))
+        table = parquet.read(columns=None if columns is None else list(columns))
+        check_columns(table, SCHEMA.names if columns is None else columns)
+        return table
     except (pa.ArrowException, ValueError, KeyError, TypeError, OSError) as error:
         raise RolloutStoreError(
             f"{path} is not a readable file of rollouts ({error}); delete it to go on without it"
@@ -394,9 +397,12 @@ def _to_jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 def _from_jsonl(data: bytes, columns: Sequence[str] | None) -> pa.Table:
     rows = [json.loads(line, object_hook=_from_jsonable) for line in data.splitlines()]
-    for row in rows:
+    for number, row in enumerate(rows, start=1):
         _check_version(str(row.pop("version", "none")))
+        if absent := [name for name in SCHEMA.names if name not in row]:
+            raise ValueError(f"line {number} has no column {absent[0]!r}")
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    check_columns(table, SCHEMA.names)
     return table if columns is None else table.select(list(columns))
 
 

@@ -117,6 +117,49 @@ SCHEMA = pa.schema(
 )
 """The columns, one row a rollout. `docs/pages/viewing.md` says what each of them means."""
 
+_NULLABLE = frozenset(
+    [
+        *("answer", "error", "not_trained", "reward", "advantage", "info", "last_observation"),
+        *("score", "reason", "lost", "base_reward", "content", "more", "action", "anchor_state"),
+        *("learner_logprobs", "reference_logprobs", "advantages", "values", "value_targets"),
+        *("episode_advantage", "step_return", "step_advantage"),
+    ]
+)
+"""Columns and fields that may hold null."""
+
+
+def check_columns(table: pa.Table, columns: Sequence[str]) -> None:
+    """Check that a table is what this program writes, in case somebody edited it.
+
+    Args:
+        table: the rollouts.
+        columns: the columns of `SCHEMA` that it must have.
+
+    Raises:
+        ValueError: naming a column that is absent, has another type, or holds null where it must not.
+    """
+    for name in columns:
+        if name not in table.column_names:
+            raise ValueError(f"it has no column {name!r}")
+        found, expected = table.schema.field(name).type, SCHEMA.field(name).type
+        if found != expected:
+            raise ValueError(f"column {name!r} has the type {found}, expected {expected}")
+        for chunk in table[name].chunks:
+            _check_nulls(name, name, chunk)
+
+
+def _check_nulls(path: str, name: str, array: pa.Array) -> None:
+    if array.null_count and name not in _NULLABLE:
+        raise ValueError(f"{path!r} holds null")
+    if isinstance(array, pa.MapArray):
+        _check_nulls(path, "value", array.items)
+    elif isinstance(array, pa.ListArray):
+        _check_nulls(path, "item", array.flatten())
+    elif isinstance(array, pa.StructArray):
+        present = array.drop_null()
+        for index, field in enumerate(present.type):
+            _check_nulls(f"{path}.{field.name}", field.name, present.field(index))
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSignal:

@@ -17,7 +17,7 @@ from levanter.trainer_state import TrainerState
 from marin_rl.batching.packing import RowLayout
 from marin_rl.closing import Closing
 from marin_rl.environments.base import Environment
-from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
+from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from marin_rl.learner.critic import attach_critic, policy_of
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.scoring import Scorer
@@ -158,7 +158,13 @@ def _close_store(store: RolloutStore) -> None:
 
 
 def _take_up(config: TrainConfig, parts: _Parts, checkpoint: Checkpoint, report: Report) -> _Standing:
-    progress = Progress(**checkpoint.progress)
+    try:
+        progress = Progress(**checkpoint.progress)
+    except TypeError as error:
+        raise CheckpointError(
+            f"the progress in checkpoint {checkpoint.path} is not this version's: {error}; resume with the version "
+            "that wrote it, or delete the run directory to start over"
+        ) from error
     state = restore_state(checkpoint, config, parts.learner)
     for damaged in [step for step in parts.checkpoints.steps() if step > progress.step]:
         report(f"the checkpoint of step {damaged} is damaged and passed over; log.txt says what is wrong with it")

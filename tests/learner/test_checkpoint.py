@@ -289,6 +289,60 @@ def test_if_all_are_damaged_it_is_an_error_that_names_them(saved: Checkpoints) -
     assert all(complaint in str(caught.value) for complaint in complaints)
 
 
+def reseal(folder: Path, **changes: object) -> None:
+    """Change entries of a manifest, None to remove one, and give it a valid checksum."""
+    manifest = checkpoint_module._unseal((folder / "manifest.json").read_text()) | changes
+    present = {name: value for name, value in manifest.items() if value is not None}
+    (folder / "manifest.json").write_text(checkpoint_module._seal(present))
+
+
+@pytest.mark.parametrize("name", ["step", "progress", "arrays", "files"])
+def test_a_manifest_without_an_entry_is_refused(saved: Checkpoints, name: str) -> None:
+    reseal(saved.folder / "step-00000002", **{name: None})
+    with pytest.raises(CheckpointError, match=rf"step-00000002: manifest\.json has no valid '{name}'"):
+        saved.open(2)
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+def test_a_manifest_of_another_step_is_refused(saved: Checkpoints, step: int) -> None:
+    reseal(saved.folder / "step-00000002", step=step)
+    with pytest.raises(CheckpointError, match=rf"step-00000002 holds step {step}, so its folder should be called"):
+        saved.open(2)
+
+
+@pytest.mark.parametrize("name", ["step-3", "step--0000003", "step-+0000003", "step-0000000\u0663", "step-x"])
+def test_folders_with_other_names_are_ignored_with_a_warning(
+    saved: Checkpoints, small_state, caplog, name: str
+) -> None:
+    (saved.folder / name).mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert saved.newest_good().step == 2
+    assert f"{saved.folder / name} is ignored: checkpoints are folders named like step-00000001" in caplog.text
+    saved.save(small_state, 3, {})
+    assert saved.steps() == [2, 3]
+    assert (saved.folder / name).is_dir()
+
+
+def test_a_checkpoint_that_is_a_symbolic_link_is_read_and_only_its_link_removed(
+    saved: Checkpoints, small_state, tmp_path_factory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("archive") / "step-00000001"
+    path = saved.folder / "step-00000001"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    assert saved.open(1).step == 1
+    saved.save(small_state, 3, {})
+    assert saved.steps() == [2, 3]
+    assert not path.is_symlink()
+    assert (elsewhere / "manifest.json").exists()
+
+
+def test_a_save_replaces_a_link_to_nothing(small_state, tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").symlink_to(tmp_path / "gone")
+    Checkpoints(tmp_path, CheckpointConfig()).save(small_state, 1, {})
+    assert Checkpoints(tmp_path, CheckpointConfig()).open(1).step == 1
+
+
 def test_another_format_is_refused(saved: Checkpoints) -> None:
     path = saved.folder / "step-00000002" / "manifest.json"
     manifest = json.loads(path.read_text())

@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from marin_rl.rollouts.store import (
     read_file,
     read_rollouts,
 )
-from marin_rl.rollouts.stored_rollout import SCHEMA_VERSION, TrainingSignal
+from marin_rl.rollouts.stored_rollout import SCHEMA, SCHEMA_VERSION, TrainingSignal
 from marin_rl.types import RolloutGroup, RolloutStatus
 from tests.rollouts.rollout_cases import group_of, piece, rich_rollout, rich_signal, rollout_of, write
 
@@ -304,6 +305,75 @@ def test_a_damaged_file_is_named(tmp_path, kind, harm):
     assert "delete it to go on without it" in str(caught.value)
     if harm == "version":
         assert f"its version is 999, and this program reads version {SCHEMA_VERSION}" in str(caught.value)
+
+
+def without_column(table):
+    return table.drop_columns(["status"])
+
+
+def with_another_type(table):
+    index = table.schema.get_field_index("step")
+    return table.set_column(index, "step", table["step"].cast(pa.string()))
+
+
+def with_null(table):
+    index = table.schema.get_field_index("id")
+    return table.set_column(index, "id", pa.nulls(len(table), pa.string()))
+
+
+def with_null_inside(table):
+    turns = [
+        [{**turn, "token_ids": None} for turn in row] for row in table["turns"].to_pylist(maps_as_pydicts="strict")
+    ]
+    index = table.schema.get_field_index("turns")
+    return table.set_column(index, "turns", pa.array(turns, SCHEMA.field("turns").type))
+
+
+EDITS = {
+    without_column: "it has no column 'status'",
+    with_another_type: "column 'step' has the type string, expected int64",
+    with_null: "'id' holds null",
+    with_null_inside: "'turns.token_ids' holds null",
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_parquet_file_is_named(tmp_path, edit):
+    write(tmp_path, 1, [group_of("g", 1.0)])
+    path = tmp_path / "step-00000001.parquet"
+    pq.write_table(edit(pq.read_table(path)), path)
+    with pytest.raises(RolloutStoreError) as caught:
+        rows(tmp_path)
+    assert str(caught.value).startswith(f"{path} is not a readable file of rollouts ({EDITS[edit]})")
+
+
+def test_columns_that_are_not_asked_for_are_not_checked(tmp_path):
+    write(tmp_path, 1, [group_of("g", 1.0)])
+    path = tmp_path / "step-00000001.parquet"
+    pq.write_table(without_column(pq.read_table(path)), path)
+    assert rows(tmp_path, columns=["id"]) == [{"id": "g-0"}]
+    with pytest.raises(RolloutStoreError, match="no column 'status'"):
+        rows(tmp_path, columns=["id", "status"])
+
+
+@pytest.mark.parametrize(
+    ("edit", "problem"),
+    [
+        (lambda row: row.pop("status"), "line 1 has no column 'status'"),
+        (lambda row: row.update(id=None), "'id' holds null"),
+        (lambda row: row["turns"][0].pop("token_ids"), "'turns.token_ids' holds null"),
+        (lambda row: row.update(turns=[None]), "'turns' holds null"),
+    ],
+)
+def test_an_edited_jsonl_file_is_named(tmp_path, edit, problem):
+    write(tmp_path, 1, [group_of("g", 1.0)], format="jsonl")
+    path = tmp_path / "step-00000001.jsonl"
+    row = json.loads(path.read_text())
+    edit(row)
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(RolloutStoreError) as caught:
+        rows(tmp_path)
+    assert str(caught.value).startswith(f"{path} is not a readable file of rollouts ({problem})")
 
 
 def _with_metadata(path, metadata):

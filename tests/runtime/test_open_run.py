@@ -11,6 +11,7 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import numpy as np
 import pytest
 
+from marin_rl.learner import checkpoint
 from marin_rl.learner.checkpoint import CheckpointError
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives.advantages import GaeConfig
@@ -45,6 +46,16 @@ def test_a_run_is_taken_up_where_it_stopped(finished_run: TinyRun):
     assert int(opened.state.step) == 6
     assert opened.reference is None
     assert contents(finished_run.path) == files
+
+
+def test_progress_of_another_version_is_refused(finished_run: TinyRun, tmp_path: Path):
+    run = copy_of(finished_run, tmp_path / "copy")
+    path = run.checkpoint(6) / "manifest.json"
+    manifest = checkpoint._unseal(path.read_text())
+    manifest["progress"]["lessons"] = 3
+    path.write_text(checkpoint._seal(manifest))
+    with pytest.raises(CheckpointError, match=r"progress in checkpoint .*step-00000006 .*'lessons'; resume with the"):
+        reopen(run, lambda message: None)
 
 
 def test_what_was_sampled_with_weights_that_are_gone_is_sampled_anew_where_they_are_needed():
