@@ -18,7 +18,7 @@ from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import EvaluationConfig, evaluate
 from marin_rl.runtime.player import make_player, open_judges
 from marin_rl.runtime.policy_sampler import PolicySampler
-from marin_rl.runtime.run_directory import RunDirectory, open_existing
+from marin_rl.runtime.run_directory import RunDirectory, local_path, open_existing
 from marin_rl.runtime.starting_weights import restore_policy
 from marin_rl.runtime.user_errors import USER_ERRORS
 
@@ -41,6 +41,7 @@ class EvaluateConfig:
     """Tasks, samples and pass@k; the run's own by default."""
 
     def __post_init__(self) -> None:
+        local_path(self.run, "run")
         if self.temperature is not None and not self.temperature > 0:
             raise ValueError(
                 f"temperature is {self.temperature}; sampled attempts need one above 0, and the greedy attempts "

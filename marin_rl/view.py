@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from marin_rl.rollouts.store import RolloutStoreError
-from marin_rl.runtime.run_directory import RunDirectoryError
+from marin_rl.runtime.run_directory import RunDirectoryError, local_path
 from marin_rl.types import RolloutStatus
 from marin_rl.viewing.html_page import write_page
 from marin_rl.viewing.selection import (
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     try:
-        _show(arguments, open_source(Path(arguments.run)))
+        _show(arguments, open_source(local_path(arguments.run, "RUN")))
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

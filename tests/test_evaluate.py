@@ -67,6 +67,11 @@ def test_bad_arguments(finished_run: TinyRun, capfd: Capture, argv: list[str], m
     assert message in capfd.readouterr().err
 
 
+def test_an_address_is_no_run_directory(capfd: Capture):
+    assert main(["--run", "gs://bucket/run"]) == 1
+    assert "run is 'gs://bucket/run', but it must be a path of a mounted file system" in capfd.readouterr().err
+
+
 def test_a_folder_without_a_run(tmp_path: Path, capfd: Capture):
     assert main(["--run", str(tmp_path)]) == 1
     assert "is not a run directory: it has no config.yaml" in capfd.readouterr().err

@@ -108,6 +108,7 @@ def test_an_empty_run_says_why_nothing_is_there(tmp_path, capsys):
     [
         (["{tmp}"], "is not a run directory: it has no config.yaml"),
         (["{tmp}/nowhere"], "is not a run directory: it has no config.yaml"),
+        (["gs://bucket/run"], "RUN is 'gs://bucket/run', but it must be a path of a mounted file system"),
         (["{run}/config.yaml"], "is neither a run directory nor a file of rollouts"),
         (["{run}", "--id", "x"], "no stored rollout has the id 'x'"),
         (["{run}", "--step", "1", "--steps", "1-2"], "both --step and --steps were given"),

@@ -10,6 +10,7 @@ section can see alone. `model`, `optimizer` and `trainer` are levanter's own sec
 import dataclasses
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ from marin_rl.rollouts.state_hashing import StateHashingConfig
 from marin_rl.rollouts.store import RolloutStoreConfig
 from marin_rl.runtime.config_decoding import decode
 from marin_rl.runtime.evaluation import EvaluationConfig
+from marin_rl.runtime.run_directory import local_path
 from marin_rl.runtime.warm_start import WarmStartConfig
 from marin_rl.runtime.workers_config import Mode, Refresh, ReplayConfig, WorkersConfig
 from marin_rl.sampling.config import LevanterSamplerConfig, OpenAiSamplerConfig, SamplerConfig, SamplingConfig
@@ -90,6 +92,29 @@ _DECIDED_ELSEWHERE = {
     "model_averaging": "not supported; leave it out",
 }
 """Fields of levanter's trainer section that would be ignored, and what to set instead."""
+
+
+_PATH_FIELDS = {"run_dir", "initialize_from", "path", "held_out_path", "folder", "chat_template"}
+"""Names of this project's settings that are paths."""
+_ADDRESS_FIELDS = {"weights.folder"}
+"""Those of them that may be addresses too, and check them."""
+
+
+def _check_paths(section: object, prefix: str = "") -> None:
+    """Refuse addresses such as `gs://bucket` in the paths of a config, naming the key."""
+    if isinstance(section, Mapping):
+        parts = [(str(name), value) for name, value in section.items()]
+    elif isinstance(section, Sequence) and not isinstance(section, str):
+        parts = [(str(index), value) for index, value in enumerate(section)]
+    elif dataclasses.is_dataclass(section) and type(section).__module__.startswith("marin_rl."):
+        parts = [(field.name, getattr(section, field.name)) for field in dataclasses.fields(section)]
+        for name, value in parts:
+            if isinstance(value, str) and name in _PATH_FIELDS and f"{prefix}{name}" not in _ADDRESS_FIELDS:
+                local_path(value, f"{prefix}{name}")
+    else:
+        return
+    for name, value in parts:
+        _check_paths(value, f"{prefix}{name}.")
 
 
 def _field_default(section: type, name: str) -> Any:
@@ -282,6 +307,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
+        _check_paths(self)
+        cache = self.trainer.jax_compilation_cache_dir
+        if cache is not None and not cache.startswith("gs://"):
+            local_path(cache, "trainer.jax_compilation_cache_dir")
         if self.num_steps < 0:
             raise ValueError(f"num_steps is {self.num_steps}; it counts steps and cannot be negative")
         if self.logprob_block_size < 1:

@@ -34,6 +34,28 @@ class RunDirectoryError(RuntimeError):
     """A run directory cannot be used; the message names it and the remedy."""
 
 
+def local_path(value: str, key: str) -> Path:
+    """A path of a mounted file system.
+
+    Args:
+        value: as the user gave it.
+        key: of the setting, for the error.
+
+    Raises:
+        ValueError: if it is an address, such as `gs://bucket/run`, which `pathlib` would take for a folder `gs:`.
+
+    >>> local_path("runs/rloo", "run_dir")
+    PosixPath('runs/rloo')
+    """
+    scheme, separator, _ = value.partition("://")
+    if separator:
+        raise ValueError(
+            f"{key} is {value!r}, but it must be a path of a mounted file system: {scheme}:// is not supported there. "
+            "Mount the bucket or share (gcsfuse, rclone, NFS) and give the folder's path, or copy the files here"
+        )
+    return Path(value)
+
+
 @dataclasses.dataclass(frozen=True)
 class RunDirectory:
     """The paths of a run, relative to one folder."""

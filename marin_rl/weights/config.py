@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 import draccus
+import fsspec
 
 from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.retry import RetryConfig
@@ -139,6 +140,12 @@ class SharedFilesConfig(WeightTransferConfig):
         convert_enum_fields(self)
         if not self.folder:
             raise ValueError("weights.folder is empty; name the folder that learner and workers share")
+        try:
+            fsspec.get_filesystem_class(fsspec.core.split_protocol(self.folder)[0])
+        except (ValueError, ImportError) as error:
+            raise ValueError(
+                f"weights.folder is {self.folder!r}, whose kind of address cannot be used here: {error}"
+            ) from error
         _check_range("streams", self.streams, 1, 64)
         _check_chunk(self.chunk_mb)
         _check_range("keep", self.keep, 1, None)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+import re
 from pathlib import Path
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
@@ -11,6 +12,8 @@ from levanter.models.llama import LlamaConfig
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.environments.arithmetic import ArithmeticConfig
+from marin_rl.environments.dataset import JsonlConfig
+from marin_rl.environments.mixture import MixtureConfig, MixturePartConfig
 from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives.advantages import (
@@ -29,6 +32,7 @@ from marin_rl.objectives.importance import MismatchConfig
 from marin_rl.objectives.kl import KlConfig, KlEstimator, LossKlConfig
 from marin_rl.objectives.policy_loss import GspoLossConfig, PolicyLossConfig, RlooSequenceLossConfig
 from marin_rl.objectives.shaping import TruncationConfig
+from marin_rl.rewards.function_component import FunctionRewardConfig
 from marin_rl.rollouts.filters import FilterConfig
 from marin_rl.runtime.config import (
     RolloutConfig,
@@ -41,6 +45,8 @@ from marin_rl.runtime.config import (
 from marin_rl.runtime.config_decoding import ConfigError
 from marin_rl.runtime.config_parsing import from_yaml, parse_config, to_yaml
 from marin_rl.runtime.workers_config import Mode
+from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig
+from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig
 
 MODEL = LlamaConfig(seq_len=64, hidden_dim=16, intermediate_dim=32, num_layers=1, num_heads=2, num_kv_heads=2)
@@ -497,3 +503,49 @@ def test_the_layout_of_a_pass():
 )
 def test_weights_that_workers_can_reach_are_fine(ray_address: str | None, weights: WeightTransferConfig):
     assert config(mode=Mode.ASYNC, ray_address=ray_address, weights=weights).weights is weights
+
+
+LOCAL = "must be a path of a mounted file system: {} is not supported there. Mount the bucket"
+DATA = JsonlConfig(path="gs://data/train.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"run_dir": "gs://runs/rloo"}, "run_dir is 'gs://runs/rloo', but it " + LOCAL.format("gs://")),
+        ({"model": None, "initialize_from": "s3://models/x"}, "initialize_from is 's3://models/x', but it must be"),
+        ({"environment": DATA}, "environment.path is 'gs://data/train.jsonl', but it must be a path"),
+        (
+            {"environment": MixtureConfig(parts=(MixturePartConfig(JsonlConfig(path="a", held_out_path="b://c")),))},
+            "environment.parts.0.environment.held_out_path is 'b://c'",
+        ),
+        (
+            {
+                "environment": ArithmeticConfig(
+                    rewards=(FunctionRewardConfig(path="http://host/reward.py", function="f"),)
+                )
+            },
+            "environment.rewards.0.path is 'http://host/reward.py'",
+        ),
+        ({"tokenizer": TokenizerConfig(path="hf://org/model")}, "tokenizer.path is 'hf://org/model'"),
+        (
+            {"trainer": dataclasses.replace(default_trainer(), jax_compilation_cache_dir="s3://cache")},
+            "trainer.jax_compilation_cache_dir is 's3://cache'",
+        ),
+    ],
+)
+def test_an_address_in_place_of_a_path_is_refused_by_name(changes: dict, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config(**changes)
+
+
+def test_addresses_that_are_understood_are_fine():
+    trainer = dataclasses.replace(default_trainer(), jax_compilation_cache_dir="gs://cache/jax")
+    weights = SharedFilesConfig(folder="memory://weights")
+    sampler = OpenAiSamplerConfig(base_url="http://host:8000/v1", model="m", reload=ReloadConfig("w", "f.py", "f"))
+    assert config(trainer=trainer, weights=weights, sampler=sampler).trainer is trainer
+
+
+def test_a_kind_of_address_that_nothing_reads_is_refused():
+    with pytest.raises(ValueError, match=r"weights\.folder is 'gss://bucket/w', whose kind of address cannot be used"):
+        SharedFilesConfig(folder="gss://bucket/w")
