@@ -6,7 +6,6 @@
 import contextlib
 import logging
 import socket
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from marin_rl.rollouts.orders import GroupOrder, OrderNumber
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml, to_yaml
 from marin_rl.runtime.coordinator import Announcement, Delivery, Office, Work
+from marin_rl.runtime.ray_node import connected_to_local_node
 from marin_rl.runtime.rollout_worker import telling_errors, work
 from marin_rl.runtime.run_directory import log_to
 from marin_rl.types import WeightVersion
@@ -259,19 +259,10 @@ def ray_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[Ra
     with contextlib.ExitStack() as opened:
         if config.ray_address is None:
             # Ray trusts whoever can connect, so it listens to this machine alone.
-            ray.init(
-                address="local",
-                _node_ip_address="127.0.0.1",
-                _temp_dir=opened.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)),
-                num_cpus=workers.num_workers + 1,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                configure_logging=False,
-            )
+            opened.enter_context(connected_to_local_node(workers.num_workers + 1))
         else:
             join_cluster(config.ray_address)
-        opened.callback(ray.shutdown)
+            opened.callback(ray.shutdown)
         name = f"coordinator-{uuid.uuid4().hex}"
         # Idle workers that wait must not keep the others from being heard: those would count as silent.
         calls = workers.num_workers + CALLS_AT_ONCE

@@ -8,6 +8,7 @@ from marin_rl.learner.train_step import NonFiniteUpdateError
 from marin_rl.processes import MainProcessError, ProcessesDifferError
 from marin_rl.rewards.sandbox.pool import IsolationError
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, BlockedEventLoopError
+from marin_rl.runtime.ray_node import RayStartError
 from marin_rl.runtime.ray_workers import NoClusterError, RayLostError
 from marin_rl.runtime.remote_crew import NoWorkersError, WorkerFailedError
 from marin_rl.runtime.run_directory import RunDirectoryError
@@ -27,6 +28,7 @@ USER_ERRORS = (
     NoClusterError,
     NoWorkersError,
     RayLostError,
+    RayStartError,
     WorkerFailedError,
     MainProcessError,
     ProcessesDifferError,

@@ -3,6 +3,7 @@
 
 """The coordinator's desk over Ray, without a cluster; with one it is tested in tests/faults/test_dead_workers.py."""
 
+import contextlib
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,6 +122,7 @@ def actors(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> dict[type, dict
         return SimpleNamespace(remote=lambda *arguments: Coordinator())
 
     monkeypatch.setattr(ray_workers, "_actor", actor)
+    monkeypatch.setattr(ray_workers, "connected_to_local_node", contextlib.nullcontext)
     for name, answer in (("init", None), ("shutdown", None), ("kill", None), ("wait", ([], []))):
         monkeypatch.setattr(ray_workers.ray, name, lambda *arguments, answer=answer, **named: answer)
     return asked

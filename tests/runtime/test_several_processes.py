@@ -46,6 +46,7 @@ def train(run: TinyRun, count: int, *, code: int = 0, folders: Sequence[Path] = 
         codes = [host.end() for host in training]
     said = [host.output.read_text() for host in training]
     assert codes == [code] * count, "\n".join(text[-3000:] for text in said)
+    assert not any("os.fork() was called" in text for text in said)
     return said
 
 

@@ -1,0 +1,36 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import subprocess
+import sys
+
+import pytest
+
+from marin_rl.runtime import ray_node
+from marin_rl.runtime.ray_node import RayStartError, connected_to_local_node
+
+FORKS = """
+import os
+forks = []
+os.register_at_fork(before=lambda: forks.append(1))
+os.environ["RAY_ADDRESS"] = "127.0.0.1:1"
+import ray
+from marin_rl.runtime.ray_node import connected_to_local_node
+with connected_to_local_node(3):
+    print(len(ray.nodes()), int(ray.cluster_resources()["CPU"]))
+print(os.environ["RAY_ADDRESS"], len(forks), ray.is_initialized())
+"""
+
+
+@pytest.mark.slow
+def test_a_node_is_started_without_a_fork_of_the_trainer() -> None:
+    """In a process of its own, because fork handlers stay for good."""
+    said = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True, timeout=600)
+    assert said.stdout.splitlines() == ["1 3", "127.0.0.1:1 0 False"]
+
+
+def test_a_node_that_does_not_start_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_node.sys, "executable", "/bin/false")
+    expected = r"Ray did not start on this machine: `/bin/false .*` ended 3 times, with status 1, 1, 1"
+    with pytest.raises(RayStartError, match=expected), connected_to_local_node(1):
+        raise AssertionError
