@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import functools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
@@ -275,16 +276,28 @@ class ToolUseEpisode:
     async def _answer(self, text: str) -> tuple[str, dict[str, object]]:
         """The answer to one call, and its metadata: the tool's name, None if it cannot be read, and if it failed."""
         self.calls += 1
-        name, failed = None, False
+        name, arguments, failed = None, None, False
+        start = time.perf_counter()
         try:
             call = parse_call(text)
-            name = call.name
+            name, arguments = call.name, call.arguments
             answer = await self._call(call)
         except ToolError as error:
             self.errors += 1
             self.timeouts += isinstance(error, ToolTimeoutError)
             answer, failed = f"Error: {error}", True
-        return self._cut(answer), {"tool": name, "failed": failed}
+        answer = self._cut(answer)
+        if logger.isEnabledFor(logging.DEBUG):
+            task = asyncio.current_task()
+            logger.debug(
+                "%s: tool %s called with %s, %.3f s, result %r",
+                "rollout" if task is None else task.get_name(),
+                name,
+                text if arguments is None else arguments,
+                time.perf_counter() - start,
+                answer,
+            )
+        return answer, {"tool": name, "failed": failed}
 
     async def _call(self, call: ToolCall) -> str:
         tool = self.environment.tools.get(call.name)

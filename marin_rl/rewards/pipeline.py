@@ -87,6 +87,14 @@ class RewardPipeline:
             )
         except StepIndexError as error:
             return self._lost(component, request, LossCause.STEP_INDEX, str(error))
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "rollout %s: reward %r, aligner input (message, reward) %s, output (turn, reward) %s",
+                request.rollout_id,
+                component.name,
+                [(step.step_index, step.base_reward) for step in result.step_outputs or ()],
+                [(turn, step.base_reward) for turn, step in steps.items()],
+            )
         return Evaluation(
             component=component.name,
             weight=component.weight,

@@ -5,7 +5,6 @@
 
 import dataclasses
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -92,6 +91,7 @@ class Draft:
         self._observation = attempt.prompt
         self._observed: tuple[Message, ...] = attempt.task.messages
         self._anchor = attempt.state_hash(attempt.task.messages, attempt.task.anchor_state)
+        self._anchor_state = attempt.task.anchor_state
         self._starts_sequence = True
         self._history: tuple[Message, ...] = ()
         self._sequence: tuple[int, ...] = ()
@@ -137,6 +137,7 @@ class Draft:
             starts_sequence=self._starts_sequence,
         )
         self._turns.append(turn)
+        _log_generation(self._attempt.id, len(self._turns) - 1, turn, self._anchor_state)
         self._truncated |= generation.stop_reason is StopReason.LENGTH
         self._history = (*self._history, *self._observed, said)
         context = () if self._starts_sequence else self._sequence
@@ -182,6 +183,7 @@ class Draft:
             self._last_observation = Observation(step.messages, tokens, starts_sequence)
             return
         self._observed, self._anchor = step.messages, self._anchor_of(step)
+        self._anchor_state = step.anchor_state
         self._observation, self._starts_sequence = tokens, starts_sequence
 
     def reward_request(self) -> RewardRequest:
@@ -274,19 +276,36 @@ def _info(info: Info) -> dict[str, Any]:
     return dict(info)
 
 
+def _log_generation(id: str, turn: int, played: Turn, anchor_state: object) -> None:
+    """The observation, the raw action with the policy's log-probabilities, and the state that GiGPO compares."""
+    if not logger.isEnabledFor(logging.DEBUG):
+        return
+    *observed, reply = played.messages
+    logger.debug("rollout %s turn %d: observation %s", id, turn, observed)
+    logger.debug(
+        "rollout %s turn %d: action %r, stop reason %s, tokens %s, log-probs [%s]",
+        id,
+        turn,
+        reply["content"],
+        played.generation.stop_reason.value,
+        list(played.generation.token_ids),
+        ", ".join(f"{value:.6g}" for value in played.generation.logprobs),
+    )
+    state = observed if anchor_state is None else anchor_state
+    logger.debug("rollout %s turn %d: anchor state %s, hash %s", id, turn, state, played.anchor_state)
+
+
 def _log_step(id: str, turn: int, played: Turn, step: Step) -> None:
+    """The environment's answer: the structured action, rewards, and the next messages."""
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug(
-            "rollout %s turn %d: shown %s; said %r (log-probability %.4f, %s); taken for %r; reward %s; next %s",
+            "rollout %s turn %d: structured action %r, rewards %s, done %s, next %s",
             id,
             turn,
-            list(played.messages[:-1]),
-            played.messages[-1]["content"],
-            math.fsum(played.generation.logprobs),
-            played.generation.stop_reason.value,
-            played.action if played.action is not None else played.messages[-1]["content"],
+            step.action if step.action is not None else played.messages[-1]["content"],
             dict(step.rewards),
-            "nothing, it is over" if step.done else list(step.messages),
+            step.done,
+            list(step.messages),
         )
 
 

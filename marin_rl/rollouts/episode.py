@@ -40,6 +40,9 @@ async def play(
         The rollout, which reward functions may still judge.
     """
     draft = Draft(attempt)
+    if (task := asyncio.current_task()) is not None:
+        # Environments that log name the rollout by it.
+        task.set_name(f"rollout {attempt.id}")
     clock = _Clock(limits.max_seconds, draft.seconds)
     episode: Episode | None = None
     try:

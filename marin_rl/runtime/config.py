@@ -40,6 +40,7 @@ from marin_rl.rollouts.state_hashing import StateHashingConfig
 from marin_rl.rollouts.store import RolloutStoreConfig
 from marin_rl.runtime.config_decoding import decode
 from marin_rl.runtime.evaluation import EvaluationConfig
+from marin_rl.runtime.log_levels import LogLevel, module_levels
 from marin_rl.runtime.run_directory import local_path
 from marin_rl.runtime.warm_start import WarmStartConfig
 from marin_rl.runtime.workers_config import Mode, Refresh, ReplayConfig, WorkersConfig
@@ -295,6 +296,11 @@ class TrainConfig:
     """Supervised training before RL."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out accuracy."""
+    log_level: LogLevel = LogLevel.INFO
+    """The least severe messages in `log.txt`, `processes/*.txt` and `workers/*.txt`: `debug`, `info`, `warning` or
+    `error`. `debug` writes every step of every episode."""
+    logging: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Levels of modules or packages that differ from `log_level`, as `{marin_rl.rollouts: debug}`."""
     rollout_store: RolloutStoreConfig = RolloutStoreConfig()
     """Which rollouts stay in the run directory."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -311,6 +317,7 @@ class TrainConfig:
         cache = self.trainer.jax_compilation_cache_dir
         if cache is not None and not cache.startswith("gs://"):
             local_path(cache, "trainer.jax_compilation_cache_dir")
+        module_levels(self.logging)
         if self.num_steps < 0:
             raise ValueError(f"num_steps is {self.num_steps}; it counts steps and cannot be negative")
         if self.logprob_block_size < 1:

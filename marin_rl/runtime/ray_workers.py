@@ -21,6 +21,7 @@ from marin_rl.rollouts.orders import GroupOrder, OrderNumber
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml, to_yaml
 from marin_rl.runtime.coordinator import Announcement, Delivery, Office, Work
+from marin_rl.runtime.log_levels import module_levels
 from marin_rl.runtime.ray_node import connected_to_local_node
 from marin_rl.runtime.rollout_worker import telling_errors, work
 from marin_rl.runtime.run_directory import log_to
@@ -233,8 +234,8 @@ class Worker:
         """Work until the run is over."""
         from marin_rl.runtime.worker_policy import ReceivedPolicy
 
-        workers = self._config.workers
-        with log_to(Path(self._config.run_dir) / "workers" / f"{self._name}.txt"):
+        workers, file = self._config.workers, Path(self._config.run_dir) / "workers" / f"{self._name}.txt"
+        with log_to(file, self._config.log_level.number, module_levels(self._config.logging)):
             try:
                 desk = RayDesk(ray.get_actor(self._coordinator), workers.patience)
                 with telling_errors(desk, self._name):

@@ -226,39 +226,31 @@ def _take(file: TextIO, directory: RunDirectory) -> None:
 
 
 @contextlib.contextmanager
-def open_log(directory: RunDirectory, level: int = logging.INFO) -> Iterator[None]:
-    """Append what this package's loggers say to `log.txt`.
-
-    Args:
-        directory: the run directory.
-        level: the least severe messages to keep.
-    """
-    with log_to(directory.log, level):
-        yield
-
-
-@contextlib.contextmanager
-def log_to(file: Path, level: int = logging.INFO) -> Iterator[None]:
-    """Append what this package's loggers say to a file, whose folder is made.
+def log_to(file: Path, level: int = logging.INFO, modules: Mapping[str, int] | None = None) -> Iterator[None]:
+    """Append the messages of this package's loggers to a file, whose folder is made.
 
     Args:
         file: the file.
         level: the least severe messages to keep.
+        modules: levels of single modules or packages, by name; None for none.
     """
-    logger = logging.getLogger("marin_rl")
+    logger, modules = logging.getLogger("marin_rl"), modules or {}
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         handler = _LogFile(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    handler.setLevel(level)
-    former_level = logger.level
-    logger.setLevel(min(level, former_level or level))
+    handler.setLevel(min(level, *modules.values(), level))
+    former = {name: logging.getLogger(name).level for name in ("marin_rl", *modules)}
+    logger.setLevel(min(level, logger.level or level))
+    for name, own in modules.items():
+        logging.getLogger(name).setLevel(own)
     logger.addHandler(handler)
     try:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(former_level)
+        for name, before in former.items():
+            logging.getLogger(name).setLevel(before)
         handler.close()
 
 

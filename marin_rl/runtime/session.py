@@ -29,10 +29,11 @@ from marin_rl.runtime.config_decoding import encode
 from marin_rl.runtime.config_parsing import to_yaml
 from marin_rl.runtime.console import ClosingSummary, Progress, print_closing_table
 from marin_rl.runtime.devices import join_processes
+from marin_rl.runtime.log_levels import module_levels
 from marin_rl.runtime.metrics_file import read_records, truncate_records
 from marin_rl.runtime.open_run import open_run
 from marin_rl.runtime.ray_workers import find_cluster
-from marin_rl.runtime.run_directory import RunDirectory, create_or_open, lock, log_to, open_log, writing
+from marin_rl.runtime.run_directory import RunDirectory, create_or_open, lock, log_to, writing
 from marin_rl.runtime.shared_run import require_same_config, require_shared_folder
 from marin_rl.runtime.sync_loop import train
 from marin_rl.runtime.tracking import StepRecords, make_tracker
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 MAY_DIFFER = (
     "evaluation.every",
     "checkpoint",
+    "log_level",
+    "logging",
     "rollout_store",
     "sampler.base_url",
     "sampler.model",
@@ -91,7 +94,8 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
         require_shared_folder(directory.path)
         processes.on_main(lambda: _begin(directory, config))
         main = processes.is_main()
-        log = open_log(directory) if main else log_to(directory.path / "processes" / f"{jax.process_index()}.txt")
+        file = directory.log if main else directory.path / "processes" / f"{jax.process_index()}.txt"
+        log = log_to(file, config.log_level.number, module_levels(config.logging))
         console = stream if main else held.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
         with log, logged_errors(), processes.explaining_errors(), Progress(config.num_steps, console) as progress:
             run = _work(config, directory, progress)

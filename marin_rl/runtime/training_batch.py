@@ -79,8 +79,9 @@ def build_batch(run: TrainingRun, groups: Sequence[RolloutGroup], timer: PhaseTi
             for members, given in zip(grouped, computed, strict=True)
             for signal, credit in zip(members, given, strict=True)
         }
-        for rollout in graded:
-            _log_turns(rollout, credits[rollout.id])
+        if logger.isEnabledFor(logging.DEBUG):
+            for rollout, own_scores in zip(graded, scored, strict=True):
+                _log_credit(rollout, own_scores, credits[rollout.id], has_critic=run.config.critic is not None)
         metrics |= _critic_metrics(run, list(signals.values()), [credits[r.id] for r in graded])
         kept = [credits[r.id] for r in graded]
         metrics |= _advantage_metrics(kept)
@@ -234,21 +235,33 @@ def _signal(rollout: Rollout, processed: ProcessedRollout, penalties: Tokens) ->
     )
 
 
-def _log_turns(rollout: Rollout, credit: Credit) -> None:
-    """What the advantages of the turns are made of, where an estimator credits turns."""
-    if credit.of_turns is None or not logger.isEnabledFor(logging.DEBUG):
-        return
-    episode, returns, steps = credit.of_turns
+def _log_credit(rollout: Rollout, scored: ProcessedRollout, credit: Credit, *, has_critic: bool) -> None:
+    """The critic's values and the advantages of each turn, and the parts that GiGPO's advantages are made of."""
+    tokens, values = scored.turn_ids[scored.loss_mask], scored.values[scored.loss_mask]
     for index, turn in enumerate(rollout.turns):
+        own = tokens == index
+        if has_critic:
+            logger.debug("rollout %s turn %d: values [%s]", rollout.id, index, _listed(values[own]))
+        # Without advantages no token of it is trained on.
+        advantages = credit.advantages[own] if credit.advantages.size else credit.advantages
+        if credit.of_turns is None:
+            logger.debug("rollout %s turn %d: advantages [%s]", rollout.id, index, _listed(advantages))
+            continue
+        episode, returns, steps = credit.of_turns
         logger.debug(
-            "rollout %s turn %d: anchor state %.12s, A_E %.6g, return %.6g, A_S %.6g",
+            "rollout %s turn %d: anchor hash %s, return %.6g, A_E %.6g, A_S %.6g, advantage [%s]",
             rollout.id,
             index,
             turn.anchor_state,
-            episode,
             returns[index],
+            episode,
             steps[index],
+            _listed(advantages[:1]),
         )
+
+
+def _listed(values: np.ndarray) -> str:
+    return ", ".join(f"{value:.6g}" for value in values.tolist())
 
 
 def _failed(rollout: Rollout) -> RolloutSignal:

@@ -261,8 +261,15 @@ def test_an_interrupt_finishes_the_update_saves_and_says_how_to_go_on(
     assert run.records()[-1]["step"] == run.steps()[-1] == 4
     assert not (run.path / "hf").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert run.train() == 0
+    log = run.path / "log.txt"
+    assert " DEBUG " not in log.read_text()
+    # The level of the log may differ from the first start, and changes nothing that is computed.
+    assert run.train("--log_level", "debug", "--logging", "{marin_rl.rollouts.store: error}") == 0
     same_outcome(run, finished_run)
+    debug = [line for line in log.read_text().splitlines() if " DEBUG " in line]
+    for step in (5, 6):
+        for words in ("observation [", "action '", "anchor state [", "structured action '", "advantages ["):
+            assert any(f": rollout train-{step}-0-0 turn 0: {words}" in line for line in debug), words
 
 
 @pytest.mark.parametrize("kind", ["in_loss", "in_reward"])

@@ -24,6 +24,7 @@ from marin_rl.rollouts.run_rollouts import (
     play_stream,
     run_groups,
 )
+from marin_rl.rollouts.state_hashing import default_state_hash
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.sampling.scripted import ScriptedSampler
 from marin_rl.seeds import derive_seed
@@ -577,12 +578,16 @@ def test_every_step_is_told_at_debug_and_every_episode_at_info(caplog: pytest.Lo
         play(player(says("a", "b")), [task(2)])
     debug = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
     info = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    assert debug[0] == (
-        "rollout train-9-0-0 turn 0: shown [{'role': 'user', 'content': 'go'}]; "
-        "said 'a' (log-probability -0.5000, stop); taken for 'a'; "
-        "reward {'moves': 0.5}; next [{'role': 'user', 'content': 'n1'}]"
-    )
-    assert debug[1].endswith("reward {'won': 1.0, 'moves': 0.5}; next nothing, it is over")
+    go = [{"role": "user", "content": "go"}]
+    assert debug[:4] == [
+        "rollout train-9-0-0 turn 0: observation [{'role': 'user', 'content': 'go'}]",
+        "rollout train-9-0-0 turn 0: action 'a', stop reason stop, tokens [97, 257], log-probs [-0.25, -0.25]",
+        f"rollout train-9-0-0 turn 0: anchor state {go}, hash {default_state_hash(tuple(go), None)}",
+        "rollout train-9-0-0 turn 0: structured action 'a', rewards {'moves': 0.5}, done False, "
+        "next [{'role': 'user', 'content': 'n1'}]",
+    ]
+    assert debug[7].endswith("structured action 'b', rewards {'won': 1.0, 'moves': 0.5}, done True, next []")
+    assert len(debug) == 8
     assert info == ["rollout train-9-0-0 of task go2: completed, 2 turns, 4 tokens, reward 2"]
 
 

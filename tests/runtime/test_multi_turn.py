@@ -258,13 +258,13 @@ def test_the_worked_example_of_gigpo_from_words_to_tokens(tokenizer: ChatTokeniz
 def test_what_gigpo_adds_up_is_told_turn_by_turn(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.DEBUG, logger="marin_rl.runtime.training_batch"):
         _, group, _ = play(worked_example(), advantage=GigpoConfig())
-    said = [record.getMessage() for record in caplog.records if "anchor state" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "anchor hash" in record.getMessage()]
     turns = [(rollout.id, turn, played) for rollout in group.rollouts for turn, played in enumerate(rollout.turns)]
     assert len(said) == len(turns) == 8
     for line, (id, turn, played) in zip(said, turns, strict=True):
-        assert line.startswith(f"rollout {id} turn {turn}: anchor state {played.anchor_state[:12]}, A_E ")
-    assert said[0].endswith("A_E 0.333333, return 0.9025, A_S 0.285")
-    assert said[3].endswith("A_E -0.666667, return 0, A_S -0.6175")
+        assert line.startswith(f"rollout {id} turn {turn}: anchor hash {played.anchor_state}, return ")
+    assert said[0].endswith("return 0.9025, A_E 0.333333, A_S 0.285, advantage [0.618333]")
+    assert said[3].endswith("return 0, A_E -0.666667, A_S -0.6175, advantage [-1.28417]")
 
 
 def test_what_gigpo_adds_up_is_stored_turn_by_turn():

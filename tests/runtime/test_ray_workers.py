@@ -4,6 +4,7 @@
 """The coordinator's desk over Ray, without a cluster; with one it is tested in tests/faults/test_dead_workers.py."""
 
 import contextlib
+import logging
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -152,6 +153,8 @@ def test_an_error_that_keeps_a_worker_from_beginning_is_told_to_the_trainer(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def no_policy(*arguments: Any) -> None:
+        logging.getLogger("marin_rl.environments.tool_use").debug("a tool call")
+        logging.getLogger("marin_rl.rollouts.draft").debug("a step")
         raise OSError("there is no bubblewrap")
 
     told: list[tuple[str, str]] = []
@@ -159,11 +162,15 @@ def test_an_error_that_keeps_a_worker_from_beginning_is_told_to_the_trainer(
     monkeypatch.setattr(Coordinator, "fail", fail, raising=False)
     monkeypatch.setattr(ray_workers.ray, "get_actor", lambda name: Coordinator())
     monkeypatch.setattr("marin_rl.runtime.worker_policy.ReceivedPolicy", no_policy)
-    config = make_config(mode=Mode.ASYNC, run_dir=str(tmp_path))
+    config = make_config(mode=Mode.ASYNC, run_dir=str(tmp_path), logging={"marin_rl.environments": "debug"})
     with pytest.raises(OSError, match="there is no bubblewrap"):
         ray_workers.Worker(to_yaml(config), 10, "token", "worker-0", "coordinator").run()
     assert told == [("worker-0", "OSError: there is no bubblewrap")]
-    assert "there is no bubblewrap" in (tmp_path / "workers" / "worker-0.txt").read_text()
+    log = (tmp_path / "workers" / "worker-0.txt").read_text()
+    assert "there is no bubblewrap" in log
+    # A worker has the levels of the config.
+    assert "DEBUG marin_rl.environments.tool_use: a tool call" in log
+    assert "a step" not in log
 
 
 def test_a_cluster_that_does_not_answer_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from marin_rl.runtime.run_directory import (
     RunDirectoryError,
     create_or_open,
     lock,
+    log_to,
     open_existing,
-    open_log,
     write_atomically,
 )
 
@@ -187,7 +187,7 @@ def test_the_log_is_appended_to_and_let_go(tmp_path):
     directory = create_or_open(tmp_path, CONFIG)
     logger = logging.getLogger("marin_rl.somewhere")
     for message in ("first", "second"):
-        with open_log(directory):
+        with log_to(directory.log):
             logger.info(message)
             logger.debug("not kept")
     logger.warning("after")
@@ -199,13 +199,36 @@ def test_the_log_is_appended_to_and_let_go(tmp_path):
     assert logging.getLogger("marin_rl").handlers == []
 
 
+def test_modules_have_levels_of_their_own(tmp_path):
+    directory = create_or_open(tmp_path, CONFIG)
+    modules = {
+        "marin_rl.rollouts": logging.DEBUG,
+        "marin_rl.rollouts.store": logging.ERROR,
+        "marin_rl.view": logging.ERROR,
+    }
+    names = ("marin_rl.rollouts.draft", "marin_rl.rollouts.store", "marin_rl.view", "marin_rl.somewhere")
+    with log_to(directory.log, logging.INFO, modules):
+        for name in names:
+            for level in (logging.DEBUG, logging.INFO, logging.ERROR):
+                logging.getLogger(name).log(level, "said")
+    kept = [line.split(" ", 2)[2].removesuffix(": said") for line in directory.log.read_text().splitlines()]
+    assert kept == [
+        *(f"{level} marin_rl.rollouts.draft" for level in ("DEBUG", "INFO", "ERROR")),
+        "ERROR marin_rl.rollouts.store",
+        "ERROR marin_rl.view",
+        *(f"{level} marin_rl.somewhere" for level in ("INFO", "ERROR")),
+    ]
+    # Afterwards everything is as it was.
+    assert [logging.getLogger(name).level for name in ("marin_rl", *modules)] == [logging.NOTSET] * 4
+
+
 def test_a_log_on_a_full_disk_is_told_once_and_hides_no_error(tmp_path, capfd):
     directory = create_or_open(tmp_path, CONFIG)
     directory.log.symlink_to("/dev/full")
     logger = logging.getLogger("marin_rl.somewhere")
 
     def run() -> None:
-        with open_log(directory):
+        with log_to(directory.log):
             logger.error("first")
             logger.error("second")
             raise ValueError("the run's own")
@@ -223,7 +246,7 @@ def test_a_log_line_that_makes_no_sense_is_not_taken_for_a_full_disk(tmp_path, m
     directory = create_or_open(tmp_path, CONFIG)
     # Pytest's own handler would raise the error.
     monkeypatch.setattr(logging.getLogger("marin_rl"), "propagate", False)
-    with open_log(directory):
+    with log_to(directory.log):
         logging.getLogger("marin_rl.somewhere").error("%d", "no number")
     assert "TypeError" in capfd.readouterr().err
 
@@ -231,5 +254,5 @@ def test_a_log_line_that_makes_no_sense_is_not_taken_for_a_full_disk(tmp_path, m
 def test_a_log_that_cannot_be_opened_is_named(tmp_path):
     directory = create_or_open(tmp_path, CONFIG)
     directory.log.mkdir()
-    with pytest.raises(RunDirectoryError, match=r"cannot write .*log\.txt'"), open_log(directory):
+    with pytest.raises(RunDirectoryError, match=r"cannot write .*log\.txt'"), log_to(directory.log):
         pass

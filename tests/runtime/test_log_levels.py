@@ -1,0 +1,187 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Levels of log messages, and the lines that a run writes at each of them."""
+
+import dataclasses
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from marin_rl.environments import ArithmeticConfig, Split, ToolUseConfig
+from marin_rl.environments.tool_use import ToolDescription
+from marin_rl.learner.critic import CriticConfig
+from marin_rl.objectives.advantages import AdvantageConfig, GaeConfig, GigpoConfig
+from marin_rl.objectives.policy_loss import PpoClipLossConfig, ReinforceLossConfig
+from marin_rl.rewards.component import RewardScope
+from marin_rl.rewards.functions import EvaluateResult, RewardRequest, StepOutput
+from marin_rl.rewards.pipeline import RewardPipeline
+from marin_rl.rollouts.draft import Draft
+from marin_rl.rollouts.judging import NoJudges
+from marin_rl.rollouts.run_rollouts import run_groups
+from marin_rl.runtime.config import RolloutConfig, TrainConfig
+from marin_rl.runtime.config_decoding import ConfigError, decode
+from marin_rl.runtime.log_levels import LogLevel, module_levels
+from marin_rl.runtime.run_directory import log_to
+from marin_rl.runtime.training_batch import build_batch
+from marin_rl.sampling.config import SamplingConfig
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.timing import PhaseTimer
+from tests.runtime.bare_run import ASSISTANT, END, MODEL, bare_run, make_config, make_player
+
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+
+
+class CallsWell:
+    """A reward component with step rewards: 0.25 for each reply."""
+
+    name, weight, scope = "calls", 2.0, RewardScope.POINTWISE
+
+    async def check(self) -> None:
+        pass
+
+    async def judge(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
+        return [
+            EvaluateResult(
+                score=1.0,
+                step_outputs=[
+                    StepOutput(step_index=index, base_reward=0.25)
+                    for index, message in enumerate(request.messages)
+                    if message["role"] == "assistant"
+                ],
+            )
+            for request in requests
+        ]
+
+    async def close(self) -> None:
+        pass
+
+
+class Judged(NoJudges):
+    """Has the component judge each rollout, without a sandbox."""
+
+    pipeline = RewardPipeline([CallsWell()])
+
+    async def judge_one(self, draft: Draft) -> None:
+        draft.judged(await self.pipeline.judge_one(draft.reward_request()))
+
+
+def says(request: SampleRequest) -> Sequence[int]:
+    """A call of a tool; then an answer."""
+    return (*(CALL if request.prompt_tokens.count(ASSISTANT) == 1 else "42").encode(), END)
+
+
+def play(file: Path, advantage: AdvantageConfig, **logged: Any) -> tuple[list[str], list[str]]:
+    """The messages that a step of one group of two rollouts leaves in its log, and the anchor hashes of the turns."""
+    config = make_config(
+        model=dataclasses.replace(MODEL, seq_len=512),
+        rollouts=RolloutConfig(prompts_per_step=1, group_size=2, max_length=512, max_turns=2, row_length=512),
+        sampling=SamplingConfig(max_new_tokens=100),
+        advantage=advantage,
+        critic=CriticConfig() if advantage.needs_critic else None,
+        policy_loss=PpoClipLossConfig() if advantage.needs_critic else ReinforceLossConfig(),
+        **logged,
+    )
+    questions = ArithmeticConfig(size=50)
+    environment = ToolUseConfig(questions=questions, describe=ToolDescription.NONE).build()
+    run = bare_run(config, environment, values=lambda made: np.full(made.input_ids.shape, 0.5))
+    player = dataclasses.replace(make_player(run, says, environment), judges=Judged())
+    with log_to(file, config.log_level.number, module_levels(config.logging)):
+        [group] = run_groups(
+            player, environment.tasks(Split.TRAIN)[:1], group_size=2, temperature=1.0, seed_parts=(0, "train", 1)
+        )
+        build_batch(run, [group], PhaseTimer())
+    player.loop.close()
+    lines = [line.split(": ", 1)[1] for line in file.read_text(encoding="utf-8").splitlines()]
+    return lines, [turn.anchor_state for rollout in group.rollouts for turn in rollout.turns]
+
+
+@pytest.fixture(scope="module")
+def question() -> str:
+    [task, *_] = ArithmeticConfig(size=50).build().tasks(Split.TRAIN)
+    return task.messages[-1]["content"]
+
+
+def test_at_debug_every_step_of_an_episode_is_in_the_log(tmp_path: Path, question: str):
+    lines, anchors = play(tmp_path / "log.txt", GigpoConfig(), log_level=LogLevel.DEBUG)
+    asked = [{"role": "user", "content": question}]
+    tokens = [*CALL.encode(), END]
+    first = "rollout train-1-0-0 turn 0: "
+    expected = [
+        # The observation, and the action raw and structured, with the policy's log-probability of every token.
+        f"{first}observation {asked}",
+        f"{first}action {CALL!r}, stop reason stop, tokens {tokens}, log-probs [{', '.join(['-0.25'] * len(tokens))}]",
+        f"{first}structured action {CALL!r}, rewards {{'tools': 0.0}}, done False, "
+        "next [{'role': 'tool', 'content': '42'}]",
+        # What GiGPO compares.
+        f"{first}anchor state {asked}, hash {anchors[0]}",
+        f"rollout train-1-0-0 turn 1: anchor state [{{'role': 'tool', 'content': '42'}}], hash {anchors[1]}",
+        # Both rollouts are the same, so nothing is better than the rest: 0.5 for each step reward, 0.95 per turn.
+        f"{first}anchor hash {anchors[0]}, return 0.975, A_E 0, A_S 0, advantage [0]",
+        f"rollout train-1-0-1 turn 1: anchor hash {anchors[1]}, return 0.5, A_E 0, A_S 0, advantage [0]",
+        # The aligner.
+        "rollout train-1-0-0: reward 'calls', aligner input (message, reward) [(1, 0.25), (3, 0.25)], "
+        "output (turn, reward) [(0, 0.25), (1, 0.25)]",
+    ]
+    for line in expected:
+        assert line in lines, line
+    calls = [line for line in lines if "tool calculator" in line]
+    pattern = r"rollout train-1-0-\d: tool calculator called with \{'expression': '6\*7'\}, \d+\.\d{3} s, result '42'"
+    assert len(calls) == 2
+    assert all(re.fullmatch(pattern, line) for line in calls)
+    assert sorted(line[:19] for line in calls) == ["rollout train-1-0-0", "rollout train-1-0-1"]
+    assert not any("values" in line for line in lines)
+
+
+def test_at_debug_the_values_of_a_critic_are_in_the_log(tmp_path: Path):
+    lines, _ = play(tmp_path / "log.txt", GaeConfig(gamma=1.0, lam=1.0, whiten=False), log_level=LogLevel.DEBUG)
+    # A return of 2 for the score and 0 for the answer, of which the second turn has 1.5, less 0.5.
+    assert "rollout train-1-0-1 turn 1: values [0.5, 0.5, 0.5]" in lines
+    assert "rollout train-1-0-1 turn 1: advantages [1, 1, 1]" in lines
+    assert sum(": values [" in line for line in lines) == 4
+
+
+def test_the_default_level_has_none_of_these_lines(tmp_path: Path):
+    lines, _ = play(tmp_path / "log.txt", GigpoConfig())
+    assert [line.split(" of task")[0] for line in lines] == ["rollout train-1-0-0", "rollout train-1-0-1"]
+
+
+def test_one_module_may_be_at_debug(tmp_path: Path):
+    lines, _ = play(tmp_path / "log.txt", GigpoConfig(), logging={"marin_rl.environments": "debug"})
+    assert len(lines) == 4
+    assert sum("tool calculator called" in line for line in lines) == 2
+
+
+def test_levels_come_from_the_config():
+    base = {"environment": {"type": "arithmetic"}, "run_dir": "r", "initialize_from": "m"}
+    assert (decode(TrainConfig, base).log_level, decode(TrainConfig, base).logging) == (LogLevel.INFO, {})
+    config = decode(TrainConfig, {**base, "log_level": "DEBUG", "logging": {"marin_rl.rollouts.draft": "warning"}})
+    assert config.log_level is LogLevel.DEBUG
+    assert module_levels(config.logging) == {"marin_rl.rollouts.draft": logging.WARNING}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"log_level": "loud"}, "log_level.*debug, info, warning, error"),
+        (
+            {"logging": {"marin_rl.rolouts": "debug"}},
+            "logging names 'marin_rl.rolouts', which is no module of marin_rl",
+        ),
+        ({"logging": {"levanter": "debug"}}, "logging names 'levanter'"),
+        ({"logging": {"marin_rl/../x": "debug"}}, "logging names 'marin_rl/../x'"),
+        (
+            {"logging": {"marin_rl.rollouts": "loud"}},
+            "logging.marin_rl.rollouts is 'loud'; it takes one of debug, info",
+        ),
+    ],
+)
+def test_levels_that_do_not_exist_are_refused_by_name(changes: dict[str, Any], message: str):
+    base = {"environment": {"type": "arithmetic"}, "run_dir": "r", "initialize_from": "m"}
+    with pytest.raises(ConfigError, match=message):
+        decode(TrainConfig, {**base, **changes})
