@@ -131,6 +131,8 @@ class RewardRequest:
     first_policy_message: int = 0
     """Index in `messages` of the first message that can be the policy's; assistant messages before it are examples
     in the prompt."""
+    group_seed: int = 0
+    """Seed derived from the run's seed and the group; equal for the rollouts of a group."""
 
     @property
     def last_reply(self) -> str:

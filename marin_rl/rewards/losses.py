@@ -28,7 +28,7 @@ class LossCause(enum.StrEnum):
     EXITED = "exited"
     """It ended its process without an answer."""
     INVALID_ANSWER = "invalid_answer"
-    """Its answer is not what a reward function answers."""
+    """Its answer is not what a reward function answers, or holds no valid scores after every retry of a judge."""
     RAISED = "raised"
     """It raised an exception."""
     WORKER = "worker"

@@ -197,6 +197,7 @@ class Draft:
             environment=self.task.environment,
             status=self._end.value,
             first_policy_message=len(self.task.messages),
+            group_seed=self._attempt.start_seed,
         )
 
     def judged(self, evaluations: Sequence[Evaluation]) -> None:

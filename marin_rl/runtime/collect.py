@@ -34,7 +34,7 @@ class Collected(NamedTuple):
     """Groups that came since the step before; with staleness not the same ones."""
     metrics: dict[str, Metric]
     """Of the groups that came since the step before, and how many of them were left out."""
-    stale: list[RolloutGroup]
+    stale: Sequence[RolloutGroup] = ()
     """Groups that were dropped before any step had trained on them, because they had grown too old."""
 
     @property

@@ -16,7 +16,9 @@ import yaml
 
 from marin_rl.rewards.code import parse_tests
 from marin_rl.rewards.combine import turn_rewards, weighted_rewards
+from marin_rl.rewards.component import RewardScope
 from marin_rl.rewards.components import RewardComponentConfig
+from marin_rl.rewards.judge import JudgeComparison, LlmJudgeConfig
 from marin_rl.rewards.losses import LossCause
 from marin_rl.rewards.pipeline import build_pipeline
 from marin_rl.rewards.sandbox.config import SandboxConfig
@@ -109,8 +111,10 @@ def test_the_examples_with_steps_work(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_other_sections_can_be_read():
-    _, _, [judge], [code] = configs()
+    _, _, [judge], [comparing], [code] = configs()
     assert type(judge).__name__ == "LlmJudgeConfig"
+    assert isinstance(comparing, LlmJudgeConfig)
+    assert (comparing.scope, comparing.comparison) == (RewardScope.GROUP, JudgeComparison.RANKING)
     assert type(code).__name__ == "CodeRewardConfig"
     [sandbox] = [yaml.safe_load(text)["sandbox"] for text in blocks("yaml") if text.startswith("sandbox")]
     assert decode(SandboxConfig, sandbox, ("sandbox",)).require is Isolation.FULL

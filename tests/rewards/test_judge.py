@@ -13,10 +13,14 @@ from typing import Any
 
 import pytest
 
-from marin_rl.rewards.component import RewardConfigError
-from marin_rl.rewards.judge import LlmJudge, LlmJudgeConfig
+from marin_rl.rewards.combine import evaluation_metrics
+from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope
+from marin_rl.rewards.judge import JudgeComparison, LlmJudge, LlmJudgeConfig, shown_order
 from marin_rl.rewards.losses import CallLostError, LossCause
 from marin_rl.rewards.pipeline import RewardPipeline
+from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.runtime.config_decoding import decode
+from marin_rl.types import Evaluation
 
 Reply = tuple[int, Any]
 
@@ -155,7 +159,8 @@ def test_what_is_worth_another_try(endpoint: Endpoint, request_of, first: Reply,
     endpoint.replies = lambda count: first
     with pytest.raises(CallLostError, match="no score after 3 attempts") as raised:
         judge(config(endpoint), request_of())
-    assert raised.value.cause is LossCause.REQUEST
+    was_answered = problem.startswith(("no score", "score 7"))
+    assert raised.value.cause is (LossCause.INVALID_ANSWER if was_answered else LossCause.REQUEST)
     assert problem in raised.value.detail
     assert len(endpoint.received) == 3
 
@@ -211,6 +216,114 @@ def test_a_lost_judgement_is_counted(endpoint: Endpoint, request_of):
     asyncio.run(run())
 
 
+# Comparing the rollouts of a group.
+
+COMPARE = "The answer is {ground_truth}. Compare:\n{conversations}"
+
+
+def compare(endpoint: Endpoint, requests: Any, **fields: Any) -> Any:
+    return judge(config(endpoint, prompt=COMPARE, scope=RewardScope.GROUP, **fields), *requests)
+
+
+def shown(endpoint: Endpoint, call: int = 0) -> list[str]:
+    """The replies in the order in which the judge was shown them."""
+    content = endpoint.received[call]["messages"][0]["content"]
+    listed = json.loads(content.removeprefix("The answer is 46. Compare:\n"))
+    assert [one["rollout"] for one in listed] == list(range(1, len(listed) + 1))
+    return [one["messages"][1]["content"] for one in listed]
+
+
+REPLIES = ["46", "forty-six", "47", "I cannot"]
+
+
+def test_a_judge_scores_a_group_in_one_call(endpoint: Endpoint, request_of):
+    worth = {"46": 1.0, "forty-six": 0.75, "47": 0.25, "I cannot": 0.0}
+    order: list[str] = []
+
+    def answer(count: int) -> Reply:
+        order[:] = shown(endpoint)
+        return said("Scores: 0, 0, 0, 0 at first.\n**Scores: " + ", ".join(str(worth[reply]) for reply in order) + "**")
+
+    endpoint.replies = answer
+    results = compare(endpoint, [request_of(reply, group_seed=5) for reply in REPLIES])
+    assert len(endpoint.received) == 1
+    assert order != REPLIES
+    # Each rollout gets its own score, whatever place it was shown at.
+    assert [result.score for result in results] == [worth[reply] for reply in REPLIES]
+    assert [result.reason.split("\n")[0] for result in results] == [
+        f"shown as rollout {order.index(reply) + 1}" for reply in REPLIES
+    ]
+
+
+def test_a_ranking_becomes_evenly_spaced_scores(endpoint: Endpoint, request_of):
+    def answer(count: int) -> Reply:
+        order = shown(endpoint)
+        return said(
+            "Ranking: " + " > ".join(str(order.index(reply) + 1) for reply in ("47", "46", "I cannot", "forty-six"))
+        )
+
+    endpoint.replies = answer
+    requests = [request_of(reply, group_seed=5) for reply in REPLIES]
+    results = compare(endpoint, requests, comparison=JudgeComparison.RANKING, lowest=-1.0, highest=2.0)
+    assert [result.score for result in results] == [1.0, -1.0, 2.0, 0.0]
+
+
+def test_the_order_shown_follows_from_the_groups_seed(endpoint: Endpoint, request_of):
+    endpoint.replies = lambda count: said("Scores: 0, 0, 0, 0")
+    for seed in (5, 5, 6):
+        compare(endpoint, [request_of(reply, group_seed=seed) for reply in REPLIES])
+    first, again, other = (shown(endpoint, call) for call in range(3))
+    assert first == again != other
+    assert sorted(first) == sorted(other) == sorted(REPLIES)
+    # No rollout has a place of its own.
+    places = [{shown_order(seed, 4)[place] for seed in range(40)} for place in range(4)]
+    assert places == [{0, 1, 2, 3}] * 4
+
+
+@pytest.mark.parametrize(
+    ("comparison", "answer", "problem"),
+    [
+        ("scores", "They are all good.", "no line `Scores: ...`"),
+        ("scores", "Ranking: 1, 2", "no line `Scores: ...`"),
+        ("scores", "Scores: 1", "is not 2 numbers"),
+        ("scores", "Scores: 1, 0, 1", "is not 2 numbers"),
+        ("scores", "Scores: 1, good", "is not 2 numbers"),
+        ("scores", "Scores: 1, 7", "score 7.0 is not between 0.0 and 1.0"),
+        ("scores", "Scores: 1, nan", "score nan is not between 0.0 and 1.0"),
+        ("ranking", "Ranking: 1, 1", "does not rank each of 1 to 2 once"),
+        ("ranking", "Ranking: 0, 1", "does not rank each of 1 to 2 once"),
+        ("ranking", "Ranking: 2", "is not 2 numbers"),
+    ],
+)
+def test_a_bad_comparison_loses_the_whole_group_and_is_counted(
+    endpoint: Endpoint, request_of, comparison: str, answer: str, problem: str
+):
+    endpoint.replies = lambda count: said(answer)
+    configured = config(
+        endpoint, name="taste", prompt=COMPARE, scope=RewardScope.GROUP, comparison=JudgeComparison(comparison)
+    )
+
+    async def run() -> list[list[Evaluation]]:
+        pipeline = RewardPipeline([LlmJudge(configured)])
+        await pipeline.start()
+        found = await pipeline.judge_group([request_of("46"), request_of("47")])
+        await pipeline.close()
+        return found
+
+    found = [evaluation for [evaluation] in asyncio.run(run())]
+    assert len(endpoint.received) == 3
+    assert [(one.score, one.lost) for one in found] == [(None, "invalid_answer")] * 2
+    assert all(problem in str(one.error) for one in found)
+    assert evaluation_metrics(found)["rewards/taste/lost_invalid_answer"].value == 2
+
+
+def test_a_comparing_judge_can_be_chosen_in_yaml():
+    section = {"type": "llm_judge", "base_url": "x", "model": "m", "prompt": "{conversations}", "scope": "group"}
+    chosen = decode(RewardComponentConfig, section)
+    assert isinstance(chosen, LlmJudgeConfig)
+    assert chosen.build(object.__new__(Sandbox)).scope is RewardScope.GROUP
+
+
 def test_a_missing_key_is_told_before_anything_is_sampled(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(RewardConfigError, match="'llm_judge': the environment variable JUDGE_KEY holds no key"):
@@ -230,6 +343,13 @@ def test_a_missing_key_is_told_before_anything_is_sampled(endpoint: Endpoint, mo
         ({"max_tokens": 0}, "max_tokens of 'llm_judge' is 0"),
         ({"timeout_seconds": 0.0}, "timeout_seconds of 'llm_judge' is 0.0"),
         ({"temperature": float("nan")}, "temperature of 'llm_judge' is nan"),
+        ({"scope": RewardScope.BATCH}, "scope of 'llm_judge' is batch; a judge takes pointwise or group"),
+        ({"scope": RewardScope.GROUP}, r"lacks \{conversations\}, which scope: group fills in"),
+        ({"comparison": JudgeComparison.RANKING}, "comparison of 'llm_judge' is ranking, but with scope: pointwise"),
+        (
+            {"scope": RewardScope.GROUP, "prompt": COMPARE, "score_regex": "(1)"},
+            "score_regex of 'llm_judge' is given, but with scope: group",
+        ),
         ({"name": "a b"}, "the name 'a b'"),
     ],
 )
