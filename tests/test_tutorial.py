@@ -40,12 +40,13 @@ def test_from_an_empty_folder_to_a_trained_policy(tmp_path: Path):
         said[command] = done.stdout
     assert said["python try_my_rewards.py"].splitlines() == [
         "'7' 1.0 right",
-        "'4' 0.0 7 is the largest",
-        "'7 ' 0.0 7 is the largest",
+        "'4' 0.0 7 is in the middle",
+        "'7 ' 0.0 7 is in the middle",
     ]
-    lines = (tmp_path / "runs" / "largest" / "metrics.jsonl").read_text().splitlines()
-    first, last = (json.loads(lines[index])["eval/problems/accuracy_sampled"] for index in (0, -1))
-    assert first < 0.75
-    assert last > max(first + 0.15, 0.8)
-    assert "train-60-" in said["python -m marin_rl.view runs/largest --limit 8"]
-    assert "is the largest" in (tmp_path / "largest.html").read_text(encoding="utf-8")
+    lines = (tmp_path / "runs" / "middle" / "metrics.jsonl").read_text().splitlines()
+    before, after = json.loads(lines[0]), json.loads(lines[-1])
+    for accuracy in ("eval/problems/accuracy_sampled", "eval/problems/accuracy_greedy"):
+        assert before[accuracy] < 0.75
+        assert after[accuracy] > max(before[accuracy] + 0.1, 0.8)
+    assert "train-80-" in said["python -m marin_rl.view runs/middle --limit 8"]
+    assert "is in the middle" in (tmp_path / "middle.html").read_text(encoding="utf-8")
