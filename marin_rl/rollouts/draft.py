@@ -4,6 +4,7 @@
 """A rollout in the making: what was said so far, and what became of it."""
 
 import dataclasses
+import enum
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,6 +34,17 @@ from marin_rl.types import (
 logger = logging.getLogger(__name__)
 
 
+class LongPrompts(enum.StrEnum):
+    """What to do with a task whose prompt is too long."""
+
+    ERROR = "error"
+    """End the run, naming the task."""
+    SKIP = "skip"
+    """Leave the task out and take the next one."""
+    TRUNCATE_LEFT = "truncate_left"
+    """Keep the prompt's last tokens."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """How far a rollout may go."""
@@ -47,6 +59,35 @@ class Limits:
     """Most tokens in all answers of a rollout together; None: no limit of their own."""
     max_seconds: float = 120.0
     """Most seconds that the environment may take for a whole rollout; waiting for the sampler does not count."""
+    max_prompt_length: int | None = None
+    """Most tokens in a task's prompt; None: `max_length` less one, which leaves room for one token of an answer."""
+    long_prompts: LongPrompts = LongPrompts.ERROR
+    """What to do with a task whose prompt is longer."""
+
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens in a task's prompt."""
+        return self.max_length - 1 if self.max_prompt_length is None else self.max_prompt_length
+
+    def leave_out(self, task: Task, tokenizer: ChatTokenizer) -> bool:
+        """Whether to skip a task because its prompt is too long; if so, the log names it.
+
+        Args:
+            task: a task that is about to be attempted.
+            tokenizer: makes its prompt.
+        """
+        if self.long_prompts is not LongPrompts.SKIP:
+            return False
+        length = len(tokenizer.prompt_tokens(task.messages))
+        if too_long := length > self.longest_prompt:
+            logger.warning(
+                "skipping task %s of environment %s: its prompt has %d tokens, more than %d (rollouts.long_prompts)",
+                task.id,
+                task.environment,
+                length,
+                self.longest_prompt,
+            )
+        return too_long
 
 
 @dataclasses.dataclass(frozen=True)

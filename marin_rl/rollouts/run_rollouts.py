@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from marin_rl.environments.base import Environment
-from marin_rl.rollouts.draft import Attempt, Draft, Limits
+from marin_rl.rollouts.draft import Attempt, Draft, Limits, LongPrompts
 from marin_rl.rollouts.episode import play
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.judging import Judges, NoJudges
@@ -88,7 +88,7 @@ def run_groups(
         One group per task, in order.
 
     Raises:
-        PromptTooLongError: if a task's prompt leaves no room for an answer.
+        PromptTooLongError: if a task's prompt is too long, and is not to be truncated.
         ValueError: if a reward is NaN or infinite, naming the rollout.
         AllRolloutsFailedError: if every single rollout failed.
         BlockedEventLoopError: if an environment's code blocks all others for longer than an episode may take.
@@ -130,7 +130,7 @@ def play_requests(
         One group per request, in order.
 
     Raises:
-        PromptTooLongError: if a task's prompt leaves no room for an answer.
+        PromptTooLongError: if a task's prompt is too long, and is not to be truncated.
         ValueError: if a reward is NaN or infinite, naming the rollout.
         BlockedEventLoopError: if an environment's code blocks all others for longer than an episode may take.
     """
@@ -160,7 +160,7 @@ def play_stream(
             the call.
 
     Raises:
-        PromptTooLongError: if a task's prompt leaves no room for an answer.
+        PromptTooLongError: if a task's prompt is too long, and is not to be truncated.
         ValueError: if a reward is NaN or infinite, naming the rollout.
         BlockedEventLoopError: if an environment's code blocks all others for longer than an episode may take.
     """
@@ -263,14 +263,16 @@ async def _together(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]
 
 
 def _prompt(player: Player, task: Task) -> tuple[int, ...]:
-    tokens = player.tokenizer.prompt_tokens(task.messages)
-    if len(tokens) >= player.limits.max_length:
-        raise PromptTooLongError(
-            f"task {task.id!r} of environment {task.environment!r}: its prompt has {len(tokens)} tokens, which leaves "
-            f"no room for an answer in sequences of {player.limits.max_length}; raise rollouts.max_length or leave "
-            "the task out"
-        )
-    return tokens
+    tokens, longest = player.tokenizer.prompt_tokens(task.messages), player.limits.longest_prompt
+    if len(tokens) <= longest:
+        return tokens
+    if player.limits.long_prompts is LongPrompts.TRUNCATE_LEFT:
+        return tokens[-longest:]
+    limit = "rollouts.max_length" if player.limits.max_prompt_length is None else "rollouts.max_prompt_length"
+    raise PromptTooLongError(
+        f"task {task.id!r} of environment {task.environment!r}: its prompt has {len(tokens)} tokens, but {limit} "
+        f"allows {longest}; raise {limit}, leave the task out, or set rollouts.long_prompts: skip or truncate_left"
+    )
 
 
 def require_one_success(groups: Sequence[RolloutGroup]) -> None:

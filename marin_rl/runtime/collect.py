@@ -10,6 +10,7 @@ it they are given steps ahead, and the step takes of each environment what is th
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from marin_rl.environments.base import Split
 from marin_rl.metrics import Metric
 from marin_rl.rewards.combine import evaluation_metrics
 from marin_rl.rollouts.environment_metrics import environment_metrics
@@ -18,7 +19,9 @@ from marin_rl.rollouts.orders import OrderNumber
 from marin_rl.rollouts.rollout_metrics import rollout_metrics, staleness_metrics
 from marin_rl.rollouts.run_rollouts import require_one_success
 from marin_rl.rollouts.shape_rewards import shape_rewards
+from marin_rl.runtime.player import make_limits
 from marin_rl.runtime.training_run import TrainingRun
+from marin_rl.sampling.sampler import PromptTooLongError
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup, Task
 
@@ -71,6 +74,7 @@ def _collect(run: TrainingRun, step: int, timer: PhaseTimer, stop_requested: Cal
     def draw(count: int) -> list[Task]:
         return draw_tasks(run, count)
 
+    skipped_before = progress.prompts_skipped
     stale = [run.drop_stale(version)]
     crew.submit(orders.order(version, replay.uses_left, len(replay), draw))
     came: dict[OrderNumber, RolloutGroup] = {}
@@ -112,6 +116,7 @@ def _collect(run: TrainingRun, step: int, timer: PhaseTimer, stop_requested: Cal
     counts = {
         "filter/kept_groups": len(groups),
         "filter/replaced": replaced,
+        "prompts/skipped": progress.prompts_skipped - skipped_before,
         "replay/stale": sum(dropped.count for dropped in stale),
         "replay/waiting": len(replay),
         "replay/age": sum(ages) / max(len(ages), 1),
@@ -122,15 +127,30 @@ def _collect(run: TrainingRun, step: int, timer: PhaseTimer, stop_requested: Cal
 
 
 def draw_tasks(run: TrainingRun, count: int) -> list[Task]:
-    """The next training tasks of the run, whose stream moves on by as many.
+    """The next training tasks of the run, whose stream moves on by as many, and by those skipped on the way.
 
     Args:
-        run: names environment and seed.
+        run: names environment and seed, and whether tasks with long prompts are skipped.
         count: how many.
+
+    Raises:
+        PromptTooLongError: if as many tasks as there are were skipped in a row.
     """
-    progress = run.progress
-    tasks, state = run.stream.draw(progress.task_stream, count)
-    progress.task_stream = dict(state)
+    progress, limits = run.progress, make_limits(run.config)
+    tasks: list[Task] = []
+    skipped = 0
+    while len(tasks) < count:
+        drawn, state = run.stream.draw(progress.task_stream, count - len(tasks))
+        progress.task_stream = dict(state)
+        fitting = [task for task in drawn if not limits.leave_out(task, run.tokenizer)]
+        tasks += fitting
+        progress.prompts_skipped += len(drawn) - len(fitting)
+        skipped = 0 if fitting else skipped + len(drawn)
+        if skipped and skipped >= len(run.environment.tasks(Split.TRAIN)):
+            raise PromptTooLongError(
+                f"the prompts of {skipped} training tasks in a row have more than {limits.longest_prompt} tokens and "
+                "were skipped (rollouts.long_prompts); raise rollouts.max_length or rollouts.max_prompt_length"
+            )
     progress.tasks_drawn += count
     return tasks
 

@@ -35,6 +35,7 @@ from marin_rl.objectives.policy_loss import PolicyLossConfig, ReinforceLossConfi
 from marin_rl.objectives.shaping import KeepTruncatedConfig, OverlongConfig, TruncationConfig
 from marin_rl.objectives.signals import AdvantageConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rollouts.draft import LongPrompts
 from marin_rl.rollouts.filters import FilterConfig, KeepGroupsConfig
 from marin_rl.rollouts.state_hashing import StateHashingConfig
 from marin_rl.rollouts.store import RolloutStoreConfig
@@ -139,6 +140,12 @@ class RolloutConfig:
     """Attempts at each task; they are one another's baseline."""
     max_length: int = 512
     """Most tokens in one sequence, prompt and answers together; also the positions of a batch row."""
+    max_prompt_length: int | None = None
+    """Most tokens in a task's prompt, below `max_length`; null: `max_length` less one."""
+    long_prompts: LongPrompts = LongPrompts.ERROR
+    """What to do with a task whose prompt is longer, in training and evaluation: `error` ends the run and names the
+    task, `skip` takes the next task in its place, `truncate_left` keeps the prompt's last `max_prompt_length` tokens,
+    the template's generation prompt among them."""
     max_turns: int = 1
     """Most answers in one rollout."""
     max_tokens: int | None = None
@@ -158,9 +165,15 @@ class RolloutConfig:
     `trainer.per_device_parallelism`."""
 
     def __post_init__(self) -> None:
+        convert_enum_fields(self)
         for name in ("prompts_per_step", "group_size", "max_length", "max_turns"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollouts.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_prompt_length is not None and not 1 <= self.max_prompt_length < self.max_length:
+            raise ValueError(
+                f"rollouts.max_prompt_length is {self.max_prompt_length}; it must be at least 1 and below "
+                f"rollouts.max_length, which is {self.max_length}, to leave room for an answer"
+            )
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"rollouts.max_tokens is {self.max_tokens}; it must be at least 1, or null for no limit")
         if not self.max_seconds > 0:
@@ -337,6 +350,12 @@ class TrainConfig:
                 "tokens (model.seq_len); lower the one or raise the other"
             )
         self._check_row_length()
+        if self.rollouts.long_prompts is LongPrompts.TRUNCATE_LEFT and self.rollouts.max_prompt_length is None:
+            keep = max(self.rollouts.max_length - self.sampling.max_new_tokens, 1)
+            raise ValueError(
+                "rollouts.long_prompts is truncate_left, but rollouts.max_prompt_length is null; set it to the number "
+                f"of tokens to keep, such as rollouts.max_length less sampling.max_new_tokens, which is {keep}"
+            )
         if getattr(self.model, "scan_layers", True) is False:
             raise ValueError(
                 "model.scan_layers is false, but levanter's inference engine samples from scanned layers alone; "

@@ -88,7 +88,7 @@ def evaluate(
     """
     if config.tasks == 0:
         raise ValueError("evaluation.tasks is 0, so that nothing is evaluated; say how many, as --evaluation.tasks 512")
-    tasks = first_of_each(player.environment.tasks(split), config.tasks)
+    tasks = first_of_each(player.environment.tasks(split), config.tasks, player)
     if not tasks:
         raise ValueError(
             f"environment {player.environment.name!r} has no {split.value} tasks to evaluate on; "
@@ -125,18 +125,19 @@ def describe_accuracy(evaluation: Mapping[str, float]) -> str:
     return "held-out " + ", ".join(parts)
 
 
-def first_of_each(tasks: Sequence[Task], count: int) -> list[Task]:
-    """The first tasks of every environment, in their order.
+def first_of_each(tasks: Sequence[Task], count: int, player: Player) -> list[Task]:
+    """The first tasks of every environment, in their order, without those whose long prompts are to be skipped.
 
     Args:
         tasks: of one environment or several.
         count: most tasks of each.
+        player: its limits and tokenizer decide which prompts are too long.
     """
     taken: dict[str, int] = {}
     found = []
     for task in tasks:
-        taken[task.environment] = taken.get(task.environment, 0) + 1
-        if taken[task.environment] <= count:
+        if taken.get(task.environment, 0) < count and not player.limits.leave_out(task, player.tokenizer):
+            taken[task.environment] = taken.get(task.environment, 0) + 1
             found.append(task)
     return found
 

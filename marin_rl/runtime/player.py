@@ -29,16 +29,22 @@ def make_player(
     judges: Judges,
 ) -> Player:
     """A player with the configured limits."""
-    limits = Limits(
+    hashing = config.rollouts.state_hashing
+    state_hash = default_state_hash if hashing is None else hashing.build()
+    return Player(environment, tokenizer, sampler, make_limits(config), state_hash, judges, loop)
+
+
+def make_limits(config: TrainConfig) -> Limits:
+    """The limits of every rollout of a run."""
+    return Limits(
         max_length=config.rollouts.max_length,
         max_new_tokens=config.sampling.max_new_tokens,
         max_turns=config.rollouts.max_turns,
         max_tokens=config.rollouts.max_tokens,
         max_seconds=config.rollouts.max_seconds,
+        max_prompt_length=config.rollouts.max_prompt_length,
+        long_prompts=config.rollouts.long_prompts,
     )
-    hashing = config.rollouts.state_hashing
-    state_hash = default_state_hash if hashing is None else hashing.build()
-    return Player(environment, tokenizer, sampler, limits, state_hash, judges, loop)
 
 
 def open_judges(

@@ -16,7 +16,9 @@ class Progress:
     updates: int = 0
     """Updates of the weights; several in a step with epochs or minibatches."""
     tasks_drawn: int = 0
-    """Training tasks drawn."""
+    """Training tasks drawn, skipped ones not counted."""
+    prompts_skipped: int = 0
+    """Training tasks skipped because their prompt is too long."""
     task_stream: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Where the next step goes on drawing tasks, in each environment, and what a curriculum has seen."""
     episodes: int = 0

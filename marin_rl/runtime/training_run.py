@@ -125,10 +125,12 @@ class TrainingRun:
         """
         progress, orders, replay = self.progress, self.orders.state, self.replay.copy()
         tasks_drawn, task_stream = progress.tasks_drawn, progress.task_stream
+        prompts_skipped = progress.prompts_skipped
         try:
             yield
         except StopRequestedError:
             progress.tasks_drawn, progress.task_stream = tasks_drawn, task_stream
+            progress.prompts_skipped = prompts_skipped
             self.orders, self.replay = OrderBook(self.orders.pace, orders), replay
             raise
 

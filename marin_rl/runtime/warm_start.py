@@ -142,7 +142,7 @@ def _worked_tasks(player: Player) -> Sequence[Task]:
 
 
 def _check_tasks(config: WarmStartConfig, player: Player) -> Sequence[Task]:
-    tasks = first_of_each(player.environment.tasks(Split.VALIDATION), config.check_tasks)
+    tasks = first_of_each(player.environment.tasks(Split.VALIDATION), config.check_tasks, player)
     if not tasks:
         raise WarmStartError(
             f"environment {player.environment.name!r} has no validation tasks to tell when a warm start is enough; "

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from marin_rl.batching.processed_rollout import process_rollout
 from marin_rl.environments.base import Environment, Episode, Split, Step
-from marin_rl.rollouts.draft import Draft, Limits
+from marin_rl.rollouts.draft import Draft, Limits, LongPrompts
 from marin_rl.rollouts.judging import NoJudges
 from marin_rl.rollouts.run_rollouts import (
     AllRolloutsFailedError,
@@ -225,7 +226,28 @@ def test_a_prompt_without_room_for_an_answer_is_named_and_nothing_is_sampled():
     with pytest.raises(PromptTooLongError, match=r"task 'go1' of environment 'countdown'.* 5 tokens.*max_length"):
         play(made, [task(1)])
     assert made.sampler.requests == []
+    short = Limits(16, 6, 1, max_prompt_length=4, long_prompts=LongPrompts.SKIP)
+    with pytest.raises(
+        PromptTooLongError, match=r"has 5 tokens, but rollouts.max_prompt_length allows 4; .*long_prompts"
+    ):
+        play(player(says("a"), limits=short), [task(1)])
     assert only(play(player(says("a"), limits=Limits(6, 6, 1)), [task(1)])).turns[0].generation.token_ids == tokens("a")
+
+
+def test_a_prompt_that_is_cut_on_the_left_keeps_its_end_and_turns_continue_it():
+    whole = only(play(player(says("a", "b"), limits=Limits(64, 6, 2)), [task(3)]))
+    limits = Limits(64, 6, 2, max_prompt_length=4, long_prompts=LongPrompts.TRUNCATE_LEFT)
+    cut = only(play(player(says("a", "b"), limits=limits), [task(3)]))
+    assert len(whole.turns[0].observation_tokens) == 5
+    assert cut.turns[0].observation_tokens == whole.turns[0].observation_tokens[-4:]
+    # The rest is the same, token for token: the second turn continues the sequence.
+    assert [turn.generation.token_ids for turn in cut.turns] == [turn.generation.token_ids for turn in whole.turns]
+    assert cut.turns[1].observation_tokens == whole.turns[1].observation_tokens
+    assert not cut.turns[1].starts_sequence
+    assert cut.turns[0].messages == whole.turns[0].messages
+    processed = process_rollout(cut, length=64, pad_token_id=256)
+    assert processed.lengths == (len(flat(cut)),)
+    assert processed.num_loss_tokens == sum(len(turn.generation.token_ids) for turn in cut.turns)
 
 
 def test_attempts_at_one_task_start_equally_and_differ_by_their_sampling_seed():

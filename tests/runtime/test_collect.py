@@ -11,6 +11,7 @@ import pytest
 from marin_rl.environments.base import Episode, Split, Step
 from marin_rl.environments.task_stream import task_stream
 from marin_rl.objectives.shaping import OverlongConfig, RewardTruncatedConfig
+from marin_rl.rollouts.draft import LongPrompts
 from marin_rl.rollouts.filters import DropGroupsConfig, ResampleGroupsConfig
 from marin_rl.rollouts.orders import OrderBook
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Player
@@ -20,7 +21,7 @@ from marin_rl.runtime.open_crew import make_pace, make_replay
 from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.runtime.workers_config import Mode, ReplayConfig
-from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Message, RolloutStatus, Task
 from tests.runtime.bare_run import END, bare_run, make_config, make_player
@@ -126,6 +127,47 @@ def test_steps_draw_one_after_the_other():
     run, _, found = collect(["mixed"] * 11, steps=3)
     assert [name for step in found for name in names(step.groups)] == [task.id for task in order(run, 12)]
     assert run.progress.tasks_drawn == 12
+
+
+# Long prompts. A prompt is its task's name and three tokens of the template: t9 has 5, t10 has 6.
+
+
+def skipping(longest: int, kinds: Sequence[str] = ("mixed",) * 14, **changes: Any) -> TrainingRun:
+    config = make_config(**changes)
+    rollouts = dataclasses.replace(config.rollouts, max_prompt_length=longest, long_prompts=LongPrompts.SKIP)
+    return bare_run(dataclasses.replace(config, rollouts=rollouts), Exam(kinds))
+
+
+def test_tasks_with_long_prompts_are_skipped_counted_and_replaced_by_the_next():
+    run, everything = skipping(5), bare_run(make_config(), Exam(["mixed"] * 14))
+    expected = [task.id for task in draw_tasks(everything, 28) if int(task.id[1:]) < 10]
+    assert len(expected) == 20
+    assert [task.id for task in draw_tasks(run, 20)] == expected
+    assert run.progress.tasks_drawn == 20
+    assert 4 <= run.progress.prompts_skipped <= 8
+
+
+def test_a_run_that_is_taken_up_again_skips_as_one_that_was_never_stopped():
+    run, whole = skipping(5), skipping(5)
+    expected = [task.id for task in draw_tasks(whole, 17)]
+    before = [task.id for task in draw_tasks(run, 8)]
+    again = bare_run(run.config, run.environment, progress=Progress(**dataclasses.asdict(run.progress)))
+    assert before + [task.id for task in draw_tasks(again, 9)] == expected
+    assert again.progress == whole.progress
+
+
+def test_where_every_prompt_is_too_long_the_run_ends():
+    with pytest.raises(
+        PromptTooLongError, match=r"14 training tasks in a row have more than 4 tokens.*max_prompt_length"
+    ):
+        draw_tasks(skipping(4), 14)
+
+
+def test_a_step_has_all_its_groups_and_says_how_many_tasks_were_skipped():
+    _, _, found = collect(["mixed"] * 14, steps=3, rollouts=skipping(5).config.rollouts)
+    assert [len(step.groups) for step in found] == [4, 4, 4]
+    assert all(int(name[1:]) < 10 for step in found for name in names(step.groups))
+    assert sum(step.metrics["prompts/skipped"].value for step in found) > 0
 
 
 # Filtering.

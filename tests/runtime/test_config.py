@@ -33,6 +33,7 @@ from marin_rl.objectives.kl import KlConfig, KlEstimator, LossKlConfig
 from marin_rl.objectives.policy_loss import GspoLossConfig, PolicyLossConfig, RlooSequenceLossConfig
 from marin_rl.objectives.shaping import TruncationConfig
 from marin_rl.rewards.function_component import FunctionRewardConfig
+from marin_rl.rollouts.draft import LongPrompts
 from marin_rl.rollouts.filters import FilterConfig
 from marin_rl.runtime.config import (
     RolloutConfig,
@@ -45,7 +46,7 @@ from marin_rl.runtime.config import (
 from marin_rl.runtime.config_decoding import ConfigError
 from marin_rl.runtime.config_parsing import from_yaml, parse_config, to_yaml
 from marin_rl.runtime.workers_config import Mode
-from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig
+from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, SamplingConfig
 from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig
 
@@ -428,6 +429,24 @@ def test_a_section_of_the_sampler_that_lacks_something_says_what():
 )
 def test_what_can_be_combined_is_accepted(sections: dict[str, str]):
     assert from_lines(**sections).run_dir == "runs/test"
+
+
+# Long prompts.
+
+
+@pytest.mark.parametrize("length", [0, 512, 600])
+def test_a_limit_of_prompts_leaves_room_for_an_answer(length: int):
+    with pytest.raises(ValueError, match=f"rollouts.max_prompt_length is {length}; .* below rollouts.max_length"):
+        RolloutConfig(max_prompt_length=length)
+    assert RolloutConfig(max_prompt_length=511, long_prompts=LongPrompts.SKIP).long_prompts is LongPrompts.SKIP
+
+
+def test_prompts_are_cut_to_a_length_that_is_given():
+    with pytest.raises(ValueError, match=r"truncate_left, but rollouts.max_prompt_length is null; .* which is 24"):
+        config(
+            rollouts=RolloutConfig(max_length=32, long_prompts=LongPrompts.TRUNCATE_LEFT),
+            sampling=SamplingConfig(max_new_tokens=8),
+        )
 
 
 # Rows of a batch.

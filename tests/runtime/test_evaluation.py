@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from marin_rl.environments.base import Episode, Split, Step
-from marin_rl.rollouts.draft import Limits
+from marin_rl.rollouts.draft import Limits, LongPrompts
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Player
 from marin_rl.runtime.evaluation import EvaluationConfig, describe_accuracy, evaluate, first_of_each
 from marin_rl.sampling.sampler import SampleRequest
@@ -79,8 +79,19 @@ def test_every_environment_is_measured_on_as_many_tasks():
         "eval/b/tasks": 1.0,
     }
     tasks = Exam(sources=("b", "a")).tasks(Split.HELD_OUT)
-    assert first_of_each(tasks, 1) == [tasks[0], tasks[1]]
-    assert first_of_each(tasks, 9) == tasks
+    anyone = Player(Exam(), TOKENIZER, ScriptedSampler(lambda request: (END,), stop_token_ids=[END]), Limits(16, 4, 1))
+    assert first_of_each(tasks, 1, anyone) == [tasks[0], tasks[1]]
+    assert first_of_each(tasks, 9, anyone) == tasks
+
+
+def test_tasks_with_long_prompts_are_skipped_and_the_next_take_their_places(caplog: pytest.LogCaptureFixture):
+    # The template adds three tokens to each content.
+    tasks = [Task(text, "exam", (message(text),), "1") for text in ("aaaaa", "b", "cccccc", "dd", "e")]
+    limits = Limits(16, 4, 1, max_prompt_length=5, long_prompts=LongPrompts.SKIP)
+    skipping = Player(Exam(), TOKENIZER, ScriptedSampler(lambda request: (END,), stop_token_ids=[END]), limits)
+    assert [task.id for task in first_of_each(tasks, 2, skipping)] == ["b", "dd"]
+    assert "skipping task aaaaa of environment exam: its prompt has 8 tokens, more than 5" in caplog.text
+    assert "task e " not in caplog.text
 
 
 def test_accuracy_sampled_and_greedy():
