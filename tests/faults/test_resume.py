@@ -165,11 +165,10 @@ def test_a_run_killed_14_times_ends_like_one_that_was_not(
     run = make_run(tmp_path)
     for moment in moments(random.Random(20)):
         kill_at(server, run, moment)
-    last = subprocess.run(
-        [sys.executable, "-m", "marin_rl.train", *run.argv], check=False, capture_output=True, text=True
-    )
-    assert last.returncode == 0, last.stderr
-    assert f"resuming after step {LAST}" in last.stdout
+    server.start(run)
+    status, output = server.wait(), (run.path.parent / "output.txt").read_text()
+    assert status == 0, output
+    assert f"resuming after step {LAST}" in output
     same_outcome(run, finished_run)
     assert not [path for path in run.path.rglob("*") if path.name.endswith(".partial")]
 

@@ -136,7 +136,8 @@ def test_logprobs(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_startup(capsys: pytest.CaptureFixture[str], tiny: list[str]) -> None:
-    benchmark_startup.main(["--repeats", "1", *tiny])
+    shorter = ["--warm_start.max_steps=0", "--evaluation.tasks=0", "--num_steps=1"]
+    benchmark_startup.main(["--repeats", "1", *tiny, *shorter])
     figures = printed_report(capsys, "benchmark_startup")
     assert set(figures["import_seconds"]) == set(benchmark_startup.MODULES)
     assert figures["dry_run_seconds"]["count"] == 1
