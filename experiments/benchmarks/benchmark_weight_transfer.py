@@ -10,21 +10,31 @@ Servers are processes of their own on this machine, with equal shares of the row
 transfer, one plain socket for each server and a copy take turns, all into fresh memory, as a worker needs it; so each
 round gives one ratio, and whatever else the machine does falls on all of them. The transfer ends with arrays on the
 device, each checksum verified. Publishing is measured in the training step of the config.
+
+For the model of the config, the whole way of a new version is measured too: from its announcement to the coordinator,
+an actor under Ray, until the sampler of a rollout worker has the weights. The worker is a thread of this process.
 """
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
+import math
+import queue
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
+import ray
+from haliax import Axis
 
 from experiments.benchmarks.benchmark_training_step import pack, random_rollouts
 from experiments.benchmarks.measurement import (
@@ -36,59 +46,92 @@ from experiments.benchmarks.measurement import (
     timed,
     without_compilation_cache,
 )
-from experiments.benchmarks.weight_servers import ARRAYS, COLUMNS, Share, shape_of_arrays
-from marin_rl.learner.policy_model import initialize_policy
+from experiments.benchmarks.weight_servers import Share
+from marin_rl.learner.policy_model import initialize_policy, model_shape
 from marin_rl.learner.train_step import Learner
+from marin_rl.rollouts.orders import GroupOrder
 from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.coordinator import Office
+from marin_rl.runtime.crew import Played
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.open_run import make_loss
+from marin_rl.runtime.ray_node import connected_to_local_node
+from marin_rl.runtime.ray_workers import RayDesk
+from marin_rl.runtime.rollout_worker import WorkerPolicy, work
+from marin_rl.runtime.worker_policy import ReceivedPolicy
+from marin_rl.types import WeightVersion
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig
 from marin_rl.weights.snapshot import TrainingHost
 from marin_rl.weights.token import make_token
+from marin_rl.weights.tree import named_leaves
+
+ARRAYS, COLUMNS = 16, 1024
+"""Arrays of synthetic weights, and columns of each."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Ports:
-    """Where one server listens."""
+def synthetic_shapes(rows: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of synthetic weights, by name."""
+    return {f"['{number}']": (rows, COLUMNS) for number in range(ARRAYS)}
 
-    flight: int
-    """As a run's weight server."""
-    socket: int
-    """For plain bytes."""
+
+class Server:
+    """A weight server in a process of its own."""
+
+    def __init__(self, share: Share) -> None:
+        """Start the process.
+
+        Args:
+            share: what it holds; version 1 is published.
+        """
+        command = [sys.executable, "-m", "experiments.benchmarks.weight_servers", json.dumps(dataclasses.asdict(share))]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    @functools.cached_property
+    def _ports(self) -> dict[str, int]:
+        return json.loads(self._read())
+
+    @property
+    def address(self) -> str:
+        """Address of the weight server."""
+        return f"grpc+tls://127.0.0.1:{self._ports['flight']}"
+
+    def read_plainly(self) -> None:
+        """Read the same bytes over a plain socket into fresh memory."""
+        memory = memoryview(np.empty(self._ports["num_bytes"], np.uint8).data)
+        with socket.create_connection(("127.0.0.1", self._ports["socket"])) as connection:
+            while memory:
+                memory = memory[connection.recv_into(memory) :]
+
+    def publish(self, version: int) -> None:
+        """Offer the same weights as another version; returns when they can be fetched."""
+        # The ports come first.
+        assert self._ports
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{version}\n")
+        self.process.stdin.flush()
+        assert int(self._read()) == version
+
+    def _read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
 
 
 @contextlib.contextmanager
-def weight_servers(token: str, rows: int, count: int, chunk_mb: int) -> Iterator[list[Ports]]:
+def weight_servers(token: str, shapes: dict[str, tuple[int, ...]], count: int, chunk_mb: int) -> Iterator[list[Server]]:
     """Processes that hold the weights together."""
-    processes = []
+    servers: list[Server] = []
     try:
-        for host in range(count):
-            share = json.dumps(dataclasses.asdict(Share(token, host, count, rows, chunk_mb)))
-            command = [sys.executable, "-m", "experiments.benchmarks.weight_servers", share]
-            processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        yield [_ports_of(process) for process in processes]
+        servers += [Server(Share(token, host, count, shapes, chunk_mb)) for host in range(count)]
+        yield servers
     finally:
-        for process in processes:
-            process.communicate()
+        for server in servers:
+            server.process.communicate()
 
 
-def _ports_of(server: subprocess.Popen[str]) -> Ports:
-    assert server.stdout is not None
-    return Ports(**json.loads(server.stdout.readline()))
-
-
-def read_plainly(port: int, num_bytes: int) -> None:
-    """Read bytes over a plain socket into fresh memory."""
-    memory = memoryview(np.empty(num_bytes, np.uint8).data)
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        while memory:
-            memory = memory[connection.recv_into(memory) :]
-
-
-def read_all_plainly(ports: Sequence[Ports], num_bytes: int) -> None:
-    """Read an equal share from every server at the same time."""
-    with ThreadPoolExecutor(len(ports)) as threads:
-        list(threads.map(lambda server: read_plainly(server.socket, num_bytes // len(ports)), ports))
+def read_all_plainly(servers: Sequence[Server]) -> None:
+    """Read from every server at the same time."""
+    with ThreadPoolExecutor(len(servers)) as threads:
+        list(threads.map(Server.read_plainly, servers))
 
 
 def measure_transfer(rows: int, servers: int, rounds: int, config: ArrowFlightConfig) -> dict[str, Any]:
@@ -101,16 +144,15 @@ def measure_transfer(rows: int, servers: int, rounds: int, config: ArrowFlightCo
         config: streams and chunks.
     """
     token = make_token()
-    shape = shape_of_arrays(rows)
-    like = {str(number): jax.ShapeDtypeStruct(shape, np.float32) for number in range(ARRAYS)}
+    like = {str(number): jax.ShapeDtypeStruct((rows, COLUMNS), np.float32) for number in range(ARRAYS)}
     num_bytes = ARRAYS * rows * COLUMNS * 4
     source = np.ones(num_bytes, np.uint8)
     target = np.ones(num_bytes, np.uint8)
-    with weight_servers(token, rows, servers, config.chunk_mb) as ports:
-        receiver = config.open_receiver([f"grpc+tls://127.0.0.1:{server.flight}" for server in ports], token)
+    with weight_servers(token, synthetic_shapes(rows), servers, config.chunk_mb) as started:
+        receiver = config.open_receiver([server.address for server in started], token)
         kinds: dict[str, Callable[[], object]] = {
             "transfer": lambda: jax.block_until_ready(receiver.receive(like)),
-            "socket": lambda: read_all_plainly(ports, num_bytes),
+            "socket": lambda: read_all_plainly(started),
             "copy_to_fresh_memory": source.copy,
             "copy_to_used_memory": lambda: np.copyto(target, source),
         }
@@ -137,7 +179,7 @@ def _take_turns(kinds: dict[str, Callable[[], object]], rounds: int) -> dict[str
 
 def measure_files(rows: int, rounds: int) -> dict[str, Any]:
     """Gigabytes a second to and from files in the temporary folder, one training host."""
-    weights = {str(number): np.ones(shape_of_arrays(rows), np.float32) for number in range(ARRAYS)}
+    weights = {str(number): np.ones((rows, COLUMNS), np.float32) for number in range(ARRAYS)}
     like = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in weights.items()}
     num_bytes = sum(array.nbytes for array in weights.values())
     token = make_token()
@@ -156,6 +198,116 @@ def measure_files(rows: int, rounds: int) -> dict[str, Any]:
             rates["receive"].append(num_bytes / timed(lambda: jax.block_until_ready(receiver.receive(like))) / 1e9)
         sender.close()
     return {f"{name}_gb_per_second": spread(measured) for name, measured in rates.items()}
+
+
+class TimedPolicy:
+    """A worker's policy that reports when its sampler has new weights."""
+
+    def __init__(self, policy: WorkerPolicy) -> None:
+        """Report nothing yet.
+
+        Args:
+            policy: fetches and plays.
+        """
+        self._policy = policy
+        self.arrivals: queue.Queue[float | None] = queue.Queue()
+        """Moments, as `time.perf_counter` has them; None when the worker has ended."""
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """See `WorkerPolicy`."""
+        return self._policy.version
+
+    @property
+    def room(self) -> int:
+        """See `WorkerPolicy`."""
+        return self._policy.room
+
+    @property
+    def is_in_flight(self) -> bool:
+        """See `WorkerPolicy`."""
+        return self._policy.is_in_flight
+
+    def fetch(self, addresses: Sequence[str]) -> bool:
+        """See `WorkerPolicy`."""
+        arrived = self._policy.fetch(addresses)
+        if arrived:
+            self.arrivals.put(time.perf_counter())
+        return arrived
+
+    def play(self, orders: Sequence[GroupOrder], hand_in: Callable[[Played], Sequence[GroupOrder]]) -> None:
+        """See `WorkerPolicy`."""
+        self._policy.play(orders, hand_in)
+
+
+@contextlib.contextmanager
+def coordinator(silence: float) -> Iterator[RayDesk]:
+    """A run's coordinator: an actor under Ray on this machine."""
+    with connected_to_local_node(num_cpus=1):
+        # The worker waits for news, calls its heartbeat, and must not keep the trainer from being heard.
+        office = cast(Any, ray.remote(Office)).options(num_cpus=0, max_concurrency=8)
+        yield RayDesk(office.remote(silence), silence)
+
+
+def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFlightConfig) -> dict[str, Any]:
+    """Seconds from the announcement of a version until a worker samples with it, beside the transfer alone.
+
+    Args:
+        config: model and sampler.
+        servers: training hosts.
+        rounds: timed rounds, after one that is not.
+        way: streams and chunks.
+    """
+    config, token = dataclasses.replace(config, weights=way), make_token()
+    assert config.model is not None
+    trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device, alone=True)
+    vocab_size = config.tokenizer.build().vocab_size
+    like = model_shape(config.model, Axis("vocab", vocab_size), trainer)
+    shapes = {name: leaf.shape for name, leaf in named_leaves(like).items()}
+    num_bytes = sum(4 * math.prod(shape) for shape in shapes.values())
+    with (
+        coordinator(config.workers.silence) as desk,
+        weight_servers(token, shapes, servers, way.chunk_mb) as started,
+        contextlib.closing(ReceivedPolicy(config, vocab_size, token, desk.announced)) as received,
+        ThreadPoolExecutor(1, "worker") as threads,
+    ):
+        addresses = [server.address for server in started]
+        receiver = way.open_receiver(addresses, token)
+        policy = TimedPolicy(received)
+        worker = threads.submit(work, desk, "worker-0", policy, silence=config.workers.silence)
+        worker.add_done_callback(lambda _: policy.arrivals.put(None))
+        versions = itertools.count(2)
+
+        def arrive() -> None:
+            version = next(versions)
+            for server in started:
+                server.publish(version)
+            announced = time.perf_counter()
+            desk.announce(version, addresses)
+            arrived = policy.arrivals.get()
+            if arrived is None:
+                worker.result()
+            assert arrived is not None, "the worker ended before the run"
+            arrivals.append(arrived - announced)
+
+        arrivals: list[float] = []
+        kinds = {
+            "arrival": arrive,
+            "transfer": lambda: jax.block_until_ready(receiver.receive(like)),
+            "socket": lambda: read_all_plainly(started),
+        }
+        try:
+            seconds = _take_turns(kinds, rounds)
+        finally:
+            desk.stop()
+    # Publishing by the servers comes before the announcement; the first round is not timed.
+    seconds["arrival"] = arrivals[1:]
+    ratios = [whole / alone for whole, alone in zip(seconds["arrival"], seconds["transfer"], strict=True)]
+    return {
+        "bytes": num_bytes,
+        **{f"{kind}_seconds": spread(taken) for kind, taken in seconds.items()},
+        "arrival_over_transfer": spread(ratios),
+    }
 
 
 def measure_publishing(config: TrainConfig, steps: int, way: WeightTransferConfig) -> dict[str, Any]:
@@ -227,6 +379,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     way = ArrowFlightConfig(streams=arguments.streams, chunk_mb=arguments.chunk_mb)
     figures: dict[str, Any] = {"publishing": measure_publishing(train_config, arguments.steps, way)}
     say(f"publishing: {figures['publishing']['publish_call_over_step']} of a step")
+    for servers in arguments.servers:
+        measured = measure_arrival(train_config, servers, arguments.rounds, way)
+        figures[f"arrival_from_{servers}"] = measured
+        say(f"announcement to arrival from {servers}: {measured['arrival_seconds']['median']:.3f} s")
     for size in arguments.sizes_mb:
         for servers in arguments.servers:
             # Every server holds as many rows.

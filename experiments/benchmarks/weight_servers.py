@@ -4,7 +4,7 @@
 """One training host of benchmark_weight_transfer.py, in a process of its own.
 
 It holds an equal share of the rows of every array, and serves it as a run does and as plain bytes over a socket. It
-prints both ports and ends when its standard input is closed.
+prints both ports, publishes each version that it reads from standard input, and ends when that is closed.
 """
 
 import dataclasses
@@ -16,16 +16,10 @@ import threading
 import numpy as np
 
 from marin_rl.weights.arrow_flight import WeightServer
-from marin_rl.weights.bounds import whole
+from marin_rl.weights.bounds import volume, whole
 from marin_rl.weights.manifest import Manifest, Piece, checksum
 from marin_rl.weights.shelf import VersionShelf
 from marin_rl.weights.snapshot import Snapshot
-
-ARRAYS = 16
-"""Arrays that the weights consist of."""
-
-COLUMNS = 1024
-"""Columns of each array."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,29 +32,27 @@ class Share:
     """Which training host."""
     hosts: int
     """How many there are."""
-    rows: int
-    """Rows of each array, in all; a multiple of `hosts`."""
+    shapes: dict[str, tuple[int, ...]]
+    """Shape of each array of float32, by name. All but scalars are divided along their first axis."""
     chunk_mb: int
     """Mebibytes of a chunk."""
-
-
-def shape_of_arrays(rows: int) -> tuple[int, int]:
-    """Shape of each array, of float32."""
-    return (rows, COLUMNS)
 
 
 def make_snapshot(share: Share) -> Snapshot:
     """The share's rows, filled with noise."""
     chunk_bytes = share.chunk_mb * 2**20
-    shape = shape_of_arrays(share.rows)
-    own = share.rows // share.hosts
-    bounds = ((share.host * own, (share.host + 1) * own), *whole(shape[1:]))
     noise = np.random.default_rng(share.host)
     pieces, data = [], []
-    for number in range(ARRAYS):
-        flat = noise.integers(0, 2**8, own * COLUMNS * 4, dtype=np.uint8)
+    for name, shape in share.shapes.items():
+        bounds = whole(tuple(shape))
+        if shape:
+            first, last = (shape[0] * host // share.hosts for host in (share.host, share.host + 1))
+            bounds = ((first, last), *bounds[1:])
+        if volume(bounds) == 0 or (not shape and share.host > 0):
+            continue
+        flat = noise.normal(size=volume(bounds)).astype(np.float32).view(np.uint8)
         checksums = [checksum(flat[start : start + chunk_bytes]) for start in range(0, len(flat), chunk_bytes)]
-        pieces.append(Piece(f"['{number}']", shape, "float32", bounds, tuple(checksums)))
+        pieces.append(Piece(name, tuple(shape), "float32", bounds, tuple(checksums)))
         data.append(flat)
     return Snapshot(Manifest(1, share.host, share.hosts, chunk_bytes, tuple(pieces)), tuple(data))
 
@@ -85,8 +77,13 @@ def main(share: Share) -> None:
     server = WeightServer(shelf, share.token, "grpc+tls://127.0.0.1:0")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve_plainly, args=(snapshot, listener), daemon=True).start()
-        print(json.dumps({"flight": server.port, "socket": listener.getsockname()[1]}), flush=True)
-        sys.stdin.read()
+        num_bytes = sum(len(data) for data in snapshot.data)
+        ports = {"flight": server.port, "socket": listener.getsockname()[1], "num_bytes": num_bytes}
+        print(json.dumps(ports), flush=True)
+        for version in map(int, sys.stdin):
+            manifest = dataclasses.replace(snapshot.manifest, version=version)
+            shelf.put(version, dataclasses.replace(snapshot, manifest=manifest))
+            print(version, flush=True)
     server.shutdown()
 
 

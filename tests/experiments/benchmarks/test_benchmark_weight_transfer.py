@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks import benchmark_weight_transfer
-from experiments.benchmarks.weight_servers import ARRAYS, Share, make_snapshot
+from experiments.benchmarks.benchmark_weight_transfer import synthetic_shapes
+from experiments.benchmarks.weight_servers import Share, make_snapshot
 from marin_rl.weights.bounds import find_gap, whole
 from marin_rl.weights.config import ArrowFlightConfig
 from tests.tiny_run import make_run
@@ -24,24 +25,24 @@ def compilation_cache_as_before() -> Iterator[None]:
 
 
 def test_the_servers_share_every_array():
-    snapshots = [make_snapshot(Share("", host, 3, 6, 1)) for host in range(3)]
-    for number in range(ARRAYS):
-        pieces = [
-            piece for snapshot in snapshots for piece in snapshot.manifest.pieces if piece.name == f"['{number}']"
-        ]
-        assert len(pieces) == 3
-        assert find_gap(whole((6, 1024)), [piece.bounds for piece in pieces]) is None
-    assert sum(data.nbytes for snapshot in snapshots for data in snapshot.data) == ARRAYS * 6 * 4096
+    shapes = {"even": (6, 4), "uneven": (7,), "short": (2, 3), "scalar": ()}
+    snapshots = [make_snapshot(Share("", host, 3, shapes, 1)) for host in range(3)]
+    for name, shape in shapes.items():
+        pieces = [piece for snapshot in snapshots for piece in snapshot.manifest.pieces if piece.name == name]
+        assert len(pieces) == {"short": 2, "scalar": 1}.get(name, 3)
+        assert find_gap(whole(shape), [piece.bounds for piece in pieces]) is None
+    assert sum(data.nbytes for snapshot in snapshots for data in snapshot.data) == 4 * (24 + 7 + 6 + 1)
 
 
 def test_a_worker_gets_what_the_servers_hold():
-    with benchmark_weight_transfer.weight_servers("t" * 32, 4, 2, 1) as ports:
-        receiver = ArrowFlightConfig().open_receiver(
-            [f"grpc+tls://127.0.0.1:{server.flight}" for server in ports], "t" * 32
-        )
-        like = {str(number): np.zeros((4, 1024), np.float32) for number in range(ARRAYS)}
-        received, _ = receiver.receive(like)
-    expected = make_snapshot(Share("", 1, 2, 4, 1)).data[3]
+    with benchmark_weight_transfer.weight_servers("t" * 32, synthetic_shapes(4), 2, 1) as servers:
+        for server in servers:
+            server.publish(7)
+        receiver = ArrowFlightConfig().open_receiver([server.address for server in servers], "t" * 32)
+        like = {str(number): np.zeros((4, 1024), np.float32) for number in range(16)}
+        received, version = receiver.receive(like)
+    expected = make_snapshot(Share("", 1, 2, synthetic_shapes(4), 1)).data[3]
+    assert version == 7
     assert received["3"][2:].tobytes() == expected.tobytes()
 
 
@@ -53,8 +54,20 @@ def test_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
     report = json.loads(capsys.readouterr().out)
     assert report["benchmark"] == "benchmark_weight_transfer"
     figures = report["figures"]
-    assert set(figures) == {"publishing", "1_mb_from_1", "1_mb_from_2", "1_mb_in_files"}
+    assert set(figures) == {
+        "publishing",
+        "arrival_from_1",
+        "arrival_from_2",
+        "1_mb_from_1",
+        "1_mb_from_2",
+        "1_mb_in_files",
+    }
     for servers in (1, 2):
+        arrival = figures[f"arrival_from_{servers}"]
+        assert arrival["bytes"] == figures["publishing"]["bytes"]
+        for name in ("arrival_seconds", "transfer_seconds", "socket_seconds", "arrival_over_transfer"):
+            assert arrival[name]["count"] == 2
+            assert arrival[name]["min"] > 0
         measured = figures[f"1_mb_from_{servers}"]
         assert measured["bytes"] == pytest.approx(1e6, rel=0.1)
         for name in ("transfer", "socket", "copy_to_fresh_memory", "copy_to_used_memory"):
