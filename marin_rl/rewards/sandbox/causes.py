@@ -12,6 +12,7 @@ from marin_rl.rewards.losses import CallLostError, LossCause
 _VIOLATIONS = {
     "timeout": (LossCause.TIMEOUT, "no answer within sandbox.wall_seconds"),
     "output": (LossCause.OUTPUT, "more output than sandbox.output_kb"),
+    "cpu": (LossCause.CPU, "more processor time than sandbox.cpu_seconds"),
     "threads": (LossCause.THREADS, "more threads than sandbox.threads"),
     "processes": (LossCause.PROCESSES, "more processes than sandbox.processes"),
 }

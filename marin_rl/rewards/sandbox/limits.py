@@ -39,14 +39,16 @@ OPEN_FILES = 64
 """Files that a call may hold open."""
 
 
-def limit_import(memory_bytes: int) -> None:
-    """Hold this process, which is about to load a user's file, to an address space.
+def limit_import(limits: CallLimits) -> None:
+    """Hold this process, which is about to load a user's file, to a call's limits on memory and files.
 
-    The hard limit leaves room for calls, which inherit it and get limits of their own.
+    The hard limit on memory leaves room for calls, which inherit it and get limits of their own.
     """
     if sys.platform == "linux":
         taken = address_space()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + memory_bytes, taken + 2 * memory_bytes))
+        resource.setrlimit(resource.RLIMIT_AS, (taken + limits.memory_bytes, taken + 2 * limits.memory_bytes))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_bytes, limits.file_bytes))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

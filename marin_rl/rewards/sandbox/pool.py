@@ -7,8 +7,10 @@
 trainer ── bubblewrap ── worker ── zygote ── one child a call
 ```
 
-The worker (trusted, never runs user code) enforces time, output and processes; the zygote has loaded the user's file;
-the child runs one call under the kernel's limits and ends. Answers travel as JSON and are validated here.
+The worker (trusted, never runs user code) enforces time, output, processes and threads. A process of its own loads the
+user's file, forks the zygote and is ended, with every thread and process that the file started. The zygote is stopped
+between calls. The child runs one call under the kernel's limits and ends. Answers travel as JSON and are validated
+here.
 """
 
 import asyncio

@@ -25,6 +25,8 @@ class Process(NamedTuple):
     """Whether it has ended, and nobody has waited for it yet."""
     threads: int
     """Its threads, the first one included."""
+    cpu_seconds: float
+    """Processor time that it has used, its children's not included."""
 
 
 def below(root: int) -> dict[int, Process]:
@@ -83,7 +85,20 @@ def _read(process: int) -> Process:
     with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as statistics:
         # The second field, the name, is in parentheses and may hold anything.
         fields = statistics.read().rpartition(")")[2].split()
-    return Process(parent=int(fields[1]), group=int(fields[2]), has_ended=fields[0] in _GONE, threads=int(fields[17]))
+    return Process(
+        parent=int(fields[1]),
+        group=int(fields[2]),
+        has_ended=fields[0] in _GONE,
+        threads=int(fields[17]),
+        cpu_seconds=(int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
+    )
+
+
+def cpu_seconds_of(process: int) -> float:
+    """Processor time that a process has used; 0 if it is gone."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return _read(process).cpu_seconds
+    return 0.0
 
 
 def descendants(root: int) -> dict[int, int]:
@@ -108,6 +123,25 @@ def is_alone(process: int) -> bool:
     """Whether a child of this process is all that runs below it: alive, with one thread and no child of its own."""
     found = look_below(os.getpid())
     return list(found) == [process] and not found[process].has_ended and found[process].threads == 1
+
+
+def pause(process: int, seconds: float) -> bool:
+    """Stop a child of this process, and wait until it is stopped.
+
+    Args:
+        process: the child; SIGCONT lets it go on.
+        seconds: how long to wait. A process that waits for a device or a child may not stop.
+
+    Returns:
+        Whether it is stopped.
+    """
+    os.kill(process, signal.SIGSTOP)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if os.waitid(os.P_PID, process, os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:
+            return True
+        time.sleep(0.0001)
+    return False
 
 
 def end_descendants(spare: int | None, seconds: float) -> bool:

@@ -10,6 +10,7 @@ standard library is used, and what it reads from below is passed on as text, for
 
 import contextlib
 import dataclasses
+import math
 import os
 import select
 import signal
@@ -24,7 +25,7 @@ from typing import Any
 from marin_rl.rewards.sandbox import frames, kernel, zygote
 from marin_rl.rewards.sandbox.folders import remove
 from marin_rl.rewards.sandbox.limits import address_space
-from marin_rl.rewards.sandbox.processes import end_descendants, is_alone, look_below, reap
+from marin_rl.rewards.sandbox.processes import below, cpu_seconds_of, end_descendants, is_alone, look_below, pause, reap
 from marin_rl.rewards.sandbox.spec import WorkerSpec
 
 POLL_SECONDS = 0.02
@@ -63,7 +64,7 @@ class Worker:
         self._spec = spec
         self._zygote: int | None = None
         self._connection: socket.socket | None = None
-        self._loaded: dict[str, Any] = {}
+        self._functions: dict[str, Any] = {}
         self._taken = 0
         self._stuck: set[str] = set()
 
@@ -79,10 +80,13 @@ class Worker:
             failure = self._start_zygote()
             if failure is not None:
                 return {"not_loaded": failure}
-        return {"loaded": self._loaded["functions"]} if request["kind"] == "load" else self._call(request)
+        if request["kind"] == "load":
+            return {"loaded": self._functions}
+        return self._call(request, time.monotonic() + self._spec.limits.wall_seconds)
 
     def _start_zygote(self) -> str | None:
         """Have the user's file loaded; says what went wrong, or None."""
+        deadline = time.monotonic() + self._spec.start_seconds
         ours, theirs = socket.socketpair()
         own = os.getpid()
         pid = os.fork()
@@ -97,17 +101,16 @@ class Worker:
         ready = _Stream(READY_BYTES)
         violation = self._watch(
             {ours.fileno(): ready},
-            time.monotonic() + self._spec.start_seconds,
+            deadline,
             lambda: (
                 len(ready.data) >= frames.HEADER_BYTES
                 and len(ready.data) >= frames.HEADER_BYTES + frames.length(bytes(ready.data))
             ),
-            processes=1 + self._spec.limits.processes,
+            processes=2 + self._spec.limits.processes,
+            cpu_seconds=self._spec.start_seconds,
         )
-        failure = self._why_not_loaded(ready, violation)
-        if failure is None:
-            self._taken = address_space(pid) if kernel.IS_LINUX else 0
-        else:
+        failure = self._why_not_loaded(ready, violation) or self._describe(deadline)
+        if failure is not None and self._zygote is not None:
             self._end_zygote()
         return failure
 
@@ -118,17 +121,72 @@ class Worker:
             return f"loading it exceeded the limit on {violation}"
         if ready.ended:
             return "the process that loaded it ended"
-        self._loaded = zygote.parse_ready(bytes(ready.data[frames.HEADER_BYTES :]))
-        return self._loaded["failed"]
+        process, failed = zygote.parse_ready(bytes(ready.data[frames.HEADER_BYTES :]))
+        return failed if process is None else self._take_over(process)
 
-    def _call(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _take_over(self, process: int) -> str | None:
+        """End the process that loaded the file, with its threads and children, and go on with its fork.
+
+        Args:
+            process: the fork, as user code may have named it.
+
+        Returns:
+            Why that is not possible, or None.
+        """
+        assert self._connection is not None
+        if kernel.IS_LINUX:
+            if process not in below(os.getpid()):
+                return "the process that loaded it named a zygote that is not its own"
+            self._zygote = process
+            if not end_descendants(process, END_SECONDS):
+                raise SystemExit("processes of a user's file could not be ended")
+            if not is_alone(process):
+                return "the process that holds it ended, or started threads or processes"
+            self._taken = address_space(process)
+        with contextlib.suppress(OSError):
+            self._connection.sendall(zygote.GO_ON)
+        return None
+
+    def _describe(self, deadline: float) -> str | None:
+        """Have a call list the reward functions of the loaded file; says what went wrong, or None."""
+        self._functions = {}
+        if self._spec.file is None:
+            return None
+        report = self._call({"kind": "describe"}, deadline)
+        if report["violation"] is not None:
+            return f"listing its reward functions exceeded the limit on {report['violation']}"
+        if self._zygote is None:
+            return report["warnings"][0] if report["warnings"] else "the process that holds it died"
+        self._functions, failed = zygote.parse_functions(report["answer"].encode())
+        return failed
+
+    def _call(self, request: dict[str, Any], deadline: float) -> dict[str, Any]:
         folder = tempfile.mkdtemp(dir=self._spec.scratch)
         started = time.monotonic()
         with contextlib.ExitStack() as stack:
-            report = self._run(request, folder, stack)
+            report = self._run(request, folder, deadline, stack)
         report["seconds"] = time.monotonic() - started
-        report["left"] = self._clear_scratch()
+        report["warnings"] = [*self._rest_zygote(), *self._clear_scratch()]
         return report
+
+    def _rest_zygote(self) -> list[str]:
+        """Stop the zygote until the next call, or end it if the call left anything there; says so in a warning.
+
+        What a call left would run without limits, or count against later calls. The next call loads the file again.
+        """
+        if self._zygote is None or not kernel.IS_LINUX:
+            return []
+        assert self._connection is not None
+        reap(self._zygote)
+        stopped = pause(self._zygote, END_SECONDS)
+        has_written = bool(select.select([self._connection], [], [], 0)[0])
+        if stopped and not has_written and is_alone(self._zygote):
+            return []
+        self._end_zygote()
+        return [
+            f"the process that holds {self._spec.file or 'no file'} had threads, child processes or unread messages "
+            "after a call; it was ended, and the next call loads the file again"
+        ]
 
     def _clear_scratch(self) -> list[str]:
         """Remove what calls wrote; says what could not be removed, and why, once for each.
@@ -142,10 +200,12 @@ class Worker:
             why_not = remove(path)
             if why_not is not None:
                 self._stuck.add(name)
-                left.append(f"{path}: {why_not}")
+                left.append(f"a call's file could not be removed; remove it yourself: {path}: {why_not}")
         return left
 
-    def _run(self, request: dict[str, Any], folder: str, stack: contextlib.ExitStack) -> dict[str, Any]:
+    def _run(
+        self, request: dict[str, Any], folder: str, deadline: float, stack: contextlib.ExitStack
+    ) -> dict[str, Any]:
         assert self._zygote is not None
         assert self._connection is not None
         streams: dict[int, _Stream] = {}
@@ -157,7 +217,8 @@ class Worker:
             theirs.append(writing)
         status = _Stream(len(zygote.ENDED) + _STATUS.size)
         streams[self._connection.fileno()] = status
-        deadline = time.monotonic() + self._spec.limits.wall_seconds
+        if kernel.IS_LINUX:
+            os.kill(self._zygote, signal.SIGCONT)
         try:
             self._send({**request, "folder": folder, "taken": self._taken}, theirs)
         except OSError:
@@ -170,6 +231,7 @@ class Worker:
             deadline,
             lambda: len(status.data) >= len(zygote.ENDED),
             processes=2 + self._spec.limits.processes,
+            cpu_seconds=self._spec.limits.cpu_seconds,
         )
         if not status.ended:
             self._end_call(status, violation)
@@ -189,8 +251,8 @@ class Worker:
         exit_status, cpu = None, 0.0
         if len(status.data) == status.limit:
             exit_status, cpu = _STATUS.unpack(bytes(status.data[len(zygote.ENDED) :]))
-        if exit_status is None or (kernel.IS_LINUX and not is_alone(self._zygote)):
-            # Whatever the call left there would count against every later call; the next one gets a new process.
+        if exit_status is None or not (os.WIFEXITED(exit_status) or os.WIFSIGNALED(exit_status)):
+            exit_status = None
             self._end_zygote()
         return report | {"status": exit_status, "cpu": cpu}
 
@@ -207,6 +269,7 @@ class Worker:
         deadline: float,
         finished: Callable[[], bool],
         processes: int,
+        cpu_seconds: float,
     ) -> str | None:
         """Read until the zygote has answered; says which limit was exceeded, or None.
 
@@ -215,6 +278,8 @@ class Worker:
             deadline: when to give up, on the monotonic clock.
             finished: whether the zygote has answered.
             processes: how many may run below this one.
+            cpu_seconds: processor time that the process that holds the file may use meanwhile; the kernel holds the
+                others to theirs.
         """
         poll = select.poll()
         # While a call runs the trainer says nothing; it can only go away.
@@ -222,6 +287,7 @@ class Worker:
         for descriptor in streams:
             poll.register(descriptor, select.POLLIN)
         *_, last = streams.values()
+        cpu_end = self._cpu_seconds() + math.ceil(cpu_seconds) + 1
         while not (finished() or last.ended):
             left = deadline - time.monotonic()
             if left <= 0:
@@ -237,8 +303,14 @@ class Worker:
                 excess = _count(processes, self._spec.limits.threads)
                 if excess is not None:
                     return excess
+                if self._cpu_seconds() > cpu_end:
+                    return "cpu"
                 reap(self._zygote)
         return None
+
+    def _cpu_seconds(self) -> float:
+        assert self._zygote is not None
+        return cpu_seconds_of(self._zygote) if kernel.IS_LINUX else 0.0
 
     def _end_call(self, status: _Stream, violation: str | None) -> None:
         """End what the call runs in, and what it left running; the zygote then says how it ended."""
@@ -265,7 +337,8 @@ class Worker:
             os.kill(self._zygote, signal.SIGKILL)
             # Calls are in its process group; this is all that ends them where there is no /proc.
             os.killpg(self._zygote, signal.SIGKILL)
-        os.waitpid(self._zygote, 0)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._zygote, 0)
         self._zygote = self._connection = None
         if kernel.IS_LINUX and not end_descendants(None, END_SECONDS):
             raise SystemExit("processes of a user's file could not be ended")

@@ -114,7 +114,8 @@ class WorkerProcess:
             raise
         self._owes_answer = False
         self.is_loaded = True
-        _warn_of_left(answer.get("left", []))
+        for warning in answer.get("warnings", []):
+            logger.warning("sandbox: %s", warning)
         return answer
 
     async def close(self) -> None:
@@ -145,7 +146,7 @@ class WorkerProcess:
         if self._own_scratch is not None:
             why_not = await asyncio.to_thread(remove, self._own_scratch)
             if why_not is not None:
-                _warn_of_left([f"{self._own_scratch}: {why_not}"])
+                logger.warning("sandbox: remove %s yourself: %s", self._own_scratch, why_not)
 
     async def _read(self) -> dict[str, Any]:
         stdout = self._process.stdout
@@ -157,9 +158,3 @@ class WorkerProcess:
         assert self._process.stderr is not None
         words = (await self._process.stderr.read()).decode("utf-8", errors="replace").strip()
         return words[-1000:] or f"it ended with status {self._process.returncode}"
-
-
-def _warn_of_left(left: list[str]) -> None:
-    """Log the files of calls that could not be removed, each with its path and the reason."""
-    for one in left:
-        logger.warning("sandbox: a file that a call wrote could not be removed; remove it yourself: %s", one)

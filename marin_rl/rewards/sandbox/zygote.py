@@ -1,9 +1,11 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The zygote: it loads a user's file once, and forks a child for every call.
+"""The zygote: it holds a user's file, loaded once, and forks a child for every call.
 
-So a call pays for no import, its limits are its own, and what it changes, leaks or breaks ends with it.
+So a call pays for no import, its limits are its own, and what it changes, leaks or breaks ends with it. The file is
+loaded in a process of its own, which forks the zygote and is then ended by the worker: threads and processes that the
+file started end with it.
 """
 
 import contextlib
@@ -41,7 +43,7 @@ _DEVICES_READ = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/ura
 
 
 def run(spec: WorkerSpec, connection: socket.socket, parent: int) -> None:
-    """Be the zygote: say what was loaded, then serve calls until the worker is gone.
+    """Load the file and fork the zygote, which serves calls until the worker is gone.
 
     Args:
         spec: what the worker was told.
@@ -51,34 +53,65 @@ def run(spec: WorkerSpec, connection: socket.socket, parent: int) -> None:
     connection = _leave_worker(connection, parent)
     _confine_import(spec)
     sys.path.extend(spec.python_path)
-    functions: dict[str, Any] = {}
     try:
-        if spec.file is not None:
-            functions = _load(spec.file)
-        ready = {"functions": {name: _describe(function) for name, function in functions.items()}, "failed": None}
+        module = None if spec.file is None else _load(spec.file)
     except BaseException as error:
-        ready = {"functions": {}, "failed": _explain(error)}
-    connection.sendall(frames.encode(ready))
+        connection.sendall(frames.encode({"zygote": None, "failed": _explain(error)}))
+        return
+    # A fork has one thread, the one that forked. Where nothing ends the loading process, it serves calls itself.
+    if kernel.IS_LINUX and os.fork() != 0:
+        while True:
+            signal.pause()
+    _serve(spec, connection, module, parent)
+
+
+def _serve(spec: WorkerSpec, connection: socket.socket, module: types.ModuleType | None, parent: int) -> None:
+    if kernel.IS_LINUX:
+        os.setsid()
+        # A file that the user's code opened could be a second descriptor for the connection.
+        os.closerange(_ANSWER + 1, os.sysconf("SC_OPEN_MAX"))
+    functions = {} if module is None else _reward_functions(module)
     # Objects that every child shares with this process stay untouched by its garbage collector, and so unshared.
     gc.collect()
     gc.freeze()
+    connection.sendall(frames.encode({"zygote": os.getpid(), "failed": None}))
+    if not connection.recv(len(GO_ON)):
+        return
+    if kernel.IS_LINUX:
+        kernel.end_with_parent(parent)
     while _serve_one(spec, connection, functions):
         pass
 
 
-def parse_ready(data: bytes) -> dict[str, Any]:
-    """What a zygote said about the file that it loaded, held to its form.
+def parse_ready(data: bytes) -> tuple[int | None, str | None]:
+    """The zygote's process as the loading process named it, and why the file was not loaded; one of them is None.
 
-    The file's own code ran in that process, so what it says is checked like a stranger's.
+    The file's own code ran in that process, so the message is checked like a stranger's.
     """
+    message = _parse(data)
+    if isinstance(message.get("failed"), str):
+        return None, message["failed"]
+    if type(message.get("zygote")) is int:
+        return message["zygote"], None
+    return None, "the process that loaded it answered something else than the zygote's process"
+
+
+def parse_functions(data: bytes) -> tuple[dict[str, Any], str | None]:
+    """The functions that a call found in the loaded file, and why it found none, or None."""
+    message = _parse(data)
+    if isinstance(message.get("functions"), dict):
+        return message["functions"], None
+    if isinstance(message.get("raised"), str):
+        return {}, message["raised"]
+    return {}, "the process that holds it did not describe its reward functions"
+
+
+def _parse(data: bytes) -> dict[str, Any]:
     try:
         message = json.loads(data)
     except (ValueError, RecursionError):
         message = None
-    if isinstance(message, dict) and isinstance(message.get("functions"), dict) and "failed" in message:
-        failed = message["failed"]
-        return {"functions": message["functions"], "failed": None if failed is None else str(failed)}
-    return {"functions": {}, "failed": "the process that loaded it said something else than what it loaded"}
+    return message if isinstance(message, dict) else {}
 
 
 def _leave_worker(connection: socket.socket, parent: int) -> socket.socket:
@@ -97,7 +130,7 @@ def _leave_worker(connection: socket.socket, parent: int) -> socket.socket:
 
 
 def _confine_import(spec: WorkerSpec) -> None:
-    limit_import(spec.limits.memory_bytes)
+    limit_import(spec.limits)
     if spec.landlock:
         restrict_files((*spec.read, *_DEVICES_READ), (spec.scratch, os.devnull), spec.landlock)
     if spec.seccomp:
@@ -119,9 +152,7 @@ def _may_signal(spec: WorkerSpec) -> bool:
     return spec.limits.processes > 0 and spec.has_namespaces
 
 
-def _load(file: str) -> dict[str, Any]:
-    from marin_rl.rewards.functions import RewardFunction
-
+def _load(file: str) -> types.ModuleType:
     sys.path.append(os.path.dirname(file))
     name = "reward_file_" + os.path.basename(file).removesuffix(".py")
     found = importlib.util.spec_from_file_location(name, file)
@@ -130,6 +161,12 @@ def _load(file: str) -> dict[str, Any]:
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module
     found.loader.exec_module(module)
+    return module
+
+
+def _reward_functions(module: types.ModuleType) -> dict[str, Any]:
+    from marin_rl.rewards.functions import RewardFunction
+
     return {name: value for name, value in vars(module).items() if isinstance(value, RewardFunction)}
 
 
@@ -194,7 +231,8 @@ def _be_child(
             os.close(_ANSWER)
             status = _run_program(request["code"], spec)
         else:
-            status = _run_function(request, functions)
+            _answer(request, functions)
+            status = 0
     except BaseException:
         traceback.print_exc()
     finally:
@@ -209,13 +247,12 @@ def _take_descriptors(descriptors: list[int]) -> None:
     os.closerange(_DESCRIPTORS, max(descriptors) + 1)
 
 
-def _run_function(request: dict[str, Any], functions: Mapping[str, Any]) -> int:
-    from marin_rl.rewards.functions import RewardRequest, evaluate
-
+def _answer(request: dict[str, Any], functions: Mapping[str, Any]) -> None:
     try:
-        requests = [RewardRequest(**one) for one in request["requests"]]
-        results = evaluate(functions[request["function"]], requests, request["options"])
-        answer = '{"results": [' + ", ".join(result.model_dump_json() for result in results) + "]}"
+        if request["kind"] == "describe":
+            answer = json.dumps({"functions": {name: _describe(function) for name, function in functions.items()}})
+        else:
+            answer = _run_function(request, functions)
     except MemoryError:
         answer = '{"memory": true}'
     except BaseException as error:
@@ -223,7 +260,16 @@ def _run_function(request: dict[str, Any], functions: Mapping[str, Any]) -> int:
     rest = memoryview(answer.encode("utf-8", errors="replace"))
     while rest:
         rest = rest[os.write(_ANSWER, rest) :]
-    return 0
+
+
+def _run_function(request: dict[str, Any], functions: Mapping[str, Any]) -> str:
+    from marin_rl.rewards.functions import RewardRequest, evaluate
+
+    if request["function"] not in functions:
+        raise LookupError(f"{request['function']} is not a reward function of the loaded file")
+    requests = [RewardRequest(**one) for one in request["requests"]]
+    results = evaluate(functions[request["function"]], requests, request["options"])
+    return '{"results": [' + ", ".join(result.model_dump_json() for result in results) + "]}"
 
 
 def _run_program(code: str, spec: WorkerSpec) -> int:

@@ -15,9 +15,12 @@ from marin_rl.rewards.sandbox.limits import CallLimits, address_space, limit_cal
 from marin_rl.rewards.sandbox.limits import counts_threads_by_namespace
 
 taken = address_space()
-limit_import(2**28)
+limits = CallLimits(1.0, 1.5, 2**28, 0, 9, 2000, 1000)
+limit_import(limits)
 soft, hard = resource.getrlimit(resource.RLIMIT_AS)
 assert taken + 2**28 <= soft <= taken + 2**28 + 2**24 and hard - soft == 2**28, (taken, soft, hard)
+assert resource.getrlimit(resource.RLIMIT_FSIZE) == (2000, 2000)
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (64, 64)
 limits = CallLimits(1.0, 1.5, 2**27, 0, 9, 1000, 1000)
 processes = resource.getrlimit(resource.RLIMIT_NPROC)
 limit_call(limits, taken, has_namespaces=False)

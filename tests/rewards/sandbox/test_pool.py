@@ -22,7 +22,7 @@ from marin_rl.rewards.sandbox.command import package_root
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox, UserFileError, UserFunction
-from marin_rl.rewards.sandbox.processes import descendants
+from marin_rl.rewards.sandbox.processes import below, descendants
 from marin_rl.rewards.sandbox.worker_process import WorkerProcess
 from tests.rewards.sandbox.conftest import CONFINED_LEVELS, HOSTILE, LEVELS, REQUEST, TIGHT, Attacks, require
 
@@ -277,6 +277,14 @@ def test_functions_are_described(attacks: Attacks):
 IMPORT = "from marin_rl.rewards import reward_function\n"
 
 
+SAY = """
+import json, os, threading, time
+def say(message):
+    text = json.dumps(message).encode()
+    os.write(3, len(text).to_bytes(4, "big") + text)
+"""
+
+
 @pytest.mark.parametrize("level", CONFINED_LEVELS)
 @pytest.mark.parametrize(
     ("code", "said"),
@@ -290,10 +298,20 @@ IMPORT = "from marin_rl.rewards import reward_function\n"
         ("import os, time\nfor _ in range(9): os.fork() or time.sleep(1e6)\ntime.sleep(1e6)", "limit on processes"),
         ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
         ("import socket; socket.socket()", "PermissionError"),
-        ("import os; os.write(3, b'\\x00\\x00\\x00\\x02[]'); os._exit(0)", "something else than what it loaded"),
+        ("import os; os.write(3, b'\\x00\\x00\\x00\\x02[]'); os._exit(0)", "something else than the zygote's process"),
         ("import os\nwhile True: os.write(3, b'\\x7f' * 1000)", "limit on output"),
-        ("import os; text = b'{\"functions\": {\"f\": 1}, \"failed\": null}'\n"
-         "os.write(3, len(text).to_bytes(4, 'big') + text)\nwhile True: pass", "cannot be loaded"),
+        (SAY + 'say({"functions": {"forged": {"mode": "pointwise", "required": []}}, "failed": None})\n'
+         "while True: pass",
+         "something else than the zygote's process"),
+        (SAY + 'say({"zygote": 1, "failed": None})\nwhile True: pass', "named a zygote that is not its own"),
+        (SAY + "threading.Thread(target=time.sleep, args=(1e6,)).start()\n"
+         'say({"zygote": os.getpid(), "failed": None})',
+         "started threads or processes"),
+        (SAY + 'say({"zygote": os.getpid(), "failed": None})\ntime.sleep(1e6)',
+         "listing its reward functions exceeded"),
+        (SAY + 'threading.stack_size(32768)\n'
+         'while True: threading.Thread(target=time.sleep, args=(1e6,)).start()', "limit on threads"),
+        ("open('large', 'wb').write(bytes(2**21))", "File too large"),
         (IMPORT + "@reward_function\ndef f(messages): ...", "a reward function takes messages, ground_truth"),
     ],
 )  # fmt: skip
@@ -303,8 +321,9 @@ def test_files_that_cannot_be_loaded(level: Isolation, code: str, said: str, tmp
     file.write_text(code)
 
     async def run() -> None:
-        endless = said in ("not loaded after 2 s", "cannot be loaded")
-        config = SandboxConfig(require=level, workers=1, start_seconds=2.0 if endless else 60.0, memory_mb=512)
+        endless = said in ("not loaded after 2 s", "listing its reward functions exceeded")
+        seconds = 2.0 if endless else 60.0
+        config = SandboxConfig(require=level, workers=1, start_seconds=seconds, memory_mb=512, file_mb=1)
         async with Sandbox(config, strongest=level) as sandbox:
             with pytest.raises(UserFileError, match=said) as raised:
                 await sandbox.functions(str(file))
@@ -313,6 +332,100 @@ def test_files_that_cannot_be_loaded(level: Isolation, code: str, said: str, tmp
             assert (await sandbox.run_python("print(1)")).stdout == "1\n"
 
     asyncio.run(run())
+
+
+JUDGES = """
+@reward_function
+def judges(messages, ground_truth, **kwargs): return 1.0
+"""
+THREAD = """
+import gc, os, threading, time
+def attack():
+    # The process that forks the calls freezes its objects just before it serves the first one.
+    while not gc.get_freeze_count():
+        time.sleep(0.001)
+    for _ in range(20):
+        if os.fork() == 0:
+            time.sleep(1e6)
+    while True:
+        os.write(3, b"e" * 13)
+        time.sleep(0.001)
+threading.Thread(target=attack, daemon=True).start()
+"""
+
+
+def state(pid: int) -> str:
+    """The state of a process as the kernel names it."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_threads_of_a_file_end_when_it_is_loaded(level: Isolation, attacks: Attacks, tmp_path: Path):
+    file = tmp_path / "rewards.py"
+    file.write_text(IMPORT + JUDGES + THREAD)
+    attack = attacks.at(level, "tight", **TIGHT)
+    before = attack.sandbox.losses.copy()
+    assert set(attack.wait(attack.sandbox.functions(str(file)))) == {"judges"}
+    for _ in range(5):
+        assert attack.call("judges", file=str(file)).score == 1.0
+    assert attack.sandbox.losses == before
+    [worker] = attack.sandbox.worker_pids
+    found = below(worker)
+    # The zygote, and in namespaces the worker below bubblewrap. Between calls nothing of the file's runs.
+    assert len(found) == (2 if level is Isolation.FULL else 1)
+    assert {process.threads for process in found.values()} == {1}
+    assert state(max(found)) == "T"
+
+
+LEAVES_A_THREAD = """
+import os, threading, time
+forks = os.fork
+def fork():
+    child = forks()
+    if child and os.path.exists(FLAG):
+        threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
+    return child
+os.fork = fork
+"""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_file_that_runs_between_calls_is_loaded_again(
+    level: Isolation, attacks: Attacks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    file = tmp_path / "rewards.py"
+    flag = tmp_path / "flag"
+    file.write_text(IMPORT + JUDGES + LEAVES_A_THREAD.replace("FLAG", repr(str(flag))))
+    attack = attacks.at(level, "tight", **TIGHT)
+    attack.wait(attack.sandbox.functions(str(file)))
+    assert attack.call("judges", file=str(file)).score == 1.0
+    assert not caplog.records
+    workers = attack.sandbox.worker_pids
+    flag.touch()
+    assert attack.call("judges", file=str(file)).score == 1.0
+    flag.unlink()
+    [record] = caplog.records
+    assert f"the process that holds {file} had threads" in record.message
+    assert attack.call("judges", file=str(file)).score == 1.0
+    assert attack.sandbox.worker_pids == workers
+    assert {process.threads for process in below(workers[0]).values()} == {1}
+
+
+def test_a_status_that_no_process_ends_with(attacks: Attacks, tmp_path: Path):
+    file = tmp_path / "rewards.py"
+    # Patched in the process that forks the calls, where user code ran: the status of a process that was stopped.
+    forges = "import struct\npack = struct.pack\nstruct.pack = lambda kind, *values: pack(kind, 0x137f, 0.0)\n"
+    file.write_text(IMPORT + JUDGES + forges)
+    attack = attacks.at(Isolation.NONE, "tight", **TIGHT)
+    with pytest.raises(UserFileError, match="died"):
+        attack.wait(attack.sandbox.functions(str(file)))
+    attack.is_well()
+
+
+def test_a_function_that_the_file_does_not_hold(attacks: Attacks):
+    attack = attacks.at(Isolation.NONE, "tight", **TIGHT)
+    with pytest.raises(CallLostError, match="missing is not a reward function of the loaded file"):
+        attack.call("missing")
 
 
 @pytest.mark.parametrize("level", CONFINED_LEVELS)

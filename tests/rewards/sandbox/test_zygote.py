@@ -7,34 +7,47 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.rewards.sandbox.zygote import parse_ready
+from marin_rl.rewards.sandbox.zygote import parse_functions, parse_ready
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["functions", "failed", "x"]), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["zygote", "functions", "failed", "raised", "x"]), inner)
+    ),
     max_leaves=8,
 )
 
 
 @given(st.binary(max_size=50) | JSON.map(lambda value: json.dumps(value).encode()))
-def test_whatever_a_stranger_says_has_the_form_that_the_trainer_reads(data: bytes):
-    ready = parse_ready(data)
-    assert set(ready) == {"functions", "failed"}
-    assert isinstance(ready["functions"], dict)
-    assert ready["failed"] is None or isinstance(ready["failed"], str)
+def test_whatever_a_stranger_says_has_the_form_that_the_worker_reads(data: bytes):
+    zygote, failed = parse_ready(data)
+    assert (type(zygote) is int and failed is None) or (zygote is None and isinstance(failed, str))
+    functions, failed = parse_functions(data)
+    assert isinstance(functions, dict)
+    assert failed is None or (not functions and isinstance(failed, str))
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\xff", b"[]", b"null", b'{"functions": {}}', b'{"functions": [], "failed": null}', b"[" * 10**6],
-    ids=["nothing", "no text", "list", "null", "half", "no functions", "nested without end"],
+    [b"", b"\xff", b"[]", b"null", b"{}", b'{"zygote": true}', b'{"functions": {}}', b"[" * 10**6, b"9" * 5000],
+    ids=["nothing", "no text", "list", "null", "empty", "no number", "functions", "nested without end", "digits"],
 )
-def test_what_is_no_answer_is_told_as_a_failure(data: bytes):
-    assert "something else than what it loaded" in parse_ready(data)["failed"]
+def test_what_names_no_zygote_is_a_failure(data: bytes):
+    process, failed = parse_ready(data)
+    assert process is None
+    assert "something else" in (failed or "")
 
 
-def test_an_answer_is_taken():
+def test_a_zygote_is_named():
+    assert parse_ready(b'{"zygote": 12, "failed": null}') == (12, None)
+    assert parse_ready(b'{"zygote": null, "failed": "SyntaxError"}') == (None, "SyntaxError")
+
+
+def test_functions_are_listed():
     functions = {"f": {"mode": "batch", "required": []}}
-    loaded = {"functions": functions, "failed": None}
-    assert parse_ready(json.dumps(loaded).encode()) == loaded
-    assert parse_ready(json.dumps({"functions": {}, "failed": "SyntaxError"}).encode())["failed"] == "SyntaxError"
+    assert parse_functions(json.dumps({"functions": functions}).encode()) == (functions, None)
+    assert parse_functions(b'{"raised": "TypeError"}') == ({}, "TypeError")
+    assert parse_functions(b'{"functions": []}')[1] == (
+        "the process that holds it did not describe its reward functions"
+    )
