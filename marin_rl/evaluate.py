@@ -21,6 +21,7 @@ from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.run_directory import RunDirectory, local_path, open_existing
 from marin_rl.runtime.starting_weights import restore_policy
 from marin_rl.runtime.user_errors import USER_ERRORS
+from marin_rl.visible import one_line, visible
 
 FLAGS = {"json": "Print one JSON object instead of lines."}
 
@@ -94,14 +95,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = parse_config(EvaluateConfig, sys.argv[1:] if argv is None else argv, {}, FLAGS)
         step, metrics = run_evaluation(parsed.config)
     except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {visible(str(error))}", file=sys.stderr)
         return 1
     if "json" in parsed.flags:
         print(json.dumps({"run": parsed.config.run, "step": step, **metrics}))
         return 0
     print(f"{parsed.config.run}, after step {step}")
-    width = max(map(len, metrics))
-    for name, value in metrics.items():
+    shown = {one_line(name): value for name, value in metrics.items()}
+    width = max(map(len, shown))
+    for name, value in shown.items():
         print(f"  {name:<{width}}  {value:g}")
     return 0
 

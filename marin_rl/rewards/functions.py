@@ -13,7 +13,7 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, overload
 
 import pydantic
@@ -44,6 +44,12 @@ def _to_float(value: Any) -> Any:
 Number = Annotated[float, pydantic.BeforeValidator(_to_float), pydantic.Field(strict=True, allow_inf_nan=False)]
 """A finite number; numpy's scalars and booleans become floats, strings do not."""
 
+MAX_METRICS = 64
+"""Most names of metrics that the results of one call may hold together."""
+
+MetricName = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z0-9_./-]+\z", max_length=100)]
+"""A name to log a number under: letters, digits, `_`, `-`, `.` and `/`."""
+
 Reward = Annotated[Number, pydantic.Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 """A number that rewards may have."""
 
@@ -57,8 +63,9 @@ class StepOutput(pydantic.BaseModel):
     """Index in `messages` of the assistant message that this is about, from 0."""
     base_reward: Reward
     """Reward of the step alone; finite."""
-    metrics: dict[str, Number] = pydantic.Field(default_factory=dict)
-    """Further numbers to log, by name."""
+    metrics: dict[MetricName, Number] = pydantic.Field(default_factory=dict)
+    """Further numbers to log, by name; at most 64 names in the results of one call. A name has at most 100 letters,
+    digits and characters of `_-./`."""
     reason: str | None = None
     """Why, in words; kept with the rollout."""
 
@@ -80,8 +87,9 @@ class EvaluateResult(pydantic.BaseModel):
     """The rollout's reward, before the component's weight; finite. None: the sum of the step rewards."""
     step_outputs: tuple[StepOutput, ...] | None = None
     """Rewards of single steps, in any order, at most one a step; None: the score alone."""
-    metrics: dict[str, Number] = pydantic.Field(default_factory=dict)
-    """Further numbers to log, by name."""
+    metrics: dict[MetricName, Number] = pydantic.Field(default_factory=dict)
+    """Further numbers to log, by name; at most 64 names in the results of one call. A name has at most 100 letters,
+    digits and characters of `_-./`."""
     reason: str | None = None
     """Why, in words; kept with the rollout."""
     is_score_valid: bool = True
@@ -278,11 +286,32 @@ def evaluate(
 
     Returns:
         One result for each request, in their order.
+
+    Raises:
+        RewardFunctionError: if the results hold more than `MAX_METRICS` names of metrics.
     """
     if function.mode is RewardMode.POINTWISE:
-        return [function(**_keywords(request), **options) for request in requests]
-    keywords = [_keywords(request) for request in requests]
-    return function(**{name: [one[name] for one in keywords] for name in GIVEN}, **options)
+        results = [function(**_keywords(request), **options) for request in requests]
+    else:
+        keywords = [_keywords(request) for request in requests]
+        results = function(**{name: [one[name] for one in keywords] for name in GIVEN}, **options)
+    check_metric_names(results)
+    return results
+
+
+def check_metric_names(results: Iterable[EvaluateResult]) -> None:
+    """Check that the results of one call do not hold more than `MAX_METRICS` names of metrics.
+
+    Raises:
+        RewardFunctionError: if they do.
+    """
+    parts = (part for result in results for part in (result, *(result.step_outputs or ())))
+    names = {name for part in parts for name in part.metrics}
+    if len(names) > MAX_METRICS:
+        raise RewardFunctionError(
+            f"the results hold {len(names)} names of metrics, {', '.join(sorted(names)[:3])} and others; log at most "
+            f"{MAX_METRICS}, and put what differs between rollouts into `reason`"
+        )
 
 
 def _keywords(request: RewardRequest) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from marin_rl.runtime.config_parsing import parse_yaml
+from marin_rl.visible import visible
 
 
 class RunDirectoryError(RuntimeError):
@@ -238,7 +239,7 @@ def log_to(file: Path, level: int = logging.INFO, modules: Mapping[str, int] | N
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         handler = _LogFile(file)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handler.setLevel(min(level, *modules.values(), level))
     former = {name: logging.getLogger(name).level for name in ("marin_rl", *modules)}
     logger.setLevel(min(level, logger.level or level))
@@ -252,6 +253,14 @@ def log_to(file: Path, level: int = logging.INFO, modules: Mapping[str, int] | N
         for name, before in former.items():
             logging.getLogger(name).setLevel(before)
         handler.close()
+
+
+class LogFormatter(logging.Formatter):
+    """Escapes control characters, and indents every further line of a message: no name or text forges a log line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as text without control characters other than newlines."""
+        return visible(super().format(record)).replace("\n", "\n    ")
 
 
 class _LogFile(logging.FileHandler):

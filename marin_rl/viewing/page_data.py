@@ -12,7 +12,7 @@ from typing import Any
 from marin_rl.rollouts.store import StoredFile, read_file
 from marin_rl.runtime.metrics_file import read_records
 from marin_rl.viewing.selection import RolloutSource, Row, Selection
-from marin_rl.viewing.visible import visible
+from marin_rl.visible import visible
 
 MOMENTS = 10
 """Of a long run, the page holds rollouts of so many steps, evenly spaced."""

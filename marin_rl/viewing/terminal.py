@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from marin_rl.viewing.selection import Listing, Row
-from marin_rl.viewing.visible import one_line, shown_bytes, visible
+from marin_rl.visible import one_line, shown_bytes, visible
 
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 MISSING = "–"

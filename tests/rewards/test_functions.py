@@ -24,7 +24,7 @@ SMALL_REWARDS = st.floats(-MAX_REWARD / 4, MAX_REWARD / 4)
 @given(
     score=st.none() | REWARDS,
     steps=st.lists(st.builds(StepOutput, step_index=st.integers(0, 9), base_reward=SMALL_REWARDS), max_size=3),
-    metrics=st.dictionaries(st.text(max_size=5), FINITE, max_size=3),
+    metrics=st.dictionaries(st.from_regex(r"[A-Za-z0-9_./-]{1,9}", fullmatch=True), FINITE, max_size=3),
     reason=st.none() | st.text(),
     is_score_valid=st.booleans(),
     error=st.none() | st.text(),

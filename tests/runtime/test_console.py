@@ -191,3 +191,23 @@ def test_several_environments_are_told_apart():
 def test_seconds_round_up_into_minutes():
     assert format_seconds(59.96) == "1:00"
     assert format_seconds(3599.7) == "1:00:00"
+
+
+def test_names_and_messages_cannot_act_on_the_terminal():
+    stream = Stream()
+    progress = Progress(10, stream, live=False, width=200)
+    progress.say("warming up on '\x1b]0;title\x07ascii'\nand more")
+    hostile = {"eval/\x1b[31mred[bold]/accuracy_greedy": 0.5, "eval/plain/accuracy_greedy": 0.5}
+    summary = ClosingSummary(Path("runs/\x1b[2J"), {"before RL": hostile}, {}, {}, {"go on": "python \x07"})
+    print_closing_table(Console(file=stream, width=200), summary)
+    printed = stream.getvalue()
+    assert "\x1b" not in printed
+    assert "\x07" not in printed
+    for text in (
+        r"'\x1b]0;title\x07ascii'",
+        r"\x1b[31mred[bold] greedy",
+        r"runs/\x1b[2J",
+        r"python \x07",
+        "\nand more",
+    ):
+        assert text in printed

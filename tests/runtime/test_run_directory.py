@@ -222,6 +222,17 @@ def test_modules_have_levels_of_their_own(tmp_path):
     assert [logging.getLogger(name).level for name in ("marin_rl", *modules)] == [logging.NOTSET] * 4
 
 
+def test_text_of_others_forges_no_line_of_the_log(tmp_path):
+    directory = create_or_open(tmp_path, CONFIG)
+    with log_to(directory.log):
+        logging.getLogger("marin_rl.somewhere").warning(
+            "task %s", "\x1b[31m1\n2026-01-01 INFO marin_rl: forged\r2\ud800"
+        )
+    [line, rest] = directory.log.read_text(encoding="utf-8").splitlines()
+    assert line.endswith(r"task \x1b[31m1")
+    assert rest == r"    2026-01-01 INFO marin_rl: forged\r2\ud800"
+
+
 def test_a_log_on_a_full_disk_is_told_once_and_hides_no_error(tmp_path, capfd):
     directory = create_or_open(tmp_path, CONFIG)
     directory.log.symlink_to("/dev/full")

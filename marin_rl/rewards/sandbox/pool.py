@@ -26,7 +26,13 @@ from typing import Any, Self
 
 import pydantic
 
-from marin_rl.rewards.functions import EvaluateResult, RewardMode, RewardRequest
+from marin_rl.rewards.functions import (
+    EvaluateResult,
+    RewardFunctionError,
+    RewardMode,
+    RewardRequest,
+    check_metric_names,
+)
 from marin_rl.rewards.losses import CallLostError, LossCause
 from marin_rl.rewards.sandbox.causes import loss_of
 from marin_rl.rewards.sandbox.command import hidden_path, python_path, readable_paths
@@ -387,4 +393,8 @@ def _validated(answer: str, count: int) -> list[EvaluateResult]:
         raise CallLostError(LossCause.RAISED, found.raised)
     if found.results is None or len(found.results) != count:
         raise CallLostError(LossCause.INVALID_ANSWER, f"{answer[:200]!r} does not hold {count} results")
+    try:
+        check_metric_names(found.results)
+    except RewardFunctionError as error:
+        raise CallLostError(LossCause.INVALID_ANSWER, str(error)) from error
     return found.results

@@ -311,6 +311,10 @@ def _flush() -> None:
 
 
 def _explain(error: BaseException) -> str:
-    """The error's type and message, and the end of its traceback, as the user would see them."""
+    """The error's type and message, and the end of its traceback, as the user would see them.
+
+    A surrogate alone has no place in JSON, and is written as an escape.
+    """
     traced = "".join(traceback.format_tb(error.__traceback__, limit=-3))
-    return f"{type(error).__name__}: {error}"[:2000] + f"\n{traced}"[-2000:]
+    text = f"{type(error).__name__}: {error}"[:2000] + f"\n{traced}"[-2000:]
+    return text.encode("utf-8", errors="backslashreplace").decode()

@@ -472,6 +472,16 @@ def answers_a_huge_number(messages, ground_truth, **kwargs):
 
 
 @reward_function
+def raises_a_surrogate(messages, ground_truth, **kwargs):
+    raise ValueError("half a character: \ud800")
+
+
+@reward_function
+def names_metrics(messages, ground_truth, names, **kwargs):
+    return EvaluateResult(score=1.0, metrics=dict.fromkeys(names, 1.0))
+
+
+@reward_function
 def answers_text(messages, ground_truth, **kwargs):
     return "1.0"
 

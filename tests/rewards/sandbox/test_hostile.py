@@ -4,6 +4,7 @@
 """Hostile reward functions: each is contained, and each loss is counted under its cause."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -304,6 +305,8 @@ def test_output(attack: Attack, name: str):
         '{"results": [{"score": 1}]} {"results": [{"score": 1}]}',
         "[" * 30_000,
         '{"results": [{"score": 1, "reason": "\x00"}]}',
+        '{"results": [{"score": 1, "metrics": {"a\\nb": 1}}]}',
+        json.dumps({"results": [{"score": 1, "metrics": {str(index): 1 for index in range(65)}}]}),
     ],
 )
 def test_forged_answers(attack: Attack, text: str):
@@ -322,6 +325,26 @@ def test_exits(attack: Attack, code: int):
 @pytest.mark.parametrize("name", ["raises_system_exit", "answers_infinity", "answers_text", "answers_a_huge_number"])
 def test_raises(attack: Attack, name: str):
     assert attack.cause(name) is LossCause.RAISED
+
+
+def test_a_message_that_no_json_holds(attack: Attack):
+    lost = attack.lost("raises_a_surrogate")
+    assert lost.cause is LossCause.RAISED
+    assert lost.detail.startswith("ValueError: half a character: \\ud800")
+
+
+def test_names_of_metrics(attacks: Attacks):
+    attack = attacks.at(Isolation.NONE, "tight", **TIGHT)
+    names = [f"part/{index}" for index in range(64)]
+    assert list(attack.call("names_metrics", names=names).metrics) == names
+    for wrong, said in (
+        ([*names, "one_more"], "the results hold 65 names of metrics"),
+        (["\x1b[31mred"], "String should match pattern"),
+        (["x" * 101], "at most 100 characters"),
+    ):
+        lost = attack.lost("names_metrics", names=wrong)
+        assert lost.cause is LossCause.RAISED
+        assert said in lost.detail
 
 
 def test_signal_to_its_parent(attack: Attack):

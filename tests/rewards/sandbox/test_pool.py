@@ -173,6 +173,8 @@ def test_a_worker_that_hangs_is_replaced(level: Isolation, monkeypatch: pytest.M
             assert (await sandbox.call(HONEST, [REQUEST], {}))[0].score == 1.0
             await until(lambda: not alive(stopped))
             assert sandbox.worker_pids != [pid]
+            # Loaded first: until then the process that loads the file looks like a call.
+            await sandbox.call(WAITS, [REQUEST], {"seconds": 0.0})
             call = asyncio.create_task(sandbox.call(WAITS, [REQUEST], {"seconds": 1000.0}))
             await until(lambda: running_calls(sandbox) == 1)
             [pid] = sandbox.worker_pids

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.viewing.visible import one_line, shown_bytes, visible
+from marin_rl.visible import one_line, shown_bytes, visible
 
 
 @given(st.text(st.characters()))
