@@ -21,7 +21,11 @@ from typing import Any, cast
 
 import transformers
 from levanter.compat.hf_checkpoints import HFCompatConfig
-from levanter.layers.rotary import Llama3RotaryEmbeddingsConfig
+from levanter.layers.rotary import (
+    DefaultRotaryEmbeddingsConfig,
+    Llama3RotaryEmbeddingsConfig,
+    YarnRotaryEmbeddingsConfig,
+)
 from levanter.models.lm_model import LmConfig
 from packaging.version import InvalidVersion, Version
 from transformers import PretrainedConfig
@@ -86,6 +90,11 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
             f"the weights in {checkpoint!r} are quantized (quantization_config in config.json); use the checkpoint in "
             "bfloat16, float16 or float32 that it was made from"
         )
+    if raw.get("auto_map"):
+        raise PolicyModelError(
+            f"config.json of {checkpoint!r} names model code of its own (auto_map), which is never run; if the model "
+            f"is a plain {model_type!r}, remove auto_map from a copy of the folder"
+        )
     values = _translate_rope_parameters(raw, checkpoint)
     hf_class = CONFIG_MAPPING[model_type]
     _check_undeclared(values, hf_class, checkpoint)
@@ -101,17 +110,8 @@ def levanter_config(hf_config: PretrainedConfig, checkpoint: str) -> LmConfig:
     Raises:
         PolicyModelError: naming each setting that levanter's model does not implement.
     """
-    plain = copy.deepcopy(hf_config)
-    # Levanter reads `rope_scaling` wrongly or not at all, depending on the architecture; it is added below.
-    plain.rope_scaling = None
-    choice = cast(type[HFCompatConfig], LmConfig.get_choice_class(MODEL_TYPES[hf_config.model_type]))
     try:
-        scaling = canonical_rope_scaling(hf_config)
-        fields = _settings_not_read(hf_config)
-        if scaling is not None:
-            rope_config = _ROPE_CONFIGS[scaling["rope_type"]]
-            fields["rope"] = rope_config.make_from_hf_config(hf_config.rope_theta, scaling)
-        config = dataclasses.replace(cast(HFCompatConfig, choice.from_hf_config(plain)), **fields)
+        config = _convert(hf_config)
     except (AttributeError, KeyError, TypeError, ValueError, AssertionError) as error:
         raise PolicyModelError(f"the model in {checkpoint!r} is not supported: {_message(error)}") from error
     check_same_function(
@@ -121,6 +121,18 @@ def levanter_config(hf_config: PretrainedConfig, checkpoint: str) -> LmConfig:
         "(config.json, then the implementation)",
     )
     return config
+
+
+def _convert(hf_config: PretrainedConfig) -> LmConfig:
+    plain = copy.deepcopy(hf_config)
+    # Levanter reads `rope_scaling` wrongly or not at all, depending on the architecture; it is added below.
+    plain.rope_scaling = None
+    scaling = canonical_rope_scaling(hf_config)
+    fields = _settings_not_read(hf_config)
+    if scaling is not None:
+        fields["rope"] = _ROPE_CONFIGS[scaling["rope_type"]].make_from_hf_config(hf_config.rope_theta, scaling)
+    choice = cast(type[HFCompatConfig], LmConfig.get_choice_class(MODEL_TYPES[hf_config.model_type]))
+    return dataclasses.replace(cast(HFCompatConfig, choice.from_hf_config(plain)), **fields)
 
 
 def check_same_function(hf_config: PretrainedConfig, config: LmConfig, problem: str) -> None:
@@ -186,6 +198,69 @@ def to_hf_config(config: LmConfig, vocab_size: int) -> PretrainedConfig:
         raise PolicyModelError(
             f"model: this {name!r} model cannot be exported in Hugging Face format: {_message(error)}"
         ) from error
+
+
+def check_export(config: LmConfig) -> PretrainedConfig:
+    """Refuse a model whose export in Hugging Face format would fail, or compute something else than was trained.
+
+    Args:
+        config: the `model` section of a run.
+
+    Returns:
+        The Hugging Face config of the export, without the size of the vocabulary.
+
+    Raises:
+        PolicyModelError: naming each setting that has no Hugging Face form.
+    """
+    name = LmConfig.get_choice_name(type(config))
+    rope = getattr(config, "rope", None)
+    if type(rope) is YarnRotaryEmbeddingsConfig:
+        raise PolicyModelError("model.rope.type is 'yarn', which levanter computes unlike transformers; use hf_yarn")
+    if type(rope) is DefaultRotaryEmbeddingsConfig and rope.factor != 1.0:
+        raise PolicyModelError(
+            f"model.rope.factor is {rope.factor}, which levanter cannot export; use model.rope.type: hf_linear"
+        )
+    hf_config = to_hf_config(config, vocab_size=256)
+    check_implemented(hf_config)
+    try:
+        exported = _exported_fields(_convert(hf_config))
+    except (AttributeError, KeyError, TypeError, ValueError, AssertionError) as error:
+        raise PolicyModelError(f"model: the export of this {name!r} model is not valid: {_message(error)}") from error
+    lost = [
+        f"model.{field}: {value!r} (Hugging Face: {exported[field]!r})"
+        for field, value in _exported_fields(config).items()
+        if value != exported[field]
+    ]
+    if lost:
+        raise PolicyModelError(
+            f"these settings have no form in Hugging Face's {name!r}, so an export would compute something else than "
+            f"the trained model: {'; '.join(lost)}"
+        )
+    return hf_config
+
+
+_NOT_EXPORTED = frozenset(
+    {
+        *("upcast_attn", "attn_backend", "use_flash_attention", "flash_attention_block_size"),
+        *("gradient_checkpointing", "scan_layers", "reference_checkpoint", "tokenizer", "vocab_size"),
+        *("lbl_coef", "rzl_coef", "embed_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout"),
+        *("sliding_window", "query_pre_attn_scalar"),
+    }
+)
+"""Fields of levanter's configs that do not change the logits, or that are checked by other means."""
+
+
+def _exported_fields(config: LmConfig) -> dict[str, Any]:
+    fields = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(cast(Any, config))
+        if field.name not in _NOT_EXPORTED
+    }
+    if "head_dim" in fields:
+        fields["head_dim"] = fields["head_dim"] or fields["hidden_dim"] // fields["num_heads"]
+    if "rope" in fields:
+        fields["rope"] = fields["rope"].to_hf_config()
+    return fields
 
 
 def attention_window(hf_config: PretrainedConfig) -> int | None:

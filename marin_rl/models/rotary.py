@@ -33,7 +33,7 @@ class LinearRotaryConfig(DefaultRotaryEmbeddingsConfig):
     def to_hf_config(self) -> tuple[float, dict[str, Any] | None]:
         """`rope_theta` and `rope_scaling` of a Hugging Face config."""
         # The older name of `rope_type`, which every config class accepts; that of OLMo 2 accepts no other.
-        return self.theta, {"type": "linear", "factor": self.factor}
+        return float(self.theta), {"type": "linear", "factor": self.factor}
 
 
 @RotaryEmbeddingsConfig.register_subclass("hf_yarn")
@@ -81,7 +81,7 @@ class YarnRotaryConfig(RotaryEmbeddingsConfig):
 
     def to_hf_config(self) -> tuple[float, dict[str, Any]]:
         """`rope_theta` and `rope_scaling` of a Hugging Face config."""
-        return self.theta, {
+        return float(self.theta), {
             "rope_type": "yarn",
             "factor": self.factor,
             "attention_factor": self.scale,

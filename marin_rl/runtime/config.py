@@ -27,6 +27,7 @@ from marin_rl.environments.base import EnvironmentConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, AttentionKernel, attention_kernel, round_up
 from marin_rl.learner.checkpoint import CheckpointConfig
 from marin_rl.learner.critic import CriticConfig
+from marin_rl.models.support import check_model
 from marin_rl.objectives.advantages import RlooConfig
 from marin_rl.objectives.aggregation import AggregationConfig, SequenceSumConfig
 from marin_rl.objectives.importance import MismatchConfig, NoMismatchConfig
@@ -255,7 +256,9 @@ class TrainConfig:
     run_dir: str
     """The run directory; rerunning with the same one resumes."""
     model: LmConfig | None = None
-    """Architecture, levanter's own section. Needed from scratch; with `initialize_from` it is read there."""
+    """Architecture, levanter's own section. Needed from scratch; with `initialize_from` it is read there. The built-in
+    sampler samples `llama`, `qwen2` and `qwen3`; with `sampler: {type: openai}`, `gemma`, `gemma2`, `gpt2`, `mistral`,
+    `mixtral` and `olmo2` can be trained too."""
     initialize_from: str | None = None
     """Start from these weights: a folder or hub name in Hugging Face format, or a run directory of marin_rl."""
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -355,6 +358,12 @@ class TrainConfig:
             raise ValueError(
                 "rollouts.long_prompts is truncate_left, but rollouts.max_prompt_length is null; set it to the number "
                 f"of tokens to keep, such as rollouts.max_length less sampling.max_new_tokens, which is {keep}"
+            )
+        if self.model is not None:
+            check_model(
+                self.model,
+                built_in_sampler=isinstance(self.sampler, LevanterSamplerConfig),
+                max_length=self.rollouts.max_length,
             )
         if getattr(self.model, "scan_layers", True) is False:
             raise ValueError(

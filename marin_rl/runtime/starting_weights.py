@@ -23,10 +23,19 @@ from marin_rl.tokenization.chat import ChatTokenizer
 
 
 def resolve_model(config: TrainConfig) -> TrainConfig:
-    """Fill in `model` from the weights that the run starts from, where it is left out."""
-    if config.model is not None or config.initialize_from is None:
+    """Fill in `model` from the weights that the run starts from, if it is left out, and compare the two if it is not.
+
+    A run that has begun with a `model` of its own takes its weights from its checkpoints; `initialize_from` is not read
+    again.
+
+    Raises:
+        PolicyModelError: if `initialize_from` cannot be loaded, or differs from `model`.
+        ValueError: if it is the directory of a run that has not finished, or does not suit the config.
+    """
+    if config.initialize_from is None or (config.model is not None and Path(config.run_dir, "config.yaml").exists()):
         return config
-    return dataclasses.replace(config, model=read_hf_architecture(hf_folder(config.initialize_from)))
+    model = read_hf_architecture(hf_folder(config.initialize_from), config.model)
+    return config if config.model is not None else dataclasses.replace(config, model=model)
 
 
 def hf_folder(source: str) -> str:

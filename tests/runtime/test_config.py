@@ -9,6 +9,7 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 from levanter.layers.attention import AttentionBackend
 from levanter.models.llama import LlamaConfig
+from levanter.models.mistral import MistralConfig
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.environments.arithmetic import ArithmeticConfig
@@ -50,7 +51,8 @@ from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, Sampling
 from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig
 
-MODEL = LlamaConfig(seq_len=64, hidden_dim=16, intermediate_dim=32, num_layers=1, num_heads=2, num_kv_heads=2)
+SIZES = {"seq_len": 64, "hidden_dim": 16, "intermediate_dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+MODEL = LlamaConfig(**SIZES)
 
 
 def config(**changes) -> TrainConfig:
@@ -138,6 +140,11 @@ def test_reinforce_takes_groups_of_one():
             {"rollouts": RolloutConfig(max_length=65)},
             r"rollouts\.max_length is 65, but the model's context has 64 tokens \(model\.seq_len\)",
         ),
+        (
+            {"model": MistralConfig(**SIZES)},
+            r"model\.type 'mistral' can be trained, but the built-in sampler .* it samples llama, qwen2, qwen3\.",
+        ),
+        ({"model": dataclasses.replace(MODEL, use_bias=True)}, r"model\.use_bias: True \(Hugging Face: False\)"),
         ({"model": dataclasses.replace(MODEL, scan_layers=False)}, r"model\.scan_layers is false"),
         (
             {"trainer": dataclasses.replace(default_trainer(), train_batch_size=8)},

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 from levanter.layers.attention import AttentionBackend
+from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
@@ -25,12 +26,14 @@ from marin_rl.learner.loss import loss_metrics
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
+from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.objectives.signals import Credit
 from marin_rl.runtime.config import RolloutConfig, TrainConfig, default_trainer
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.open_run import make_loss
 from marin_rl.runtime.starting_weights import first_policy, hf_folder, resolve_model, restore_policy
+from tests.models.hf_checkpoint import record, write_config
 from tests.runtime.reopened_run import config_of
 from tests.tiny_run import TinyRun
 
@@ -51,6 +54,36 @@ def test_where_weights_lie(finished_run: TinyRun, tmp_path: Path):
     (tmp_path / "config.yaml").write_text("")
     with pytest.raises(ValueError, match=r"initialize_from: the run in .* has not finished"):
         hf_folder(str(tmp_path))
+
+
+def test_a_model_section_must_compute_the_same_as_the_weights(tmp_path: Path):
+    checkpoint = write_config(tmp_path / "hf", record("llama")["config"])
+    model = LlamaConfig(
+        seq_len=64,
+        hidden_dim=32,
+        intermediate_dim=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        layer_norm_epsilon=1e-6,
+    )
+    config = dataclasses.replace(long_run(64, model=model), initialize_from=checkpoint, run_dir=str(tmp_path / "run"))
+    with pytest.raises(PolicyModelError, match=r"leave model out .* model\): rope_theta: 500000.0, 10000"):
+        resolve_model(config)
+    rope = DefaultRotaryEmbeddingsConfig(theta=500000.0)
+    same = dataclasses.replace(config, model=dataclasses.replace(model, rope=rope))
+    assert resolve_model(same) is same
+    # A run that has begun does not need them any more.
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
+    assert resolve_model(config) is config
+
+
+def test_weights_that_the_built_in_sampler_cannot_sample_are_refused_before_the_run(tmp_path: Path):
+    checkpoint = write_config(tmp_path / "hf", record("olmo2")["config"])
+    config = dataclasses.replace(long_run(64), model=None, initialize_from=checkpoint)
+    with pytest.raises(PolicyModelError, match=r"model.type 'olmo2' can be trained, but the built-in sampler cannot"):
+        resolve_model(config)
 
 
 # Rows longer than an attention kernel's block.

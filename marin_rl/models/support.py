@@ -1,0 +1,42 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Architectures that train, and those of them that the built-in sampler can sample."""
+
+from levanter.models.lm_model import LmConfig
+
+from marin_rl.models.hf_config import MODEL_TYPES, PolicyModelError, attention_window, check_export
+
+TRAINED = tuple(MODEL_TYPES.values())
+"""Values of `model.type` that can be trained, imported and exported."""
+SAMPLED = ("llama", "qwen2", "qwen3")
+"""Values of `model.type` that the built-in sampler (`sampler: {type: levanter}`) can sample."""
+
+
+def check_model(config: LmConfig, *, built_in_sampler: bool, max_length: int) -> None:
+    """Refuse a model that a run could not sample, train and export exactly.
+
+    Args:
+        config: the `model` section of a run.
+        built_in_sampler: whether the run samples in its own processes, instead of a server.
+        max_length: most tokens in a sequence.
+
+    Raises:
+        PolicyModelError: naming the setting and the remedy.
+    """
+    name = LmConfig.get_choice_name(type(config))
+    if name not in TRAINED:
+        remedy = "; use qwen2" if name == "qwen" else ""
+        raise PolicyModelError(f"model.type {name!r} is not supported{remedy}; supported are {', '.join(TRAINED)}")
+    if built_in_sampler and name not in SAMPLED:
+        raise PolicyModelError(
+            f"model.type {name!r} can be trained, but the built-in sampler cannot sample it; it samples "
+            f"{', '.join(SAMPLED)}. Use one of these, or a server that samples (sampler: {{type: openai, ...}})"
+        )
+    window = attention_window(check_export(config))
+    if window is not None and max_length > window:
+        raise PolicyModelError(
+            f"rollouts.max_length is {max_length}, but layers of this {name!r} model attend to the last {window} "
+            "positions only (model.sliding_window), which is not implemented; up to that length it makes no "
+            f"difference, so set rollouts.max_length to {window} or less"
+        )
