@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -23,17 +23,18 @@ from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import CriticConfig, with_critic
 from marin_rl.learner.loss import loss_metrics
-from marin_rl.learner.policy_model import model_shape
+from marin_rl.learner.policy_model import model_shape, read_hf_architecture
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
 from marin_rl.models.hf_config import PolicyModelError
+from marin_rl.models.hf_tensors import read_tensor_shapes
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.objectives.signals import Credit
 from marin_rl.runtime.config import RolloutConfig, TrainConfig, default_trainer
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.open_run import make_loss
 from marin_rl.runtime.starting_weights import first_policy, hf_folder, resolve_model, restore_policy
-from tests.models.hf_checkpoint import record, write_config
+from tests.models.hf_checkpoint import record, write_checkpoint, write_config
 from tests.runtime.reopened_run import config_of
 from tests.tiny_run import TinyRun
 
@@ -84,6 +85,20 @@ def test_weights_that_the_built_in_sampler_cannot_sample_are_refused_before_the_
     config = dataclasses.replace(long_run(64), model=None, initialize_from=checkpoint)
     with pytest.raises(PolicyModelError, match=r"model.type 'olmo2' can be trained, but the built-in sampler cannot"):
         resolve_model(config)
+
+
+def test_a_qwen2_checkpoint_is_trained_and_exported(new_run: Callable[..., TinyRun], tmp_path: Path):
+    checkpoint = write_checkpoint(tmp_path / "start", "qwen2_yarn")
+    run = new_run(model=None, initialize_from=checkpoint, num_steps=1, warm_start__max_steps=0, evaluation__every=0)
+    assert run.train() == 0
+    measured = [step for step in run.records() if "mismatch/logprob_difference_max" in step]
+    assert measured
+    assert measured[0]["mismatch/logprob_difference_max"] < 1e-5
+    exported = str(run.path / "hf")
+    assert read_hf_architecture(exported) == read_hf_architecture(checkpoint)
+    before, after = read_tensor_shapes(checkpoint), read_tensor_shapes(exported)
+    assert before == after
+    assert (run.path / "hf" / "model.safetensors").read_bytes() != Path(checkpoint, "model.safetensors").read_bytes()
 
 
 # Rows longer than an attention kernel's block.
