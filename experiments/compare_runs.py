@@ -25,7 +25,7 @@ def plot(runs: list[Path], picture: Path) -> None:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
-    for axes, kind, title in zip(panels, ("sampled", "greedy"), ("sampled at temperature 1", "greedy"), strict=True):
+    for axes, kind, title in zip(panels, ("sampled", "greedy"), ("sampled", "greedy"), strict=True):
         for run in runs:
             records = read_records(run / "metrics.jsonl")
             points = [
