@@ -153,7 +153,6 @@ def long_rollouts() -> list[ProcessedRollout]:
                 reference_logprobs=zeros,
                 turn_ids=np.where(loss, 0, -1).astype(np.int32),
                 values=zeros,
-                returns=np.ones(1, np.float32),
             )
         )
     return made
