@@ -132,7 +132,7 @@ def test_sigterm_asks_too_and_handlers_are_put_back():
 def test_sigterm_during_a_wait_that_never_ends_saves_the_last_finished_step(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(session, "plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
     run = interrupted_after(finished_run, 3, tmp_path / "copy")
     step, graded = SingleTurnEpisode.step, 0
 
