@@ -42,13 +42,13 @@ def _run(arguments: Sequence[str]) -> int:
 
     try:
         parsed = parse_config(TrainConfig, arguments, levanter_defaults(), FLAGS)
-        config = resolve_model(parsed.config)
         if "dry_run" in parsed.flags:
+            config = resolve_model(parsed.config)
             print(to_yaml(config))
             tasks = config.environment.build().tasks(Split.TRAIN)
             print(describe_run(config, config.tokenizer.build(), len(tasks)))
             return 0
-        run_session(config, sys.stdout)
+        run_session(parsed.config, sys.stdout)
     except KeyboardInterrupt:
         print("interrupted; run the same command again to go on from the last checkpoint, if any", file=sys.stderr)
         return 130

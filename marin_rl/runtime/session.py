@@ -35,6 +35,7 @@ from marin_rl.runtime.open_run import open_run
 from marin_rl.runtime.ray_workers import find_cluster
 from marin_rl.runtime.run_directory import RunDirectory, create_or_open, lock, log_to, writing
 from marin_rl.runtime.shared_run import require_same_config, require_shared_folder
+from marin_rl.runtime.starting_weights import resolve_model
 from marin_rl.runtime.sync_loop import train
 from marin_rl.runtime.tracking import StepRecords, make_tracker
 from marin_rl.runtime.training_run import TrainingRun
@@ -76,7 +77,7 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
     """Train in the configured run directory, from the beginning or from where it stopped.
 
     Args:
-        config: what to run; its `model` filled in.
+        config: what to run; without `model`, the architecture is read from `initialize_from`.
         stream: where the user watches.
 
     Raises:
@@ -86,6 +87,7 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
         CheckpointError: if its checkpoints cannot be used, or a new one cannot be written.
         NonFiniteUpdateError: if training diverged; the last checkpoint is from before that.
     """
+    config = resolve_model(config)
     directory = RunDirectory(Path(config.run_dir))
     join_processes(config.trainer)
     with contextlib.ExitStack() as held, processes.leaving_on_error():
