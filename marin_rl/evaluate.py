@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Measure a run's held-out accuracy: `python -m marin_rl.evaluate --run runs/rloo`."""
+"""Measure a run's held-out accuracy and loss: `python -m marin_rl.evaluate --run runs/rloo`."""
 
 import contextlib
 import dataclasses
@@ -9,13 +9,16 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from marin_rl.environments.base import Split
+from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from marin_rl.learner.scoring import Scorer
 from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.config_decoding import encode
 from marin_rl.runtime.config_parsing import from_yaml, parse_config
 from marin_rl.runtime.devices import start_devices
-from marin_rl.runtime.evaluation import EvaluationConfig, evaluate
+from marin_rl.runtime.evaluation import EvaluationConfig, evaluate, first_of_each, reference_loss
 from marin_rl.runtime.player import make_player, open_judges
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.run_directory import RunDirectory, local_path, open_existing
@@ -40,6 +43,9 @@ class EvaluateConfig:
     """Of the sampled attempts, above 0; the run's own by default."""
     evaluation: EvaluationConfig | None = None
     """Tasks, samples and pass@k; the run's own by default."""
+    environment: EnvironmentConfig | None = None
+    """Other data than the run's own, as in a run's config: `--environment.type jsonl --environment.path FILE`, or the
+    section of a file (`--config FILE`). Its held-out tasks are evaluated, or its validation tasks."""
 
     def __post_init__(self) -> None:
         local_path(self.run, "run")
@@ -49,12 +55,17 @@ class EvaluateConfig:
                 "(evaluation.greedy) are those at 0"
             )
 
+    @property
+    def split(self) -> Split:
+        """The tasks that are evaluated."""
+        return Split.VALIDATION if self.validation else Split.HELD_OUT
+
 
 def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     """Evaluate a checkpoint.
 
     Returns:
-        The checkpoint's step and the metrics of `marin_rl.runtime.evaluation.evaluate`.
+        The checkpoint's step and the metrics of `marin_rl.runtime.evaluation.evaluate` and `reference_loss`.
 
     Raises:
         RunDirectoryError: if there is no such run.
@@ -62,6 +73,8 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     """
     directory = open_existing(Path(config.run))
     train_config = from_yaml(TrainConfig, directory.config.read_text(encoding="utf-8"), str(directory.config))
+    if config.environment is not None:
+        train_config = dataclasses.replace(train_config, environment=config.environment)
     checkpoint = _checkpoint(config, directory, train_config)
     trainer = start_devices(
         train_config.trainer_config(), rows_per_device=train_config.rollouts.rows_per_device, alone=True
@@ -70,15 +83,26 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     tokenizer = train_config.tokenizer.build()
     sampler = PolicySampler(train_config, model, tokenizer, trainer, checkpoint.step)
     environment = train_config.environment.build()
+    evaluation = config.evaluation or train_config.evaluation
     with contextlib.ExitStack() as opened:
         judges, loop = open_judges(train_config, environment, opened)
+        player = make_player(train_config, environment, tokenizer, sampler, loop, judges)
         metrics = evaluate(
-            make_player(train_config, environment, tokenizer, sampler, loop, judges),
-            config.evaluation or train_config.evaluation,
+            player,
+            evaluation,
             temperature=config.temperature or train_config.sampling.temperature,
             seed=train_config.seed,
-            split=Split.VALIDATION if config.validation else Split.HELD_OUT,
+            split=config.split,
         )
+        scorer = Scorer(
+            trainer,
+            train_config.row_layout(trainer),
+            pad_token_id=tokenizer.pad_token_id,
+            temperature=1.0,
+            block_size=train_config.logprob_block_size,
+        )
+        tasks = first_of_each(environment.tasks(config.split), evaluation.tasks, player)
+        metrics |= reference_loss(player, tasks, lambda rollouts: scorer.score(model, rollouts))
     return checkpoint.step, metrics
 
 
@@ -98,14 +122,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {visible(str(error))}", file=sys.stderr)
         return 1
     if "json" in parsed.flags:
-        print(json.dumps({"run": parsed.config.run, "step": step, **metrics}))
+        print(json.dumps({"run": parsed.config.run, "step": step, **_data(parsed.config), **metrics}))
         return 0
     print(f"{parsed.config.run}, after step {step}")
+    if parsed.config.environment is not None:
+        print(f"  environment  {json.dumps(_data(parsed.config)['environment'])}")
     shown = {one_line(name): value for name, value in metrics.items()}
     width = max(map(len, shown))
     for name, value in shown.items():
         print(f"  {name:<{width}}  {value:g}")
     return 0
+
+
+def _data(config: EvaluateConfig) -> dict[str, Any]:
+    """The evaluated data, for the output: split and environment; null for the run's own environment."""
+    return {"split": config.split.value, "environment": encode(config.environment, EnvironmentConfig | None)}
 
 
 def _checkpoint(config: EvaluateConfig, directory: RunDirectory, train_config: TrainConfig) -> Checkpoint:

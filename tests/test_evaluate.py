@@ -3,11 +3,24 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
+import haliax as hax
+import jax.numpy as jnp
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+import numpy as np
 import pytest
+from levanter.layers.attention import AttentionMask
 
+from marin_rl.environments.base import Split
+from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.evaluate import EvaluateConfig, main, run_evaluation
+from marin_rl.learner.checkpoint import Checkpoints
+from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.config_parsing import from_yaml
+from marin_rl.runtime.devices import start_devices
+from marin_rl.runtime.starting_weights import restore_policy
 from tests.tiny_run import TinyRun, contents, copy_of
 
 Capture = pytest.CaptureFixture[str]
@@ -21,7 +34,10 @@ def test_the_newest_checkpoint_is_measured_and_nothing_changes(finished_run: Tin
     before = contents(finished_run.path)
     assert main(["--run", str(finished_run.path), "--json"]) == 0
     expected = evaluations(finished_run.records()[-1])
-    assert json.loads(capfd.readouterr().out) == {"run": str(finished_run.path), "step": 6, **expected}
+    found = json.loads(capfd.readouterr().out)
+    del found["eval/ones/loss"], found["eval/ones/loss_tokens"]
+    own = {"split": "held_out", "environment": None}
+    assert found == {"run": str(finished_run.path), "step": 6, **own, **expected}
     assert contents(finished_run.path) == before
 
 
@@ -30,6 +46,8 @@ def test_lines_for_people(finished_run: TinyRun, capfd: Capture):
     title, *lines = capfd.readouterr().out.splitlines()
     assert title == f"{finished_run.path}, after step 3"
     found = {line.split()[0]: float(line.split()[1]) for line in lines}
+    assert found.pop("eval/ones/loss") > 0
+    assert found.pop("eval/ones/loss_tokens") > 0
     assert found == pytest.approx(evaluations(finished_run.records()[3]), rel=1e-5)
 
 
@@ -40,6 +58,68 @@ def test_other_settings_than_the_runs_own(finished_run: TinyRun, capfd: Capture)
     assert found["eval/ones/tasks"] == 5.0
     passes = [found[f"eval/ones/pass@{k}"] for k in (1, 2, 4)]
     assert passes == sorted(passes)
+
+
+SHARES = ["--environment.held_out", "0.5", "--environment.validation", "0.0"]
+
+
+def sums(folder: Path) -> Path:
+    """Problems of another file, each with a worked answer but one."""
+    rows = [{"prompt": f"{a}x{a}", "answer": "1", "worked_answer": str(a * a)} for a in range(2, 22)]
+    del rows[0]["worked_answer"]
+    path = folder / "squares.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_other_data_than_the_runs_own(finished_run: TinyRun, tmp_path: Path, capfd: Capture):
+    path = sums(tmp_path)
+    before = contents(finished_run.path)
+    given = ["--environment.type", "jsonl", "--environment.path", str(path), *SHARES]
+    assert main(["--run", str(finished_run.path), "--json", *given]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["environment"]["type"] == "jsonl"
+    assert (found["environment"]["path"], found["environment"]["held_out"]) == (str(path), 0.5)
+    assert found["eval/squares/tasks"] > 1
+    assert not any(name.startswith("eval/ones/") for name in found)
+    # The same as a section of a file, and in lines.
+    (tmp_path / "other.yaml").write_text(
+        f"environment: {{type: jsonl, path: {path}, held_out: 0.5, validation: 0.0}}\n"
+    )
+    assert main(["--run", str(finished_run.path), "--config", str(tmp_path / "other.yaml")]) == 0
+    shown = capfd.readouterr().out
+    assert json.dumps(found["environment"]) in shown
+    assert re.search(r"eval/squares/tasks +\d", shown)
+    assert contents(finished_run.path) == before
+
+
+def test_the_loss_is_that_of_the_worked_answers(finished_run: TinyRun, tmp_path: Path):
+    environment = JsonlConfig(str(sums(tmp_path)), held_out=0.5, validation=0.0)
+    _, found = run_evaluation(EvaluateConfig(str(finished_run.path), environment=environment))
+    config = from_yaml(TrainConfig, (finished_run.path / "config.yaml").read_text(), "the run")
+    trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device, alone=True)
+    model = restore_policy(Checkpoints(finished_run.path / "checkpoints", config.checkpoint).open(6), config, trainer)
+    tokenizer = config.tokenizer.build()
+    losses = []
+    for task in environment.build().tasks(Split.HELD_OUT):
+        if task.worked_answer is None:
+            continue
+        ids, mask = tokenizer.encode_conversation(
+            [*task.messages, {"role": "assistant", "content": task.worked_answer}]
+        )
+        Pos = hax.Axis("position", len(ids))
+        with trainer.use_device_mesh():
+            trunk = model.activations(hax.named(jnp.array(ids), Pos), AttentionMask.causal())
+            logits = hax.dot(trunk, model.get_lm_head(), axis=model.Embed).rearrange((Pos, ...)).array
+        full = np.asarray(logits, np.float64)
+        logprobs = (
+            full
+            - np.log(np.exp(full - full.max(-1, keepdims=True)).sum(-1, keepdims=True))
+            - full.max(-1, keepdims=True)
+        )
+        losses += [-logprobs[place - 1, ids[place]] for place in range(1, len(ids)) if mask[place]]
+    assert found["eval/squares/loss_tokens"] == len(losses) > 4
+    assert found["eval/squares/loss"] == pytest.approx(np.mean(losses), rel=1e-4)
 
 
 def test_temperature_and_split_matter(finished_run: TinyRun):

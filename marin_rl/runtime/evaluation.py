@@ -4,9 +4,14 @@
 """Held-out accuracy; changes no parameter."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
-from marin_rl.environments.base import Split
+import numpy as np
+
+from marin_rl.batching.processed_rollout import ProcessedRollout, process_conversation
+from marin_rl.environments.base import Split, can_demonstrate, demonstration
+from marin_rl.learner.scoring import Scores
 from marin_rl.metrics import mean
 from marin_rl.objectives.pass_at_k import pass_at_k
 from marin_rl.rollouts.rollout_metrics import is_correct
@@ -112,6 +117,45 @@ def evaluate(
         for environment, groups in _by_environment(greedy).items():
             metrics[f"eval/{environment}/accuracy_greedy"] = _accuracy(groups)
     keep([*sampled, *greedy])
+    return metrics
+
+
+def reference_loss(
+    player: Player, tasks: Sequence[Task], score: Callable[[Sequence[ProcessedRollout]], Sequence[Scores]]
+) -> dict[str, float]:
+    """Negative log-likelihood of reference answers, per environment: `-Σ log π(token) / number of tokens`.
+
+    A reference answer is a task's worked answer or the environment's demonstration, whose replies count and whose
+    observations do not. Sums run over the tokens of all tasks, each reply's end included.
+
+    Args:
+        player: names environment, tokenizer and the longest sequence.
+        tasks: any; those without a reference answer, or with one that does not fit, are left out.
+        score: log-probabilities (nats) at temperature 1 under the weights that are evaluated.
+
+    Returns:
+        `eval/<environment>/loss` (nats per token) and `eval/<environment>/loss_tokens`; nothing for an environment
+        without reference answers.
+    """
+    examples: dict[str, list[ProcessedRollout]] = {}
+    for task in tasks:
+        if not can_demonstrate(player.environment, task):
+            continue
+        example = process_conversation(
+            demonstration(player.environment, task),
+            id=task.id,
+            source=task.environment,
+            length=player.limits.max_length,
+            tokenizer=player.tokenizer,
+        )
+        if example is not None:
+            examples.setdefault(task.environment, []).append(example)
+    metrics: dict[str, float] = {}
+    for environment, given in examples.items():
+        total = math.fsum(float(scores.logprobs.sum(dtype=np.float64)) for scores in score(given))
+        tokens = sum(example.num_loss_tokens for example in given)
+        metrics[f"eval/{environment}/loss"] = -total / tokens
+        metrics[f"eval/{environment}/loss_tokens"] = float(tokens)
     return metrics
 
 
