@@ -63,10 +63,9 @@ class Bandit:
         return p * (values - p @ values), p[0] * q * (later - q @ later)
 
     def values(self):
-        """V before each choice of the current policy."""
-        q = softmax(self.second)
-        then = 0.5 + q @ np.array([2.0, -1.0])
-        return softmax(self.first) @ np.array([then, 1.0]), then
+        """V before each choice of the current policy: the expected rewards from there on."""
+        later = softmax(self.second) @ np.array([2.0, -1.0])
+        return softmax(self.first) @ np.array([0.5 + later, 1.0]), later
 
     def signals(self, outcomes, values):
         return [
