@@ -130,11 +130,20 @@ def test_a_config_file_that_is_missing_is_named_with_the_nearest_one(finished_ru
     assert "tyni.yaml' does not exist; did you mean 'tiny.yaml'?" in error(capfd)
 
 
-def test_several_problems_are_told_at_once(finished_run: TinyRun, capfd: Capture) -> None:
-    assert finished_run.train("--sede", "1", "--rollouts.group_size", "many") == 1
+@pytest.mark.parametrize(
+    ("argv", "messages"),
+    [
+        # Top-level keys are checked first, before the classes of the sections are imported.
+        (["--sede", "1", "--num_step", "many"], ["did you mean 'seed'?", "did you mean 'num_steps'?"]),
+        (["--num_steps", "many", "--rollouts.groupsize", "4"], ["num_steps is 'many'", "did you mean 'group_size'?"]),
+    ],
+)
+def test_several_problems_are_told_at_once(
+    finished_run: TinyRun, capfd: Capture, argv: list[str], messages: list[str]
+) -> None:
+    assert finished_run.train(*argv) == 1
     text = error(capfd)
-    assert "did you mean 'seed'?" in text
-    assert "rollouts.group_size" in text
+    assert all(message in text for message in messages)
 
 
 # Before training: data, tokenizer, weights, devices. The run directory stays free for the corrected config.
@@ -186,7 +195,7 @@ def test_a_prompt_longer_than_the_context_is_named(
     run = new_run(**quick, rollouts__max_length=6)
     assert run.train() == 1
     text = error(capfd)
-    assert "of environment 'ones': its prompt has 6 tokens, which leaves no room for an answer" in text
+    assert "of environment 'ones': its prompt has 6 tokens, but rollouts.max_length allows 5" in text
     assert "raise rollouts.max_length" in text
     # The corrected config may have the same directory.
     assert run.train("--rollouts.max_length", "12", "--num_steps", "0") == 0
