@@ -34,6 +34,9 @@ POLL_SECONDS = 0.02
 END_SECONDS = 5.0
 """How long to wait for what was ended to be gone."""
 
+LEAVE_SECONDS = 0.5
+"""How long the zygote may not be alone after a call, before it is replaced."""
+
 READY_BYTES = 1 << 20
 """Most bytes that a zygote may say about the file that it loaded."""
 
@@ -177,8 +180,12 @@ class Worker:
         if self._zygote is None or not kernel.IS_LINUX:
             return []
         assert self._connection is not None
-        reap(self._zygote)
         stopped = pause(self._zygote, END_SECONDS)
+        deadline = time.monotonic() + LEAVE_SECONDS
+        # Processes that were ended are gone only when their last thread is.
+        while not is_alone(self._zygote) and time.monotonic() < deadline:
+            time.sleep(0.001)
+            reap(self._zygote)
         has_written = bool(select.select([self._connection], [], [], 0)[0])
         if stopped and not has_written and is_alone(self._zygote):
             return []
