@@ -49,11 +49,20 @@ def alive(pids: set[int]) -> set[int]:
 
 
 def running_calls(sandbox: Sandbox) -> int:
-    """Calls that are being run: a worker has, below it, a zygote and then the call, each leading its own group."""
+    """Calls that are being run: a worker has, below it, a zygote and then the call, each leading its own group.
+
+    A worker that loads its file looks alike, so `load` comes first.
+    """
     deep = 3 if sandbox.isolation is Isolation.FULL else 2
     return sum(
         sum(process == group for process, group in descendants(pid).items()) >= deep for pid in sandbox.worker_pids
     )
+
+
+async def load(sandbox: Sandbox) -> None:
+    """Have every worker load the file of `WAITS`: calls that come at once each get a worker of their own."""
+    calls = (sandbox.call(WAITS, [REQUEST], {"seconds": 0.0}) for _ in range(sandbox.config.workers))
+    await asyncio.gather(*calls)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -62,6 +71,7 @@ def test_all_workers_killed_in_the_middle_of_a_batch(level: Isolation):
 
     async def run() -> None:
         async with Sandbox(SandboxConfig(require=level, workers=2), strongest=level) as sandbox:
+            await load(sandbox)
             calls = [
                 asyncio.create_task(sandbox.call(WAITS, [REQUEST], {"seconds": 5.0 if index < 2 else 0.01}))
                 for index in range(8)
@@ -173,8 +183,7 @@ def test_a_worker_that_hangs_is_replaced(level: Isolation, monkeypatch: pytest.M
             assert (await sandbox.call(HONEST, [REQUEST], {}))[0].score == 1.0
             await until(lambda: not alive(stopped))
             assert sandbox.worker_pids != [pid]
-            # Loaded first: until then the process that loads the file looks like a call.
-            await sandbox.call(WAITS, [REQUEST], {"seconds": 0.0})
+            await load(sandbox)
             call = asyncio.create_task(sandbox.call(WAITS, [REQUEST], {"seconds": 1000.0}))
             await until(lambda: running_calls(sandbox) == 1)
             [pid] = sandbox.worker_pids
@@ -196,6 +205,7 @@ def test_a_cancelled_call_ends(level: Isolation):
 
     async def run() -> None:
         async with Sandbox(SandboxConfig(require=level, workers=1), strongest=level) as sandbox:
+            await load(sandbox)
             call = asyncio.create_task(sandbox.call(WAITS, [REQUEST], {"seconds": 1000.0}))
             await until(lambda: running_calls(sandbox) == 1)
             call.cancel()
@@ -215,12 +225,13 @@ from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
 from tests.rewards.sandbox.conftest import REQUEST
-from tests.rewards.sandbox.test_pool import WAITS, running_calls, until
+from tests.rewards.sandbox.test_pool import WAITS, load, running_calls, until
 
 async def main():
     level = Isolation({level!r})
     sandbox = Sandbox(SandboxConfig(require=level, workers=2, wall_seconds=1000.0), strongest=level)
     await sandbox.start()
+    await load(sandbox)
     calls = [asyncio.create_task(sandbox.call(WAITS, [REQUEST], {{"seconds": 1000.0}})) for _ in range(2)]
     await until(lambda: running_calls(sandbox) == 2)
     print("running", flush=True)
@@ -235,16 +246,17 @@ def test_a_killed_trainer_leaves_no_process(level: Isolation):
     require(level)
     code = TRAINER.format(root=str(ROOT), level=level.value)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as trainer:
-        assert trainer.stdout is not None
-        assert trainer.stdout.readline() == "running\n"
-        below = set(descendants(trainer.pid))
-        assert len(below) >= 6
-        trainer.kill()
-
+        try:
+            assert trainer.stdout is not None
+            assert trainer.stdout.readline() == "running\n"
+            found = set(descendants(trainer.pid))
+        finally:
+            trainer.kill()
+    assert len(found) >= 6
     deadline = time.monotonic() + 60
-    while alive(below) and time.monotonic() < deadline:
+    while alive(found) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not alive(below)
+    assert not alive(found)
 
 
 def test_workers_are_shared_between_files():
