@@ -29,6 +29,8 @@ def test_a_dry_run_prints_the_config_and_what_it_amounts_to_and_makes_nothing(
         "prompts_per_step": 4,
         "group_size": 8,
         "max_length": 12,
+        "max_prompt_length": None,
+        "long_prompts": "error",
         "max_turns": 1,
         "max_tokens": None,
         "max_seconds": 120.0,

@@ -242,20 +242,20 @@ def test_an_interrupt_finishes_the_update_saves_and_says_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    from marin_rl.runtime import collect
+    from marin_rl.runtime import sync_loop
 
     run = interrupted_after(finished_run, 3, tmp_path / "copy")
-    draw_tasks = collect.draw_tasks
+    build_batch = sync_loop.build_batch
 
     def interrupted(*arguments: object) -> object:
         signal.raise_signal(signal.SIGINT)
-        return draw_tasks(*arguments)
+        return build_batch(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(collect, "draw_tasks", interrupted)
+        patched.setattr(sync_loop, "build_batch", interrupted)
         assert run.train() == 0
     output = capfd.readouterr().out
-    assert "SIGINT: finishing this update, then saving (once more to stop at once)" in output
+    assert "SIGINT: stopping and saving; a step that is still being sampled is given up, one that is being" in output
     assert f"stopped after step 4 of 6; everything is saved in {run.path}. Run the same command again" in output
     assert run.records()[-1]["step"] == run.steps()[-1] == 4
     assert not (run.path / "hf").exists()
