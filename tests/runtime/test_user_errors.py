@@ -19,6 +19,7 @@ INSIDE = {
     "CallLostError": "loses a reward",
     "WorkerLostError": "has the sandbox start another worker",
     "RewardFunctionError": "is raised in the worker that loads the user's file, which tells of it",
+    "StopRequestedError": "ends the step that waits for its groups; the training loop saves and stops",
     "RolloutStoreError": "is raised by reading rollouts, which marin_rl.view alone does",
 }
 """What becomes of the others."""
