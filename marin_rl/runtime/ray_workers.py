@@ -259,7 +259,7 @@ def ray_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[Ra
     workers = config.workers
     with contextlib.ExitStack() as opened:
         if config.ray_address is None:
-            # Ray trusts whoever can connect, so it listens to this machine alone.
+            # Ray may listen on the machine's network address even so; callers need its token.
             opened.enter_context(connected_to_local_node(workers.num_workers + 1))
         else:
             join_cluster(config.ray_address)
