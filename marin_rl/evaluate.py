@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "json" in parsed.flags:
         print(json.dumps({"run": parsed.config.run, "step": step, **_data(parsed.config), **metrics}))
         return 0
-    print(f"{parsed.config.run}, after step {step}")
+    print(f"{one_line(parsed.config.run)}, after step {step}")
     if parsed.config.environment is not None:
         print(f"  environment  {json.dumps(_data(parsed.config)['environment'])}")
     shown = {one_line(name): value for name, value in metrics.items()}

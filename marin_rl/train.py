@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from marin_rl.runtime.config_decoding import ConfigError
 from marin_rl.runtime.config_parsing import check_command_line, parse_config, to_yaml
+from marin_rl.visible import visible
 
 FLAGS = {"dry_run": "Check the config, print it in full with what each update amounts to, and stop."}
 
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_command_line(arguments, FLAGS, "marin_rl.runtime.config", "TrainConfig")
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {visible(str(error))}", file=sys.stderr)
         return 1
     return _run(arguments)
 
@@ -53,7 +54,7 @@ def _run(arguments: Sequence[str]) -> int:
         print("interrupted; run the same command again to go on from the last checkpoint, if any", file=sys.stderr)
         return 130
     except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {visible(str(error))}", file=sys.stderr)
         return 1
     return 0
 

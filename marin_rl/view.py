@@ -25,6 +25,7 @@ from marin_rl.viewing.selection import (
     parse_steps,
 )
 from marin_rl.viewing.terminal import print_listing, print_rollout, print_side_by_side
+from marin_rl.visible import visible
 
 USER_ERRORS = (ValueError, OSError, RunDirectoryError, RolloutStoreError)
 """Errors whose message says what to do; a traceback would only hide it."""
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _show(arguments, open_source(local_path(arguments.run, "RUN")))
     except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {visible(str(error))}", file=sys.stderr)
         return 1
     return 0
 

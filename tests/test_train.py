@@ -105,6 +105,19 @@ def test_an_interrupt_before_the_first_update_ends_with_130(
     assert "run the same command again" in capfd.readouterr().err
 
 
+def test_an_error_cannot_act_on_the_terminal(
+    new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: Capture
+):
+    def failed(config: object, stream: object) -> None:
+        raise ValueError("task \x1b[2J\nis wrong")
+
+    monkeypatch.setattr("marin_rl.runtime.session.run_session", failed)
+    assert new_run().train() == 1
+    assert capfd.readouterr().err == "error: task \\x1b[2J\nis wrong\n"
+    assert main(["--x\x1b[2J", "3"]) == 1
+    assert "\x1b" not in capfd.readouterr().err
+
+
 def test_an_error_that_is_not_the_users_keeps_its_traceback(
     new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,6 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import json
 import re
 import shlex
 import subprocess
@@ -95,6 +96,22 @@ def test_text_of_models_cannot_act_on_the_terminal(tmp_path, capsys):
     assert "\\x1b[2J" in listed
     assert "\\x1b[2J" in full
     assert "[red]red[/red][link=x]\\x9b31m\\r\\u202e:smile:" in full
+
+
+def test_an_edited_file_cannot_act_on_the_terminal(tmp_path, capsys):
+    file = tmp_path / "edited.jsonl"
+    run = empty_run(tmp_path / "run")
+    write(run / "rollouts", 1, [RolloutGroup("g", [rollout_of("g-0")])], format="jsonl")
+    row = json.loads((run / "rollouts" / "step-00000001.jsonl").read_text(encoding="utf-8"))
+    row["turns"][0]["stop_reason"] = "\x1b[2J"
+    row["turns"][0]["messages"][0]["content"] = None
+    file.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    assert "stop: \\x1b[2J" in view(capsys, str(file), "--id", "g-0")
+    view(capsys, str(file), "--html", str(tmp_path / "page.html"))
+    assert r"\\x1b[2J" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    file.write_text(json.dumps({**row, "version": "\x1b[2J"}) + "\n", encoding="utf-8")
+    assert main([str(file)]) == 1
+    assert "its columns are of version \\x1b[2J, and" in capsys.readouterr().err
 
 
 def test_an_empty_run_says_why_nothing_is_there(tmp_path, capsys):

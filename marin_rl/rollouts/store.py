@@ -53,10 +53,15 @@ _NAME = re.compile(r"(step|eval)-(\d{8,})\.(parquet|jsonl)")
 _PIECES = {"observation_pieces", "pieces"}
 _MAPS = {"rewards", "metrics", "seconds"}
 _BYTES_IN_MB = 1e6
+_NO_VERSION = "none"
 
 
 class RolloutStoreError(RuntimeError):
     """A file of rollouts cannot be read; the message names it and the remedy."""
+
+
+class _OtherVersionError(ValueError):
+    """A file whose columns are those of another version."""
 
 
 class StoredFormat(enum.StrEnum):
@@ -209,11 +214,16 @@ def read_file(path: Path, columns: Sequence[str] | None = None) -> pa.Table | No
         if path.suffix == ".jsonl":
             return _from_jsonl(data, columns)
         parquet = pq.ParquetFile(io.BytesIO(data))
-        _check_version((parquet.schema_arrow.metadata or {}).get(VERSION_KEY, b"none").decode())
+        _check_version((parquet.schema_arrow.metadata or {}).get(VERSION_KEY, _NO_VERSION.encode()).decode())
         table = parquet.read(columns=None if columns is None else list(columns))
         check_columns(table, SCHEMA.names if columns is None else columns)
         return table
-    except (pa.ArrowException, ValueError, KeyError, TypeError, OSError) as error:
+    except _OtherVersionError as error:
+        raise RolloutStoreError(
+            f"{path} is of another version of marin_rl: {error}. Read it with the version that wrote it; to go on with "
+            "this one, choose another run_dir, or move the rollouts/ folder out of this one"
+        ) from error
+    except (pa.ArrowException, ValueError, KeyError, TypeError, OverflowError, RecursionError, OSError) as error:
         raise RolloutStoreError(
             f"{path} is not a readable file of rollouts ({error}); delete it to go on without it"
         ) from error
@@ -398,7 +408,9 @@ def _to_jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:
 def _from_jsonl(data: bytes, columns: Sequence[str] | None) -> pa.Table:
     rows = [json.loads(line, object_hook=_from_jsonable) for line in data.splitlines()]
     for number, row in enumerate(rows, start=1):
-        _check_version(str(row.pop("version", "none")))
+        if not isinstance(row, dict):
+            raise ValueError(f"line {number} is not a JSON object")
+        _check_version(str(row.pop("version", _NO_VERSION)))
         if absent := [name for name in SCHEMA.names if name not in row]:
             raise ValueError(f"line {number} has no column {absent[0]!r}")
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
@@ -423,11 +435,16 @@ def _from_jsonable(row: dict[str, Any]) -> dict[str, Any]:
         # A number of such a name is a metric that somebody called so.
         if name in _MAPS and isinstance(value, dict):
             row[name] = [(key, float(number)) for key, number in value.items()]
+        elif name in _MAPS and isinstance(value, list):
+            # Arrow ends the process on a map whose items are no pairs.
+            raise ValueError(f"{name!r} is a list, expected an object of numbers")
         elif name in _PIECES and isinstance(value, list):
             row[name] = [bytes_from_json(piece) for piece in value]
     return row
 
 
 def _check_version(found: str) -> None:
+    if found == _NO_VERSION:
+        raise ValueError("it names no version of its columns")
     if found != str(SCHEMA_VERSION):
-        raise ValueError(f"its version is {found}, and this program reads version {SCHEMA_VERSION}")
+        raise _OtherVersionError(f"its columns are of version {found}, and this program reads version {SCHEMA_VERSION}")

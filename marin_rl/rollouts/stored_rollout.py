@@ -120,12 +120,21 @@ SCHEMA = pa.schema(
 _NULLABLE = frozenset(
     [
         *("answer", "error", "not_trained", "reward", "advantage", "info", "last_observation"),
-        *("score", "reason", "lost", "base_reward", "content", "more", "action", "anchor_state"),
+        *("score", "reason", "lost", "base_reward", "content", "more", "action"),
         *("learner_logprobs", "reference_logprobs", "advantages", "values", "value_targets"),
         *("episode_advantage", "step_return", "step_advantage"),
     ]
 )
 """Columns and fields that may hold null."""
+
+_PER_TOKEN = {
+    "token_ids": (
+        *("pieces", "loss_mask", "logprobs", "learner_logprobs", "reference_logprobs"),
+        *("advantages", "values", "value_targets"),
+    ),
+    "observation_tokens": ("observation_pieces",),
+}
+"""Lists with one item per token, by the list of the tokens."""
 
 
 def check_columns(table: pa.Table, columns: Sequence[str]) -> None:
@@ -136,7 +145,8 @@ def check_columns(table: pa.Table, columns: Sequence[str]) -> None:
         columns: the columns of `SCHEMA` that it must have.
 
     Raises:
-        ValueError: naming a column that is absent, has another type, or holds null where it must not.
+        ValueError: naming a column that is absent, has another type, holds null where it must not, or holds lists over
+            the same tokens that differ in length.
     """
     for name in columns:
         if name not in table.column_names:
@@ -146,6 +156,10 @@ def check_columns(table: pa.Table, columns: Sequence[str]) -> None:
             raise ValueError(f"column {name!r} has the type {found}, expected {expected}")
         for chunk in table[name].chunks:
             _check_nulls(name, name, chunk)
+            if name == "turns":
+                _check_per_token(name, chunk.flatten())
+            if name == "last_observation":
+                _check_per_token(name, chunk.drop_null())
 
 
 def _check_nulls(path: str, name: str, array: pa.Array) -> None:
@@ -159,6 +173,16 @@ def _check_nulls(path: str, name: str, array: pa.Array) -> None:
         present = array.drop_null()
         for index, field in enumerate(present.type):
             _check_nulls(f"{path}.{field.name}", field.name, present.field(index))
+
+
+def _check_per_token(path: str, array: pa.StructArray) -> None:
+    lists = {field.name: array.field(at) for at, field in enumerate(array.type) if pa.types.is_list(field.type)}
+    for tokens, names in _PER_TOKEN.items():
+        expected = lists[tokens].value_lengths().to_pylist() if tokens in lists else []
+        for name in names:
+            found = lists[name].value_lengths().to_pylist() if name in lists else []
+            if any(length not in (None, wanted) for length, wanted in zip(found, expected, strict=False)):
+                raise ValueError(f"'{path}.{name}' differs in length from '{path}.{tokens}'")
 
 
 @dataclasses.dataclass(frozen=True)

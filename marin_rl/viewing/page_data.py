@@ -214,7 +214,7 @@ def _observation(part: Row) -> dict[str, Any]:
     """The messages of a turn or of the last observation, and the exact text of the observation's tokens."""
     return {
         "messages": [
-            {"role": visible(message["role"]), "content": visible(message["content"] + (message["more"] or ""))}
+            {"role": visible(message["role"]), "content": visible((message["content"] or "") + (message["more"] or ""))}
             for message in part["messages"]
         ],
         "observed": "".join(texts_of(part["observation_pieces"])),
@@ -226,7 +226,7 @@ def _turn(turn: Row) -> dict[str, Any]:
     return {
         **_observation(turn),
         "action": None if turn["action"] is None else visible(turn["action"]),
-        "stop_reason": turn["stop_reason"],
+        "stop_reason": visible(turn["stop_reason"]),
         "versions": [turn["first_version"], turn["last_version"]],
         "reward": _number(turn["reward"]),
         "rewards": _pairs(turn["rewards"]),

@@ -159,11 +159,13 @@ def _messages(part: Row) -> Iterator[RenderableType]:
     """The messages of a turn or of the last observation."""
     for message in part["messages"]:
         yield Text(one_line(message["role"]), f"bold {ROLE_STYLES.get(message['role'], 'white')}")
-        yield Padding(Text(visible(message["content"] + (message["more"] or "")), overflow="fold"), (0, 0, 0, 2))
+        yield Padding(
+            Text(visible((message["content"] or "") + (message["more"] or "")), overflow="fold"), (0, 0, 0, 2)
+        )
 
 
 def _turn_title(index: int, turn: Row) -> RenderableType:
-    facts = [f"turn {index}", f"{len(turn['token_ids'])} tokens", f"stop: {turn['stop_reason']}"]
+    facts = [f"turn {index}", f"{len(turn['token_ids'])} tokens", f"stop: {one_line(turn['stop_reason'])}"]
     for label, name in (
         ("reward", "reward"),
         ("episode advantage", "episode_advantage"),

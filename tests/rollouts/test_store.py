@@ -283,28 +283,40 @@ def test_there_may_be_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "harm"),
     [
-        *(("parquet", harm) for harm in ("cut", "bit", "empty", "version", "else")),
-        *(("jsonl", harm) for harm in ("cut", "bit", "version", "else")),
+        *(("parquet", harm) for harm in ("cut", "bit", "empty", "unnamed", "else")),
+        *(("jsonl", harm) for harm in ("cut", "bit", "unnamed", "else", "number", "deep")),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, kind, harm):
     write(tmp_path, 1, [group_of("g", 1.0)], format=kind)
     path = tmp_path / f"step-00000001.{kind}"
     data = path.read_bytes()
-    if harm == "version":
-        changed = (
-            data.replace(f'"version": {SCHEMA_VERSION}'.encode(), b'"version": 999')
-            if kind == "jsonl"
-            else _with_metadata(path, {b"marin_rl.rollouts.version": b"999"})
-        )
-    else:
-        changed = {"cut": data[: len(data) // 2], "bit": b"x" + data[1:-1] + b"x", "empty": b"", "else": b"[1]\n"}[harm]
-    path.write_bytes(changed)
+    changes = {
+        "cut": data[: len(data) // 2],
+        "bit": b"x" + data[1:-1] + b"x",
+        "empty": b"",
+        "else": b"[1]\n",
+        "number": b"3\n",
+        "deep": b"[" * 100_000,
+    }
+    path.write_bytes(_with_version(path, None) if harm == "unnamed" else changes[harm])
     with pytest.raises(RolloutStoreError, match=rf"step-00000001\.{kind} is not a readable file of rollouts") as caught:
         rows(tmp_path)
     assert "delete it to go on without it" in str(caught.value)
-    if harm == "version":
-        assert f"its version is 999, and this program reads version {SCHEMA_VERSION}" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_file_of_another_version_is_not_to_be_deleted(tmp_path, kind):
+    write(tmp_path, 1, [group_of("g", 1.0)], format=kind)
+    path = tmp_path / f"step-00000001.{kind}"
+    path.write_bytes(_with_version(path, 1))
+    with pytest.raises(RolloutStoreError) as caught:
+        rows(tmp_path)
+    assert str(caught.value) == (
+        f"{path} is of another version of marin_rl: its columns are of version 1, and this program reads version "
+        f"{SCHEMA_VERSION}. Read it with the version that wrote it; to go on with this one, choose another run_dir, or "
+        "move the rollouts/ folder out of this one"
+    )
 
 
 def without_column(table):
@@ -363,6 +375,19 @@ def test_columns_that_are_not_asked_for_are_not_checked(tmp_path):
         (lambda row: row.update(id=None), "'id' holds null"),
         (lambda row: row["turns"][0].pop("token_ids"), "'turns.token_ids' holds null"),
         (lambda row: row.update(turns=[None]), "'turns' holds null"),
+        # Each of these once ended the process or gave a traceback.
+        (lambda row: row.update(rewards=[None]), "'rewards' is a list, expected an object of numbers"),
+        (lambda row: row["metrics"].update(a=10**400), "int too large to convert to float"),
+        (lambda row: row.update(step=2**70), "Python int too large to convert to C long"),
+        (lambda row: row["turns"][0].update(anchor_state=None), "'turns.anchor_state' holds null"),
+        (
+            lambda row: row["turns"][0].update(advantages=[]),
+            "'turns.advantages' differs in length from 'turns.token_ids'",
+        ),
+        (
+            lambda row: row["turns"][0]["observation_pieces"].append("x"),
+            "'turns.observation_pieces' differs in length from 'turns.observation_tokens'",
+        ),
     ],
 )
 def test_an_edited_jsonl_file_is_named(tmp_path, edit, problem):
@@ -376,9 +401,14 @@ def test_an_edited_jsonl_file_is_named(tmp_path, edit, problem):
     assert str(caught.value).startswith(f"{path} is not a readable file of rollouts ({problem})")
 
 
-def _with_metadata(path, metadata):
-    table = pq.read_table(path).replace_schema_metadata(metadata)
-    pq.write_table(table, path)
+def _with_version(path, version):
+    """The bytes of a file that states another version of its columns, or none."""
+    if path.suffix == ".jsonl":
+        row = json.loads(path.read_text())
+        del row["version"]
+        return json.dumps(row if version is None else {"version": version, **row}).encode() + b"\n"
+    metadata = {} if version is None else {b"marin_rl.rollouts.version": str(version).encode()}
+    pq.write_table(pq.read_table(path).replace_schema_metadata(metadata), path)
     return path.read_bytes()
 
 
