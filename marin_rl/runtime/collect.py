@@ -134,19 +134,26 @@ def draw_tasks(run: TrainingRun, count: int) -> list[Task]:
         count: how many.
 
     Raises:
-        PromptTooLongError: if as many tasks as there are were skipped in a row.
+        PromptTooLongError: if every training task was skipped, or ten times as many as there are (and 1,000 more) in a
+            row, as when a curriculum draws from lessons without a task that fits.
     """
     progress, limits = run.progress, make_limits(run.config)
     tasks: list[Task] = []
-    skipped = 0
+    skipped, distinct = 0, set[tuple[str, str]]()
     while len(tasks) < count:
         drawn, state = run.stream.draw(progress.task_stream, count - len(tasks))
         progress.task_stream = dict(state)
         fitting = [task for task in drawn if not limits.leave_out(task, run.tokenizer)]
         tasks += fitting
         progress.prompts_skipped += len(drawn) - len(fitting)
-        skipped = 0 if fitting else skipped + len(drawn)
-        if skipped and skipped >= len(run.environment.tasks(Split.TRAIN)):
+        if fitting:
+            skipped, distinct = 0, set()
+            continue
+        skipped += len(drawn)
+        distinct |= {(task.environment, task.id) for task in drawn}
+        total = len(run.environment.tasks(Split.TRAIN))
+        # Two passes have different orders, so more tasks than there are can be skipped before one that fits.
+        if len(distinct) >= total or skipped >= 10 * total + 1000:
             raise PromptTooLongError(
                 f"the prompts of {skipped} training tasks in a row have more than {limits.longest_prompt} tokens and "
                 "were skipped (rollouts.long_prompts); raise rollouts.max_length or rollouts.max_prompt_length"

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from marin_rl.environments.base import Episode, Split, Step
+from marin_rl.environments.composite import CompositeEnvironment
+from marin_rl.environments.mixture import MixtureStream
 from marin_rl.environments.task_stream import task_stream
 from marin_rl.objectives.shaping import OverlongConfig, RewardTruncatedConfig
 from marin_rl.rollouts.draft import LongPrompts
@@ -34,10 +36,12 @@ class Exam:
     kinds: Sequence[str]
     name: str = "exam"
     started: list[str] = dataclasses.field(default_factory=list)
+    prompts: Sequence[str] | None = None
 
     def tasks(self, split: Split) -> Sequence[Task]:
+        prompts = self.prompts or [f"t{index}" for index in range(len(self.kinds))]
         return [
-            Task(f"t{index}", self.name, (Message(role="user", content=f"t{index}"),), kind)
+            Task(f"t{index}", self.name, (Message(role="user", content=prompts[index]),), kind)
             for index, kind in enumerate(self.kinds)
         ]
 
@@ -161,6 +165,25 @@ def test_where_every_prompt_is_too_long_the_run_ends():
         PromptTooLongError, match=r"14 training tasks in a row have more than 4 tokens.*max_prompt_length"
     ):
         draw_tasks(skipping(4), 14)
+
+
+def test_the_only_fitting_task_may_come_early_in_one_pass_and_late_in_the_next():
+    run = skipping(5)
+    run.environment = Exam(["mixed"] * 3, prompts=("a", "too long", "long too"))
+    assert {task.id for _ in range(40) for task in draw_tasks(run, 1)} == {"t0"}
+    # 39 whole passes, and the one in which the last task was drawn.
+    assert 78 <= run.progress.prompts_skipped <= 80
+
+
+def test_a_stream_that_never_draws_a_fitting_task_ends_the_run():
+    run = skipping(5)
+    parts = [Exam(["mixed"], name="long", prompts=("too long",)), Exam(["mixed"], name="short")]
+    # The part with the task that fits has hardly any weight.
+    weights = {"long": 1.0, "short": 1e-300}
+    streams = {part.name: part for part in parts}
+    run.environment = CompositeEnvironment("both", streams, lambda seed: MixtureStream(streams, weights, seed))
+    with pytest.raises(PromptTooLongError, match=r"1020 training tasks in a row have more than 5 tokens"):
+        draw_tasks(run, 1)
 
 
 def test_a_step_has_all_its_groups_and_says_how_many_tasks_were_skipped():
