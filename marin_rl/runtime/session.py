@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -168,8 +169,13 @@ def stop_on_signals(say: Callable[[str], None]) -> Iterator[StopRequest]:
     """Turn the first Ctrl-C, or a SIGTERM, into a request to stop and save the last finished step.
 
     A second one ends the process at once, as it would without this.
+
+    Args:
+        say: prints a message; called in a thread, because the signal may interrupt a write to the same stream, and
+            Python refuses a second write from within it.
     """
     stop = StopRequest()
+    saying: list[threading.Thread] = []
     former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def restore() -> None:
@@ -179,10 +185,12 @@ def stop_on_signals(say: Callable[[str], None]) -> Iterator[StopRequest]:
     def on_signal(number: int, frame: FrameType | None) -> None:
         stop.requested = True
         restore()
-        say(
+        message = (
             f"{signal.Signals(number).name}: stopping and saving; a step that is still being sampled is given up, one "
             "that is being trained on is finished first (once more to end at once)"
         )
+        saying.append(threading.Thread(target=say, args=(message,), name="stop message", daemon=True))
+        saying[-1].start()
 
     for number in former:
         signal.signal(number, on_signal)
@@ -190,6 +198,9 @@ def stop_on_signals(say: Callable[[str], None]) -> Iterator[StopRequest]:
         yield stop
     finally:
         restore()
+        for thread in saying:
+            # Only for the order of the output, which may be stuck.
+            thread.join(1.0)
 
 
 @dataclasses.dataclass(frozen=True)

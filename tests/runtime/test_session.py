@@ -3,11 +3,13 @@
 
 import asyncio
 import errno
+import io
 import logging
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -117,6 +119,38 @@ def test_the_first_interrupt_asks_and_the_second_ends():
     assert len(said) == 1
     assert said[0].startswith("SIGINT: stopping and saving; ")
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == former
+
+
+class Interrupted(io.RawIOBase):
+    """A stream whose first write is interrupted by SIGTERM, as a write to a full pipe may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if not self.written:
+            signal.raise_signal(signal.SIGTERM)
+        self.written += bytes(data)
+        return len(data)
+
+
+def test_sigterm_in_the_middle_of_a_line_of_output_asks_as_at_any_other_moment():
+    raw = Interrupted()
+    stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")
+
+    def say(message: str) -> None:
+        print(message, file=stream, flush=True)
+
+    with stop_on_signals(say) as stop:
+        say("step 1/10")
+        assert stop.requested
+    first, second = raw.written.decode().splitlines()
+    assert first == "step 1/10"
+    assert second.startswith("SIGTERM: stopping and saving; ")
 
 
 def test_sigterm_asks_too_and_handlers_are_put_back():
