@@ -5,7 +5,7 @@
 
 import dataclasses
 import itertools
-from typing import cast
+from typing import Any, cast
 
 from levanter.layers.attention import AttentionBackend
 from levanter.models.lm_model import LmConfig
@@ -89,31 +89,59 @@ class AttentionKernel:
         """
         return next(row for row in itertools.count(length) if self.takes(row) and self._is_efficient(row))
 
+    def configure(self, model: LmConfig, row_length: int) -> LmConfig:
+        """The model with the settings that make levanter run this kernel on rows of this many positions."""
+        changes: dict[str, object] = {}
+        if (block := self.block(row_length)) != self.block_size:
+            changes["flash_attention_block_size"] = block
+        if self.backend is AttentionBackend.VANILLA:
+            changes["attn_backend"] = self.backend
+            if getattr(model, "use_flash_attention", None) is not None:
+                # Most architectures ignore it, and the others refuse `true` together with `vanilla`.
+                changes["use_flash_attention"] = None
+        return dataclasses.replace(cast(Any, model), **changes) if changes else model
+
     def _is_efficient(self, row_length: int) -> bool:
         block = self.block(row_length)
         return self.block_size is not None or block is None or block >= SHORTEST_FLASH_BLOCK
 
 
 def attention_kernel(model: LmConfig | None, platform: str) -> AttentionKernel:
-    """The kernel that levanter runs for a model.
+    """The kernel that a model is trained with.
+
+    Levanter's choice for the platform, or `vanilla` if the model sets `use_flash_attention: false`, or if it caps its
+    attention logits off TPU: the gradient of `jax_flash` lacks the derivative of the cap, and `nvte` has no cap.
 
     Args:
         model: its architecture; None for one that sets nothing about attention.
         platform: `cpu`, `gpu` or `tpu`.
 
     Raises:
-        ValueError: if the kernel cannot work with the model's `flash_attention_block_size`.
+        ValueError: if the kernel cannot work with the model's `flash_attention_block_size`, `use_flash_attention` or
+            `attn_logit_softcapping`.
 
     >>> attention_kernel(None, "tpu").backend.value
     'splash'
     """
     backend = cast(AttentionBackend | None, getattr(model, "attn_backend", None))
+    unwanted = getattr(model, "use_flash_attention", None) is False
+    cap = getattr(model, "attn_logit_softcapping", None)
+    exact = (AttentionBackend.VANILLA, AttentionBackend.SPLASH)
     if backend in (None, AttentionBackend.DEFAULT):
         backend = {"tpu": AttentionBackend.SPLASH, "gpu": AttentionBackend.NVTE}.get(
             platform, AttentionBackend.JAX_FLASH
         )
-        if getattr(model, "use_flash_attention", None) is False:
+        if unwanted or (cap is not None and backend not in exact):
             backend = AttentionBackend.VANILLA
+    elif unwanted and backend is not AttentionBackend.VANILLA:
+        raise ValueError(
+            f"model.use_flash_attention is false, but model.attn_backend is {backend.value}; set one of them only"
+        )
+    elif cap is not None and backend not in exact:
+        raise ValueError(
+            f"model.attn_backend is {backend.value}, which does not differentiate the cap of the attention logits "
+            f"(model.attn_logit_softcapping, {cap}); set it to vanilla, or to null"
+        )
     return AttentionKernel(backend, getattr(model, "flash_attention_block_size", None))
 
 

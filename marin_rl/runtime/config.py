@@ -517,7 +517,7 @@ class TrainConfig:
         )
 
     def trained_model(self, trainer: TrainerConfig) -> LmConfig:
-        """The architecture, with attention blocks that divide the rows of a pass on the trainer's platform.
+        """The architecture, with the attention kernel of the trainer's platform and blocks that divide the rows.
 
         Args:
             trainer: as `start_devices` completed it.
@@ -527,10 +527,7 @@ class TrainConfig:
         """
         assert self.model is not None
         kernel = self._kernel(trainer)
-        block = kernel.block(self.rollouts.positions(kernel))
-        if block == kernel.block_size:
-            return self.model
-        return dataclasses.replace(cast(Any, self.model), flash_attention_block_size=block)
+        return kernel.configure(self.model, self.rollouts.positions(kernel))
 
     def _kernel(self, trainer: TrainerConfig) -> AttentionKernel:
         return attention_kernel(self.model, trainer.device_mesh.devices.flat[0].platform)

@@ -3,17 +3,23 @@
 
 import dataclasses
 import re
+from typing import Any, cast
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from haliax import Axis
 from levanter.layers.attention import AttentionBackend, AttentionMask, dot_product_attention
+from levanter.models.gemma import Gemma2Config
+from levanter.models.gpt2 import Gpt2Config
 from levanter.models.llama import LlamaConfig
+from levanter.models.lm_model import LmConfig
 from levanter.models.mistral import MistralConfig
+from levanter.models.olmo import Olmo2Config
 
-from marin_rl.learner.attention_kernel import AttentionKernel, attention_kernel
+from marin_rl.learner.attention_kernel import PLATFORMS, AttentionKernel, attention_kernel
 
 FLASH, SPLASH = AttentionBackend.JAX_FLASH, AttentionBackend.SPLASH
 VANILLA, NVTE = AttentionBackend.VANILLA, AttentionBackend.NVTE
@@ -130,3 +136,75 @@ def test_the_kernel_of_a_model_on_a_platform(changes: dict, platform: str, kerne
 def test_the_older_switch_turns_kernels_off() -> None:
     assert attention_kernel(MistralConfig(), "cpu").backend is FLASH
     assert attention_kernel(MistralConfig(use_flash_attention=False), "tpu").backend is VANILLA
+
+
+GEMMA2 = Gemma2Config(attn_logit_softcapping=2.0)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_capped_attention_logits_take_a_kernel_that_differentiates_the_cap(platform: str) -> None:
+    assert attention_kernel(GEMMA2, platform).backend is VANILLA
+    assert attention_kernel(GEMMA2, "tpu").backend is SPLASH
+    uncapped = dataclasses.replace(GEMMA2, attn_logit_softcapping=None)
+    assert attention_kernel(uncapped, platform).backend in (FLASH, NVTE)
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        (
+            dataclasses.replace(GEMMA2, attn_backend=FLASH),
+            "attn_backend is jax_flash.*cap of the attention logits.*2.0",
+        ),
+        (dataclasses.replace(GEMMA2, attn_backend=NVTE), "attn_backend is nvte.*set it to vanilla, or to null"),
+        (
+            MistralConfig(use_flash_attention=False, attn_backend=FLASH),
+            "use_flash_attention is false, but .* jax_flash",
+        ),
+    ],
+)
+def test_a_kernel_that_does_not_suit_the_model_is_refused(model: LmConfig, problem: str) -> None:
+    for platform in PLATFORMS:
+        with pytest.raises(ValueError, match=problem):
+            attention_kernel(model, platform)
+
+
+def test_the_gradient_of_capped_attention_equals_finite_differences() -> None:
+    length, size, cap = 8, 4, 1.0
+    model = Gemma2Config(attn_logit_softcapping=cap, flash_attention_block_size=4)
+    config = cast(Gemma2Config, attention_kernel(model, "cpu").configure(model, length))
+    query, key, value, weight = np.random.default_rng(0).normal(size=(4, length, size)) * 2
+
+    def attend(query: np.ndarray) -> float:
+        logits = cap * np.tanh(query @ key.T / np.sqrt(size) / cap)
+        shares = np.tril(np.exp(logits))
+        return float((shares / shares.sum(axis=1, keepdims=True) @ value * weight).sum())
+
+    step = 1e-6
+    steps = step * np.eye(length * size).reshape(-1, length, size)
+    expected = np.array([attend(query + each) - attend(query - each) for each in steps]).reshape(query.shape) / 2 / step
+
+    Queries, Keys, Head = Axis("position", length), Axis("key_position", length), Axis("head_size", size)
+    keys, values = (hax.named(jnp.asarray(array), (Keys, Head)) for array in (key, value))
+
+    def levanter(query: jax.Array) -> jax.Array:
+        attended = dot_product_attention(
+            *(Queries, Keys, Head, hax.named(query, (Queries, Head)), keys, values, AttentionMask.causal()),
+            attn_backend=config.attn_backend,
+            flash_block_size=config.flash_attention_block_size,
+            logits_soft_cap=config.attn_logit_softcapping,
+        )
+        return jnp.sum(attended.rearrange((Queries, Head)).array * weight.astype(np.float32))
+
+    np.testing.assert_allclose(jax.grad(levanter)(jnp.asarray(query)), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("model", [Olmo2Config(), Gpt2Config(), MistralConfig(use_flash_attention=False), GEMMA2])
+def test_a_kernel_is_configured_as_levanter_accepts_it(model: LmConfig) -> None:
+    """Levanter refuses `use_flash_attention: true` with `vanilla`, and most models read `attn_backend` only."""
+    vanilla = dataclasses.replace(cast(Any, model), attn_backend=VANILLA)
+    for given in (vanilla, *((model,) if attention_kernel(model, "cpu").backend is VANILLA else ())):
+        configured = cast(Any, attention_kernel(given, "cpu").configure(given, 1100))
+        assert (configured.attn_backend, configured.use_flash_attention) == (VANILLA, None)
+    plain = MistralConfig()
+    assert attention_kernel(plain, "cpu").configure(plain, 512) is plain
