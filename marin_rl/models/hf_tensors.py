@@ -21,6 +21,7 @@ BASE_PREFIX = "transformer"
 
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Ends of the names of constants that older transformers saved along with the weights."""
+_WEIGHT_TYPES = ("BF16", "F16", "F32", "F64")
 _MOST_NAMED = 5
 
 
@@ -77,18 +78,30 @@ def read_tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors in a checkpoint's safetensors files, without the prefix of GPT-2.
 
     Raises:
-        PolicyModelError: if a file is missing or damaged.
+        PolicyModelError: if a file is missing or damaged, or in PyTorch's pickle format, or a tensor does not hold
+            floating-point weights.
     """
+    _refuse_pickled(checkpoint)
     shapes: dict[str, tuple[int, ...]] = {}
+    not_weights: list[str] = []
     name = "model.safetensors"
     try:
         for name in _file_names(checkpoint):
             with safe_open(cast(str, cached_file(checkpoint, name)), framework="numpy") as file:
-                shapes |= {tensor: tuple(file.get_slice(tensor).get_shape()) for tensor in file.keys()}  # noqa: SIM118
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+                for tensor in file.keys():  # noqa: SIM118 (not a mapping)
+                    header = file.get_slice(tensor)
+                    shapes[tensor] = tuple(header.get_shape())
+                    if header.get_dtype() not in _WEIGHT_TYPES and not tensor.endswith(_BUFFERS):
+                        not_weights.append(f"{tensor} ({header.get_dtype()})")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise PolicyModelError(
             f"the weights in {checkpoint!r} are missing or damaged: {name}: {str(error).splitlines()[0]}"
         ) from error
+    if not_weights:
+        raise PolicyModelError(
+            f"the weights in {checkpoint!r} are not in bfloat16, float16, float32 or float64, as in quantized "
+            f"checkpoints: {_listing(not_weights)}; use the checkpoint that they were made from"
+        )
     return {name.removeprefix(f"{BASE_PREFIX}."): shape for name, shape in shapes.items()}
 
 
@@ -98,6 +111,19 @@ def _file_names(checkpoint: str) -> list[str]:
         return ["model.safetensors"]
     weight_map: Mapping[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
     return sorted(set(weight_map.values()))
+
+
+def _refuse_pickled(checkpoint: str) -> None:
+    folder = Path(checkpoint)
+    if any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
+        return
+    for name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
+        if (folder / name).exists():
+            raise PolicyModelError(
+                f"the weights in {checkpoint!r} are in {name}, PyTorch's pickle format, which is not read; convert "
+                "them to safetensors where torch is installed: "
+                f"AutoModelForCausalLM.from_pretrained({checkpoint!r}).save_pretrained(NEW_FOLDER)"
+            )
 
 
 def _listing(names: list[str]) -> str:

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from marin_rl.models.hf_config import PolicyModelError, levanter_config, read_hf_config
 from marin_rl.models.hf_tensors import check_tensors, read_tensor_shapes
-from tests.models.hf_checkpoint import record, write_checkpoint
+from tests.models.hf_checkpoint import record, write_checkpoint, write_config
 from tests.models.hf_oracle.make_oracle import CASES, VOCAB, weights
 
 
@@ -102,3 +102,27 @@ def test_a_damaged_file_is_named(tmp_path: Path, data: bytes):
     (tmp_path / "model.safetensors").write_bytes(data)
     with pytest.raises(PolicyModelError, match=r"are missing or damaged: model.safetensors: "):
         read_tensor_shapes(checkpoint)
+
+
+def test_a_deeply_nested_index_is_named(tmp_path: Path):
+    folder = write_checkpoint(tmp_path, "llama")
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(PolicyModelError, match=r"missing or damaged: .*recursion"):
+        read_tensor_shapes(folder)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int64, bool])
+def test_weights_that_are_not_floating_point_are_refused(tmp_path: Path, dtype: type):
+    tensors = dict(weights(record("llama")["tensors"]))
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(dtype)
+    folder = write_checkpoint(tmp_path, "llama", tensors)
+    with pytest.raises(PolicyModelError, match=r"not in bfloat16, .*: model.norm.weight \((I8|I64|BOOL)\); use the"):
+        read_tensor_shapes(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
+def test_pickled_weights_are_refused_with_the_remedy(tmp_path: Path, name: str):
+    folder = write_config(tmp_path, record("llama")["config"])
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(PolicyModelError, match=rf"are in {name}, PyTorch's pickle format.*save_pretrained\(NEW_FOLDER"):
+        read_tensor_shapes(folder)
