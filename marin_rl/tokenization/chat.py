@@ -58,6 +58,11 @@ class ChatTokenizer:
                 f"{self.name} has no chat template; give the path of a Jinja file as tokenizer.chat_template, or "
                 "`plain` for the contents of the messages one after another"
             )
+        if not isinstance(self.tokenizer.chat_template, str | dict):
+            raise ChatTemplateError(
+                f"the chat_template of {self.name} is {self.tokenizer.chat_template!r}; it must be the text of a Jinja "
+                "template. Correct tokenizer_config.json, or give a file as tokenizer.chat_template"
+            )
         if not self.stop_token_ids:
             raise ValueError(
                 f"{self.name} has no eos token and its chat template ends a reply with no special token, so nothing "

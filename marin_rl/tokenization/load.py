@@ -3,12 +3,14 @@
 
 """Which tokenizer to use: the built-in one, a folder's, or one from the Hugging Face hub."""
 
+import contextlib
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import cast
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.hub import cached_file
 
@@ -63,7 +65,13 @@ class TokenizerConfig:
             tokenizer.chat_template = plain_template(tokenizer)
         elif self.chat_template is not None:
             tokenizer.chat_template = _read_template(Path(self.chat_template))
-        return ChatTokenizer(tokenizer, () if self.path is None else _generation_stop_ids(self.path))
+        chat = ChatTokenizer(tokenizer, () if self.path is None else _stop_ids(self.path))
+        if unknown := [token for token in chat.more_stop_token_ids if token >= chat.vocab_size]:
+            raise TokenizerLoadError(
+                f"{self.path} lists stop tokens {unknown} (eos_token_id in generation_config.json or config.json), but "
+                f"its tokenizer has {chat.vocab_size} tokens; use the tokenizer that belongs to the model"
+            )
+        return chat
 
 
 def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -88,28 +96,30 @@ def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _load(path: str) -> PreTrainedTokenizerBase:
     folder = Path(path).expanduser()
-    if folder.is_dir():
-        try:
-            return _from_files(str(folder))
-        except TokenizerLoadError:
-            raise
-        except (OSError, ValueError) as error:
-            raise TokenizerLoadError(
-                f"the folder {path} holds no loadable tokenizer: {_first_line(error)}; it needs the files that a "
-                "Hugging Face tokenizer's save_pretrained writes, tokenizer.json among them"
-            ) from error
-    if _HUB_NAME.fullmatch(path) is None:
+    if not folder.is_dir() and _HUB_NAME.fullmatch(path) is None:
         raise TokenizerLoadError(f"the tokenizer folder {path} does not exist; correct tokenizer.path")
     try:
-        return _from_files(path)
+        return _from_files(str(folder) if folder.is_dir() else path)
     except TokenizerLoadError:
         raise
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        # Of any type: the Rust library raises a bare Exception for a damaged tokenizer.json, and transformers whatever
+        # an unexpected value in the other files leads to.
+        if folder.is_dir():
+            raise TokenizerLoadError(
+                f"the folder {path} holds no loadable tokenizer: {_problem(folder, error)}; it needs the files that a "
+                "Hugging Face tokenizer's save_pretrained writes, tokenizer_config.json and tokenizer.json among them"
+            ) from error
         raise TokenizerLoadError(
             f"the tokenizer {path!r} is neither a folder here nor available from the Hugging Face hub: "
             f"{_first_line(error)}; check the name and the network (and HF_TOKEN, where it is gated), or download it "
             "elsewhere and give its folder, or leave tokenizer.path out for the built-in byte-level tokenizer"
         ) from error
+
+
+def _problem(folder: Path, error: Exception) -> str:
+    missing = [name for name in ("tokenizer.json", "tokenizer_config.json") if not (folder / name).exists()]
+    return f"{' and '.join(missing)} missing" if missing else _first_line(error)
 
 
 def _from_files(source: str) -> PreTrainedTokenizerBase:
@@ -147,17 +157,37 @@ def _read_template(path: Path) -> str:
         ) from error
 
 
-def _generation_stop_ids(path: str) -> tuple[int, ...]:
-    """Stop tokens that a model's generation_config.json lists, besides the tokenizer's own eos."""
+def _stop_ids(path: str) -> tuple[int, ...]:
+    """Stop tokens of a model, besides the tokenizer's own eos.
+
+    As in transformers, those of generation_config.json, or those of config.json if there is no such file.
+
+    Raises:
+        TokenizerLoadError: if the file is damaged, or lists something that is not a token id.
+    """
     folder = Path(path).expanduser()
+    source = str(folder) if folder.is_dir() else path
+    for name in ("generation_config.json", "config.json"):
+        # Both are optional: a tokenizer may have a folder of its own. Other trouble with the hub has been reported.
+        with contextlib.suppress(OSError):
+            if (file := cached_file(source, name, _raise_exceptions_for_missing_entries=False)) is not None:
+                return _read_stop_ids(Path(file), f"{name} of {path}")
+    return ()
+
+
+def _read_stop_ids(file: Path, where: str) -> tuple[int, ...]:
     try:
-        config = GenerationConfig.from_pretrained(str(folder) if folder.is_dir() else path)
-    except OSError:
-        # The file is optional, and transformers reports its absence as it does a failed download.
-        return ()
-    ids = config.eos_token_id
-    return () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise TokenizerLoadError(f"{where} cannot be read: {_first_line(error)}; repair or delete the file") from error
+    if not isinstance(config, dict):
+        raise TokenizerLoadError(f"{where} is not a JSON object; repair or delete the file")
+    found = config.get("eos_token_id")
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if any(type(token) is not int or token < 0 for token in ids):
+        raise TokenizerLoadError(f"eos_token_id in {where} is {found!r}; it must be a token id or a list of token ids")
+    return tuple(ids)
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")

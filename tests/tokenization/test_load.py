@@ -37,6 +37,46 @@ def test_stop_tokens_of_the_generation_config_are_added(tmp_path, eos, expected)
     assert TokenizerConfig(path=str(tmp_path)).build().stop_token_ids == expected
 
 
+def save_with(folder: Path, **files: object) -> str:
+    """The built-in tokenizer's folder, with JSON files (or text, as it is) beside or instead of its own."""
+    byte_tokenizer().save_pretrained(folder)
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        # As in transformers, config.json counts only without a generation config.
+        ({"config": {"model_type": "llama", "eos_token_id": [257, 263]}}, (257, 263)),
+        ({"config": {"model_type": "llama", "eos_token_id": 263}, "generation_config": {}}, (257,)),
+        # Settings of sampling are not read.
+        ({"generation_config": {"eos_token_id": 263, "max_new_tokens": -1, "cache_implementation": "?"}}, (257, 263)),
+    ],
+)
+def test_stop_tokens_are_those_of_transformers(tmp_path: Path, files: dict, expected: tuple[int, ...]):
+    assert TokenizerConfig(path=save_with(tmp_path, **files)).build().stop_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "generation_config.json of .* cannot be read: Expecting"),
+        ("[" * 100_000, "cannot be read: maximum recursion depth"),
+        ([1], "is not a JSON object"),
+        ({"eos_token_id": "263"}, "eos_token_id in generation_config.json of .* is '263'; it must be a token id"),
+        ({"eos_token_id": [257, 263.0]}, r"is \[257, 263.0\]; it must be a token id or a list"),
+        ({"eos_token_id": True}, "is True; it must be a token id"),
+        ({"eos_token_id": -1}, "is -1; it must be a token id"),
+        ({"eos_token_id": [257, 99999]}, r"lists stop tokens \[99999\] .* its tokenizer has 264 tokens"),
+    ],
+)
+def test_stop_tokens_that_cannot_be_read_are_refused(tmp_path: Path, content: object, problem: str):
+    with pytest.raises(TokenizerLoadError, match=problem):
+        TokenizerConfig(path=save_with(tmp_path, generation_config=content)).build()
+
+
 def test_a_template_file_replaces_the_tokenizers_and_is_saved_with_it(tmp_path):
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
     file = tmp_path / "my template.jinja"
@@ -173,6 +213,39 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(
         TokenizerLoadError, match=re.escape(str(tmp_path)) + " holds no loadable tokenizer.*tokenizer.json"
     ):
+        TokenizerConfig(path=str(tmp_path)).build()
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ({"tokenizer": "{"}, "EOF while parsing"),
+        ({"tokenizer": {"model": {"type": "BPE"}}}, "Missing vocab/merges"),
+        ({"tokenizer_config": "{"}, "Expecting property name"),
+        ({"tokenizer_config": [1]}, "list indices must be"),
+        ({"tokenizer_config": "[" * 100_000}, "maximum recursion depth"),
+        ({"tokenizer_config": {"tokenizer_class": 3}}, "attribute name must be string"),
+    ],
+)
+def test_a_damaged_tokenizer_is_named(tmp_path: Path, files: dict, problem: str):
+    with pytest.raises(TokenizerLoadError, match=f"{re.escape(str(tmp_path))} holds no loadable tokenizer: {problem}"):
+        TokenizerConfig(path=save_with(tmp_path, **files)).build()
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_missing_file_of_a_tokenizer_is_named(tmp_path: Path, missing: str):
+    save_with(tmp_path)
+    (tmp_path / missing).unlink()
+    with pytest.raises(TokenizerLoadError, match=f"holds no loadable tokenizer: {missing} missing"):
+        TokenizerConfig(path=str(tmp_path)).build()
+
+
+def test_a_template_that_is_not_text_is_named(tmp_path: Path):
+    save_with(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": 3}))
+    with pytest.raises(ChatTemplateError, match=r"the chat_template of .* is 3; it must be the text of a Jinja"):
         TokenizerConfig(path=str(tmp_path)).build()
 
 
