@@ -15,7 +15,8 @@ import dataclasses
 import inspect
 import json
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,8 +80,8 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
     """
     raw = _read_json(checkpoint)
     model_type = raw.get("model_type")
-    if model_type not in MODEL_TYPES:
-        reason = f": {_UNSUPPORTED[model_type]}" if model_type in _UNSUPPORTED else ""
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        reason = f": {_UNSUPPORTED[str(model_type)]}" if str(model_type) in _UNSUPPORTED else ""
         raise PolicyModelError(
             f"{checkpoint!r} holds a {model_type!r} model, which is not supported{reason}; supported are "
             + ", ".join(MODEL_TYPES)
@@ -96,12 +97,13 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
             f"is a plain {model_type!r}, remove auto_map from a copy of the folder"
         )
     values = _translate_rope_parameters(raw, checkpoint)
+    _check_values(values, checkpoint)
     hf_class = CONFIG_MAPPING[model_type]
     _check_undeclared(values, hf_class, checkpoint)
     try:
         return hf_class.from_dict(values)
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise PolicyModelError(f"config.json of {checkpoint!r} is invalid: {error}") from error
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        raise PolicyModelError(f"config.json of {checkpoint!r} is invalid: {_message(error)}") from error
 
 
 def levanter_config(hf_config: PretrainedConfig, checkpoint: str) -> LmConfig:
@@ -112,7 +114,7 @@ def levanter_config(hf_config: PretrainedConfig, checkpoint: str) -> LmConfig:
     """
     try:
         config = _convert(hf_config)
-    except (AttributeError, KeyError, TypeError, ValueError, AssertionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, AssertionError, ArithmeticError) as error:
         raise PolicyModelError(f"the model in {checkpoint!r} is not supported: {_message(error)}") from error
     check_same_function(
         hf_config,
@@ -281,17 +283,19 @@ def canonical_rope_scaling(hf_config: PretrainedConfig) -> dict[str, Any] | None
     scaling = getattr(hf_config, "rope_scaling", None)
     if scaling is None:
         return None
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = scaling.get("rope_type") or scaling.get("type")
     given = {name: value for name, value in scaling.items() if name not in ("rope_type", "type")}
     canonical: dict[str, Any]
     match kind:
+        case None | "":
+            raise PolicyModelError(f"rope_scaling is {scaling!r}, without a rope_type; add it to a copy of config.json")
         case "default":
             return None
         case "linear":
-            canonical = {"factor": float(given["factor"])}
+            canonical = {"factor": float(_required(given, kind, "factor"))}
         case "llama3":
             names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-            canonical = {name: given[name] for name in names}
+            canonical = {name: _required(given, kind, name) for name in names}
         case "yarn":
             canonical = _canonical_yarn(given, hf_config.max_position_embeddings)
         case _:
@@ -304,8 +308,14 @@ def canonical_rope_scaling(hf_config: PretrainedConfig) -> dict[str, Any] | None
     return {"rope_type": kind, **canonical}
 
 
+def _required(scaling: Mapping[str, Any], kind: str, name: str) -> Any:
+    if scaling.get(name) is None:
+        raise PolicyModelError(f"rope_scaling of type {kind!r} lacks {name}; add it to a copy of config.json")
+    return scaling[name]
+
+
 def _canonical_yarn(given: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
-    factor = float(given["factor"])
+    factor = float(_required(given, "yarn", "factor"))
     attention_factor = given.get("attention_factor")
     if attention_factor is None:
         attention_factor = yarn_attention_factor(factor, given.get("mscale"), given.get("mscale_all_dim"))
@@ -379,7 +389,7 @@ def _function_settings(hf_config: PretrainedConfig) -> dict[str, Any]:
         del settings["hidden_activation"]
     if hf_config.model_type == "gpt2":
         settings["n_inner"] = hf_config.n_inner or 4 * hf_config.n_embd
-    for name in ("hidden_act", "hidden_activation", "activation_function"):
+    for name in _ACTIVATIONS:
         if name in settings:
             # Levanter writes members of an enumeration of strings.
             value = getattr(settings[name], "value", settings[name])
@@ -388,13 +398,15 @@ def _function_settings(hf_config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _settings_not_read(hf_config: PretrainedConfig) -> dict[str, Any]:
-    """Fields of levanter's config that its conversion leaves at their default."""
+    """Fields of levanter's config that its conversion leaves at their default, or sets to a dropout rate."""
     match hf_config.model_type:
         case "gemma2":
             names = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
             return {name: getattr(hf_config, name) for name in names}
         case "gpt2":
             return {"embed_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+        case "olmo2":
+            return {"attention_dropout": 0.0}
     return {}
 
 
@@ -409,7 +421,7 @@ def _read_json(checkpoint: str) -> dict[str, Any]:
     try:
         path = cached_file(checkpoint, "config.json")
         raw = json.loads(Path(cast(str, path)).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PolicyModelError(
             f"no model in Hugging Face format at {checkpoint!r}: it is neither a folder with a config.json nor a hub "
             f"name that could be reached ({_message(error)})"
@@ -417,6 +429,62 @@ def _read_json(checkpoint: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise PolicyModelError(f"config.json of {checkpoint!r} is not a JSON object")
     return raw
+
+
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "max_position_embeddings", "sliding_window", "num_local_experts"),
+    *("num_experts_per_tok", "n_embd", "n_layer", "n_head", "n_inner", "n_positions"),
+)
+_NUMBERS = (
+    *("rms_norm_eps", "layer_norm_epsilon", "rope_theta", "attn_logit_softcapping", "final_logit_softcapping"),
+    "query_pre_attn_scalar",
+)
+_FLAGS = (
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"),
+    *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"),
+)
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+_SCALING_NUMBERS = (
+    *("factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"),
+    "original_max_position_embeddings",
+)
+_NULLABLE = (
+    *("num_key_value_heads", "head_dim", "sliding_window", "n_inner", "rope_scaling"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "hidden_activation"),
+)
+
+
+def _check_values(values: Mapping[str, Any], checkpoint: str) -> None:
+    """Refuse settings of the wrong type, and sizes that are not positive; transformers accepts both."""
+    kinds: dict[str, tuple[Callable[[Any], bool], str]] = {
+        **dict.fromkeys(_SIZES, (lambda value: type(value) is int and value > 0, "a positive integer")),
+        **dict.fromkeys(_NUMBERS, (_is_positive, "a positive number")),
+        **dict.fromkeys(_FLAGS, (lambda value: type(value) is bool, "true or false")),
+        **dict.fromkeys(_ACTIVATIONS, (lambda value: type(value) is str, "the name of an activation function")),
+        "rope_scaling": (lambda value: type(value) is dict, "an object or null"),
+    }
+    scaling_kinds: dict[str, tuple[Callable[[Any], bool], str]] = {
+        **dict.fromkeys(_SCALING_NUMBERS, (_is_positive, "a positive number")),
+        **dict.fromkeys(("rope_type", "type"), (lambda value: type(value) is str, "the name of a type")),
+        "truncate": (lambda value: type(value) is bool, "true or false"),
+    }
+
+    def check(where: str, value: Any, fits: Callable[[Any], bool], expected: str) -> None:
+        if not fits(value):
+            raise PolicyModelError(f"config.json of {checkpoint!r} sets {where} to {value!r}; it must be {expected}")
+
+    for name in values.keys() & kinds.keys():
+        if values[name] is not None or name not in _NULLABLE:
+            check(name, values[name], *kinds[name])
+    scaling = values.get("rope_scaling") or {}
+    for name in scaling.keys() & scaling_kinds.keys():
+        if scaling[name] is not None:
+            check(f"rope_scaling.{name}", scaling[name], *scaling_kinds[name])
+
+
+def _is_positive(value: object) -> bool:
+    return type(value) in (int, float) and 0 < cast(float, value) < math.inf
 
 
 def _translate_rope_parameters(raw: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ TRAINED = tuple(MODEL_TYPES.values())
 """Values of `model.type` that can be trained, imported and exported."""
 SAMPLED = ("llama", "qwen2", "qwen3")
 """Values of `model.type` that the built-in sampler (`sampler: {type: levanter}`) can sample."""
+_DROPOUT = ("embed_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout")
 
 
 def check_model(config: LmConfig, *, built_in_sampler: bool, max_length: int) -> None:
@@ -32,6 +33,11 @@ def check_model(config: LmConfig, *, built_in_sampler: bool, max_length: int) ->
         raise PolicyModelError(
             f"model.type {name!r} can be trained, but the built-in sampler cannot sample it; it samples "
             f"{', '.join(SAMPLED)}. Use one of these, or a server that samples (sampler: {{type: openai, ...}})"
+        )
+    if dropout := {field: rate for field in _DROPOUT if (rate := getattr(config, field, 0))}:
+        raise PolicyModelError(
+            "dropout is not applied: neither sampling nor the loss uses it. Set "
+            + ", ".join(f"model.{field} to 0 (it is {rate})" for field, rate in dropout.items())
         )
     window = attention_window(check_export(config))
     if window is not None and max_length > window:

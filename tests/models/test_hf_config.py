@@ -116,7 +116,20 @@ NOT_IMPLEMENTED = [
     ("llama", {"model_type": "gemma3_text"}, "'gemma3_text' model, which is not supported: its layers alternate"),
     ("llama", {"model_type": "bert"}, "'bert' model, which is not supported; supported are gemma, gemma2"),
     ("llama", {"model_type": None}, "a None model, which is not supported"),
-    ("llama", {"hidden_size": "wide"}, "config.json of .* is invalid|is not supported"),
+    ("llama", {"model_type": ["llama"]}, r"holds a \['llama'\] model, which is not supported"),
+    ("llama", {"hidden_size": "wide"}, "config.json of .* sets hidden_size to 'wide'; it must be a positive integer"),
+    ("gemma", {"num_attention_heads": 0}, "sets num_attention_heads to 0; it must be a positive integer"),
+    ("qwen3", {"head_dim": 2.5}, "sets head_dim to 2.5; it must be a positive integer"),
+    ("mistral", {"sliding_window": "all"}, "sets sliding_window to 'all'; it must be a positive integer"),
+    ("qwen2", {"rope_theta": None}, "sets rope_theta to None; it must be a positive number"),
+    ("llama", {"rms_norm_eps": float("nan")}, "sets rms_norm_eps to nan; it must be a positive number"),
+    ("olmo2", {"attention_bias": "no"}, "sets attention_bias to 'no'; it must be true or false"),
+    ("gemma", {"hidden_act": ["gelu"]}, r"sets hidden_act to \['gelu'\]; it must be the name of an activation"),
+    ("mixtral", {"rope_scaling": "yarn"}, "sets rope_scaling to 'yarn'; it must be an object or null"),
+    ("mistral", {"rope_scaling": {"factor": 4.0}}, "rope_scaling is {'factor': 4.0}, without a rope_type"),
+    ("qwen2", {"rope_scaling": {"type": "yarn", "factor": "4"}}, "sets rope_scaling.factor to '4'; it must be a posi"),
+    ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 0}}, "rope_scaling.truncate to 0; it must"),
+    ("mistral", {"rope_scaling": {"type": "llama3", "factor": 2.0}}, "type 'llama3' lacks low_freq_factor; add it"),
 ]
 
 
@@ -158,7 +171,7 @@ def test_an_unknown_setting_is_refused_if_a_newer_transformers_wrote_it(tmp_path
         assert "not_set" not in caplog.text
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '"llama"', "\udce4"])
+@pytest.mark.parametrize("text", ["", "{", "[]", '"llama"', "\udce4", "[" * 100_000])
 def test_an_unreadable_config_is_named(tmp_path: Path, text: str):
     (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(PolicyModelError, match=r"no model in Hugging Face format at|is not a JSON object"):

@@ -78,6 +78,8 @@ def test_an_architecture_that_is_not_supported_is_named(config: LmConfig, proble
         (Gpt2Config(hidden_dim=32, num_heads=4, mlp_scale=2), r"model.mlp_scale: 2 \(Hugging Face: 4\)"),
         (Gemma2Config(**SIZES, head_dim=8), "final_logit_softcapping is 30.0, implemented is None"),
         (GemmaConfig(**SIZES), "head_dim is 256, implemented is 8"),
+        (Gpt2Config(hidden_dim=32, num_heads=4, resid_pdrop=0.1), r"dropout is not applied.*model.resid_pdrop to 0"),
+        (Olmo2Config(**SIZES, attention_dropout=0.1), r"Set model.attention_dropout to 0 \(it is 0.1\)"),
         (Qwen3Config(**SIZES, use_bias=True), "attention_bias is True, implemented is False"),
         (LlamaConfig(**SIZES, rope=DefaultRotaryEmbeddingsConfig(factor=4.0)), r"use model.rope.type: hf_linear"),
         (LlamaConfig(**SIZES, rope=YarnRotaryEmbeddingsConfig(factor=4.0)), r"unlike transformers; use hf_yarn"),
