@@ -226,7 +226,9 @@ def _read_jsonl(path: str) -> Iterator[Row]:
 
 def _parse_json(line: str, where: str) -> Any:
     try:
-        values = json.loads(line)
+        values = json.loads(line, object_pairs_hook=_without_repeats)
+    except _RepeatedKeyError as error:
+        raise ValueError(f"{where}: the key {error.key!r} is given twice; keep one of them: {line[:200]!r}") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}: {line[:200]!r}") from error
     except RecursionError as error:
@@ -236,6 +238,23 @@ def _parse_json(line: str, where: str) -> Any:
         raise ValueError(f"{where}: {error}: {line[:200]!r}; write the number as text") from error
     if "\\ud" in line.lower():
         _check_surrogates(values, line, where)
+    return values
+
+
+class _RepeatedKeyError(ValueError):
+    """A JSON object with two values for one key."""
+
+    def __init__(self, key: str):
+        ValueError.__init__(self, key)
+        self.key = key
+        """The key."""
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _RepeatedKeyError(next(key for key in keys if keys.count(key) > 1))
     return values
 
 

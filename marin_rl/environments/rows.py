@@ -156,4 +156,10 @@ def _message(item: Any, where: str) -> Message:
         raise ValueError(f"{where} is {item!r:.200}; it should be {{role: ..., content: text}}")
     if item.get("role") not in _ROLES:
         raise ValueError(f"{where} has the role {item.get('role')!r}; choose one of {', '.join(_ROLES)}")
+    # A dataset of structs has every key in every message, most of them null.
+    if further := [key for key, value in item.items() if key not in ("role", "content") and value is not None]:
+        raise ValueError(
+            f"{where} has the key {further[0]!r}, but only role and content are read; write it into the content, or "
+            "remove it"
+        )
     return Message(role=item["role"], content=item["content"])

@@ -4,6 +4,7 @@
 """Games of gymnasium, played in words: FrozenLake, Taxi, CliffWalking, and whatever else has numbered actions."""
 
 import dataclasses
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -79,6 +80,9 @@ class TextGameConfig(EnvironmentConfig):
             raise ValueError(f"num_tasks is {self.num_tasks}; draw at least 1 game")
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"max_steps is {self.max_steps}; it must be at least 1, or null for the game's own limit")
+        for field in ("game_weight", "step_reward", "invalid_reward"):
+            if not math.isfinite(getattr(self, field)):
+                raise ValueError(f"{field} is {getattr(self, field)}; it must be a finite number")
         if self.invalid_reward > 0:
             raise ValueError(f"invalid_reward is {self.invalid_reward}; it must not pay for replies without an action")
         if not 0.0 <= self.detours < 1.0:

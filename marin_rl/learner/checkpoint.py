@@ -237,8 +237,8 @@ def _step_of(path: Path) -> int | None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, if it is there; of one that is a symbolic link, the link alone."""
-    if checkpoint.is_symlink():
+    """Remove a checkpoint, or a file of its name, if it is there; of one that is a symbolic link, the link alone."""
+    if checkpoint.is_symlink() or checkpoint.is_file():
         checkpoint.unlink()
     elif checkpoint.exists():
         shutil.rmtree(checkpoint)
@@ -314,7 +314,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     try:
         manifest = _unseal((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path} has no readable {MANIFEST}: {error}") from error
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"checkpoint {path} has format {manifest.get('format')}, this version reads {FORMAT}")
@@ -326,7 +326,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"checkpoint {path} holds step {manifest['step']}, so its folder should be called "
             f"{_name(manifest['step'])}; rename it, or delete it"
         )
-    found = _describe(path)
+    try:
+        found = _describe(path)
+    except OSError as error:
+        # A bad block, or no permission: the checkpoint before this one may be readable.
+        raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
     for name, expected in manifest["files"].items():
         if found.get(name) != expected:
             state = "is missing" if name not in found else "differs from what was written"

@@ -12,6 +12,8 @@ TRAINED = tuple(MODEL_TYPES.values())
 SAMPLED = ("llama", "qwen2", "qwen3")
 """Values of `model.type` that the built-in sampler (`sampler: {type: levanter}`) can sample."""
 _DROPOUT = ("embed_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout")
+_SIZES = ("hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads")
+"""Fields of the `model` section that count something."""
 
 
 def check_model(config: LmConfig, *, built_in_sampler: bool, max_length: int) -> None:
@@ -39,6 +41,9 @@ def check_model(config: LmConfig, *, built_in_sampler: bool, max_length: int) ->
             "dropout is not applied: neither sampling nor the loss uses it. Set "
             + ", ".join(f"model.{field} to 0 (it is {rate})" for field, rate in dropout.items())
         )
+    for size in _SIZES:
+        if getattr(config, size, 1) < 1:
+            raise PolicyModelError(f"model.{size} is {getattr(config, size)}; it must be at least 1")
     window = attention_window(check_export(config))
     if window is not None and max_length > window:
         raise PolicyModelError(

@@ -8,6 +8,7 @@ section can see alone. `model`, `optimizer` and `trainer` are levanter's own sec
 """
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -336,6 +337,10 @@ class TrainConfig:
         module_levels(self.logging)
         if self.num_steps < 0:
             raise ValueError(f"num_steps is {self.num_steps}; it counts steps and cannot be negative")
+        if not 0 <= self.optimizer.learning_rate < math.inf:
+            raise ValueError(
+                f"optimizer.learning_rate is {self.optimizer.learning_rate}; it must be a finite number of at least 0"
+            )
         if self.logprob_block_size < 1:
             raise ValueError(f"logprob_block_size is {self.logprob_block_size}; it must be at least 1 position")
         if self.model is None and self.initialize_from is None:

@@ -206,7 +206,7 @@ def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> A
         raise ConfigError(*problems)
     try:
         return concrete(**values)
-    except (ValueError, TypeError, AssertionError) as error:
+    except (ValueError, TypeError, AssertionError, ArithmeticError) as error:
         reason = str(error) or type(error).__name__
         raise ConfigError(f"{dotted(path)}: {reason}" if path else reason) from error
 
@@ -279,7 +279,7 @@ def _decode_scalar(plain: Any, raw: Any, path: Sequence[str]) -> Any:
     if plain is float and type(raw) is int:
         return float(raw)
     if plain in (str, int, float, bool):
-        if type(raw) is not plain:
+        if type(raw) is not plain or raw != raw:
             raise _wrong(plain, raw, path, _scalar_hint(plain, raw))
         return raw
     if isinstance(plain, type) and issubclass(plain, enum.Enum):
@@ -295,6 +295,8 @@ def _decode_scalar(plain: Any, raw: Any, path: Sequence[str]) -> Any:
 def _scalar_hint(plain: type, raw: Any) -> str:
     if plain is str and isinstance(raw, bool):
         return "YAML reads yes, no, on, off, true and false as booleans; put quotes around a word"
+    if raw != raw:
+        return "NaN compares as false with everything"
     return ""
 
 

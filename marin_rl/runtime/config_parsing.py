@@ -329,6 +329,18 @@ def _nearest_file(path: Path) -> str:
 class _Loader(yaml.SafeLoader):
     """Safe YAML without repeated keys and dates, in which `1e-4` is a number."""
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """The value of a node; one that its tag does not take is an error with a place."""
+        try:
+            value = yaml.SafeLoader.construct_object(self, node, deep)
+            if isinstance(value, str):
+                # An escape can name half of a surrogate pair, which no file can hold.
+                value.encode()
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            problem = f"the value does not fit its tag {node.tag!r}: {type(error).__name__}: {error}"
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark) from error
+        return value
+
 
 class _Dumper(yaml.SafeDumper):
     """Writes text so that both `_Loader` and a plain YAML reader take it for text."""
@@ -385,7 +397,10 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     return number
 
 
-def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+def _construct_mapping(loader: yaml.SafeLoader, node: yaml.Node) -> dict[Any, Any]:
+    if not isinstance(node, yaml.MappingNode):
+        problem = "the tag !!map needs keys and values"
+        raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
     seen: dict[Hashable, int] = {}
     for key_node, _ in node.value:
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None

@@ -6,6 +6,7 @@
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -60,6 +61,8 @@ class WarmStartConfig:
         for name in ("batch_size", "check_every", "check_tasks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"warm_start.{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"warm_start.learning_rate is {self.learning_rate}; it must be a finite number above 0")
         if not 0 < self.target_accuracy <= 1:
             raise ValueError(f"warm_start.target_accuracy is {self.target_accuracy}; it must be in (0, 1]")
 

@@ -109,6 +109,7 @@ def test_blank_lines_and_a_byte_order_mark_are_passed_over(tmp_path: Path):
         ('{"prompt": "a", "answer": [1]}', r"a\.jsonl:3: column 'answer' holds \[1\] of type list"),
         ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", r"a\.jsonl:3: .*4300 digits.*; write the number as text"),
         ('{"prompt": "a", "answer": ' + "[" * 100_000 + "]" * 100_000 + "}", r"a\.jsonl:3: nested too deeply"),
+        ('{"prompt": "a", "prompt": "b", "answer": "1"}', r"a\.jsonl:3: the key 'prompt' is given twice; keep one"),
         ('{"prompt": "a", "answer": "1", "id": "x\\ud800"}', r"a\.jsonl:3: \\ud800 is half of a surrogate pair"),
         ('{"prompt": "\\uDFFF", "answer": "1"}', r"a\.jsonl:3: \\udfff is half of a surrogate pair"),
         ('{"messages": [{"role": "user", "content": "\\ud83d"}], "answer": "1"}', r"a\.jsonl:3: \\ud83d is half"),

@@ -65,6 +65,11 @@ def test_white_space_does_not_make_another_problem():
         ({"messages": ["a"], "answer": "2"}, {}, "column 'messages', message 0 is 'a'"),
         ({"messages": [{"role": "me", "content": "a"}], "answer": "2"}, {}, "has the role 'me'; choose one of system"),
         (
+            {"messages": [{"role": "assistant", "content": "", "name": None, "tool_calls": [{}]}, ASK], "answer": "2"},
+            {},
+            "message 0 has the key 'tool_calls', but only role and content are read",
+        ),
+        (
             {"messages": [ASK, {"role": "assistant", "content": "2"}], "answer": "2"},
             {},
             "ends with an assistant message",

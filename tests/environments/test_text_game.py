@@ -314,6 +314,8 @@ def test_a_task_of_another_environment_is_refused():
         ({"num_tasks": 0}, "num_tasks is 0; draw at least 1 game"),
         ({"max_steps": 0}, "max_steps is 0; it must be at least 1"),
         ({"invalid_reward": 0.5}, "invalid_reward is 0.5"),
+        ({"game_weight": float("inf")}, "game_weight is inf; it must be a finite number"),
+        ({"step_reward": float("nan")}, "step_reward is nan; it must be a finite number"),
         ({"detours": 1.0}, "detours is 1.0"),
         ({"action_regex": "left"}, "action_regex: 'left' has 0 groups but needs 1"),
         ({"held_out": 1.0}, "held_out is 1.0"),

@@ -6,6 +6,7 @@ import json
 import logging
 import resource
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -204,7 +205,23 @@ def alter_progress(folder: Path) -> str:
     return "has no readable manifest.json: it differs from what was written"
 
 
-DAMAGES: list[Callable[[Path], str]] = [truncate, flip, remove, remove_manifest, empty_manifest, alter_progress]
+def nest_manifest(folder: Path) -> str:
+    (folder / "manifest.json").write_text("[" * 100_000)
+    return "has no readable manifest.json"
+
+
+def make_unreadable(folder: Path) -> str:
+    """A file that opens and cannot be read, as on a disk with a bad block."""
+    path = largest_file(folder)
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+    return "cannot be read: [Errno 5] Input/output error"
+
+
+DAMAGES: list[Callable[[Path], str]] = [
+    *(truncate, flip, remove, remove_manifest, empty_manifest, alter_progress, nest_manifest),
+    pytest.param(make_unreadable, marks=pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")),
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -341,6 +358,15 @@ def test_a_save_replaces_a_link_to_nothing(small_state, tmp_path: Path) -> None:
     (tmp_path / "step-00000001").symlink_to(tmp_path / "gone")
     Checkpoints(tmp_path, CheckpointConfig()).save(small_state, 1, {})
     assert Checkpoints(tmp_path, CheckpointConfig()).open(1).step == 1
+
+
+def test_a_save_replaces_and_prunes_files_with_names_of_checkpoints(small_state, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=2))
+    for step in (1, 2):
+        (tmp_path / f"step-{step:08d}").write_text("")
+    for step in (2, 3):
+        checkpoints.save(small_state, step, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
 def test_another_format_is_refused(saved: Checkpoints) -> None:

@@ -59,6 +59,8 @@ def test_only_some_architectures_can_be_sampled(name: str):
     [
         (QwenConfig(**SIZES), r"'qwen' is not supported; use qwen2; supported are gemma"),
         (Gemma3Config(**SIZES), r"'gemma3' is not supported; supported are gemma"),
+        (LlamaConfig(**{**SIZES, "num_layers": -1}), r"^model\.num_layers is -1; it must be at least 1$"),
+        (Qwen3Config(**{**SIZES, "intermediate_dim": 0}), r"^model\.intermediate_dim is 0; it must be at least 1$"),
     ],
 )
 def test_an_architecture_that_is_not_supported_is_named(config: LmConfig, problem: str):

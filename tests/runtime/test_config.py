@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from levanter.layers.attention import AttentionBackend
 from levanter.models.llama import LlamaConfig
 from levanter.models.mistral import MistralConfig
+from levanter.optim import AdamConfig
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.environments.arithmetic import ArithmeticConfig
@@ -125,6 +127,8 @@ def test_reinforce_takes_groups_of_one():
         ({"model": None}, "neither model nor initialize_from is set"),
         ({"num_steps": -1}, "num_steps is -1"),
         ({"logprob_block_size": 0}, "logprob_block_size is 0"),
+        ({"optimizer": AdamConfig(learning_rate=-1e-3)}, r"optimizer\.learning_rate is -0\.001; it must be a finite"),
+        ({"optimizer": AdamConfig(learning_rate=math.inf)}, r"optimizer\.learning_rate is inf; it must be a finite"),
         ({"ray_address": "ray://head:10001"}, r"ray_address is 'ray://head:10001'; it is `auto`, or `host:port`"),
         ({"ray_address": "head"}, "ray_address is 'head'; it is `auto`, or `host:port`"),
         (

@@ -3,6 +3,7 @@
 
 import dataclasses
 import enum
+import math
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -162,6 +163,7 @@ def test_another_type_starts_from_its_own_defaults():
         ({"number": 1, "name": False}, r"^name is False \(bool\), but it takes text: YAML reads yes, no"),
         ({"number": 1, "flag": 1}, r"^flag is 1 \(int\), but it takes true or false"),
         ({"number": 1, "share": "much"}, r"^share is 'much' \(str\), but it takes a number"),
+        ({"number": 1, "share": math.nan}, r"^share is nan \(float\), but it takes a number: NaN compares as false"),
         ({"number": 1, "maybe": "x"}, r"^maybe is 'x' \(str\), but it takes an integer"),
         (
             {"number": 1, "nmae": "x"},
@@ -227,6 +229,11 @@ def test_numbers_are_taken_for_text_and_integers_for_numbers():
     config = decode(Everything, {"number": 1, "name": 5, "share": 1})
     assert (config.name, config.share) == ("5", 1.0)
     assert isinstance(config.share, float)
+
+
+def test_a_section_that_divides_by_a_value_is_named():
+    with pytest.raises(ConfigError, match=r"^model: integer modulo by zero$"):
+        decode(LmConfig, {"type": "llama", "num_kv_heads": 0}, path=("model",))
 
 
 def test_description_of_a_choice_lists_its_options():

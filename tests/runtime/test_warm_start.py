@@ -189,6 +189,8 @@ def test_packed_rows_and_several_passes_teach_the_same(trainer: TrainerConfig):
         ({"batch_size": 0}, "warm_start.batch_size is 0"),
         ({"check_every": 0}, "warm_start.check_every is 0"),
         ({"check_tasks": 0}, "warm_start.check_tasks is 0"),
+        ({"learning_rate": 0.0}, "warm_start.learning_rate is 0.0; it must be a finite number above 0"),
+        ({"learning_rate": float("inf")}, "warm_start.learning_rate is inf"),
         ({"target_accuracy": 0.0}, r"warm_start.target_accuracy is 0.0; it must be in \(0, 1\]"),
         ({"target_accuracy": 1.1}, "warm_start.target_accuracy is 1.1"),
     ],
