@@ -119,8 +119,28 @@ def reap(spare: int | None) -> None:
             os.waitpid(ended.si_pid, 0)
 
 
-def is_alone(process: int) -> bool:
-    """Whether a child of this process is all that runs below it: alive, with one thread and no child of its own."""
+def is_soon_alone(process: int, seconds: float) -> bool:
+    """Wait until a child of this process is its only descendant, and has one thread.
+
+    A killed process can be reaped only after its last thread has ended, which can be later than its own state says.
+
+    Args:
+        process: the child, which must be alive.
+        seconds: how long to wait.
+
+    Returns:
+        Whether `process` is the only descendant.
+    """
+    deadline = time.monotonic() + seconds
+    while not _is_alone(process):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+        reap(process)
+    return True
+
+
+def _is_alone(process: int) -> bool:
     found = look_below(os.getpid())
     return list(found) == [process] and not found[process].has_ended and found[process].threads == 1
 

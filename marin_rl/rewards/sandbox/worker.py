@@ -25,7 +25,15 @@ from typing import Any
 from marin_rl.rewards.sandbox import frames, kernel, zygote
 from marin_rl.rewards.sandbox.folders import remove
 from marin_rl.rewards.sandbox.limits import address_space
-from marin_rl.rewards.sandbox.processes import below, cpu_seconds_of, end_descendants, is_alone, look_below, pause, reap
+from marin_rl.rewards.sandbox.processes import (
+    below,
+    cpu_seconds_of,
+    end_descendants,
+    is_soon_alone,
+    look_below,
+    pause,
+    reap,
+)
 from marin_rl.rewards.sandbox.spec import WorkerSpec
 
 POLL_SECONDS = 0.02
@@ -35,7 +43,7 @@ END_SECONDS = 5.0
 """How long to wait for what was ended to be gone."""
 
 LEAVE_SECONDS = 0.5
-"""How long the zygote may not be alone after a call, before it is replaced."""
+"""How long to wait for the zygote to be alone after a load or a call, before it is replaced."""
 
 READY_BYTES = 1 << 20
 """Most bytes that a zygote may say about the file that it loaded."""
@@ -143,7 +151,7 @@ class Worker:
             self._zygote = process
             if not end_descendants(process, END_SECONDS):
                 raise SystemExit("processes of a user's file could not be ended")
-            if not is_alone(process):
+            if not is_soon_alone(process, LEAVE_SECONDS):
                 return "the process that holds it ended, or started threads or processes"
             self._taken = address_space(process)
         with contextlib.suppress(OSError):
@@ -180,14 +188,9 @@ class Worker:
         if self._zygote is None or not kernel.IS_LINUX:
             return []
         assert self._connection is not None
-        stopped = pause(self._zygote, END_SECONDS)
-        deadline = time.monotonic() + LEAVE_SECONDS
-        # Processes that were ended are gone only when their last thread is.
-        while not is_alone(self._zygote) and time.monotonic() < deadline:
-            time.sleep(0.001)
-            reap(self._zygote)
+        is_alone = pause(self._zygote, END_SECONDS) and is_soon_alone(self._zygote, LEAVE_SECONDS)
         has_written = bool(select.select([self._connection], [], [], 0)[0])
-        if stopped and not has_written and is_alone(self._zygote):
+        if is_alone and not has_written:
             return []
         self._end_zygote()
         return [

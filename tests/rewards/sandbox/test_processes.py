@@ -98,3 +98,30 @@ assert processes.end_descendants(None, 30)
 
 def test_both_ways_to_look_find_the_same():
     subprocess.run([sys.executable, "-c", WALKS], check=True)
+
+
+WAIT = """
+import os, time
+from marin_rl.rewards.sandbox import kernel
+from marin_rl.rewards.sandbox.processes import is_soon_alone
+
+kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+kept = os.fork()
+if kept == 0:
+    time.sleep(1e6)
+ending, end = os.pipe()
+other = os.fork()
+if other == 0:
+    os.close(end)
+    os.read(ending, 1)
+    os._exit(0)
+assert not is_soon_alone(kept, 0.05)
+os.close(end)
+assert is_soon_alone(kept, 30)
+os.kill(kept, 9)
+os.waitpid(kept, 0)
+"""
+
+
+def test_it_waits_for_other_processes_to_end():
+    subprocess.run([sys.executable, "-c", WAIT], check=True)
