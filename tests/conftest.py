@@ -21,6 +21,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # As the package does, which tests do not always import first.
 os.environ.setdefault("EQX_ON_ERROR", "off")
+# Compiling takes longer than running in almost every test. "0" runs the tests with the programs of a real run.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 pytest_plugins = ["tests.tiny_run"]
 

@@ -30,8 +30,6 @@ def hosts(run: TinyRun, count: int, folders: Sequence[Path] = ()) -> list[LiveRu
         "initialize_jax_distributed": "true",
     }
     environment = {
-        # Compiling takes longer than running.
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         "PYTHONPATH": Path(marin_rl.__file__).parents[1],

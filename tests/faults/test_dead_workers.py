@@ -70,21 +70,6 @@ def test_workers_and_coordinator_are_killed_and_paused_and_the_run_goes_on(
 
 
 @pytest.mark.slow
-def test_a_killed_trainer_takes_its_workers_along_and_goes_on_from_its_checkpoint(
-    finished_run: TinyRun, new_run: Callable[..., TinyRun]
-) -> None:
-    run = async_run(finished_run, new_run, steps=12)
-    with started(run):
-        run.wait_until(lambda: run.saved_steps >= 5, "the checkpoint of step 5")
-        children = run.children()
-        run.kill()
-        all_end(children)
-    with started(run):
-        assert run.end() == 0, run.output.read_text()
-    assert whole_and_once(run, groups=4, members=4, staleness=1) == 12
-
-
-@pytest.mark.slow
 def test_a_weight_server_killed_in_mid_transfer_leaves_no_mixed_weights(tmp_path: Path) -> None:
     settings = async_settings(**verifiable_versions(tmp_path / "problems.jsonl"), num_steps=8, checkpoint__every=2)
     run = live(make_run(tmp_path, **settings))

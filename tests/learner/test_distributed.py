@@ -42,12 +42,7 @@ class Process:
 
 def start(folder: Path, index: int, count: int, port: int) -> subprocess.Popen[str]:
     script = Path(__file__).with_name("distributed_training.py")
-    # Compiling takes longer than running.
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(marin_rl.__file__).parents[1]),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
+    environment = {**os.environ, "PYTHONPATH": str(Path(marin_rl.__file__).parents[1])}
     with (folder / f"said-{index}.txt").open("w") as errors:
         return subprocess.Popen(
             [sys.executable, script, folder, str(index), str(count), str(port)],
