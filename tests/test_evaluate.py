@@ -21,7 +21,7 @@ from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.starting_weights import restore_policy
-from tests.tiny_run import TinyRun, contents, copy_of
+from tests.tiny_run import TinyRun, contents, copy_of, without_losses
 
 Capture = pytest.CaptureFixture[str]
 
@@ -35,9 +35,8 @@ def test_the_newest_checkpoint_is_measured_and_nothing_changes(finished_run: Tin
     assert main(["--run", str(finished_run.path), "--json"]) == 0
     expected = evaluations(finished_run.records()[-1])
     found = json.loads(capfd.readouterr().out)
-    del found["eval/ones/loss"], found["eval/ones/loss_tokens"]
     own = {"split": "held_out", "environment": None}
-    assert found == {"run": str(finished_run.path), "step": 6, **own, **expected}
+    assert without_losses(found) == {"run": str(finished_run.path), "step": 6, **own, **expected}
     assert contents(finished_run.path) == before
 
 
@@ -46,9 +45,8 @@ def test_lines_for_people(finished_run: TinyRun, capfd: Capture):
     title, *lines = capfd.readouterr().out.splitlines()
     assert title == f"{finished_run.path}, after step 3"
     found = {line.split()[0]: float(line.split()[1]) for line in lines}
-    assert found.pop("eval/ones/loss") > 0
-    assert found.pop("eval/ones/loss_tokens") > 0
-    assert found == pytest.approx(evaluations(finished_run.records()[3]), rel=1e-5)
+    assert min(found["eval/ones/loss"], found["eval/ones/loss_tokens"]) > 0
+    assert without_losses(found) == pytest.approx(evaluations(finished_run.records()[3]), rel=1e-5)
 
 
 def test_other_settings_than_the_runs_own(finished_run: TinyRun, capfd: Capture):

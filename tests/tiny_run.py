@@ -173,6 +173,13 @@ def without_timings(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if not TIMINGS.fullmatch(name)}
 
 
+def without_losses(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics of `marin_rl.evaluate` without the loss on reference answers, which a training run does not measure."""
+    losses = [name for name in metrics if name.startswith("eval/") and name.endswith(("/loss", "/loss_tokens"))]
+    assert losses
+    return {name: value for name, value in metrics.items() if name not in losses}
+
+
 def outcome(run: TinyRun) -> dict[str, Any]:
     """Everything about a run that must not depend on how often it was interrupted."""
     newest = run.checkpoint(run.steps()[-1])

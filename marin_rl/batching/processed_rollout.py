@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from marin_rl.tokenization.chat import ChatTokenizer, truncate_at_reply
-from marin_rl.types import Message, Rollout
+from marin_rl.types import Message, Rollout, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,16 +124,27 @@ def process_conversation(
     Returns:
         The arrays, or None where no assistant message fits.
     """
-    token_ids, mask = tokenizer.encode_conversation(messages)
-    fitted = truncate_at_reply(token_ids, mask, length)
-    if fitted is None:
-        return None
-    fitted_ids, fitted_mask = fitted
-    loss_mask = np.asarray(fitted_mask, np.bool_)
-    starts_reply = loss_mask & ~np.concatenate([[False], loss_mask[:-1]])
-    turn_ids = np.where(loss_mask, np.cumsum(starts_reply) - 1, _NO_TURN)
-    sequence = _Sequence(list(fitted_ids), turn_ids.tolist(), [0.0] * len(fitted_ids))
-    return _lay_out([sequence], source, id, length, tokenizer.pad_token_id)
+    return _fitted(*tokenizer.encode_conversation(messages), id, source, length, tokenizer.pad_token_id)
+
+
+def process_demonstration(
+    messages: Sequence[Message], task: Task, *, length: int, tokenizer: ChatTokenizer
+) -> ProcessedRollout | None:
+    """Lay a demonstration out as an episode that sampled its replies; see `ChatTokenizer.encode_replies`.
+
+    Replies that do not fit whole into `length` are dropped, as in `process_conversation`.
+
+    Args:
+        messages: the task's, then replies and what they were answered.
+        task: names the rollout and its environment.
+        length: positions of a row.
+        tokenizer: text to tokens.
+
+    Returns:
+        The arrays, or None where no reply fits.
+    """
+    token_ids, mask = tokenizer.encode_replies(messages, len(task.messages))
+    return _fitted(token_ids, mask, task.id, task.environment, length, tokenizer.pad_token_id)
 
 
 def without_loss(rollout: ProcessedRollout) -> ProcessedRollout:
@@ -147,6 +158,20 @@ def without_loss(rollout: ProcessedRollout) -> ProcessedRollout:
         reference_logprobs=zeros,
         values=zeros,
     )
+
+
+def _fitted(
+    token_ids: Sequence[int], mask: Sequence[bool], id: str, source: str, length: int, pad_token_id: int
+) -> ProcessedRollout | None:
+    fitted = truncate_at_reply(token_ids, mask, length)
+    if fitted is None:
+        return None
+    fitted_ids, fitted_mask = fitted
+    loss_mask = np.asarray(fitted_mask, np.bool_)
+    starts_reply = loss_mask & ~np.concatenate([[False], loss_mask[:-1]])
+    turn_ids = np.where(loss_mask, np.cumsum(starts_reply) - 1, _NO_TURN)
+    sequence = _Sequence(list(fitted_ids), turn_ids.tolist(), [0.0] * len(fitted_ids))
+    return _lay_out([sequence], source, id, length, pad_token_id)
 
 
 _NO_TURN = -1

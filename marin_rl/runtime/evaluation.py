@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from marin_rl.batching.processed_rollout import ProcessedRollout, process_conversation
+from marin_rl.batching.processed_rollout import ProcessedRollout, process_demonstration
 from marin_rl.environments.base import Split, can_demonstrate, demonstration
 from marin_rl.learner.scoring import Scores
 from marin_rl.metrics import mean
@@ -126,7 +126,8 @@ def reference_loss(
     """Negative log-likelihood of reference answers, per environment: `-Σ log π(token) / number of tokens`.
 
     A reference answer is a task's worked answer or the environment's demonstration, whose replies count and whose
-    observations do not. Sums run over the tokens of all tasks, each reply's end included.
+    observations do not. Its tokens are those of an episode in which the policy gives these replies, each reply's end
+    included, so the chat template needs no generation blocks. Sums run over the tokens of all tasks.
 
     Args:
         player: names environment, tokenizer and the longest sequence.
@@ -141,12 +142,8 @@ def reference_loss(
     for task in tasks:
         if not can_demonstrate(player.environment, task):
             continue
-        example = process_conversation(
-            demonstration(player.environment, task),
-            id=task.id,
-            source=task.environment,
-            length=player.limits.max_length,
-            tokenizer=player.tokenizer,
+        example = process_demonstration(
+            demonstration(player.environment, task), task, length=player.limits.max_length, tokenizer=player.tokenizer
         )
         if example is not None:
             examples.setdefault(task.environment, []).append(example)

@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
@@ -115,7 +116,8 @@ class ChatTokenizer:
 
         Returns:
             Token ids `[length]`, and a mask `[length]` that is True where a generation block of the template
-            wrote at least one of the token's characters.
+            wrote at least one of the token's characters. No token has characters on both sides of a block's start,
+            where a prompt would have ended.
 
         Raises:
             ChatTemplateError: if the template has no generation blocks, marks none of the assistant's text, or
@@ -126,6 +128,8 @@ class ChatTokenizer:
         template, shown, tools = self._fitted(messages, mark)
         text, spans = template.render_with_spans(shown, tools)
         ids, offsets = self._encoder.encode(text, mark)
+        if straddled := [start for start, _ in spans if any(first < start < end for first, end in offsets)]:
+            ids, offsets = self._encoder.encode(text, mark, cuts=straddled)
         mask = _overlapping(offsets, spans)
         if not any(mask) and any(message["role"] == "assistant" and message["content"] for message in messages):
             raise ChatTemplateError(
@@ -134,6 +138,45 @@ class ChatTokenizer:
                 "a set block"
             )
         return tuple(ids), mask
+
+    def encode_replies(
+        self, messages: Sequence[Message], num_prompt_messages: int
+    ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """Tokens of a finished conversation as an episode would have had them, and which of them are replies.
+
+        The prompt asks for the first reply, each reply is its text and the token that ends a turn, and observations
+        follow it as in `observation_tokens`. Unlike `encode_conversation` it needs no generation blocks. Where the
+        template rewrites the history, the conversation ends with the reply before.
+
+        Args:
+            messages: the prompt, a reply, and further observations and replies.
+            num_prompt_messages: messages of the prompt, at least 1; assistant messages among them are no replies.
+
+        Returns:
+            Token ids `[length]`, and a mask `[length]` that is True on replies.
+
+        Raises:
+            ChatTemplateError: if the template refuses the conversation.
+        """
+        end_token = (*self._end_of_turn(), *self.stop_token_ids)[0]
+        roles = [message["role"] for message in messages]
+        replies = [index for index in range(num_prompt_messages, len(messages)) if roles[index] == "assistant"]
+        ids = list(self.prompt_tokens(messages[:num_prompt_messages]))
+        mask = [False] * len(ids)
+        for index, following in itertools.zip_longest(replies, replies[1:]):
+            mark = self._mark(messages[index : index + 1])
+            [said] = self._encoder.escape(messages[index : index + 1], mark)
+            reply = [*self._encoder.encode(said["content"], mark, continues=True)[0], end_token]
+            ids += reply
+            mask += [True] * len(reply)
+            if following is not None:
+                observed = messages[index + 1 : following]
+                observation, rewritten = self.observation_tokens(messages[: index + 1], ids, observed)
+                if rewritten:
+                    break
+                ids += observation
+                mask += [False] * len(observation)
+        return tuple(ids), tuple(mask)
 
     def observation_tokens(
         self, history: Sequence[Message], sequence: Sequence[int], observation: Sequence[Message]

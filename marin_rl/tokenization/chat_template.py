@@ -13,10 +13,11 @@ Texts without control tokens, that is nearly all, contain no mark and are tokeni
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -185,29 +186,40 @@ class TemplateEncoder:
             return {self._escape_text(str(key), mark): self._escape_json(one, mark) for key, one in value.items()}
         return [self._escape_json(one, mark) for one in value] if isinstance(value, list | tuple) else value
 
-    def encode(self, text: str, mark: str, continues: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode(
+        self, text: str, mark: str, continues: bool = False, cuts: Sequence[int] = ()
+    ) -> tuple[list[int], list[tuple[int, int]]]:
         """Tokenize rendered text, the control tokens of the template included.
 
         Args:
             text: rendered from escaped messages.
             mark: the mark that they were escaped with.
             continues: whether the tokens will be put behind others.
+            cuts: ascending indices of characters that begin a token.
 
         Returns:
             Token ids, and the `[start, end)` characters of `text` that each of them stands for.
         """
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
-        position = 0
-        for piece in text.split(mark):
+        for position, piece in _pieces(text, mark, cuts):
             lead = _BOUNDARY if continues or position else ""
             encoding = self.backend.encode(lead + piece, add_special_tokens=False)
             skipped = 1 if lead else 0
             shift = position - len(lead)
             ids += encoding.ids[skipped:]
             offsets += [(start + shift, end + shift) for start, end in encoding.offsets[skipped:]]
-            position += len(piece) + len(mark)
         return ids, offsets
+
+
+def _pieces(text: str, mark: str, cuts: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Each piece of the text between marks and cuts, and where it begins."""
+    position = 0
+    for part in text.split(mark):
+        end = position + len(part)
+        for start, stop in itertools.pairwise([position, *(cut for cut in cuts if position < cut < end), end]):
+            yield start, text[start:stop]
+        position = end + len(mark)
 
 
 def template_encoder(backend: Tokenizer, stop_tokens: Iterable[str]) -> TemplateEncoder:

@@ -4,12 +4,15 @@
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
+from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.environments.base import Episode, Split, Step
+from marin_rl.learner.scoring import Scores
 from marin_rl.rollouts.draft import Limits, LongPrompts
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Player
-from marin_rl.runtime.evaluation import EvaluationConfig, describe_accuracy, evaluate, first_of_each
+from marin_rl.runtime.evaluation import EvaluationConfig, describe_accuracy, evaluate, first_of_each, reference_loss
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.scripted import ScriptedSampler
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
@@ -193,3 +196,39 @@ def test_without_tasks_nothing_is_evaluated():
 def test_accuracy_in_words():
     evaluation = {"eval/a/accuracy_sampled": 0.25, "eval/a/pass@1": 0.25, "eval/a/accuracy_greedy": 0.5}
     assert describe_accuracy(evaluation) == "held-out a/accuracy_sampled 0.250, a/accuracy_greedy 0.500"
+
+
+def scored_tokens(template: str, tasks: Sequence[Task]) -> tuple[dict[str, float], list[list[int]]]:
+    """What `reference_loss` measures where each token has -1 nat, and the tokens that it asks about."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    asked: list[list[int]] = []
+
+    def score(rollouts: Sequence[ProcessedRollout]) -> list[Scores]:
+        asked.extend(rollout.input_ids[rollout.loss_mask].tolist() for rollout in rollouts)
+        return [
+            Scores(-rollout.loss_mask.astype(np.float32), np.zeros(rollout.loss_mask.shape, np.float32))
+            for rollout in rollouts
+        ]
+
+    made = dataclasses.replace(player(lambda request: "1"), tokenizer=ChatTokenizer(tokenizer))
+    return reference_loss(made, tasks, score), asked
+
+
+WITHOUT_BLOCKS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_the_loss_on_reference_answers_needs_no_generation_blocks():
+    tasks = [Task("a", "exam", (message("2+3="),), "5", worked_answer="5")]
+    found, asked = scored_tokens(WITHOUT_BLOCKS, tasks)
+    assert asked == [[*b"5", END]]
+    assert found == {"eval/exam/loss": 1.0, "eval/exam/loss_tokens": 2.0}
+
+
+def test_examples_in_a_prompt_are_no_reference_answers():
+    example = (message("1+1="), Message(role="assistant", content="2"), message("2+3="))
+    _, asked = scored_tokens(TOKENIZER.tokenizer.chat_template, [Task("a", "exam", example, "5", worked_answer="5")])
+    assert asked == [[*b"5", END]]

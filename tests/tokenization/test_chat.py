@@ -7,11 +7,13 @@ import pickle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from marin_rl.tokenization.byte_tokenizer import SPECIAL_TOKENS, byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer, truncate_at_reply
 from marin_rl.tokenization.chat_template import ChatTemplateError
+from marin_rl.tokenization.load import plain_template
 
 BYTE_CHAT = ChatTokenizer(byte_tokenizer())
 
@@ -453,3 +455,54 @@ def test_truncation_checks_its_arguments():
         truncate_at_reply((1,), (True, False), 4)
     with pytest.raises(ValueError, match="max_length is 0"):
         truncate_at_reply((1,), (True,), 0)
+
+
+# --- tokens across the start of a reply ---
+
+
+def merging(template: str | None) -> ChatTokenizer:
+    """A byte-level BPE tokenizer with two merges, of `12` and of two newlines; by default its template is `plain`."""
+    alphabet = [*pre_tokenizers.ByteLevel.alphabet()]
+    newline = "\u010a"
+    pieces = [*alphabet, "12", newline * 2]
+    model = models.BPE({piece: index for index, piece in enumerate(pieces)}, [("1", "2"), (newline, newline)])
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    tokenizer.chat_template = template or plain_template(tokenizer)
+    return ChatTokenizer(tokenizer)
+
+
+CHATML_LIKE = (
+    "{% for m in messages %}{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("template", "question", "reply"), [(None, "x1", "2"), (CHATML_LIKE, "x", "\n12")])
+def test_no_token_spans_the_end_of_the_prompt_and_the_reply(template: str | None, question: str, reply: str):
+    chat = merging(template)
+    asked, conversation = [message("user", question)], [message("user", question), message("assistant", reply)]
+    prompt = chat.prompt_tokens(asked)
+    ids, mask = chat.encode_conversation(conversation)
+    assert ids[: len(prompt)] == prompt
+    assert mask == (*[False] * len(prompt), *[True] * (len(ids) - len(prompt)))
+    assert chat.tokenizer.decode(ids[len(prompt) :]) == f"{reply}<|end|>"
+    assert chat.encode_replies(conversation, 1) == (ids, mask)
+
+
+# --- a demonstration as an episode ---
+
+
+@settings(deadline=None)
+@given(conversations(HOSTILE))
+def test_replies_of_a_demonstration_are_tokens_of_an_episode(messages: list[dict[str, str]]):
+    replies = [message("assistant", "6"), message("user", "wrong"), message("assistant", "5 ")]
+    ids, mask = byte_oracle([*messages, *replies])
+    asked, _ = byte_oracle(messages)
+    expected = (*[False] * len(asked), *mask[len(asked) :])
+    assert BYTE_CHAT.encode_replies([*messages, *replies], len(messages)) == (ids, expected)
