@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from marin_rl.objectives.shaping import OverlongConfig, TruncationConfig
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus
 
+OVERLONG = "overlong"
+"""Reward component: the soft penalty on long answers."""
+
 
 def shape_rewards(
     groups: Sequence[RolloutGroup], overlong: OverlongConfig, truncation: TruncationConfig, *, max_new_tokens: int
@@ -22,19 +25,29 @@ def shape_rewards(
     Args:
         groups: graded groups; failed rollouts stay as they are.
         overlong: the soft penalty, added as component `overlong`. Of several turns the longest answer counts.
-        truncation: may give truncated rollouts a fixed reward, as their only component `truncated`.
+        truncation: may give truncated rollouts a fixed reward, as their only component `truncated`; their turns then
+            have no rewards of their own.
         max_new_tokens: the limit of an answer.
+
+    Raises:
+        ValueError: if the environment or a reward function has a component `overlong` already; names the rollout.
     """
 
     def shaped(rollout: Rollout) -> Rollout:
         if not rollout.rewards:
             return rollout
         if rollout.status is RolloutStatus.TRUNCATED and truncation.fixed_reward is not None:
-            return dataclasses.replace(rollout, rewards={"truncated": truncation.fixed_reward})
+            turns = tuple(dataclasses.replace(turn, rewards={}) for turn in rollout.turns)
+            return dataclasses.replace(rollout, rewards={"truncated": truncation.fixed_reward}, turns=turns)
         if not overlong.buffer:
             return rollout
+        if OVERLONG in rollout.rewards:
+            raise ValueError(
+                f"rollout {rollout.id}: its environment or a reward function gives a reward named {OVERLONG!r}, which "
+                "is the name of the soft overlong penalty; give it another name, or set overlong.buffer: 0"
+            )
         longest = max(len(turn.generation.token_ids) for turn in rollout.turns)
         penalty = overlong.penalty(longest, max_new_tokens)
-        return dataclasses.replace(rollout, rewards={**rollout.rewards, "overlong": penalty})
+        return dataclasses.replace(rollout, rewards={**rollout.rewards, OVERLONG: penalty})
 
     return [RolloutGroup(group.id, [shaped(rollout) for rollout in group.rollouts]) for group in groups]

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import copy
+import dataclasses
 
 import pytest
 
@@ -89,8 +90,18 @@ def test_a_fixed_reward_stands_for_all_others(overlong: OverlongConfig):
     found = shaped(rollout(10, status=RolloutStatus.TRUNCATED), overlong, RewardTruncatedConfig(reward=-0.5))
     assert found.rewards == {"truncated": -0.5}
     assert found.total_reward == -0.5
+    # Estimators that credit turns find none of the others either.
+    several = shaped(rollout(3, 10, status=RolloutStatus.TRUNCATED), overlong, RewardTruncatedConfig(reward=-0.5))
+    assert [turn.reward for turn in several.turns] == [None, None]
     completed = rollout(2)
     assert shaped(completed, OFF, RewardTruncatedConfig(reward=-0.5)) == completed
+
+
+def test_a_reward_with_the_name_of_the_penalty_is_refused():
+    made = dataclasses.replace(rollout(10), rewards={"correct": 1.0, "overlong": 5.0})
+    with pytest.raises(ValueError, match=r"rollout r: .* a reward named 'overlong'.*overlong.buffer: 0"):
+        shaped(made, SOFT, KeepTruncatedConfig())
+    assert shaped(made, OFF, KeepTruncatedConfig()) == made
 
 
 def test_failed_rollouts_stay_without_a_reward():
