@@ -5,6 +5,7 @@
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -37,8 +38,8 @@ class LessonConfig:
     """How many of the lesson's last graded rollouts its score is the mean of; before there are so many it has none."""
 
     def __post_init__(self) -> None:
-        if not self.weight > 0:
-            raise ValueError(f"lesson {self.name!r}: weight is {self.weight}; it must be above 0")
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f"lesson {self.name!r}: weight is {self.weight}; it must be finite and above 0")
         if self.window < 1:
             raise ValueError(f"lesson {self.name!r}: window is {self.window}; it must be at least 1 rollout")
         if self.graduate_at is not None and self.graduate_at < self.unlock_at:

@@ -4,6 +4,7 @@
 """Training on several environments at once, each with its share of the tasks."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -24,8 +25,8 @@ class MixturePartConfig:
     """How often tasks are drawn from it, beside the other parts' weights; above 0."""
 
     def __post_init__(self) -> None:
-        if not self.weight > 0:
-            raise ValueError(f"weight is {self.weight}; it must be above 0: leave the part out instead")
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f"weight is {self.weight}; it must be finite and above 0, or leave the part out")
 
 
 @EnvironmentConfig.register_subclass("mixture")

@@ -30,6 +30,7 @@ from marin_rl.rewards.losses import CallLostError, LossCause
 from marin_rl.rewards.patterns import check_pattern, extract_last
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.seeds import derive_seed
+from marin_rl.types import MAX_REWARD
 
 T = TypeVar("T")
 
@@ -113,17 +114,22 @@ class LlmJudgeConfig(RewardComponentConfig):
                 f"rewards: comparison of {self.name!r} is {self.comparison.value}, but with scope: pointwise nothing "
                 "is compared; set scope: group"
             )
-        if not self.lowest < self.highest:
+        if not -MAX_REWARD <= self.lowest < self.highest <= MAX_REWARD:
             raise ValueError(
-                f"rewards: lowest of {self.name!r} is {self.lowest} and highest {self.highest}; lowest must be less"
+                f"rewards: lowest of {self.name!r} is {self.lowest} and highest {self.highest}; lowest must be less, "
+                f"and both at most {MAX_REWARD:g} in magnitude"
             )
         for field, least in (("retries", 0), ("backoff_seconds", 0), ("max_concurrency", 1), ("max_tokens", 1)):
-            if getattr(self, field) < least:
-                raise ValueError(f"rewards: {field} of {self.name!r} is {getattr(self, field)}; at least {least}")
+            if not least <= getattr(self, field) < math.inf:
+                raise ValueError(
+                    f"rewards: {field} of {self.name!r} is {getattr(self, field)}; it is finite and at least {least}"
+                )
         if not (self.timeout_seconds > 0 and math.isfinite(self.timeout_seconds)):
             raise ValueError(f"rewards: timeout_seconds of {self.name!r} is {self.timeout_seconds}; it is above 0")
-        if not self.temperature >= 0:
-            raise ValueError(f"rewards: temperature of {self.name!r} is {self.temperature}; at least 0")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"rewards: temperature of {self.name!r} is {self.temperature}; it is finite and at least 0"
+            )
 
     def build(self, sandbox: Sandbox) -> "LlmJudge":
         """Make the component; it runs no code that is not the trainer's, so the sandbox plays no part."""

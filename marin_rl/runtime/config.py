@@ -178,8 +178,10 @@ class RolloutConfig:
             )
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"rollouts.max_tokens is {self.max_tokens}; it must be at least 1, or null for no limit")
-        if not self.max_seconds > 0:
-            raise ValueError(f"rollouts.max_seconds is {self.max_seconds}; it is a number of seconds above 0")
+        if not 0 < self.max_seconds <= 1e9:
+            raise ValueError(
+                f"rollouts.max_seconds is {self.max_seconds}; it is a number of seconds above 0 and at most 1e9"
+            )
         if self.row_length is not None and self.row_length < self.max_length:
             raise ValueError(
                 f"rollouts.row_length is {self.row_length}, but a sequence may have rollouts.max_length = "

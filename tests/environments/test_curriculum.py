@@ -132,6 +132,7 @@ def test_lessons_that_make_no_order_are_refused(lessons: tuple[LessonConfig, ...
     ("changes", "message"),
     [
         ({"weight": 0.0}, "lesson 'a': weight is 0.0"),
+        ({"weight": float("inf")}, "lesson 'a': weight is inf; it must be finite"),
         ({"window": 0}, "lesson 'a': window is 0"),
         ({"graduate_at": 0.25}, "lesson 'a': graduate_at 0.25 is below unlock_at 0.5"),
     ],

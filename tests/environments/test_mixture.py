@@ -3,6 +3,7 @@
 
 import asyncio
 import collections
+import math
 import re
 
 import pytest
@@ -64,8 +65,9 @@ def test_names_must_differ_and_there_must_be_some():
         MixtureConfig(()).build()
     with pytest.raises(ValueError, match="environment 'cards' has no tasks to train on"):
         MixtureConfig((MixturePartConfig(CardsConfig(size=0)),)).build()
-    with pytest.raises(ValueError, match=r"weight is 0.0; it must be above 0"):
-        MixturePartConfig(CardsConfig(), 0.0)
+    for weight in (0.0, math.inf):
+        with pytest.raises(ValueError, match=rf"weight is {weight}; it must be finite and above 0"):
+            MixturePartConfig(CardsConfig(), weight)
 
 
 def test_from_yaml():

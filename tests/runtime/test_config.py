@@ -452,6 +452,12 @@ def test_a_limit_of_prompts_leaves_room_for_an_answer(length: int):
     assert RolloutConfig(max_prompt_length=511, long_prompts=LongPrompts.SKIP).long_prompts is LongPrompts.SKIP
 
 
+@pytest.mark.parametrize("seconds", [0.0, float("nan"), float("inf"), 1e10])
+def test_the_time_of_a_rollout_is_one_that_threads_can_wait(seconds: float):
+    with pytest.raises(ValueError, match=r"rollouts.max_seconds is .* above 0 and at most 1e9"):
+        RolloutConfig(max_seconds=seconds)
+
+
 def test_prompts_are_cut_to_a_length_that_is_given():
     with pytest.raises(ValueError, match=r"truncate_left, but rollouts.max_prompt_length is null; .* which is 24"):
         config(
