@@ -90,7 +90,7 @@ def work_out(rollouts: dict[str, list[Step]]) -> Example:
         rollouts: the raw turns of each rollout, by its id.
     """
     requests = [
-        RewardRequest(name, conversation(steps), "", "lake", "FrozenLake-v1", "completed", first_policy_message=1)
+        RewardRequest(name, conversation(steps), "", "lake", "FrozenLake-v1", "completed", num_prompt_messages=1)
         for name, steps in rollouts.items()
     ]
     results = evaluate(wasted_moves, requests, {"penalty": 0.2})
@@ -101,7 +101,7 @@ def work_out(rollouts: dict[str, list[Step]]) -> Example:
             score=result.total_score,
             steps=tuple(
                 align_steps(
-                    request.rollout_id, request.messages, result.step_outputs or (), request.first_policy_message
+                    request.rollout_id, request.messages, result.step_outputs or (), request.num_prompt_messages
                 ).values()
             ),
         )

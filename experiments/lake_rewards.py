@@ -7,14 +7,14 @@ from marin_rl.rewards import EvaluateResult, StepOutput, reward_function
 
 
 @reward_function
-def wasted_moves(messages, ground_truth, penalty=0.2, **kwargs):
+def wasted_moves(messages, ground_truth, penalty=0.2, num_prompt_messages=0, **kwargs):
     """Give `-penalty` to each move after which the map is the same, as after a move into the border.
 
     The move that ends the game is followed by no map and is never wasted.
     """
     steps = []
     for index, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if index < num_prompt_messages or message["role"] != "assistant":
             continue
         before = messages[index - 1]["content"]
         after = messages[index + 1]["content"] if index + 1 < len(messages) else None

@@ -13,13 +13,12 @@ class StepIndexError(ValueError):
     """A step index that names no message of the policy; the message names rollout, index and the valid ones."""
 
 
-def policy_messages(messages: Sequence[Message], first_policy_message: int) -> list[int]:
+def policy_messages(messages: Sequence[Message], num_prompt_messages: int) -> list[int]:
     """The indices in `messages` of what the policy said: the k-th is turn k.
 
     Args:
         messages: the whole conversation.
-        first_policy_message: index of the first message that is not the prompt's; assistant messages before it are
-            examples that somebody wrote.
+        num_prompt_messages: messages of the prompt; assistant messages among them are examples that somebody wrote.
 
     >>> chat = [{"role": role, "content": ""} for role in ("user", "assistant", "user", "assistant")]
     >>> policy_messages(chat, 0), policy_messages(chat, 2)
@@ -28,12 +27,12 @@ def policy_messages(messages: Sequence[Message], first_policy_message: int) -> l
     return [
         index
         for index, message in enumerate(messages)
-        if index >= first_policy_message and message["role"] == "assistant"
+        if index >= num_prompt_messages and message["role"] == "assistant"
     ]
 
 
 def align_steps(
-    rollout_id: str, messages: Sequence[Message], step_outputs: Sequence[StepOutput], first_policy_message: int = 0
+    rollout_id: str, messages: Sequence[Message], step_outputs: Sequence[StepOutput], num_prompt_messages: int = 0
 ) -> dict[int, StepReward]:
     """Match what a reward function says about steps with the turns that they are about.
 
@@ -41,7 +40,7 @@ def align_steps(
         rollout_id: names the rollout in errors.
         messages: the whole conversation, as the function was given it.
         step_outputs: what the function said, in any order.
-        first_policy_message: index of the first message that is not the prompt's.
+        num_prompt_messages: messages of the prompt.
 
     Returns:
         The step rewards by turn, in the turns' order; turns without one are left out.
@@ -49,11 +48,11 @@ def align_steps(
     Raises:
         StepIndexError: if an index names no message, a message that is not the policy's, or one twice.
     """
-    turns = {index: turn for turn, index in enumerate(policy_messages(messages, first_policy_message))}
+    turns = {index: turn for turn, index in enumerate(policy_messages(messages, num_prompt_messages))}
     found: dict[int, StepReward] = {}
     for step in step_outputs:
         index = step.step_index
-        problem = _problem(index, messages, first_policy_message)
+        problem = _problem(index, messages, num_prompt_messages)
         if problem is None and turns[index] in found:
             problem = "is given twice"
         if problem is not None:
@@ -67,12 +66,12 @@ def align_steps(
     return dict(sorted(found.items()))
 
 
-def _problem(index: int, messages: Sequence[Message], first_policy_message: int) -> str | None:
+def _problem(index: int, messages: Sequence[Message], num_prompt_messages: int) -> str | None:
     if not 0 <= index < len(messages):
         return f"is outside of the {len(messages)} messages"
     role = messages[index]["role"]
     if role != "assistant":
         return f"is a message of role {role!r}"
-    if index < first_policy_message:
-        return f"is an example in the prompt, which ends at message {first_policy_message}"
+    if index < num_prompt_messages:
+        return f"is an example in the prompt, which ends at message {num_prompt_messages}"
     return None

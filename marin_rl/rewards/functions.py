@@ -136,16 +136,15 @@ class RewardRequest:
     """Name of the environment that made the task."""
     status: str
     """How the rollout ended: `completed` or `truncated`."""
-    first_policy_message: int = 0
-    """Index in `messages` of the first message that can be the policy's; assistant messages before it are examples
-    in the prompt."""
+    num_prompt_messages: int = 0
+    """Number of messages in the prompt, which `messages` begins with; assistant messages among them are examples."""
     group_seed: int = 0
     """Seed derived from the run's seed and the group; equal for the rollouts of a group."""
 
     @property
     def last_reply(self) -> str:
         """The text of the policy's last message."""
-        policy = self.messages[self.first_policy_message :]
+        policy = self.messages[self.num_prompt_messages :]
         return next(message["content"] for message in reversed(policy) if message["role"] == "assistant")
 
 
@@ -210,8 +209,9 @@ def reward_function(function: Callable[..., Any] | None = None, /, *, mode: str 
     """Mark a function as a reward function.
 
     Pointwise, it is given the `messages` of one rollout and its `ground_truth`; in batch mode, lists of both, one
-    entry a rollout. The other keywords are `task_id`, `environment`, `status` (lists in batch mode) and the
-    component's own options, so it ends in `**kwargs`.
+    entry a rollout. The other keywords are `task_id`, `environment`, `status`, `num_prompt_messages` (lists in batch
+    mode) and the component's own options, so it ends in `**kwargs`. The policy's turns are the assistant messages from
+    `messages[num_prompt_messages]` on.
 
     Args:
         function: the function, where the decorator is written without parentheses.
@@ -253,7 +253,7 @@ def _decorate(function: Callable[..., Any], mode: str) -> RewardFunction:
     return RewardFunction(function, RewardMode(mode))
 
 
-GIVEN = ("messages", "ground_truth", "task_id", "environment", "status")
+GIVEN = ("messages", "ground_truth", "task_id", "environment", "status", "num_prompt_messages")
 """The keywords that every reward function is given; a component's options have other names."""
 
 

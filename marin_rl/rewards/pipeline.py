@@ -83,7 +83,7 @@ class RewardPipeline:
             return self._lost(component, request, LossCause.INVALID_SCORE, why)
         try:
             steps = align_steps(
-                request.rollout_id, request.messages, result.step_outputs or (), request.first_policy_message
+                request.rollout_id, request.messages, result.step_outputs or (), request.num_prompt_messages
             )
         except StepIndexError as error:
             return self._lost(component, request, LossCause.STEP_INDEX, str(error))

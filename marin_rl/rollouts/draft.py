@@ -237,7 +237,7 @@ class Draft:
             task_id=self.task.id,
             environment=self.task.environment,
             status=self._end.value,
-            first_policy_message=len(self.task.messages),
+            num_prompt_messages=len(self.task.messages),
             group_seed=self._attempt.start_seed,
         )
 

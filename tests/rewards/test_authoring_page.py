@@ -4,6 +4,7 @@
 """What the page on rewards shows is run as it stands."""
 
 import asyncio
+import dataclasses
 import json
 import re
 import subprocess
@@ -85,6 +86,7 @@ def conversation(*said: str) -> tuple[dict[str, str], ...]:
 
 def test_the_examples_with_steps_work(folder: Path, monkeypatch: pytest.MonkeyPatch, request_of: Any):
     monkeypatch.chdir(folder)
+    example = conversation("u: 1+1", "a: call", "t: 2", "a: 2")
     good = conversation("u: q", "a: call", "t: 46", "t: Error: no such tool", "a: call", "t: 46", "a: 46")
     bad = conversation("u: q", "a: call", "t: Error: bad", "a: 47")
 
@@ -92,7 +94,10 @@ def test_the_examples_with_steps_work(folder: Path, monkeypatch: pytest.MonkeyPa
         async with Sandbox(SandboxConfig(require=Isolation.NONE)) as sandbox:
             pipeline = build_pipeline(configs()[1], sandbox)
             await pipeline.start()
-            requests = [request_of(messages=messages) for messages in (good, bad)]
+            requests = [
+                dataclasses.replace(request_of(messages=(*example, *messages)), num_prompt_messages=5)
+                for messages in (good, bad)
+            ]
             ones = [await pipeline.judge_one(request) for request in requests]
             group = await pipeline.judge_group(requests)
             rewards = [weighted_rewards([*one, *others]) for one, others in zip(ones, group, strict=True)]

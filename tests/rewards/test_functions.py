@@ -127,7 +127,8 @@ def test_pointwise_outside_the_sandbox(request_of):
     @reward_function
     def exact(messages, ground_truth, tolerance, **kwargs):
         """Doc."""
-        assert kwargs == {"task_id": "t1", "environment": "arithmetic", "status": "completed"}
+        given = {"task_id": "t1", "environment": "arithmetic", "status": "completed", "num_prompt_messages": 0}
+        assert kwargs == given
         return abs(float(messages[-1]["content"]) - float(ground_truth)) <= tolerance
 
     assert (exact.name, exact.mode, exact.__doc__) == ("exact", RewardMode.POINTWISE, "Doc.")
@@ -215,7 +216,7 @@ def test_a_function_does_not_change_the_next_ones_messages(request_of):
 def test_the_last_reply_is_the_policys_whatever_follows_it(request_of):
     request = request_of("46")
     tool, example = {"role": "tool", "content": "42"}, {"role": "assistant", "content": "an example"}
-    cut = dataclasses.replace(request, messages=(example, *request.messages, tool), first_policy_message=2)
+    cut = dataclasses.replace(request, messages=(example, *request.messages, tool), num_prompt_messages=2)
     assert (request.last_reply, cut.last_reply) == ("46", "46")
 
 

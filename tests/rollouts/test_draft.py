@@ -320,7 +320,7 @@ def test_functions_are_told_the_whole_conversation_and_where_the_policy_begins()
         ("user", "on"),
         ("assistant", "abc"),
     ]
-    assert (request.first_policy_message, request.ground_truth, request.status) == (1, "5", "completed")
+    assert (request.num_prompt_messages, request.ground_truth, request.status) == (1, "5", "completed")
 
 
 # --- how it ends ---

@@ -114,7 +114,7 @@ def test_functions_are_told_the_whole_conversation_and_where_the_policy_began():
     play(made, [task(2)])
     [request] = requests
     assert [message["content"] for message in request.messages] == ["go", "a", "n1", "b"]
-    assert (request.first_policy_message, request.ground_truth, request.status) == (1, "2", "completed")
+    assert (request.num_prompt_messages, request.ground_truth, request.status) == (1, "2", "completed")
 
 
 def test_an_environment_that_gives_no_reward_needs_somebody_who_does():
