@@ -199,6 +199,7 @@ class Draft:
                 RolloutStatus.FAILED,
                 "ValueError: the environment's step is not done, but has no messages to show the policy next",
             )
+        _check_texts(step.messages)
         if any(message["role"] == "assistant" for message in step.messages):
             raise EnvironmentFault(
                 RolloutStatus.FAILED,
@@ -307,6 +308,20 @@ def _numbers(values: Mapping[str, float]) -> dict[str, float]:
         return {name: float(value) for name, value in values.items()}
     except (TypeError, ValueError, OverflowError) as error:
         raise EnvironmentFault(RolloutStatus.FAILED, f"{type(error).__name__}: {error}") from error
+
+
+def _check_texts(messages: Sequence[Message]) -> None:
+    """Fail the rollout of an environment whose messages no tokenizer and no JSON file takes."""
+    for index, message in enumerate(messages):
+        try:
+            for text in (message["role"], message["content"]):
+                text.encode("utf-8")
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise EnvironmentFault(
+                RolloutStatus.FAILED,
+                f"ValueError: message {index} of the environment's step is {message!r:.200}; role and content "
+                f"must be texts without lone surrogates ({type(error).__name__}: {error})",
+            ) from error
 
 
 def _info(info: Info) -> dict[str, Any]:

@@ -246,6 +246,16 @@ def test_a_number_too_large_for_a_float_is_the_environments_fault():
     assert caught.value.status is RolloutStatus.FAILED
 
 
+@pytest.mark.parametrize("done", [False, True])
+def test_a_message_that_no_tokenizer_takes_is_the_environments_fault(done: bool):
+    made = draft()
+    made.hear(*said("abc"))
+    step = Step({"game": 1.0}, (Message(role="user", content="half a \ud83d"),), done=done)
+    with pytest.raises(EnvironmentFault, match=r"message 0 of the environment's step .* lone surrogates") as raised:
+        made.see(step, TOKENIZER, LIMITS)
+    assert raised.value.status is RolloutStatus.FAILED
+
+
 def test_nobody_but_the_policy_speaks_as_the_assistant():
     made = played(goes_on(game=1.0))
     made.hear(*said("abc"))
