@@ -13,6 +13,7 @@ from marin_rl.environments.base import Step
 from marin_rl.environments.user_file import UserFileError
 from marin_rl.rewards.combine import failure, turn_rewards, weighted_rewards
 from marin_rl.rewards.functions import RewardRequest
+from marin_rl.rollouts.shape_rewards import TRUNCATED
 from marin_rl.rollouts.state_hashing import StateHash, default_state_hash
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.seeds import derive_seed
@@ -142,6 +143,7 @@ class Draft:
         self._metrics: dict[str, float] = {}
         self._info: dict[str, Any] = {}
         self._truncated = False
+        self._is_cut_off = False
         self._status: RolloutStatus | None = None
         self._error: str | None = None
         self._evaluations: list[Evaluation] = []
@@ -221,7 +223,7 @@ class Draft:
         context = 0 if starts_sequence else len(self._sequence)
         no_room = context + len(tokens) >= limits.max_length
         if no_room or len(self._turns) >= limits.max_turns or self._tokens_left(limits) < 1:
-            self.over = self._truncated = True
+            self.over = self._truncated = self._is_cut_off = True
             self._last_observation = Observation(step.messages, tokens, starts_sequence)
             return
         self._observed, self._anchor = step.messages, self._anchor_of(step)
@@ -266,16 +268,20 @@ class Draft:
     def finish(self) -> Rollout:
         """The record of it.
 
+        A rollout that a limit ended before its environment or a reward function gave any reward has earned 0, as
+        component `truncated`: an environment may keep its rewards for the end.
+
         Raises:
             ValueError: if a reward is NaN or infinite, or there is none; the message names the rollout.
         """
+        unrewarded = {TRUNCATED: 0.0} if self._is_cut_off else {}
         rollout = Rollout(
             id=self._attempt.id,
             group_id=self._attempt.group_id,
             task=self._attempt.task,
             turns=tuple(self._turns),
             status=self._end,
-            rewards={} if self.has_failed else self._rewards,
+            rewards={} if self.has_failed else self._rewards or unrewarded,
             error=self._error,
             evaluations=tuple(self._evaluations),
             metrics=self._metrics,

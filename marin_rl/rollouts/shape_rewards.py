@@ -15,6 +15,8 @@ from marin_rl.types import Rollout, RolloutGroup, RolloutStatus
 
 OVERLONG = "overlong"
 """Reward component: the soft penalty on long answers."""
+TRUNCATED = "truncated"
+"""Reward component: the fixed reward of truncated rollouts, and the 0 of those cut off before they had any reward."""
 
 
 def shape_rewards(
@@ -38,7 +40,7 @@ def shape_rewards(
             return rollout
         if rollout.status is RolloutStatus.TRUNCATED and truncation.fixed_reward is not None:
             turns = tuple(dataclasses.replace(turn, rewards={}) for turn in rollout.turns)
-            return dataclasses.replace(rollout, rewards={"truncated": truncation.fixed_reward}, turns=turns)
+            return dataclasses.replace(rollout, rewards={TRUNCATED: truncation.fixed_reward}, turns=turns)
         if not overlong.buffer:
             return rollout
         if OVERLONG in rollout.rewards:

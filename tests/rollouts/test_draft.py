@@ -360,6 +360,18 @@ def test_an_aborted_generation_aborts_the_rollout_and_names_the_stop_reason():
     assert not rollout.status.is_graded
 
 
+def test_a_rollout_that_is_cut_off_before_any_reward_has_earned_nothing():
+    limits = dataclasses.replace(LIMITS, max_turns=2)
+    cut = played(goes_on(), goes_on(), limits=limits).finish()
+    assert (cut.status, cut.rewards, cut.total_reward) == (RolloutStatus.TRUNCATED, {"truncated": 0.0}, 0.0)
+    assert [turn.reward for turn in cut.turns] == [None, None]
+    # What was given before, or by a reward function, is all there is.
+    assert played(goes_on(moves=1.0), goes_on(), limits=limits).finish().rewards == {"moves": 1.0}
+    made = played(goes_on(), goes_on(), limits=limits)
+    made.judged([Evaluation("style", weight=2.0, score=0.5)])
+    assert made.finish().rewards == {"style": 1.0}
+
+
 def test_a_rollout_that_nobody_rewarded_is_an_error_that_names_it():
     with pytest.raises(ValueError, match="Rollout r: status is completed but it has no reward"):
         played(Step({})).finish()
