@@ -15,6 +15,7 @@ from typing import NamedTuple
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import levanter.tracker
 from haliax import Axis, NamedArray
 from haliax.partitioning import current_thread_local_mapping, physical_axis_size
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
@@ -35,8 +36,10 @@ def policy_activations(model: LmHeadModel, batch: RlExample) -> NamedArray:
         `{batch, position, embed}` in the model's precision, aligned with the predicting positions: entry `t` speaks
         about token `t + 1`.
     """
-    activations = model.activations(batch.input_ids, batch.attention_mask, key=None, pos_ids=batch.position_ids)
-    # Mixture-of-experts models also return a balancing loss.
+    # Mixture-of-experts models log their routing, by a callback that cannot be differentiated unless it is deferred.
+    with levanter.tracker.defer_tracker_for_jit():
+        activations = model.activations(batch.input_ids, batch.attention_mask, key=None, pos_ids=batch.position_ids)
+    # They also return a balancing loss.
     return activations[0] if isinstance(activations, tuple) else activations
 
 

@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any, cast
 
 import equinox as eqx
 import haliax as hax
@@ -25,6 +26,8 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.models.qwen import Qwen3Config
 
 import marin_rl
+from marin_rl.models.qwen2 import Qwen2Config
+from marin_rl.models.rotary import YarnRotaryConfig
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.levanter_sampler import LevanterSampler
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest, SamplerError
@@ -36,9 +39,11 @@ STOP_IDS = (62, 63)
 PAGE = 8
 SLOTS = 8
 MAX_NEW = 12
-LLAMA = LlamaConfig(
-    seq_len=64, hidden_dim=32, intermediate_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, initializer_range=0.2
-)
+SIZES: dict[str, Any] = {
+    **{"seq_len": 64, "hidden_dim": 32, "intermediate_dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
+    "initializer_range": 0.2,
+}
+LLAMA = LlamaConfig(**SIZES)
 QWEN3 = Qwen3Config(
     seq_len=64, hidden_dim=32, intermediate_dim=64, num_layers=1, num_heads=4, num_kv_heads=2, initializer_range=0.2
 )
@@ -135,6 +140,22 @@ def test_qwen3_logprobs_are_those_of_the_full_forward_pass():
     model = build(QWEN3)
     requests = make_requests(LENGTHS)
     assert largest_error(model, requests, make_sampler(model).sample(requests)) < 1e-5
+
+
+def test_qwen2_logprobs_with_yarn_are_those_of_the_full_forward_pass():
+    """With biases, and with positions beyond the context that YaRN extends."""
+    rope = YarnRotaryConfig(factor=4.0, original_max_position_embeddings=10)
+    model = build(Qwen2Config(**{**SIZES, "num_layers": 1}, rope=rope))
+    rng = np.random.default_rng(0)
+    draws = [jnp.asarray(rng.normal(scale=0.5, size=leaf.shape), leaf.dtype) for leaf in biases(model)]
+    model = eqx.tree_at(biases, model, draws)
+    requests = make_requests([1, 7, 9, 24, 33])
+    assert largest_error(model, requests, make_sampler(model).sample(requests)) < 1e-5
+
+
+def biases(model: LmHeadModel) -> list[jax.Array]:
+    attention = cast(Any, model).transformer.layers.stacked.self_attn
+    return [projection.bias.array for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
 
 
 def test_greedy_equals_a_naive_argmax_loop(sampler: LevanterSampler, model: LmHeadModel):

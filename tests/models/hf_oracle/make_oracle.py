@@ -6,7 +6,7 @@
 The records in this folder were made with torch 2.15.0 and transformers 4.57.6 in float64 (step `logprobs`), then with
 transformers 5.23.0 (step `version5`, which needs no torch). Neither is needed to run the tests.
 
-    python make_oracle.py logprobs   # with transformers 4: config, tensor shapes and log-probabilities of each case
+    python make_oracle.py logprobs   # with transformers 4: config, tensor shapes, log-probabilities and gradients
     python make_oracle.py version5   # with transformers 5: the config of each case as that version writes it
 
 Weights are not recorded: `weights` draws them from the names of the tensors.
@@ -101,8 +101,25 @@ def weights(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
     return tensors
 
 
+def loss_weights() -> np.ndarray:
+    """Factors of the log-probabilities in the loss whose gradient is recorded, `[2, LENGTH - 1]`."""
+    return np.random.default_rng(1).normal(size=(2, LENGTH - 1)).astype(np.float32)
+
+
+def direction(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A random direction of length 1 in the space of a tensor, float64."""
+    draw = np.random.default_rng(zlib.crc32(f"direction of {name}".encode())).normal(size=shape)
+    return draw / np.linalg.norm(draw)
+
+
+def summarize_gradient(name: str, gradient: np.ndarray) -> tuple[float, float]:
+    """Norm of a tensor's gradient, and its slope along the tensor's `direction`."""
+    exact = gradient.astype(np.float64)
+    return float(np.linalg.norm(exact)), float(np.sum(exact * direction(name, exact.shape)))
+
+
 def record_logprobs() -> None:
-    """Write config, tensor shapes and log-probabilities of every case."""
+    """Write config, tensor shapes, log-probabilities and gradients of every case, and keep `config_version5`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -120,11 +137,21 @@ def record_logprobs() -> None:
         assert not unexpected, unexpected
         model.tie_weights()
         ids = torch.from_numpy(token_ids()).long()
-        with torch.no_grad():
-            logs = torch.log_softmax(model(ids).logits[:, :-1], -1)
+        logs = torch.log_softmax(model(ids).logits[:, :-1], -1)
         logprobs = torch.gather(logs, -1, ids[:, 1:, None])[..., 0]
-        record = {"config": config, "tensors": shapes, "logprobs": logprobs.numpy().astype(float).round(7).tolist()}
-        (FOLDER / f"{case}.json").write_text(json.dumps(record) + "\n")
+        (logprobs * torch.from_numpy(loss_weights()).double()).sum().backward()
+        path = FOLDER / f"{case}.json"
+        record = json.loads(path.read_text()) if path.exists() else {}
+        record |= {
+            "config": config,
+            "tensors": shapes,
+            "logprobs": logprobs.detach().numpy().astype(float).round(7).tolist(),
+            "gradients": {
+                name: [float(f"{value:.8g}") for value in summarize_gradient(name, tensor.grad.numpy())]
+                for name, tensor in model.named_parameters()
+            },
+        }
+        path.write_text(json.dumps(record) + "\n")
         print(case, logprobs.mean().item(), logprobs.std().item())
 
 
