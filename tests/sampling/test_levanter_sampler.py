@@ -7,7 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import equinox as eqx
@@ -142,6 +142,16 @@ def test_qwen3_logprobs_are_those_of_the_full_forward_pass():
     assert largest_error(model, requests, make_sampler(model).sample(requests)) < 1e-5
 
 
+@pytest.fixture
+def compiled_quickly() -> Iterator[None]:
+    """Programs without most optimizations, which take longer to compile than to run here."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.usefixtures("compiled_quickly")
 def test_qwen2_logprobs_with_yarn_are_those_of_the_full_forward_pass():
     """With biases, and with positions beyond the context that YaRN extends."""
     rope = YarnRotaryConfig(factor=4.0, original_max_position_embeddings=10)
