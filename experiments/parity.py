@@ -17,7 +17,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import Float, Int
+from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig
 from levanter.models.llama import LlamaConfig
+from levanter.utils.activation import ActivationFunctionEnum
 from safetensors.numpy import load_file
 
 from marin_rl.batching.processed_rollout import ProcessedRollout
@@ -193,11 +195,17 @@ def measure(folder: str, prompts: Sequence[str] = PROMPTS, max_new_tokens: int =
         Differences by name of what is compared.
 
     Raises:
-        ValueError: if the checkpoint is not a llama.
+        ValueError: if the checkpoint is not a llama without rope scaling in one file.
     """
     architecture = read_hf_architecture(folder)
     if type(architecture) is not LlamaConfig:
         raise ValueError(f"{folder} holds a {type(architecture).__name__}; the numpy forward pass is a llama's")
+    if type(architecture.rope) is not DefaultRotaryEmbeddingsConfig:
+        raise ValueError(f"{folder} has rope_scaling in config.json; the numpy forward pass is without it")
+    if architecture.activation_function not in (ActivationFunctionEnum.silu, ActivationFunctionEnum.swish):
+        raise ValueError(f"{folder} has the hidden_act {architecture.activation_function.value!r}, expected 'silu'")
+    if not Path(folder, "model.safetensors").exists():
+        raise ValueError(f"{folder} has no model.safetensors; save the checkpoint again with one file of weights")
     config = TrainConfig(
         run_dir="runs/parity",
         environment=ReasoningGymConfig(task="chain_sum"),

@@ -20,6 +20,8 @@ from marin_rl.learner.policy_model import model_shape, save_hf_policy
 from marin_rl.runtime.config import default_trainer
 from marin_rl.runtime.devices import start_devices
 from marin_rl.tokenization.load import TokenizerConfig
+from tests.models.hf_checkpoint import record, write_config
+from tests.models.hf_oracle.make_oracle import LINEAR
 
 SIZES = {
     "seq_len": 64,
@@ -79,3 +81,16 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
     Qwen3Config(**SIZES).to_hf_config(264).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="holds a Qwen3Config; the numpy forward pass is a llama's"):
         measure(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"rope_scaling": LINEAR}, "has rope_scaling in config.json"),
+        ({"hidden_act": "gelu"}, "has the hidden_act 'gelu', expected 'silu'"),
+        ({}, "has no model.safetensors; save the checkpoint again"),
+    ],
+)
+def test_a_llama_that_the_numpy_forward_pass_does_not_compute_is_refused(tmp_path: Path, changes: dict, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        measure(write_config(tmp_path, {**record("llama")["config"], **changes}))
