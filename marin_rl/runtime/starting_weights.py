@@ -48,7 +48,8 @@ def hf_folder(source: str) -> str:
         ValueError: if it is the directory of a run that has not finished.
     """
     folder = Path(source)
-    if (folder / "config.yaml").exists():
+    # Some checkpoints in Hugging Face format have a config.yaml of their training beside config.json.
+    if (folder / "config.yaml").exists() and not (folder / "config.json").exists():
         if not (folder / "hf" / "config.json").exists():
             raise ValueError(
                 f"initialize_from: the run in {source!r} has not finished: it has no hf/ folder yet. "

@@ -57,6 +57,12 @@ def test_where_weights_lie(finished_run: TinyRun, tmp_path: Path):
         hf_folder(str(tmp_path))
 
 
+def test_a_checkpoint_with_a_config_yaml_of_its_own_is_no_run(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, record("llama")["config"])
+    (tmp_path / "config.yaml").write_text("optimizer: adamw\n")
+    assert hf_folder(folder) == folder
+
+
 def test_a_model_section_must_compute_the_same_as_the_weights(tmp_path: Path):
     checkpoint = write_config(tmp_path / "hf", record("llama")["config"])
     model = LlamaConfig(
