@@ -14,6 +14,7 @@ _VIOLATIONS = {
     "output": (LossCause.OUTPUT, "more output than sandbox.output_kb"),
     "cpu": (LossCause.CPU, "more processor time than sandbox.cpu_seconds"),
     "threads": (LossCause.THREADS, "more threads than sandbox.threads"),
+    "files": (LossCause.FILE_SIZE, "more in its folder than four times sandbox.file_mb"),
     "processes": (LossCause.PROCESSES, "more processes than sandbox.processes"),
 }
 _SIGNALS = {

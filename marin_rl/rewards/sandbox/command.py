@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import marin_rl
+from marin_rl.rewards.sandbox.limits import FOLDER_FILES
 from marin_rl.rewards.sandbox.spec import WorkerSpec
 
 _SYSTEM = (
@@ -111,7 +112,7 @@ def worker_command(spec: WorkerSpec, bubblewrap: str | None) -> list[str]:
 
 
 def _bubblewrap_arguments(spec: WorkerSpec) -> list[str]:
-    size = str(4 * spec.limits.file_bytes)
+    size = str(FOLDER_FILES * spec.limits.file_bytes)
     arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
     arguments += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     arguments += ["--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", SCRATCH]
@@ -142,4 +143,6 @@ def worker_environment(folder: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
+        # The C library reserves 64 MiB of address space for each thread that allocates, which the limit would count.
+        "MALLOC_ARENA_MAX": "1",
     }

@@ -34,8 +34,8 @@ class SandboxConfig:
     threads: int = 64
     """Threads that a call may have at a time, those of its processes included; at least 1. Not limited off Linux."""
     file_mb: int = 16
-    """Mebibytes of any one file that a call writes, and in full isolation a quarter of what its folder holds; at
-    least 1."""
+    """Mebibytes of any one file that a call writes, and a quarter of what its folder holds; at least 1. Off Linux the
+    folder is not limited."""
     output_kb: int = 1024
     """Kibibytes of a call's answer, of what it prints, and of what it writes to stderr, each; at least 1."""
     start_seconds: float = 60.0

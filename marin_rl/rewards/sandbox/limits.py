@@ -35,6 +35,9 @@ class CallLimits:
 _TASKS_OF_WORKER = 2
 """In the namespaces of a call: the worker, and the process that the call was forked from."""
 
+FOLDER_FILES = 4
+"""How many files of the largest size a call's folder holds."""
+
 OPEN_FILES = 64
 """Files that a call may hold open."""
 

@@ -128,6 +128,7 @@ class Sandbox:
         self._idle: list[tuple[str | None, WorkerProcess]] = []
         self._workers: set[WorkerProcess] = set()
         self._starting = 0
+        self._sources: dict[str, bytes] = {}
 
     async def __aenter__(self) -> Self:
         """Start it."""
@@ -333,9 +334,16 @@ class Sandbox:
             start_seconds=float(self.config.start_seconds),
             limits=self.config.limits(),
         )
-        worker = await WorkerProcess.start(spec, self._bubblewrap if has_namespaces else None)
+        source = b"" if file is None else self._source(file)
+        worker = await WorkerProcess.start(spec, source, self._bubblewrap if has_namespaces else None)
         self._workers.add(worker)
         return worker
+
+    def _source(self, file: str) -> bytes:
+        """The content of a user's file when it was first loaded: all calls of a run use one version of it."""
+        if file not in self._sources:
+            self._sources[file] = Path(file).read_bytes()
+        return self._sources[file]
 
     async def _try(self, level: Isolation) -> str | None:
         """What the machine lacks for a level; None where it was seen to hold."""

@@ -23,8 +23,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from marin_rl.rewards.sandbox import frames, kernel, zygote
-from marin_rl.rewards.sandbox.folders import remove
-from marin_rl.rewards.sandbox.limits import address_space
+from marin_rl.rewards.sandbox.folders import remove, takes_more
+from marin_rl.rewards.sandbox.limits import FOLDER_FILES, address_space
 from marin_rl.rewards.sandbox.processes import (
     below,
     cpu_seconds_of,
@@ -73,11 +73,14 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec):
         self._spec = spec
+        self._source = ""
         self._zygote: int | None = None
         self._connection: socket.socket | None = None
         self._functions: dict[str, Any] = {}
         self._taken = 0
         self._stuck: set[str] = set()
+        # In namespaces the file system in memory that calls write to has this size.
+        self._most_bytes = FOLDER_FILES * spec.limits.file_bytes
 
     def serve(self) -> None:
         """Answer requests until the trainer closes the pipe or is gone."""
@@ -87,6 +90,7 @@ class Worker:
             frames.write(_ANSWERS, self._answer(request))
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._source = request.pop("source", self._source)
         if self._zygote is None:
             failure = self._start_zygote()
             if failure is not None:
@@ -104,7 +108,7 @@ class Worker:
         if pid == 0:
             try:
                 ours.close()
-                zygote.run(self._spec, theirs, own)
+                zygote.run(self._spec, self._source, theirs, own)
             finally:
                 os._exit(1)
         theirs.close()
@@ -313,6 +317,8 @@ class Worker:
                 excess = _count(processes, self._spec.limits.threads)
                 if excess is not None:
                     return excess
+                if not self._spec.has_namespaces and takes_more(self._spec.scratch, self._most_bytes, self._stuck):
+                    return "files"
                 if self._cpu_seconds() > cpu_end:
                     return "cpu"
                 reap(self._zygote)

@@ -37,20 +37,22 @@ class WorkerLostError(RuntimeError):
 class WorkerProcess:
     """A running worker. It takes one request at a time."""
 
-    def __init__(self, process: asyncio.subprocess.Process, spec: WorkerSpec, own_scratch: str | None):
+    def __init__(self, process: asyncio.subprocess.Process, spec: WorkerSpec, source: bytes, own_scratch: str | None):
         self._process = process
         self._spec = spec
+        self._source = source
         self._own_scratch = own_scratch
         self.is_loaded = False
         """Whether it has answered a request, so that its file is loaded."""
         self._owes_answer = False
 
     @classmethod
-    async def start(cls, spec: WorkerSpec, bubblewrap: str | None) -> Self:
+    async def start(cls, spec: WorkerSpec, source: bytes, bubblewrap: str | None) -> Self:
         """Start a worker.
 
         Args:
             spec: what it is told; its `scratch` is filled in.
+            source: content of the user's file; empty for a worker that runs programs.
             bubblewrap: path of `bwrap`, or None to start it without.
         """
         own_scratch = None if bubblewrap else tempfile.mkdtemp(prefix="marin_rl_calls_")
@@ -65,7 +67,7 @@ class WorkerProcess:
             # A Ctrl-C in the terminal is the trainer's business: it still needs rewards to finish its step.
             start_new_session=True,
         )
-        return cls(process, spec, own_scratch)
+        return cls(process, spec, source, own_scratch)
 
     @property
     def pid(self) -> int:
@@ -89,6 +91,8 @@ class WorkerProcess:
         """
         began = False
         self._owes_answer = True
+        if not self.is_loaded:
+            request = {**request, "source": self._source.decode("latin-1")}
         try:
             async with asyncio.timeout(seconds):
                 stdin = self._process.stdin

@@ -42,11 +42,12 @@ _ANSWER = 3
 _DEVICES_READ = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
-def run(spec: WorkerSpec, connection: socket.socket, parent: int) -> None:
+def run(spec: WorkerSpec, source: str, connection: socket.socket, parent: int) -> None:
     """Load the file and fork the zygote, which serves calls until the worker is gone.
 
     Args:
         spec: what the worker was told.
+        source: the bytes of the file, in Latin-1.
         connection: to the worker.
         parent: the worker's process.
     """
@@ -54,7 +55,7 @@ def run(spec: WorkerSpec, connection: socket.socket, parent: int) -> None:
     _confine_import(spec)
     sys.path.extend(spec.python_path)
     try:
-        module = None if spec.file is None else _load(spec.file)
+        module = None if spec.file is None else _load(spec.file, source)
     except BaseException as error:
         connection.sendall(frames.encode({"zygote": None, "failed": _explain(error)}))
         return
@@ -152,7 +153,7 @@ def _may_signal(spec: WorkerSpec) -> bool:
     return spec.limits.processes > 0 and spec.has_namespaces
 
 
-def _load(file: str) -> types.ModuleType:
+def _load(file: str, source: str) -> types.ModuleType:
     sys.path.append(os.path.dirname(file))
     name = "reward_file_" + os.path.basename(file).removesuffix(".py")
     found = importlib.util.spec_from_file_location(name, file)
@@ -160,7 +161,7 @@ def _load(file: str) -> types.ModuleType:
         raise ImportError(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module
-    found.loader.exec_module(module)
+    exec(compile(source.encode("latin-1"), file, "exec", dont_inherit=True), module.__dict__)
     return module
 
 
@@ -306,15 +307,19 @@ def _exit_status(code: object) -> int:
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         # The call may have closed or replaced them; what it printed is then its own loss.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):
             stream.flush()
 
 
 def _explain(error: BaseException) -> str:
     """The error's type and message, and the end of its traceback, as the user would see them.
 
-    A surrogate alone has no place in JSON, and is written as an escape.
+    A surrogate alone has no place in JSON, and is written as an escape. The user's `__str__` may raise itself.
     """
     traced = "".join(traceback.format_tb(error.__traceback__, limit=-3))
-    text = f"{type(error).__name__}: {error}"[:2000] + f"\n{traced}"[-2000:]
+    try:
+        message = str(error)
+    except BaseException as failed:
+        message = f"<its __str__ raised {type(failed).__name__}>"
+    text = f"{type(error).__name__}: {message}"[:2000] + f"\n{traced}"[-2000:]
     return text.encode("utf-8", errors="backslashreplace").decode()

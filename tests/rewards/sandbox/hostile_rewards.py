@@ -304,7 +304,20 @@ def writes_many_files(messages, ground_truth, **kwargs):
     for index in range(100):
         with open(os.path.join(tempfile.gettempdir(), str(index)), "wb") as file:
             file.write(bytes(2**20))
-    return 1.0
+    time.sleep(1e6)
+
+
+@reward_function
+def hides_many_files(messages, ground_truth, **kwargs):
+    os.umask(0)
+    for _ in range(1500):
+        os.mkdir("deeper")
+        os.chdir("deeper")
+    os.mkdir("hidden", 0o300)
+    for index in range(100):
+        with open(f"hidden/{index}", "wb") as file:
+            file.write(bytes(2**20))
+    time.sleep(1e6)
 
 
 @reward_function
@@ -469,6 +482,40 @@ def answers_infinity(messages, ground_truth, **kwargs):
 @reward_function
 def answers_a_huge_number(messages, ground_truth, **kwargs):
     return EvaluateResult(score=10**400)
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise SystemExit(0)
+
+
+@reward_function
+def raises_what_cannot_be_said(messages, ground_truth, **kwargs):
+    raise Unspeakable
+
+
+class Unflushable:
+    def write(self, text):
+        pass
+
+    def flush(self):
+        raise SystemExit(0)
+
+
+@reward_function
+def leaves_an_output_that_cannot_be_flushed(messages, ground_truth, **kwargs):
+    sys.stdout = Unflushable()
+    return 1.0
+
+
+@reward_function
+def starts_threads_that_allocate(messages, ground_truth, count, **kwargs):
+    end = threading.Event()
+    threads = [threading.Thread(target=lambda: (bytearray(1000), end.wait())) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    end.set()
+    return 1.0
 
 
 @reward_function

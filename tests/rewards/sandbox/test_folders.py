@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import os
+import resource
+import sys
 from pathlib import Path
 
 import pytest
 
-from marin_rl.rewards.sandbox.folders import remove
+from marin_rl.rewards.sandbox.folders import remove, takes_more
 
 
 def test_files_links_and_folders_are_removed(tmp_path: Path):
@@ -36,3 +38,36 @@ def test_the_reason_is_given():
     if not Path(path).exists():
         pytest.skip("no /proc here")
     assert path in (remove(path) or "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers measure folders on Linux alone")
+def test_the_size_of_a_folder(tmp_path: Path):
+    (tmp_path / "stuck").write_bytes(bytes(10 * 4096))
+    (tmp_path / "file").write_bytes(bytes(2 * 4096))
+    (tmp_path / "empty").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "stuck")
+    assert takes_more(str(tmp_path), 4 * 4096 - 1, {"stuck"})
+    assert not takes_more(str(tmp_path), 4 * 4096, {"stuck"})
+    assert not takes_more(str(tmp_path / "gone"), 0, set())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers measure folders on Linux alone")
+def test_more_folders_out_of_reach_than_descriptors(tmp_path: Path):
+    start = os.getcwd()
+    try:
+        os.chdir(tmp_path)
+        # Paths just long enough that a descriptor is needed for each of the last folders.
+        while len(os.getcwd()) < 2850:
+            os.mkdir("x" * 100)
+            os.chdir("x" * 100)
+        for index in range(100):
+            os.mkdir(f"{index:0200}")
+    finally:
+        os.chdir(start)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    try:
+        assert takes_more(str(tmp_path), 2**30, set())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not takes_more(str(tmp_path), 2**30, set())

@@ -63,6 +63,11 @@ def test_threads_within_the_limit(lenient: Attack):
     assert lenient.call("starts_threads", count=64).score == 1.0
 
 
+def test_threads_take_their_stack_alone(attack: Attack):
+    # 256 MiB hold 20 stacks of 8 MiB; with an arena of 64 MiB each they would hold 3.
+    assert attack.call("starts_threads_that_allocate", count=20).score == 1.0
+
+
 def test_fork_bomb(confined: Attack):
     lost = confined.lost("bombs_with_forks")
     assert lost.cause is LossCause.RAISED
@@ -257,19 +262,23 @@ def test_a_large_file(attack: Attack):
 
 
 def test_many_files(attack: Attack):
+    lost = attack.lost("writes_many_files")
     if attack.level is Isolation.FULL:
-        lost = attack.lost("writes_many_files")
         assert lost.cause is LossCause.RAISED
         assert "No space left" in lost.detail
     else:
-        # Nothing bounds what they take together while the call runs; nothing of it stays.
-        assert attack.call("writes_many_files").score == 1.0
-    attack.is_well()
+        assert lost.cause is LossCause.FILE_SIZE
+        assert lost.detail == "more in its folder than four times sandbox.file_mb"
 
 
-def test_folders_nested_deeply_are_removed(attack: Attack):
-    assert attack.call("nests_folders").score == 1.0
-    attack.is_well()
+def test_many_files_out_of_sight(lenient: Attack):
+    expected = LossCause.RAISED if lenient.level is Isolation.FULL else LossCause.FILE_SIZE
+    assert lenient.cause("hides_many_files") is expected
+
+
+def test_folders_nested_deeply_are_removed(lenient: Attack):
+    assert lenient.call("nests_folders").score == 1.0
+    lenient.is_well()
 
 
 def test_folders_that_cannot_be_read_are_removed(attack: Attack):
@@ -331,6 +340,16 @@ def test_a_message_that_no_json_holds(attack: Attack):
     lost = attack.lost("raises_a_surrogate")
     assert lost.cause is LossCause.RAISED
     assert lost.detail.startswith("ValueError: half a character: \\ud800")
+
+
+def test_an_error_that_cannot_be_said(attack: Attack):
+    lost = attack.lost("raises_what_cannot_be_said")
+    assert lost.cause is LossCause.RAISED
+    assert lost.detail.startswith("Unspeakable: <its __str__ raised SystemExit>\n")
+
+
+def test_an_output_that_cannot_be_flushed(attack: Attack):
+    assert attack.call("leaves_an_output_that_cannot_be_flushed").score == 1.0
 
 
 def test_names_of_metrics(attacks: Attacks):

@@ -35,7 +35,7 @@ def ask(program: str, seconds: float, monkeypatch: pytest.MonkeyPatch, scratch: 
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
 
     async def run() -> WorkerLostError:
-        worker = await WorkerProcess.start(SPEC, None)
+        worker = await WorkerProcess.start(SPEC, b"", None)
         assert len(list(scratch.iterdir())) == 1
         with pytest.raises(WorkerLostError) as raised:
             await worker.ask({"kind": "load"}, seconds)
@@ -82,7 +82,7 @@ def test_a_worker_that_still_owes_an_answer_is_not_asked_again(monkeypatch: pyte
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     async def run() -> None:
-        worker = await WorkerProcess.start(SPEC, None)
+        worker = await WorkerProcess.start(SPEC, b"", None)
         ending = asyncio.Event()
 
         async def end_once_it_was_cancelled() -> None:
