@@ -16,12 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.lake_rewards import wasted_moves
+from marin_rl.objectives.advantage_inputs import AdvantageInputs, TokenAdvantages
 from marin_rl.objectives.gigpo import GigpoConfig, anchor_of
-from marin_rl.objectives.signals import Credit, RolloutSignal
 from marin_rl.rewards.align import align_steps
 from marin_rl.rewards.combine import turn_rewards, weighted_rewards
 from marin_rl.rewards.functions import EvaluateResult, RewardRequest, evaluate
-from marin_rl.types import Evaluation, Message
+from marin_rl.types import Message, RewardResult
 
 WEIGHT = 0.5
 """Weight of the reward function `wasted_moves`."""
@@ -53,13 +53,13 @@ class Example(NamedTuple):
     """Raw turns."""
     results: list[EvaluateResult]
     """Answers of the reward function."""
-    evaluations: list[Evaluation]
+    evaluations: list[RewardResult]
     """The same with step rewards aligned to turns, as a rollout stores them."""
     rewards: list[dict[str, float]]
     """Reward by component, weights included."""
     turn_rewards: list[list[float]]
     """Reward of each turn: the environment's, and weight times base reward."""
-    credits: list[Credit]
+    token_advantages_list: list[TokenAdvantages]
     """A_E, A_S and the advantages of the action tokens; here each turn has one token."""
 
 
@@ -95,7 +95,7 @@ def work_out(rollouts: dict[str, list[Step]]) -> Example:
     ]
     results = evaluate(wasted_moves, requests, {"penalty": 0.2})
     evaluations = [
-        Evaluation(
+        RewardResult(
             component="wasted_moves",
             weight=WEIGHT,
             score=result.total_score,
@@ -113,7 +113,7 @@ def work_out(rollouts: dict[str, list[Step]]) -> Example:
         given = turn_rewards([evaluation], len(steps))
         of_turns.append([step.reward + sum(by_name.values()) for step, by_name in zip(steps, given, strict=True)])
         signals.append(
-            RolloutSignal(
+            AdvantageInputs(
                 id=name,
                 score=sum(rewards[-1].values()),
                 turn_rewards=np.array(of_turns[-1]),
@@ -123,8 +123,8 @@ def work_out(rollouts: dict[str, list[Step]]) -> Example:
                 values=np.zeros(len(steps)),
             )
         )
-    [credits] = GIGPO.compute([signals])
-    return Example(list(rollouts.values()), results, evaluations, rewards, of_turns, credits)
+    [token_advantages_list] = GIGPO.compute([signals])
+    return Example(list(rollouts.values()), results, evaluations, rewards, of_turns, token_advantages_list)
 
 
 def report(rollouts: dict[str, list[Step]]) -> str:
@@ -137,14 +137,14 @@ def report(rollouts: dict[str, list[Step]]) -> str:
     raw, aligned, advantages = [], [], []
     for row, name in enumerate(rollouts):
         by_turn = {step.turn: step for step in found.evaluations[row].steps}
-        credit = found.credits[row]
-        assert credit.of_turns is not None
+        token_advantages = found.token_advantages_list[row]
+        assert token_advantages.of_turns is not None
         for index, step in enumerate(found.steps[row]):
             raw.append([name, index, NAMES[step.observation], step.move, step.reward])
             base = by_turn[index].base_reward
             aligned.append([name, 2 * index + 1, index, base, WEIGHT * base, found.turn_rewards[row][index]])
-            episode, returns, steps = credit.of_turns
-            total = credit.advantages[index]
+            episode, returns, steps = token_advantages.of_turns
+            total = token_advantages.advantages[index]
             advantages.append([name, index, NAMES[step.observation], returns[index], episode, steps[index], total])
     scores = [
         [name, found.results[row].total_score, *found.rewards[row].values(), sum(found.rewards[row].values())]

@@ -53,7 +53,7 @@ SETTINGS = {
     "checkpoint.every": 5,
     "replay.max_staleness": STALENESS,
     "workers.num_workers": 2,
-    "workers.silence": SILENCE,
+    "workers.heartbeat_timeout": SILENCE,
 }
 """What is changed in the config: everything small, so that many faults fit into an hour."""
 
@@ -312,7 +312,7 @@ FAULTS: dict[str, Callable[[LiveRun], None]] = {
     "all workers are killed": lambda run: _send(_workers(run), signal.SIGKILL),
     "a worker stands still": lambda run: pause(_workers(run)[:1], 2 * SILENCE),
     "all workers stand still": lambda run: pause(_workers(run), 2 * SILENCE),
-    "the coordinator is killed": lambda run: _send(run.named("ray::Office"), signal.SIGKILL),
+    "the coordinator is killed": lambda run: _send(run.named("ray::CoordinatorActor"), signal.SIGKILL),
     "Ray's node is killed": lambda run: _send(run.named("raylet"), signal.SIGKILL),
     "the trainer is killed": lambda run: run.kill(),
     "the weight server is killed in mid-transfer": kill_in_transfer,

@@ -21,13 +21,13 @@ from typing import Any
 from marin_rl.closing import Closing
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.weight_history import WeightHistory
-from marin_rl.rollouts.orders import GroupOrder, OrderBook, Pace
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
+from marin_rl.rollouts.scheduler import GroupRequest, RolloutScheduler, StalenessLimits
 from marin_rl.runtime.config import TrainConfig, levanter_defaults
 from marin_rl.runtime.config_parsing import parse_config, to_yaml
-from marin_rl.runtime.crew import Played, play_orders
 from marin_rl.runtime.metrics_file import append_record
 from marin_rl.runtime.open_run import open_run
+from marin_rl.runtime.rollout_source import FinishedGroup, run_group_requests
 from marin_rl.runtime.run_directory import create_or_open
 from marin_rl.runtime.session import run_session
 from marin_rl.runtime.starting_weights import resolve_model
@@ -42,7 +42,7 @@ LAGS = (0, 1, 4)
 
 
 class LaggingCrew:
-    """Plays each group with the oldest weights that it may be begun with; see `marin_rl.runtime.crew.Crew`."""
+    """A `RolloutSource` that samples each group with the oldest weights allowed for it."""
 
     def __init__(self, run: TrainingRun, lag: int) -> None:
         """Have no order yet, and the run's present weights.
@@ -53,26 +53,26 @@ class LaggingCrew:
         """
         self._run = run
         self._history: WeightHistory[Any] = WeightHistory(lag + 1)
-        self._orders: list[GroupOrder] = []
+        self._orders: list[GroupRequest] = []
         self.publish(policy_of(run.state.model), run.progress.step)
 
-    def submit(self, orders: Sequence[GroupOrder]) -> None:
-        """See `Crew`."""
+    def submit(self, orders: Sequence[GroupRequest]) -> None:
+        """See `RolloutSource`."""
         self._orders += orders
 
-    def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> list[Played]:
-        """Play what was ordered for the next step; see `Crew`. A stop takes effect after the step."""
+    def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> list[FinishedGroup]:
+        """Play what was ordered for the next step; see `RolloutSource`. A stop takes effect after the step."""
         run, step = self._run, min(order.number.step for order in self._orders)
         now = [order for order in self._orders if order.number.step == step]
         self._orders = [order for order in self._orders if order.number.step != step]
         version = now[0].min_version
         run.sampler.update(self._history.get(version), version)
-        played = play_orders(run.config, dataclasses.replace(run.player, timer=timer), now)
+        played = run_group_requests(run.config, dataclasses.replace(run.runner, timer=timer), now)
         run.sampler.update(policy_of(run.state.model), run.progress.step)
         return played
 
     def publish(self, model: object, version: WeightVersion) -> None:
-        """See `Crew`."""
+        """See `RolloutSource`."""
         self._history.keep(model, version)
 
     def metrics(self) -> dict[str, float]:
@@ -111,9 +111,9 @@ def train_with_lag(config: TrainConfig, lag: int) -> None:
     create_or_open(folder, to_yaml(config), ())
     run = open_run(config, folder, lambda message: print(message, flush=True))
     with Closing(run.close):
-        run.orders = OrderBook(Pace(config.rollouts.prompts_per_step, lag))
+        run.orders = RolloutScheduler(StalenessLimits(config.rollouts.prompts_per_step, lag))
         run.replay = ReplayBuffer(max_staleness=lag)
-        run.crew = LaggingCrew(run, lag)
+        run.rollout_source = LaggingCrew(run, lag)
         records = _Records(folder / "metrics.jsonl")
         records.record(0, run.progress.evaluations["before RL"])
         train(run, records)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from marin_rl.environments.base import EnvironmentConfig, Split
+from marin_rl.escaping import escape, escape_line
 from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from marin_rl.learner.scoring import Scorer
 from marin_rl.runtime.config import TrainConfig
@@ -19,12 +20,11 @@ from marin_rl.runtime.config_decoding import encode
 from marin_rl.runtime.config_parsing import from_yaml, parse_config
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import EvaluationConfig, evaluate, first_of_each, reference_loss
-from marin_rl.runtime.player import make_player, open_judges
 from marin_rl.runtime.policy_sampler import PolicySampler
+from marin_rl.runtime.rollout_runner import make_runner, open_reward_functions
 from marin_rl.runtime.run_directory import RunDirectory, local_path, open_existing
 from marin_rl.runtime.starting_weights import restore_policy
 from marin_rl.runtime.user_errors import USER_ERRORS
-from marin_rl.visible import one_line, visible
 
 FLAGS = {"json": "Print one JSON object instead of lines."}
 
@@ -85,10 +85,10 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     environment = train_config.environment.build()
     evaluation = config.evaluation or train_config.evaluation
     with contextlib.ExitStack() as opened:
-        judges, loop = open_judges(train_config, environment, opened)
-        player = make_player(train_config, environment, tokenizer, sampler, loop, judges)
+        reward_functions, loop = open_reward_functions(train_config, environment, opened)
+        runner = make_runner(train_config, environment, tokenizer, sampler, loop, reward_functions)
         metrics = evaluate(
-            player,
+            runner,
             evaluation,
             temperature=config.temperature or train_config.sampling.temperature,
             seed=train_config.seed,
@@ -101,8 +101,8 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
             temperature=1.0,
             block_size=train_config.logprob_block_size,
         )
-        tasks = first_of_each(environment.tasks(config.split), evaluation.tasks, player)
-        metrics |= reference_loss(player, tasks, lambda rollouts: scorer.score(model, rollouts))
+        tasks = first_of_each(environment.tasks(config.split), evaluation.tasks, runner)
+        metrics |= reference_loss(runner, tasks, lambda rollouts: scorer.score(model, rollouts))
     return checkpoint.step, metrics
 
 
@@ -119,15 +119,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = parse_config(EvaluateConfig, sys.argv[1:] if argv is None else argv, {}, FLAGS)
         step, metrics = run_evaluation(parsed.config)
     except USER_ERRORS as error:
-        print(f"error: {visible(str(error))}", file=sys.stderr)
+        print(f"error: {escape(str(error))}", file=sys.stderr)
         return 1
     if "json" in parsed.flags:
         print(json.dumps({"run": parsed.config.run, "step": step, **_data(parsed.config), **metrics}))
         return 0
-    print(f"{one_line(parsed.config.run)}, after step {step}")
+    print(f"{escape_line(parsed.config.run)}, after step {step}")
     if parsed.config.environment is not None:
         print(f"  environment  {json.dumps(_data(parsed.config)['environment'])}")
-    shown = {one_line(name): value for name, value in metrics.items()}
+    shown = {escape_line(name): value for name, value in metrics.items()}
     width = max(map(len, shown))
     for name, value in shown.items():
         print(f"  {name:<{width}}  {value:g}")

@@ -6,9 +6,9 @@
 import sys
 from collections.abc import Sequence
 
+from marin_rl.escaping import escape
 from marin_rl.runtime.config_decoding import ConfigError
 from marin_rl.runtime.config_parsing import check_command_line, parse_config, to_yaml
-from marin_rl.visible import visible
 
 FLAGS = {"dry_run": "Check the config, print it in full with what each update amounts to, and stop."}
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_command_line(arguments, FLAGS, "marin_rl.runtime.config", "TrainConfig")
     except ConfigError as error:
-        print(f"error: {visible(str(error))}", file=sys.stderr)
+        print(f"error: {escape(str(error))}", file=sys.stderr)
         return 1
     return _run(arguments)
 
@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     # Importing jax and levanter takes seconds, so the mistakes that can be found without them are reported before.
     from marin_rl.environments.base import Split
-    from marin_rl.runtime.arithmetic import describe_run
     from marin_rl.runtime.config import TrainConfig, levanter_defaults
+    from marin_rl.runtime.dry_run import describe_run
     from marin_rl.runtime.session import run_session
     from marin_rl.runtime.starting_weights import resolve_model
     from marin_rl.runtime.user_errors import USER_ERRORS
@@ -54,7 +54,7 @@ def _run(arguments: Sequence[str]) -> int:
         print("interrupted; run the same command again to go on from the last checkpoint, if any", file=sys.stderr)
         return 130
     except USER_ERRORS as error:
-        print(f"error: {visible(str(error))}", file=sys.stderr)
+        print(f"error: {escape(str(error))}", file=sys.stderr)
         return 1
     return 0
 

@@ -10,7 +10,7 @@
 | 3 step | [`Turn`][marin_rl.types.Turn] | rollout runner | rewards, batching |
 | 4 attempt | [`Rollout`][marin_rl.types.Rollout] | rollout runner | rewards, batching, store |
 | 5 group | [`RolloutGroup`][marin_rl.types.RolloutGroup] | rollout runner | advantages |
-| 6 signal | `RolloutSignal` in, `Credit` out: an advantage per token | `objectives/`, called by the loop | batching |
+| 6 advantages | `AdvantageInputs` in, `TokenAdvantages` out | `objectives/`, called by the loop | batching |
 | 7 arrays | `ProcessedRollout`, numpy `[batch, position]` | `batching/` | `RlExample` |
 | 8 batch | `RlExample`, haliax `{batch, position}` | `batching/` | learner |
 | 9 update | new weights, a new `WeightVersion` | learner | sampler |
@@ -164,7 +164,7 @@ class Generation:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepReward:
+class TurnReward:
     """What a reward component said about one turn."""
 
     turn: int
@@ -178,7 +178,7 @@ class StepReward:
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
+class RewardResult:
     """What one reward component said about a rollout."""
 
     component: str
@@ -188,7 +188,7 @@ class Evaluation:
     score: float | None
     """The score before the weight, the sum of the step rewards if the component gave no score of its own; None where it
     is not valid or was lost."""
-    steps: tuple[StepReward, ...] = ()
+    steps: tuple[TurnReward, ...] = ()
     """Its words on single turns, in their order; at most one a turn."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Numbers to log."""
@@ -202,7 +202,7 @@ class Evaluation:
     def __post_init__(self) -> None:
         if (self.score is None) != (self.lost is not None):
             raise ValueError(
-                f"Evaluation of {self.component!r}: score is {self.score} and lost is {self.lost!r}; "
+                f"RewardResult of {self.component!r}: score is {self.score} and lost is {self.lost!r}; "
                 "exactly one of them is None"
             )
 
@@ -285,7 +285,7 @@ class Rollout:
     """Reward by component name, weights included; empty exactly when `status` is not a graded one."""
     error: str | None = None
     """What went wrong, where the status is not a graded one."""
-    evaluations: tuple[Evaluation, ...] = ()
+    evaluations: tuple[RewardResult, ...] = ()
     """What each reward component said, lost ones included."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """What the environment measured, by name."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from marin_rl.escaping import escape
 from marin_rl.rollouts.store import RolloutStoreError
 from marin_rl.runtime.run_directory import RunDirectoryError, local_path
 from marin_rl.types import RolloutStatus
@@ -25,7 +26,6 @@ from marin_rl.viewing.selection import (
     parse_steps,
 )
 from marin_rl.viewing.terminal import print_listing, print_rollout, print_side_by_side
-from marin_rl.visible import visible
 
 USER_ERRORS = (ValueError, OSError, RunDirectoryError, RolloutStoreError)
 """Errors whose message says what to do; a traceback would only hide it."""
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _show(arguments, open_source(local_path(arguments.run, "RUN")))
     except USER_ERRORS as error:
-        print(f"error: {visible(str(error))}", file=sys.stderr)
+        print(f"error: {escape(str(error))}", file=sys.stderr)
         return 1
     return 0
 

@@ -26,8 +26,8 @@ import yaml
 from marin_rl import evaluate, train
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.dataset import JsonlConfig
+from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs
 from marin_rl.objectives.policy_loss import PolicyLossConfig, Sequences
-from marin_rl.objectives.signals import AdvantageConfig, RolloutSignal
 from marin_rl.rewards import EvaluateResult, StepOutput
 from marin_rl.runtime.config import TrainConfig, levanter_defaults
 from marin_rl.runtime.config_decoding import ConfigError, decode
@@ -183,16 +183,18 @@ def test_the_example_of_an_environment_can_be_named_in_a_config(extending: None)
     assert answer(environment, tasks[0], "no").rewards == {"correct": 0.0}
 
 
-def signal(score: float | None, tokens: int) -> RolloutSignal:
+def signal(score: float | None, tokens: int) -> AdvantageInputs:
     zeros = np.zeros(tokens)
-    return RolloutSignal("a", score, np.zeros(1), ("",), np.zeros(tokens, np.int32), zeros, zeros)
+    return AdvantageInputs("a", score, np.zeros(1), ("",), np.zeros(tokens, np.int32), zeros, zeros)
 
 
 def test_the_example_of_an_advantage_does_what_it_says(extending: None) -> None:
     config = decode(AdvantageConfig, {"type": "best_of_group"})
     assert config.minimum_group_size == 2
     groups = [[signal(1.0, 2), signal(None, 0), signal(3.0, 1), signal(3.0, 3)], [signal(None, 1), signal(None, 0)]]
-    computed = [[credit.advantages.tolist() for credit in group] for group in config.compute(groups)]
+    computed = [
+        [token_advantages.advantages.tolist() for token_advantages in group] for group in config.compute(groups)
+    ]
     assert computed == [[[0.0, 0.0], [], [1.0], [1.0, 1.0, 1.0]], [[0.0], []]]
 
 
@@ -355,7 +357,7 @@ def everything(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) 
             updates={"epochs": 2, "minibatches": 2},
             aggregation={"type": "token_mean"},
             kl={"type": "in_reward", "beta": 0.1},
-            mismatch={"type": "tis"},
+            off_policy_correction={"type": "tis"},
             environment__format=None,
             filter={"type": "resample", "max_batches": 2},
             evaluation={"tasks": 2, "greedy": False},
@@ -445,7 +447,7 @@ def ahead(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> li
     """The records of a run whose worker samples beside the training."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
-        patch.setattr("marin_rl.runtime.open_crew.ray_workers", thread_workers)
+        patch.setattr("marin_rl.runtime.open_rollout_source.ray_workers", thread_workers)
         run = make_run(
             tmp_path_factory.mktemp("ahead"),
             mode="async",
@@ -516,7 +518,7 @@ def test_metrics_fold_as_the_page_says(everything: list[dict[str, Any]]) -> None
         if not record["filter/dropped_zero_spread"] + record["filter/dropped_ungraded"]:
             kept_score = record["objective/rlhf_reward"] + record["objective/non_score_reward"]
             assert kept_score == pytest.approx(record["objective/scores"])
-    assert (first["updates"], first["batch/passes"], second["updates"]) == (4, 4, 8)
+    assert (first["updates"], first["batch/microbatches"], second["updates"]) == (4, 4, 8)
     assert first["objective/kl"] == pytest.approx(0.0, abs=1e-5)
     assert first["critic/explained_variance"] == 0.0  # a new critic says 0
     assert second["critic/explained_variance"] != 0.0
@@ -534,7 +536,7 @@ def test_episodes_count_what_was_left_out_too(everything: list[dict[str, Any]]) 
 
 def test_types_in_the_table_of_choices_are_those_there_are() -> None:
     from marin_rl.objectives.aggregation import AggregationConfig
-    from marin_rl.objectives.importance import MismatchConfig
+    from marin_rl.objectives.importance import OffPolicyCorrectionConfig
     from marin_rl.objectives.kl import KlConfig
     from marin_rl.objectives.shaping import TruncationConfig
     from marin_rl.rewards.component import RewardComponentConfig
@@ -553,7 +555,7 @@ def test_types_in_the_table_of_choices_are_those_there_are() -> None:
         "policy_loss": PolicyLossConfig,
         "kl": KlConfig,
         "aggregation": AggregationConfig,
-        "mismatch": MismatchConfig,
+        "off_policy_correction": OffPolicyCorrectionConfig,
         "truncation": TruncationConfig,
         "filter": FilterConfig,
         "sampler": SamplerConfig,

@@ -9,7 +9,8 @@
 Two batches of rollouts: one of the config's size, all as long as they may be, and one of longer rollouts with
 log-normal lengths, whose mean is a quarter of the longest. On each, four kinds of update of the same model, with the
 same optimizer, mesh and precision, take turns, so that whatever else the machine does falls on all of them, and each
-round gives one ratio: RLOO on packed passes, as a run makes it, and on a row for each rollout; levanter's on both too.
+round gives one ratio: RLOO on packed microbatches, as a run makes it, and on a row for each rollout; levanter's on both
+too.
 """
 
 import dataclasses
@@ -45,9 +46,9 @@ from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, PackedBatch, RlExample, pack_batch
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.train_step import Learner
-from marin_rl.objectives.signals import Credit
+from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.runtime.config import TrainConfig
-from marin_rl.runtime.devices import pass_rows, start_devices
+from marin_rl.runtime.devices import microbatch_rows, start_devices
 from marin_rl.runtime.open_run import make_loss
 
 SIGMA = 0.8
@@ -72,38 +73,38 @@ class RlooStep:
     def __init__(self, config: TrainConfig, trainer: TrainerConfig, model: LmHeadModel, packed: PackedBatch) -> None:
         self._learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=1_000_000)
         self._state = self._learner.initial_state(model, jax.random.PRNGKey(1))
-        self._passes = packed.passes
+        self._microbatches = packed.microbatches
 
     def step(self) -> float:
         """One update; returns its loss."""
-        self._state, measured = self._learner.step(self._state, self._passes)
+        self._state, measured = self._learner.step(self._state, self._microbatches)
         # A run reads every metric back.
         return {name: float(metric) for name, metric in measured.items()}["loss/total"]
 
     def program_bytes(self) -> dict[str, int | None]:
-        """Of one pass."""
-        return program_bytes(self._learner.lower_pass(self._state.model, self._passes[0]).compile())
+        """Of one microbatch."""
+        return program_bytes(self._learner.lower_microbatch(self._state.model, self._microbatches[0]).compile())
 
 
 class LmStep:
     """The update that levanter makes when it trains a language model on the same loss tokens.
 
-    Several passes are its microbatches.
+    Several microbatches are its microbatches.
     """
 
     def __init__(self, config: TrainConfig, trainer: TrainerConfig, model: LmHeadModel, packed: PackedBatch) -> None:
-        passes, tokens = len(packed.passes), packed.num_loss_tokens
+        microbatches, tokens = len(packed.microbatches), packed.num_loss_tokens
 
         def loss(model: LmHeadModel, example: LmExample, *, key: jax.Array | None = None) -> jax.Array:
             per_token = cast(hax.NamedArray, compute_next_token_loss(model, example, key=key, reduction=None))
             # Its default mean fails on a current jax. Microbatches are averaged, so their number makes a sum of it.
-            return jnp.sum(per_token.array) * (passes / tokens)
+            return jnp.sum(per_token.array) * (microbatches / tokens)
 
         quiet = dataclasses.replace(
             trainer,
             tracker=(),
-            train_batch_size=passes * packed.layout.rows_per_pass,
-            per_device_parallelism=packed.layout.rows_per_pass // trainer.data_axis_size,
+            train_batch_size=microbatches * packed.layout.rows_per_microbatch,
+            per_device_parallelism=packed.layout.rows_per_microbatch // trainer.data_axis_size,
             num_train_steps=1_000_000,
             load_checkpoint=False,
             crash_on_nan=False,
@@ -114,7 +115,7 @@ class LmStep:
         with self._trainer:
             self._state: TrainerState = self._trainer.initial_state(jax.random.PRNGKey(1), model=model)
         # The run's batch comes from the host; this one does too.
-        self._batch = jax.tree.map(np.asarray, _join(packed.passes).to_lm_example())
+        self._batch = jax.tree.map(np.asarray, _join(packed.microbatches).to_lm_example())
 
     def step(self) -> float:
         """One update; returns its loss."""
@@ -195,23 +196,23 @@ def pack(
     *,
     packed: bool,
 ) -> PackedBatch:
-    """The batch as a run lays it out, with packing or without, in passes of about as many tokens."""
+    """The batch as a run lays it out, with packing or without, in microbatches of about as many tokens."""
     sections = dataclasses.replace(config.rollouts, packing=packed)
     whole = dataclasses.replace(config, rollouts=sections)
-    rows = pass_rows(config.trainer, sections.rows_per_device) * trainer.data_axis_size
+    rows = microbatch_rows(config.trainer, sections.rows_per_device) * trainer.data_axis_size
     layout = whole.row_layout(dataclasses.replace(trainer, train_batch_size=rows))
-    credits = [
-        Credit(np.full(rollout.num_loss_tokens, advantage), np.zeros(rollout.num_loss_tokens))
+    token_advantages_list = [
+        TokenAdvantages(np.full(rollout.num_loss_tokens, advantage), np.zeros(rollout.num_loss_tokens))
         for rollout, advantage in zip(rollouts, advantages, strict=True)
     ]
-    return pack_batch(rollouts, credits, config.aggregation, layout, pad_token_id=0)
+    return pack_batch(rollouts, token_advantages_list, config.aggregation, layout, pad_token_id=0)
 
 
-def _join(passes: Sequence[RlExample]) -> RlExample:
-    """All passes as one batch."""
-    rows, positions = passes[0].input_ids.axes
-    axes = (Axis(rows.name, rows.size * len(passes)), positions)
-    arrays = {name: [np.asarray(getattr(example, name).array) for example in passes] for name in PER_TOKEN_DTYPES}
+def _join(microbatches: Sequence[RlExample]) -> RlExample:
+    """All microbatches as one batch."""
+    rows, positions = microbatches[0].input_ids.axes
+    axes = (Axis(rows.name, rows.size * len(microbatches)), positions)
+    arrays = {name: [np.asarray(getattr(example, name).array) for example in microbatches] for name in PER_TOKEN_DTYPES}
     return RlExample(**{name: hax.named(np.concatenate(parts), axes) for name, parts in arrays.items()})
 
 
@@ -245,8 +246,8 @@ def measure_training_step(
         updates[name] = make(config, trainer, model, packed)
         state_seconds = time.perf_counter() - start
         figures[name] = {
-            "passes": len(packed.passes),
-            "pass_shape": [packed.layout.rows_per_pass, packed.layout.row_length],
+            "microbatches": len(packed.microbatches),
+            "pass_shape": [packed.layout.rows_per_microbatch, packed.layout.row_length],
             "packing_efficiency": packed.efficiency,
             "initial_state_seconds": state_seconds,
             "first_step_seconds": timed(updates[name].step),
@@ -257,7 +258,7 @@ def measure_training_step(
         rates = [int(lengths.sum()) / taken for taken in seconds[name]]
         figures[name] |= {"step_seconds": spread(seconds[name]), "tokens_per_second": spread(rates)}
         if MAKERS[name][1]:
-            figures[name]["pass_program_bytes"] = update.program_bytes()
+            figures[name]["microbatch_program_bytes"] = update.program_bytes()
     for name, (numerator, denominator) in RATIOS.items():
         figures[name] = spread([a / b for a, b in zip(seconds[numerator], seconds[denominator], strict=True)])
         say(f"{name}: {figures[name]}")

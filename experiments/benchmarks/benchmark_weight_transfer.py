@@ -49,20 +49,20 @@ from experiments.benchmarks.measurement import (
 from experiments.benchmarks.weight_servers import Share
 from marin_rl.learner.policy_model import initialize_policy, model_shape
 from marin_rl.learner.train_step import Learner
-from marin_rl.rollouts.orders import GroupOrder
+from marin_rl.rollouts.scheduler import GroupRequest
 from marin_rl.runtime.config import TrainConfig
-from marin_rl.runtime.coordinator import Office
-from marin_rl.runtime.crew import Played
+from marin_rl.runtime.coordinator import CoordinatorActor
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.open_run import make_loss
 from marin_rl.runtime.ray_node import connected_to_local_node
-from marin_rl.runtime.ray_workers import RayDesk
+from marin_rl.runtime.ray_workers import CoordinatorClient
+from marin_rl.runtime.rollout_source import FinishedGroup
 from marin_rl.runtime.rollout_worker import WorkerPolicy, work
 from marin_rl.runtime.worker_policy import ReceivedPolicy
 from marin_rl.types import WeightVersion
+from marin_rl.weights.auth import make_secret
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig
 from marin_rl.weights.snapshot import TrainingHost
-from marin_rl.weights.token import make_token
 from marin_rl.weights.tree import named_leaves
 
 ARRAYS, COLUMNS = 16, 1024
@@ -143,7 +143,7 @@ def measure_transfer(rows: int, servers: int, rounds: int, config: ArrowFlightCo
         rounds: timed rounds, after one that is not.
         config: streams and chunks.
     """
-    token = make_token()
+    token = make_secret()
     like = {str(number): jax.ShapeDtypeStruct((rows, COLUMNS), np.float32) for number in range(ARRAYS)}
     num_bytes = ARRAYS * rows * COLUMNS * 4
     source = np.ones(num_bytes, np.uint8)
@@ -182,7 +182,7 @@ def measure_files(rows: int, rounds: int) -> dict[str, Any]:
     weights = {str(number): np.ones((rows, COLUMNS), np.float32) for number in range(ARRAYS)}
     like = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in weights.items()}
     num_bytes = sum(array.nbytes for array in weights.values())
-    token = make_token()
+    token = make_secret()
     rates: dict[str, list[float]] = {"publish": [], "receive": []}
     with tempfile.TemporaryDirectory() as folder:
         config = SharedFilesConfig(folder=folder)
@@ -235,18 +235,20 @@ class TimedPolicy:
             self.arrivals.put(time.perf_counter())
         return arrived
 
-    def play(self, orders: Sequence[GroupOrder], hand_in: Callable[[Played], Sequence[GroupOrder]]) -> None:
+    def play(
+        self, orders: Sequence[GroupRequest], on_group_done: Callable[[FinishedGroup], Sequence[GroupRequest]]
+    ) -> None:
         """See `WorkerPolicy`."""
-        self._policy.play(orders, hand_in)
+        self._policy.play(orders, on_group_done)
 
 
 @contextlib.contextmanager
-def coordinator(silence: float) -> Iterator[RayDesk]:
+def coordinator(silence: float) -> Iterator[CoordinatorClient]:
     """A run's coordinator: an actor under Ray on this machine."""
     with connected_to_local_node(num_cpus=1):
         # The worker waits for news, calls its heartbeat, and must not keep the trainer from being heard.
-        office = cast(Any, ray.remote(Office)).options(num_cpus=0, max_concurrency=8)
-        yield RayDesk(office.remote(silence), silence)
+        coordinator_actor = cast(Any, ray.remote(CoordinatorActor)).options(num_cpus=0, max_concurrency=8)
+        yield CoordinatorClient(coordinator_actor.remote(silence), silence)
 
 
 def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFlightConfig) -> dict[str, Any]:
@@ -258,7 +260,7 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFl
         rounds: timed rounds, after one that is not.
         way: streams and chunks.
     """
-    config, token = dataclasses.replace(config, weights=way), make_token()
+    config, token = dataclasses.replace(config, weights=way), make_secret()
     assert config.model is not None
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device, alone=True)
     vocab_size = config.tokenizer.build().vocab_size
@@ -266,7 +268,7 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFl
     shapes = {name: leaf.shape for name, leaf in named_leaves(like).items()}
     num_bytes = sum(4 * math.prod(shape) for shape in shapes.values())
     with (
-        coordinator(config.workers.silence) as desk,
+        coordinator(config.workers.heartbeat_timeout) as desk,
         weight_servers(token, shapes, servers, way.chunk_mb) as started,
         contextlib.closing(ReceivedPolicy(config, vocab_size, token, desk.announced)) as received,
         ThreadPoolExecutor(1, "worker") as threads,
@@ -274,7 +276,7 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFl
         addresses = [server.address for server in started]
         receiver = way.open_receiver(addresses, token)
         policy = TimedPolicy(received)
-        worker = threads.submit(work, desk, "worker-0", policy, silence=config.workers.silence)
+        worker = threads.submit(work, desk, "worker-0", policy, silence=config.workers.heartbeat_timeout)
         worker.add_done_callback(lambda _: policy.arrivals.put(None))
         versions = itertools.count(2)
 
@@ -329,11 +331,11 @@ def measure_publishing(config: TrainConfig, steps: int, way: WeightTransferConfi
         lengths, tokenizer.vocab_size, config.sampling.max_new_tokens, config.rollouts.max_length
     )
     advantages = np.random.default_rng(0).normal(size=len(rollouts)).tolist()
-    passes = pack(config, trainer, rollouts, advantages, packed=config.rollouts.packing).passes
+    passes = pack(config, trainer, rollouts, advantages, packed=config.rollouts.packing).microbatches
     learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=1_000_000)
     model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
     state = learner.initial_state(model, jax.random.PRNGKey(1))
-    sender = way.open_sender(make_token(), TrainingHost.current())
+    sender = way.open_sender(make_secret(), TrainingHost.current())
 
     def step() -> None:
         nonlocal state

@@ -23,8 +23,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from marin_rl.rollouts.orders import GroupOrder, OrderBook, OrderNumber, Pace
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
+from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber, RolloutScheduler, StalenessLimits
 from marin_rl.runtime.coordinator import Coordinator
 from marin_rl.runtime.workers_config import Refresh
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn, WeightVersion
@@ -55,12 +55,12 @@ class Pipeline:
     """`rollouts.prompts_per_step`."""
     max_staleness: int = 1
     """`replay.max_staleness`."""
-    uses_per_group: int = 1
-    """`replay.uses_per_group`."""
+    max_uses: int = 1
+    """`replay.max_uses`."""
     failures_per_hour: float = 0.0
     """How often an hour a worker dies, and is back after `silence` seconds."""
     silence: float = 30.0
-    """`workers.silence`."""
+    """`workers.heartbeat_timeout`."""
     steps: int = 50
     """Steps to play; the first fifth, in which the pipeline fills, is not counted."""
     seed: int = 0
@@ -97,11 +97,13 @@ class Simulation:
         self._chance = random.Random(pipeline.seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._orders = OrderBook(Pace(pipeline.groups_per_step, pipeline.max_staleness, pipeline.uses_per_group))
-        self._replay = ReplayBuffer(max_staleness=pipeline.max_staleness, uses_per_group=pipeline.uses_per_group)
+        self._orders = RolloutScheduler(
+            StalenessLimits(pipeline.groups_per_step, pipeline.max_staleness, pipeline.max_uses)
+        )
+        self._replay = ReplayBuffer(max_staleness=pipeline.max_staleness, max_uses=pipeline.max_uses)
         self._coordinator = Coordinator(lambda: self.now, silence=math.inf)
         self._coordinator.announce(0, ["here"])
-        self._groups: dict[OrderNumber, RolloutGroup] = {}
+        self._groups: dict[RequestNumber, RolloutGroup] = {}
         self._workers = [_Worker(f"worker-{index}") for index in range(pipeline.workers)]
         self._version = 0
         self._waiting_since: float | None = None
@@ -152,7 +154,7 @@ class Simulation:
     def _expire(self) -> None:
         stale = self._replay.expire(self._version)
         self.stale += len(stale)
-        self._orders.again(one.task for one in stale if one.uses_left == self.pipeline.uses_per_group)
+        self._orders.again(one.task for one in stale if one.uses_left == self.pipeline.max_uses)
         self._coordinator.submit(self._orders.order(self._version, self._replay.uses_left, len(self._replay), _tasks))
         self._wake()
 
@@ -248,13 +250,13 @@ class Simulation:
             worker.busy += self.now - max(worker.since, self._counted_from)
             worker.since = self.now
 
-    def _finish(self, worker: _Worker, life: int, order: GroupOrder, version: WeightVersion) -> None:
+    def _finish(self, worker: _Worker, life: int, order: GroupRequest, version: WeightVersion) -> None:
         if worker.life != life:
             return
         self._count_time(worker)
         worker.playing -= 1
         if self._coordinator.finish(worker.name, str(life), order.number, ""):
-            assert self._orders.settle(order.number)
+            assert self._orders.complete(order.number)
             self._replay.add(order.number, _group(order, version))
         self._coordinator.take([order.number])
         if self._waiting_since is not None:
@@ -267,7 +269,7 @@ def _tasks(count: int) -> list[Task]:
     return [Task("task", "simulated", ({"role": "user", "content": ""},), "")] * count
 
 
-def _group(order: GroupOrder, version: WeightVersion) -> RolloutGroup:
+def _group(order: GroupRequest, version: WeightVersion) -> RolloutGroup:
     turn = Turn((), Generation((0,), (0.0,), StopReason.STOP, version, version), (), starts_sequence=True)
     name = order.number.group_id
     rollout = Rollout(name, name, order.task, (turn,), RolloutStatus.COMPLETED, {"correct": 1.0})

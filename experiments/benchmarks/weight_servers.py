@@ -18,8 +18,8 @@ import numpy as np
 from marin_rl.weights.arrow_flight import WeightServer
 from marin_rl.weights.bounds import volume, whole
 from marin_rl.weights.manifest import Manifest, Piece, checksum
-from marin_rl.weights.shelf import VersionShelf
 from marin_rl.weights.snapshot import Snapshot
+from marin_rl.weights.version_cache import VersionCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +72,9 @@ def serve_plainly(snapshot: Snapshot, listener: socket.socket) -> None:
 def main(share: Share) -> None:
     """Serve until standard input ends."""
     snapshot = make_snapshot(share)
-    shelf: VersionShelf[Snapshot] = VersionShelf(1, f"host {share.host}")
-    shelf.put(1, snapshot)
-    server = WeightServer(shelf, share.token, "grpc+tls://127.0.0.1:0")
+    cache: VersionCache[Snapshot] = VersionCache(1, f"host {share.host}")
+    cache.put(1, snapshot)
+    server = WeightServer(cache, share.token, "grpc+tls://127.0.0.1:0")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve_plainly, args=(snapshot, listener), daemon=True).start()
         num_bytes = sum(len(data) for data in snapshot.data)
@@ -82,7 +82,7 @@ def main(share: Share) -> None:
         print(json.dumps(ports), flush=True)
         for version in map(int, sys.stdin):
             manifest = dataclasses.replace(snapshot.manifest, version=version)
-            shelf.put(version, dataclasses.replace(snapshot, manifest=manifest))
+            cache.put(version, dataclasses.replace(snapshot, manifest=manifest))
             print(version, flush=True)
     server.shutdown()
 

@@ -3,7 +3,7 @@
 
 """Where each sequence of a batch goes: which pass of the model, which row of it, and from which position on.
 
-A batch is cut into *passes* of one fixed shape, so that a run compiles once however many sequences a step
+A batch is cut into *microbatches* of one fixed shape, so that a run compiles once however many sequences a step
 has. Plain integers; importing this module loads no jax.
 """
 
@@ -17,19 +17,20 @@ from jaxtyping import Int64
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """The fixed shape of every pass of a run."""
+    """The fixed shape of every microbatch of a run."""
 
     row_length: int
     """Positions of a row."""
-    rows_per_pass: int
-    """Rows in one pass of the model."""
+    rows_per_microbatch: int
+    """Rows in one microbatch of the model."""
     packed: bool
     """True puts several sequences into a row; False gives each a row of its own."""
     whole_rollouts: bool = True
-    """Whether all sequences of a rollout must lie within one pass, where ratios of whole rollouts are computed."""
+    """Whether all sequences of a rollout must lie within one microbatch, where ratios of whole rollouts are
+    computed."""
 
     def __post_init__(self) -> None:
-        for name in ("row_length", "rows_per_pass"):
+        for name in ("row_length", "rows_per_microbatch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"RowLayout.{name} is {getattr(self, name)}; it must be at least 1")
 
@@ -37,7 +38,7 @@ class RowLayout:
 class Slot(NamedTuple):
     """The place of one sequence."""
 
-    pass_index: int
+    microbatch_index: int
     """Which pass."""
     row: int
     """Which row of that pass."""
@@ -52,11 +53,11 @@ class Slot(NamedTuple):
 def pack_sequences(
     lengths: Sequence[Sequence[int]], layout: RowLayout, ids: Sequence[str] | None = None
 ) -> tuple[tuple[Slot, ...], ...]:
-    """Give each sequence a place, in few passes: first-fit decreasing.
+    """Give each sequence a place, in few microbatches: first-fit decreasing.
 
     With `whole_rollouts`, rollouts of several sequences choose first, longest first; those of one sequence, again
-    longest first, fill what is left. Each takes the first place that is large enough, a new pass where there is none.
-    Equal input gives equal output.
+    longest first, fill what is left. Each takes the first place that is large enough, a new microbatch where there is
+    none. Equal input gives equal output.
 
     Args:
         lengths: per rollout, the tokens of each of its sequences, at least 1 each. A rollout may have none.
@@ -67,11 +68,11 @@ def pack_sequences(
         Per rollout, per sequence, its slot.
 
     Raises:
-        ValueError: if a sequence is empty or longer than a row, or a rollout does not fit into one pass. The message
-            names the rollout.
+        ValueError: if a sequence is empty or longer than a row, or a rollout does not fit into one microbatch. The
+            message names the rollout.
 
-    >>> slots = pack_sequences([[5], [2], [3]], RowLayout(row_length=8, rows_per_pass=1, packed=True))
-    >>> [(slot.pass_index, slot.start, slot.segment) for (slot,) in slots]
+    >>> slots = pack_sequences([[5], [2], [3]], RowLayout(row_length=8, rows_per_microbatch=1, packed=True))
+    >>> [(slot.microbatch_index, slot.start, slot.segment) for (slot,) in slots]
     [(0, 0, 1), (1, 0, 1), (0, 5, 2)]
 
     Source: Johnson 1973, Near-optimal bin packing algorithms: at most 11/9 of the fewest rows, plus one.
@@ -91,9 +92,9 @@ def pack_sequences(
     return tuple(slots)
 
 
-def count_passes(slots: Sequence[Sequence[Slot]]) -> int:
+def count_microbatches(slots: Sequence[Sequence[Slot]]) -> int:
     """Passes that a layout needs: at least 1, also for no sequences, because a step always runs the model."""
-    return max((slot.pass_index + 1 for own in slots for slot in own), default=1)
+    return max((slot.microbatch_index + 1 for own in slots for slot in own), default=1)
 
 
 def _turn(lengths: Sequence[int]) -> tuple[bool, int, list[int]]:
@@ -131,37 +132,38 @@ def _fit(free: Int64[np.ndarray, " rows"], needed: Sequence[int]) -> list[int] |
 
 
 class _Rows:
-    """What is still free, over all passes opened so far."""
+    """What is still free, over all microbatches opened so far."""
 
     def __init__(self, layout: RowLayout, capacity: int):
         self._layout = layout
-        self._passes = 0
-        self._free = np.full((capacity, layout.rows_per_pass), layout.row_length)
-        self._sequences = np.zeros((capacity, layout.rows_per_pass), np.int64)
+        self._microbatches = 0
+        self._free = np.full((capacity, layout.rows_per_microbatch), layout.row_length)
+        self._sequences = np.zeros((capacity, layout.rows_per_microbatch), np.int64)
 
     def place(self, name: str, lengths: Sequence[int]) -> tuple[Slot, ...]:
         """Take the first pass, and the first rows in it, that hold all of `lengths`."""
         needed = _spaces(lengths, self._layout)
-        free = self._free[: self._passes]
+        free = self._free[: self._microbatches]
         promising = (free.max(axis=1) >= max(needed)) & (free.sum(axis=1) >= sum(needed))
-        for pass_index in [*np.flatnonzero(promising).tolist(), self._passes]:
-            rows = _fit(self._free[pass_index], needed)
+        for microbatch_index in [*np.flatnonzero(promising).tolist(), self._microbatches]:
+            rows = _fit(self._free[microbatch_index], needed)
             if rows is not None:
-                self._passes = max(self._passes, pass_index + 1)
+                self._microbatches = max(self._microbatches, microbatch_index + 1)
                 places = zip(rows, lengths, needed, strict=True)
-                return tuple(self._take(pass_index, row, length, space) for row, length, space in places)
+                return tuple(self._take(microbatch_index, row, length, space) for row, length, space in places)
         raise ValueError(
             f"rollout {name} has {len(lengths)} sequences of {sum(lengths)} tokens together, which take "
-            f"{self._rows_needed(needed)} rows of {self._layout.row_length} positions, but a pass has "
-            f"{self._layout.rows_per_pass} and a rollout cannot be split over passes; put more rows into a pass"
+            f"{self._rows_needed(needed)} rows of {self._layout.row_length} positions, but a microbatch has "
+            f"{self._layout.rows_per_microbatch} and a rollout cannot be split over microbatches; "
+            "put more rows into a microbatch"
         )
 
     def _rows_needed(self, needed: Sequence[int]) -> int:
         rows = _fit(np.full(len(needed), self._layout.row_length), needed)
         return len(set(rows or ()))
 
-    def _take(self, pass_index: int, row: int, length: int, space: int) -> Slot:
-        start = self._layout.row_length - int(self._free[pass_index, row])
-        self._free[pass_index, row] -= space
-        self._sequences[pass_index, row] += 1
-        return Slot(pass_index, row, start, int(self._sequences[pass_index, row]), length)
+    def _take(self, microbatch_index: int, row: int, length: int, space: int) -> Slot:
+        start = self._layout.row_length - int(self._free[microbatch_index, row])
+        self._free[microbatch_index, row] -= space
+        self._sequences[microbatch_index, row] += 1
+        return Slot(microbatch_index, row, start, int(self._sequences[microbatch_index, row]), length)

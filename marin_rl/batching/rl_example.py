@@ -17,10 +17,10 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 
 from marin_rl.batching.alignment import to_predictors
-from marin_rl.batching.packing import RowLayout, Slot, count_passes, pack_sequences
+from marin_rl.batching.packing import RowLayout, Slot, count_microbatches, pack_sequences
 from marin_rl.batching.processed_rollout import ProcessedRollout
+from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import NO_ROLLOUT, AggregationConfig, TokenMeanConfig
-from marin_rl.objectives.signals import Credit
 
 PER_TOKEN_DTYPES = {
     "input_ids": jnp.int32,
@@ -42,8 +42,8 @@ class RlExample(eqx.Module):
     """One pass of a batch of rollouts, `{batch, position}` throughout, aligned with the tokens.
 
     A row holds one sequence or several, one segment each. The loss of the whole batch is the plain sum over
-    its passes of `Σ loss_weights · term(advantages, …)`: the denominators of the aggregation are inside
-    `loss_weights`, counted over the whole batch on the host, so that no split into passes, rows,
+    its microbatches of `Σ loss_weights · term(advantages, …)`: the denominators of the aggregation are inside
+    `loss_weights`, counted over the whole batch on the host, so that no split into microbatches, rows,
     microbatches or devices can change them.
     """
 
@@ -98,14 +98,14 @@ class RlExample(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class PackedBatch:
-    """A batch of rollouts in passes of one shape."""
+    """A batch of rollouts in microbatches of one shape."""
 
-    passes: tuple[RlExample, ...]
+    microbatches: tuple[RlExample, ...]
     """What the model runs, all of the same shape; at least one."""
     slots: tuple[tuple[Slot, ...], ...]
     """Where each sequence of each rollout stands in them."""
     layout: RowLayout
-    """The shape of a pass."""
+    """The shape of a microbatch."""
     positions: tuple[int, ...]
     """Row length of each rollout's own arrays."""
     num_loss_tokens: int
@@ -114,22 +114,22 @@ class PackedBatch:
     def unpack(
         self, values: Sequence[Shaped[np.ndarray, "rows row_length"]]
     ) -> list[Shaped[np.ndarray, "_batch _position"]]:
-        """Move values of tokens from the passes back to the rollouts.
+        """Move values of tokens from the microbatches back to the rollouts.
 
         Args:
-            values: one array `[rows, row_length]` a pass.
+            values: one array `[rows, row_length]` a microbatch.
 
         Returns:
             One array `[batch, position]` a rollout, aligned with its own arrays; 0 on padding.
 
         Raises:
-            ValueError: if there is not one array of a pass's shape for each pass.
+            ValueError: if there is not one array of a microbatch's shape for each microbatch.
         """
-        shape = (self.layout.rows_per_pass, self.layout.row_length)
-        if [array.shape for array in values] != [shape] * len(self.passes):
+        shape = (self.layout.rows_per_microbatch, self.layout.row_length)
+        if [array.shape for array in values] != [shape] * len(self.microbatches):
             raise ValueError(
                 f"unpack got arrays of shapes {[array.shape for array in values]}; "
-                f"this batch has {len(self.passes)} passes of shape {shape}"
+                f"this batch has {len(self.microbatches)} microbatches of shape {shape}"
             )
         return [self._unpack_rollout(values, own, size) for own, size in zip(self.slots, self.positions, strict=True)]
 
@@ -140,8 +140,8 @@ class PackedBatch:
 
     @property
     def num_positions(self) -> int:
-        """Positions that the model runs on, padding included: passes · rows · row length."""
-        return len(self.passes) * self.layout.rows_per_pass * self.layout.row_length
+        """Positions that the model runs on, padding included: microbatches · rows · row length."""
+        return len(self.microbatches) * self.layout.rows_per_microbatch * self.layout.row_length
 
     @property
     def efficiency(self) -> float:
@@ -151,40 +151,43 @@ class PackedBatch:
     def _unpack_rollout(self, values: Sequence[np.ndarray], slots: Sequence[Slot], positions: int) -> np.ndarray:
         unpacked = np.zeros((len(slots), positions), values[0].dtype)
         for row, slot in enumerate(slots):
-            unpacked[row, : slot.length] = values[slot.pass_index][slot.row, slot.start : slot.start + slot.length]
+            unpacked[row, : slot.length] = values[slot.microbatch_index][
+                slot.row, slot.start : slot.start + slot.length
+            ]
         return unpacked
 
 
 def pack_batch(
     rollouts: Sequence[ProcessedRollout],
-    credits: Sequence[Credit],
+    token_advantages_list: Sequence[TokenAdvantages],
     aggregation: AggregationConfig,
     layout: RowLayout,
     *,
     pad_token_id: int,
     importance_weights: Sequence[Float[np.ndarray, " _tokens"]] | None = None,
 ) -> PackedBatch:
-    """Lay rollouts out in passes of a fixed shape.
+    """Lay rollouts out in microbatches of a fixed shape.
 
     Without rollouts, or without any that has loss, all
-    loss weights are 0; there is always at least one pass.
+    loss weights are 0; there is always at least one microbatch.
 
     Args:
         rollouts: in any order, of any row length.
-        credits: what each rollout's action tokens earned; "action tokens" are `array[loss_mask]`, row by row.
-        aggregation: how token terms become one number; its denominators are counted here, over all passes.
-        layout: shape of a pass, and whether sequences share rows.
+        token_advantages_list: what each rollout's action tokens earned; "action tokens" are `array[loss_mask]`, row by
+            row.
+        aggregation: how token terms become one number; its denominators are counted here, over all microbatches.
+        layout: shape of a microbatch, and whether sequences share rows.
         pad_token_id: fills what no sequence takes.
         importance_weights: per rollout, a weight for each action token; 1 where left out.
 
     Raises:
-        ValueError: if a sequence is longer than a row, a rollout does not fit into one pass, or there is not one
+        ValueError: if a sequence is longer than a row, a rollout does not fit into one microbatch, or there is not one
             credit and one weight per action token; the message names the rollout.
     """
     ones = [np.ones(rollout.num_loss_tokens) for rollout in rollouts]
     per_action = {
-        "advantages": [credit.advantages for credit in credits],
-        "returns": [credit.value_targets for credit in credits],
+        "advantages": [token_advantages.advantages for token_advantages in token_advantages_list],
+        "returns": [token_advantages.value_targets for token_advantages in token_advantages_list],
         "importance_weights": ones if importance_weights is None else importance_weights,
     }
     for name, arrays in per_action.items():
@@ -199,17 +202,17 @@ def pack_batch(
         "loss_mask": places.put_tokens("loss_mask", places.loss),
         "segment_ids": places.put_tokens("segment_ids", places.segment),
         "position_ids": places.put_tokens("position_ids", places.position),
-        "rollout_ids": places.put_tokens("rollout_ids", _number_within_passes(places), padding=NO_ROLLOUT),
+        "rollout_ids": places.put_tokens("rollout_ids", _number_within_microbatches(places), padding=NO_ROLLOUT),
         "loss_weights": places.loss_weights(aggregation),
         **{name: places.put_actions(name, values) for name, values in per_action.items()},
     }
-    axes = (Axis("batch", layout.rows_per_pass), Axis("position", layout.row_length))
-    passes = tuple(
+    axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.row_length))
+    microbatches = tuple(
         RlExample(**{name: hax.named(array[index], axes) for name, array in arrays.items()})
-        for index in range(count_passes(slots))
+        for index in range(count_microbatches(slots))
     )
     positions = tuple(rollout.input_ids.shape[1] for rollout in rollouts)
-    return PackedBatch(passes, slots, layout, positions, int(places.loss.sum()))
+    return PackedBatch(microbatches, slots, layout, positions, int(places.loss.sum()))
 
 
 def pack_to_score(rollouts: Sequence[ProcessedRollout], layout: RowLayout, *, pad_token_id: int) -> PackedBatch:
@@ -217,12 +220,12 @@ def pack_to_score(rollouts: Sequence[ProcessedRollout], layout: RowLayout, *, pa
 
     Args:
         rollouts: in any order, of any row length.
-        layout: shape of a pass, and whether sequences share rows.
+        layout: shape of a microbatch, and whether sequences share rows.
         pad_token_id: fills what no sequence takes.
     """
     nothing = [np.zeros(rollout.num_loss_tokens) for rollout in rollouts]
-    credits = [Credit(zeros, zeros) for zeros in nothing]
-    return pack_batch(rollouts, credits, TokenMeanConfig(), layout, pad_token_id=pad_token_id)
+    token_advantages_list = [TokenAdvantages(zeros, zeros) for zeros in nothing]
+    return pack_batch(rollouts, token_advantages_list, TokenMeanConfig(), layout, pad_token_id=pad_token_id)
 
 
 class _Places(NamedTuple):
@@ -246,19 +249,19 @@ class _Places(NamedTuple):
         table = [(rollout, *slot) for rollout, own in enumerate(slots) for slot in own]
         sequences = np.array(table, np.int64).reshape(len(table), 6)
         length = sequences[:, 5]
-        rollout, pass_index, row, start, segment, _ = np.repeat(sequences, length, axis=0).T
+        rollout, microbatch_index, row, start, segment, _ = np.repeat(sequences, length, axis=0).T
         position = np.arange(rollout.size) - np.repeat(np.cumsum(length) - length, length)
-        place = (pass_index * layout.rows_per_pass + row) * layout.row_length + start + position
+        place = (microbatch_index * layout.rows_per_microbatch + row) * layout.row_length + start + position
         loss = _join([rollout.loss_mask[rollout.segment_ids != 0] for rollout in rollouts], np.bool_)
-        shape = (count_passes(slots), layout.rows_per_pass, layout.row_length)
+        shape = (count_microbatches(slots), layout.rows_per_microbatch, layout.row_length)
         return _Places(shape, place, position, segment, rollout, loss)
 
     def put_tokens(self, name: str, values: np.ndarray, *, padding: int = 0) -> np.ndarray:
-        """One value per token, to all passes."""
+        """One value per token, to all microbatches."""
         return self._put(name, values, self.place, padding)
 
     def put_actions(self, name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """One value per action token of each rollout, to all passes."""
+        """One value per action token of each rollout, to all microbatches."""
         return self._put(name, _join(arrays, np.float64), self.place[self.loss], 0)
 
     def loss_weights(self, aggregation: AggregationConfig) -> np.ndarray:
@@ -274,11 +277,11 @@ class _Places(NamedTuple):
         return array
 
 
-def _number_within_passes(places: _Places) -> Int64[np.ndarray, " tokens"]:
+def _number_within_microbatches(places: _Places) -> Int64[np.ndarray, " tokens"]:
     """The number of each token's rollout among those of its pass, counted from 0."""
     pairs = np.stack([places.place // (places.shape[1] * places.shape[2]), places.rollout])
     distinct, number = np.unique(pairs, axis=1, return_inverse=True)
-    before = np.searchsorted(distinct[0], distinct[0])  # rollouts of earlier passes
+    before = np.searchsorted(distinct[0], distinct[0])  # rollouts of earlier microbatches
     return number.reshape(-1) - before[number.reshape(-1)]
 
 

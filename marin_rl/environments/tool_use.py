@@ -36,7 +36,7 @@ from marin_rl.environments.tools import (
     tool_schema,
 )
 from marin_rl.rewards.component import RewardComponentConfig
-from marin_rl.rewards.losses import CallLostError
+from marin_rl.rewards.failures import RewardCallError
 from marin_rl.rewards.sandbox.pool import IsolationError
 from marin_rl.types import Message, Task
 
@@ -308,7 +308,7 @@ class ToolUseEpisode:
         try:
             async with limit:
                 return await tool.call(call.arguments)
-        except (ToolError, CallLostError, IsolationError):
+        except (ToolError, RewardCallError, IsolationError):
             raise
         except Exception as error:
             if limit.expired():

@@ -13,7 +13,7 @@ import draccus
 from marin_rl.environments.base import CodeRunner, NoSandboxError
 from marin_rl.environments.calculator import CalculatorError, calculate
 from marin_rl.environments.user_file import UserFileError, load_from_file
-from marin_rl.rewards.losses import LossCause
+from marin_rl.rewards.failures import RewardFailure
 
 
 class ToolError(Exception):
@@ -48,7 +48,7 @@ class Tool(Protocol):
 
         Raises:
             ToolError: if it cannot be answered; whatever else it raises counts as the same.
-            CallLostError: if that says nothing about the call, since something else failed; the rollout fails.
+            RewardCallError: if that says nothing about the call, since something else failed; the rollout fails.
         """
         ...
 
@@ -165,16 +165,16 @@ class PythonTool:
 
         Raises:
             ToolError: if the program failed, or ran into a limit; with what it printed before.
-            CallLostError: if the sandbox itself failed.
+            RewardCallError: if the sandbox itself failed.
             NoSandboxError: if there is no sandbox to run it in.
         """
         if self.runner is None:
             raise NoSandboxError(f"the tool {self.name!r} has no sandbox to run in; connect one (connect_code_runner)")
         result = await self.runner.run_python(arguments["code"])
-        if result.loss is not None and result.loss.cause is LossCause.WORKER:
+        if result.loss is not None and result.loss.cause is RewardFailure.WORKER:
             raise result.loss
         if result.loss is not None:
-            kind = ToolTimeoutError if result.loss.cause is LossCause.TIMEOUT else ToolError
+            kind = ToolTimeoutError if result.loss.cause is RewardFailure.TIMEOUT else ToolError
             raise kind(f"the program did not end well: {result.loss}. It printed:\n{result.stdout}")
         return result.stdout
 

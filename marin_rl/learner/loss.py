@@ -33,7 +33,7 @@ class RlLoss:
                             + v · value(V_t, V_old_t, R_t) ]
     ```
 
-    `w` (`RlExample.loss_weights`) already holds the denominators of the whole batch, so any split into passes or
+    `w` (`RlExample.loss_weights`) already holds the denominators of the whole batch, so any split into microbatches or
     over a mesh gives the same gradient. `c` (`RlExample.importance_weights`) corrects for a sampler that differs from
     the learner, and is 1 without a correction.
     """
@@ -52,7 +52,7 @@ class RlLoss:
     def __call__(
         self, model: LmHeadModel | ActorCritic, batch: RlExample, *, key: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, Metric]]:
-        """Loss and metrics of one pass.
+        """Loss and metrics of one microbatch.
 
         Args:
             model: what is trained, in compute precision.
@@ -135,7 +135,7 @@ def _ratios(measured: Mapping[str, Metric]) -> LogRatioStatistics:
 
 
 def _of_update(measured: Mapping[str, Metric]) -> dict[str, Metric]:
-    # Over the passes of an update the parts of the loss add up; over the updates of a step they do not.
+    # Over the microbatches of an update the parts of the loss add up; over the updates of a step they do not.
     return {
         name: Metric.from_value(metric.value(), ReductionType.MEAN) if name.startswith("loss/") else metric
         for name, metric in measured.items()

@@ -32,7 +32,7 @@ class Scores(NamedTuple):
 
 
 class Scorer:
-    """Runs models over rollouts, in passes of one shape.
+    """Runs models over rollouts, in microbatches of one shape.
 
     Used for the frozen reference, for the policy's own log-probabilities before an update, and for the critic's
     values; none of these needs a gradient.
@@ -71,7 +71,7 @@ class Scorer:
         packed = pack_to_score(rollouts, self._layout, pad_token_id=self._pad_token_id)
         with self._trainer.use_device_mesh():
             mesh, mapping = self._trainer.device_mesh, self._trainer.compute_axis_mapping
-            scored = [self._score(model, place(batch, mesh, mapping)) for batch in packed.passes]
+            scored = [self._score(model, place(batch, mesh, mapping)) for batch in packed.microbatches]
         logprobs = _on_host(packed, [part[0] for part in scored])
         values = _on_host(packed, [part[1] for part in scored])
         # Rounding may lift the log-probability of a certain token above 0.
@@ -79,5 +79,5 @@ class Scorer:
 
 
 def _on_host(packed: PackedBatch, arrays: Sequence[NamedArray]) -> list[np.ndarray]:
-    axes = packed.passes[0].input_ids.axes
+    axes = packed.microbatches[0].input_ids.axes
     return packed.unpack([processes.fetch(array.rearrange(axes).array) for array in arrays])

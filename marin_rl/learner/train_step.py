@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The learner: sharded gradients, summed over passes, and one update from their sum."""
+"""The learner: sharded gradients, summed over microbatches, and one update from their sum."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -23,7 +23,7 @@ from levanter.utils.types import ComputeLossFunction
 
 from marin_rl import processes
 from marin_rl.batching.rl_example import RlExample
-from marin_rl.learner.guard import GuardState, guard_updates
+from marin_rl.learner.skip_nonfinite_updates import SkipState, skip_nonfinite_updates
 
 LossFunction = Callable[..., tuple[jax.Array, dict[str, Metric]]]
 T = TypeVar("T")
@@ -36,8 +36,8 @@ class NonFiniteUpdateError(RuntimeError):
     """A loss or gradient was NaN or infinite; the weights are those from before the step."""
 
 
-class PassSums(NamedTuple):
-    """What the passes of one update add up to."""
+class MicrobatchSums(NamedTuple):
+    """What the microbatches of one update add up to."""
 
     gradient: Any
     """Of the whole batch's loss, shaped and sharded like the trainable part of the model."""
@@ -48,7 +48,7 @@ class PassSums(NamedTuple):
 
 
 class _Structures(NamedTuple):
-    """How the arrays of a pass go together again; hashable, so that a program is found by it."""
+    """How the arrays of a microbatch go together again; hashable, so that a program is found by it."""
 
     model: jax.tree_util.PyTreeDef
     constants: Hashable
@@ -57,7 +57,7 @@ class _Structures(NamedTuple):
 
 
 def _take_apart(
-    model: eqx.Module, batch: RlExample, sums: PassSums
+    model: eqx.Module, batch: RlExample, sums: MicrobatchSums
 ) -> tuple[_Structures, list[jax.Array], list[jax.Array], list[jax.Array]]:
     arrays, constants = hashable_partition(model, eqx.is_array)
     (of_model, like_model), (of_batch, like_batch), (of_sums, like_sums) = map(jax.tree.flatten, (arrays, batch, sums))
@@ -67,10 +67,10 @@ def _take_apart(
 class Learner:
     """Turns batches into new weights.
 
-    Levanter's `Trainer` gives mesh, precision and sharding. A batch comes as passes of one shape: the same
-    program adds each pass's gradient to a sum, and another updates the weights from it. The loss is a plain
-    sum over tokens, so neither the number of passes nor what lies in which of them changes the gradient, and a batch
-    may need any number of passes without anything being compiled again.
+    Levanter's `Trainer` gives mesh, precision and sharding. A batch comes as microbatches of one shape: the same
+    program adds each microbatch's gradient to a sum, and another updates the weights from it. The loss is a plain
+    sum over tokens, so neither the number of microbatches nor what lies in which of them changes the gradient, and a
+    batch may need any number of microbatches without anything being compiled again.
 
     Attributes:
         trainer: levanter's trainer.
@@ -81,8 +81,8 @@ class Learner:
             config, tracker=(), num_train_steps=num_updates, crash_on_nan=False, crash_on_inf=False
         )
         self._learning_rate = optimizer.lr_scheduler(num_updates)
-        guarded = guard_updates(optimizer.build(num_updates))
-        self.trainer = Trainer(quiet, guarded, cast(ComputeLossFunction, loss), add_default_hooks=False)
+        wrapped = skip_nonfinite_updates(optimizer.build(num_updates))
+        self.trainer = Trainer(quiet, wrapped, cast(ComputeLossFunction, loss), add_default_hooks=False)
         mapping = self.trainer.parameter_axis_mapping
         self._zeros = hax.named_jit(self._make_zeros, axis_resources=mapping)
         self._add = jax.jit(self._add_leaves, static_argnums=0, donate_argnums=3)
@@ -117,12 +117,12 @@ class Learner:
         state = dataclasses.replace(state, step=jnp.zeros((), jnp.int32))
         return hax.shard(state, trainer.parameter_axis_mapping)
 
-    def step(self, state: TrainerState, passes: Sequence[RlExample]) -> tuple[TrainerState, dict[str, Metric]]:
+    def step(self, state: TrainerState, microbatches: Sequence[RlExample]) -> tuple[TrainerState, dict[str, Metric]]:
         """One update.
 
         Args:
             state: **donated**; use the returned one.
-            passes: the whole batch, in parts of one shape; at least one.
+            microbatches: the whole batch, in parts of one shape; at least one.
 
         Returns:
             The new state, and what the update measured: the loss function's metrics under their own names,
@@ -132,10 +132,10 @@ class Learner:
             NonFiniteUpdateError: if the loss or the gradient is not finite. The weights did not move.
         """
         with self.trainer:
-            batches = [place(batch, self.mesh, self.trainer.compute_axis_mapping) for batch in passes]
-            sums = self._sum_passes(state.model, batches)
+            batches = [place(batch, self.mesh, self.trainer.compute_axis_mapping) for batch in microbatches]
+            sums = self._sum_microbatches(state.model, batches)
             state, loss, metrics = self._update(state, sums)
-        guard = cast(GuardState, state.opt_state)
+        guard = cast(SkipState, state.opt_state)
         update = int(state.step)
         rate = jnp.asarray(self._learning_rate(update - 1))
         measured = {
@@ -151,14 +151,14 @@ class Learner:
             )
         return state, measured
 
-    def lower_pass(self, model: eqx.Module, batch: RlExample) -> jax.stages.Lowered:
-        """The program that every pass runs, lowered and not compiled: what to ask for its memory and its cost."""
+    def lower_microbatch(self, model: eqx.Module, batch: RlExample) -> jax.stages.Lowered:
+        """The program that every microbatch runs, lowered and not compiled: what to ask for its memory and its cost."""
         with self.trainer:
             placed = place(batch, self.mesh, self.trainer.compute_axis_mapping)
             return self._add.lower(*_take_apart(model, placed, self._zeros(model, placed)))
 
-    def _sum_passes(self, model: eqx.Module, batches: Sequence[RlExample]) -> PassSums:
-        # Trees are taken apart once for all passes: that costs more than starting a program does.
+    def _sum_microbatches(self, model: eqx.Module, batches: Sequence[RlExample]) -> MicrobatchSums:
+        # Trees are taken apart once for all microbatches: that costs more than starting a program does.
         structures, leaves, _, sums = _take_apart(model, batches[0], self._zeros(model, batches[0]))
         for batch in batches:
             sums = self._add(structures, leaves, jax.tree.leaves(batch), sums)
@@ -168,15 +168,15 @@ class Learner:
         self, structures: "_Structures", model: list[jax.Array], batch: list[jax.Array], sums: list[jax.Array]
     ) -> list[jax.Array]:
         with hax.axis_mapping(self.trainer.parameter_axis_mapping):
-            added = self._add_pass(
+            added = self._add_microbatch(
                 hashable_combine(jax.tree.unflatten(structures.model, model), structures.constants),
                 jax.tree.unflatten(structures.batch, batch),
                 jax.tree.unflatten(structures.sums, sums),
             )
         return jax.tree.leaves(added)
 
-    def _make_zeros(self, model: eqx.Module, batch: RlExample) -> PassSums:
-        def shapes(model: eqx.Module, batch: RlExample) -> PassSums:
+    def _make_zeros(self, model: eqx.Module, batch: RlExample) -> MicrobatchSums:
+        def shapes(model: eqx.Module, batch: RlExample) -> MicrobatchSums:
             return self._pass(model, batch)
 
         like = eqx.filter_eval_shape(shapes, model, batch)
@@ -187,23 +187,25 @@ class Learner:
             for name, metric in like.metrics.items()
         }
         gradient = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like.gradient)
-        return PassSums(gradient, jnp.zeros(()), metrics)
+        return MicrobatchSums(gradient, jnp.zeros(()), metrics)
 
-    def _pass(self, model: eqx.Module, batch: RlExample) -> PassSums:
+    def _pass(self, model: eqx.Module, batch: RlExample) -> MicrobatchSums:
         with hax.axis_mapping(self.trainer.compute_axis_mapping):
             differentiate = eqx.filter_value_and_grad(self.trainer.loss_fn, has_aux=True)
             (loss, metrics), gradient = differentiate(model, batch, key=None)
-        return PassSums(hax.shard(gradient, self.trainer.parameter_axis_mapping), jnp.asarray(loss), metrics)
+        return MicrobatchSums(hax.shard(gradient, self.trainer.parameter_axis_mapping), jnp.asarray(loss), metrics)
 
-    def _add_pass(self, model: eqx.Module, batch: RlExample, sums: PassSums) -> PassSums:
+    def _add_microbatch(self, model: eqx.Module, batch: RlExample, sums: MicrobatchSums) -> MicrobatchSums:
         here = self._pass(model, batch)
-        return PassSums(
+        return MicrobatchSums(
             jax.tree.map(jnp.add, sums.gradient, here.gradient),
             sums.loss + here.loss,
             fold_metrics([sums.metrics, here.metrics]),
         )
 
-    def _take_step(self, state: TrainerState, sums: PassSums) -> tuple[TrainerState, jax.Array, dict[str, Metric]]:
+    def _take_step(
+        self, state: TrainerState, sums: MicrobatchSums
+    ) -> tuple[TrainerState, jax.Array, dict[str, Metric]]:
         # The forward pass is deterministic, so the key stays as it is.
         new_state, _ = state.take_step(sums.gradient, loss=cast(float, sums.loss), key=state.training_key)
         return new_state, sums.loss, sums.metrics
@@ -235,7 +237,7 @@ def place(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
 
 
 def fold_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge what several passes or updates measured, each metric by its own reduction.
+    """Merge what several microbatches or updates measured, each metric by its own reduction.
 
     Args:
         parts: at least one; all with the same names.

@@ -18,11 +18,11 @@ import numpy as np
 from jaxtyping import Bool, Float64
 
 from marin_rl.enum_fields import convert_enum_fields
+from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs, TokenAdvantages, uniform_advantages
+from marin_rl.objectives.dispersion import STD_EPSILON, centered, sample_variance, standardized
 from marin_rl.objectives.gae import GaeConfig
 from marin_rl.objectives.gigpo import GigpoConfig
 from marin_rl.objectives.returns import check_discount, discounted_returns
-from marin_rl.objectives.signals import AdvantageConfig, Credit, RolloutSignal, uniform_credit
-from marin_rl.objectives.spread import STD_EPSILON, centered, sample_variance, standardized
 
 __all__ = [
     "AdvantageConfig",
@@ -129,7 +129,7 @@ def reinforce_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray,
     return _apply(rewards, lambda present: present)
 
 
-def turn_returns(signal: RolloutSignal, gamma: float) -> Float64[np.ndarray, " turns"]:
+def turn_returns(signal: AdvantageInputs, gamma: float) -> Float64[np.ndarray, " turns"]:
     """What a rollout earns from each of its turns on: `G_t = Σ_{k≥t} γ^{k-t}·r_k`.
 
     `r_k` is the reward of turn k less the KL penalties of its action tokens. What the score holds beyond the rewards
@@ -191,7 +191,7 @@ class RlooConfig(AdvantageConfig):
         """Never."""
         return False
 
-    def compute(self, groups: Sequence[Sequence[RolloutSignal]]) -> list[list[Credit]]:
+    def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         """See [`rloo_advantages`][marin_rl.objectives.advantages.rloo_advantages]."""
         return _per_rollout(groups, rloo_advantages, self.normalize)
 
@@ -221,7 +221,7 @@ class GrpoConfig(AdvantageConfig):
         """Never."""
         return False
 
-    def compute(self, groups: Sequence[Sequence[RolloutSignal]]) -> list[list[Credit]]:
+    def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         """See [`grpo_advantages`][marin_rl.objectives.advantages.grpo_advantages]."""
         return _per_rollout(groups, grpo_advantages)
 
@@ -257,7 +257,7 @@ class DrGrpoConfig(AdvantageConfig):
         """Never."""
         return False
 
-    def compute(self, groups: Sequence[Sequence[RolloutSignal]]) -> list[list[Credit]]:
+    def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         """See [`dr_grpo_advantages`][marin_rl.objectives.advantages.dr_grpo_advantages]."""
         return _per_rollout(groups, dr_grpo_advantages, self.normalize)
 
@@ -294,23 +294,23 @@ class ReinforceConfig(AdvantageConfig):
         """With a discount, since turns differ then."""
         return self.gamma is not None
 
-    def compute(self, groups: Sequence[Sequence[RolloutSignal]]) -> list[list[Credit]]:
+    def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         """See [`reinforce_advantages`][marin_rl.objectives.advantages.reinforce_advantages] and `turn_returns`."""
         if self.gamma is None:
             return _per_rollout(groups, reinforce_advantages)
         return [[self._from_turn_on(signal, self.gamma) for signal in group] for group in groups]
 
-    def _from_turn_on(self, signal: RolloutSignal, gamma: float) -> Credit:
+    def _from_turn_on(self, signal: AdvantageInputs, gamma: float) -> TokenAdvantages:
         if signal.score is None:
-            return uniform_credit(signal, 0.0)
-        return Credit(turn_returns(signal, gamma)[signal.turn_ids], np.zeros(len(signal.turn_ids)))
+            return uniform_advantages(signal, 0.0)
+        return TokenAdvantages(turn_returns(signal, gamma)[signal.turn_ids], np.zeros(len(signal.turn_ids)))
 
 
 def _per_rollout(
-    groups: Sequence[Sequence[RolloutSignal]],
+    groups: Sequence[Sequence[AdvantageInputs]],
     advantages_of: Callable[[Sequence[float | None]], Float64[np.ndarray, " group"]],
     normalize: Normalization = Normalization.NONE,
-) -> list[list[Credit]]:
+) -> list[list[TokenAdvantages]]:
     """One advantage per rollout, on all of its action tokens."""
     returns = [[signal.total_return for signal in group] for group in groups]
     advantages = [advantages_of(of_group) for of_group in returns]
@@ -324,7 +324,7 @@ def _per_rollout(
             graded = [a for rs, given in pairs for r, a in zip(rs, given.tolist(), strict=True) if r is not None]
             divisors = [_std(graded) + STD_EPSILON] * len(groups)
     return [
-        [uniform_credit(signal, advantage) for signal, advantage in zip(group, (given / by).tolist(), strict=True)]
+        [uniform_advantages(signal, advantage) for signal, advantage in zip(group, (given / by).tolist(), strict=True)]
         for group, given, by in zip(groups, advantages, divisors, strict=True)
     ]
 

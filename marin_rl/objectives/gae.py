@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float64, Int32
 
+from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs, TokenAdvantages
+from marin_rl.objectives.dispersion import centered, sample_variance
 from marin_rl.objectives.returns import check_discount, discounted_returns
-from marin_rl.objectives.signals import AdvantageConfig, Credit, RolloutSignal
-from marin_rl.objectives.spread import centered, sample_variance
 
 WHITENING_EPSILON = 1e-8
 """Added to a variance before its root is divided by."""
@@ -138,7 +138,7 @@ class GaeConfig(AdvantageConfig):
         """Always."""
         return True
 
-    def compute(self, groups: Sequence[Sequence[RolloutSignal]]) -> list[list[Credit]]:
+    def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         """See [`gae_advantages`][marin_rl.objectives.gae.gae_advantages].
 
         The rewards are those of [`token_rewards`][marin_rl.objectives.gae.token_rewards].
@@ -151,13 +151,17 @@ class GaeConfig(AdvantageConfig):
             for member, s in enumerate(signals)
             if s.score is not None
         ]
-        credits = [[Credit(advantages, np.zeros(advantages.size)) for advantages in group] for group in raw]
+        token_advantages_list = [
+            [TokenAdvantages(advantages, np.zeros(advantages.size)) for advantages in group] for group in raw
+        ]
         final = [raw[group][member] for group, member in present]
         for (group, member), advantages in zip(present, whitened(final) if self.whiten else final, strict=True):
-            credits[group][member] = Credit(advantages, raw[group][member] + groups[group][member].values)
-        return credits
+            token_advantages_list[group][member] = TokenAdvantages(
+                advantages, raw[group][member] + groups[group][member].values
+            )
+        return token_advantages_list
 
-    def _advantages(self, signal: RolloutSignal) -> Float64[np.ndarray, " tokens"]:
+    def _advantages(self, signal: AdvantageInputs) -> Float64[np.ndarray, " tokens"]:
         if signal.score is None:
             return np.zeros(len(signal.turn_ids))
         rewards = token_rewards(signal.score, signal.penalties, signal.turn_rewards, signal.turn_ids)

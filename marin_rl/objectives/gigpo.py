@@ -20,9 +20,15 @@ import numpy as np
 from jaxtyping import Float64
 
 from marin_rl.enum_fields import convert_enum_fields
+from marin_rl.objectives.advantage_inputs import (
+    AdvantageConfig,
+    AdvantageInputs,
+    TokenAdvantages,
+    TurnAdvantages,
+    uniform_advantages,
+)
+from marin_rl.objectives.dispersion import centered, standardized
 from marin_rl.objectives.returns import check_discount, discounted_returns
-from marin_rl.objectives.signals import AdvantageConfig, Credit, RolloutSignal, TurnCredit, uniform_credit
-from marin_rl.objectives.spread import centered, standardized
 
 
 class GigpoNormalization(enum.StrEnum):
@@ -137,7 +143,7 @@ class GigpoConfig(AdvantageConfig):
         """Always."""
         return True
 
-    def compute(self, groups: Sequence[Sequence[RolloutSignal]]) -> list[list[Credit]]:
+    def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         """See [`step_advantages`][marin_rl.objectives.gigpo.step_advantages].
 
         `A_E = (R_i - mean R)/F` over the rollouts of the group. The KL penalty is part of R, and not of the turns'
@@ -148,22 +154,22 @@ class GigpoConfig(AdvantageConfig):
         """
         return [self._group(group) for group in groups]
 
-    def _group(self, group: Sequence[RolloutSignal]) -> list[Credit]:
+    def _group(self, group: Sequence[AdvantageInputs]) -> list[TokenAdvantages]:
         present = [index for index, signal in enumerate(group) if signal.score is not None]
         if len(present) < self.minimum_group_size:
-            return [uniform_credit(signal, 0.0) for signal in group]
+            return [uniform_advantages(signal, 0.0) for signal in group]
         totals = np.array([group[index].total_return for index in present], np.float64)
         episode = _compared(totals, self.normalize)
         returns = [discounted_returns(self._rewards(group[index]), self.gamma) for index in present]
         steps = step_advantages(returns, [_anchors(group[index]) for index in present], self.normalize)
-        credits = [uniform_credit(signal, 0.0) for signal in group]
+        token_advantages_list = [uniform_advantages(signal, 0.0) for signal in group]
         for index, of_episode, own_returns, of_turns in zip(present, episode, returns, steps, strict=True):
             advantages = (of_episode + self.omega * of_turns)[group[index].turn_ids]
-            parts = TurnCredit(float(of_episode), own_returns, of_turns)
-            credits[index] = Credit(advantages, np.zeros(advantages.size), parts)
-        return credits
+            parts = TurnAdvantages(float(of_episode), own_returns, of_turns)
+            token_advantages_list[index] = TokenAdvantages(advantages, np.zeros(advantages.size), parts)
+        return token_advantages_list
 
-    def _rewards(self, signal: RolloutSignal) -> Float64[np.ndarray, " turns"]:
+    def _rewards(self, signal: AdvantageInputs) -> Float64[np.ndarray, " turns"]:
         rewards = signal.turn_rewards.copy()
         rewards[list(signal.unrewarded_turns)] = self.default_step_reward
         if self.add_score_at_end and signal.score is not None:
@@ -175,7 +181,7 @@ def _compared(values: Float64[np.ndarray, " count"], normalize: GigpoNormalizati
     return standardized(values) if normalize is GigpoNormalization.STD else centered(values)
 
 
-def _anchors(signal: RolloutSignal) -> tuple[str, ...]:
+def _anchors(signal: AdvantageInputs) -> tuple[str, ...]:
     for turn, anchor in enumerate(signal.anchors):
         if not anchor:
             raise ValueError(

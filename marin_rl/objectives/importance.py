@@ -5,8 +5,8 @@
 
 Two halves. `LogRatioStatistics`, on the device, is for logging only: sums are kept instead of means, so that
 statistics of microbatches, devices and steps merge exactly; variances and sample sizes are not means and cannot be
-averaged. `MismatchConfig`, on the host, turns `w_t = π_learner/π_sampler`, both with the weights that sampled, into
-factors of the policy terms. They carry no gradient.
+averaged. `OffPolicyCorrectionConfig`, on the host, turns `w_t = π_learner/π_sampler`, both with the weights that
+sampled, into factors of the policy terms. They carry no gradient.
 """
 
 import abc
@@ -243,7 +243,7 @@ def mismatch_metrics(statistics: LogRatioStatistics, log_weights: LogWeights = (
 
 
 @dataclasses.dataclass(frozen=True)
-class MismatchConfig(draccus.ChoiceRegistry, abc.ABC):
+class OffPolicyCorrectionConfig(draccus.ChoiceRegistry, abc.ABC):
     """Chooses the correction for a sampler whose probabilities differ from the learner's, by `type`."""
 
     @property
@@ -253,7 +253,7 @@ class MismatchConfig(draccus.ChoiceRegistry, abc.ABC):
 
     @property
     @abc.abstractmethod
-    def needs_old_logprobs(self) -> bool:
+    def needs_sampling_logprobs(self) -> bool:
         """Whether the learner has to score the rollouts before it is updated."""
 
     @abc.abstractmethod
@@ -266,9 +266,9 @@ class MismatchConfig(draccus.ChoiceRegistry, abc.ABC):
         """
 
 
-@MismatchConfig.register_subclass("none")
+@OffPolicyCorrectionConfig.register_subclass("none")
 @dataclasses.dataclass(frozen=True)
-class NoMismatchConfig(MismatchConfig):
+class NoCorrectionConfig(OffPolicyCorrectionConfig):
     """No correction: ratios start from what the sampler recorded."""
 
     @property
@@ -277,7 +277,7 @@ class NoMismatchConfig(MismatchConfig):
         return False
 
     @property
-    def needs_old_logprobs(self) -> bool:
+    def needs_sampling_logprobs(self) -> bool:
         """Never."""
         return False
 
@@ -286,9 +286,9 @@ class NoMismatchConfig(MismatchConfig):
         return [np.ones(own.shape) for own in log_weights]
 
 
-@MismatchConfig.register_subclass("tis")
+@OffPolicyCorrectionConfig.register_subclass("tis")
 @dataclasses.dataclass(frozen=True)
-class TisConfig(MismatchConfig):
+class TisConfig(OffPolicyCorrectionConfig):
     """min(w, C) on every token."""
 
     cap: float = 2.0
@@ -303,7 +303,7 @@ class TisConfig(MismatchConfig):
         return True
 
     @property
-    def needs_old_logprobs(self) -> bool:
+    def needs_sampling_logprobs(self) -> bool:
         """Always."""
         return True
 
@@ -312,9 +312,9 @@ class TisConfig(MismatchConfig):
         return tis_weights(log_weights, self.cap)
 
 
-@MismatchConfig.register_subclass("mask")
+@OffPolicyCorrectionConfig.register_subclass("mask")
 @dataclasses.dataclass(frozen=True)
-class MaskMismatchConfig(MismatchConfig):
+class MaskMismatchConfig(OffPolicyCorrectionConfig):
     """Drops whole rollouts, whose weight is above C."""
 
     cap: float = 2.0
@@ -329,7 +329,7 @@ class MaskMismatchConfig(MismatchConfig):
         return False
 
     @property
-    def needs_old_logprobs(self) -> bool:
+    def needs_sampling_logprobs(self) -> bool:
         """Always."""
         return True
 
@@ -338,9 +338,9 @@ class MaskMismatchConfig(MismatchConfig):
         return mask_weights(log_weights, self.cap)
 
 
-@MismatchConfig.register_subclass("icepop")
+@OffPolicyCorrectionConfig.register_subclass("icepop")
 @dataclasses.dataclass(frozen=True)
-class IcepopConfig(MismatchConfig):
+class IcepopConfig(OffPolicyCorrectionConfig):
     """w on every token within bounds, 0 on the others."""
 
     low: float = 0.5
@@ -350,9 +350,9 @@ class IcepopConfig(MismatchConfig):
 
     def __post_init__(self) -> None:
         if not 0 < self.low <= 1:
-            raise ValueError(f"mismatch.low is {self.low}; it must be in (0, 1]")
+            raise ValueError(f"off_policy_correction.low is {self.low}; it must be in (0, 1]")
         if not 1 <= self.high < math.inf:
-            raise ValueError(f"mismatch.high is {self.high}; it must be finite and >= 1")
+            raise ValueError(f"off_policy_correction.high is {self.high}; it must be finite and >= 1")
 
     @property
     def is_token_level(self) -> bool:
@@ -360,7 +360,7 @@ class IcepopConfig(MismatchConfig):
         return True
 
     @property
-    def needs_old_logprobs(self) -> bool:
+    def needs_sampling_logprobs(self) -> bool:
         """Always."""
         return True
 
@@ -375,4 +375,4 @@ def _weights(log_weights: Float[np.ndarray, " tokens"]) -> Float64[np.ndarray, "
 
 def _check_cap(cap: float) -> None:
     if not 0 < cap < math.inf:
-        raise ValueError(f"mismatch.cap is {cap}; it must be finite and above 0")
+        raise ValueError(f"off_policy_correction.cap is {cap}; it must be finite and above 0")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float64
 
-from marin_rl.objectives.spread import sample_variance
+from marin_rl.objectives.dispersion import sample_variance
 
 
 class ValueTerms(NamedTuple):

@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 
 from marin_rl.rewards.functions import StepOutput
-from marin_rl.types import Message, StepReward
+from marin_rl.types import Message, TurnReward
 
 
 class StepIndexError(ValueError):
@@ -33,7 +33,7 @@ def policy_messages(messages: Sequence[Message], num_prompt_messages: int) -> li
 
 def align_steps(
     rollout_id: str, messages: Sequence[Message], step_outputs: Sequence[StepOutput], num_prompt_messages: int = 0
-) -> dict[int, StepReward]:
+) -> dict[int, TurnReward]:
     """Match what a reward function says about steps with the turns that they are about.
 
     Args:
@@ -49,7 +49,7 @@ def align_steps(
         StepIndexError: if an index names no message, a message that is not the policy's, or one twice.
     """
     turns = {index: turn for turn, index in enumerate(policy_messages(messages, num_prompt_messages))}
-    found: dict[int, StepReward] = {}
+    found: dict[int, TurnReward] = {}
     for step in step_outputs:
         index = step.step_index
         problem = _problem(index, messages, num_prompt_messages)
@@ -60,7 +60,7 @@ def align_steps(
             raise StepIndexError(
                 f"rollout {rollout_id}: step_index {index} {problem}; the policy's messages are {valid}"
             )
-        found[turns[index]] = StepReward(
+        found[turns[index]] = TurnReward(
             turn=turns[index], base_reward=step.base_reward, reason=step.reason, metrics=dict(step.metrics)
         )
     return dict(sorted(found.items()))

@@ -23,8 +23,8 @@ import pydantic
 
 from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
+from marin_rl.rewards.failures import RewardFailure
 from marin_rl.rewards.functions import EvaluateResult, RewardRequest
-from marin_rl.rewards.losses import LossCause
 from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
 
 
@@ -110,7 +110,7 @@ class CodeReward:
         """One result for each rollout; one whose tests cannot be used has no valid score.
 
         Raises:
-            CallLostError: if the sandbox itself failed.
+            RewardCallError: if the sandbox itself failed.
         """
         return list(await asyncio.gather(*(self._judge_one(request) for request in requests)))
 
@@ -175,7 +175,7 @@ async def run_tests(sandbox: Sandbox, code: str, tests: CodeTests) -> list[bool]
     """Which tests a program passes: asserts first, then cases.
 
     Raises:
-        CallLostError: if the sandbox itself failed.
+        RewardCallError: if the sandbox itself failed.
     """
     asserts = await _run_asserts(sandbox, code, tests.asserts)
     cases = await asyncio.gather(*(_run_case(sandbox, code, case) for case in tests.cases))
@@ -193,7 +193,7 @@ def _lines(text: str) -> list[str]:
 
 async def _run(sandbox: Sandbox, code: str, stdin: str) -> PythonResult:
     ran = await sandbox.run_python(code, stdin)
-    if ran.loss is not None and ran.loss.cause is LossCause.WORKER:
+    if ran.loss is not None and ran.loss.cause is RewardFailure.WORKER:
         # Not the program's fault.
         raise ran.loss
     return ran

@@ -6,10 +6,10 @@
 from collections.abc import Iterable, Sequence
 
 from marin_rl.metrics import Metric, mean, merge_all, total
-from marin_rl.types import Evaluation
+from marin_rl.types import RewardResult
 
 
-def failure(evaluations: Sequence[Evaluation]) -> str | None:
+def failure(evaluations: Sequence[RewardResult]) -> str | None:
     """Why a rollout has no reward: a component that has no score for it; None where every one has.
 
     A missing score is no 0: the rollout leaves its group's baseline and carries no signal.
@@ -18,13 +18,14 @@ def failure(evaluations: Sequence[Evaluation]) -> str | None:
     return "; ".join(f"reward {one.component!r}: {one.error}" for one in lost) or None
 
 
-def weighted_rewards(evaluations: Sequence[Evaluation]) -> dict[str, float]:
+def weighted_rewards(evaluations: Sequence[RewardResult]) -> dict[str, float]:
     """A rollout's reward by component: weight times score.
 
     Raises:
         ValueError: if a component has no score for it.
 
-    >>> weighted_rewards([Evaluation("correct", weight=2.0, score=1.0), Evaluation("short", weight=0.5, score=0.5)])
+    >>> results = [RewardResult("correct", weight=2.0, score=1.0), RewardResult("short", weight=0.5, score=0.5)]
+    >>> weighted_rewards(results)
     {'correct': 2.0, 'short': 0.25}
     """
     missing = failure(evaluations)
@@ -33,7 +34,7 @@ def weighted_rewards(evaluations: Sequence[Evaluation]) -> dict[str, float]:
     return {one.component: one.weight * one.score for one in evaluations if one.score is not None}
 
 
-def turn_rewards(evaluations: Sequence[Evaluation], turns: int) -> list[dict[str, float]]:
+def turn_rewards(evaluations: Sequence[RewardResult], turns: int) -> list[dict[str, float]]:
     """The rewards of every turn by component: weight times base reward; empty if no component gave one.
 
     Args:
@@ -50,18 +51,18 @@ def turn_rewards(evaluations: Sequence[Evaluation], turns: int) -> list[dict[str
     return rewards
 
 
-def evaluation_metrics(evaluations: Iterable[Evaluation]) -> dict[str, Metric]:
+def evaluation_metrics(evaluations: Iterable[RewardResult]) -> dict[str, Metric]:
     """What components said, as metrics: `rewards/<component>/score`, and what they measured under its own name.
 
     The mean is over the rollouts that the component has a score for; a metric of a step counts once a step. Rollouts
-    that it has none for are counted by cause, as `rewards/<component>/lost_<cause>`.
+    that it has none for are counted by cause, as `rewards/<component>/failed_<cause>`.
     """
     return merge_all(record for one in evaluations for record in _records(one))
 
 
-def _records(one: Evaluation) -> Iterable[dict[str, Metric]]:
+def _records(one: RewardResult) -> Iterable[dict[str, Metric]]:
     measured = [one.metrics, *(step.metrics for step in one.steps)]
-    scores = {f"lost_{one.lost}": total([1])} if one.score is None else {"score": mean([one.score])}
+    scores = {f"failed_{one.lost}": total([1])} if one.score is None else {"score": mean([one.score])}
     for record in (
         *({name: mean([value]) for name, value in part.items() if not _is_reserved(name)} for part in measured),
         scores,
@@ -71,4 +72,4 @@ def _records(one: Evaluation) -> Iterable[dict[str, Metric]]:
 
 def _is_reserved(name: str) -> bool:
     # What a user measures may have any name; the component's own metrics stay what they are.
-    return name == "score" or name.startswith("lost_")
+    return name == "score" or name.startswith("failed_")

@@ -34,7 +34,7 @@ class RewardScope(enum.StrEnum):
 
 @runtime_checkable
 class RewardComponent(Protocol):
-    """Judges rollouts."""
+    """RewardScorer rollouts."""
 
     @property
     def name(self) -> str:
@@ -63,7 +63,7 @@ class RewardComponent(Protocol):
         """One result for each rollout, in their order.
 
         Raises:
-            CallLostError: if it brought no answer.
+            RewardCallError: if it brought no answer.
         """
         ...
 

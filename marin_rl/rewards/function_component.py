@@ -61,7 +61,7 @@ class FunctionRewardConfig(RewardComponentConfig):
 
 
 class FunctionReward:
-    """Judges with a user's function."""
+    """RewardScorer with a user's function."""
 
     def __init__(self, config: FunctionRewardConfig, sandbox: Sandbox):
         self.name = config.component_name
@@ -89,7 +89,7 @@ class FunctionReward:
         """One result for each rollout, all from one call.
 
         Raises:
-            CallLostError: if the call brought no answer.
+            RewardCallError: if the call brought no answer.
         """
         return await self._sandbox.call(self._function, requests, self._config.options)
 

@@ -25,8 +25,8 @@ import httpx
 
 from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
+from marin_rl.rewards.failures import RewardCallError, RewardFailure
 from marin_rl.rewards.functions import EvaluateResult, RewardRequest
-from marin_rl.rewards.losses import CallLostError, LossCause
 from marin_rl.rewards.patterns import check_pattern, extract_last
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.seeds import derive_seed
@@ -139,12 +139,12 @@ class LlmJudgeConfig(RewardComponentConfig):
 class _Refusal(NamedTuple):
     """An attempt without a usable answer; another attempt may help."""
 
-    cause: LossCause
+    cause: RewardFailure
     problem: str
 
 
 class LlmJudge:
-    """Judges with a language model. Used from one event loop."""
+    """RewardScorer with a language model. Used from one event loop."""
 
     def __init__(self, config: LlmJudgeConfig):
         self.name = config.name
@@ -166,7 +166,7 @@ class LlmJudge:
         """One result for each rollout: from a call for each at the same time, or from one call for the group.
 
         Raises:
-            CallLostError: if a call got no valid answer after every retry.
+            RewardCallError: if a call got no valid answer after every retry.
         """
         if self._config.scope is RewardScope.GROUP:
             return await self._compare(requests)
@@ -197,7 +197,7 @@ class LlmJudge:
 
     async def _ask(self, values: dict[str, str], read: Callable[[str], T | _Refusal]) -> tuple[T, str]:
         """Ask until `read` finds what it looks for in the judge's answer; that, and the answer."""
-        refusal = _Refusal(LossCause.REQUEST, "")
+        refusal = _Refusal(RewardFailure.REQUEST, "")
         async with self._slots:
             for attempt in range(1 + self._config.retries):
                 if attempt:
@@ -209,7 +209,7 @@ class LlmJudge:
                     return found, said
                 refusal = found
         attempts = 1 + self._config.retries
-        raise CallLostError(refusal.cause, f"no score after {attempts} attempts; the last: {refusal.problem}")
+        raise RewardCallError(refusal.cause, f"no score after {attempts} attempts; the last: {refusal.problem}")
 
     async def _attempt(self, values: dict[str, str]) -> str | _Refusal:
         """The judge's answer, or why there is none and another attempt may help."""
@@ -218,17 +218,17 @@ class LlmJudge:
                 f"{self._config.base_url.rstrip('/')}/chat/completions", json=self._body(values)
             )
         except (httpx.TransportError, httpx.DecodingError) as error:
-            return _Refusal(LossCause.REQUEST, f"{type(error).__name__}: {error}")
+            return _Refusal(RewardFailure.REQUEST, f"{type(error).__name__}: {error}")
         if response.status_code in _WORTH_ANOTHER_TRY:
-            return _Refusal(LossCause.REQUEST, f"status {response.status_code}: {response.text[:200]}")
+            return _Refusal(RewardFailure.REQUEST, f"status {response.status_code}: {response.text[:200]}")
         if response.status_code != 200:
-            raise CallLostError(LossCause.REQUEST, f"status {response.status_code}: {response.text[:500]}")
+            raise RewardCallError(RewardFailure.REQUEST, f"status {response.status_code}: {response.text[:500]}")
         try:
             said = response.json()["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError, RecursionError):
             said = None
         if not isinstance(said, str):
-            return _Refusal(LossCause.REQUEST, f"no chat completion: {response.text[:200]!r}")
+            return _Refusal(RewardFailure.REQUEST, f"no chat completion: {response.text[:200]!r}")
         return said
 
     def _body(self, values: dict[str, str]) -> dict[str, Any]:
@@ -258,7 +258,7 @@ class LlmJudge:
 def shown_order(group_seed: int, count: int) -> list[int]:
     """The order in which a judge is shown the rollouts of a group: a permutation drawn from the group's seed.
 
-    Judges favour positions; over many groups every rollout index is shown at every place.
+    RewardScorer favour positions; over many groups every rollout index is shown at every place.
 
     Args:
         group_seed: seed derived from the run's seed and the group.
@@ -273,7 +273,7 @@ def _read_score(said: str, config: LlmJudgeConfig) -> float | _Refusal:
     found = extract_last(config.score_regex, said)
     score = None if found is None else _number(found)
     if score is None:
-        return _Refusal(LossCause.INVALID_ANSWER, f"no score in {said[-200:]!r}")
+        return _Refusal(RewardFailure.INVALID_ANSWER, f"no score in {said[-200:]!r}")
     return _within([score], config) or score
 
 
@@ -281,15 +281,15 @@ def _read_comparison(said: str, count: int, config: LlmJudgeConfig) -> list[floa
     lines = [match[2] for match in _GROUP_LINE.finditer(said) if match[1].lower() == config.comparison.value]
     if not lines:
         form = config.comparison.value.capitalize()
-        return _Refusal(LossCause.INVALID_ANSWER, f"no line `{form}: ...` in {said[-200:]!r}")
+        return _Refusal(RewardFailure.INVALID_ANSWER, f"no line `{form}: ...` in {said[-200:]!r}")
     numbers = [_number(part) for part in re.split(r"[\s,>]+", lines[-1].lstrip("[(*` \t"))]
     values = [number for number in numbers if number is not None]
     if len(values) != len(numbers) or len(values) != count:
-        return _Refusal(LossCause.INVALID_ANSWER, f"{lines[-1][:200]!r} is not {count} numbers")
+        return _Refusal(RewardFailure.INVALID_ANSWER, f"{lines[-1][:200]!r} is not {count} numbers")
     if config.comparison is JudgeComparison.SCORES:
         return _within(values, config) or values
     if sorted(values) != list(range(1, count + 1)):
-        return _Refusal(LossCause.INVALID_ANSWER, f"{lines[-1][:200]!r} does not rank each of 1 to {count} once")
+        return _Refusal(RewardFailure.INVALID_ANSWER, f"{lines[-1][:200]!r} does not rank each of 1 to {count} once")
     ranks = {int(number): rank for rank, number in enumerate(values)}
     step = (config.highest - config.lowest) / max(count - 1, 1)
     return [config.highest - ranks[number] * step for number in range(1, count + 1)]
@@ -299,7 +299,7 @@ def _within(scores: Sequence[float], config: LlmJudgeConfig) -> _Refusal | None:
     for score in scores:
         if not config.lowest <= score <= config.highest:
             problem = f"score {score} is not between {config.lowest} and {config.highest}"
-            return _Refusal(LossCause.INVALID_ANSWER, problem)
+            return _Refusal(RewardFailure.INVALID_ANSWER, problem)
     return None
 
 

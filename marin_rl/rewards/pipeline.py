@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from marin_rl.rewards.align import StepIndexError, align_steps
 from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardConfigError, RewardScope
+from marin_rl.rewards.failures import RewardCallError, RewardFailure
 from marin_rl.rewards.functions import EvaluateResult, RewardRequest
-from marin_rl.rewards.losses import CallLostError, LossCause
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.types import Evaluation
+from marin_rl.types import RewardResult
 
 logger = logging.getLogger(__name__)
 
@@ -46,16 +46,16 @@ class RewardPipeline:
         """Whether there are components of a scope."""
         return any(component.scope is scope for component in self._components)
 
-    async def judge_one(self, request: RewardRequest) -> list[Evaluation]:
+    async def score_rollout(self, request: RewardRequest) -> list[RewardResult]:
         """What the pointwise components say about a rollout, in the config's order."""
         [evaluations] = await self._judge(RewardScope.POINTWISE, [request])
         return evaluations
 
-    async def judge_group(self, requests: Sequence[RewardRequest]) -> list[list[Evaluation]]:
+    async def score_group(self, requests: Sequence[RewardRequest]) -> list[list[RewardResult]]:
         """What the components of scope `group` say about all attempts at one prompt: a list for each rollout."""
         return await self._judge(RewardScope.GROUP, requests)
 
-    async def judge_batch(self, requests: Sequence[RewardRequest]) -> list[list[Evaluation]]:
+    async def score_batch(self, requests: Sequence[RewardRequest]) -> list[list[RewardResult]]:
         """What the components of scope `batch` say about all rollouts of a step: a list for each rollout."""
         return await self._judge(RewardScope.BATCH, requests)
 
@@ -63,30 +63,30 @@ class RewardPipeline:
         """Close every component; the sandbox is the caller's."""
         await asyncio.gather(*(component.close() for component in self._components))
 
-    async def _judge(self, scope: RewardScope, requests: Sequence[RewardRequest]) -> list[list[Evaluation]]:
+    async def _judge(self, scope: RewardScope, requests: Sequence[RewardRequest]) -> list[list[RewardResult]]:
         asked = [component for component in self._components if component.scope is scope]
         answers = await asyncio.gather(*(self._ask(component, requests) for component in asked))
         return [[answer[index] for answer in answers] for index in range(len(requests))]
 
-    async def _ask(self, component: RewardComponent, requests: Sequence[RewardRequest]) -> list[Evaluation]:
+    async def _ask(self, component: RewardComponent, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         if not requests:
             return []
         try:
             results = await component.judge(requests)
-        except CallLostError as error:
+        except RewardCallError as error:
             return [self._lost(component, request, error.cause, error.detail) for request in requests]
         return [self._evaluation(component, *pair) for pair in zip(requests, results, strict=True)]
 
-    def _evaluation(self, component: RewardComponent, request: RewardRequest, result: EvaluateResult) -> Evaluation:
+    def _evaluation(self, component: RewardComponent, request: RewardRequest, result: EvaluateResult) -> RewardResult:
         if not result.is_score_valid:
             why = result.error or result.reason or "it says that its score is not valid"
-            return self._lost(component, request, LossCause.INVALID_SCORE, why)
+            return self._lost(component, request, RewardFailure.INVALID_SCORE, why)
         try:
             steps = align_steps(
                 request.rollout_id, request.messages, result.step_outputs or (), request.num_prompt_messages
             )
         except StepIndexError as error:
-            return self._lost(component, request, LossCause.STEP_INDEX, str(error))
+            return self._lost(component, request, RewardFailure.STEP_INDEX, str(error))
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "rollout %s: reward %r, aligner input (message, reward) %s, output (turn, reward) %s",
@@ -95,7 +95,7 @@ class RewardPipeline:
                 [(step.step_index, step.base_reward) for step in result.step_outputs or ()],
                 [(turn, step.base_reward) for turn, step in steps.items()],
             )
-        return Evaluation(
+        return RewardResult(
             component=component.name,
             weight=component.weight,
             score=result.total_score,
@@ -105,11 +105,15 @@ class RewardPipeline:
             error=result.error,
         )
 
-    def _lost(self, component: RewardComponent, request: RewardRequest, cause: LossCause, detail: str) -> Evaluation:
+    def _lost(
+        self, component: RewardComponent, request: RewardRequest, cause: RewardFailure, detail: str
+    ) -> RewardResult:
         error = f"{cause.value}: {detail}"
         # One line; the record keeps the rest.
         logger.warning("reward %r lost rollout %s: %.300s", component.name, request.rollout_id, error.split("\n")[0])
-        return Evaluation(component=component.name, weight=component.weight, score=None, error=error, lost=cause.value)
+        return RewardResult(
+            component=component.name, weight=component.weight, score=None, error=error, lost=cause.value
+        )
 
 
 def build_pipeline(configs: Sequence[RewardComponentConfig], sandbox: Sandbox) -> RewardPipeline:

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Iterator
 from typing import TypeVar
 
 from marin_rl.environments.base import Environment, Episode
-from marin_rl.rollouts.draft import Attempt, Draft, EnvironmentFault, Limits
-from marin_rl.rollouts.sampling_desk import SamplingDesk
+from marin_rl.rollouts.request_batcher import RequestBatcher
+from marin_rl.rollouts.rollout_builder import Attempt, EnvironmentFault, Limits, RolloutBuilder
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import RolloutStatus
 
@@ -22,8 +22,8 @@ Result = TypeVar("Result")
 
 
 async def play(
-    attempt: Attempt, environment: Environment, tokenizer: ChatTokenizer, desk: SamplingDesk, limits: Limits
-) -> Draft:
+    attempt: Attempt, environment: Environment, tokenizer: ChatTokenizer, desk: RequestBatcher, limits: Limits
+) -> RolloutBuilder:
     """Play an attempt to its end, whatever that is.
 
     What the environment raises, or takes too long for, is the end of this rollout alone. Errors of the sampler and of
@@ -39,28 +39,28 @@ async def play(
     Returns:
         The rollout, which reward functions may still judge.
     """
-    draft = Draft(attempt)
+    builder = RolloutBuilder(attempt)
     if (task := asyncio.current_task()) is not None:
         # Environments that log name the rollout by it.
         task.set_name(f"rollout {attempt.id}")
-    clock = _Clock(limits.max_seconds, draft.seconds)
+    clock = _Clock(limits.max_seconds, builder.seconds)
     episode: Episode | None = None
     try:
         episode = await clock.within(environment.start(attempt.task, attempt.start_seed))
-        while not draft.over:
+        while not builder.over:
             with clock.counted("sample"):
-                generation = await desk.sample(draft.request(limits))
+                generation = await desk.sample(builder.request(limits))
             reply = tokenizer.decode_reply(generation.token_ids)
-            draft.hear(generation, reply)
-            if not draft.over:
-                draft.see(await clock.within(episode.step(reply)), tokenizer, limits)
+            builder.hear(generation, reply)
+            if not builder.over:
+                builder.see(await clock.within(episode.step(reply)), tokenizer, limits)
     except EnvironmentFault as error:
-        draft.fail(error.status, str(error))
+        builder.fail(error.status, str(error))
     finally:
         desk.leave()
         if episode is not None:
             await _close(episode, attempt.id)
-    return draft
+    return builder
 
 
 class _Clock:

@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from marin_rl.types import (
-    Evaluation,
     Generation,
     Observation,
+    RewardResult,
     Rollout,
     RolloutGroup,
     RolloutStatus,
-    StepReward,
     StopReason,
     Task,
     Turn,
+    TurnReward,
 )
 
 Record = TypeVar("Record")
@@ -106,5 +106,5 @@ def _generation(values: Mapping[str, Any]) -> Generation:
     )
 
 
-def _evaluation(values: Mapping[str, Any]) -> Evaluation:
-    return _made(Evaluation, values, steps=tuple(StepReward(**step) for step in values["steps"]))
+def _evaluation(values: Mapping[str, Any]) -> RewardResult:
+    return _made(RewardResult, values, steps=tuple(TurnReward(**step) for step in values["steps"]))

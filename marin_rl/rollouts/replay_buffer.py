@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from marin_rl.rollouts.group_codec import decode_group, encode_group
-from marin_rl.rollouts.orders import GroupOrder, OrderNumber, oldest_version
+from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber, oldest_version
 from marin_rl.seeds import derive_seed
 from marin_rl.types import RolloutGroup, Task, WeightVersion
 
@@ -31,7 +31,7 @@ class ReplayFileError(ValueError):
 class Waiting:
     """A group in the buffer."""
 
-    number: OrderNumber
+    number: RequestNumber
     """Its order."""
     group: RolloutGroup
     """What was played."""
@@ -56,28 +56,26 @@ class ReplayBuffer:
     Every order is taken once: what came before, or was dropped, is refused.
     """
 
-    def __init__(
-        self, *, max_staleness: int, uses_per_group: int = 1, half_life: float | None = None, seed: int = 0
-    ) -> None:
+    def __init__(self, *, max_staleness: int, max_uses: int = 1, half_life: float | None = None, seed: int = 0) -> None:
         """An empty buffer.
 
         Args:
             max_staleness: most versions between a group's oldest token and the weights that it is used to update.
-            uses_per_group: batches that a group is part of.
+            max_uses: batches that a group is part of.
             half_life: versions after which a group is half as likely to be drawn; None draws the oldest first.
             seed: of the draws.
         """
         self._max_staleness = max_staleness
-        self._uses = uses_per_group
+        self._uses = max_uses
         self._half_life = half_life
         self._seed = seed
-        self._waiting: dict[OrderNumber, Waiting] = {}
+        self._waiting: dict[RequestNumber, Waiting] = {}
 
     def copy(self) -> "ReplayBuffer":
         """A buffer with the same settings and groups, which changes on its own."""
         copied = ReplayBuffer(
             max_staleness=self._max_staleness,
-            uses_per_group=self._uses,
+            max_uses=self._uses,
             half_life=self._half_life,
             seed=self._seed,
         )
@@ -92,7 +90,7 @@ class ReplayBuffer:
         """How often its groups may be used, all together."""
         return sum(waiting.uses_left for waiting in self._waiting.values())
 
-    def add(self, number: OrderNumber, group: RolloutGroup) -> None:
+    def add(self, number: RequestNumber, group: RolloutGroup) -> None:
         """Put a group in.
 
         Raises:
@@ -118,7 +116,7 @@ class ReplayBuffer:
             del self._waiting[one.number]
         return stale
 
-    def mix(self, count: int, owed: Iterable[GroupOrder]) -> dict[str, int]:
+    def mix(self, count: int, owed: Iterable[GroupRequest]) -> dict[str, int]:
         """Groups of each environment in the next batch: those of the oldest orders, whether they have come or not.
 
         What comes first is not what was drawn first: groups of a slow environment would be rare in the batches, and
@@ -211,7 +209,7 @@ class ReplayBuffer:
         try:
             rows: Sequence[Mapping[str, object]] = pq.read_table(file, schema=_SCHEMA).to_pylist()
             for row in rows:
-                number = OrderNumber(int(str(row["step"])), int(str(row["index"])))
+                number = RequestNumber(int(str(row["step"])), int(str(row["index"])))
                 self.add(number, decode_group(str(row["group"])))
                 self._waiting[number] = dataclasses.replace(self._waiting[number], uses_left=int(str(row["uses_left"])))
         except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:

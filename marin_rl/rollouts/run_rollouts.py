@@ -14,11 +14,11 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from marin_rl.environments.base import Environment
-from marin_rl.rollouts.draft import Attempt, Draft, Limits, LongPrompts
 from marin_rl.rollouts.episode import play
 from marin_rl.rollouts.event_loop import BackgroundLoop
-from marin_rl.rollouts.judging import Judges, NoJudges
-from marin_rl.rollouts.sampling_desk import SamplingDesk
+from marin_rl.rollouts.request_batcher import RequestBatcher
+from marin_rl.rollouts.reward_functions import NoRewardScorer, RewardScorer
+from marin_rl.rollouts.rollout_builder import Attempt, Limits, LongPrompts, RolloutBuilder
 from marin_rl.rollouts.state_hashing import StateHash, default_state_hash
 from marin_rl.sampling.sampler import PromptTooLongError, Sampler
 from marin_rl.seeds import derive_seed
@@ -38,11 +38,11 @@ class BlockedEventLoopError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Player:
+class RolloutRunner:
     """Everything that is needed to play an episode."""
 
     environment: Environment
-    """Judges the answers."""
+    """RewardScorer the answers."""
     tokenizer: ChatTokenizer
     """Turns messages into tokens and answers into text."""
     sampler: Sampler
@@ -51,7 +51,7 @@ class Player:
     """Bounds of every rollout."""
     state_hash: StateHash = default_state_hash
     """Says which turns stood at the same place (GiGPO)."""
-    judges: Judges = dataclasses.field(default_factory=NoJudges)
+    reward_functions: RewardScorer = dataclasses.field(default_factory=NoRewardScorer)
     """Reward functions, which judge rollouts after their environment."""
     loop: BackgroundLoop = dataclasses.field(default_factory=BackgroundLoop)
     """Where episodes and rewards run."""
@@ -64,7 +64,7 @@ class Player:
 
 
 def run_groups(
-    player: Player,
+    runner: RolloutRunner,
     tasks: Sequence[Task],
     *,
     group_size: int,
@@ -78,7 +78,7 @@ def run_groups(
     go on.
 
     Args:
-        player: environment, tokenizer, sampler and limits.
+        runner: environment, tokenizer, sampler and limits.
         tasks: one group is made for each.
         group_size: attempts per task.
         temperature: sampling temperature; 0 is greedy.
@@ -94,13 +94,13 @@ def run_groups(
         BlockedEventLoopError: if an environment's code blocks all others for longer than an episode may take.
     """
     name = "-".join(str(part) for part in seed_parts[1:])
-    requests = [GroupRequest(f"{name}-{number}", task, (*seed_parts, number)) for number, task in enumerate(tasks)]
-    groups = play_requests(player, requests, group_size=group_size, temperature=temperature)
+    requests = [GroupInput(f"{name}-{number}", task, (*seed_parts, number)) for number, task in enumerate(tasks)]
+    groups = run_requests(runner, requests, group_size=group_size, temperature=temperature)
     require_one_success(groups)
     return groups
 
 
-class GroupRequest(NamedTuple):
+class GroupInput(NamedTuple):
     """A group that is to be played."""
 
     group_id: str
@@ -111,17 +111,17 @@ class GroupRequest(NamedTuple):
     """What the seeds of its attempts derive from, with each attempt's number behind."""
 
 
-HandIn = Callable[[RolloutGroup], Sequence[GroupRequest]]
+HandIn = Callable[[RolloutGroup], Sequence[GroupInput]]
 """Takes a group that is whole, and says what to play in its place."""
 
 
-def play_requests(
-    player: Player, requests: Sequence[GroupRequest], *, group_size: int, temperature: float
+def run_requests(
+    runner: RolloutRunner, requests: Sequence[GroupInput], *, group_size: int, temperature: float
 ) -> list[RolloutGroup]:
     """Play the groups, all attempts at once; what comes out of each does not depend on the others.
 
     Args:
-        player: environment, tokenizer, sampler and limits.
+        runner: environment, tokenizer, sampler and limits.
         requests: what to play.
         group_size: attempts per task.
         temperature: sampling temperature; 0 is greedy.
@@ -136,27 +136,27 @@ def play_requests(
     """
     came: dict[str, RolloutGroup] = {}
 
-    def keep(group: RolloutGroup) -> tuple[GroupRequest, ...]:
+    def keep(group: RolloutGroup) -> tuple[GroupInput, ...]:
         came[group.id] = group
         return ()
 
-    play_stream(player, requests, group_size=group_size, temperature=temperature, hand_in=keep)
+    stream_requests(runner, requests, group_size=group_size, temperature=temperature, on_group_done=keep)
     return [came[request.group_id] for request in requests]
 
 
-def play_stream(
-    player: Player, requests: Sequence[GroupRequest], *, group_size: int, temperature: float, hand_in: HandIn
+def stream_requests(
+    runner: RolloutRunner, requests: Sequence[GroupInput], *, group_size: int, temperature: float, on_group_done: HandIn
 ) -> None:
     """Play groups, each handed in as soon as it is whole, and others in their places, until there are none.
 
     Where rollouts of different groups are judged together, no group is whole before all are, and others begin then.
 
     Args:
-        player: environment, tokenizer, sampler and limits.
+        runner: environment, tokenizer, sampler and limits.
         requests: what to play first.
         group_size: attempts per task.
         temperature: sampling temperature; 0 is greedy.
-        hand_in: is given each group, in a thread of its own, while others are still played. What it raises ends
+        on_group_done: is given each group, in a thread of its own, while others are still played. What it raises ends
             the call.
 
     Raises:
@@ -164,13 +164,13 @@ def play_stream(
         ValueError: if a reward is NaN or infinite, naming the rollout.
         BlockedEventLoopError: if an environment's code blocks all others for longer than an episode may take.
     """
-    groups = [_attempts(player, request, group_size, temperature) for request in requests]
+    groups = [_attempts(runner, request, group_size, temperature) for request in requests]
     if groups:
-        _play_all(player, groups, hand_in, lambda request: _attempts(player, request, group_size, temperature))
+        _play_all(runner, groups, on_group_done, lambda request: _attempts(runner, request, group_size, temperature))
 
 
-def _attempts(player: Player, request: GroupRequest, group_size: int, temperature: float) -> list[Attempt]:
-    prompt = _prompt(player, request.task)
+def _attempts(runner: RolloutRunner, request: GroupInput, group_size: int, temperature: float) -> list[Attempt]:
+    prompt = _prompt(runner, request.task)
     return [
         Attempt(
             task=request.task,
@@ -180,35 +180,35 @@ def _attempts(player: Player, request: GroupRequest, group_size: int, temperatur
             seed=derive_seed(*request.seed_parts, member),
             start_seed=derive_seed(*request.seed_parts),
             temperature=temperature,
-            state_hash=player.state_hash,
+            state_hash=runner.state_hash,
         )
         for member in range(group_size)
     ]
 
 
 def _play_all(
-    player: Player,
+    runner: RolloutRunner,
     groups: Sequence[Sequence[Attempt]],
-    hand_in: HandIn,
-    attempts_at: Callable[[GroupRequest], Sequence[Attempt]],
+    on_group_done: HandIn,
+    attempts_at: Callable[[GroupInput], Sequence[Attempt]],
 ) -> None:
     """The event loop plays and judges while this thread samples."""
-    desk = SamplingDesk(player.sampler.batch_size, sum(map(len, groups)))
+    desk = RequestBatcher(runner.sampler.batch_size, sum(map(len, groups)))
 
-    async def play_one(attempt: Attempt) -> Draft:
-        draft = await play(attempt, player.environment, player.tokenizer, desk, player.limits)
-        await player.judges.judge_one(draft)
-        return draft
+    async def play_one(attempt: Attempt) -> RolloutBuilder:
+        builder = await play(attempt, runner.environment, runner.tokenizer, desk, runner.limits)
+        await runner.reward_functions.score_rollout(builder)
+        return builder
 
-    async def play_group(attempts: Sequence[Attempt]) -> list[Draft]:
-        drafts = await _together(play_one(attempt) for attempt in attempts)
-        await player.judges.judge_group(drafts)
-        return drafts
+    async def play_group(attempts: Sequence[Attempt]) -> list[RolloutBuilder]:
+        builders = await _together(play_one(attempt) for attempt in attempts)
+        await runner.reward_functions.score_group(builders)
+        return builders
 
-    async def finish(attempts: Sequence[Attempt], drafts: Sequence[Draft]) -> list[Sequence[Attempt]]:
+    async def finish(attempts: Sequence[Attempt], builders: Sequence[RolloutBuilder]) -> list[Sequence[Attempt]]:
         """Hand in a group; what is to be played in its place is expected at the desk."""
-        group = RolloutGroup(attempts[0].group_id, [draft.finish() for draft in drafts])
-        further = [attempts_at(request) for request in await asyncio.to_thread(hand_in, group)]
+        group = RolloutGroup(attempts[0].group_id, [builder.finish() for builder in builders])
+        further = [attempts_at(request) for request in await asyncio.to_thread(on_group_done, group)]
         desk.join(sum(map(len, further)))
         return further
 
@@ -223,29 +223,29 @@ def _play_all(
 
     async def play_by_batch(groups: Sequence[Sequence[Attempt]]) -> None:
         while groups:
-            drafts = await _together(play_group(attempts) for attempts in groups)
-            await player.judges.judge_batch([draft for group in drafts for draft in group])
-            further = await _together(finish(*group) for group in zip(groups, drafts, strict=True))
+            builders = await _together(play_group(attempts) for attempts in groups)
+            await runner.reward_functions.score_batch([builder for group in builders for builder in group])
+            further = await _together(finish(*group) for group in zip(groups, builders, strict=True))
             groups = [attempts for some in further for attempts in some]
 
     async def play_all() -> None:
         try:
-            await (play_by_batch if player.judges.judge_batches else play_by_group)(groups)
+            await (play_by_batch if runner.reward_functions.has_batch_scope else play_by_group)(groups)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
     def check() -> None:
-        if not player.loop.responds(player.limits.max_seconds):
+        if not runner.loop.responds(runner.limits.max_seconds):
             raise BlockedEventLoopError(
-                f"environment {player.environment.name!r} has kept the event loop of all episodes busy for over "
-                f"{player.limits.max_seconds:g} s (rollouts.max_seconds); put what blocks behind "
+                f"environment {runner.environment.name!r} has kept the event loop of all episodes busy for over "
+                f"{runner.limits.max_seconds:g} s (rollouts.max_seconds); put what blocks behind "
                 "`await asyncio.to_thread(...)`"
             )
 
-    playing = player.loop.submit(play_all())
+    playing = runner.loop.submit(play_all())
     playing.add_done_callback(lambda _: desk.close())
     try:
-        desk.serve(player.sampler, player.timer, check, player.limits.max_seconds, player.interrupt)
+        desk.serve(runner.sampler, runner.timer, check, runner.limits.max_seconds, runner.interrupt)
         playing.result()
     finally:
         # Nothing of a step that ends with an error goes on behind its back.
@@ -262,13 +262,13 @@ async def _together(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]
     return [task.result() for task in tasks]
 
 
-def _prompt(player: Player, task: Task) -> tuple[int, ...]:
-    tokens, longest = player.tokenizer.prompt_tokens(task.messages), player.limits.longest_prompt
+def _prompt(runner: RolloutRunner, task: Task) -> tuple[int, ...]:
+    tokens, longest = runner.tokenizer.prompt_tokens(task.messages), runner.limits.longest_prompt
     if len(tokens) <= longest:
         return tokens
-    if player.limits.long_prompts is LongPrompts.TRUNCATE_LEFT:
+    if runner.limits.long_prompts is LongPrompts.TRUNCATE_LEFT:
         return tokens[-longest:]
-    limit = "rollouts.max_length" if player.limits.max_prompt_length is None else "rollouts.max_prompt_length"
+    limit = "rollouts.max_length" if runner.limits.max_prompt_length is None else "rollouts.max_prompt_length"
     raise PromptTooLongError(
         f"task {task.id!r} of environment {task.environment!r}: its prompt has {len(tokens)} tokens, but {limit} "
         f"allows {longest}; raise {limit}, leave the task out, or set rollouts.long_prompts: skip or truncate_left"

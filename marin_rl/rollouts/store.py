@@ -35,7 +35,7 @@ from marin_rl.rollouts.stored_rollout import (
     SCHEMA_VERSION,
     VERSION_KEY,
     PieceOf,
-    TrainingSignal,
+    StoredAdvantages,
     as_row,
     bytes_as_json,
     bytes_from_json,
@@ -258,7 +258,7 @@ class RolloutStore:
         self,
         step: int,
         groups: Sequence[RolloutGroup],
-        signals: Mapping[str, TrainingSignal],
+        signals: Mapping[str, StoredAdvantages],
         purpose: str = TRAINING,
         stale: Sequence[RolloutGroup] = (),
     ) -> None:
@@ -313,7 +313,7 @@ class RolloutStore:
         self,
         step: int,
         rollouts: Sequence[Rollout],
-        signals: Mapping[str, TrainingSignal],
+        signals: Mapping[str, StoredAdvantages],
         purpose: str,
         stale_ids: Collection[str],
     ) -> None:

@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Float
 
-from marin_rl.objectives.signals import TurnCredit
-from marin_rl.types import Evaluation, Info, Observation, Rollout, RolloutStatus, Turn
+from marin_rl.objectives.advantage_inputs import TurnAdvantages
+from marin_rl.types import Info, Observation, RewardResult, Rollout, RolloutStatus, Turn
 
 SCHEMA_VERSION = 2
 """Raised whenever the columns change; a file of another version is refused."""
@@ -186,7 +186,7 @@ def _check_per_token(path: str, array: pa.StructArray) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingSignal:
+class StoredAdvantages:
     """What training made of one rollout. Arrays run over its sampled tokens, all turns one after the other.
 
     Raises:
@@ -203,7 +203,7 @@ class TrainingSignal:
     """The critic's values before the update; None without a critic."""
     value_targets: Float[np.ndarray, " tokens"] | None = None
     """What the critic was trained towards; None without a critic, or if no token was trained on."""
-    of_turns: TurnCredit | None = None
+    of_turns: TurnAdvantages | None = None
     """What the advantages of its turns are made of (GiGPO)."""
 
     @property
@@ -216,7 +216,7 @@ def as_row(
     rollout: Rollout,
     step: int,
     purpose: str,
-    signal: TrainingSignal | None,
+    signal: StoredAdvantages | None,
     piece: PieceOf,
     *,
     is_stale: bool = False,
@@ -261,7 +261,7 @@ def as_row(
     }
 
 
-def _check_lengths(rollout: Rollout, signal: TrainingSignal | None) -> None:
+def _check_lengths(rollout: Rollout, signal: StoredAdvantages | None) -> None:
     if signal is None:
         return
     tokens, turns = rollout.num_generated_tokens, len(rollout.turns)
@@ -280,7 +280,7 @@ def _check_lengths(rollout: Rollout, signal: TrainingSignal | None) -> None:
             raise ValueError(f"rollout {rollout.id}: {name} has length {len(array)}, expected {length}")
 
 
-def _why_not_trained(rollout: Rollout, purpose: str, signal: TrainingSignal | None, is_stale: bool) -> str | None:
+def _why_not_trained(rollout: Rollout, purpose: str, signal: StoredAdvantages | None, is_stale: bool) -> str | None:
     if purpose != "training":
         return purpose
     if is_stale:
@@ -298,7 +298,7 @@ def _numbers(values: Mapping[str, float]) -> list[tuple[str, float]]:
     return [(name, float(value)) for name, value in values.items()]
 
 
-def _evaluation_row(evaluation: Evaluation) -> dict[str, Any]:
+def _evaluation_row(evaluation: RewardResult) -> dict[str, Any]:
     return {
         "component": evaluation.component,
         "weight": evaluation.weight,
@@ -319,7 +319,7 @@ def _evaluation_row(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
-def _turn_rows(turns: Sequence[Turn], signal: TrainingSignal | None, piece: PieceOf) -> list[dict[str, Any]]:
+def _turn_rows(turns: Sequence[Turn], signal: StoredAdvantages | None, piece: PieceOf) -> list[dict[str, Any]]:
     rows = []
     start = 0
     for index, turn in enumerate(turns):
@@ -379,7 +379,7 @@ def _message_row(message: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _signal_columns(signal: TrainingSignal | None, turn: int, tokens: slice) -> dict[str, Any]:
+def _signal_columns(signal: StoredAdvantages | None, turn: int, tokens: slice) -> dict[str, Any]:
     if signal is None:
         return {"loss_mask": [False] * (tokens.stop - tokens.start)}
     trained = signal.advantages is not None
@@ -394,13 +394,13 @@ def _signal_columns(signal: TrainingSignal | None, turn: int, tokens: slice) -> 
     }
 
 
-def _turn_credit_columns(credit: TurnCredit | None, turn: int) -> dict[str, float]:
-    if credit is None:
+def _turn_credit_columns(token_advantages: TurnAdvantages | None, turn: int) -> dict[str, float]:
+    if token_advantages is None:
         return {}
     return {
-        "episode_advantage": credit.episode_advantage,
-        "step_return": float(credit.returns[turn]),
-        "step_advantage": float(credit.step_advantages[turn]),
+        "episode_advantage": token_advantages.episode_advantage,
+        "step_return": float(token_advantages.returns[turn]),
+        "step_advantage": float(token_advantages.step_advantages[turn]),
     }
 
 

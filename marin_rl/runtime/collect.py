@@ -15,11 +15,11 @@ from marin_rl.metrics import Metric
 from marin_rl.rewards.combine import evaluation_metrics
 from marin_rl.rollouts.environment_metrics import environment_metrics
 from marin_rl.rollouts.filters import sort_groups
-from marin_rl.rollouts.orders import OrderNumber
 from marin_rl.rollouts.rollout_metrics import rollout_metrics, staleness_metrics
 from marin_rl.rollouts.run_rollouts import require_one_success
+from marin_rl.rollouts.scheduler import RequestNumber
 from marin_rl.rollouts.shape_rewards import shape_rewards
-from marin_rl.runtime.player import make_limits
+from marin_rl.runtime.rollout_runner import make_limits
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.sampling.sampler import PromptTooLongError
 from marin_rl.timing import PhaseTimer
@@ -68,7 +68,13 @@ def collect_groups(
 
 
 def _collect(run: TrainingRun, step: int, timer: PhaseTimer, stop_requested: Callable[[], bool]) -> Collected:
-    config, progress, crew, orders, replay = run.config, run.progress, run.crew, run.orders, run.replay
+    config, progress, rollout_source, orders, replay = (
+        run.config,
+        run.progress,
+        run.rollout_source,
+        run.orders,
+        run.replay,
+    )
     version, wanted = step - 1, config.rollouts.prompts_per_step
 
     def draw(count: int) -> list[Task]:
@@ -76,15 +82,15 @@ def _collect(run: TrainingRun, step: int, timer: PhaseTimer, stop_requested: Cal
 
     skipped_before = progress.prompts_skipped
     stale = [run.drop_stale(version)]
-    crew.submit(orders.order(version, replay.uses_left, len(replay), draw))
-    came: dict[OrderNumber, RolloutGroup] = {}
-    to_train: dict[OrderNumber, RolloutGroup] = {}
-    left_out: dict[OrderNumber, RolloutGroup] = {}
+    rollout_source.submit(orders.order(version, replay.uses_left, len(replay), draw))
+    came: dict[RequestNumber, RolloutGroup] = {}
+    to_train: dict[RequestNumber, RolloutGroup] = {}
+    left_out: dict[RequestNumber, RolloutGroup] = {}
     replaced = 0
     while not replay.holds(mix := replay.mix(orders.wanted(step), orders.outstanding)):
         dropped = []
-        for number, played in crew.wait(timer, stop_requested):
-            if not orders.settle(number):
+        for number, played in rollout_source.wait(timer, stop_requested):
+            if not orders.complete(number):
                 continue
             came[number] = played
             [group] = shape_rewards(
@@ -101,11 +107,11 @@ def _collect(run: TrainingRun, step: int, timer: PhaseTimer, stop_requested: Cal
             require_one_success(list(came.values()))
         more = orders.replace(dropped, version, draw)
         replaced += len(more)
-        crew.submit(more)
+        rollout_source.submit(more)
         late = run.drop_stale(version)
         if late.count:
             stale.append(late)
-            crew.submit(orders.order(version, replay.uses_left, len(replay), draw))
+            rollout_source.submit(orders.order(version, replay.uses_left, len(replay), draw))
     ages, fill = replay.ages(version), replay.uses_left / orders.pace.room
     groups = replay.draw(mix, version)
     in_order = [came[number] for number in sorted(came)]
@@ -122,7 +128,7 @@ def _collect(run: TrainingRun, step: int, timer: PhaseTimer, stop_requested: Cal
         "replay/age": sum(ages) / max(len(ages), 1),
         "replay/fill": fill,
     }
-    metrics |= {name: Metric(float(value)) for name, value in {**counts, **crew.metrics()}.items()}
+    metrics |= {name: Metric(float(value)) for name, value in {**counts, **rollout_source.metrics()}.items()}
     return Collected(groups, unequal, in_order, metrics, [group for one in stale for group in one.untrained])
 
 

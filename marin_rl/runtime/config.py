@@ -29,16 +29,16 @@ from marin_rl.learner.attention_kernel import PLATFORMS, AttentionKernel, attent
 from marin_rl.learner.checkpoint import CheckpointConfig
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.models.support import check_model
+from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.advantages import RlooConfig
 from marin_rl.objectives.aggregation import AggregationConfig, SequenceSumConfig
-from marin_rl.objectives.importance import MismatchConfig, NoMismatchConfig
+from marin_rl.objectives.importance import NoCorrectionConfig, OffPolicyCorrectionConfig
 from marin_rl.objectives.kl import KlConfig, NoKlConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig, ReinforceLossConfig
 from marin_rl.objectives.shaping import KeepTruncatedConfig, OverlongConfig, TruncationConfig
-from marin_rl.objectives.signals import AdvantageConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rollouts.draft import LongPrompts
 from marin_rl.rollouts.filters import FilterConfig, KeepGroupsConfig
+from marin_rl.rollouts.rollout_builder import LongPrompts
 from marin_rl.rollouts.state_hashing import StateHashingConfig
 from marin_rl.rollouts.store import RolloutStoreConfig
 from marin_rl.runtime.config_decoding import decode
@@ -290,7 +290,7 @@ class TrainConfig:
     """The critic that `advantage: {type: gae}` needs; null for none."""
     updates: UpdateConfig = UpdateConfig()
     """Epochs and minibatches over the rollouts of a step."""
-    mismatch: MismatchConfig = NoMismatchConfig()
+    off_policy_correction: OffPolicyCorrectionConfig = NoCorrectionConfig()
     """Correction for a sampler whose probabilities differ from the learner's."""
     overlong: OverlongConfig = OverlongConfig()
     """Soft penalty on answers that come close to their limit."""
@@ -382,15 +382,16 @@ class TrainConfig:
                 f"replay.capacity is {self.replay.capacity}, but a step takes rollouts.prompts_per_step = "
                 f"{self.rollouts.prompts_per_step} groups together; raise it"
             )
-        if self.replay.keep_old_weights and not self.mismatch.needs_old_logprobs:
+        if self.replay.keep_sampling_weights and not self.off_policy_correction.needs_sampling_logprobs:
             raise ValueError(
-                "replay.keep_old_weights is true, but mismatch: {type: none} scores nothing with them; set "
-                "mismatch: {type: tis}, or keep_old_weights: false"
+                "replay.keep_sampling_weights is true, but off_policy_correction: {type: none} scores nothing "
+                "with them; set off_policy_correction: {type: tis}, or keep_sampling_weights: false"
             )
-        if self.replay.keep_old_weights and self.workers.refresh is Refresh.IN_FLIGHT:
+        if self.replay.keep_sampling_weights and self.workers.refresh is Refresh.IN_FLIGHT:
             raise ValueError(
-                "replay.keep_old_weights is true and workers.refresh in_flight, but an answer that several weights "
-                "sampled has none to be scored with; set workers.refresh: between_groups, or keep_old_weights: false"
+                "replay.keep_sampling_weights is true and workers.refresh in_flight, but an answer that several "
+                "weights sampled has none to be scored with; set workers.refresh: between_groups, or "
+                "keep_sampling_weights: false"
             )
         if self.ray_address is not None and not re.fullmatch(r"auto|[^/]+:\d{1,5}", self.ray_address):
             raise ValueError(
@@ -471,11 +472,12 @@ class TrainConfig:
                 f"updates asks for {self.updates.per_step} updates per step, but policy_loss {loss_name!r} ignores "
                 "that the policy has moved since it sampled; use policy_loss: {type: ppo_clip}, or one update"
             )
-        if self.mismatch.is_token_level and self.policy_loss.is_sequence_level:
+        if self.off_policy_correction.is_token_level and self.policy_loss.is_sequence_level:
+            name = OffPolicyCorrectionConfig.get_choice_name(type(self.off_policy_correction))
             raise ValueError(
-                f"mismatch {MismatchConfig.get_choice_name(type(self.mismatch))!r} weighs single tokens, but "
+                f"off_policy_correction {name!r} weighs single tokens, but "
                 f"policy_loss {loss_name!r} has one ratio per rollout and cannot leave out some of its tokens; use "
-                "mismatch: {type: mask}, which drops whole rollouts"
+                "off_policy_correction: {type: mask}, which drops whole rollouts"
             )
         if self.advantage.is_token_level and self.policy_loss.is_sequence_level:
             raise ValueError(

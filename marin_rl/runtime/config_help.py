@@ -29,7 +29,7 @@ from marin_rl.runtime.config_decoding import (
     resolve_section,
     section_of,
 )
-from marin_rl.runtime.config_meanings import meaning_of, summary_of
+from marin_rl.runtime.field_docs import field_doc, section_doc
 
 MAX_WIDTH = 110
 """Lines longer than this are hard to read, however wide the terminal."""
@@ -115,7 +115,7 @@ def _walk(
     for name, annotation in field_types(section).items():
         default = default_of(section, name, base)
         given = raw.get(name, default)
-        key, meaning = f"{prefix}{name}", meaning_of(section, name)
+        key, meaning = f"{prefix}{name}", field_doc(section, name)
         inner, place = _section_within(annotation)
         registry = inner if _is_choice(inner) else None
         note = (
@@ -159,7 +159,7 @@ def _walk_option(
     choice = registry.get_choice_class(name)
     raw = {k: v for k, v in given.items() if k != CHOICE_TYPE_KEY} if isinstance(given, Mapping) else {}
     base = next((value for value in (given, default) if type(value) is choice), None)
-    yield _Entry(f"{key}.{CHOICE_TYPE_KEY} {name}", "", summary_of(choice), depth, is_key=False)
+    yield _Entry(f"{key}.{CHOICE_TYPE_KEY} {name}", "", section_doc(choice), depth, is_key=False)
     yield from _walk(choice, f"{key}.", raw, base, depth + 1, within)
 
 

@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from marin_rl.visible import one_line, visible
+from marin_rl.escaping import escape, escape_line
 
 MAX_PLAIN_LINES = 50
 """About how many lines of progress a run prints where there is no terminal."""
@@ -89,7 +89,7 @@ class Progress:
 
     def say(self, message: str) -> None:
         """Print a line that stays."""
-        self.console.print(Text(visible(message)), soft_wrap=True)
+        self.console.print(Text(escape(message)), soft_wrap=True)
 
     def update(self, step: int, metrics: Mapping[str, int | float]) -> None:
         """Show one update.
@@ -189,9 +189,9 @@ def print_closing_table(console: Console, summary: ClosingSummary) -> None:
     facts["run directory"] = str(summary.run_directory)
     column = max(map(len, facts))
     for name, text in facts.items():
-        console.print(Text.assemble((f"{name:{column}}  ", "dim"), visible(text)), soft_wrap=True)
+        console.print(Text.assemble((f"{name:{column}}  ", "dim"), escape(text)), soft_wrap=True)
     for purpose, command in summary.next_commands.items():
-        console.print(Text.assemble((f"\n{purpose}\n", "dim"), (f"  {visible(command)}", "bold")), soft_wrap=True)
+        console.print(Text.assemble((f"\n{purpose}\n", "dim"), (f"  {escape(command)}", "bold")), soft_wrap=True)
 
 
 def _accuracy_table(evaluations: Mapping[str, Mapping[str, int | float]]) -> Table:
@@ -207,7 +207,9 @@ def _accuracy_table(evaluations: Mapping[str, Mapping[str, int | float]]) -> Tab
     for name in names:
         _, environment, *kind = name.split("/")
         label = "/".join(kind).removeprefix("accuracy_")
-        table.add_column(Text(one_line(f"{environment} {label}" if len(environments) > 1 else label)), justify="right")
+        table.add_column(
+            Text(escape_line(f"{environment} {label}" if len(environments) > 1 else label)), justify="right"
+        )
     for moment, metrics in evaluations.items():
         cells = [format_fraction(metrics[name]) if name in metrics else "" for name in names]
         table.add_row(moment, *cells)

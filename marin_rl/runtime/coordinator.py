@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from marin_rl.rollouts.orders import GroupOrder, OrderNumber
+from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
 from marin_rl.types import WeightVersion
 
 
@@ -34,10 +34,10 @@ class Announcement(NamedTuple):
         return bool(self.addresses) and (version is None or self.version > version)
 
 
-class Work(NamedTuple):
+class Assignment(NamedTuple):
     """What a worker is told when it asks."""
 
-    orders: list[GroupOrder]
+    orders: list[GroupRequest]
     """Groups to play; none where there is nothing that it may begin with its weights."""
     newest: Announcement
     """The newest weights."""
@@ -45,12 +45,12 @@ class Work(NamedTuple):
     """Whether the run is over."""
 
 
-class Delivery(NamedTuple):
+class TrainerUpdate(NamedTuple):
     """What the trainer is told when it asks."""
 
     incarnation: str
     """Names this coordinator; another one knows nothing of what the former was told."""
-    groups: list[tuple[OrderNumber, str]]
+    groups: list[tuple[RequestNumber, str]]
     """Groups that came, encoded; they come again until they are acknowledged."""
     failure: str | None
     """What ended a worker, where an error did."""
@@ -67,7 +67,7 @@ class _Worker:
     incarnation: str
     last_heard: float
     counted: float
-    orders: set[OrderNumber] = dataclasses.field(default_factory=set)
+    orders: set[RequestNumber] = dataclasses.field(default_factory=set)
     finished: int = 0
 
 
@@ -84,10 +84,10 @@ class Coordinator:
         self.incarnation = uuid.uuid4().hex
         self._clock = clock
         self._silence = silence
-        self._orders: dict[OrderNumber, GroupOrder] = {}
-        self._waiting: list[OrderNumber] = []
+        self._orders: dict[RequestNumber, GroupRequest] = {}
+        self._waiting: list[RequestNumber] = []
         """Those of the orders that nobody plays, in order."""
-        self._finished: dict[OrderNumber, str] = {}
+        self._finished: dict[RequestNumber, str] = {}
         self._workers: dict[str, _Worker] = {}
         self._version: WeightVersion = 0
         self._addresses: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ class Coordinator:
 
     # The trainer's side.
 
-    def submit(self, orders: Sequence[GroupOrder]) -> None:
+    def submit(self, orders: Sequence[GroupRequest]) -> None:
         """Take orders; one that is known already is not taken twice."""
         for order in orders:
             if order.number not in self._finished and order.number not in self._orders:
@@ -115,7 +115,7 @@ class Coordinator:
         if version >= self._version:
             self._version, self._addresses = version, tuple(addresses)
 
-    def take(self, acknowledged: Sequence[OrderNumber] = ()) -> Delivery:
+    def take(self, acknowledged: Sequence[RequestNumber] = ()) -> TrainerUpdate:
         """Groups that have come.
 
         Args:
@@ -125,7 +125,7 @@ class Coordinator:
             self._finished.pop(number, None)
         self.give_up_silent()
         self._count_seconds()
-        return Delivery(
+        return TrainerUpdate(
             self.incarnation,
             sorted(self._finished.items()),
             self._failure,
@@ -156,7 +156,7 @@ class Coordinator:
         self._workers[worker] = _Worker(incarnation, self._clock(), self._clock())
         self.counts["joined"] += 1
 
-    def next_work(self, worker: str, incarnation: str, version: WeightVersion | None, room: int) -> Work | None:
+    def next_work(self, worker: str, incarnation: str, version: WeightVersion | None, room: int) -> Assignment | None:
         """What to play next: the oldest orders that weights of this version may begin.
 
         Args:
@@ -178,9 +178,9 @@ class Coordinator:
         for number in numbers:
             self._waiting.remove(number)
         known.orders |= set(numbers)
-        return Work([self._orders[number] for number in numbers], self.announced, self._stop)
+        return Assignment([self._orders[number] for number in numbers], self.announced, self._stop)
 
-    def plays(self, worker: str, incarnation: str, numbers: Collection[OrderNumber]) -> None:
+    def plays(self, worker: str, incarnation: str, numbers: Collection[RequestNumber]) -> None:
         """A worker says all that it plays. What it was handed besides never reached it, and goes to others."""
         known = self._heard(worker, incarnation)
         if known is None:
@@ -192,7 +192,7 @@ class Coordinator:
             bisect.insort(self._waiting, number)
         known.orders = known.orders.intersection(numbers) | handed_again
 
-    def finish(self, worker: str, incarnation: str, number: OrderNumber, group: str) -> bool:
+    def finish(self, worker: str, incarnation: str, number: RequestNumber, group: str) -> bool:
         """A group is played. The first that comes for an order counts, whoever played it.
 
         Returns:
@@ -269,7 +269,7 @@ class Coordinator:
             bisect.insort(self._waiting, number)
 
 
-class Office:
+class CoordinatorActor:
     """A coordinator that many threads may ask at once, and who has nothing to answer yet lets them wait."""
 
     def __init__(self, silence: float) -> None:
@@ -281,7 +281,7 @@ class Office:
         self._coordinator = Coordinator(time.monotonic, silence=silence)
         self._changed = threading.Condition()
 
-    def submit(self, orders: Sequence[GroupOrder]) -> None:
+    def submit(self, orders: Sequence[GroupRequest]) -> None:
         """See `Coordinator`."""
         with self._changed:
             self._coordinator.submit(orders)
@@ -293,13 +293,13 @@ class Office:
             self._coordinator.announce(version, addresses)
             self._changed.notify_all()
 
-    def take(self, acknowledged: Sequence[OrderNumber], seconds: float) -> Delivery:
+    def take(self, acknowledged: Sequence[RequestNumber], seconds: float) -> TrainerUpdate:
         """See `Coordinator`; waits so long for something to come."""
         with self._changed:
-            delivery = self._coordinator.take(acknowledged)
-            if not delivery.groups and self._changed.wait(seconds):
-                delivery = self._coordinator.take()
-            return delivery
+            update = self._coordinator.take(acknowledged)
+            if not update.groups and self._changed.wait(seconds):
+                update = self._coordinator.take()
+            return update
 
     def stop(self) -> None:
         """See `Coordinator`."""
@@ -319,9 +319,9 @@ class Office:
         incarnation: str,
         version: WeightVersion | None,
         room: int,
-        playing: Collection[OrderNumber],
+        playing: Collection[RequestNumber],
         seconds: float,
-    ) -> Work | None:
+    ) -> Assignment | None:
         """See `Coordinator`; waits so long for orders, for newer weights or for the end.
 
         An answer may get lost on its way, and the question come again: so it says what the worker plays.
@@ -334,7 +334,7 @@ class Office:
                 work = self._coordinator.next_work(worker, incarnation, version, room)
             return work
 
-    def finish(self, worker: str, incarnation: str, number: OrderNumber, group: str) -> bool:
+    def finish(self, worker: str, incarnation: str, number: RequestNumber, group: str) -> bool:
         """See `Coordinator`."""
         with self._changed:
             owed = self._coordinator.finish(worker, incarnation, number, group)

@@ -55,13 +55,13 @@ def start_devices(config: TrainerConfig, *, rows_per_device: int, alone: bool = 
     if config.require_accelerator and jax.default_backend() == "cpu":
         raise DeviceError("trainer.require_accelerator is true, but jax found only a CPU; set it to false to use that")
     _check_mesh(config)
-    config.per_device_parallelism = pass_rows(config, rows_per_device)
+    config.per_device_parallelism = microbatch_rows(config, rows_per_device)
     config.train_batch_size = config.per_device_parallelism * config.data_axis_size
     config._validate_and_set_defaults()
     return config
 
 
-def pass_rows(config: TrainerConfig, default: int) -> int:
+def microbatch_rows(config: TrainerConfig, default: int) -> int:
     """Rows in a pass on each data-parallel device: `per_device_parallelism`, where it is set.
 
     Args:

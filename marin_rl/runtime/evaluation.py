@@ -15,7 +15,7 @@ from marin_rl.learner.scoring import Scores
 from marin_rl.metrics import mean
 from marin_rl.objectives.pass_at_k import pass_at_k
 from marin_rl.rollouts.rollout_metrics import is_correct
-from marin_rl.rollouts.run_rollouts import Player, run_groups
+from marin_rl.rollouts.run_rollouts import RolloutRunner, run_groups
 from marin_rl.types import RolloutGroup, Task
 
 
@@ -63,7 +63,7 @@ def forget(groups: Sequence[RolloutGroup]) -> None:
 
 
 def evaluate(
-    player: Player,
+    runner: RolloutRunner,
     config: EvaluationConfig,
     *,
     temperature: float,
@@ -77,7 +77,7 @@ def evaluate(
     A rollout that fails counts as wrong.
 
     Args:
-        player: plays the tasks; its sampler holds the weights that are evaluated.
+        runner: plays the tasks; its sampler holds the weights that are evaluated.
         config: how many tasks and samples.
         temperature: of the sampled attempts; above 0.
         seed: the run's seed.
@@ -93,15 +93,15 @@ def evaluate(
     """
     if config.tasks == 0:
         raise ValueError("evaluation.tasks is 0, so that nothing is evaluated; say how many, as --evaluation.tasks 512")
-    tasks = first_of_each(player.environment.tasks(split), config.tasks, player)
+    tasks = first_of_each(runner.environment.tasks(split), config.tasks, runner)
     if not tasks:
         raise ValueError(
-            f"environment {player.environment.name!r} has no {split.value} tasks to evaluate on; "
+            f"environment {runner.environment.name!r} has no {split.value} tasks to evaluate on; "
             f"give it some (environment.{split.value})"
         )
     name = f"evaluate-{split.value}"
     sampled = run_groups(
-        player, tasks, group_size=config.samples, temperature=temperature, seed_parts=(seed, name, "sampled")
+        runner, tasks, group_size=config.samples, temperature=temperature, seed_parts=(seed, name, "sampled")
     )
     greedy: list[RolloutGroup] = []
     metrics: dict[str, float] = {}
@@ -113,7 +113,7 @@ def evaluate(
             correct = [sum(map(is_correct, group.rollouts)) for group in groups]
             metrics[f"{prefix}/pass@{k}"] = mean(pass_at_k(config.samples, number, k) for number in correct).value
     if config.greedy:
-        greedy = run_groups(player, tasks, group_size=1, temperature=0.0, seed_parts=(seed, name, "greedy"))
+        greedy = run_groups(runner, tasks, group_size=1, temperature=0.0, seed_parts=(seed, name, "greedy"))
         for environment, groups in _by_environment(greedy).items():
             metrics[f"eval/{environment}/accuracy_greedy"] = _accuracy(groups)
     keep([*sampled, *greedy])
@@ -121,7 +121,7 @@ def evaluate(
 
 
 def reference_loss(
-    player: Player, tasks: Sequence[Task], score: Callable[[Sequence[ProcessedRollout]], Sequence[Scores]]
+    runner: RolloutRunner, tasks: Sequence[Task], score: Callable[[Sequence[ProcessedRollout]], Sequence[Scores]]
 ) -> dict[str, float]:
     """Negative log-likelihood of reference answers, per environment: `-Σ log π(token) / number of tokens`.
 
@@ -130,7 +130,7 @@ def reference_loss(
     included, so the chat template needs no generation blocks. Sums run over the tokens of all tasks.
 
     Args:
-        player: names environment, tokenizer and the longest sequence.
+        runner: names environment, tokenizer and the longest sequence.
         tasks: any; those without a reference answer, or with one that does not fit, are left out.
         score: log-probabilities (nats) at temperature 1 under the weights that are evaluated.
 
@@ -140,10 +140,10 @@ def reference_loss(
     """
     examples: dict[str, list[ProcessedRollout]] = {}
     for task in tasks:
-        if not can_demonstrate(player.environment, task):
+        if not can_demonstrate(runner.environment, task):
             continue
         example = process_demonstration(
-            demonstration(player.environment, task), task, length=player.limits.max_length, tokenizer=player.tokenizer
+            demonstration(runner.environment, task), task, length=runner.limits.max_length, tokenizer=runner.tokenizer
         )
         if example is not None:
             examples.setdefault(task.environment, []).append(example)
@@ -166,18 +166,18 @@ def describe_accuracy(evaluation: Mapping[str, float]) -> str:
     return "held-out " + ", ".join(parts)
 
 
-def first_of_each(tasks: Sequence[Task], count: int, player: Player) -> list[Task]:
+def first_of_each(tasks: Sequence[Task], count: int, runner: RolloutRunner) -> list[Task]:
     """The first tasks of every environment, in their order, without those whose long prompts are to be skipped.
 
     Args:
         tasks: of one environment or several.
         count: most tasks of each.
-        player: its limits and tokenizer decide which prompts are too long.
+        runner: its limits and tokenizer decide which prompts are too long.
     """
     taken: dict[str, int] = {}
     found = []
     for task in tasks:
-        if taken.get(task.environment, 0) < count and not player.limits.leave_out(task, player.tokenizer):
+        if taken.get(task.environment, 0) < count and not runner.limits.leave_out(task, runner.tokenizer):
             taken[task.environment] = taken.get(task.environment, 0) + 1
             found.append(task)
     return found

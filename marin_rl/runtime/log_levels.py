@@ -41,14 +41,14 @@ def module_levels(levels: Mapping[str, str]) -> dict[str, int]:
     Raises:
         ValueError: if there is no such module or level; the message names the key.
 
-    >>> module_levels({"marin_rl.rollouts.draft": "debug"})
-    {'marin_rl.rollouts.draft': 10}
+    >>> module_levels({"marin_rl.rollouts.rollout_builder": "debug"})
+    {'marin_rl.rollouts.rollout_builder': 10}
     """
     for name, level in levels.items():
         if not _exists(name):
             raise ValueError(
                 f"logging names {name!r}, which is no module of {PACKAGE}; copy a name from the lines of log.txt, such "
-                "as marin_rl.rollouts.draft, or one of its packages, such as marin_rl.rollouts"
+                "as marin_rl.rollouts.rollout_builder, or one of its packages, such as marin_rl.rollouts"
             )
         if level not in tuple(LogLevel):
             raise ValueError(f"logging.{name} is {level!r}; it takes one of {', '.join(LogLevel)}")

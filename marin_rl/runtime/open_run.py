@@ -23,18 +23,24 @@ from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
 from marin_rl.rollouts.event_loop import BackgroundLoop
-from marin_rl.rollouts.judging import Judges, NoJudges
-from marin_rl.rollouts.orders import OrderBook
-from marin_rl.rollouts.run_rollouts import Player
+from marin_rl.rollouts.reward_functions import NoRewardScorer, RewardScorer
+from marin_rl.rollouts.run_rollouts import RolloutRunner
+from marin_rl.rollouts.scheduler import RolloutScheduler
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
 from marin_rl.rollouts.token_pieces import TokenPieces
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import Keep, describe_accuracy, evaluate, forget
-from marin_rl.runtime.open_crew import check_worker_devices, make_history, make_pace, make_replay, open_crew
-from marin_rl.runtime.player import make_player, open_judges
+from marin_rl.runtime.open_rollout_source import (
+    check_worker_devices,
+    make_history,
+    make_replay,
+    make_staleness_limits,
+    open_rollout_source,
+)
 from marin_rl.runtime.policy_engine import PolicyEngine, open_trainer_engine
 from marin_rl.runtime.progress import Progress
+from marin_rl.runtime.rollout_runner import make_runner, open_reward_functions
 from marin_rl.runtime.run_directory import writing
 from marin_rl.runtime.shared_run import check_config, newest_good
 from marin_rl.runtime.starting_weights import first_policy, restore_policy, restore_state
@@ -49,13 +55,13 @@ Report = Callable[[str], None]
 """Is told of progress, a line at a time."""
 
 
-class _Parts(NamedTuple):
+class Components(NamedTuple):
     """What a run is made of, whatever its weights."""
 
     trainer: TrainerConfig
     tokenizer: ChatTokenizer
     environment: Environment
-    judges: Judges
+    reward_functions: RewardScorer
     loop: BackgroundLoop
     store: RolloutStore
     checkpoints: Checkpoints
@@ -63,7 +69,7 @@ class _Parts(NamedTuple):
     layout: RowLayout
 
 
-class _Standing(NamedTuple):
+class RunState(NamedTuple):
     """Where a run is, at its start or when it is taken up again."""
 
     state: TrainerState
@@ -87,16 +93,16 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         CheckpointError: if there are checkpoints and none is usable.
     """
     with contextlib.ExitStack() as opened:
-        parts = _open_parts(config, folder, opened)
+        parts = _open_components(config, folder, opened)
         checkpoint = newest_good(parts.checkpoints)
-        standing = _start(config, parts, report) if checkpoint is None else _take_up(config, parts, checkpoint, report)
-        run = _assemble(config, parts, standing, opened)
+        run_state = _start(config, parts, report) if checkpoint is None else _take_up(config, parts, checkpoint, report)
+        run = _assemble(config, parts, run_state, opened)
         if checkpoint is not None:
             run.replay.load(checkpoint.path / REPLAY)
         run.offer()
         if run.history is not None:
             forget_older(run, report)
-        run.crew.submit(run.orders.outstanding)
+        run.rollout_source.submit(run.orders.outstanding)
         if checkpoint is None:
             run.save()
         if config.kl.needs_reference:
@@ -130,21 +136,23 @@ def forget_older(run: TrainingRun, report: Report) -> None:
         )
 
 
-def _open_parts(config: TrainConfig, folder: Path, opened: contextlib.ExitStack) -> _Parts:
+def _open_components(config: TrainConfig, folder: Path, opened: contextlib.ExitStack) -> Components:
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
     layout = config.row_layout(trainer)
     check_config(config)
     check_worker_devices(config, jax.default_backend(), os.environ)
     tokenizer = config.tokenizer.build()
     environment = config.environment.build()
-    judges, loop = open_judges(config, environment, opened) if _samples(config) else (NoJudges(), BackgroundLoop())
+    reward_functions, loop = (
+        open_reward_functions(config, environment, opened) if _samples(config) else (NoRewardScorer(), BackgroundLoop())
+    )
     store = RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer))
     opened.enter_context(Closing(lambda: _close_store(store)))
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
     # A learning rate schedule has no form for no steps at all, which is a run that only warms up and exports.
     num_updates = max(config.num_steps, 1) * config.updates.per_step
     learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=num_updates)
-    return _Parts(trainer, tokenizer, environment, judges, loop, store, checkpoints, learner, layout)
+    return Components(trainer, tokenizer, environment, reward_functions, loop, store, checkpoints, learner, layout)
 
 
 def _samples(config: TrainConfig) -> bool:
@@ -157,7 +165,7 @@ def _close_store(store: RolloutStore) -> None:
         store.close()
 
 
-def _take_up(config: TrainConfig, parts: _Parts, checkpoint: Checkpoint, report: Report) -> _Standing:
+def _take_up(config: TrainConfig, parts: Components, checkpoint: Checkpoint, report: Report) -> RunState:
     try:
         progress = Progress(**checkpoint.progress)
     except TypeError as error:
@@ -170,19 +178,19 @@ def _take_up(config: TrainConfig, parts: _Parts, checkpoint: Checkpoint, report:
         report(f"the checkpoint of step {damaged} is damaged and passed over; log.txt says what is wrong with it")
     report(f"resuming after step {progress.step}, from {checkpoint.path}")
     sampler = open_trainer_engine(config, policy_of(state.model), parts.tokenizer, parts.trainer, progress.step)
-    return _Standing(state, sampler, progress)
+    return RunState(state, sampler, progress)
 
 
-def _start(config: TrainConfig, parts: _Parts, report: Report) -> _Standing:
+def _start(config: TrainConfig, parts: Components, report: Report) -> RunState:
     policy = first_policy(config, parts.tokenizer, parts.trainer)
     progress = Progress(vocab_size=policy.vocab_size)
     sampler = open_trainer_engine(config, policy, parts.tokenizer, parts.trainer, version=0)
-    player = _make_player(config, parts, sampler)
+    runner = _make_runner(config, parts, sampler)
 
     def measure(landmark: str, keep: Keep = forget) -> None:
         if config.evaluation.tasks:
             progress.evaluations[landmark] = found = evaluate(
-                player, config.evaluation, temperature=config.sampling.temperature, seed=config.seed, keep=keep
+                runner, config.evaluation, temperature=config.sampling.temperature, seed=config.seed, keep=keep
             )
             report(f"{landmark}: {describe_accuracy(found)}")
 
@@ -191,7 +199,7 @@ def _start(config: TrainConfig, parts: _Parts, report: Report) -> _Standing:
         policy = warm_start(
             config.warm_start,
             policy,
-            player,
+            runner,
             parts.trainer,
             parts.layout,
             seed=config.seed,
@@ -205,7 +213,7 @@ def _start(config: TrainConfig, parts: _Parts, report: Report) -> _Standing:
     state = parts.learner.initial_state(trained, key)
     sampler.update(policy_of(state.model), 0)
     measure("before RL", functools.partial(_store_evaluation, parts.store))
-    return _Standing(state, sampler, progress)
+    return RunState(state, sampler, progress)
 
 
 def _store_evaluation(store: RolloutStore, groups: Sequence[RolloutGroup]) -> None:
@@ -213,9 +221,9 @@ def _store_evaluation(store: RolloutStore, groups: Sequence[RolloutGroup]) -> No
         store.write(0, groups, {}, EVALUATION)
 
 
-def _assemble(config: TrainConfig, parts: _Parts, standing: _Standing, opened: contextlib.ExitStack) -> TrainingRun:
-    state, sampler, progress = standing
-    player = _make_player(config, parts, sampler)
+def _assemble(config: TrainConfig, parts: Components, run_state: RunState, opened: contextlib.ExitStack) -> TrainingRun:
+    state, sampler, progress = run_state
+    runner = _make_runner(config, parts, sampler)
     return TrainingRun(
         config=config,
         trainer=parts.trainer,
@@ -229,20 +237,20 @@ def _assemble(config: TrainConfig, parts: _Parts, standing: _Standing, opened: c
         store=parts.store,
         state=state,
         progress=progress,
-        player=player,
-        crew=open_crew(config, player, progress, opened),
-        orders=OrderBook(make_pace(config), progress.orders),
+        runner=runner,
+        rollout_source=open_rollout_source(config, runner, progress, opened),
+        orders=RolloutScheduler(make_staleness_limits(config), progress.orders),
         replay=make_replay(config),
         history=make_history(config),
         opened=opened,
     )
 
 
-def _make_player(config: TrainConfig, parts: _Parts, sampler: PolicyEngine) -> Player:
-    return make_player(config, parts.environment, parts.tokenizer, sampler, parts.loop, parts.judges)
+def _make_runner(config: TrainConfig, parts: Components, sampler: PolicyEngine) -> RolloutRunner:
+    return make_runner(config, parts.environment, parts.tokenizer, sampler, parts.loop, parts.reward_functions)
 
 
-def _make_scorer(config: TrainConfig, parts: _Parts) -> Scorer:
+def _make_scorer(config: TrainConfig, parts: Components) -> Scorer:
     return Scorer(
         parts.trainer,
         parts.layout,

@@ -12,12 +12,12 @@ from levanter.trainer import TrainerConfig
 from marin_rl import processes
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.policy_sampler import PolicySampler
-from marin_rl.runtime.served_weights import ServedWeights
+from marin_rl.runtime.served_weights import WeightReloader
 from marin_rl.runtime.workers_config import Mode
 from marin_rl.sampling.config import OpenAiSamplerConfig
-from marin_rl.sampling.looks import Looks
 from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.sampling.weight_poll import WeightPoll
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Generation, WeightVersion
 
@@ -45,7 +45,7 @@ class PolicyEngine(Protocol):
         ...
 
 
-class OutsideEngine:
+class OpenAIEngine:
     """Samples at a server, which is given the policy's weights."""
 
     def __init__(
@@ -71,7 +71,7 @@ class OutsideEngine:
             UserFileError: if the user's function is missing or raises.
             SamplerError: if the server does not answer what it must.
         """
-        self._weights = ServedWeights(server.reload, server.base_url, tokenizer, trainer)
+        self._weights = WeightReloader(server.reload, server.base_url, tokenizer, trainer)
         self._sampler = OpenAiSampler(
             server,
             config=config.sampling,
@@ -144,7 +144,7 @@ def open_worker_engine(
     tokenizer: ChatTokenizer,
     trainer: TrainerConfig,
     version: WeightVersion,
-    looks: Looks | None = None,
+    weight_poll: WeightPoll | None = None,
 ) -> PolicyEngine:
     """The configured one, which samples what is trained on.
 
@@ -154,8 +154,8 @@ def open_worker_engine(
         tokenizer: names the stop tokens.
         trainer: mesh, axis mapping and compute precision.
         version: steps of training behind the weights.
-        looks: when newer weights may come while sequences are being decoded, in this process; None for never.
+        weight_poll: when newer weights may come while sequences are being decoded, in this process; None for never.
     """
     if isinstance(config.sampler, OpenAiSamplerConfig):
-        return OutsideEngine(config, config.sampler, model, tokenizer, trainer, version)
-    return PolicySampler(config, model, tokenizer, trainer, version, looks)
+        return OpenAIEngine(config, config.sampler, model, tokenizer, trainer, version)
+    return PolicySampler(config, model, tokenizer, trainer, version, weight_poll)

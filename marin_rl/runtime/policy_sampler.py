@@ -11,8 +11,8 @@ from levanter.trainer import TrainerConfig
 
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.sampling.levanter_sampler import LevanterSampler
-from marin_rl.sampling.looks import Looks
 from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.sampling.weight_poll import WeightPoll
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Generation, WeightVersion
 
@@ -27,7 +27,7 @@ class PolicySampler:
         tokenizer: ChatTokenizer,
         trainer: TrainerConfig,
         version: WeightVersion,
-        looks: Looks | None = None,
+        weight_poll: WeightPoll | None = None,
     ) -> None:
         """Make the sampler; nothing is compiled yet.
 
@@ -38,7 +38,7 @@ class PolicySampler:
             tokenizer: names the stop tokens.
             trainer: mesh, axis mapping and compute precision.
             version: steps of training behind the weights.
-            looks: when newer ones may come while sequences are being decoded; None for never.
+            weight_poll: when newer ones may come while sequences are being decoded; None for never.
         """
         self._trainer = trainer
         with trainer.use_device_mesh(), hax.axis_mapping(trainer.compute_axis_mapping):
@@ -48,7 +48,7 @@ class PolicySampler:
                 stop_token_ids=tokenizer.stop_token_ids,
                 max_context=config.rollouts.max_length,
                 version=version,
-                looks=looks,
+                weight_poll=weight_poll,
             )
 
     @property

@@ -17,10 +17,10 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from marin_rl.closing import Closing
-from marin_rl.rollouts.orders import GroupOrder, OrderNumber
+from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml, to_yaml
-from marin_rl.runtime.coordinator import Announcement, Delivery, Office, Work
+from marin_rl.runtime.coordinator import Announcement, Assignment, CoordinatorActor, TrainerUpdate
 from marin_rl.runtime.log_levels import module_levels
 from marin_rl.runtime.ray_node import connected_to_local_node
 from marin_rl.runtime.rollout_worker import telling_errors, work
@@ -29,7 +29,7 @@ from marin_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 
-FAREWELL = 20.0
+SHUTDOWN_TIMEOUT = 20.0
 """Seconds in which workers may end in good order."""
 CONNECT = 10.0
 """Seconds in which a cluster's first machine has to answer."""
@@ -87,7 +87,7 @@ def _no_cluster(address: str) -> Iterator[None]:
         ) from error
 
 
-class RayDesk:
+class CoordinatorClient:
     """The coordinator's desk, for trainer and workers, over Ray.
 
     A coordinator that is down is started anew by Ray; questions wait for it. Actors talk to one another directly, and
@@ -113,32 +113,32 @@ class RayDesk:
         """
         self._running = dict(running)
 
-    def submit(self, orders: Sequence[GroupOrder]) -> None:
-        """See `Office`."""
+    def submit(self, orders: Sequence[GroupRequest]) -> None:
+        """See `CoordinatorActor`."""
         self._ask(lambda: self._coordinator.submit.remote(list(orders)))
 
     def announce(self, version: WeightVersion, addresses: Sequence[str]) -> None:
-        """See `Office`."""
+        """See `CoordinatorActor`."""
         self._ask(lambda: self._coordinator.announce.remote(version, tuple(addresses)))
 
-    def take(self, acknowledged: Sequence[OrderNumber], seconds: float) -> Delivery:
-        """See `Office`.
+    def take(self, acknowledged: Sequence[RequestNumber], seconds: float) -> TrainerUpdate:
+        """See `CoordinatorActor`.
 
         Raises:
             RayLostError: if nothing came, and Ray has ended on this machine.
         """
-        delivery = self._ask(lambda: self._coordinator.take.remote(list(acknowledged), seconds))
-        if not delivery.groups:
+        update = self._ask(lambda: self._coordinator.take.remote(list(acknowledged), seconds))
+        if not update.groups:
             check_node()
-            return delivery._replace(failure=delivery.failure or self._failure())
-        return delivery
+            return update._replace(failure=update.failure or self._failure())
+        return update
 
     def stop(self) -> None:
-        """See `Office`."""
+        """See `CoordinatorActor`."""
         self._ask(lambda: self._coordinator.stop.remote())
 
     def join(self, worker: str, incarnation: str) -> None:
-        """See `Office`."""
+        """See `CoordinatorActor`."""
         self._ask(lambda: self._coordinator.join.remote(worker, incarnation))
 
     def next_work(
@@ -147,31 +147,31 @@ class RayDesk:
         incarnation: str,
         version: WeightVersion | None,
         room: int,
-        playing: Collection[OrderNumber],
+        playing: Collection[RequestNumber],
         seconds: float,
-    ) -> Work | None:
-        """See `Office`."""
+    ) -> Assignment | None:
+        """See `CoordinatorActor`."""
         asked = (worker, incarnation, version, room, list(playing), seconds)
         return self._ask(lambda: self._coordinator.next_work.remote(*asked))
 
-    def finish(self, worker: str, incarnation: str, number: OrderNumber, group: str) -> bool:
-        """See `Office`."""
+    def finish(self, worker: str, incarnation: str, number: RequestNumber, group: str) -> bool:
+        """See `CoordinatorActor`."""
         return self._ask(lambda: self._coordinator.finish.remote(worker, incarnation, number, group))
 
     def beat(self, worker: str, incarnation: str) -> bool:
-        """See `Office`."""
+        """See `CoordinatorActor`."""
         return self._ask(lambda: self._coordinator.beat.remote(worker, incarnation))
 
     def announced(self) -> Announcement:
-        """See `Office`."""
+        """See `CoordinatorActor`."""
         return self._ask(lambda: self._coordinator.announced.remote())
 
     def fail(self, worker: str, error: str) -> None:
-        """See `Office`."""
+        """See `CoordinatorActor`."""
         self._ask(lambda: self._coordinator.fail.remote(worker, error))
 
     def leave(self, worker: str, incarnation: str) -> None:
-        """See `Office`."""
+        """See `CoordinatorActor`."""
         self._ask(lambda: self._coordinator.leave.remote(worker, incarnation))
 
     def _failure(self) -> str | None:
@@ -237,18 +237,18 @@ class Worker:
         workers, file = self._config.workers, Path(self._config.run_dir) / "workers" / f"{self._name}.txt"
         with log_to(file, self._config.log_level.number, module_levels(self._config.logging)):
             try:
-                desk = RayDesk(ray.get_actor(self._coordinator), workers.patience)
+                desk = CoordinatorClient(ray.get_actor(self._coordinator), workers.no_progress_timeout)
                 with telling_errors(desk, self._name):
                     policy = ReceivedPolicy(self._config, self._vocab_size, self._token, desk.announced)
                 with Closing(policy.close):
-                    work(desk, self._name, policy, silence=workers.silence)
+                    work(desk, self._name, policy, silence=workers.heartbeat_timeout)
             except BaseException:
                 logger.exception("worker %s ends with an error", self._name)
                 raise
 
 
 @contextlib.contextmanager
-def ray_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[RayDesk]:
+def ray_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[CoordinatorClient]:
     """Start coordinator and workers, and end them at the end of the block, whatever happens in it.
 
     Args:
@@ -267,10 +267,10 @@ def ray_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[Ra
         name = f"coordinator-{uuid.uuid4().hex}"
         # Idle workers that wait must not keep the others from being heard: those would count as silent.
         calls = workers.num_workers + CALLS_AT_ONCE
-        office = _actor(Office, name=name, max_concurrency=calls, num_cpus=0)
-        coordinator = office.remote(workers.silence)
+        coordinator_actor = _actor(CoordinatorActor, name=name, max_concurrency=calls, num_cpus=0)
+        coordinator = coordinator_actor.remote(workers.heartbeat_timeout)
         opened.callback(ray.kill, coordinator)
-        desk = RayDesk(coordinator, workers.patience)
+        desk = CoordinatorClient(coordinator, workers.no_progress_timeout)
         worker = _actor(Worker, max_task_retries=-1, num_cpus=1, num_gpus=workers.gpus_per_worker)
         actors = [
             worker.remote(to_yaml(config), vocab_size, token, f"worker-{index}", name)
@@ -278,7 +278,7 @@ def ray_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[Ra
         ]
         running = {f"worker-{index}": actor.run.remote() for index, actor in enumerate(actors)}
         desk.watch(running)
-        opened.callback(_say_farewell, RayDesk(coordinator, FAREWELL), actors, list(running.values()))
+        opened.callback(_shut_down, CoordinatorClient(coordinator, SHUTDOWN_TIMEOUT), actors, list(running.values()))
         yield desk
 
 
@@ -287,11 +287,11 @@ def _actor(kind: type, **options: Any) -> Any:
     return cast(Any, ray.remote(kind)).options(max_restarts=-1, **options)
 
 
-def _say_farewell(desk: RayDesk, actors: Sequence[ActorHandle], running: Sequence[Any]) -> None:
+def _shut_down(desk: CoordinatorClient, actors: Sequence[ActorHandle], running: Sequence[Any]) -> None:
     """Let workers end in good order, and end those that do not."""
     try:
         desk.stop()
-        ended, _ = ray.wait(list(running), num_returns=len(running), timeout=FAREWELL)
+        ended, _ = ray.wait(list(running), num_returns=len(running), timeout=SHUTDOWN_TIMEOUT)
         logger.info("%d of %d workers ended in good order", len(ended), len(running))
     except (RayError, RayLostError):
         logger.warning("the coordinator did not hear that the run is over", exc_info=True)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from marin_rl.rollouts.group_codec import encode_group
-from marin_rl.rollouts.orders import GroupOrder, OrderNumber
-from marin_rl.runtime.coordinator import Announcement, Work
-from marin_rl.runtime.crew import Played
+from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
+from marin_rl.runtime.coordinator import Announcement, Assignment
+from marin_rl.runtime.rollout_source import FinishedGroup
 from marin_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -40,9 +40,9 @@ class WorkerDesk(Protocol):
         incarnation: str,
         version: WeightVersion | None,
         room: int,
-        playing: Collection[OrderNumber],
+        playing: Collection[RequestNumber],
         seconds: float,
-    ) -> Work | None:
+    ) -> Assignment | None:
         """What to play next, besides what is played; None where the worker has to join anew."""
         ...
 
@@ -50,7 +50,7 @@ class WorkerDesk(Protocol):
         """The newest weights."""
         ...
 
-    def finish(self, worker: str, incarnation: str, number: OrderNumber, group: str) -> bool:
+    def finish(self, worker: str, incarnation: str, number: RequestNumber, group: str) -> bool:
         """A group is played."""
         ...
 
@@ -90,12 +90,14 @@ class WorkerPolicy(Protocol):
         """Take the newest weights that are offered at these addresses; False where they do not come now."""
         ...
 
-    def play(self, orders: Sequence[GroupOrder], hand_in: Callable[[Played], Sequence[GroupOrder]]) -> None:
+    def play(
+        self, orders: Sequence[GroupRequest], on_group_done: Callable[[FinishedGroup], Sequence[GroupRequest]]
+    ) -> None:
         """Play groups until there are none.
 
         Args:
             orders: what to play first.
-            hand_in: is given each group as soon as it is whole, from any thread; says what to play in its place.
+            on_group_done: is given each group as soon as it is whole, from any thread; says what to play in its place.
         """
         ...
 
@@ -151,14 +153,14 @@ def _work(desk: WorkerDesk, name: str, incarnation: str, policy: WorkerPolicy, p
             # The next question takes no orders, and says that none is played: what it was handed goes to others.
             time.sleep(min(poll, PAUSE))
         elif told.orders:
-            policy.play(told.orders, _Places(desk, name, incarnation, policy, told.orders).hand_in)
+            policy.play(told.orders, _Places(desk, name, incarnation, policy, told.orders).on_group_done)
 
 
 class _Places:
     """What a worker plays at the same time: a group that is whole makes place for others."""
 
     def __init__(
-        self, desk: WorkerDesk, name: str, incarnation: str, policy: WorkerPolicy, orders: Sequence[GroupOrder]
+        self, desk: WorkerDesk, name: str, incarnation: str, policy: WorkerPolicy, orders: Sequence[GroupRequest]
     ) -> None:
         self._desk = desk
         self._name = name
@@ -167,7 +169,7 @@ class _Places:
         self._playing = {order.number for order in orders}
         self._lock = threading.Lock()
 
-    def hand_in(self, played: Played) -> list[GroupOrder]:
+    def on_group_done(self, played: FinishedGroup) -> list[GroupRequest]:
         """Hand in a group, and take as many orders as there is place for."""
         self._desk.finish(self._name, self._incarnation, played.number, encode_group(played.group))
         with self._lock:
@@ -176,7 +178,7 @@ class _Places:
             self._playing |= {order.number for order in orders}
             return orders
 
-    def _more(self) -> list[GroupOrder]:
+    def _more(self) -> list[GroupRequest]:
         version = self._policy.version
         # Between groups the places stay empty until all have ended, and the newer weights are fetched.
         if not self._policy.is_in_flight and self._desk.announced().is_newer_than(version):

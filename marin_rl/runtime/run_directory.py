@@ -27,8 +27,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from marin_rl.escaping import escape
 from marin_rl.runtime.config_parsing import parse_yaml
-from marin_rl.visible import visible
 
 
 class RunDirectoryError(RuntimeError):
@@ -260,7 +260,7 @@ class LogFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as text without control characters other than newlines."""
-        return visible(super().format(record)).replace("\n", "\n    ")
+        return escape(super().format(record)).replace("\n", "\n    ")
 
 
 class _LogFile(logging.FileHandler):

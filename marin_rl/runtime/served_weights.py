@@ -16,7 +16,7 @@ from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import WeightVersion
 
 
-class ServedWeights:
+class WeightReloader:
     """Gives an engine new weights, version by version."""
 
     def __init__(self, config: ReloadConfig, base_url: str, tokenizer: ChatTokenizer, trainer: TrainerConfig) -> None:

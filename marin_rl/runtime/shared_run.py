@@ -20,12 +20,12 @@ from marin_rl import processes
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
 from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
 from marin_rl.rollouts.group_codec import decode_group
-from marin_rl.rollouts.orders import GroupOrder, OrderNumber
+from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import to_yaml
-from marin_rl.runtime.crew import Played, raise_if
-from marin_rl.runtime.remote_crew import RemoteCrew
+from marin_rl.runtime.rollout_source import FinishedGroup, raise_if
 from marin_rl.runtime.run_directory import RunDirectoryError, config_differences, writing
+from marin_rl.runtime.worker_pool import WorkerPool
 from marin_rl.runtime.workers_config import Mode
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import WeightVersion
@@ -33,59 +33,59 @@ from marin_rl.weights.config import ArrowFlightConfig, is_loopback
 from marin_rl.weights.protocol import WeightSender
 
 
-class SharedCrew:
+class SharedWorkerPool:
     """Workers whom the main process asks; what came of it, all processes are told."""
 
-    def __init__(self, crew: RemoteCrew | None, sender: WeightSender) -> None:
+    def __init__(self, rollout_source: WorkerPool | None, sender: WeightSender) -> None:
         """Owe nothing.
 
         Args:
-            crew: the main process's; None in the others.
+            rollout_source: the main process's; None in the others.
             sender: offers this process's shards of the weights, where there is no crew that does.
         """
-        self._crew = crew
+        self._rollout_source = rollout_source
         self._sender = sender
 
-    def submit(self, orders: Sequence[GroupOrder]) -> None:
-        """See [`Crew`][marin_rl.runtime.crew.Crew]."""
-        if self._crew is not None:
-            self._crew.submit(orders)
+    def submit(self, orders: Sequence[GroupRequest]) -> None:
+        """See [`RolloutSource`][marin_rl.runtime.rollout_source.RolloutSource]."""
+        if self._rollout_source is not None:
+            self._rollout_source.submit(orders)
 
-    def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> list[Played]:
-        """See [`RemoteCrew`][marin_rl.runtime.remote_crew.RemoteCrew].
+    def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> list[FinishedGroup]:
+        """See [`WorkerPool`][marin_rl.runtime.worker_pool.WorkerPool].
 
         Raises:
             StopRequestedError: in every process, if a stop is requested.
             MainProcessError: if the main process gave up.
         """
-        deadline = None if self._crew is None else self._crew.deadline()
+        deadline = None if self._rollout_source is None else self._rollout_source.deadline()
 
         def ask() -> str:
-            assert self._crew is not None
+            assert self._rollout_source is not None
             assert deadline is not None
-            return json.dumps(self._crew.ask(deadline))
+            return json.dumps(self._rollout_source.ask(deadline))
 
         raise_if(stop_requested)
         # The others are told of every question, so that they never wait in one exchange for long.
         while not (came := json.loads(processes.on_main(ask))):
             raise_if(stop_requested)
-        return [Played(OrderNumber(*number), decode_group(text)) for number, text in came]
+        return [FinishedGroup(RequestNumber(*number), decode_group(text)) for number, text in came]
 
     def publish(self, model: object, version: WeightVersion) -> None:
-        """See [`Crew`][marin_rl.runtime.crew.Crew]."""
-        if self._crew is None:
+        """See [`RolloutSource`][marin_rl.runtime.rollout_source.RolloutSource]."""
+        if self._rollout_source is None:
             self._sender.publish(model, version)
         else:
-            self._crew.publish(model, version)
+            self._rollout_source.publish(model, version)
 
     def metrics(self) -> dict[str, float]:
-        """See [`Crew`][marin_rl.runtime.crew.Crew]; nothing but in the main process."""
-        return {} if self._crew is None else self._crew.metrics()
+        """See [`RolloutSource`][marin_rl.runtime.rollout_source.RolloutSource]; nothing but in the main process."""
+        return {} if self._rollout_source is None else self._rollout_source.metrics()
 
     @property
     def counts(self) -> dict[str, int]:
-        """See [`Crew`][marin_rl.runtime.crew.Crew]; nothing but in the main process, which writes the checkpoints."""
-        return {} if self._crew is None else self._crew.counts
+        """See [`RolloutSource`][marin_rl.runtime.rollout_source.RolloutSource]; empty outside the main process."""
+        return {} if self._rollout_source is None else self._rollout_source.counts
 
 
 def require_shared_folder(folder: Path) -> None:
@@ -150,7 +150,7 @@ def require_same_config(config: TrainConfig, may_differ: Sequence[str]) -> None:
         )
 
 
-def require_same_batch(step: int, passes: Sequence[RlExample]) -> None:
+def require_same_batch(step: int, microbatches: Sequence[RlExample]) -> None:
     """Check that all training processes are about to train on the same arrays.
 
     Each process computes the batch from the rollouts and puts its own rows on its devices, so a process that differs
@@ -158,14 +158,14 @@ def require_same_batch(step: int, passes: Sequence[RlExample]) -> None:
 
     Args:
         step: of the run.
-        passes: all passes of all updates of the step.
+        microbatches: all microbatches of all updates of the step.
 
     Raises:
         ProcessesDifferError: in every process, naming the processes and arrays that differ.
     """
     if not processes.several():
         return
-    arrays = {name: [np.asarray(getattr(one, name).array) for one in passes] for name in PER_TOKEN_DTYPES}
+    arrays = {name: [np.asarray(getattr(one, name).array) for one in microbatches] for name in PER_TOKEN_DTYPES}
     values = {name: b"".join(array.tobytes() for array in of_name) for name, of_name in arrays.items()}
     shapes = [array.shape for array in arrays["input_ids"]]
     processes.require_equal({"shapes": f"{step} {shapes}".encode(), **values}, f"the batch of step {step}")

@@ -22,8 +22,8 @@ from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.learner.loss import first_log_ratios, loss_metrics
 from marin_rl.objectives.importance import mismatch_metrics
 from marin_rl.runtime.collect import Collected, collect_groups
-from marin_rl.runtime.crew import StopRequestedError
 from marin_rl.runtime.evaluation import evaluate
+from marin_rl.runtime.rollout_source import StopRequestedError
 from marin_rl.runtime.shared_run import require_same_batch
 from marin_rl.runtime.throughput import model_flops_utilization, throughput_metrics
 from marin_rl.runtime.training_batch import build_batch, minibatches
@@ -70,7 +70,7 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
         batch = build_batch(run, collected.groups, timer)
         with timer.phase("batch"):
             updates = list(minibatches(run, batch, step))
-            require_same_batch(step, [one for packed in updates for one in packed.passes])
+            require_same_batch(step, [one for packed in updates for one in packed.microbatches])
         with timer.phase("step"):
             measured = _update(run, updates)
         _advance(run, collected, updates)
@@ -87,7 +87,7 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
         metrics |= _rates(run, collected, updates, timer.seconds, elapsed)
         if config.evaluation.is_due(step, config.num_steps):
             progress.evaluations["after RL"] = evaluate(
-                run.player,
+                run.runner,
                 config.evaluation,
                 temperature=config.sampling.temperature,
                 seed=config.seed,
@@ -108,7 +108,7 @@ def _update(run: TrainingRun, updates: Sequence[PackedBatch]) -> list[dict[str, 
     """Train on each batch in turn; what each update measured. None at all where the filter left nothing to train on."""
     measured = []
     for packed in updates:
-        run.state, one = run.learner.step(run.state, packed.passes)
+        run.state, one = run.learner.step(run.state, packed.microbatches)
         measured.append(one)
     return measured
 

@@ -37,7 +37,7 @@ def throughput_metrics(
         "tokens/sampled_per_second": sampled / max(seconds.get("sample", elapsed), 1e-9),
         "tokens/trained_per_second": trained / max(seconds.get("step", 0.0), 1e-9),
         "batch/packing_efficiency": sum(packed.num_tokens for packed in updates) / max(slots, 1),
-        "batch/passes": float(sum(len(packed.passes) for packed in updates)),
+        "batch/microbatches": float(sum(len(packed.microbatches) for packed in updates)),
         **{f"seconds/{phase}": seconds.get(phase, 0.0) for phase in PHASES if phase != "wait"},
         "seconds/wait": max(elapsed - accounted, 0.0),
         "seconds/total": elapsed,

@@ -15,12 +15,12 @@ from jaxtyping import Float64
 from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollout, without_loss
 from marin_rl.batching.rl_example import PackedBatch, pack_batch
 from marin_rl.learner.scoring import Scores
+from marin_rl.objectives.advantage_inputs import AdvantageInputs, TokenAdvantages
+from marin_rl.objectives.dispersion import sample_variance
 from marin_rl.objectives.importance import log_weight_statistics, mismatch_metrics
 from marin_rl.objectives.kl import MAX_LOG_RATIO
-from marin_rl.objectives.signals import Credit, RolloutSignal
-from marin_rl.objectives.spread import sample_variance
 from marin_rl.objectives.value_loss import explained_variance
-from marin_rl.rollouts.stored_rollout import TrainingSignal
+from marin_rl.rollouts.stored_rollout import StoredAdvantages
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.seeds import derive_seed
 from marin_rl.timing import PhaseTimer
@@ -36,11 +36,11 @@ class TrainingBatch(NamedTuple):
 
     rollouts: Sequence[ProcessedRollout]
     """As arrays; failed rollouts carry no signal and are not among them."""
-    credits: Sequence[Credit]
+    token_advantages_list: Sequence[TokenAdvantages]
     """Advantages and value targets of their action tokens."""
     importance_weights: Sequence[Tokens]
     """What corrects the policy term of each action token for the sampler; 1 without a correction."""
-    signals: Mapping[str, TrainingSignal]
+    signals: Mapping[str, StoredAdvantages]
     """What is stored about each of them, by rollout id."""
     metrics: Mapping[str, float]
     """The reward signal: scores, what the KL penalty takes from them, advantages, and how good the critic was."""
@@ -74,16 +74,18 @@ def build_batch(run: TrainingRun, groups: Sequence[RolloutGroup], timer: PhaseTi
         }
         grouped = [[signals[r.id] if r.rewards else _failed(r) for r in group.rollouts] for group in groups]
         computed = run.config.advantage.compute(grouped)
-        credits = {
-            signal.id: credit
+        token_advantages_list = {
+            signal.id: token_advantages
             for members, given in zip(grouped, computed, strict=True)
-            for signal, credit in zip(members, given, strict=True)
+            for signal, token_advantages in zip(members, given, strict=True)
         }
         if logger.isEnabledFor(logging.DEBUG):
             for rollout, own_scores in zip(graded, scored, strict=True):
-                _log_credit(rollout, own_scores, credits[rollout.id], has_critic=run.config.critic is not None)
-        metrics |= _critic_metrics(run, list(signals.values()), [credits[r.id] for r in graded])
-        kept = [credits[r.id] for r in graded]
+                _log_advantages(
+                    rollout, own_scores, token_advantages_list[rollout.id], has_critic=run.config.critic is not None
+                )
+        metrics |= _critic_metrics(run, list(signals.values()), [token_advantages_list[r.id] for r in graded])
+        kept = [token_advantages_list[r.id] for r in graded]
         metrics |= _advantage_metrics(kept)
         stored = _stored_signals(run, scored, own, kept)
     return TrainingBatch(rollouts, kept, weights, stored, metrics, mismatch)
@@ -109,7 +111,7 @@ def minibatches(run: TrainingRun, batch: TrainingBatch, step: int) -> Iterator[P
             if any(batch.rollouts[index].num_loss_tokens for index in chosen):
                 yield pack_batch(
                     [batch.rollouts[index] for index in chosen],
-                    [batch.credits[index] for index in chosen],
+                    [batch.token_advantages_list[index] for index in chosen],
                     run.config.aggregation,
                     run.config.row_layout(run.trainer),
                     pad_token_id=run.tokenizer.pad_token_id,
@@ -133,7 +135,7 @@ def _score(
             for rollout, scores in zip(scored, reference, strict=True)
         ]
     stored = run.config.rollout_store.scores_learner(run.progress.step + 1)
-    if run.config.critic is None and not run.config.mismatch.needs_old_logprobs and not stored:
+    if run.config.critic is None and not run.config.off_policy_correction.needs_sampling_logprobs and not stored:
         return scored, None
     own = _own_scores(run, scored, versions)
     if run.config.critic is not None:
@@ -168,13 +170,13 @@ def _correct(
 ) -> tuple[list[ProcessedRollout], list[Tokens], dict[str, float] | None]:
     """With a mismatch correction, ratios start from the learner's own log-probs, and weights make up for the rest."""
     rollouts, own = scored
-    if own is None or not run.config.mismatch.needs_old_logprobs:
+    if own is None or not run.config.off_policy_correction.needs_sampling_logprobs:
         return rollouts, [np.ones(rollout.num_loss_tokens) for rollout in rollouts], None
     log_weights = [
         (scores.logprobs.astype(np.float64) - rollout.policy_logprobs)[rollout.loss_mask]
         for rollout, scores in zip(rollouts, own, strict=True)
     ]
-    weights = run.config.mismatch.weights(log_weights)
+    weights = run.config.off_policy_correction.weights(log_weights)
     metrics = mismatch_metrics(log_weight_statistics(log_weights), log_weights)
     corrected = [
         dataclasses.replace(rollout, policy_logprobs=scores.logprobs)
@@ -195,20 +197,25 @@ def _mask_truncated(
 
 
 def _stored_signals(
-    run: TrainingRun, scored: Sequence[ProcessedRollout], own: Sequence[Scores] | None, credits: Sequence[Credit]
-) -> dict[str, TrainingSignal]:
+    run: TrainingRun,
+    scored: Sequence[ProcessedRollout],
+    own: Sequence[Scores] | None,
+    token_advantages_list: Sequence[TokenAdvantages],
+) -> dict[str, StoredAdvantages]:
     """By rollout id, what the store keeps; the scored rollouts still have all their loss."""
     learner = [None] * len(scored) if own is None else [scores.logprobs for scores in own]
     return {
-        rollout.id: TrainingSignal(
-            advantages=credit.advantages if credit.advantages.size else None,
+        rollout.id: StoredAdvantages(
+            advantages=token_advantages.advantages if token_advantages.advantages.size else None,
             learner_logprobs=None if logprobs is None else logprobs[rollout.loss_mask],
             reference_logprobs=None if run.reference is None else rollout.reference_logprobs[rollout.loss_mask],
             values=None if run.config.critic is None else rollout.values[rollout.loss_mask],
-            value_targets=None if run.config.critic is None or not credit.advantages.size else credit.value_targets,
-            of_turns=credit.of_turns,
+            value_targets=None
+            if run.config.critic is None or not token_advantages.advantages.size
+            else token_advantages.value_targets,
+            of_turns=token_advantages.of_turns,
         )
-        for rollout, logprobs, credit in zip(scored, learner, credits, strict=True)
+        for rollout, logprobs, token_advantages in zip(scored, learner, token_advantages_list, strict=True)
     }
 
 
@@ -217,13 +224,13 @@ def _k1(rollout: ProcessedRollout) -> Tokens:
     return np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)[rollout.loss_mask]
 
 
-def _signal(rollout: Rollout, processed: ProcessedRollout, penalties: Tokens) -> RolloutSignal:
+def _signal(rollout: Rollout, processed: ProcessedRollout, penalties: Tokens) -> AdvantageInputs:
     mask, score = processed.loss_mask, rollout.total_reward
     assert score is not None
     if not mask.any():
         # No token of it is trained on, but the others are compared with it: with its return, penalties included.
         score, penalties = score - math.fsum(penalties), np.zeros(0)
-    return RolloutSignal(
+    return AdvantageInputs(
         id=rollout.id,
         score=score,
         turn_rewards=np.array([turn.reward or 0.0 for turn in rollout.turns], np.float64),
@@ -235,7 +242,9 @@ def _signal(rollout: Rollout, processed: ProcessedRollout, penalties: Tokens) ->
     )
 
 
-def _log_credit(rollout: Rollout, scored: ProcessedRollout, credit: Credit, *, has_critic: bool) -> None:
+def _log_advantages(
+    rollout: Rollout, scored: ProcessedRollout, token_advantages: TokenAdvantages, *, has_critic: bool
+) -> None:
     """The critic's values and the advantages of each turn, and the parts that GiGPO's advantages are made of."""
     tokens, values = scored.turn_ids[scored.loss_mask], scored.values[scored.loss_mask]
     for index, turn in enumerate(rollout.turns):
@@ -243,11 +252,13 @@ def _log_credit(rollout: Rollout, scored: ProcessedRollout, credit: Credit, *, h
         if has_critic:
             logger.debug("rollout %s turn %d: values [%s]", rollout.id, index, _listed(values[own]))
         # Without advantages no token of it is trained on.
-        advantages = credit.advantages[own] if credit.advantages.size else credit.advantages
-        if credit.of_turns is None:
+        advantages = (
+            token_advantages.advantages[own] if token_advantages.advantages.size else token_advantages.advantages
+        )
+        if token_advantages.of_turns is None:
             logger.debug("rollout %s turn %d: advantages [%s]", rollout.id, index, _listed(advantages))
             continue
-        episode, returns, steps = credit.of_turns
+        episode, returns, steps = token_advantages.of_turns
         logger.debug(
             "rollout %s turn %d: anchor hash %s, return %.6g, A_E %.6g, A_S %.6g, advantage [%s]",
             rollout.id,
@@ -264,9 +275,9 @@ def _listed(values: np.ndarray) -> str:
     return ", ".join(f"{value:.6g}" for value in values.tolist())
 
 
-def _failed(rollout: Rollout) -> RolloutSignal:
+def _failed(rollout: Rollout) -> AdvantageInputs:
     nothing = np.zeros(0)
-    return RolloutSignal(
+    return AdvantageInputs(
         id=rollout.id,
         score=None,
         turn_rewards=np.zeros(len(rollout.turns)),
@@ -289,9 +300,9 @@ def _reward_metrics(
     return metrics
 
 
-def _advantage_metrics(credits: Sequence[Credit]) -> dict[str, float]:
+def _advantage_metrics(token_advantages_list: Sequence[TokenAdvantages]) -> dict[str, float]:
     """Mean, population standard deviation and share of exact zeros, over the loss tokens of the batch."""
-    advantages = np.concatenate([credit.advantages for credit in credits])
+    advantages = np.concatenate([token_advantages.advantages for token_advantages in token_advantages_list])
     if not advantages.size:
         return {}
     return {
@@ -301,11 +312,13 @@ def _advantage_metrics(credits: Sequence[Credit]) -> dict[str, float]:
     }
 
 
-def _critic_metrics(run: TrainingRun, signals: Sequence[RolloutSignal], credits: Sequence[Credit]) -> dict[str, float]:
+def _critic_metrics(
+    run: TrainingRun, signals: Sequence[AdvantageInputs], token_advantages_list: Sequence[TokenAdvantages]
+) -> dict[str, float]:
     if run.config.critic is None:
         return {}
     values = np.concatenate([signal.values for signal in signals])
-    targets = np.concatenate([credit.value_targets for credit in credits])
+    targets = np.concatenate([token_advantages.value_targets for token_advantages in token_advantages_list])
     metrics = {"critic/explained_variance": explained_variance(values, targets)}
     if values.size:
         metrics["critic/value_mean"] = float(values.mean())

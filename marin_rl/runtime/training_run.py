@@ -21,15 +21,15 @@ from marin_rl.learner.critic import policy_of
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
 from marin_rl.learner.weight_history import WeightHistory
-from marin_rl.rollouts.orders import OrderBook
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
-from marin_rl.rollouts.run_rollouts import Player
+from marin_rl.rollouts.run_rollouts import RolloutRunner
+from marin_rl.rollouts.scheduler import RolloutScheduler
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
-from marin_rl.rollouts.stored_rollout import TrainingSignal
+from marin_rl.rollouts.stored_rollout import StoredAdvantages
 from marin_rl.runtime.config import TrainConfig
-from marin_rl.runtime.crew import Crew, StopRequestedError
 from marin_rl.runtime.policy_engine import PolicyEngine
 from marin_rl.runtime.progress import Progress
+from marin_rl.runtime.rollout_source import RolloutSource, StopRequestedError
 from marin_rl.runtime.run_directory import writing
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import RolloutGroup, WeightVersion
@@ -75,11 +75,11 @@ class TrainingRun:
     """Weights, optimizer moments, random key."""
     progress: Progress
     """The host's share of the state."""
-    player: Player
+    runner: RolloutRunner
     """Plays episodes under the current weights."""
-    crew: Crew
+    rollout_source: RolloutSource
     """Plays the groups that are trained on."""
-    orders: OrderBook
+    orders: RolloutScheduler
     """Groups that were ordered and have not come."""
     replay: ReplayBuffer
     """Groups that have come and wait to be trained on."""
@@ -103,7 +103,7 @@ class TrainingRun:
         policy = policy_of(self.state.model)
         if self.history is not None:
             self.history.keep(policy, self.progress.step)
-        self.crew.publish(policy, self.progress.step)
+        self.rollout_source.publish(policy, self.progress.step)
 
     def drop_stale(self, version: WeightVersion, max_staleness: int | None = None) -> Dropped:
         """Drop waiting groups that are too old, and order anew what was not trained on even once.
@@ -113,7 +113,7 @@ class TrainingRun:
             max_staleness: what is too old; None for the configured bound.
         """
         stale = self.replay.expire(version, max_staleness)
-        untrained = [one for one in stale if one.uses_left == self.orders.pace.uses_per_group]
+        untrained = [one for one in stale if one.uses_left == self.orders.pace.max_uses]
         self.orders.again(one.task for one in untrained)
         return Dropped(len(stale), [one.group for one in untrained])
 
@@ -131,7 +131,7 @@ class TrainingRun:
         except StopRequestedError:
             progress.tasks_drawn, progress.task_stream = tasks_drawn, task_stream
             progress.prompts_skipped = prompts_skipped
-            self.orders, self.replay = OrderBook(self.orders.pace, orders), replay
+            self.orders, self.replay = RolloutScheduler(self.orders.pace, orders), replay
             raise
 
     def save(self) -> Path:
@@ -139,7 +139,7 @@ class TrainingRun:
         with writing(self.store.folder):
             self.store.flush()
         self.progress.orders = self.orders.state
-        self.progress.worker_counts = self.crew.counts
+        self.progress.worker_counts = self.rollout_source.counts
         return self.checkpoints.save(
             self.state,
             self.progress.step,
@@ -151,7 +151,7 @@ class TrainingRun:
         self,
         step: int,
         groups: Sequence[RolloutGroup],
-        signals: Mapping[str, TrainingSignal],
+        signals: Mapping[str, StoredAdvantages],
         stale: Sequence[RolloutGroup] = (),
     ) -> None:
         """Hand a step's rollouts to the store, which writes what the config asks for."""

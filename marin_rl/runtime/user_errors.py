@@ -10,8 +10,8 @@ from marin_rl.rewards.sandbox.pool import IsolationError
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, BlockedEventLoopError
 from marin_rl.runtime.ray_node import RayStartError
 from marin_rl.runtime.ray_workers import NoClusterError, RayLostError
-from marin_rl.runtime.remote_crew import NoWorkersError, WorkerFailedError
 from marin_rl.runtime.run_directory import RunDirectoryError
+from marin_rl.runtime.worker_pool import NoWorkersError, WorkerFailedError
 from marin_rl.sampling.sampler import SamplerError
 from marin_rl.weights.errors import WeightTransferError
 

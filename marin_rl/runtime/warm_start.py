@@ -21,12 +21,12 @@ from marin_rl.batching.rl_example import pack_batch
 from marin_rl.environments.base import Split, can_demonstrate, demonstration
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.train_step import Learner
+from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.objectives.kl import NoKlConfig
 from marin_rl.objectives.policy_loss import ReinforceLossConfig
-from marin_rl.objectives.signals import Credit
 from marin_rl.rollouts.rollout_metrics import is_correct
-from marin_rl.rollouts.run_rollouts import Player, run_groups
+from marin_rl.rollouts.run_rollouts import RolloutRunner, run_groups
 from marin_rl.runtime.evaluation import first_of_each
 from marin_rl.seeds import derive_seed
 from marin_rl.types import Task
@@ -74,7 +74,7 @@ class WarmStartError(ValueError):
 def warm_start(
     config: WarmStartConfig,
     model: LmHeadModel,
-    player: Player,
+    runner: RolloutRunner,
     trainer: TrainerConfig,
     layout: RowLayout,
     *,
@@ -92,9 +92,9 @@ def warm_start(
     Args:
         config: how long, how fast, and when to stop.
         model: **donated**; use the returned one.
-        player: its environment gives worked answers or demonstrations, and validation tasks.
+        runner: its environment gives worked answers or demonstrations, and validation tasks.
         trainer: mesh and precision.
-        layout: the shape of a pass.
+        layout: the shape of a microbatch.
         seed: the run's seed.
         block_size: positions whose logits exist at the same time.
         temperature: of the accuracy that decides when to stop.
@@ -108,77 +108,77 @@ def warm_start(
         WarmStartError: if no training task has a worked answer or a demonstration, none of a batch fits, or nothing is
             there to check.
     """
-    tasks, check_tasks = _worked_tasks(player), _check_tasks(config, player)
+    tasks, check_tasks = _worked_tasks(runner), _check_tasks(config, runner)
     optimizer = AdamConfig(learning_rate=config.learning_rate, lr_schedule="constant", warmup=0, weight_decay=0.0)
     loss = RlLoss(ReinforceLossConfig(), NoKlConfig(), temperature=1.0, block_size=block_size)
 
     @functools.cache
     def example(index: int) -> ProcessedRollout | None:
-        return _worked_example(tasks[index], player)
+        return _worked_example(tasks[index], runner)
 
-    pad = player.tokenizer.pad_token_id
+    pad = runner.tokenizer.pad_token_id
     learner = Learner(trainer, optimizer, loss, num_updates=config.max_steps)
     state = learner.initial_state(model, jax.random.PRNGKey(derive_seed(seed, "warm start") % 2**32))
     for step in range(1, config.max_steps + 1):
         rng = np.random.default_rng(derive_seed(seed, "warm start", step))
-        chosen = _those_that_fit([example(int(i)) for i in rng.integers(len(tasks), size=config.batch_size)], player)
-        credits = [_as_if_earned(found) for found in chosen]
-        batch = pack_batch(chosen, credits, TokenMeanConfig(), layout, pad_token_id=pad)
-        state, measured = learner.step(state, batch.passes)
+        chosen = _those_that_fit([example(int(i)) for i in rng.integers(len(tasks), size=config.batch_size)], runner)
+        token_advantages_list = [_as_if_earned(found) for found in chosen]
+        batch = pack_batch(chosen, token_advantages_list, TokenMeanConfig(), layout, pad_token_id=pad)
+        state, measured = learner.step(state, batch.microbatches)
         if step % config.check_every == 0 or step == config.max_steps:
             use_weights(state.model)
-            accuracy = _accuracy(player, check_tasks, temperature, seed)
+            accuracy = _accuracy(runner, check_tasks, temperature, seed)
             report(f"warm start {step}: loss {float(measured['loss/total']):.3f}, validation accuracy {accuracy:.3f}")
             if accuracy >= config.target_accuracy:
                 break
     return state.model
 
 
-def _worked_tasks(player: Player) -> Sequence[Task]:
-    tasks = [task for task in player.environment.tasks(Split.TRAIN) if can_demonstrate(player.environment, task)]
+def _worked_tasks(runner: RolloutRunner) -> Sequence[Task]:
+    tasks = [task for task in runner.environment.tasks(Split.TRAIN) if can_demonstrate(runner.environment, task)]
     if not tasks:
         raise WarmStartError(
-            f"environment {player.environment.name!r} has no worked answers or demonstrations to train on; set "
+            f"environment {runner.environment.name!r} has no worked answers or demonstrations to train on; set "
             "warm_start.max_steps: 0 and start from weights that get some tasks right (initialize_from)"
         )
     return tasks
 
 
-def _check_tasks(config: WarmStartConfig, player: Player) -> Sequence[Task]:
-    tasks = first_of_each(player.environment.tasks(Split.VALIDATION), config.check_tasks, player)
+def _check_tasks(config: WarmStartConfig, runner: RolloutRunner) -> Sequence[Task]:
+    tasks = first_of_each(runner.environment.tasks(Split.VALIDATION), config.check_tasks, runner)
     if not tasks:
         raise WarmStartError(
-            f"environment {player.environment.name!r} has no validation tasks to tell when a warm start is enough; "
+            f"environment {runner.environment.name!r} has no validation tasks to tell when a warm start is enough; "
             "give it some (environment.validation), or set warm_start.max_steps: 0"
         )
     return tasks
 
 
-def _worked_example(task: Task, player: Player) -> ProcessedRollout | None:
+def _worked_example(task: Task, runner: RolloutRunner) -> ProcessedRollout | None:
     return process_conversation(
-        demonstration(player.environment, task),
+        demonstration(runner.environment, task),
         id=task.id,
         source=task.environment,
-        length=player.limits.max_length,
-        tokenizer=player.tokenizer,
+        length=runner.limits.max_length,
+        tokenizer=runner.tokenizer,
     )
 
 
-def _those_that_fit(drawn: Sequence[ProcessedRollout | None], player: Player) -> list[ProcessedRollout]:
+def _those_that_fit(drawn: Sequence[ProcessedRollout | None], runner: RolloutRunner) -> list[ProcessedRollout]:
     chosen = [found for found in drawn if found is not None]
     if not chosen:
         raise WarmStartError(
-            f"environment {player.environment.name!r}: not one of {len(drawn)} worked answers fits into "
-            f"{player.limits.max_length} tokens; raise rollouts.max_length, or set warm_start.max_steps: 0"
+            f"environment {runner.environment.name!r}: not one of {len(drawn)} worked answers fits into "
+            f"{runner.limits.max_length} tokens; raise rollouts.max_length, or set warm_start.max_steps: 0"
         )
     return chosen
 
 
-def _as_if_earned(example: ProcessedRollout) -> Credit:
+def _as_if_earned(example: ProcessedRollout) -> TokenAdvantages:
     tokens = example.num_loss_tokens
-    return Credit(np.ones(tokens), np.zeros(tokens))
+    return TokenAdvantages(np.ones(tokens), np.zeros(tokens))
 
 
-def _accuracy(player: Player, tasks: Sequence[Task], temperature: float, seed: int) -> float:
-    groups = run_groups(player, tasks, group_size=1, temperature=temperature, seed_parts=(seed, "warm-start-check"))
+def _accuracy(runner: RolloutRunner, tasks: Sequence[Task], temperature: float, seed: int) -> float:
+    groups = run_groups(runner, tasks, group_size=1, temperature=temperature, seed_parts=(seed, "warm-start-check"))
     return sum(is_correct(group.rollouts[0]) for group in groups) / len(groups)

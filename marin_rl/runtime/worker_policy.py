@@ -17,16 +17,16 @@ from levanter.trainer import TrainerConfig
 
 from marin_rl.closing import Closing
 from marin_rl.learner.policy_model import model_shape
-from marin_rl.rollouts.orders import GroupOrder
+from marin_rl.rollouts.scheduler import GroupRequest
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.coordinator import Announcement
-from marin_rl.runtime.crew import Played, stream_orders
 from marin_rl.runtime.devices import start_devices
-from marin_rl.runtime.newer_weights import PASSING, NewerWeights, Weights
-from marin_rl.runtime.player import make_player, open_judges
 from marin_rl.runtime.policy_engine import PolicyEngine, open_worker_engine
+from marin_rl.runtime.rollout_runner import make_runner, open_reward_functions
+from marin_rl.runtime.rollout_source import FinishedGroup, stream_group_requests
+from marin_rl.runtime.weight_prefetcher import PASSING, WeightPrefetcher, Weights
 from marin_rl.runtime.workers_config import Refresh
-from marin_rl.sampling.looks import Looks
+from marin_rl.sampling.weight_poll import WeightPoll
 from marin_rl.types import WeightVersion
 from marin_rl.weights.protocol import WeightReceiver
 
@@ -59,9 +59,9 @@ class ReceivedPolicy:
         self._addresses: tuple[str, ...] = ()
         self._sampler: PolicyEngine | None = None
         self._version: WeightVersion | None = None
-        self._newer = NewerWeights(self._fetch_newer)
+        self._newer = WeightPrefetcher(self._fetch_newer)
         with contextlib.ExitStack() as opened:
-            self._judges, self._loop = open_judges(config, self._environment, opened)
+            self._reward_functions, self._loop = open_reward_functions(config, self._environment, opened)
             opened.enter_context(Closing(self._close_receiver))
             opened.enter_context(Closing(self._newer.close))
             self._opened = opened.pop_all()
@@ -86,7 +86,7 @@ class ReceivedPolicy:
             ServerLostError: and the other errors of a transfer, if it has none yet: then something is set up wrongly.
         """
         try:
-            came = self._newer.settle() or self._receive(addresses)
+            came = self._newer.complete() or self._receive(addresses)
         except PASSING as error:
             if self._version is None:
                 raise
@@ -100,11 +100,15 @@ class ReceivedPolicy:
         """Whether it goes over to newer weights while it plays."""
         return self._config.workers.refresh is Refresh.IN_FLIGHT
 
-    def play(self, orders: Sequence[GroupOrder], hand_in: Callable[[Played], Sequence[GroupOrder]]) -> None:
+    def play(
+        self, orders: Sequence[GroupRequest], on_group_done: Callable[[FinishedGroup], Sequence[GroupRequest]]
+    ) -> None:
         """Play groups beside one another, hand in each as soon as it is whole, and play what comes in its place."""
         assert self._sampler is not None, "weights are fetched first"
-        player = make_player(self._config, self._environment, self._tokenizer, self._sampler, self._loop, self._judges)
-        stream_orders(self._config, player, orders, hand_in)
+        runner = make_runner(
+            self._config, self._environment, self._tokenizer, self._sampler, self._loop, self._reward_functions
+        )
+        stream_group_requests(self._config, runner, orders, on_group_done)
 
     def close(self) -> None:
         """End what runs beside it."""
@@ -113,8 +117,12 @@ class ReceivedPolicy:
     def _use(self, weights: Weights) -> None:
         model, version = weights
         if self._sampler is None:
-            looks = Looks(self._look, self._config.workers.rounds_between_looks) if self.is_in_flight else None
-            self._sampler = open_worker_engine(self._config, model, self._tokenizer, self._trainer, version, looks)
+            weight_poll = (
+                WeightPoll(self._look, self._config.workers.decode_steps_per_weight_poll) if self.is_in_flight else None
+            )
+            self._sampler = open_worker_engine(
+                self._config, model, self._tokenizer, self._trainer, version, weight_poll
+            )
         else:
             self._sampler.update(model, version)
         self._version = version

@@ -25,10 +25,10 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.engine_answer import EngineAnswer, Swap, read_answer
-from marin_rl.sampling.looks import Looks
 from marin_rl.sampling.paged_attention import with_batched_attention
 from marin_rl.sampling.request_check import allowed_tokens
 from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.sampling.weight_poll import WeightPoll
 from marin_rl.types import Generation, WeightVersion
 
 # The engine writes a line with every slot's number at each call.
@@ -59,7 +59,7 @@ class LevanterSampler:
         stop_token_ids: Sequence[int],
         max_context: int,
         version: WeightVersion = 0,
-        looks: Looks | None = None,
+        weight_poll: WeightPoll | None = None,
     ) -> None:
         """Make the engine and its KV cache; nothing is compiled yet.
 
@@ -70,7 +70,7 @@ class LevanterSampler:
             stop_token_ids: each of them alone ends a generation. May be empty.
             max_context: most tokens of prompt and answer together, at least 2.
             version: steps of training behind `model`.
-            looks: when newer weights may come while sequences are being decoded; None for never. Without newer
+            weight_poll: when newer weights may come while sequences are being decoded; None for never. Without newer
                 weights, generations are the same.
 
         Raises:
@@ -87,8 +87,8 @@ class LevanterSampler:
         self._max_context = max_context
         self._stop_ids = frozenset(stop_ids)
         self._stop_tokens = _stop_sequences(stop_ids)
-        self._looks = looks
-        self._engine_config = _engine_config(config, max_context, len(stop_ids), looks)
+        self._looks = weight_poll
+        self._engine_config = _engine_config(config, max_context, len(stop_ids), weight_poll)
         self._model = _for_this_backend(model)
         self._version = version
         self._engine: InferenceEngine | None = self._build_engine()
@@ -234,7 +234,7 @@ def _stop_sequences(stop_ids: Sequence[int]) -> NamedArray | None:
 
 
 def _engine_config(
-    config: SamplingConfig, max_context: int, num_stop_ids: int, looks: Looks | None
+    config: SamplingConfig, max_context: int, num_stop_ids: int, weight_poll: WeightPoll | None
 ) -> InferenceEngineConfig:
     pages_per_seq = -(-max_context // config.page_size)
     max_rounds = max(min(config.max_new_tokens, max_context - 1) - 1, 1)
@@ -252,7 +252,7 @@ def _engine_config(
         max_prefill_size=config.prefill_tokens(max_context),
         # ... so that one call of the decode loop (which ends early when all have ended) does the rest, or as many as
         # it takes with looks in between.
-        max_rounds=max_rounds if looks is None else min(looks.rounds, max_rounds),
+        max_rounds=max_rounds if weight_poll is None else min(weight_poll.rounds, max_rounds),
         max_stop_seqs=num_stop_ids,
         max_stop_tokens=min(num_stop_ids, 1),
         compute_dtype=jnp.dtype(config.kv_cache_dtype),

@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from marin_rl.escaping import escape
 from marin_rl.rollouts.store import StoredFile, read_file
 from marin_rl.runtime.metrics_file import read_records
 from marin_rl.viewing.selection import RolloutSource, Row, Selection
-from marin_rl.visible import visible
 
 MOMENTS = 10
 """Of a long run, the page holds rollouts of so many steps, evenly spaced."""
@@ -71,7 +71,7 @@ def page_data(source: RolloutSource, selection: Selection, max_rollouts: int) ->
     if len(thinned) < len(records):
         notes.append(f"The curves show {len(thinned)} of {len(records)} records, evenly spaced, and every evaluation.")
     return {
-        "run": visible(source.path.resolve().name),
+        "run": escape(source.path.resolve().name),
         "steps": int(records[-1]["step"]) if records else 0,
         "notes": notes,
         "curves": _curves(thinned),
@@ -110,7 +110,7 @@ def _curves(records: Sequence[Record]) -> dict[str, Any]:
     names = sorted({name for record in records for name in record} - {"step"})
     return {
         "steps": [int(record["step"]) for record in records],
-        "series": {visible(name): [_number(record.get(name)) for record in records] for name in names},
+        "series": {escape(name): [_number(record.get(name)) for record in records] for name in names},
     }
 
 
@@ -123,7 +123,7 @@ def _phases(records: Sequence[Record]) -> dict[str, Any]:
     width = max(1, math.ceil(len(timed) / MAX_BARS))
     parts = [timed[start : start + width] for start in range(0, len(timed), width)]
     return {
-        "names": [visible(name.removeprefix(prefix)) for name in names],
+        "names": [escape(name.removeprefix(prefix)) for name in names],
         "bars": [
             {
                 "first": int(part[0]["step"]),
@@ -173,7 +173,7 @@ def _selected(file: StoredFile, selection: Selection) -> Iterator[Row]:
 def _rollout(row: Row) -> dict[str, Any]:
     texts = ("purpose", "id", "group_id", "task_id", "environment", "answer", "status", "error", "not_trained")
     return {
-        **{name: None if row[name] is None else visible(row[name]) for name in texts},
+        **{name: None if row[name] is None else escape(row[name]) for name in texts},
         "step": row["step"],
         "reward": _number(row["reward"]),
         "rewards": _pairs(row["rewards"]),
@@ -183,7 +183,7 @@ def _rollout(row: Row) -> dict[str, Any]:
         "num_generated_tokens": row["num_generated_tokens"],
         "metrics": _pairs(row["metrics"]),
         "seconds": _pairs(row["seconds"]),
-        "info": visible(row["info"] or ""),
+        "info": escape(row["info"] or ""),
         "turns": [_turn(turn) for turn in row["turns"]],
         "last_observation": None if row["last_observation"] is None else _observation(row["last_observation"]),
     }
@@ -191,18 +191,18 @@ def _rollout(row: Row) -> dict[str, Any]:
 
 def _evaluation(evaluation: Row) -> dict[str, Any]:
     return {
-        "component": visible(evaluation["component"]),
+        "component": escape(evaluation["component"]),
         "weight": _number(evaluation["weight"]),
         "score": _number(evaluation["score"]),
-        "reason": visible(evaluation["reason"] or ""),
-        "lost": visible(evaluation["lost"] or ""),
-        "error": visible(evaluation["error"] or ""),
+        "reason": escape(evaluation["reason"] or ""),
+        "lost": escape(evaluation["lost"] or ""),
+        "error": escape(evaluation["error"] or ""),
         "metrics": _pairs(evaluation["metrics"]),
         "steps": [
             {
                 "turn": step["turn"],
                 "base_reward": _number(step["base_reward"]),
-                "reason": visible(step["reason"] or ""),
+                "reason": escape(step["reason"] or ""),
                 "metrics": _pairs(step["metrics"]),
             }
             for step in evaluation["steps"]
@@ -214,7 +214,7 @@ def _observation(part: Row) -> dict[str, Any]:
     """The messages of a turn or of the last observation, and the exact text of the observation's tokens."""
     return {
         "messages": [
-            {"role": visible(message["role"]), "content": visible((message["content"] or "") + (message["more"] or ""))}
+            {"role": escape(message["role"]), "content": escape((message["content"] or "") + (message["more"] or ""))}
             for message in part["messages"]
         ],
         "observed": "".join(texts_of(part["observation_pieces"])),
@@ -225,16 +225,16 @@ def _turn(turn: Row) -> dict[str, Any]:
     learner = turn["learner_logprobs"]
     return {
         **_observation(turn),
-        "action": None if turn["action"] is None else visible(turn["action"]),
-        "stop_reason": visible(turn["stop_reason"]),
+        "action": None if turn["action"] is None else escape(turn["action"]),
+        "stop_reason": escape(turn["stop_reason"]),
         "versions": [turn["first_version"], turn["last_version"]],
         "reward": _number(turn["reward"]),
         "rewards": _pairs(turn["rewards"]),
-        "info": visible(turn["info"] or ""),
+        "info": escape(turn["info"] or ""),
         "episode_advantage": _number(turn["episode_advantage"]),
         "step_return": _number(turn["step_return"]),
         "step_advantage": _number(turn["step_advantage"]),
-        "anchor_state": visible(turn["anchor_state"]),
+        "anchor_state": escape(turn["anchor_state"]),
         "texts": texts_of(turn["pieces"]),
         "ids": turn["token_ids"],
         "logprobs": _numbers(turn["logprobs"]),
@@ -257,11 +257,11 @@ def texts_of(pieces: Sequence[bytes]) -> list[str]:
     """
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     last = len(pieces) - 1
-    return [visible(decoder.decode(piece, final=index == last)) for index, piece in enumerate(pieces)]
+    return [escape(decoder.decode(piece, final=index == last)) for index, piece in enumerate(pieces)]
 
 
 def _pairs(pairs: Sequence[tuple[str, float]]) -> list[tuple[str, float | None]]:
-    return [(visible(name), _number(value)) for name, value in pairs]
+    return [(escape(name), _number(value)) for name, value in pairs]
 
 
 def _numbers(values: Sequence[float] | None) -> list[float | None] | None:

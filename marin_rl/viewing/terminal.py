@@ -3,7 +3,7 @@
 
 """Stored rollouts in a terminal: a list, one in full, two side by side.
 
-All text of models, environments and rewards passes through `visible` and reaches rich as `Text`, never as markup.
+All text of models, environments and rewards passes through `escape` and reaches rich as `Text`, never as markup.
 """
 
 import itertools
@@ -17,8 +17,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from marin_rl.escaping import escape, escape_line, shown_bytes
 from marin_rl.viewing.selection import Listing, Row
-from marin_rl.visible import one_line, shown_bytes, visible
 
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 MISSING = "–"
@@ -35,7 +35,7 @@ def print_listing(console: Console, listing: Listing) -> None:
     for name in ("id", "step", "environment", "status"):
         table.add_column(name, no_wrap=True, justify="right" if name == "step" else "left")
     for name in ("reward", *components, "advantage", "turns", "tokens"):
-        table.add_column(Text(one_line(name)), justify="right", overflow="fold", max_width=MAX_NAME)
+        table.add_column(Text(escape_line(name)), justify="right", overflow="fold", max_width=MAX_NAME)
     table.add_column("not trained", no_wrap=True)
     for row in listing.rows:
         rewards = dict(row["rewards"])
@@ -85,7 +85,7 @@ def print_side_by_side(console: Console, rows: Sequence[Row], *, tokens: bool) -
 
 def _rollout(row: Row, *, tokens: bool) -> Iterator[RenderableType]:
     """Summary, task, rewards, then a part for each turn."""
-    yield Rule(Text(one_line(row["id"]), "bold"), align="left")
+    yield Rule(Text(escape_line(row["id"]), "bold"), align="left")
     yield _summary(row)
     yield _rewards(row)
     for index, turn in enumerate(row["turns"]):
@@ -118,7 +118,7 @@ def _facts(facts: Mapping[str, str]) -> Table:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in facts.items():
-        grid.add_row(name, Text(visible(value)))
+        grid.add_row(name, Text(escape(value)))
     return grid
 
 
@@ -133,10 +133,10 @@ def _rewards(row: Row) -> RenderableType:
         said = evaluations.get(name, {})
         why = " · ".join(part for part in (said.get("reason"), said.get("lost"), said.get("error")) if part)
         values = (rewards.get(name), said.get("score"), said.get("weight"))
-        table.add_row(Text(one_line(name)), *map(number, values), Text(visible(why)))
+        table.add_row(Text(escape_line(name)), *map(number, values), Text(escape(why)))
         for step in said.get("steps", ()):
             label = Text(f"  turn {step['turn']}", "dim")
-            table.add_row(label, "", number(step["base_reward"]), "", Text(visible(step["reason"] or ""), "dim"))
+            table.add_row(label, "", number(step["base_reward"]), "", Text(escape(step["reason"] or ""), "dim"))
     table.add_row(Text("total", "bold"), number(row["reward"]), "", "", "")
     return table
 
@@ -158,14 +158,12 @@ def _turn(index: int, turn: Row, *, tokens: bool) -> RenderableType:
 def _messages(part: Row) -> Iterator[RenderableType]:
     """The messages of a turn or of the last observation."""
     for message in part["messages"]:
-        yield Text(one_line(message["role"]), f"bold {ROLE_STYLES.get(message['role'], 'white')}")
-        yield Padding(
-            Text(visible((message["content"] or "") + (message["more"] or "")), overflow="fold"), (0, 0, 0, 2)
-        )
+        yield Text(escape_line(message["role"]), f"bold {ROLE_STYLES.get(message['role'], 'white')}")
+        yield Padding(Text(escape((message["content"] or "") + (message["more"] or "")), overflow="fold"), (0, 0, 0, 2))
 
 
 def _turn_title(index: int, turn: Row) -> RenderableType:
-    facts = [f"turn {index}", f"{len(turn['token_ids'])} tokens", f"stop: {one_line(turn['stop_reason'])}"]
+    facts = [f"turn {index}", f"{len(turn['token_ids'])} tokens", f"stop: {escape_line(turn['stop_reason'])}"]
     for label, name in (
         ("reward", "reward"),
         ("episode advantage", "episode_advantage"),
@@ -175,7 +173,7 @@ def _turn_title(index: int, turn: Row) -> RenderableType:
         if turn[name] is not None:
             facts.append(f"{label} {number(turn[name])}")
     if turn["anchor_state"]:
-        facts.append(f"anchor {one_line(turn['anchor_state'][:ANCHOR_CHARACTERS])}")
+        facts.append(f"anchor {escape_line(turn['anchor_state'][:ANCHOR_CHARACTERS])}")
     first, last = turn["first_version"], turn["last_version"]
     facts.append(f"weights {first}" if first == last else f"weights {first}–{last}")
     return Text(" · ".join(facts), "dim")
@@ -223,4 +221,4 @@ def _named_numbers(pairs: Iterable[tuple[str, Any]]) -> str:
 
 
 def _plain(text: str) -> Text:
-    return Text(one_line(text))
+    return Text(escape_line(text))

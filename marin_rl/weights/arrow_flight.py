@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from marin_rl.types import WeightVersion
+from marin_rl.weights.auth import check_secret, sign, tls_identity
 from marin_rl.weights.errors import VersionGoneError
 from marin_rl.weights.manifest import Chunk
-from marin_rl.weights.shelf import VersionShelf
 from marin_rl.weights.snapshot import Snapshot, TrainingHost
-from marin_rl.weights.token import check_token, seal, tls_identity
+from marin_rl.weights.version_cache import VersionCache
 
 SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
 """What a stream carries."""
@@ -47,11 +47,11 @@ WILDCARDS = ("0.0.0.0", "::")
 class WeightServer(flight.FlightServerBase):
     """Serves the snapshots of a shelf."""
 
-    def __init__(self, shelf: VersionShelf[Snapshot], token: str, location: str) -> None:
+    def __init__(self, cache: VersionCache[Snapshot], token: str, location: str) -> None:
         """Start to serve, in threads of its own.
 
         Args:
-            shelf: what is served.
+            cache: what is served.
             token: the run's secret; callers without it are refused in the TLS handshake.
             location: `grpc+tls://host:port`; port 0 takes any free one.
         """
@@ -62,21 +62,21 @@ class WeightServer(flight.FlightServerBase):
             verify_client=True,
             root_certificates=identity.root,
         )
-        self._shelf = shelf
+        self._cache = cache
         self._token = token
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> list[bytes]:
         """Answer `versions` and `manifest`."""
         if action.type == LIST_VERSIONS:
-            return [json.dumps(self._shelf.versions()).encode()]
+            return [json.dumps(self._cache.versions()).encode()]
         if action.type == GET_MANIFEST:
-            return [seal(self._token, self._snapshot(_parse_version(action.body)).manifest.to_json())]
+            return [sign(self._token, self._snapshot(_parse_version(action.body)).manifest.to_json())]
         raise flight.FlightServerError(f"there is no action {action.type!r}; known are versions and manifest")
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.GeneratorStream:
         """Send chunks: the ticket is JSON, `{"version": v, "chunks": [[piece, number], …]}`."""
         # Every version has the same layout, so the newest bounds what a ticket for any version can name.
-        newest = self._shelf.newest()
+        newest = self._cache.newest()
         if newest is None:
             raise flight.FlightServerError("no version is held", extra_info=VERSION_GONE)
         count = newest[1].manifest.num_chunks
@@ -106,7 +106,7 @@ class WeightServer(flight.FlightServerBase):
 
     def _snapshot(self, version: WeightVersion) -> Snapshot:
         try:
-            return self._shelf.get(version)
+            return self._cache.get(version)
         except VersionGoneError as error:
             raise flight.FlightServerError(str(error), extra_info=VERSION_GONE) from error
 
@@ -132,7 +132,7 @@ def _parse_ticket(ticket: bytes) -> tuple[WeightVersion, list[Chunk]]:
 
 
 class FlightOutlet:
-    """A shelf and its server; see [`WeightOutlet`][marin_rl.weights.outlet.WeightOutlet]."""
+    """A shelf and its server; see [`WeightBackend`][marin_rl.weights.backend.WeightBackend]."""
 
     def __init__(self, *, host: str, port: int, token: str, training_host: TrainingHost, keep: int) -> None:
         """Bind the port and serve.
@@ -147,10 +147,10 @@ class FlightOutlet:
         Raises:
             OSError: if the address cannot be bound.
         """
-        check_token(token)
-        self._shelf: VersionShelf[Snapshot] = VersionShelf(keep, f"training host {training_host.index}")
+        check_secret(token)
+        self._cache: VersionCache[Snapshot] = VersionCache(keep, f"training host {training_host.index}")
         try:
-            self._server = WeightServer(self._shelf, token, _location(host, port))
+            self._server = WeightServer(self._cache, token, _location(host, port))
         except (pa.ArrowException, OSError) as error:
             raise OSError(
                 f"weights cannot be served at {_location(host, port)}: {error}; correct host and port"
@@ -163,15 +163,15 @@ class FlightOutlet:
         return self._address
 
     def put(self, snapshot: Snapshot) -> None:
-        """See [`WeightOutlet`][marin_rl.weights.outlet.WeightOutlet]."""
-        self._shelf.put(snapshot.manifest.version, snapshot)
+        """See [`WeightBackend`][marin_rl.weights.backend.WeightBackend]."""
+        self._cache.put(snapshot.manifest.version, snapshot)
 
     def close(self) -> None:
-        """See [`WeightOutlet`][marin_rl.weights.outlet.WeightOutlet]; streams under way are cut.
+        """See [`WeightBackend`][marin_rl.weights.backend.WeightBackend]; streams under way are cut.
 
         A worker that stands still in mid-transfer holds this up until TCP gives its connection up, about 20 seconds.
         """
-        self._shelf.clear()
+        self._cache.clear()
         self._server.shutdown()
 
 

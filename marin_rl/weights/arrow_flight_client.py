@@ -13,6 +13,7 @@ import pyarrow.flight as flight
 
 from marin_rl.types import WeightVersion
 from marin_rl.weights.arrow_flight import GET_MANIFEST, LIST_VERSIONS, SCHEMA, VERSION_GONE
+from marin_rl.weights.auth import TLS_NAME, check_secret, tls_identity, verify
 from marin_rl.weights.errors import (
     CorruptTransferError,
     ServerLostError,
@@ -21,7 +22,6 @@ from marin_rl.weights.errors import (
     WrongTokenError,
 )
 from marin_rl.weights.manifest import Chunk, Manifest
-from marin_rl.weights.token import TLS_NAME, check_token, tls_identity, unseal
 
 CHANNEL_OPTIONS = {
     # Streams to the same server would otherwise share one connection.
@@ -44,7 +44,7 @@ class FlightSource:
             streams: how many are read at the same time, each on a connection of its own.
             call_seconds: seconds after which a call counts as lost.
         """
-        check_token(token)
+        check_secret(token)
         self._address = address
         self._token = token
         self._streams = streams
@@ -69,7 +69,7 @@ class FlightSource:
 
     def manifests(self, version: WeightVersion) -> list[Manifest]:
         """See [`WeightSource`][marin_rl.weights.source.WeightSource]."""
-        body = unseal(self._token, self._act(flight.Action(GET_MANIFEST, str(version).encode())), str(self))
+        body = verify(self._token, self._act(flight.Action(GET_MANIFEST, str(version).encode())), str(self))
         return [Manifest.from_json(body)]
 
     def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Generator[np.ndarray, None, None]:

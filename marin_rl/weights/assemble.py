@@ -12,14 +12,14 @@ import numpy as np
 
 from marin_rl.weights.bounds import Bounds, bounds_of, overlap, shape_of, slices_within, whole
 from marin_rl.weights.errors import MismatchedWeightsError
-from marin_rl.weights.landing import Landing
 from marin_rl.weights.plan import Plan, Wanted
+from marin_rl.weights.receive_buffers import ReceiveBuffers
 from marin_rl.weights.tree import replace_leaves
 
 T = TypeVar("T")
 
 
-def assemble(like: T, plan: Plan, landing: Landing) -> T:
+def assemble(like: T, plan: Plan, landing: ReceiveBuffers) -> T:
     """Put what was fetched on the receiver's devices.
 
     Args:
@@ -55,7 +55,9 @@ def _check_contradictions(name: str, parts: Mapping[Bounds, np.ndarray]) -> None
                 raise MismatchedWeightsError(f"two pieces of {name} hold different values at {where}")
 
 
-def _place(name: str, want: Wanted, landing: Landing, parts: Mapping[Bounds, np.ndarray]) -> jax.Array | np.ndarray:
+def _place(
+    name: str, want: Wanted, landing: ReceiveBuffers, parts: Mapping[Bounds, np.ndarray]
+) -> jax.Array | np.ndarray:
     filled: dict[Bounds, np.ndarray] = {}
     for box in want.boxes():
         landed = landing.box(name, box)

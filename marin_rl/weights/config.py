@@ -47,7 +47,7 @@ class WeightTransferConfig(draccus.ChoiceRegistry, abc.ABC):
         """Make the end that publishes.
 
         Args:
-            token: the run's secret, from `make_token()`; the same on all training hosts.
+            token: the run's secret, from `make_secret()`; the same on all training hosts.
             training_host: which one this is.
         """
 
@@ -109,8 +109,8 @@ class ArrowFlightConfig(WeightTransferConfig):
 
     def open_sender(self, token: str, training_host: TrainingHost) -> ShardedSender:
         """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig]."""
-        outlet = FlightOutlet(host=self.host, port=self.port, token=token, training_host=training_host, keep=self.keep)
-        return ShardedSender(outlet, training_host, dtype=self.sent_dtype, chunk_bytes=self.chunk_mb * 2**20)
+        backend = FlightOutlet(host=self.host, port=self.port, token=token, training_host=training_host, keep=self.keep)
+        return ShardedSender(backend, training_host, dtype=self.sent_dtype, chunk_bytes=self.chunk_mb * 2**20)
 
     def open_receiver(self, addresses: Sequence[str], token: str) -> ShardedReceiver:
         """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig]."""
@@ -152,8 +152,8 @@ class SharedFilesConfig(WeightTransferConfig):
 
     def open_sender(self, token: str, training_host: TrainingHost) -> ShardedSender:
         """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig]."""
-        outlet = FolderOutlet(folder=self.folder, token=token, training_host=training_host, keep=self.keep)
-        return ShardedSender(outlet, training_host, dtype=self.sent_dtype, chunk_bytes=self.chunk_mb * 2**20)
+        backend = FolderOutlet(folder=self.folder, token=token, training_host=training_host, keep=self.keep)
+        return ShardedSender(backend, training_host, dtype=self.sent_dtype, chunk_bytes=self.chunk_mb * 2**20)
 
     def open_receiver(self, addresses: Sequence[str], token: str) -> ShardedReceiver:
         """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig].

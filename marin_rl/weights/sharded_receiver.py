@@ -20,9 +20,9 @@ from marin_rl.weights.errors import (
     ServerLostError,
     VersionGoneError,
 )
-from marin_rl.weights.landing import Landing
 from marin_rl.weights.manifest import Chunk, Manifest
 from marin_rl.weights.plan import PieceKey, Plan, make_plan, wanted_arrays
+from marin_rl.weights.receive_buffers import ReceiveBuffers
 from marin_rl.weights.source import WeightSource
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class _Stream:
         self.manifest = manifest
         self.chunks: list[Chunk] = []
 
-    def read(self, landing: Landing, stop: threading.Event) -> None:
+    def read(self, landing: ReceiveBuffers, stop: threading.Event) -> None:
         """Write the chunks where they belong; ends early when `stop` is set."""
         done = 0
         with contextlib.closing(self.source.fetch(self.manifest, self.chunks)) as arriving:
@@ -117,9 +117,9 @@ class _Stream:
             )
 
 
-def _download(owned: Sequence[tuple[WeightSource, Manifest]], plan: Plan) -> Landing:
+def _download(owned: Sequence[tuple[WeightSource, Manifest]], plan: Plan) -> ReceiveBuffers:
     """Fetch what is planned; its keys name manifests by position in `owned`."""
-    landing, keys = Landing(plan), plan.fetched()
+    landing, keys = ReceiveBuffers(plan), plan.fetched()
     streams = []
     for number, (source, manifest) in enumerate(owned):
         pieces = [key.piece for key in keys if key.manifest == number]

@@ -5,8 +5,8 @@
 
 from marin_rl.background_job import BackgroundJob
 from marin_rl.types import WeightVersion
+from marin_rl.weights.backend import WeightBackend
 from marin_rl.weights.device_copy import Array, DeviceCopier
-from marin_rl.weights.outlet import WeightOutlet
 from marin_rl.weights.snapshot import TrainingHost, start_copy_to_host, take_snapshot
 from marin_rl.weights.tree import named_leaves
 
@@ -14,16 +14,16 @@ from marin_rl.weights.tree import named_leaves
 class ShardedSender:
     """Makes a snapshot of a host's shards in a thread of its own; see `WeightSender`."""
 
-    def __init__(self, outlet: WeightOutlet, host: TrainingHost, *, dtype: str | None, chunk_bytes: int) -> None:
+    def __init__(self, backend: WeightBackend, host: TrainingHost, *, dtype: str | None, chunk_bytes: int) -> None:
         """Start no thread yet.
 
         Args:
-            outlet: gets each version when it is complete, in the thread, one after the other; closed with the sender.
+            backend: gets each version when it is complete, in the thread, one after the other; closed with the sender.
             host: whose shards are published.
             dtype: what floating-point arrays are cast to; None leaves them as they are.
             chunk_bytes: bytes of a chunk.
         """
-        self._outlet = outlet
+        self._backend = backend
         self._host = host
         self._copy = DeviceCopier(dtype)
         self._chunk_bytes = chunk_bytes
@@ -34,7 +34,7 @@ class ShardedSender:
     @property
     def address(self) -> str:
         """The outlet's."""
-        return self._outlet.address
+        return self._backend.address
 
     @property
     def published(self) -> WeightVersion | None:
@@ -51,7 +51,7 @@ class ShardedSender:
         self._job.start(self._finish, arrays, version)
 
     def _finish(self, arrays: dict[str, Array], version: WeightVersion) -> None:
-        self._outlet.put(take_snapshot(arrays, version, self._host, self._chunk_bytes))
+        self._backend.put(take_snapshot(arrays, version, self._host, self._chunk_bytes))
         self._published = version
 
     def flush(self) -> None:
@@ -63,7 +63,7 @@ class ShardedSender:
         try:
             self._job.close()
         finally:
-            self._outlet.close()
+            self._backend.close()
 
 
 def check_order(last: WeightVersion | None, version: WeightVersion) -> None:

@@ -17,10 +17,10 @@ import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
 from marin_rl.types import WeightVersion
+from marin_rl.weights.auth import check_secret, fingerprint, sign, verify
 from marin_rl.weights.errors import ServerLostError, VersionGoneError, WrongTokenError
 from marin_rl.weights.manifest import Chunk, Manifest
 from marin_rl.weights.snapshot import Snapshot, TrainingHost
-from marin_rl.weights.token import check_token, fingerprint, seal, unseal
 
 _NAME = re.compile(r"(\d{12})-(\d{5})-of-(\d{5})-([0-9a-f]{16})\.(pieces|manifest|partial)")
 
@@ -71,7 +71,7 @@ class _Folder:
 
 
 class FolderOutlet:
-    """One host's files of the folder; see [`WeightOutlet`][marin_rl.weights.outlet.WeightOutlet]."""
+    """One host's files of the folder; see [`WeightBackend`][marin_rl.weights.backend.WeightBackend]."""
 
     def __init__(self, *, folder: str, token: str, training_host: TrainingHost, keep: int) -> None:
         """Make the folder, and clear away what an earlier launch left in it.
@@ -82,7 +82,7 @@ class FolderOutlet:
             training_host: whose shards are written.
             keep: versions that are held.
         """
-        check_token(token)
+        check_secret(token)
         self._folder = _Folder(folder)
         self._token = token
         self._host = training_host
@@ -96,18 +96,18 @@ class FolderOutlet:
         return self._folder.url
 
     def put(self, snapshot: Snapshot) -> None:
-        """See [`WeightOutlet`][marin_rl.weights.outlet.WeightOutlet]."""
+        """See [`WeightBackend`][marin_rl.weights.backend.WeightBackend]."""
         version = snapshot.manifest.version
         file = _File(version, self._host.index, self._host.count, fingerprint(self._token))
         with self._folder.files.open(self._folder.path(file, "pieces"), "wb") as stream:
             for data in snapshot.data:
                 stream.write(data.data)
-        self._write_whole(file, seal(self._token, snapshot.manifest.to_json()))
+        self._write_whole(file, sign(self._token, snapshot.manifest.to_json()))
         kept = sorted({held.version for held, _ in self._folder.list() if self._is_own(held)})[-self._keep :]
         self._clear(lambda held: self._is_own(held) and held.version not in kept)
 
     def close(self) -> None:
-        """See [`WeightOutlet`][marin_rl.weights.outlet.WeightOutlet]; this host's files are deleted."""
+        """See [`WeightBackend`][marin_rl.weights.backend.WeightBackend]; this host's files are deleted."""
         self._clear(self._is_own)
 
     def _is_own(self, file: _File) -> bool:
@@ -141,7 +141,7 @@ class FolderSource:
             token: the run's secret.
             streams: how many files are read at the same time for each training host.
         """
-        check_token(token)
+        check_secret(token)
         self._folder = _Folder(folder)
         self._token = token
         self._streams = streams
@@ -190,7 +190,7 @@ class FolderSource:
 
     def _manifest(self, file: _File) -> Manifest:
         sealed = self._read(file, "manifest", None, None)
-        return Manifest.from_json(unseal(self._token, sealed, f"{self}, {file.name('manifest')}"))
+        return Manifest.from_json(verify(self._token, sealed, f"{self}, {file.name('manifest')}"))
 
     def _list(self) -> list[tuple[_File, str]]:
         try:

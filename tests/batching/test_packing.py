@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.batching.packing import RowLayout, Slot, count_passes, pack_sequences
+from marin_rl.batching.packing import RowLayout, Slot, count_microbatches, pack_sequences
 
 Lengths = list[list[int]]
 
@@ -28,7 +28,7 @@ def problems(draw: st.DrawFn) -> tuple[Lengths, RowLayout]:
                 own.append(draw(st.integers(1, left)))
                 left -= own[-1]
         else:
-            own = draw(st.lists(st.integers(1, layout.row_length), max_size=layout.rows_per_pass))
+            own = draw(st.lists(st.integers(1, layout.row_length), max_size=layout.rows_per_microbatch))
         lengths.append(own)
     return lengths, layout
 
@@ -37,16 +37,16 @@ def rows_of(slots: Sequence[Sequence[Slot]]) -> dict[tuple[int, int], list[Slot]
     """The slots of each row that is used, from left to right."""
     rows: dict[tuple[int, int], list[Slot]] = {}
     for slot in sorted(slot for own in slots for slot in own):
-        rows.setdefault((slot.pass_index, slot.row), []).append(slot)
+        rows.setdefault((slot.microbatch_index, slot.row), []).append(slot)
     return rows
 
 
 def filling(slots: Sequence[Sequence[Slot]]) -> list[list[tuple[int, ...]]]:
     """Per pass, the lengths in each row: the layout without who is where."""
-    by_pass: dict[int, list[tuple[int, ...]]] = {}
-    for (pass_index, _), row in sorted(rows_of(slots).items()):
-        by_pass.setdefault(pass_index, []).append(tuple(sorted(slot.length for slot in row)))
-    return [sorted(rows) for rows in by_pass.values()]
+    by_microbatch: dict[int, list[tuple[int, ...]]] = {}
+    for (microbatch_index, _), row in sorted(rows_of(slots).items()):
+        by_microbatch.setdefault(microbatch_index, []).append(tuple(sorted(slot.length for slot in row)))
+    return [sorted(rows) for rows in by_microbatch.values()]
 
 
 @given(problems())
@@ -55,7 +55,7 @@ def test_nothing_is_lost_and_nothing_overlaps(problem: tuple[Lengths, RowLayout]
     slots = pack_sequences(lengths, layout)
     assert [[slot.length for slot in own] for own in slots] == lengths
     taken = Counter(
-        (slot.pass_index, slot.row, position)
+        (slot.microbatch_index, slot.row, position)
         for own in slots
         for slot in own
         for position in range(slot.start, slot.start + slot.length)
@@ -63,7 +63,7 @@ def test_nothing_is_lost_and_nothing_overlaps(problem: tuple[Lengths, RowLayout]
     assert set(taken.values()) <= {1}
     assert sum(taken.values()) == sum(map(sum, lengths))
     for _, row, position in taken:
-        assert 0 <= row < layout.rows_per_pass
+        assert 0 <= row < layout.rows_per_microbatch
         assert 0 <= position < layout.row_length
 
 
@@ -82,10 +82,10 @@ def test_a_rollout_lies_within_one_pass_and_no_pass_is_skipped(problem: tuple[Le
     lengths, layout = problem
     slots = pack_sequences(lengths, layout)
     for own in slots:
-        assert len({slot.pass_index for slot in own}) <= 1
-    used = {slot.pass_index for own in slots for slot in own}
+        assert len({slot.microbatch_index for slot in own}) <= 1
+    used = {slot.microbatch_index for own in slots for slot in own}
     assert used == set(range(len(used)))
-    assert count_passes(slots) == max(len(used), 1)
+    assert count_microbatches(slots) == max(len(used), 1)
 
 
 @given(problems(), st.randoms(use_true_random=False))
@@ -99,17 +99,17 @@ def test_the_order_of_rollouts_does_not_change_how_rows_are_filled(problem, rand
 
 
 @given(st.lists(st.integers(1, 24), max_size=40), st.integers(1, 5))
-def test_single_sequences_are_packed_as_the_textbook_says(lengths: list[int], rows_per_pass: int) -> None:
+def test_single_sequences_are_packed_as_the_textbook_says(lengths: list[int], rows_per_microbatch: int) -> None:
     room: list[int] = []
     for length in sorted(lengths, reverse=True):
         row = next((row for row, free in enumerate(room) if free >= length), len(room))
         room[row:] = [24, *room[row + 1 :]] if row == len(room) else room[row:]
         room[row] -= length
-    slots = pack_sequences([[length] for length in lengths], RowLayout(24, rows_per_pass, packed=True))
+    slots = pack_sequences([[length] for length in lengths], RowLayout(24, rows_per_microbatch, packed=True))
     used = [sum(slot.length for slot in row) for _, row in sorted(rows_of(slots).items())]
     assert used == [24 - free for free in room]
-    # The rows of a pass are opened one after the other: only the last pass may have empty ones.
-    assert count_passes(slots) == max(-(-len(room) // rows_per_pass), 1)
+    # The rows of a microbatch are opened one after the other: only the last pass may have empty ones.
+    assert count_microbatches(slots) == max(-(-len(room) // rows_per_microbatch), 1)
 
 
 @given(st.lists(st.integers(1, 24), max_size=40))
@@ -135,35 +135,35 @@ def test_realistic_lengths_fill_at_least_95_percent(seed: int, sigma: float) -> 
     lengths = log_normal_lengths(seed, sigma)
     tokens = sum(map(sum, lengths))
     assert tokens / 512 == pytest.approx(1024 / 4, rel=0.01)
-    single = count_passes(pack_sequences(lengths, RowLayout(1024, 1, packed=True)))
+    single = count_microbatches(pack_sequences(lengths, RowLayout(1024, 1, packed=True)))
     assert tokens / (single * 1024) >= 0.95
-    unpacked = count_passes(pack_sequences(lengths, RowLayout(1024, 1, packed=False)))
+    unpacked = count_microbatches(pack_sequences(lengths, RowLayout(1024, 1, packed=False)))
     assert tokens / (unpacked * 1024) == pytest.approx(0.25, rel=0.01)
     for rows in (4, 8):  # nothing is lost but the empty rows of the last pass
-        assert count_passes(pack_sequences(lengths, RowLayout(1024, rows, packed=True))) == -(-single // rows)
+        assert count_microbatches(pack_sequences(lengths, RowLayout(1024, rows, packed=True))) == -(-single // rows)
 
 
-@pytest.mark.parametrize("rows_per_pass", [4, 8])
-def test_rollouts_of_several_sequences_fill_as_well(rows_per_pass: int) -> None:
+@pytest.mark.parametrize("rows_per_microbatch", [4, 8])
+def test_rollouts_of_several_sequences_fill_as_well(rows_per_microbatch: int) -> None:
     sequences = [length for (length,) in log_normal_lengths(0, 0.7)]
     lengths: Lengths = []
     while sequences:
         lengths.append([sequences.pop() for _ in range(min(len(lengths) % 4 + 1, len(sequences)))])
-    slots = pack_sequences(lengths, RowLayout(1024, rows_per_pass, packed=True))
-    least = -(-sum(map(sum, lengths)) // (1024 * rows_per_pass))
-    assert count_passes(slots) <= least + 1
+    slots = pack_sequences(lengths, RowLayout(1024, rows_per_microbatch, packed=True))
+    least = -(-sum(map(sum, lengths)) // (1024 * rows_per_microbatch))
+    assert count_microbatches(slots) <= least + 1
 
 
 def test_ten_thousand_sequences() -> None:
     lengths = log_normal_lengths(0, 1.0, count=10_000)
     slots = pack_sequences(lengths, RowLayout(1024, 8, packed=True))
-    assert sum(map(sum, lengths)) / (count_passes(slots) * 8 * 1024) >= 0.99
+    assert sum(map(sum, lengths)) / (count_microbatches(slots) * 8 * 1024) >= 0.99
 
 
 def test_by_hand() -> None:
     # The rollout of two sequences goes first; 6 and 3 still fit beside 7 and 4, 2 opens no pass, 8 does.
     lengths = [[2], [6], [4, 7], [8], [3]]
-    slots = pack_sequences(lengths, RowLayout(row_length=10, rows_per_pass=2, packed=True))
+    slots = pack_sequences(lengths, RowLayout(row_length=10, rows_per_microbatch=2, packed=True))
     assert slots == (
         (Slot(1, 0, 8, 2, 2),),
         (Slot(0, 1, 4, 2, 6),),
@@ -174,7 +174,7 @@ def test_by_hand() -> None:
 
 
 def test_unpacked_sequences_take_a_row_each() -> None:
-    slots = pack_sequences([[3], [1], [2]], RowLayout(row_length=10, rows_per_pass=2, packed=False))
+    slots = pack_sequences([[3], [1], [2]], RowLayout(row_length=10, rows_per_microbatch=2, packed=False))
     assert [own[0][:4] for own in slots] == [(0, 0, 0, 1), (1, 0, 0, 1), (0, 1, 0, 1)]
 
 
@@ -182,7 +182,7 @@ def test_unpacked_sequences_take_a_row_each() -> None:
 def test_nothing_to_pack_is_one_pass(lengths: Lengths) -> None:
     slots = pack_sequences(lengths, RowLayout(4, 2, packed=True))
     assert slots == ((),) * len(lengths)
-    assert count_passes(slots) == 1
+    assert count_microbatches(slots) == 1
 
 
 @pytest.mark.parametrize(
@@ -191,8 +191,16 @@ def test_nothing_to_pack_is_one_pass(lengths: Lengths) -> None:
         ([11], True, "a sequence of 11 tokens, which does not fit into rows of 10 positions"),
         ([11], False, "a sequence of 11 tokens, which does not fit into rows of 10 positions"),
         ([3, 0], True, "a sequence of 0 tokens; a sequence has at least 1"),
-        ([6, 7, 8], True, "3 sequences of 21 tokens together, which take 3 rows of 10 positions, but a pass has 2"),
-        ([1, 2, 3], False, "3 sequences of 6 tokens together, which take 3 rows of 10 positions, but a pass has 2"),
+        (
+            [6, 7, 8],
+            True,
+            "3 sequences of 21 tokens together, which take 3 rows of 10 positions, but a microbatch has 2",
+        ),
+        (
+            [1, 2, 3],
+            False,
+            "3 sequences of 6 tokens together, which take 3 rows of 10 positions, but a microbatch has 2",
+        ),
     ],
 )
 def test_what_does_not_fit_is_an_error_that_names_the_rollout(lengths, packed: bool, complaint: str) -> None:
@@ -208,7 +216,7 @@ def test_three_sequences_fit_into_two_rows_where_they_may_share_one() -> None:
     assert [slot.length for slot in slots[0]] == [1, 2, 8]
 
 
-@pytest.mark.parametrize(("name", "shape"), [("row_length", (0, 1)), ("rows_per_pass", (1, 0))])
+@pytest.mark.parametrize(("name", "shape"), [("row_length", (0, 1)), ("rows_per_microbatch", (1, 0))])
 def test_an_empty_pass_is_refused(name: str, shape: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=f"RowLayout.{name} is 0"):
         RowLayout(*shape, packed=True)

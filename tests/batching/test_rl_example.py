@@ -23,6 +23,7 @@ from levanter.models.lm_model import LmConfig, LmHeadModel
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, PackedBatch, RlExample, pack_batch, pack_to_score
+from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import (
     AggregationConfig,
     ConstantConfig,
@@ -30,7 +31,6 @@ from marin_rl.objectives.aggregation import (
     SequenceSumConfig,
     TokenMeanConfig,
 )
-from marin_rl.objectives.signals import Credit
 
 PAD = 31
 VOCAB = 32
@@ -63,12 +63,12 @@ def processed(id: str, *rows: str, seed: int = 0) -> ProcessedRollout:
     )
 
 
-def credit(rollout: ProcessedRollout, advantage: float | None = None) -> Credit:
+def token_advantages(rollout: ProcessedRollout, advantage: float | None = None) -> TokenAdvantages:
     """One advantage everywhere, or a different one on each action token; the targets are others."""
     tokens = rollout.num_loss_tokens
     rng = np.random.default_rng([1, *rollout.id.encode()])
     advantages = rng.normal(size=tokens) if advantage is None else np.full(tokens, float(advantage))
-    return Credit(advantages, rng.normal(size=tokens))
+    return TokenAdvantages(advantages, rng.normal(size=tokens))
 
 
 def pack(
@@ -77,12 +77,14 @@ def pack(
     aggregation: AggregationConfig = AGGREGATIONS[2],
     importance_weights: Sequence[np.ndarray] | None = None,
 ) -> PackedBatch:
-    credits = [credit(rollout) for rollout in rollouts]
-    return pack_batch(rollouts, credits, aggregation, layout, pad_token_id=PAD, importance_weights=importance_weights)
+    token_advantages_list = [token_advantages(rollout) for rollout in rollouts]
+    return pack_batch(
+        rollouts, token_advantages_list, aggregation, layout, pad_token_id=PAD, importance_weights=importance_weights
+    )
 
 
 def arrays(batch: PackedBatch, name: str) -> list[np.ndarray]:
-    return [np.asarray(getattr(example, name).array) for example in batch.passes]
+    return [np.asarray(getattr(example, name).array) for example in batch.microbatches]
 
 
 def unpacked(batch: PackedBatch, name: str) -> list[np.ndarray]:
@@ -133,42 +135,46 @@ def weight_by_hand(aggregation: AggregationConfig, rollouts: Sequence[ProcessedR
     raise AssertionError(aggregation)
 
 
-def lay_out_by_hand(rollouts, credits, aggregation, layout, importance_weights, slots) -> list[dict[str, np.ndarray]]:
+def lay_out_by_hand(
+    rollouts, token_advantages_list, aggregation, layout, importance_weights, slots
+) -> list[dict[str, np.ndarray]]:
     """Token by token, sequence by sequence, from where the slots say that each begins."""
-    count = 1 + max([0, *(slot.pass_index for own in slots for slot in own)])
-    passes = []
+    count = 1 + max([0, *(slot.microbatch_index for own in slots for slot in own)])
+    microbatches = []
     for _ in range(count):
-        shape = (layout.rows_per_pass, layout.row_length)
-        passes.append({name: np.zeros(shape, dtype) for name, dtype in PER_TOKEN_DTYPES.items()})
-        passes[-1]["input_ids"][:] = PAD
-        passes[-1]["rollout_ids"][:] = -1
+        shape = (layout.rows_per_microbatch, layout.row_length)
+        microbatches.append({name: np.zeros(shape, dtype) for name, dtype in PER_TOKEN_DTYPES.items()})
+        microbatches[-1]["input_ids"][:] = PAD
+        microbatches[-1]["rollout_ids"][:] = -1
     seen = [0] * count
     for index, (rollout, own) in enumerate(zip(rollouts, slots, strict=True)):
         action = 0
         for sequence, slot in enumerate(own):
-            out = passes[slot.pass_index]
+            out = microbatches[slot.microbatch_index]
             for position in range(int(rollout.segment_ids[sequence].sum())):
                 at, here = (slot.row, slot.start + position), (sequence, position)
                 out["input_ids"][at] = rollout.input_ids[here]
                 out["segment_ids"][at] = 1 + sum(
-                    other.pass_index == slot.pass_index and other.row == slot.row and other.start < slot.start
+                    other.microbatch_index == slot.microbatch_index
+                    and other.row == slot.row
+                    and other.start < slot.start
                     for others in slots
                     for other in others
                 )
                 out["position_ids"][at] = position
-                out["rollout_ids"][at] = seen[slot.pass_index]
+                out["rollout_ids"][at] = seen[slot.microbatch_index]
                 if rollout.loss_mask[here]:
                     out["loss_mask"][at] = True
                     out["loss_weights"][at] = weight_by_hand(aggregation, rollouts, index)
                     out["importance_weights"][at] = importance_weights[index][action]
-                    out["advantages"][at] = credits[index].advantages[action]
-                    out["returns"][at] = credits[index].value_targets[action]
+                    out["advantages"][at] = token_advantages_list[index].advantages[action]
+                    out["returns"][at] = token_advantages_list[index].value_targets[action]
                     for name in SAMPLED:
                         out[name][at] = getattr(rollout, name)[here]
                     action += 1
         if own:
-            seen[own[0].pass_index] += 1
-    return passes
+            seen[own[0].microbatch_index] += 1
+    return microbatches
 
 
 @settings(deadline=None)
@@ -176,13 +182,13 @@ def lay_out_by_hand(rollouts, credits, aggregation, layout, importance_weights, 
 def test_equals_a_layout_by_hand(rollouts, layout: RowLayout, aggregation: AggregationConfig) -> None:
     weights = [np.random.default_rng(2).uniform(0.5, 2, rollout.num_loss_tokens) for rollout in rollouts]
     batch = pack(rollouts, layout, aggregation, weights)
-    credits = [credit(rollout) for rollout in rollouts]
-    expected = lay_out_by_hand(rollouts, credits, aggregation, layout, weights, batch.slots)
-    assert len(batch.passes) == len(expected)
-    for found, by_hand in zip(batch.passes, expected, strict=True):
+    token_advantages_list = [token_advantages(rollout) for rollout in rollouts]
+    expected = lay_out_by_hand(rollouts, token_advantages_list, aggregation, layout, weights, batch.slots)
+    assert len(batch.microbatches) == len(expected)
+    for found, by_hand in zip(batch.microbatches, expected, strict=True):
         for name, dtype in PER_TOKEN_DTYPES.items():
             array = getattr(found, name)
-            assert array.axes == (Axis("batch", layout.rows_per_pass), Axis("position", layout.row_length)), name
+            assert array.axes == (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.row_length)), name
             assert array.dtype == dtype, name
             np.testing.assert_allclose(array.array, by_hand[name], rtol=1e-6, atol=0, err_msg=name)
 
@@ -200,7 +206,7 @@ def test_unpacking_gives_every_rollout_its_own_back(rollouts, layout: RowLayout)
             np.testing.assert_array_equal(found, getattr(rollout, name), err_msg=name)
     for field, name in (("advantages", "advantages"), ("value_targets", "returns")):
         for found, rollout in zip(unpacked(batch, name), rollouts, strict=True):
-            expected = getattr(credit(rollout), field).astype(np.float32)
+            expected = getattr(token_advantages(rollout), field).astype(np.float32)
             np.testing.assert_array_equal(found[rollout.loss_mask], expected, err_msg=name)
     for found, tokens in zip(unpacked(batch, "position_ids"), used, strict=True):
         np.testing.assert_array_equal(found, np.where(tokens, np.arange(tokens.shape[1]), 0))
@@ -210,14 +216,14 @@ def test_unpacking_gives_every_rollout_its_own_back(rollouts, layout: RowLayout)
 @given(batches(), LAYOUTS)
 def test_padding_holds_the_padding_token_and_nothing_else(rollouts, layout: RowLayout) -> None:
     batch = pack(rollouts, layout)
-    for example in batch.passes:
+    for example in batch.microbatches:
         padding = np.asarray(example.segment_ids.array) == 0
         for name in PER_TOKEN_DTYPES:
             filler = {"input_ids": PAD, "rollout_ids": -1}.get(name, 0)
             assert (np.asarray(getattr(example, name).array)[padding] == filler).all(), name
     tokens = sum(sum(rollout.lengths) for rollout in rollouts)
     assert sum(np.count_nonzero(ids) for ids in arrays(batch, "segment_ids")) == tokens
-    slots = len(batch.passes) * layout.rows_per_pass * layout.row_length
+    slots = len(batch.microbatches) * layout.rows_per_microbatch * layout.row_length
     assert batch.efficiency == tokens / slots
 
 
@@ -242,8 +248,10 @@ def test_rollout_ids_tell_the_rollouts_of_a_pass_apart(rollouts, layout: RowLayo
         {int(id) for id in found[rollout.segment_ids != 0]}
         for found, rollout in zip(unpacked(batch, "rollout_ids"), rollouts, strict=True)
     ]
-    for index in range(len(batch.passes)):
-        here = [own for own, slots in zip(ids, batch.slots, strict=True) if slots and slots[0].pass_index == index]
+    for index in range(len(batch.microbatches)):
+        here = [
+            own for own, slots in zip(ids, batch.slots, strict=True) if slots and slots[0].microbatch_index == index
+        ]
         assert here == [{number} for number in range(len(here))]
 
 
@@ -260,7 +268,7 @@ def test_rollout_ids_tell_the_rollouts_of_a_pass_apart(rollouts, layout: RowLayo
 )
 def test_a_rollout_of_two_sequences_counts_once(aggregation, one: float, two: float, packed: bool) -> None:
     batch = pack([ONE_ROW, TWO_ROWS], RowLayout(6, 2, packed), aggregation)
-    assert len(batch.passes) == 2  # and the denominators count both
+    assert len(batch.microbatches) == 2  # and the denominators count both
     for found, rollout, weight in zip(unpacked(batch, "loss_weights"), (ONE_ROW, TWO_ROWS), (one, two), strict=True):
         np.testing.assert_allclose(found, np.where(rollout.loss_mask, weight, 0), rtol=1e-6)
 
@@ -289,10 +297,10 @@ def test_a_group_of_1_2_6_and_3_turns(rows: int, packed: bool) -> None:
     assert sums == [3 / 4, 6 / 4, 18 / 4, 9 / 4]
     means = [float(weights.sum()) for weights in unpacked(pack(group, layout, SequenceMeanConfig()), "loss_weights")]
     np.testing.assert_allclose(means, [0.25] * 4, rtol=1e-6)
-    assert len({slot.pass_index for slot in batch.slots[2]}) == 1
+    assert len({slot.microbatch_index for slot in batch.slots[2]}) == 1
     # Each token has the credit of its turn: the n-th action token of a rollout gets the n-th advantage.
     for found, rollout in zip(unpacked(batch, "advantages"), group, strict=True):
-        in_order = credit(rollout).advantages.astype(np.float32)
+        in_order = token_advantages(rollout).advantages.astype(np.float32)
         assert found[rollout.loss_mask].tolist() == in_order.tolist()
         assert len(set(rollout.turn_ids[rollout.loss_mask])) == int(rollout.id[0])
 
@@ -304,9 +312,9 @@ WITHOUT_LOSS = processed("without", "ooo.", "oo..")
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_a_batch_without_loss_is_one_pass_that_weighs_nothing(rollouts, aggregation: AggregationConfig) -> None:
     batch = pack(rollouts, RowLayout(6, 2, True), aggregation)
-    assert len(batch.passes) == 1
+    assert len(batch.microbatches) == 1
     for name in ("loss_mask", "loss_weights", "importance_weights", "advantages", "returns"):
-        assert not getattr(batch.passes[0], name).array.any(), name
+        assert not getattr(batch.microbatches[0], name).array.any(), name
     assert batch.efficiency == sum(sum(rollout.lengths) for rollout in rollouts) / 12
     found = batch.unpack([np.ones((2, 6), np.float32)])
     assert [array.shape for array in found] == [rollout.input_ids.shape for rollout in rollouts]
@@ -339,18 +347,18 @@ def test_each_rollout_needs_a_credit_for_each_action_token() -> None:
     layout = RowLayout(6, 2, True)
     make = functools.partial(pack_batch, aggregation=TokenMeanConfig(), layout=layout, pad_token_id=PAD)
     with pytest.raises(ValueError, match="2 rollouts but advantages for 1; each needs its own"):
-        make([ONE_ROW, TWO_ROWS], [credit(ONE_ROW)])
+        make([ONE_ROW, TWO_ROWS], [token_advantages(ONE_ROW)])
     with pytest.raises(ValueError, match=re.escape("rollout one has 3 tokens with loss, but its advantages")):
-        make([ONE_ROW], [Credit(np.zeros(5), np.zeros(5))])
+        make([ONE_ROW], [TokenAdvantages(np.zeros(5), np.zeros(5))])
     with pytest.raises(ValueError, match=re.escape("but its importance_weights have shape (2,)")):
-        make([ONE_ROW], [credit(ONE_ROW)], importance_weights=[np.ones(2)])
+        make([ONE_ROW], [token_advantages(ONE_ROW)], importance_weights=[np.ones(2)])
 
 
 def test_unpacking_wants_an_array_a_pass(monkeypatch) -> None:
     # As users run it: without the type checks that tests add, which would complain first.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     batch = pack([ONE_ROW, TWO_ROWS], RowLayout(6, 2, True))
-    with pytest.raises(ValueError, match=re.escape("2 passes of shape (2, 6)")):
+    with pytest.raises(ValueError, match=re.escape("2 microbatches of shape (2, 6)")):
         batch.unpack([np.zeros((2, 6))])
     with pytest.raises(ValueError, match=re.escape("shapes [(2, 6), (6, 2)]")):
         batch.unpack([np.zeros((2, 6)), np.zeros((6, 2))])
@@ -358,7 +366,7 @@ def test_unpacking_wants_an_array_a_pass(monkeypatch) -> None:
 
 def test_as_levanter_takes_it() -> None:
     batch = pack([ONE_ROW, processed("short", "ox.")], RowLayout(8, 2, True))
-    example = batch.passes[0].to_lm_example()
+    example = batch.microbatches[0].to_lm_example()
     assert example.loss_mask.array.tolist() == [
         [0, 1, 1, 1, 0, 1, 0, 0],  # ooxxx ox: tokens 2, 3, 4 and 6 are predicted at 1, 2, 3 and 5
         [0] * 8,
@@ -367,7 +375,7 @@ def test_as_levanter_takes_it() -> None:
 
 
 def test_attention_stays_in_its_segment_and_looks_back_only() -> None:
-    example = pack([processed("a", "oxx"), processed("b", "ox")], RowLayout(6, 1, True)).passes[0]
+    example = pack([processed("a", "oxx"), processed("b", "ox")], RowLayout(6, 1, True)).microbatches[0]
     allowed = example.attention_mask.materialize(hax.Axis("position", 6), hax.Axis("key_position", 6))
     assert allowed is not None
     segment = [1, 1, 1, 2, 2, 0]
@@ -376,13 +384,13 @@ def test_attention_stays_in_its_segment_and_looks_back_only() -> None:
 
 
 def test_axes_that_differ_are_refused_by_name() -> None:
-    example = pack([ONE_ROW], RowLayout(6, 2, True)).passes[0]
+    example = pack([ONE_ROW], RowLayout(6, 2, True)).microbatches[0]
     with pytest.raises(ValueError, match="advantages has axes"):
         dataclasses.replace(example, advantages=hax.named(jnp.zeros((2, 2)), ("batch", "position")))
 
 
 def test_the_example_passes_through_jax_transformations() -> None:
-    example = pack([ONE_ROW], RowLayout(6, 2, True)).passes[0]
+    example = pack([ONE_ROW], RowLayout(6, 2, True)).microbatches[0]
     assert jax.tree.structure(jax.tree.map(lambda leaf: leaf.shape, example)) is not None
     doubled = jax.jit(lambda example: jax.tree.map(lambda leaf: leaf * 2, example))(example)
     assert float(doubled.importance_weights.array.sum()) == 6.0
@@ -436,8 +444,8 @@ def test_packed_rows_have_the_activations_of_rows_alone(model: LmHeadModel) -> N
     apart = pack(ROLLOUTS, RowLayout(9, 2, packed=False))
     assert any(len({slot.row for slot in own}) for own in packed.slots)
     assert max(slot.segment for own in packed.slots for slot in own) >= 3
-    together = [activations_of(model, example) for example in packed.passes]
-    alone = [activations_of(model, example) for example in apart.passes]
+    together = [activations_of(model, example) for example in packed.microbatches]
+    alone = [activations_of(model, example) for example in apart.microbatches]
     for channel in range(16):
         left = packed.unpack([found[..., channel] for found in together])
         right = apart.unpack([found[..., channel] for found in alone])
@@ -447,11 +455,11 @@ def test_packed_rows_have_the_activations_of_rows_alone(model: LmHeadModel) -> N
 
 
 def test_a_segment_is_blind_to_the_others(model: LmHeadModel) -> None:
-    example = pack(ROLLOUTS, PACKED).passes[0]
+    example = pack(ROLLOUTS, PACKED).microbatches[0]
     segments, ids = np.asarray(example.segment_ids.array), np.asarray(example.input_ids.array)
     before = activations_of(model, example)
     for row, segment in {(row, int(segment)) for (row, _), segment in np.ndenumerate(segments)}:
-        here = (segments == segment) & (np.arange(PACKED.rows_per_pass) == row)[:, None]
+        here = (segments == segment) & (np.arange(PACKED.rows_per_microbatch) == row)[:, None]
         changed = hax.named(np.where(here, (ids + 7) % VOCAB, ids).astype(np.int32), example.input_ids.axes)
         after = activations_of(model, dataclasses.replace(example, input_ids=changed))
         np.testing.assert_array_equal(after[~here], before[~here])
@@ -460,7 +468,7 @@ def test_a_segment_is_blind_to_the_others(model: LmHeadModel) -> None:
 
 def test_positions_that_run_on_would_show() -> None:
     model = MODELS["gpt2"].build(Axis("vocab", VOCAB), key=jax.random.PRNGKey(0))
-    example = pack(ROLLOUTS, PACKED).passes[0]
+    example = pack(ROLLOUTS, PACKED).microbatches[0]
     running = np.broadcast_to(np.arange(PACKED.row_length, dtype=np.int32), example.segment_ids.array.shape)
     wrong = dataclasses.replace(example, position_ids=hax.named(running, example.input_ids.axes))
     later = np.asarray(example.segment_ids.array) > 1

@@ -10,7 +10,7 @@ from marin_rl.environments.base import Split
 from marin_rl.environments.curriculum import CurriculumConfig, LessonConfig
 from marin_rl.environments.task_stream import StreamState, TaskStream, task_stream
 from marin_rl.runtime.config_decoding import ConfigError, decode
-from marin_rl.types import Evaluation, RolloutGroup, Task
+from marin_rl.types import RewardResult, RolloutGroup, Task
 from tests.environments.played import Cards, CardsConfig, group, rollout
 
 
@@ -77,7 +77,7 @@ def test_without_the_component_correct_the_return_counts_and_failed_rollouts_do_
 
 def test_the_weight_of_a_reward_function_called_correct_is_left_out_of_the_score():
     stream = stream_of(lesson("walk"))
-    judged = Evaluation("correct", weight=0.5, score=1.0)
+    judged = RewardResult("correct", weight=0.5, score=1.0)
     played = dataclasses.replace(rollout(task("walk"), correct=0.5), evaluations=(judged,))
     assert stream.learn({}, [RolloutGroup("g", (played,))])["scores"] == {"walk": [1.0]}
 

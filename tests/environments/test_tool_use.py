@@ -15,11 +15,11 @@ from marin_rl.environments.mixture import MixturePartConfig
 from marin_rl.environments.tool_calls import find_calls
 from marin_rl.environments.tool_use import ToolDescription, ToolLimits, ToolUseEnvironment
 from marin_rl.environments.tools import CalculatorConfig, PythonConfig, ToolConfig, ToolError
-from marin_rl.rewards.losses import CallLostError, LossCause
+from marin_rl.rewards.failures import RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox.config import Isolation, SandboxConfig
 from marin_rl.rewards.sandbox.pool import IsolationError, PythonResult, Sandbox
 from marin_rl.rollouts.event_loop import BackgroundLoop
-from marin_rl.rollouts.judging import RewardFunctions
+from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.runtime.config_decoding import decode
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -47,7 +47,7 @@ class Odd:
             case "refuse":
                 raise ToolError("not today")
             case "break":
-                raise CallLostError(LossCause.WORKER, "the sandbox died")
+                raise RewardCallError(RewardFailure.WORKER, "the sandbox died")
             case "babble":
                 return "x" * 5000
             case "half":
@@ -143,7 +143,7 @@ def test_calls_that_come_to_nothing_are_told_and_counted(reply: str, answer: str
 
 def test_what_says_nothing_about_the_policy_fails_the_rollout():
     environment, task = build()
-    with pytest.raises(CallLostError, match="the sandbox died"):
+    with pytest.raises(RewardCallError, match="the sandbox died"):
         play(environment, task, odd("break"))
 
 
@@ -252,7 +252,7 @@ def test_programs_run_in_the_sandbox_which_is_started_for_them_alone():
     sandbox = Sandbox(SandboxConfig(require=Isolation.NONE, workers=1))
     needed = connect_code_runner(environment, sandbox)
     # Nothing to judge; the tools alone need it.
-    judges = RewardFunctions({}, sandbox, loop, runs_programs=needed)
+    reward_functions = RewardFunctions({}, sandbox, loop, runs_programs=needed)
     try:
 
         async def run() -> list[Step]:
@@ -262,7 +262,7 @@ def test_programs_run_in_the_sandbox_which_is_started_for_them_alone():
 
         good, bad = loop.submit(run()).result()
     finally:
-        judges.close()
+        reward_functions.close()
         loop.close()
     assert said(good) == ["42\n"]
     [told] = said(bad)

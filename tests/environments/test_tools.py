@@ -19,7 +19,7 @@ from marin_rl.environments.tools import (
     tool_schema,
 )
 from marin_rl.environments.user_file import UserFileError
-from marin_rl.rewards.losses import CallLostError, LossCause
+from marin_rl.rewards.failures import RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox.pool import PythonResult
 
 SCHEMA = {
@@ -73,13 +73,13 @@ def test_the_calculator():
 class Runner:
     """Instead of a sandbox."""
 
-    def __init__(self, cause: LossCause | None = None) -> None:
+    def __init__(self, cause: RewardFailure | None = None) -> None:
         self.cause = cause
         self.ran: list[str] = []
 
     async def run_python(self, code: str, stdin: str = "") -> PythonResult:
         self.ran.append(code)
-        loss = None if self.cause is None else CallLostError(self.cause, "so it was")
+        loss = None if self.cause is None else RewardCallError(self.cause, "so it was")
         return PythonResult(stdout="out", stderr="", loss=loss, seconds=0.1)
 
 
@@ -95,9 +95,13 @@ def test_python_runs_where_it_was_connected():
 
 @pytest.mark.parametrize(
     ("cause", "kind"),
-    [(LossCause.TIMEOUT, ToolTimeoutError), (LossCause.EXITED, ToolError), (LossCause.WORKER, CallLostError)],
+    [
+        (RewardFailure.TIMEOUT, ToolTimeoutError),
+        (RewardFailure.EXITED, ToolError),
+        (RewardFailure.WORKER, RewardCallError),
+    ],
 )
-def test_python_says_how_a_program_ended(cause: LossCause, kind: type[Exception]):
+def test_python_says_how_a_program_ended(cause: RewardFailure, kind: type[Exception]):
     tool = PythonTool(runner=Runner(cause))
     with pytest.raises(kind, match="so it was") as caught:
         asyncio.run(tool.call({"code": "x"}))

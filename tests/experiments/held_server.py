@@ -12,16 +12,16 @@ def main(hold: str, token: str) -> None:
     import numpy as np
 
     from experiments.soak_train import PausedWeightServer
-    from marin_rl.weights.shelf import VersionShelf
     from marin_rl.weights.snapshot import Snapshot, TrainingHost, take_snapshot
+    from marin_rl.weights.version_cache import VersionCache
 
-    shelf: VersionShelf[Snapshot] = VersionShelf(2, "the held host")
+    cache: VersionCache[Snapshot] = VersionCache(2, "the held host")
     for version in (1, 2):
-        shelf.put(
+        cache.put(
             version,
             take_snapshot({"w": np.full(4096, version, np.uint8)}, version, TrainingHost(0, 1, frozenset()), 1024),
         )
-    server = PausedWeightServer(Path(hold), shelf, token, "grpc+tls://127.0.0.1:0")
+    server = PausedWeightServer(Path(hold), cache, token, "grpc+tls://127.0.0.1:0")
     print(f"grpc+tls://127.0.0.1:{server.port}", flush=True)
     threading.Event().wait()
 

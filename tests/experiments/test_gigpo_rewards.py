@@ -44,12 +44,12 @@ def test_every_stage_is_what_one_finds_by_hand(example: Example) -> None:
         (-0.7, [-0.05, -0.1, 0.0], [-0.325, -0.4, -0.3]),
         (0.4, [0.5, 1.0], [0.225, 0.7]),
     ]
-    for credit, (episode, returns, steps) in zip(example.credits, expected, strict=True):
-        assert credit.of_turns is not None
-        assert credit.of_turns.episode_advantage == pytest.approx(episode)
-        np.testing.assert_allclose(credit.of_turns.returns, returns, rtol=1e-12)
-        np.testing.assert_allclose(credit.of_turns.step_advantages, steps, atol=1e-12)
-        np.testing.assert_allclose(credit.advantages, episode + np.array(steps), rtol=1e-12)
+    for token_advantages, (episode, returns, steps) in zip(example.token_advantages_list, expected, strict=True):
+        assert token_advantages.of_turns is not None
+        assert token_advantages.of_turns.episode_advantage == pytest.approx(episode)
+        np.testing.assert_allclose(token_advantages.of_turns.returns, returns, rtol=1e-12)
+        np.testing.assert_allclose(token_advantages.of_turns.step_advantages, steps, atol=1e-12)
+        np.testing.assert_allclose(token_advantages.advantages, episode + np.array(steps), rtol=1e-12)
 
 
 def test_the_page_shows_what_the_program_prints() -> None:

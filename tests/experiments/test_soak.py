@@ -186,6 +186,6 @@ def test_a_transfer_is_held_between_two_chunks_from_a_version_on_and_its_server_
 
 def test_every_fault_needs_a_run_and_a_new_folder(tmp_path: Path) -> None:
     assert len(FAULTS) == 8
-    assert json.loads(json.dumps(SETTINGS))["workers.silence"] > 0
+    assert json.loads(json.dumps(SETTINGS))["workers.heartbeat_timeout"] > 0
     with pytest.raises(FileExistsError):
         main(["--faults", "1", "--folder", str(tmp_path)])

@@ -23,7 +23,7 @@ def async_settings(**changes: Any) -> dict[str, Any]:
     """What makes a tiny run an asynchronous one that begins to train at once."""
     return {
         "mode": "async",
-        "workers": {"num_workers": 2, "silence": SILENCE, "patience": PATIENCE},
+        "workers": {"num_workers": 2, "heartbeat_timeout": SILENCE, "no_progress_timeout": PATIENCE},
         "warm_start__max_steps": 0,
         **changes,
     }
@@ -41,8 +41,8 @@ def verifiable_versions(problems: Path) -> dict[str, Any]:
             "type": "random_control",
             "environment": {"type": "jsonl", "name": "ones", "path": str(problems)},
         },
-        "replay": {"max_staleness": 1, "keep_old_weights": True},
-        "mismatch": {"type": "tis"},
+        "replay": {"max_staleness": 1, "keep_sampling_weights": True},
+        "off_policy_correction": {"type": "tis"},
         "policy_loss": {"type": "ppo_clip"},
         "evaluation": {"tasks": 0},
     }

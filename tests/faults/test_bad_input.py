@@ -325,7 +325,9 @@ def test_a_loss_that_is_not_a_number_stops_before_the_weights_move(
         if made.progress.step == 0:
             return batch
         return batch._replace(
-            credits=[given._replace(advantages=given.advantages * math.nan) for given in batch.credits]
+            token_advantages_list=[
+                given._replace(advantages=given.advantages * math.nan) for given in batch.token_advantages_list
+            ]
         )
 
     with monkeypatch.context() as patched:

@@ -33,7 +33,7 @@ def test_when_a_training_host_dies_the_other_ends_and_the_same_commands_go_on(ki
         children = main.children() | training[1].children()
         kill_in_transfer(training[killed])
         assert left.end() != 0
-        all_end([child for child in children if child.name.startswith(("ray::Worker", "ray::Office"))])
+        all_end([child for child in children if child.name.startswith(("ray::Worker", "ray::CoordinatorActor"))])
     said = left.output.read_text()
     # Jax may end who has lost the main process before its exchange breaks.
     assert EXPLAINED in said or (killed == 0 and JAX_ENDS in said), said

@@ -58,7 +58,7 @@ def test_workers_and_coordinator_are_killed_and_paused_and_the_run_goes_on(
         pause(run.named("ray::Worker"), 2 * SILENCE)
         trains_on(run)
         assert run.records()[-1]["workers/lost"] > given_up
-        (coordinator,) = run.named("ray::Office")
+        (coordinator,) = run.named("ray::CoordinatorActor")
         os.kill(coordinator, signal.SIGKILL)
         trains_on(run)
         children = run.children()

@@ -54,7 +54,7 @@ QWEN3 = Qwen3Config(
 
 
 def make_trainer(rows: int = ROWS, *, model_axis: int = 1, policy: str = "f32") -> TrainerConfig:
-    """Levanter's section as a run completes it, for the devices at hand; `rows` is those of a pass."""
+    """Levanter's section as a run completes it, for the devices at hand; `rows` is those of a microbatch."""
     config = TrainerConfig(
         id="test",
         train_batch_size=rows,
@@ -117,7 +117,7 @@ def replace_arrays(example: RlExample, **arrays: np.ndarray) -> RlExample:
 
 
 def split_rows(example: RlExample, parts: int) -> list[RlExample]:
-    """The same rows in several passes. Rollout ids need not start at 0 in each."""
+    """The same rows in several microbatches. Rollout ids need not start at 0 in each."""
     rows = example.input_ids.axis_size("batch") // parts
 
     def rows_from(start: int) -> RlExample:
@@ -158,12 +158,12 @@ def fresh_state(learner: Learner, *, seed: int = 0) -> TrainerState:
 
 
 def loss_and_gradient(
-    learner: Learner, passes: int = 1
+    learner: Learner, microbatches: int = 1
 ) -> tuple[dict[str, float], dict[str, np.ndarray], TrainerState]:
     """What one step of gradient descent measures, its gradient by parameter, and the state after it."""
     state = fresh_state(learner)
     before = arrays_by_path(state.model)
-    state, measures = learner.step(state, split_rows(make_example(MESH_ROWS), passes))
+    state, measures = learner.step(state, split_rows(make_example(MESH_ROWS), microbatches))
     measured = {name: float(metric) for name, metric in measures.items()}
     after = arrays_by_path(state.model)
     return measured, {name: before[name] - after[name] for name in before}, state

@@ -41,8 +41,8 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     state = tiny.fresh_state(learner)
     measured = []
     for update in range(UPDATES):
-        passes = tiny.split_rows(tiny.make_example(tiny.MESH_ROWS, seed=update), PASSES)
-        state, measures = learner.step(state, passes)
+        microbatches = tiny.split_rows(tiny.make_example(tiny.MESH_ROWS, seed=update), PASSES)
+        state, measures = learner.step(state, microbatches)
         measured.append({name: float(metric) for name, metric in measures.items()})
 
     def on_host(tree: object) -> dict[str, np.ndarray]:

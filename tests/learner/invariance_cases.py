@@ -6,8 +6,8 @@
 Used by test_invariance.py, which also runs it on 8 fake CPU devices, in a process of its own:
 `python -m tests.learner.invariance_cases FOLDER`.
 
-All objectives are compiled together, one program for each shape of a pass: the model is repeated once for each, and the
-objective of each copy is chosen by its number. Aggregation and KL in the reward are data and need no program.
+All objectives are compiled together, one program for each shape of a microbatch: the model is repeated once for each,
+and the objective of each copy is chosen by its number. Aggregation and KL in the reward are data and need no program.
 """
 
 import dataclasses
@@ -36,6 +36,7 @@ from marin_rl.learner.critic import ActorCritic, CriticConfig
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
+from marin_rl.objectives.advantage_inputs import AdvantageInputs, TokenAdvantages
 from marin_rl.objectives.advantages import RlooConfig
 from marin_rl.objectives.aggregation import ConstantConfig, SequenceMeanConfig, SequenceSumConfig, TokenMeanConfig
 from marin_rl.objectives.kl import KlConfig, KlEstimator, LossKlConfig, NoKlConfig, RewardKlConfig
@@ -48,7 +49,6 @@ from marin_rl.objectives.policy_loss import (
     ReinforceLossConfig,
     RlooSequenceLossConfig,
 )
-from marin_rl.objectives.signals import Credit, RolloutSignal
 from marin_rl.types import Generation, Rollout, RolloutStatus, StopReason, Task, Turn
 from tests.learner import conftest as tiny
 
@@ -258,7 +258,7 @@ class Arrangement:
     rows: int
     row_length: int = POSITIONS
     packed: bool = False
-    passes: int = 1
+    microbatches: int = 1
     """How many that takes: a check on the case itself."""
     own_positions: int = POSITIONS
     """Row length of a rollout's own arrays."""
@@ -274,25 +274,25 @@ class Arrangement:
 
 
 BASE = Arrangement(SEQUENCES)
-# Four shapes of a pass, and so four programs.
+# Four shapes of a microbatch, and so four programs.
 ARRANGEMENTS = {
     "permuted": Arrangement(16, order=5),
-    "two passes": Arrangement(8, passes=2),
+    "two passes": Arrangement(8, microbatches=2),
     "packed": Arrangement(8, packed=True),
-    "longer rows of their own": Arrangement(8, own_positions=21, passes=2),
-    "each turn apart": Arrangement(8, packed=True, each_turn_apart=True, passes=2),
-    "each turn apart, unpacked": Arrangement(8, each_turn_apart=True, passes=3),
-    "four passes": Arrangement(4, passes=4),
-    "packed, two passes": Arrangement(4, packed=True, passes=2),
-    "packed, permuted": Arrangement(4, packed=True, order=6, passes=2),
-    "longer rows, eight passes": Arrangement(2, 17, passes=8),
-    "packed in longer rows, four passes": Arrangement(2, 17, packed=True, passes=4),
+    "longer rows of their own": Arrangement(8, own_positions=21, microbatches=2),
+    "each turn apart": Arrangement(8, packed=True, each_turn_apart=True, microbatches=2),
+    "each turn apart, unpacked": Arrangement(8, each_turn_apart=True, microbatches=3),
+    "four microbatches": Arrangement(4, microbatches=4),
+    "packed, two passes": Arrangement(4, packed=True, microbatches=2),
+    "packed, permuted": Arrangement(4, packed=True, order=6, microbatches=2),
+    "longer rows, eight microbatches": Arrangement(2, 17, microbatches=8),
+    "packed in longer rows, four microbatches": Arrangement(2, 17, packed=True, microbatches=4),
 }
 OF_LLAMA = ("packed", "each turn apart", "longer rows of their own")
 """Of these, what the program of "two passes" can run."""
 ON_MESHES = ARRANGEMENTS["each turn apart"]
-SCATTERED = Arrangement(4, packed=True, passes=3, each_turn_apart=True, whole_rollouts=False)
-"""Rollouts whose sequences lie in different passes, which only terms without a ratio per rollout allow."""
+SCATTERED = Arrangement(4, packed=True, microbatches=3, each_turn_apart=True, whole_rollouts=False)
+"""Rollouts whose sequences lie in different microbatches, which only terms without a ratio per rollout allow."""
 MESHES = {"data8": 1, "data4-model2": 2}
 """Size of the model axis; the others share 8 devices."""
 
@@ -348,10 +348,10 @@ class Matrix:
         """One objective's part of a step, which is run once for all of them."""
         return self._steps(arrangement, aggregation, kl == "in_reward")[OBJECTIVES.index((term, kl))]
 
-    def step(self, passes: Sequence[RlExample]) -> list[Update]:
+    def step(self, microbatches: Sequence[RlExample]) -> list[Update]:
         """One step of gradient descent from the same weights, by objective."""
         state = jax.tree.map(jnp.copy, self._start)  # steps take their state over
-        state, _ = self.learner.step(state, passes)
+        state, _ = self.learner.step(state, microbatches)
         after = arrays_by_name(state.model)
         gradient = {name: array - after[name] for name, array in self._before.items()}
         losses, clipped = gradient.pop(".losses"), gradient.pop(".clipped")
@@ -362,12 +362,12 @@ class Matrix:
 
     def _run(self, arrangement: Arrangement, aggregation: str, in_reward: bool) -> list[Update]:
         packed = self.pack(arrangement, aggregation, in_reward)
-        assert len(packed.passes) == arrangement.passes
-        return self.step(packed.passes)
+        assert len(packed.microbatches) == arrangement.microbatches
+        return self.step(packed.microbatches)
 
     def pack(self, arrangement: Arrangement, aggregation: str, in_reward: bool) -> PackedBatch:
         """The batch, and in it whatever the host has to say."""
-        actions, credits = self.per_action, self._credits(in_reward)
+        actions, token_advantages_list = self.per_action, self._credits(in_reward)
         order = list(range(len(self.episodes)))
         if arrangement.order is not None:
             order = np.random.default_rng(arrangement.order).permutation(order).tolist()
@@ -381,7 +381,7 @@ class Matrix:
             rollouts.append(dataclasses.replace(rollout, **arrays))
         return pack_batch(
             rollouts,
-            [Credit(credits[index], actions.targets[index]) for index in order],
+            [TokenAdvantages(token_advantages_list[index], actions.targets[index]) for index in order],
             AGGREGATIONS[aggregation],
             arrangement.layout,
             pad_token_id=0,
@@ -413,10 +413,10 @@ class Matrix:
     def _compute_credits(self, in_reward: bool) -> list[np.ndarray]:
         """Advantages with or without a KL penalty in the reward."""
         kl = KLS["in_reward"] if in_reward else KLS["none"]
-        groups: dict[int, list[RolloutSignal]] = {}
+        groups: dict[int, list[AdvantageInputs]] = {}
         for index, episode in enumerate(self.episodes):
             k1 = self.per_action.policy_logprobs[index] - self.per_action.reference_logprobs[index]
-            signal = RolloutSignal(
+            signal = AdvantageInputs(
                 id=str(index),
                 score=episode.score,
                 turn_rewards=np.zeros(len(episode.actions)),
@@ -427,7 +427,7 @@ class Matrix:
             )
             groups.setdefault(episode.group, []).append(signal)
         computed = RlooConfig().compute(list(groups.values()))
-        return [credit.advantages for group in computed for credit in group]
+        return [token_advantages.advantages for group in computed for token_advantages in group]
 
 
 def arrays_by_name(model: EveryObjective) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 CASES = {
-    # name: model_axis_size, passes; 32 rows in all
+    # name: model_axis_size, microbatches; 32 rows in all
     "data8-passes4": (1, 4),
     "data4-model2-passes2": (2, 2),
 }
@@ -28,10 +28,10 @@ def main(folder: Path) -> None:
 
     states = {}
     facts = {"devices": jax.device_count()}
-    for name, (model_axis, passes) in CASES.items():
-        trainer = tiny.make_trainer(tiny.MESH_ROWS // passes, model_axis=model_axis)
+    for name, (model_axis, microbatches) in CASES.items():
+        trainer = tiny.make_trainer(tiny.MESH_ROWS // microbatches, model_axis=model_axis)
         learner = tiny.make_learner(trainer, optimizer=tiny.SgdConfig())
-        measured, gradient, state = tiny.loss_and_gradient(learner, passes)
+        measured, gradient, state = tiny.loss_and_gradient(learner, microbatches)
         np.savez(folder / f"{name}.npz", **gradient)
         up_proj = state.model.transformer.layers.stacked.mlp.up_proj.weight.array
         facts[name] = {
@@ -53,9 +53,9 @@ def main(folder: Path) -> None:
     tiny.assert_same_bits(restored, saved)
     facts["restored on the other mesh"] = tiny.placements(restored) == tiny.placements(other)
     facts["meshes differ"] = tiny.placements(restored.model) != tiny.placements(saved.model)
-    _, passes = CASES["data4-model2-passes2"]
+    _, microbatches = CASES["data4-model2-passes2"]
     with tiny.counted_compiles() as compiled:
-        learner.step(restored, tiny.split_rows(tiny.make_example(tiny.MESH_ROWS), passes))
+        learner.step(restored, tiny.split_rows(tiny.make_example(tiny.MESH_ROWS), microbatches))
     facts["compiled after the restore"] = len(compiled)
     (folder / "facts.json").write_text(json.dumps(facts))
 

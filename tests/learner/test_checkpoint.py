@@ -82,10 +82,10 @@ def test_a_restored_state_trains_on_bit_for_bit_with_the_programs_there_are(tiny
     )
     assert tiny.placements(restored) == tiny.placements(state)
     for seed in range(2, 4):
-        passes = [tiny.make_example(seed=seed), tiny.make_example(seed=seed + 10)]
-        state, measured = learner.step(state, passes)
+        microbatches = [tiny.make_example(seed=seed), tiny.make_example(seed=seed + 10)]
+        state, measured = learner.step(state, microbatches)
         with tiny.counted_compiles() as compiled:
-            restored, again = learner.step(restored, passes)
+            restored, again = learner.step(restored, microbatches)
         assert compiled == []
         assert again.keys() == measured.keys()
         for name, metric in measured.items():

@@ -145,13 +145,16 @@ def one_rollout(example: RlExample) -> RlExample:
 @pytest.mark.parametrize("mistake", [one_segment, running_positions, weights_of_its_own])
 def test_a_mistake_in_the_layout_shows_under_every_objective(matrix: Matrix, mistake) -> None:
     packed = matrix.pack(ARRANGEMENTS["packed, two passes"], "token_mean", False)
-    right, wrong = matrix.step(packed.passes), matrix.step([mistake(example) for example in packed.passes])
+    right, wrong = matrix.step(packed.microbatches), matrix.step([mistake(example) for example in packed.microbatches])
     for found, expected, objective in zip(wrong, right, OBJECTIVES, strict=True):
         assert largest_difference(found, expected) > 1e-3, objective
 
 
 def test_mixing_up_rollouts_shows_where_they_have_a_ratio_of_their_own(matrix: Matrix) -> None:
     packed = matrix.pack(ARRANGEMENTS["packed"], "token_mean", False)
-    right, wrong = matrix.step(packed.passes), matrix.step([one_rollout(example) for example in packed.passes])
+    right, wrong = (
+        matrix.step(packed.microbatches),
+        matrix.step([one_rollout(example) for example in packed.microbatches]),
+    )
     for found, expected, (term, kl) in zip(wrong, right, OBJECTIVES, strict=True):
         assert (largest_difference(found, expected) > 1e-3) == TERMS[term].is_sequence_level, (term, kl)

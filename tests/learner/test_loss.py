@@ -355,10 +355,10 @@ def rows_of(tree, rows: slice):
     )
 
 
-def in_passes(count: int) -> tuple[float, dict[str, Metric]]:
-    """The sum of the losses of `count` passes, and their metrics folded."""
+def in_microbatches(count: int) -> tuple[float, dict[str, Metric]]:
+    """The sum of the losses of `count` microbatches, and their metrics folded."""
     case = make_case(seed=3)
-    case.mask[0] = False  # passes of different weight; of four, one has no loss at all
+    case.mask[0] = False  # microbatches of different weight; of four, one has no loss at all
     batch, model = case.batch(SequenceMeanConfig()), make_critic(case, np.ones(EMBED), 0.1, None)
     loss = eqx.filter_jit(rl_loss("ppo_clip", "k3", critic=CRITIC))
     size = ROWS // count
@@ -371,8 +371,8 @@ def in_passes(count: int) -> tuple[float, dict[str, Metric]]:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_passes_change_neither_loss_nor_metrics(count: int) -> None:
-    whole_loss, whole = in_passes(1)
-    loss, metrics = in_passes(count)
+    whole_loss, whole = in_microbatches(1)
+    loss, metrics = in_microbatches(count)
     np.testing.assert_allclose(loss, whole_loss, rtol=1e-5)
     assert metrics.keys() == whole.keys()
     published, expected = loss_metrics([metrics]), loss_metrics([whole])

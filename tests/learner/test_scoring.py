@@ -21,12 +21,17 @@ TEMPERATURE = 0.8
 LENGTHS = [(9,), (12, 5, 7), (), (2,), (11,), (6, 6), (3,)]
 """Of the sequences of each rollout; the last rollout has no loss."""
 LAYOUTS = {
-    "one pass": RowLayout(12, 10, packed=False),
-    "unpacked, three passes": RowLayout(12, 4, packed=False),
+    "one microbatch": RowLayout(12, 10, packed=False),
+    "unpacked, three microbatches": RowLayout(12, 4, packed=False),
     "packed, two passes": RowLayout(16, 3, packed=True),
-    "packed, three passes": RowLayout(14, 2, packed=True, whole_rollouts=False),
+    "packed, three microbatches": RowLayout(14, 2, packed=True, whole_rollouts=False),
 }
-PASSES = {"one pass": 1, "unpacked, three passes": 3, "packed, two passes": 2, "packed, three passes": 3}
+PASSES = {
+    "one microbatch": 1,
+    "unpacked, three microbatches": 3,
+    "packed, two passes": 2,
+    "packed, three microbatches": 3,
+}
 
 
 def make_rollouts(vocab: int) -> list[ProcessedRollout]:
@@ -111,7 +116,7 @@ def assert_scores(found: list[Scores], expected: list[Scores]) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_scores_as_a_full_forward_pass_does(trainer, rollouts, critic, expected, name: str) -> None:
     layout = LAYOUTS[name]
-    assert len(pack_to_score(rollouts, layout, pad_token_id=0).passes) == PASSES[name]
+    assert len(pack_to_score(rollouts, layout, pad_token_id=0).microbatches) == PASSES[name]
     found = make_scorer(trainer, layout).score(critic, rollouts)
     assert_scores(found, expected)
     for scores, rollout in zip(found, rollouts, strict=True):

@@ -20,15 +20,15 @@ from marin_rl.objectives.kl import KlEstimator
 
 @pytest.fixture(scope="module")
 def one_device(tiny):
-    """Metrics and gradients on one device, by number of passes."""
+    """Metrics and gradients on one device, by number of microbatches."""
 
-    def run(passes: int):
-        trainer = tiny.make_trainer(tiny.MESH_ROWS // passes)
+    def run(microbatches: int):
+        trainer = tiny.make_trainer(tiny.MESH_ROWS // microbatches)
         learner = tiny.make_learner(trainer, optimizer=tiny.SgdConfig())
-        measured, gradient, _ = tiny.loss_and_gradient(learner, passes)
+        measured, gradient, _ = tiny.loss_and_gradient(learner, microbatches)
         return measured, gradient
 
-    return {passes: run(passes) for passes in (1, 4)}
+    return {microbatches: run(microbatches) for microbatches in (1, 4)}
 
 
 def assert_same_update(found, expected) -> None:
@@ -105,8 +105,8 @@ def test_nothing_is_compiled_after_the_first_step_however_many_passes(tiny, lear
 
     state = step(tiny.fresh_state(learner), [0])
     with tiny.counted_compiles() as compiled:
-        for passes in (1, 3, 2):
-            state = step(state, range(passes))
+        for microbatches in (1, 3, 2):
+            state = step(state, range(microbatches))
     assert compiled == []
     with tiny.counted_compiles() as compiled:
         jax.jit(lambda x: x + 17)(jnp.ones(3)).block_until_ready()

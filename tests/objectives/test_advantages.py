@@ -27,7 +27,7 @@ from marin_rl.objectives.advantages import (
     rloo_advantages,
     turn_returns,
 )
-from tests.objectives.signal_cases import advantages, batches, make_signal, per_rollout, shuffled, signals
+from tests.objectives.advantage_cases import advantages, batches, make_signal, per_rollout, shuffled, signals
 
 FUNCTIONS = {"rloo": rloo_advantages, "dr_grpo": dr_grpo_advantages, "reinforce": reinforce_advantages}
 BASELINED = [rloo_advantages, grpo_advantages, dr_grpo_advantages]
@@ -166,18 +166,20 @@ def test_a_batch_matches_the_formulas(name, normalize, drawn):
     pooled = [
         a for rs, own in zip(returns, expected, strict=True) for r, a in zip(rs, own, strict=True) if r is not None
     ]
-    for group, of_group, own, credits in zip(groups, returns, expected, config.compute(groups), strict=True):
+    for group, of_group, own, token_advantages_list in zip(
+        groups, returns, expected, config.compute(groups), strict=True
+    ):
         spread = {
             None: 1.0 - 1e-6,
             Normalization.NONE: 1.0 - 1e-6,
             Normalization.GROUP: deviation([r for r in of_group if r is not None]),
             Normalization.BATCH: deviation(pooled),
         }[normalize]
-        for signal, advantage, credit in zip(group, own, credits, strict=True):
+        for signal, advantage, token_advantages in zip(group, own, token_advantages_list, strict=True):
             np.testing.assert_allclose(
-                credit.advantages, [advantage / (spread + 1e-6)] * len(signal.turn_ids), rtol=1e-9, atol=1e-9
+                token_advantages.advantages, [advantage / (spread + 1e-6)] * len(signal.turn_ids), rtol=1e-9, atol=1e-9
             )
-            assert credit.value_targets.tolist() == [0.0] * len(signal.turn_ids)
+            assert token_advantages.value_targets.tolist() == [0.0] * len(signal.turn_ids)
 
 
 def test_episodes_of_1_2_6_and_3_turns_form_one_group():
@@ -186,9 +188,9 @@ def test_episodes_of_1_2_6_and_3_turns_form_one_group():
         make_signal(score, [0.0] * n, tokens=list(range(1, n + 1)))
         for score, n in zip([1.0, 2.0, 5.0, 8.0], turns, strict=True)
     ]
-    credits = RlooConfig().compute([group])
-    np.testing.assert_allclose(per_rollout(credits), [[-4, -8 / 3, 4 / 3, 16 / 3]], rtol=1e-15)
-    assert [credit.advantages.size for credit in credits[0]] == [1, 3, 21, 6]
+    token_advantages_list = RlooConfig().compute([group])
+    np.testing.assert_allclose(per_rollout(token_advantages_list), [[-4, -8 / 3, 4 / 3, 16 / 3]], rtol=1e-15)
+    assert [token_advantages.advantages.size for token_advantages in token_advantages_list[0]] == [1, 3, 21, 6]
 
 
 def test_the_penalty_is_taken_before_the_baseline():
@@ -264,17 +266,19 @@ def test_order_of_the_rollouts_changes_no_bit(drawn, seed):
 @given(drawn=batches, gamma=st.sampled_from([0.0, 0.5, 0.95, 1.0]))
 def test_reinforce_from_the_turn_on_matches_the_sum(drawn, gamma):
     groups = signals(drawn)
-    for group, credits in zip(groups, ReinforceConfig(gamma).compute(groups), strict=True):
-        for s, credit in zip(group, credits, strict=True):
+    for group, token_advantages_list in zip(groups, ReinforceConfig(gamma).compute(groups), strict=True):
+        for s, token_advantages in zip(group, token_advantages_list, strict=True):
             if s.score is None:
-                assert credit.advantages.tolist() == [0.0] * len(s.turn_ids)
+                assert token_advantages.advantages.tolist() == [0.0] * len(s.turn_ids)
                 continue
             n = s.turn_rewards.size
             taken = [sum(s.penalties[s.turn_ids == k].tolist()) for k in range(n)]
             rewards = [r - p for r, p in zip(s.turn_rewards.tolist(), taken, strict=True)]
             rewards[-1] += s.score - sum(s.turn_rewards.tolist())
             per_turn = [sum(gamma ** (k - t) * rewards[k] for k in range(t, n)) for t in range(n)]
-            np.testing.assert_allclose(credit.advantages, [per_turn[t] for t in s.turn_ids], rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(
+                token_advantages.advantages, [per_turn[t] for t in s.turn_ids], rtol=1e-12, atol=1e-12
+            )
 
 
 def test_undiscounted_the_first_turn_earns_the_whole_return():
@@ -332,7 +336,17 @@ def test_what_each_needs():
 
 
 def test_the_host_side_objectives_load_no_jax():
-    names = ("advantages", "aggregation", "gae", "gigpo", "pass_at_k", "returns", "shaping", "signals", "spread")
+    names = (
+        "advantage_inputs",
+        "advantages",
+        "aggregation",
+        "dispersion",
+        "gae",
+        "gigpo",
+        "pass_at_k",
+        "returns",
+        "shaping",
+    )
     modules = ", ".join(f"marin_rl.objectives.{name}" for name in names)
     code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

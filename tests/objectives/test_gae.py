@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from marin_rl.objectives.advantages import AdvantageConfig
 from marin_rl.objectives.gae import GaeConfig, gae_advantages, token_rewards, whitened
-from tests.objectives.signal_cases import batches, make_signal, shuffled, signals
+from tests.objectives.advantage_cases import batches, make_signal, shuffled, signals
 
 pair = st.tuples(st.floats(-10, 10), st.floats(-10, 10))
 
@@ -46,9 +46,9 @@ def test_worked_example():
     actual = gae_advantages(np.array([0.0, 0.0, 5.0]), np.array([1.0, 2.0, 3.0]), gamma=1.0, lam=0.0)
     assert actual.tolist() == [1.0, 1.0, 2.0]
     config = GaeConfig(gamma=1.0, lam=0.0, whiten=False)
-    ((credit,),) = config.compute([[make_signal(5.0, tokens=[3], values=[1.0, 2.0, 3.0])]])
-    assert credit.advantages.tolist() == [1.0, 1.0, 2.0]
-    assert credit.value_targets.tolist() == [2.0, 3.0, 5.0]
+    ((token_advantages,),) = config.compute([[make_signal(5.0, tokens=[3], values=[1.0, 2.0, 3.0])]])
+    assert token_advantages.advantages.tolist() == [1.0, 1.0, 2.0]
+    assert token_advantages.value_targets.tolist() == [2.0, 3.0, 5.0]
 
 
 def rewards_of(score, penalties, turn_rewards=(0.0,), turns=None):
@@ -116,26 +116,32 @@ def test_a_batch_matches_the_oracle(groups, gamma, lam):
     raw = GaeConfig(gamma, lam, whiten=False).compute(groups)
     white = GaeConfig(gamma, lam, whiten=True).compute(groups)
     pooled = []
-    for group, credits in zip(groups, raw, strict=True):
-        for signal, credit in zip(group, credits, strict=True):
+    for group, token_advantages_list in zip(groups, raw, strict=True):
+        for signal, token_advantages in zip(group, token_advantages_list, strict=True):
             if signal.score is None:
                 continue
             expected = oracle(oracle_rewards(signal), signal.values.tolist(), gamma, lam)
-            np.testing.assert_allclose(credit.advantages, expected, rtol=1e-9, atol=1e-9)
-            np.testing.assert_allclose(credit.value_targets, np.add(expected, signal.values), rtol=1e-9, atol=1e-9)
+            np.testing.assert_allclose(token_advantages.advantages, expected, rtol=1e-9, atol=1e-9)
+            np.testing.assert_allclose(
+                token_advantages.value_targets, np.add(expected, signal.values), rtol=1e-9, atol=1e-9
+            )
             pooled += expected
     n = len(pooled)
     mean = sum(pooled) / max(n, 1)
     variance = sum((a - mean) ** 2 for a in pooled) / max(n - 1, 1)
     for group, before, after in zip(groups, raw, white, strict=True):
-        for signal, plain, credit in zip(group, before, after, strict=True):
+        for signal, plain, token_advantages in zip(group, before, after, strict=True):
             # Targets are those from before the whitening, to the last bit.
-            assert credit.value_targets.tolist() == plain.value_targets.tolist()
+            assert token_advantages.value_targets.tolist() == plain.value_targets.tolist()
             if signal.score is None:
-                assert credit.advantages.tolist() == credit.value_targets.tolist() == [0.0] * len(signal.turn_ids)
+                assert (
+                    token_advantages.advantages.tolist()
+                    == token_advantages.value_targets.tolist()
+                    == [0.0] * len(signal.turn_ids)
+                )
             else:
                 expected = [(a - mean) / math.sqrt(variance + 1e-8) for a in plain.advantages]
-                np.testing.assert_allclose(credit.advantages, expected, rtol=1e-7, atol=1e-7)
+                np.testing.assert_allclose(token_advantages.advantages, expected, rtol=1e-7, atol=1e-7)
 
 
 def test_observations_between_turns_discount_nothing():
@@ -151,11 +157,11 @@ def test_rewards_of_turns_reach_back_to_the_tokens_before_them_alone():
     """λ = 1, γ = 1: the advantage of a token is what is earned from it on, less its value."""
     values = [0.3, -0.2, 0.9, 0.4]
     signal = make_signal(3.0, [1.0, -0.5, 2.0], tokens=[1, 2, 1], values=values)
-    ((credit,),) = GaeConfig(gamma=1.0, lam=1.0, whiten=False).compute([[signal]])
+    ((token_advantages,),) = GaeConfig(gamma=1.0, lam=1.0, whiten=False).compute([[signal]])
     to_come = np.array([2.5, 1.5, 1.5, 2.0])
     # The score has 0.5 more than the turns, which is earned at the end.
-    np.testing.assert_allclose(credit.advantages, to_come + 0.5 - values, atol=1e-12)
-    np.testing.assert_allclose(credit.value_targets, to_come + 0.5, atol=1e-12)
+    np.testing.assert_allclose(token_advantages.advantages, to_come + 0.5 - values, atol=1e-12)
+    np.testing.assert_allclose(token_advantages.value_targets, to_come + 0.5, atol=1e-12)
 
 
 def test_whitened_tokens_have_mean_zero_and_variance_one():

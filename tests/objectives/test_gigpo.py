@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from marin_rl.objectives.advantages import AdvantageConfig, dr_grpo_advantages, grpo_advantages
 from marin_rl.objectives.gigpo import GigpoConfig, GigpoNormalization, anchor_of, step_advantages
-from tests.objectives.signal_cases import advantages, batches, make_signal, shuffled, signals
+from tests.objectives.advantage_cases import advantages, batches, make_signal, shuffled, signals
 
 EXAMPLE = [
     make_signal(1.0, [0.0, 0.0, 1.0], anchors=["s0", "s1", "s2"], id="T0"),
@@ -67,10 +67,12 @@ def test_matches_the_loops(groups, omega, gamma, std, default, at_end):
     groups = signals(groups)
     normalize = GigpoNormalization.STD if std else GigpoNormalization.NONE
     config = GigpoConfig(omega, gamma, normalize, default, at_end)
-    for group, credits in zip(groups, config.compute(groups), strict=True):
-        for expected, credit in zip(oracle(group, omega, gamma, std, default, at_end), credits, strict=True):
-            np.testing.assert_allclose(credit.advantages, expected, rtol=1e-6, atol=1e-6)
-            assert credit.value_targets.tolist() == [0.0] * credit.advantages.size
+    for group, token_advantages_list in zip(groups, config.compute(groups), strict=True):
+        for expected, token_advantages in zip(
+            oracle(group, omega, gamma, std, default, at_end), token_advantages_list, strict=True
+        ):
+            np.testing.assert_allclose(token_advantages.advantages, expected, rtol=1e-6, atol=1e-6)
+            assert token_advantages.value_targets.tolist() == [0.0] * token_advantages.advantages.size
 
 
 def test_worked_example():
@@ -83,8 +85,8 @@ def test_worked_example():
 
 
 def test_the_parts_of_the_worked_example_are_told():
-    [credits] = GigpoConfig().compute([EXAMPLE])
-    parts = [credit.of_turns for credit in credits]
+    [token_advantages_list] = GigpoConfig().compute([EXAMPLE])
+    parts = [token_advantages.of_turns for token_advantages in token_advantages_list]
     assert [part.episode_advantage for part in parts] == pytest.approx(EPISODE)
     assert [part.step_advantages.tolist() for part in parts] == [pytest.approx(own) for own in STEP]
     returns = [[0.9025, 0.95, 1.0], [0.0, 0.0, 0.0], [0.95, 1.0]]
@@ -92,8 +94,13 @@ def test_the_parts_of_the_worked_example_are_told():
 
 
 def test_a_failed_rollout_has_no_parts():
-    [credits] = GigpoConfig().compute([[*EXAMPLE, make_signal(None, [0.0], anchors=["s0"], id="T3")]])
-    assert [credit.of_turns is None for credit in credits] == [False, False, False, True]
+    [token_advantages_list] = GigpoConfig().compute([[*EXAMPLE, make_signal(None, [0.0], anchors=["s0"], id="T3")]])
+    assert [token_advantages.of_turns is None for token_advantages in token_advantages_list] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_std_divides_each_part_by_its_own_spread():

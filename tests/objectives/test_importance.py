@@ -16,8 +16,8 @@ from marin_rl.objectives.importance import (
     IcepopConfig,
     LogRatioStatistics,
     MaskMismatchConfig,
-    MismatchConfig,
-    NoMismatchConfig,
+    NoCorrectionConfig,
+    OffPolicyCorrectionConfig,
     TisConfig,
     log_ratio_statistics,
     log_weight_statistics,
@@ -115,7 +115,7 @@ def test_is_a_pytree_and_runs_under_jit():
 
 
 MISMATCHES = [
-    NoMismatchConfig(),
+    NoCorrectionConfig(),
     TisConfig(),
     TisConfig(0.7),
     MaskMismatchConfig(),
@@ -130,7 +130,7 @@ def weight_oracle(config, log_weights):
     """The weight of each token of one rollout, from the definitions."""
     weights = [math.exp(max(-20.0, min(20.0, d))) for d in log_weights]
     match config:
-        case NoMismatchConfig():
+        case NoCorrectionConfig():
             return [1.0] * len(weights)
         case TisConfig(cap=cap):
             return [min(w, cap) for w in weights]
@@ -178,15 +178,15 @@ class TestMismatch:
         assert MaskMismatchConfig(math.exp(1000 * float(np.float32(0.1)) - 1e-6)).weights([own])[0][0] == 0.0
 
     def test_configs_are_chosen_by_type(self):
-        assert draccus.decode(MismatchConfig, {"type": "none"}) == NoMismatchConfig()
-        assert draccus.decode(MismatchConfig, {"type": "tis"}) == TisConfig(2.0)
-        assert draccus.decode(MismatchConfig, {"type": "mask", "cap": 3.0}) == MaskMismatchConfig(3.0)
-        assert draccus.decode(MismatchConfig, {"type": "icepop"}) == IcepopConfig(0.5, 5.0)
-        assert set(MismatchConfig.get_known_choices()) == {"none", "tis", "mask", "icepop"}
+        assert draccus.decode(OffPolicyCorrectionConfig, {"type": "none"}) == NoCorrectionConfig()
+        assert draccus.decode(OffPolicyCorrectionConfig, {"type": "tis"}) == TisConfig(2.0)
+        assert draccus.decode(OffPolicyCorrectionConfig, {"type": "mask", "cap": 3.0}) == MaskMismatchConfig(3.0)
+        assert draccus.decode(OffPolicyCorrectionConfig, {"type": "icepop"}) == IcepopConfig(0.5, 5.0)
+        assert set(OffPolicyCorrectionConfig.get_known_choices()) == {"none", "tis", "mask", "icepop"}
 
     def test_what_each_needs(self):
-        configs = [MismatchConfig.get_choice_class(name)() for name in ("none", "tis", "mask", "icepop")]
-        assert [config.needs_old_logprobs for config in configs] == [False, True, True, True]
+        configs = [OffPolicyCorrectionConfig.get_choice_class(name)() for name in ("none", "tis", "mask", "icepop")]
+        assert [config.needs_sampling_logprobs for config in configs] == [False, True, True, True]
         assert [config.is_token_level for config in configs] == [False, True, False, True]
 
     @pytest.mark.parametrize(("config", "fields", "message"), [
@@ -200,7 +200,7 @@ class TestMismatch:
         (IcepopConfig, {"high": math.inf}, "high is inf"),
     ])  # fmt: skip
     def test_impossible_bounds_are_named(self, config, fields, message):
-        with pytest.raises(ValueError, match=rf"mismatch\.{message}"):
+        with pytest.raises(ValueError, match=rf"off_policy_correction\.{message}"):
             config(**fields)
 
 

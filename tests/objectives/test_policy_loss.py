@@ -23,7 +23,7 @@ from marin_rl.objectives.policy_loss import (
     RlooSequenceLossConfig,
     Sequences,
 )
-from tests.objectives.signal_cases import make_signal
+from tests.objectives.advantage_cases import make_signal
 
 TOKEN_LEVEL = [
     ReinforceLossConfig(),
@@ -82,9 +82,9 @@ class Bandit:
         """`[groups, rollouts, tokens]`, 0 where a rollout has ended."""
         made = np.zeros((*self.groups.shape, 2))
         for group, outcomes in enumerate(self.groups):
-            (credits,) = estimator.compute([self.signals(outcomes, values)])
-            for member, credit in enumerate(credits):
-                made[group, member, : credit.advantages.size] = credit.advantages
+            (token_advantages_list,) = estimator.compute([self.signals(outcomes, values)])
+            for member, token_advantages in enumerate(token_advantages_list):
+                made[group, member, : token_advantages.advantages.size] = token_advantages.advantages
         return made
 
     def expected_gradient(self, config, estimator, *, values=(0.0, 0.0), old=None):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from marin_rl.objectives.gae import GaeConfig
 from marin_rl.objectives.value_loss import explained_variance, value_loss_terms
-from tests.objectives.signal_cases import make_signal
+from tests.objectives.advantage_cases import make_signal
 
 CLIPS = [None, 0.2, 1.5]
 terms_of = functools.partial(jax.jit, static_argnames="clip")(value_loss_terms)
@@ -82,9 +82,9 @@ def test_a_value_that_has_come_closer_than_the_bound_stops_and_one_that_has_gone
 def test_worked_example():
     # GAE of the worked example, and the critic's loss against its targets.
     signal = make_signal(5.0, tokens=[3], values=[1.0, 2.0, 3.0])
-    ((credit,),) = GaeConfig(gamma=1.0, lam=0.0).compute([[signal]])
+    ((token_advantages,),) = GaeConfig(gamma=1.0, lam=0.0).compute([[signal]])
     values = jnp.array(signal.values, jnp.float32)
-    terms = terms_of(values, values, jnp.array(credit.value_targets, jnp.float32), clip=0.2).terms
+    terms = terms_of(values, values, jnp.array(token_advantages.value_targets, jnp.float32), clip=0.2).terms
     assert terms.tolist() == [0.5, 0.5, 2.0]
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from marin_rl.rewards.align import StepIndexError, align_steps, policy_messages
 from marin_rl.rewards.functions import StepOutput
-from marin_rl.types import Message, StepReward
+from marin_rl.types import Message, TurnReward
 
 ROLES = ("system", "user", "assistant", "user", "assistant", "tool", "assistant")
 
@@ -22,8 +22,8 @@ def test_steps_are_matched_with_turns():
         StepOutput(step_index=2, base_reward=1.0, reason="good", metrics={"moves": 2.0}),
     ]
     assert align_steps("r1", chat(ROLES), steps) == {
-        0: StepReward(turn=0, base_reward=1.0, reason="good", metrics={"moves": 2.0}),
-        2: StepReward(turn=2, base_reward=3.0),
+        0: TurnReward(turn=0, base_reward=1.0, reason="good", metrics={"moves": 2.0}),
+        2: TurnReward(turn=2, base_reward=3.0),
     }
 
 

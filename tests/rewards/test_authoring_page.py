@@ -19,8 +19,8 @@ from marin_rl.rewards.code import parse_tests
 from marin_rl.rewards.combine import turn_rewards, weighted_rewards
 from marin_rl.rewards.component import RewardScope
 from marin_rl.rewards.components import RewardComponentConfig
+from marin_rl.rewards.failures import RewardFailure
 from marin_rl.rewards.judge import JudgeComparison, LlmJudgeConfig
-from marin_rl.rewards.losses import LossCause
 from marin_rl.rewards.pipeline import build_pipeline
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
@@ -39,7 +39,7 @@ def blocks(language: str) -> list[str]:
 def folder(tmp_path: Path) -> Path:
     for title, code in re.findall(r"```python title=\"([^\"]*)\"\n(.*?)```", PAGE, re.DOTALL):
         (tmp_path / title).write_text(code)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["my_rewards.py", "step_rewards.py", "try_my_rewards.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["my_rewards.py", "try_my_rewards.py", "turn_rewards.py"]
     return tmp_path
 
 
@@ -66,8 +66,8 @@ def test_the_config_works(folder: Path, monkeypatch: pytest.MonkeyPatch, request
             pipeline = build_pipeline(configs()[0], sandbox)
             await pipeline.start()
             requests = [request_of("46.001"), request_of("forty-six")]
-            ones = [await pipeline.judge_one(request) for request in requests]
-            group = await pipeline.judge_group(requests)
+            ones = [await pipeline.score_rollout(request) for request in requests]
+            group = await pipeline.score_group(requests)
             rewards = [weighted_rewards([*one, *others]) for one, others in zip(ones, group, strict=True)]
             assert rewards == [
                 {"accuracy": 1.0, "short_turns": 0.1, "shortest_of_group": 0.2},
@@ -98,8 +98,8 @@ def test_the_examples_with_steps_work(folder: Path, monkeypatch: pytest.MonkeyPa
                 dataclasses.replace(request_of(messages=(*example, *messages)), num_prompt_messages=5)
                 for messages in (good, bad)
             ]
-            ones = [await pipeline.judge_one(request) for request in requests]
-            group = await pipeline.judge_group(requests)
+            ones = [await pipeline.score_rollout(request) for request in requests]
+            group = await pipeline.score_group(requests)
             rewards = [weighted_rewards([*one, *others]) for one, others in zip(ones, group, strict=True)]
             # Half of the first message's calls succeeded, and all of the second's.
             assert rewards == [
@@ -131,7 +131,9 @@ def test_the_tests_can_be_read():
 
 
 def test_every_cause_is_on_the_page():
-    assert re.findall(r"^\| `(\w+)` \| ", PAGE.split("| cause |")[1].split("##")[0], re.MULTILINE) == list(LossCause)
+    assert re.findall(r"^\| `(\w+)` \| ", PAGE.split("| cause |")[1].split("##")[0], re.MULTILINE) == list(
+        RewardFailure
+    )
 
 
 def test_the_limits_defaults_are_on_the_page():

@@ -4,17 +4,17 @@
 import pytest
 
 from marin_rl.rewards.combine import evaluation_metrics, failure, turn_rewards, weighted_rewards
-from marin_rl.types import Evaluation, StepReward
+from marin_rl.types import RewardResult, TurnReward
 
-CORRECT = Evaluation(
+CORRECT = RewardResult(
     "correct",
     weight=2.0,
     score=1.0,
-    steps=(StepReward(0, 0.5, metrics={"moves": 1.0}), StepReward(2, 0.0, metrics={"moves": 4.0})),
-    metrics={"length": 3.0, "score": 99.0, "lost_timeout": 99.0},
+    steps=(TurnReward(0, 0.5, metrics={"moves": 1.0}), TurnReward(2, 0.0, metrics={"moves": 4.0})),
+    metrics={"length": 3.0, "score": 99.0, "failed_timeout": 99.0},
 )
-SHORT = Evaluation("short", weight=-0.5, score=0.5, steps=(StepReward(2, 4.0),))
-LOST = Evaluation("judge", weight=1.0, score=None, error="timeout: no answer", lost="timeout")
+SHORT = RewardResult("short", weight=-0.5, score=0.5, steps=(TurnReward(2, 4.0),))
+LOST = RewardResult("judge", weight=1.0, score=None, error="timeout: no answer", lost="timeout")
 
 
 def test_rewards_are_weighted():
@@ -36,13 +36,13 @@ def test_turn_rewards_have_the_names_of_their_components():
 
 
 def test_metrics_are_means_over_rollouts_and_steps():
-    other = Evaluation("correct", weight=2.0, score=0.0, metrics={"length": 6.0})
-    lost = Evaluation("correct", weight=2.0, score=None, error="timeout: no answer", lost="timeout")
+    other = RewardResult("correct", weight=2.0, score=0.0, metrics={"length": 6.0})
+    lost = RewardResult("correct", weight=2.0, score=None, error="timeout: no answer", lost="timeout")
     found = evaluation_metrics([CORRECT, other, LOST, lost])
     assert {name: (metric.value, metric.weight) for name, metric in found.items()} == {
         "rewards/correct/score": (0.5, 2.0),
         "rewards/correct/length": (4.5, 2.0),
         "rewards/correct/moves": (2.5, 2.0),
-        "rewards/correct/lost_timeout": (1.0, 1.0),
-        "rewards/judge/lost_timeout": (1.0, 1.0),
+        "rewards/correct/failed_timeout": (1.0, 1.0),
+        "rewards/judge/failed_timeout": (1.0, 1.0),
     }

@@ -15,12 +15,12 @@ import pytest
 
 from marin_rl.rewards.combine import evaluation_metrics
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope
+from marin_rl.rewards.failures import RewardCallError, RewardFailure
 from marin_rl.rewards.judge import JudgeComparison, LlmJudge, LlmJudgeConfig, shown_order
-from marin_rl.rewards.losses import CallLostError, LossCause
 from marin_rl.rewards.pipeline import RewardPipeline
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.runtime.config_decoding import decode
-from marin_rl.types import Evaluation
+from marin_rl.types import RewardResult
 
 Reply = tuple[int, Any]
 
@@ -157,25 +157,25 @@ def test_what_is_worth_another_try(endpoint: Endpoint, request_of, first: Reply,
     assert (result.score, len(endpoint.received)) == (0.5, 3)
     endpoint.received.clear()
     endpoint.replies = lambda count: first
-    with pytest.raises(CallLostError, match="no score after 3 attempts") as raised:
+    with pytest.raises(RewardCallError, match="no score after 3 attempts") as raised:
         judge(config(endpoint), request_of())
     was_answered = problem.startswith(("no score", "score 7"))
-    assert raised.value.cause is (LossCause.INVALID_ANSWER if was_answered else LossCause.REQUEST)
+    assert raised.value.cause is (RewardFailure.INVALID_ANSWER if was_answered else RewardFailure.REQUEST)
     assert problem in raised.value.detail
     assert len(endpoint.received) == 3
 
 
 def test_an_answer_that_is_not_encoded_as_it_says(endpoint: Endpoint, request_of):
     endpoint.encoding = "gzip"
-    with pytest.raises(CallLostError, match="no score after 3 attempts; the last: DecodingError") as raised:
+    with pytest.raises(RewardCallError, match="no score after 3 attempts; the last: DecodingError") as raised:
         judge(config(endpoint), request_of())
-    assert raised.value.cause is LossCause.REQUEST
+    assert raised.value.cause is RewardFailure.REQUEST
 
 
 @pytest.mark.parametrize("status", [400, 401, 404])
 def test_what_is_not(endpoint: Endpoint, request_of, status: int):
     endpoint.replies = lambda count: (status, {"error": "no such model"})
-    with pytest.raises(CallLostError, match=f"status {status}: .*no such model"):
+    with pytest.raises(RewardCallError, match=f"status {status}: .*no such model"):
         judge(config(endpoint), request_of())
     assert len(endpoint.received) == 1
 
@@ -183,13 +183,13 @@ def test_what_is_not(endpoint: Endpoint, request_of, status: int):
 def test_nobody_listens(request_of):
     with Endpoint() as closed:
         nowhere = config(closed)
-    with pytest.raises(CallLostError, match="ConnectError"):
+    with pytest.raises(RewardCallError, match="ConnectError"):
         judge(nowhere, request_of())
 
 
 def test_an_answer_that_never_comes(endpoint: Endpoint, request_of):
     endpoint.hold = threading.Barrier(2)
-    with pytest.raises(CallLostError, match="ReadTimeout"):
+    with pytest.raises(RewardCallError, match="ReadTimeout"):
         judge(config(endpoint, timeout_seconds=0.2, retries=0), request_of())
     endpoint.hold.abort()
 
@@ -208,7 +208,7 @@ def test_a_lost_judgement_is_counted(endpoint: Endpoint, request_of):
     async def run() -> None:
         pipeline = RewardPipeline([LlmJudge(config(endpoint, name="taste"))])
         await pipeline.start()
-        [evaluation] = await pipeline.judge_one(request_of())
+        [evaluation] = await pipeline.score_rollout(request_of())
         await pipeline.close()
         assert evaluation.score is None
         assert evaluation.lost == "request"
@@ -303,10 +303,10 @@ def test_a_bad_comparison_loses_the_whole_group_and_is_counted(
         endpoint, name="taste", prompt=COMPARE, scope=RewardScope.GROUP, comparison=JudgeComparison(comparison)
     )
 
-    async def run() -> list[list[Evaluation]]:
+    async def run() -> list[list[RewardResult]]:
         pipeline = RewardPipeline([LlmJudge(configured)])
         await pipeline.start()
-        found = await pipeline.judge_group([request_of("46"), request_of("47")])
+        found = await pipeline.score_group([request_of("46"), request_of("47")])
         await pipeline.close()
         return found
 
@@ -314,7 +314,7 @@ def test_a_bad_comparison_loses_the_whole_group_and_is_counted(
     assert len(endpoint.received) == 3
     assert [(one.score, one.lost) for one in found] == [(None, "invalid_answer")] * 2
     assert all(problem in str(one.error) for one in found)
-    assert evaluation_metrics(found)["rewards/taste/lost_invalid_answer"].value == 2
+    assert evaluation_metrics(found)["rewards/taste/failed_invalid_answer"].value == 2
 
 
 def test_a_comparing_judge_can_be_chosen_in_yaml():

@@ -11,14 +11,14 @@ import pytest
 from marin_rl.metrics import Metric, Reduction
 from marin_rl.rewards.combine import evaluation_metrics, failure, weighted_rewards
 from marin_rl.rewards.component import RewardComponent, RewardConfigError, RewardScope
+from marin_rl.rewards.failures import RewardCallError, RewardFailure
 from marin_rl.rewards.function_component import FunctionRewardConfig
 from marin_rl.rewards.functions import EvaluateResult, RewardRequest, StepOutput
-from marin_rl.rewards.losses import CallLostError, LossCause
 from marin_rl.rewards.pipeline import RewardPipeline, build_pipeline
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.types import Evaluation, StepReward
+from marin_rl.types import RewardResult, TurnReward
 
 
 class Scripted:
@@ -34,7 +34,7 @@ class Scripted:
 
     async def judge(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
         self.asked.append([request.rollout_id for request in requests])
-        if isinstance(self.answer, CallLostError):
+        if isinstance(self.answer, RewardCallError):
             raise self.answer
         return [self.answer] * len(requests)
 
@@ -42,7 +42,7 @@ class Scripted:
         self.closed += 1
 
 
-TIMEOUT = CallLostError(LossCause.TIMEOUT, "no answer")
+TIMEOUT = RewardCallError(RewardFailure.TIMEOUT, "no answer")
 
 
 def test_a_component_of_each_scope_is_asked_once(request_of):
@@ -52,13 +52,13 @@ def test_a_component_of_each_scope_is_asked_once(request_of):
     requests = [request_of(rollout_id=f"r{index}") for index in range(3)]
 
     async def run() -> list[Any]:
-        ones = [await pipeline.judge_one(request) for request in requests]
-        found = [ones, await pipeline.judge_group(requests), await pipeline.judge_batch(requests)]
+        ones = [await pipeline.score_rollout(request) for request in requests]
+        found = [ones, await pipeline.score_group(requests), await pipeline.score_batch(requests)]
         await pipeline.close()
         return found
 
     for scope, found in zip(RewardScope, asyncio.run(run()), strict=True):
-        assert found == [[Evaluation(scope.value, 1.0, 1.0)]] * 3
+        assert found == [[RewardResult(scope.value, 1.0, 1.0)]] * 3
     assert [part.asked for part in parts] == [[["r0"], ["r1"], ["r2"]], [["r0", "r1", "r2"]], [["r0", "r1", "r2"]]]
     assert [part.closed for part in parts] == [1, 1, 1]
     assert all(pipeline.has(scope) for scope in RewardScope)
@@ -72,12 +72,12 @@ def test_what_a_component_says_arrives(request_of):
         reason="because",
     )
     pipeline = RewardPipeline([Scripted("style", result, weight=3.0)])
-    assert asyncio.run(pipeline.judge_one(request_of())) == [
-        Evaluation(
+    assert asyncio.run(pipeline.score_rollout(request_of())) == [
+        RewardResult(
             component="style",
             weight=3.0,
             score=0.5,
-            steps=(StepReward(0, 2.0, "well said"),),
+            steps=(TurnReward(0, 2.0, "well said"),),
             metrics={"length": 2.0},
             reason="because",
         )
@@ -88,8 +88,8 @@ def test_what_a_component_says_arrives(request_of):
 def test_step_rewards_are_the_score_unless_one_is_given(request_of, score, expected):
     result = EvaluateResult(score=score, step_outputs=(StepOutput(step_index=1, base_reward=2.0),))
     pipeline = RewardPipeline([Scripted("style", result, weight=3.0)])
-    [evaluation] = asyncio.run(pipeline.judge_one(request_of()))
-    assert (evaluation.score, evaluation.steps) == (expected, (StepReward(0, 2.0),))
+    [evaluation] = asyncio.run(pipeline.score_rollout(request_of()))
+    assert (evaluation.score, evaluation.steps) == (expected, (TurnReward(0, 2.0),))
     assert weighted_rewards([evaluation]) == {"style": 3 * expected}
     assert evaluation_metrics([evaluation]) == {"rewards/style/score": Metric(expected)}
 
@@ -97,32 +97,36 @@ def test_step_rewards_are_the_score_unless_one_is_given(request_of, score, expec
 @pytest.mark.parametrize(
     ("answer", "cause", "said"),
     [
-        (TIMEOUT, LossCause.TIMEOUT, "timeout: no answer"),
-        (EvaluateResult(score=0.0, is_score_valid=False, error="parser down"), LossCause.INVALID_SCORE, "parser down"),
-        (EvaluateResult(score=0.0, is_score_valid=False), LossCause.INVALID_SCORE, "not valid"),
+        (TIMEOUT, RewardFailure.TIMEOUT, "timeout: no answer"),
+        (
+            EvaluateResult(score=0.0, is_score_valid=False, error="parser down"),
+            RewardFailure.INVALID_SCORE,
+            "parser down",
+        ),
+        (EvaluateResult(score=0.0, is_score_valid=False), RewardFailure.INVALID_SCORE, "not valid"),
         (
             EvaluateResult(score=1.0, step_outputs=(StepOutput(step_index=0, base_reward=1.0),)),
-            LossCause.STEP_INDEX,
+            RewardFailure.STEP_INDEX,
             "rollout r1: step_index 0 is a message of role 'user'; the policy's messages are 1",
         ),
     ],
 )
 def test_a_lost_score_is_counted_and_fails_its_rollout_alone(request_of, answer, cause, said):
     pipeline = RewardPipeline([Scripted("good", EvaluateResult(score=1.0)), Scripted("bad", answer)])
-    good, bad = asyncio.run(pipeline.judge_one(request_of()))
+    good, bad = asyncio.run(pipeline.score_rollout(request_of()))
     assert (good.score, bad.score) == (1.0, None)
     assert said in str(bad.error)
     assert f"reward 'bad': {cause.value}: " in str(failure([good, bad]))
     assert bad.lost == cause.value
     assert evaluation_metrics([good, bad, bad]) == {
         "rewards/good/score": Metric(1.0),
-        f"rewards/bad/lost_{cause.value}": Metric(2.0, weight=2.0, reduction=Reduction.SUM),
+        f"rewards/bad/failed_{cause.value}": Metric(2.0, weight=2.0, reduction=Reduction.SUM),
     }
 
 
 def test_a_lost_group_call_costs_every_rollout_of_the_group(request_of):
     pipeline = RewardPipeline([Scripted("compare", TIMEOUT, RewardScope.GROUP)])
-    found = asyncio.run(pipeline.judge_group([request_of(rollout_id="a"), request_of(rollout_id="b")]))
+    found = asyncio.run(pipeline.score_group([request_of(rollout_id="a"), request_of(rollout_id="b")]))
     assert [[one.score for one in rollout] for rollout in found] == [[None], [None]]
     assert [one.lost for rollout in found for one in rollout] == ["timeout", "timeout"]
 
@@ -134,7 +138,7 @@ def test_other_errors_are_not_swallowed(request_of):
 
     pipeline = RewardPipeline([Broken("broken", None)])
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(pipeline.judge_one(request_of()))
+        asyncio.run(pipeline.score_rollout(request_of()))
 
 
 def test_names_are_unique():
@@ -144,7 +148,7 @@ def test_names_are_unique():
 
 def test_no_rollouts_ask_nobody():
     part = Scripted("compare", TIMEOUT, RewardScope.BATCH)
-    assert asyncio.run(RewardPipeline([part]).judge_batch([])) == []
+    assert asyncio.run(RewardPipeline([part]).score_batch([])) == []
     assert part.asked == []
 
 
@@ -178,19 +182,19 @@ def test_from_a_file_and_a_name_to_rewards(request_of, tmp_path: Path, monkeypat
     ]
     replies = ["46", "47.0", "crash"]
 
-    async def run() -> tuple[list[list[Evaluation]], list[list[Evaluation]]]:
+    async def run() -> tuple[list[list[RewardResult]], list[list[RewardResult]]]:
         async with Sandbox(SandboxConfig(require=Isolation.NONE)) as sandbox:
             pipeline = build_pipeline(configs, sandbox)
             await pipeline.start()
             assert pipeline.has(RewardScope.GROUP)
             assert not pipeline.has(RewardScope.BATCH)
             requests = [request_of(reply, rollout_id=f"r{index}") for index, reply in enumerate(replies)]
-            ones = await asyncio.gather(*(pipeline.judge_one(request) for request in requests))
-            return list(ones), await pipeline.judge_group(requests)
+            ones = await asyncio.gather(*(pipeline.score_rollout(request) for request in requests))
+            return list(ones), await pipeline.score_group(requests)
 
     ones, group = asyncio.run(run())
     assert weighted_rewards([*ones[0], *group[0]]) == {"accuracy": 2.0, "exact": 1.0, "shortest": 0.5}
     assert weighted_rewards([*ones[1], *group[1]]) == {"accuracy": 2.0, "exact": 0.0, "shortest": 0.0}
-    assert ones[0][0].steps == (StepReward(0, 0.25),)
+    assert ones[0][0].steps == (TurnReward(0, 0.25),)
     assert "RuntimeError: cannot judge this" in str(failure(ones[2]))
     assert [[one.lost for one in rollout] for rollout in ones] == [[None, None], [None, None], ["raised", "raised"]]

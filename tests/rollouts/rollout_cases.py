@@ -8,21 +8,21 @@ from pathlib import Path
 
 import numpy as np
 
-from marin_rl.objectives.signals import TurnCredit
+from marin_rl.objectives.advantage_inputs import TurnAdvantages
 from marin_rl.rollouts.store import RolloutStore, RolloutStoreConfig, StoredFormat
-from marin_rl.rollouts.stored_rollout import TrainingSignal
+from marin_rl.rollouts.stored_rollout import StoredAdvantages
 from marin_rl.types import (
-    Evaluation,
     Generation,
     Message,
     Observation,
+    RewardResult,
     Rollout,
     RolloutGroup,
     RolloutStatus,
-    StepReward,
     StopReason,
     Task,
     Turn,
+    TurnReward,
 )
 
 END = 257
@@ -69,7 +69,7 @@ def rich_rollout() -> Rollout:
             "wrong, try again", "5", starts_sequence=False, reward=1.0, anchor_state="a1", info={"tries": [1, None]}
         ),
     )
-    steps = (StepReward(0, 0.25, "half \u2028 right", {"chars": 2.0}), StepReward(1, 1.0))
+    steps = (TurnReward(0, 0.25, "half \u2028 right", {"chars": 2.0}), TurnReward(1, 1.0))
     return Rollout(
         "g-0",
         "g",
@@ -78,9 +78,9 @@ def rich_rollout() -> Rollout:
         RolloutStatus.COMPLETED,
         {"correct": 1.0, "style": 0.5},
         evaluations=(
-            Evaluation("correct", 1.0, 1.0, steps, {"length": 3.0}, "equal to the answer"),
-            Evaluation("style", 0.5, 1.0),
-            Evaluation("judge", 2.0, None, error="TimeoutError: 3 s", lost="timeout"),
+            RewardResult("correct", 1.0, 1.0, steps, {"length": 3.0}, "equal to the answer"),
+            RewardResult("style", 0.5, 1.0),
+            RewardResult("judge", 2.0, None, error="TimeoutError: 3 s", lost="timeout"),
         ),
         metrics={"retries": 1.0, "metrics": 4.0},
         seconds={"sample": 0.5, "environment": 0.25, "reward": 0.125},
@@ -89,15 +89,15 @@ def rich_rollout() -> Rollout:
     )
 
 
-def rich_signal() -> TrainingSignal:
+def rich_signal() -> StoredAdvantages:
     """What training made of the rich rollout: five tokens in two turns."""
-    return TrainingSignal(
+    return StoredAdvantages(
         advantages=np.array([0.5, 0.5, 0.5, -0.25, -0.25]),
         learner_logprobs=np.array([-0.125, -0.25, -0.5, -0.125, -0.5]),
         reference_logprobs=np.array([-1.0, -1.0, -1.0, -2.0, -2.0]),
         values=np.array([0.5, 0.25, 0.75, -1.5, 2.0]),
         value_targets=np.array([1.0, 1.0, 1.0, 0.5, 0.5]),
-        of_turns=TurnCredit(0.25, np.array([1.2, 1.0]), np.array([0.25, -0.5])),
+        of_turns=TurnAdvantages(0.25, np.array([1.2, 1.0]), np.array([0.25, -0.5])),
     )
 
 
@@ -105,7 +105,7 @@ def write(
     folder: Path,
     step: int,
     groups: Sequence[RolloutGroup],
-    signals: dict[str, TrainingSignal] | None = None,
+    signals: dict[str, StoredAdvantages] | None = None,
     purpose: str = "training",
     **config: object,
 ) -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from marin_rl.environments.base import Episode, Step
 from marin_rl.rollouts import episode as module
-from marin_rl.rollouts.draft import Attempt, Draft, Limits
 from marin_rl.rollouts.episode import play
-from marin_rl.rollouts.sampling_desk import SamplingDesk
+from marin_rl.rollouts.request_batcher import RequestBatcher
+from marin_rl.rollouts.rollout_builder import Attempt, Limits, RolloutBuilder
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -28,7 +28,7 @@ DONE = Step({"won": 1.0})
 GOES_ON = Step({"won": 0.0}, (Message(role="user", content="on"),), done=False)
 
 
-class Desk(SamplingDesk):
+class Desk(RequestBatcher):
     """Answers `5` at once, or does what a test says; counts who left."""
 
     def __init__(self, sample: Callable[[], object] = lambda: None):
@@ -91,7 +91,7 @@ class Scripted:
             raise self.closing
 
 
-def run(environment: Scripted, desk: Desk, limits: Limits = LIMITS) -> Draft:
+def run(environment: Scripted, desk: Desk, limits: Limits = LIMITS) -> RolloutBuilder:
     return asyncio.run(play(ATTEMPT, environment, TOKENIZER, desk, limits))
 
 
@@ -118,9 +118,9 @@ def test_whatever_the_environment_does_is_the_end_of_this_rollout_alone(name: st
     environment, desk = dataclasses.replace(template, seeds=[], replies=[]), Desk()
     # What hangs hangs for good, so the limit decides nothing else.
     limits = dataclasses.replace(LIMITS, max_seconds=0.01 if status is RolloutStatus.TIMED_OUT else 60.0)
-    draft = run(environment, desk, limits)
-    rollout = draft.finish()
-    assert draft.has_failed
+    builder = run(environment, desk, limits)
+    rollout = builder.finish()
+    assert builder.has_failed
     assert (rollout.status, rollout.rewards, len(rollout.turns)) == (status, {}, turns)
     assert error in (rollout.error or "")
     # One that never began has nothing to close.

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.rollouts.orders import GroupOrder, OrderBook, OrderNumber, Pace
 from marin_rl.rollouts.replay_buffer import ReplayBuffer, ReplayFileError
+from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber, RolloutScheduler, StalenessLimits
 from marin_rl.types import RolloutGroup, Task
 from tests.rollouts.rollout_cases import group_of, rollout_of
 
 
-def group_at(number: OrderNumber, version: int, environment: str = "sums") -> RolloutGroup:
+def group_at(number: RequestNumber, version: int, environment: str = "sums") -> RolloutGroup:
     """A group of two rollouts, one of whose tokens comes from this version and the others from later ones."""
     rollouts = []
     for member, first in enumerate((version + 1, version)):
@@ -33,14 +33,14 @@ def group_at(number: OrderNumber, version: int, environment: str = "sums") -> Ro
 
 def filled(buffer: ReplayBuffer, *versions: int) -> ReplayBuffer:
     for index, version in enumerate(versions):
-        buffer.add(OrderNumber(1, index), group_at(OrderNumber(1, index), version))
+        buffer.add(RequestNumber(1, index), group_at(RequestNumber(1, index), version))
     return buffer
 
 
 def test_the_oldest_orders_are_drawn_first() -> None:
     buffer = ReplayBuffer(max_staleness=5)
     for index in (2, 0, 1):
-        buffer.add(OrderNumber(1, index), group_at(OrderNumber(1, index), 0))
+        buffer.add(RequestNumber(1, index), group_at(RequestNumber(1, index), 0))
     assert [group.id for group in buffer.draw({"sums": 2}, 1)] == ["train-1-0", "train-1-1"]
     assert [group.id for group in buffer.draw({"sums": 2}, 1)] == ["train-1-2"]
     assert len(buffer) == 0
@@ -57,7 +57,7 @@ def test_staleness_counts_from_the_oldest_token() -> None:
 
 
 def test_a_copy_changes_on_its_own() -> None:
-    buffer = filled(ReplayBuffer(max_staleness=2, uses_per_group=2, half_life=1.0, seed=3), 0, 1, 2)
+    buffer = filled(ReplayBuffer(max_staleness=2, max_uses=2, half_life=1.0, seed=3), 0, 1, 2)
     copied = buffer.copy()
     drawn = buffer.draw({"sums": 2}, 2)
     assert (buffer.uses_left, copied.uses_left) == (4, 6)
@@ -67,7 +67,7 @@ def test_a_copy_changes_on_its_own() -> None:
 
 
 def test_a_group_is_used_so_often_and_once_a_batch() -> None:
-    buffer = filled(ReplayBuffer(max_staleness=2, uses_per_group=2), 0, 0, 0)
+    buffer = filled(ReplayBuffer(max_staleness=2, max_uses=2), 0, 0, 0)
     assert buffer.uses_left == 6
     drawn = [[group.id for group in buffer.draw({"sums": 2}, version)] for version in (0, 1, 2)]
     assert drawn == [["train-1-0", "train-1-1"]] * 2 + [["train-1-2"]]
@@ -102,25 +102,27 @@ def test_an_order_is_taken_once() -> None:
 
 def test_a_group_without_tokens_never_grows_old() -> None:
     buffer = ReplayBuffer(max_staleness=0, half_life=1.0)
-    buffer.add(OrderNumber(1, 5), group_of("train-1-5", None, None))
+    buffer.add(RequestNumber(1, 5), group_of("train-1-5", None, None))
     assert buffer.expire(9) == []
     assert [group.id for group in buffer.draw({"sums": 1}, 9)] == ["train-1-5"]
 
 
-def owed(index: int, environment: str) -> GroupOrder:
-    return GroupOrder(OrderNumber(1, index), Task(str(index), environment, ({"role": "user", "content": "?"},), ""), 0)
+def owed(index: int, environment: str) -> GroupRequest:
+    return GroupRequest(
+        RequestNumber(1, index), Task(str(index), environment, ({"role": "user", "content": "?"},), ""), 0
+    )
 
 
 def test_a_batch_waits_for_its_share_of_each_environment() -> None:
     buffer = ReplayBuffer(max_staleness=1)
     for index in (0, 2, 3, 5):
-        buffer.add(OrderNumber(1, index), group_at(OrderNumber(1, index), 0, "quick"))
+        buffer.add(RequestNumber(1, index), group_at(RequestNumber(1, index), 0, "quick"))
     late = [owed(1, "slow"), owed(4, "slow")]
     mix = buffer.mix(4, late)
     assert mix == {"quick": 3, "slow": 1}
     assert not buffer.holds(mix)
     # Another group of the same environment does as well.
-    buffer.add(OrderNumber(1, 4), group_at(OrderNumber(1, 4), 0, "slow"))
+    buffer.add(RequestNumber(1, 4), group_at(RequestNumber(1, 4), 0, "slow"))
     assert buffer.mix(4, late[:1]) == mix
     assert buffer.holds(mix)
     assert [group.id for group in buffer.draw(mix, 0)] == [f"train-1-{index}" for index in (0, 2, 3, 4)]
@@ -131,7 +133,7 @@ def test_a_batch_waits_for_its_share_of_each_environment() -> None:
 def test_recent_groups_are_drawn_within_their_environment() -> None:
     buffer = ReplayBuffer(max_staleness=50, half_life=0.1)
     for index, (version, environment) in enumerate([(0, "slow"), (40, "quick"), (40, "quick"), (39, "slow")]):
-        buffer.add(OrderNumber(1, index), group_at(OrderNumber(1, index), version, environment))
+        buffer.add(RequestNumber(1, index), group_at(RequestNumber(1, index), version, environment))
     # Without its share the environment whose groups are old would have to wait.
     assert [group.id for group in buffer.draw({"quick": 1, "slow": 1}, 40)][-1] == "train-1-3"
 
@@ -162,11 +164,11 @@ def test_batches_have_the_mix_that_was_drawn_whatever_comes_first(
 
 
 def test_it_comes_back_from_a_file(tmp_path: Path) -> None:
-    buffer = filled(ReplayBuffer(max_staleness=3, uses_per_group=2), 0, 1, 2)
+    buffer = filled(ReplayBuffer(max_staleness=3, max_uses=2), 0, 1, 2)
     buffer.draw({"sums": 1}, 2)
     buffer.save(tmp_path / "replay.parquet")
     assert [path.name for path in tmp_path.iterdir()] == ["replay.parquet"]
-    again = ReplayBuffer(max_staleness=3, uses_per_group=2)
+    again = ReplayBuffer(max_staleness=3, max_uses=2)
     again.load(tmp_path / "replay.parquet")
     assert again.uses_left == buffer.uses_left == 5
     assert [again.draw({"sums": 3}, 3), again.draw({"sums": 3}, 3)] == [
@@ -197,11 +199,11 @@ def test_no_group_is_used_beyond_its_bounds(data: st.DataObject) -> None:
     staleness = data.draw(st.integers(0, 3))
     uses = data.draw(st.integers(1, staleness + 1))
     half_life = data.draw(st.sampled_from([None, 0.5, 2.0]))
-    buffer = ReplayBuffer(max_staleness=staleness, uses_per_group=uses, half_life=half_life)
+    buffer = ReplayBuffer(max_staleness=staleness, max_uses=uses, half_life=half_life)
     sampled_at, used, version = {}, collections.Counter(), 0
     for index in range(data.draw(st.integers(1, 25))):
         if data.draw(st.booleans()):
-            number = OrderNumber(1, index)
+            number = RequestNumber(1, index)
             buffer.add(number, group_at(number, version))
             sampled_at[number.group_id] = version
         else:
@@ -224,7 +226,10 @@ def test_with_workers_that_always_keep_up_no_step_is_too_large_and_nothing_grows
 
     for staleness in (1, 2, 3):
         teaches = random.Random(staleness)
-        book, buffer = OrderBook(Pace(4, max_staleness=staleness)), ReplayBuffer(max_staleness=staleness)
+        book, buffer = (
+            RolloutScheduler(StalenessLimits(4, max_staleness=staleness)),
+            ReplayBuffer(max_staleness=staleness),
+        )
         sizes = set()
         for version in range(60):
             assert buffer.expire(version) == []
@@ -232,7 +237,7 @@ def test_with_workers_that_always_keep_up_no_step_is_too_large_and_nothing_grows
             dropped = []
             for order in book.outstanding:
                 if order.min_version <= version:
-                    book.settle(order.number)
+                    book.complete(order.number)
                     if teaches.random() < 0.5:
                         buffer.add(order.number, group_at(order.number, version))
                     else:
@@ -255,15 +260,15 @@ def test_with_workers_that_always_keep_up_every_group_is_used_as_often_as_it_sho
     def draw(count: int) -> list[Task]:
         return [rollout_of("").task] * count
 
-    book = OrderBook(Pace(groups, staleness, uses, last_step=steps))
-    buffer = ReplayBuffer(max_staleness=staleness, uses_per_group=uses)
+    book = RolloutScheduler(StalenessLimits(groups, staleness, uses, last_step=steps))
+    buffer = ReplayBuffer(max_staleness=staleness, max_uses=uses)
     used = collections.Counter[str]()
     for version in range(steps):
         assert buffer.expire(version) == []
         book.order(version, buffer.uses_left, len(buffer), draw)
         for order in book.outstanding:
             assert order.min_version <= version
-            book.settle(order.number)
+            book.complete(order.number)
             buffer.add(order.number, group_at(order.number, version))
         assert buffer.uses_left <= book.pace.room
         drawn = buffer.draw(buffer.mix(book.wanted(version + 1), []), version)

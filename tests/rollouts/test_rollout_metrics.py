@@ -9,7 +9,7 @@ import pytest
 
 from marin_rl.metrics import Reduction, merge_all
 from marin_rl.rollouts.rollout_metrics import is_correct, rollout_metrics, staleness_metrics
-from marin_rl.types import Evaluation, Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
+from marin_rl.types import Generation, RewardResult, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 
 TASK = Task("t", "sums", ({"role": "user", "content": "2+3="},), "5")
 
@@ -176,5 +176,5 @@ def test_each_way_to_end_without_a_reward_is_counted_on_its_own():
 def test_the_weight_of_a_function_called_correct_changes_nothing_about_what_is(
     weight: float, score: float, expected: bool
 ):
-    judged = Evaluation("correct", weight=weight, score=score)
+    judged = RewardResult("correct", weight=weight, score=score)
     assert is_correct(dataclasses.replace(rollout({"correct": weight * score}), evaluations=(judged,))) is expected

@@ -14,16 +14,16 @@ import pytest
 
 from marin_rl.batching.processed_rollout import process_rollout
 from marin_rl.environments.base import Environment, Episode, Split, Step
-from marin_rl.rollouts.draft import Draft, Limits, LongPrompts
-from marin_rl.rollouts.judging import NoJudges
+from marin_rl.rollouts.reward_functions import NoRewardScorer
+from marin_rl.rollouts.rollout_builder import Limits, LongPrompts, RolloutBuilder
 from marin_rl.rollouts.run_rollouts import (
     AllRolloutsFailedError,
     BlockedEventLoopError,
-    GroupRequest,
-    Player,
-    play_requests,
-    play_stream,
+    GroupInput,
+    RolloutRunner,
     run_groups,
+    run_requests,
+    stream_requests,
 )
 from marin_rl.rollouts.state_hashing import default_state_hash
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
@@ -100,20 +100,20 @@ def says(*replies: str) -> Callable[[SampleRequest], Sequence[int]]:
     return lambda request: (*tokens(replies[request.prompt_tokens.count(ASSISTANT) - 1]), END)
 
 
-def player(
+def runner(
     script: Callable[[SampleRequest], Sequence[int]], environment: Environment | None = None, limits: Limits = LIMITS
-) -> Player:
+) -> RolloutRunner:
     sampler = ScriptedSampler(script, stop_token_ids=[END], logprob=-0.25, version=4)
-    return Player(environment or Game(), TOKENIZER, sampler, limits)
+    return RolloutRunner(environment or Game(), TOKENIZER, sampler, limits)
 
 
 def play(
-    made: Player, tasks: Sequence[Task], group_size: int = 1, step: int = 9, all_may_fail: bool = False
+    made: RolloutRunner, tasks: Sequence[Task], group_size: int = 1, step: int = 9, all_may_fail: bool = False
 ) -> list[RolloutGroup]:
     seeds = (11, "train", step)
     if all_may_fail:
-        requests = [GroupRequest(f"train-{step}-{index}", one, (*seeds, index)) for index, one in enumerate(tasks)]
-        return play_requests(made, requests, group_size=group_size, temperature=0.7)
+        requests = [GroupInput(f"train-{step}-{index}", one, (*seeds, index)) for index, one in enumerate(tasks)]
+        return run_requests(made, requests, group_size=group_size, temperature=0.7)
     return run_groups(made, tasks, group_size=group_size, temperature=0.7, seed_parts=seeds)
 
 
@@ -129,7 +129,7 @@ def flat(rollout: Rollout) -> tuple[int, ...]:
 
 
 def test_episodes_of_1_2_6_and_3_turns_are_played_together():
-    made = player(says(*"abcdefgh"))
+    made = runner(says(*"abcdefgh"))
     groups = play(made, [task(count) for count in (1, 2, 6, 3)])
     rollouts = [group.rollouts[0] for group in groups]
     assert [len(rollout.turns) for rollout in rollouts] == [1, 2, 6, 3]
@@ -142,7 +142,7 @@ def test_episodes_of_1_2_6_and_3_turns_are_played_together():
 
 
 def test_every_turn_continues_exactly_the_tokens_before_it():
-    made = player(says("a", "b", "c"))
+    made = runner(says("a", "b", "c"))
     rollout = only(play(made, [task(3)]))
     first = (USER, *tokens("go"), END, ASSISTANT)
     second, third = (USER, *tokens("n1"), END, ASSISTANT), (USER, *tokens("n2"), END, ASSISTANT)
@@ -156,7 +156,7 @@ def test_every_turn_continues_exactly_the_tokens_before_it():
 
 
 def test_a_reply_cut_before_its_end_token_gets_the_end_token_as_observation():
-    made = player(lambda request: tokens("abcdef"))
+    made = runner(lambda request: tokens("abcdef"))
     rollout = only(play(made, [task(2)]))
     assert rollout.turns[0].generation.stop_reason is StopReason.LENGTH
     assert rollout.turns[1].observation_tokens == (END, USER, *tokens("n1"), END, ASSISTANT)
@@ -166,14 +166,14 @@ def test_a_reply_cut_before_its_end_token_gets_the_end_token_as_observation():
 
 def test_sampled_tokens_are_kept_where_their_text_would_be_tokenized_otherwise():
     # A lone continuation byte decodes to U+FFFD, which would encode to three other bytes.
-    made = player(lambda request: (0x80, END))
+    made = runner(lambda request: (0x80, END))
     rollout = only(play(made, [task(2)]))
     assert rollout.turns[0].messages[-1]["content"] == "\ufffd"
     assert made.sampler.requests[1].prompt_tokens[: len(flat(rollout)) - 2][5:7] == (0x80, END)
 
 
 def test_messages_tell_the_turns_in_words():
-    rollout = only(play(player(says("a", "b")), [task(2)]))
+    rollout = only(play(runner(says("a", "b")), [task(2)]))
     assert [[(message["role"], message["content"]) for message in turn.messages] for turn in rollout.turns] == [
         [("user", "go"), ("assistant", "a")],
         [("user", "n1"), ("assistant", "b")],
@@ -189,7 +189,7 @@ def test_a_history_that_the_template_rewrites_starts_a_sequence():
         "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
         "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
     )
-    made = dataclasses.replace(player(lambda request: (*tokens("a"), END)), tokenizer=ChatTokenizer(tokenizer))
+    made = dataclasses.replace(runner(lambda request: (*tokens("a"), END)), tokenizer=ChatTokenizer(tokenizer))
     rollout = only(play(made, [task(2)]))
     assert [turn.starts_sequence for turn in rollout.turns] == [True, True]
     complete = (USER, *tokens("go"), END, USER, *tokens("n1"), END, ASSISTANT)
@@ -197,7 +197,7 @@ def test_a_history_that_the_template_rewrites_starts_a_sequence():
 
 
 def test_turns_run_out():
-    rollout = only(play(player(says(*"abc"), limits=Limits(64, 6, max_turns=3)), [task(4)]))
+    rollout = only(play(runner(says(*"abc"), limits=Limits(64, 6, max_turns=3)), [task(4)]))
     assert len(rollout.turns) == 3
     assert rollout.status is RolloutStatus.TRUNCATED
     assert rollout.rewards == {"moves": 1.5}
@@ -205,7 +205,7 @@ def test_turns_run_out():
 
 def test_an_answer_never_exceeds_the_sequence():
     # The prompt has 5 tokens: of 6 new ones, 4 have room.
-    made = player(lambda request: tokens("abcdef"), limits=Limits(9, 6, 1))
+    made = runner(lambda request: tokens("abcdef"), limits=Limits(9, 6, 1))
     rollout = only(play(made, [task(1)]))
     assert made.sampler.requests[0].max_new_tokens == 4
     assert len(flat(rollout)) == 9
@@ -215,14 +215,14 @@ def test_an_answer_never_exceeds_the_sequence():
 def test_an_observation_that_leaves_no_room_ends_the_rollout():
     # 5 tokens of prompt, 2 of answer and 5 of observation are 12; a second answer needs one more.
     for length, turns in ((12, 1), (13, 2)):
-        rollout = only(play(player(says("a", "b"), limits=Limits(length, 6, 8)), [task(3)]))
+        rollout = only(play(runner(says("a", "b"), limits=Limits(length, 6, 8)), [task(3)]))
         assert len(rollout.turns) == turns
         assert rollout.status is RolloutStatus.TRUNCATED
         assert len(flat(rollout)) <= length
 
 
 def test_a_prompt_without_room_for_an_answer_is_named_and_nothing_is_sampled():
-    made = player(says("a"), limits=Limits(5, 6, 1))
+    made = runner(says("a"), limits=Limits(5, 6, 1))
     with pytest.raises(PromptTooLongError, match=r"task 'go1' of environment 'countdown'.* 5 tokens.*max_length"):
         play(made, [task(1)])
     assert made.sampler.requests == []
@@ -230,14 +230,14 @@ def test_a_prompt_without_room_for_an_answer_is_named_and_nothing_is_sampled():
     with pytest.raises(
         PromptTooLongError, match=r"has 5 tokens, but rollouts.max_prompt_length allows 4; .*long_prompts"
     ):
-        play(player(says("a"), limits=short), [task(1)])
-    assert only(play(player(says("a"), limits=Limits(6, 6, 1)), [task(1)])).turns[0].generation.token_ids == tokens("a")
+        play(runner(says("a"), limits=short), [task(1)])
+    assert only(play(runner(says("a"), limits=Limits(6, 6, 1)), [task(1)])).turns[0].generation.token_ids == tokens("a")
 
 
 def test_a_prompt_that_is_cut_on_the_left_keeps_its_end_and_turns_continue_it():
-    whole = only(play(player(says("a", "b"), limits=Limits(64, 6, 2)), [task(3)]))
+    whole = only(play(runner(says("a", "b"), limits=Limits(64, 6, 2)), [task(3)]))
     limits = Limits(64, 6, 2, max_prompt_length=4, long_prompts=LongPrompts.TRUNCATE_LEFT)
-    cut = only(play(player(says("a", "b"), limits=limits), [task(3)]))
+    cut = only(play(runner(says("a", "b"), limits=limits), [task(3)]))
     assert len(whole.turns[0].observation_tokens) == 5
     assert cut.turns[0].observation_tokens == whole.turns[0].observation_tokens[-4:]
     # The rest is the same, token for token: the second turn continues the sequence.
@@ -252,7 +252,7 @@ def test_a_prompt_that_is_cut_on_the_left_keeps_its_end_and_turns_continue_it():
 
 def test_attempts_at_one_task_start_equally_and_differ_by_their_sampling_seed():
     game = Game()
-    made = player(says("a", "b"), game)
+    made = runner(says("a", "b"), game)
     groups = play(made, [task(2), task(2, prompt="up")], group_size=3)
     starts = [seed for _, seed in game.started]
     assert starts[:3] == [starts[0]] * 3
@@ -265,18 +265,18 @@ def test_attempts_at_one_task_start_equally_and_differ_by_their_sampling_seed():
 
 
 def test_ids_and_seeds_follow_from_the_call_alone():
-    first, again, other = (play(player(says("a")), [task(), task(prompt="up")], 2, step) for step in (9, 9, 10))
+    first, again, other = (play(runner(says("a")), [task(), task(prompt="up")], 2, step) for step in (9, 9, 10))
     assert first == again
     names = [[rollout.id for rollout in group.rollouts] for group in first]
     assert names == [["train-9-0-0", "train-9-0-1"], ["train-9-1-0", "train-9-1-1"]]
     assert [group.id for group in other] == ["train-10-0", "train-10-1"]
-    made = player(says("a"))
+    made = runner(says("a"))
     play(made, [task()])
     assert made.sampler.requests[0].seed == derive_seed(derive_seed(11, "train", 9, 0, 0), 0)
 
 
 def test_a_seed_does_not_depend_on_what_else_is_played():
-    alone, together = player(says(*"abcdefgh")), player(says(*"abcdefgh"))
+    alone, together = runner(says(*"abcdefgh")), runner(says(*"abcdefgh"))
     play(alone, [task(3)])
     play(together, [task(3), task(6, prompt="up"), task(1, prompt="hm")], group_size=2)
     seeds = {request.prompt_tokens: request.seed for request in reversed(together.sampler.requests)}
@@ -289,7 +289,7 @@ def test_an_episode_that_raises_fails_alone(caplog: pytest.LogCaptureFixture):
         return (*tokens("boom" if broken else "a"), END)
 
     with caplog.at_level(logging.WARNING):
-        groups = play(player(script), [task(3), task(3, prompt="up"), task(1)])
+        groups = play(runner(script), [task(3), task(3, prompt="up"), task(1)])
     good, bad, short = (group.rollouts[0] for group in groups)
     assert (good.status, short.status) == (RolloutStatus.COMPLETED, RolloutStatus.COMPLETED)
     assert bad.status is RolloutStatus.FAILED
@@ -305,7 +305,7 @@ def test_an_episode_that_cannot_start_fails_alone():
             raise OSError("no board")
         return Countdown(task, seed)
 
-    bad, good = (group.rollouts[0] for group in play(player(says("a"), Game(begin)), [task(prompt="up"), task()]))
+    bad, good = (group.rollouts[0] for group in play(runner(says("a"), Game(begin)), [task(prompt="up"), task()]))
     assert (bad.status, bad.turns, bad.error) == (RolloutStatus.FAILED, (), "OSError: no board")
     assert good.status is RolloutStatus.COMPLETED
 
@@ -319,20 +319,20 @@ def test_when_all_fail_the_first_error_is_told():
         match=r"all 4 rollouts failed; the first, train-9-0-0 \(task 'go1' of environment 'countdown'\): "
         "ConnectionError: judge of go1 is away",
     ):
-        play(player(says("a"), Game(begin)), [task(), task(prompt="up")], group_size=2)
+        play(runner(says("a"), Game(begin)), [task(), task(prompt="up")], group_size=2)
 
 
 def test_playing_alone_asks_for_no_success():
     def begin(task: Task, seed: int) -> Episode:
         raise ConnectionError("away")
 
-    [group] = play(player(says("a"), Game(begin)), [task()], group_size=2, all_may_fail=True)
+    [group] = play(runner(says("a"), Game(begin)), [task()], group_size=2, all_may_fail=True)
     assert [rollout.error for rollout in group.rollouts] == ["ConnectionError: away"] * 2
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_reward_that_is_not_finite_names_the_rollout(value: float):
-    made = player(says("a"), Game(lambda task, seed: Fixed(Step({"won": value}))))
+    made = runner(says("a"), Game(lambda task, seed: Fixed(Step({"won": value}))))
     with pytest.raises(ValueError, match=f"Rollout train-9-0-0: reward 'won' is {value}"):
         play(made, [task()])
 
@@ -341,7 +341,7 @@ def test_a_step_that_goes_on_with_nothing_to_show_fails_its_rollout():
     def begin(task: Task, seed: int) -> Episode:
         return Fixed(Step({"won": 1.0}, done=False)) if task.id == "up1" else Countdown(task, seed)
 
-    bad, good = (group.rollouts[0] for group in play(player(says("a"), Game(begin)), [task(prompt="up"), task()]))
+    bad, good = (group.rollouts[0] for group in play(runner(says("a"), Game(begin)), [task(prompt="up"), task()]))
     assert bad.status is RolloutStatus.FAILED
     assert bad.error == "ValueError: the environment's step is not done, but has no messages to show the policy next"
     assert good.status is RolloutStatus.COMPLETED
@@ -364,7 +364,7 @@ def test_rewards_of_the_same_name_add_up_and_others_stand_alone():
         async def close(self) -> None:
             pass
 
-    rollout = only(play(player(says("a", "b"), Game(lambda task, seed: Two())), [task()]))
+    rollout = only(play(runner(says("a", "b"), Game(lambda task, seed: Two())), [task()]))
     assert rollout.rewards == {"hit": 3.0, "end": -1.0}
 
 
@@ -382,7 +382,7 @@ def test_a_step_without_a_reward_is_not_one_of_nought():
         async def close(self) -> None:
             pass
 
-    rollout = only(play(player(says("a", "b"), Game(lambda task, seed: Late())), [task()]))
+    rollout = only(play(runner(says("a", "b"), Game(lambda task, seed: Late())), [task()]))
     assert [turn.reward for turn in rollout.turns] == [None, 0.0]
     assert rollout.rewards == {"hit": 0.0}
 
@@ -399,7 +399,7 @@ def test_turns_that_saw_the_same_have_the_same_anchor_state():
         async def close(self) -> None:
             pass
 
-    made = player(says("a", "b", "c"), Game(lambda task, seed: Circle()), Limits(64, 6, max_turns=3))
+    made = runner(says("a", "b", "c"), Game(lambda task, seed: Circle()), Limits(64, 6, max_turns=3))
     first, second, third = [turn.anchor_state for turn in only(play(made, [task()])).turns]
     assert first == third != second
     assert second != ""
@@ -427,7 +427,7 @@ def test_an_episode_that_never_answers_times_out_alone(caplog: pytest.LogCapture
     Slow.closed.clear()
     limits = dataclasses.replace(LIMITS, max_seconds=0.2)
     with caplog.at_level(logging.WARNING):
-        groups = play(player(sticks, Game(Slow), limits), [task(3), task(3, prompt="up"), task(1)])
+        groups = play(runner(sticks, Game(Slow), limits), [task(3), task(3, prompt="up"), task(1)])
     good, stuck, short = (group.rollouts[0] for group in groups)
     assert (good.status, short.status) == (RolloutStatus.COMPLETED, RolloutStatus.COMPLETED)
     assert (stuck.status, stuck.rewards, len(stuck.turns)) == (RolloutStatus.TIMED_OUT, {}, 1)
@@ -443,7 +443,7 @@ def test_an_environment_that_raises_a_timeout_of_its_own_has_failed():
                 raise TimeoutError("the judge is asleep")
             return await super().step(reply)
 
-    bad, good = play(player(says("a"), Game(Asleep)), [task(prompt="up"), task()])
+    bad, good = play(runner(says("a"), Game(Asleep)), [task(prompt="up"), task()])
     assert (bad.rollouts[0].status, bad.rollouts[0].error) == (
         RolloutStatus.FAILED,
         "TimeoutError: the judge is asleep",
@@ -486,7 +486,7 @@ def test_an_environment_that_ends_more_than_an_episode_may_loses_its_own_alone(
             return await super().start(task, seed)
 
     with caplog.at_level(logging.WARNING):
-        groups = play(player(says("a"), EndingGame(Ending)), [task(prompt="up"), task()])
+        groups = play(runner(says("a"), EndingGame(Ending)), [task(prompt="up"), task()])
     hit, other = (group.rollouts[0] for group in groups)
     assert other.status is RolloutStatus.COMPLETED
     if where == "close":
@@ -508,15 +508,15 @@ def test_a_step_that_is_given_up_cancels_episodes_that_are_at_work(caplog: pytes
                 raise
             raise AssertionError("unreachable")
 
-    class BrokenJudges(NoJudges):
-        async def judge_one(self, draft: Draft) -> None:
+    class BrokenJudges(NoRewardScorer):
+        async def score_rollout(self, builder: RolloutBuilder) -> None:
             raise ZeroDivisionError("in the judge")
 
     class Mixed(Game):
         async def start(self, task: Task, seed: int) -> Episode:
             return Waiting(task, seed) if task.id == "up1" else await super().start(task, seed)
 
-    made = dataclasses.replace(player(says("a"), Mixed()), judges=BrokenJudges())
+    made = dataclasses.replace(runner(says("a"), Mixed()), reward_functions=BrokenJudges())
     with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError, match="in the judge"):
         play(made, [task(prompt="up"), task()])
     assert cancelled.wait(30)
@@ -534,7 +534,7 @@ def test_code_that_blocks_all_episodes_is_an_error_that_names_the_remedy():
             return await super().step(reply)
 
     limits = dataclasses.replace(LIMITS, max_seconds=0.1)
-    made = player(says("a"), Game(Blocking), limits)
+    made = runner(says("a"), Game(Blocking), limits)
     with pytest.raises(BlockedEventLoopError, match=r"'countdown' has kept .* over 0.1 s .*asyncio.to_thread"):
         play(made, [task()])
     release.set()
@@ -550,14 +550,14 @@ def test_every_episode_is_closed_once_however_it_ended(caplog: pytest.LogCapture
     Slow.closed.clear()
     script = says("boom")
     with caplog.at_level(logging.WARNING):
-        groups = play(player(script, Game(Careless)), [task(1), task(2)], all_may_fail=True)
+        groups = play(runner(script, Game(Careless)), [task(1), task(2)], all_may_fail=True)
     assert {group.rollouts[0].status for group in groups} == {RolloutStatus.FAILED}
     assert sorted(Slow.closed) == ["go1", "go2"]
     assert "rollout train-9-0-0: its episode did not close: OSError: already gone" in caplog.text
 
 
 def test_all_answers_together_have_a_limit():
-    made = player(lambda request: tokens("abcdef"), limits=dataclasses.replace(LIMITS, max_tokens=8, max_length=640))
+    made = runner(lambda request: tokens("abcdef"), limits=dataclasses.replace(LIMITS, max_tokens=8, max_length=640))
     rollout = only(play(made, [task(9)]))
     assert [len(turn.generation.token_ids) for turn in rollout.turns] == [6, 2]
     assert rollout.status is RolloutStatus.TRUNCATED
@@ -579,7 +579,7 @@ def test_actions_metrics_and_anchors_are_kept():
             pass
 
     start = dataclasses.replace(task(), anchor_state=[0, 1])
-    made = player(says("a", "b", "c"), Game(lambda task, seed: Maze()), dataclasses.replace(LIMITS, max_turns=3))
+    made = runner(says("a", "b", "c"), Game(lambda task, seed: Maze()), dataclasses.replace(LIMITS, max_turns=3))
     rollout = only(play(made, [start]))
     assert [turn.action for turn in rollout.turns] == ["left"] * 3
     assert len({turn.anchor_state for turn in rollout.turns}) == 1
@@ -589,15 +589,15 @@ def test_actions_metrics_and_anchors_are_kept():
 
 def test_an_anchor_state_that_json_cannot_hold_fails_its_rollout():
     step = Step({}, (Message(role="user", content="on"),), done=False, anchor_state={1, 2})
-    made = player(says("a"), Game(lambda task, seed: Fixed(step)))
+    made = runner(says("a"), Game(lambda task, seed: Fixed(step)))
     rollout = only(play(made, [task()], all_may_fail=True))
     assert rollout.status is RolloutStatus.FAILED
     assert "an observation of type set has no canonical JSON" in (rollout.error or "")
 
 
 def test_every_step_is_told_at_debug_and_every_episode_at_info(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.DEBUG, logger="marin_rl.rollouts.draft"):
-        play(player(says("a", "b")), [task(2)])
+    with caplog.at_level(logging.DEBUG, logger="marin_rl.rollouts.rollout_builder"):
+        play(runner(says("a", "b")), [task(2)])
     debug = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
     info = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     go = [{"role": "user", "content": "go"}]
@@ -614,13 +614,13 @@ def test_every_step_is_told_at_debug_and_every_episode_at_info(caplog: pytest.Lo
 
 
 def test_time_is_counted_by_phase():
-    made = player(says("a"))
+    made = runner(says("a"))
     play(made, [task()])
     assert set(made.timer.seconds) == {"sample", "reward"}
 
 
 def test_no_tasks_make_no_groups():
-    assert play(player(says("a")), []) == []
+    assert play(runner(says("a")), []) == []
 
 
 @dataclasses.dataclass
@@ -645,14 +645,14 @@ def hold_the_first() -> tuple[Game, threading.Event]:
     return Game(lambda task, seed: Held(task, let_go) if task.id == "first1" else Countdown(task, seed)), let_go
 
 
-REQUESTS = [GroupRequest(f"g-{name}", task(prompt=name), (1, name)) for name in ("first", "second", "third")]
+REQUESTS = [GroupInput(f"g-{name}", task(prompt=name), (1, name)) for name in ("first", "second", "third")]
 
 
 def test_a_group_is_handed_in_while_others_are_still_played():
     game, let_go = hold_the_first()
     came: dict[str, RolloutGroup] = {}
 
-    def hand_in(group: RolloutGroup) -> tuple[GroupRequest, ...]:
+    def on_group_done(group: RolloutGroup) -> tuple[GroupInput, ...]:
         came[group.id] = group
         if len(came) == 2:
             # Were groups handed in together, the first would wait for this for ever.
@@ -660,17 +660,17 @@ def test_a_group_is_handed_in_while_others_are_still_played():
             let_go.set()
         return ()
 
-    play_stream(patient(game), REQUESTS, group_size=2, temperature=1.0, hand_in=hand_in)
+    stream_requests(patient(game), REQUESTS, group_size=2, temperature=1.0, on_group_done=on_group_done)
     assert list(came)[2] == "g-first"
     assert [rollout.status for group in came.values() for rollout in group.rollouts] == [RolloutStatus.COMPLETED] * 6
 
 
 def test_others_are_played_in_the_place_of_a_group_that_is_whole_while_a_long_one_goes_on():
     game, let_go = hold_the_first()
-    further = [GroupRequest(f"g-more{number}", task(prompt="more"), (1, "more", number)) for number in range(5)]
+    further = [GroupInput(f"g-more{number}", task(prompt="more"), (1, "more", number)) for number in range(5)]
     came: dict[str, RolloutGroup] = {}
 
-    def hand_in(group: RolloutGroup) -> list[GroupRequest]:
+    def on_group_done(group: RolloutGroup) -> list[GroupInput]:
         came[group.id] = group
         if group.id == "g-more4":
             assert "g-first" not in came
@@ -678,46 +678,46 @@ def test_others_are_played_in_the_place_of_a_group_that_is_whole_while_a_long_on
         # Now one, now two, now none.
         return {"g-second": further[:1], "g-third": further[1:3], "g-more2": further[3:]}.get(group.id, [])
 
-    play_stream(patient(game), REQUESTS, group_size=2, temperature=1.0, hand_in=hand_in)
+    stream_requests(patient(game), REQUESTS, group_size=2, temperature=1.0, on_group_done=on_group_done)
     assert sorted(came) == sorted(request.group_id for request in (*REQUESTS, *further))
     # What comes out does not depend on when it was begun, and with whom.
     game, let_go = hold_the_first()
     let_go.set()
-    together = play_requests(patient(game), [*REQUESTS, *further], group_size=2, temperature=1.0)
+    together = run_requests(patient(game), [*REQUESTS, *further], group_size=2, temperature=1.0)
     assert [untimed(came[group.id]) for group in together] == [untimed(group) for group in together]
 
 
-def patient(game: Game) -> Player:
-    return dataclasses.replace(player(says("a"), game), limits=dataclasses.replace(LIMITS, max_seconds=60.0))
+def patient(game: Game) -> RolloutRunner:
+    return dataclasses.replace(runner(says("a"), game), limits=dataclasses.replace(LIMITS, max_seconds=60.0))
 
 
 def untimed(group: RolloutGroup) -> list[Rollout]:
     return [dataclasses.replace(rollout, seconds={}) for rollout in group.rollouts]
 
 
-class JudgesOfAll(NoJudges):
+class JudgesOfAll(NoRewardScorer):
     """Judge the batch as a whole, late."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log
 
     @property
-    def judge_batches(self) -> bool:
+    def has_batch_scope(self) -> bool:
         return True
 
-    async def judge_batch(self, drafts: Sequence[Draft]) -> None:
-        self._log.append(f"judged {len(drafts)}")
+    async def score_batch(self, builders: Sequence[RolloutBuilder]) -> None:
+        self._log.append(f"judged {len(builders)}")
 
 
 def test_no_group_is_handed_in_before_the_batch_that_it_is_judged_with():
     log: list[str] = []
-    made = dataclasses.replace(player(says("a")), judges=JudgesOfAll(log))
+    made = dataclasses.replace(runner(says("a")), reward_functions=JudgesOfAll(log))
 
-    def hand_in(group: RolloutGroup) -> list[GroupRequest]:
+    def on_group_done(group: RolloutGroup) -> list[GroupInput]:
         log.append(group.id)
-        return [GroupRequest("g-more", task(prompt="more"), (1, "more"))] if group.id == "g-second" else []
+        return [GroupInput("g-more", task(prompt="more"), (1, "more"))] if group.id == "g-second" else []
 
-    play_stream(made, REQUESTS, group_size=2, temperature=1.0, hand_in=hand_in)
+    stream_requests(made, REQUESTS, group_size=2, temperature=1.0, on_group_done=on_group_done)
     assert log[0] == "judged 6"
     assert sorted(log[1:4]) == ["g-first", "g-second", "g-third"]
     # What came in its place is a batch of its own.
@@ -727,11 +727,11 @@ def test_no_group_is_handed_in_before_the_batch_that_it_is_judged_with():
 def test_where_nobody_takes_a_group_the_others_are_given_up():
     game, let_go = hold_the_first()
 
-    def refuse(group: RolloutGroup) -> list[GroupRequest]:
+    def refuse(group: RolloutGroup) -> list[GroupInput]:
         raise ConnectionError("nobody is there")
 
     try:
         with pytest.raises(ConnectionError, match="nobody is there"):
-            play_stream(player(says("a"), game), REQUESTS, group_size=1, temperature=1.0, hand_in=refuse)
+            stream_requests(runner(says("a"), game), REQUESTS, group_size=1, temperature=1.0, on_group_done=refuse)
     finally:
         let_go.set()

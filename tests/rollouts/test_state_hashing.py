@@ -8,8 +8,8 @@ import pytest
 from marin_rl.environments import Split, TextGameConfig
 from marin_rl.environments.game_boards import View
 from marin_rl.environments.user_file import UserFileError
-from marin_rl.rollouts.draft import Limits
-from marin_rl.rollouts.run_rollouts import GroupRequest, Player, play_requests
+from marin_rl.rollouts.rollout_builder import Limits
+from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, run_requests
 from marin_rl.rollouts.state_hashing import StateHash, StateHashingConfig, default_state_hash
 from marin_rl.sampling.scripted import ScriptedSampler
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
@@ -46,9 +46,11 @@ def walk(state_hash: StateHash) -> Rollout:
     )
     said = iter("rdluu")
     sampler = ScriptedSampler(lambda request: (ord(next(said)), END), stop_token_ids=[END])
-    player = Player(game.build(), ChatTokenizer(byte_tokenizer()), sampler, Limits(200, 4, 5), state_hash=state_hash)
-    [task] = player.environment.tasks(Split.TRAIN)
-    [group] = play_requests(player, [GroupRequest("t", task, (0, "t"))], group_size=1, temperature=1.0)
+    runner = RolloutRunner(
+        game.build(), ChatTokenizer(byte_tokenizer()), sampler, Limits(200, 4, 5), state_hash=state_hash
+    )
+    [task] = runner.environment.tasks(Split.TRAIN)
+    [group] = run_requests(runner, [GroupInput("t", task, (0, "t"))], group_size=1, temperature=1.0)
     return group.rollouts[0]
 
 

@@ -22,7 +22,7 @@ from marin_rl.rollouts.store import (
     read_file,
     read_rollouts,
 )
-from marin_rl.rollouts.stored_rollout import SCHEMA, SCHEMA_VERSION, TrainingSignal
+from marin_rl.rollouts.stored_rollout import SCHEMA, SCHEMA_VERSION, StoredAdvantages
 from marin_rl.types import RolloutGroup, RolloutStatus
 from tests.rollouts.rollout_cases import group_of, piece, rich_rollout, rich_signal, rollout_of, write
 
@@ -146,7 +146,7 @@ def test_why_a_rollout_was_not_trained_on(tmp_path):
     lost = rollout_of("g-3", reward=None, status=RolloutStatus.TIMED_OUT)
     cut = rollout_of("g-4", status=RolloutStatus.TRUNCATED)
     made = [rich_rollout(), rollout_of("g-1", reward=None), rollout_of("g-2"), lost, cut]
-    write(tmp_path, 1, [RolloutGroup("g", made)], {"g-0": rich_signal(), "g-4": TrainingSignal(None)})
+    write(tmp_path, 1, [RolloutGroup("g", made)], {"g-0": rich_signal(), "g-4": StoredAdvantages(None)})
     write(tmp_path, 1, [RolloutGroup("g", [rich_rollout()])], purpose="evaluation")
     found = [(row["not_trained"], row["advantage"]) for row in rows(tmp_path)]
     assert found == [(None, 0.2), *((why, None) for why in ("failed", "filtered", "timed_out", "masked", "evaluation"))]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from marin_rl.rollouts.stored_rollout import SCHEMA, SCHEMA_VERSION, TrainingSignal, as_row
+from marin_rl.rollouts.stored_rollout import SCHEMA, SCHEMA_VERSION, StoredAdvantages, as_row
 from tests.rollouts.rollout_cases import piece, rich_rollout
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "viewing.md"
@@ -50,4 +50,4 @@ def test_other_keys_of_a_message_are_kept():
 
 
 def test_the_mean_advantage_of_a_rollout_without_tokens_is_unknown():
-    assert TrainingSignal(None).mean_advantage is None
+    assert StoredAdvantages(None).mean_advantage is None

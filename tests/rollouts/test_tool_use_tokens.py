@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from marin_rl.batching.processed_rollout import process_rollout
 from marin_rl.environments import ArithmeticConfig, Split, ToolUseConfig
 from marin_rl.environments.tool_use import ToolDescription
-from marin_rl.rollouts.draft import Limits
-from marin_rl.rollouts.run_rollouts import Player, run_groups
+from marin_rl.rollouts.rollout_builder import Limits
+from marin_rl.rollouts.run_rollouts import RolloutRunner, run_groups
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.scripted import ScriptedSampler
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
@@ -109,9 +109,9 @@ def play(
 
     limits = Limits(LENGTH, 200, len(said))
     sampler = ScriptedSampler(script, stop_token_ids=list(tokenizer.stop_token_ids))
-    player = Player(environment, tokenizer, sampler, limits)
+    runner = RolloutRunner(environment, tokenizer, sampler, limits)
     [group] = run_groups(
-        player, environment.tasks(Split.TRAIN)[:1], group_size=1, temperature=1.0, seed_parts=(0, "train", 1)
+        runner, environment.tasks(Split.TRAIN)[:1], group_size=1, temperature=1.0, seed_parts=(0, "train", 1)
     )
     return group.rollouts[0], requests
 

@@ -16,12 +16,12 @@ from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import Environment
 from marin_rl.learner.scoring import Scores
-from marin_rl.rollouts.draft import Limits
-from marin_rl.rollouts.orders import OrderBook
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
-from marin_rl.rollouts.run_rollouts import Player
+from marin_rl.rollouts.rollout_builder import Limits
+from marin_rl.rollouts.run_rollouts import RolloutRunner
+from marin_rl.rollouts.scheduler import RolloutScheduler
 from marin_rl.runtime.config import RolloutConfig, TrainConfig
-from marin_rl.runtime.open_crew import make_pace
+from marin_rl.runtime.open_rollout_source import make_staleness_limits
 from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.sampling.config import SamplingConfig
@@ -95,7 +95,7 @@ def bare_run(
     run.trainer = dataclasses.replace(config.trainer, train_batch_size=rows)
     run.tokenizer = tokenizer
     run.progress = progress or Progress()
-    run.orders = OrderBook(make_pace(config), run.progress.orders)
+    run.orders = RolloutScheduler(make_staleness_limits(config), run.progress.orders)
     run.replay = ReplayBuffer(max_staleness=0)
     run.history = None
     run.scorer = FixedScorer()
@@ -106,10 +106,10 @@ def bare_run(
     return run
 
 
-def make_player(
+def make_runner(
     run: TrainingRun, script: Script, environment: Environment, *, tokenizer: ChatTokenizer = TOKENIZER
-) -> Player:
+) -> RolloutRunner:
     """What plays that run's episodes, with answers from a script."""
     limits = Limits(run.config.rollouts.max_length, run.config.sampling.max_new_tokens, run.config.rollouts.max_turns)
     sampler = ScriptedSampler(script, stop_token_ids=[END], logprob=-0.25)
-    return Player(environment, tokenizer, sampler, limits)
+    return RolloutRunner(environment, tokenizer, sampler, limits)

@@ -73,7 +73,7 @@ def recorded_sandboxes(patched: pytest.MonkeyPatch) -> list[Any]:
         made.append(Sandbox(config))
         return made[-1]
 
-    patched.setattr("marin_rl.runtime.player.Sandbox", make)
+    patched.setattr("marin_rl.runtime.rollout_runner.Sandbox", make)
     return made
 
 
@@ -137,7 +137,7 @@ def assert_trained(run: TinyRun, lost: Sequence[Mapping[str, float]]) -> None:
     records = run.records()
     assert [record["step"] for record in records] == list(range(len(lost) + 1))
     for record, expected in zip(records[1:], lost, strict=True):
-        counted = {name: value for name, value in record.items() if "/lost_" in name or name in COUNTS}
+        counted = {name: value for name, value in record.items() if "/failed_" in name or name in COUNTS}
         assert counted == {**dict.fromkeys(COUNTS, 0.0), **expected}
         assert record["grad_norm"] > 0
     assert (run.path / "hf" / "model.safetensors").is_file()

@@ -14,14 +14,14 @@ from typing import Any, cast
 
 import pytest
 
-from marin_rl.rollouts.orders import GroupOrder
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
-from marin_rl.rollouts.run_rollouts import Player
-from marin_rl.rollouts.sampling_desk import SamplingDesk
+from marin_rl.rollouts.request_batcher import RequestBatcher
+from marin_rl.rollouts.run_rollouts import RolloutRunner
+from marin_rl.rollouts.scheduler import GroupRequest
 from marin_rl.rollouts.store import read_rollouts
 from marin_rl.runtime import worker_policy
 from marin_rl.runtime.config import TrainConfig
-from marin_rl.runtime.coordinator import Office
+from marin_rl.runtime.coordinator import CoordinatorActor
 from marin_rl.runtime.worker_policy import ReceivedPolicy
 from tests.runtime.inline_executor import InlineExecutor
 from tests.runtime.thread_workers import thread_workers
@@ -30,7 +30,7 @@ from tests.tiny_run import TinyRun, outcome, without_timings
 
 @pytest.fixture(autouse=True)
 def workers_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.runtime.open_crew.ray_workers", thread_workers)
+    monkeypatch.setattr("marin_rl.runtime.open_rollout_source.ray_workers", thread_workers)
     monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
 
 
@@ -58,7 +58,7 @@ def test_without_staleness_one_worker_does_what_the_trainer_does_alone(
         replay__max_staleness=0,
         checkpoint__keep_every=1,
         checkpoint__every=1,
-        workers={"refresh": refresh, "rounds_between_looks": 1},
+        workers={"refresh": refresh, "decode_steps_per_weight_poll": 1},
     )
     assert run.train() == 0
     for record, wanted in zip(run.records(), finished_run.records(), strict=True):
@@ -74,22 +74,24 @@ def test_sigterm_while_workers_hold_their_groups_saves_the_last_finished_step(
 ) -> None:
     run = new_run(mode="async", replay__max_staleness=0, checkpoint__keep_every=1, checkpoint__every=1, num_steps=3)
     over = threading.Event()
-    stream_orders, stop = worker_policy.stream_orders, Office.stop
+    stream_group_requests, stop = worker_policy.stream_group_requests, CoordinatorActor.stop
 
-    def hold_step_3(config: TrainConfig, player: Player, orders: Sequence[GroupOrder], hand_in: Any) -> None:
+    def hold_step_3(
+        config: TrainConfig, runner: RolloutRunner, orders: Sequence[GroupRequest], on_group_done: Any
+    ) -> None:
         if min(order.number.step for order in orders) < 3:
-            stream_orders(config, player, orders, hand_in)
+            stream_group_requests(config, runner, orders, on_group_done)
         else:
             os.kill(os.getpid(), signal.SIGTERM)
             over.wait()
 
-    def stop_holding(office: Office) -> None:
-        stop(office)
+    def stop_holding(coordinator_actor: CoordinatorActor) -> None:
+        stop(coordinator_actor)
         over.set()
 
     with monkeypatch.context() as patched:
-        patched.setattr(worker_policy, "stream_orders", hold_step_3)
-        patched.setattr(Office, "stop", stop_holding)
+        patched.setattr(worker_policy, "stream_group_requests", hold_step_3)
+        patched.setattr(CoordinatorActor, "stop", stop_holding)
         assert run.train("--checkpoint.every", "0") == 0
     assert run.steps() == [0, 2]
     assert run.train() == 0
@@ -156,8 +158,8 @@ def test_with_kept_weights_only_sampler_and_learner_differ_and_not_their_version
     run = new_run(
         mode="async",
         num_steps=4,
-        replay={"max_staleness": 2, "keep_old_weights": True},
-        mismatch={"type": "tis"},
+        replay={"max_staleness": 2, "keep_sampling_weights": True},
+        off_policy_correction={"type": "tis"},
         policy_loss={"type": "ppo_clip"},
         initialize_from=str(finished_run.path),
         warm_start__max_steps=0,
@@ -179,28 +181,32 @@ def test_in_flight_answers_go_on_under_the_weights_that_a_step_has_made(
         mode="async",
         num_steps=3,
         replay__max_staleness=2,
-        workers={"refresh": "in_flight", "rounds_between_looks": 1},
+        workers={"refresh": "in_flight", "decode_steps_per_weight_poll": 1},
         weights={"type": "arrow_flight"},
         warm_start__max_steps=0,
         evaluation={"tasks": 2, "greedy": False, "every": 0},
     )
-    looks = 0
+    weight_poll = 0
     look = ReceivedPolicy._look
 
     def look_when_the_first_step_is_trained(policy: ReceivedPolicy) -> None:
-        # Looks 1 to 3 are those of the first four groups, which step 1 is made of; look 5 comes after the first tokens
-        # of what is played in their places.
-        nonlocal looks
-        looks += 1
-        if looks == 5:
-            office = cast(Any, policy._announced).__self__
-            with office._changed:
-                assert office._changed.wait_for(lambda: office._coordinator.announced.version >= 1, 120)
+        # WeightPoll 1 to 3 are those of the first four groups, which step 1 is made of; look 5 comes after the first
+        # tokens of what is played in their places.
+        nonlocal weight_poll
+        weight_poll += 1
+        if weight_poll == 5:
+            coordinator_actor = cast(Any, policy._announced).__self__
+            with coordinator_actor._changed:
+                assert coordinator_actor._changed.wait_for(
+                    lambda: coordinator_actor._coordinator.announced.version >= 1, 120
+                )
         look(policy)
 
     monkeypatch.setattr(ReceivedPolicy, "_look", look_when_the_first_step_is_trained)
-    monkeypatch.setattr("marin_rl.runtime.newer_weights.ThreadPoolExecutor", InlineExecutor)
-    monkeypatch.setattr("marin_rl.rollouts.run_rollouts.SamplingDesk", functools.partial(SamplingDesk, linger=600.0))
+    monkeypatch.setattr("marin_rl.runtime.weight_prefetcher.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr(
+        "marin_rl.rollouts.run_rollouts.RequestBatcher", functools.partial(RequestBatcher, max_wait=600.0)
+    )
     assert run.train() == 0
     assert {step: len(names) for step, names in trained_groups(run).items()} == {1: 4, 2: 4, 3: 4}
     rows = [
@@ -228,7 +234,7 @@ def test_an_error_in_a_worker_is_not_swallowed(
         evaluation={"tasks": 2, "greedy": False, "every": 0},
     )
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("marin_rl.runtime.worker_policy.stream_orders", lambda *arguments: 1 / 0)
+        patched.setattr("marin_rl.runtime.worker_policy.stream_group_requests", lambda *arguments: 1 / 0)
         assert run.train() == 1
     said = capfd.readouterr().err
     assert "error: a rollout worker ended with an error: worker-0: ZeroDivisionError: division by zero" in said
@@ -238,7 +244,7 @@ def test_an_error_in_a_worker_is_not_swallowed(
 def test_a_trainer_whose_workers_are_silent_gives_up(new_run: Callable[..., TinyRun], capfd) -> None:
     run = new_run(
         mode="async",
-        workers__patience=1.0,
+        workers__no_progress_timeout=1.0,
         weights={"type": "arrow_flight"},
         warm_start__max_steps=0,
         evaluation={"tasks": 2, "greedy": False, "every": 0},
@@ -247,4 +253,4 @@ def test_a_trainer_whose_workers_are_silent_gives_up(new_run: Callable[..., Tiny
         patched.setattr("marin_rl.runtime.rollout_worker._work", lambda *arguments: None)
         assert run.train() == 1
     said = capfd.readouterr().err
-    assert "no group came from any rollout worker in 1 s (workers.patience); 8 are owed (train-1-0, " in said
+    assert "no group came from any rollout worker in 1 s (workers.no_progress_timeout); 8 are owed (train-1-0, " in said

@@ -13,20 +13,20 @@ from marin_rl.environments.composite import CompositeEnvironment
 from marin_rl.environments.mixture import MixtureStream
 from marin_rl.environments.task_stream import task_stream
 from marin_rl.objectives.shaping import OverlongConfig, RewardTruncatedConfig
-from marin_rl.rollouts.draft import LongPrompts
 from marin_rl.rollouts.filters import DropGroupsConfig, ResampleGroupsConfig
-from marin_rl.rollouts.orders import OrderBook
-from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Player
+from marin_rl.rollouts.rollout_builder import LongPrompts
+from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner
+from marin_rl.rollouts.scheduler import RolloutScheduler
 from marin_rl.runtime.collect import Collected, collect_groups, draw_tasks
-from marin_rl.runtime.crew import OwnCrew, StopRequestedError
-from marin_rl.runtime.open_crew import make_pace, make_replay
+from marin_rl.runtime.open_rollout_source import make_replay, make_staleness_limits
 from marin_rl.runtime.progress import Progress
+from marin_rl.runtime.rollout_source import LocalRollouts, StopRequestedError
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.runtime.workers_config import Mode, ReplayConfig
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Message, RolloutStatus, Task
-from tests.runtime.bare_run import END, bare_run, make_config, make_player
+from tests.runtime.bare_run import END, bare_run, make_config, make_runner
 
 
 @dataclasses.dataclass
@@ -70,18 +70,18 @@ def says_a(request: SampleRequest) -> Sequence[int]:
 
 def collect(
     kinds: Sequence[str], steps: int = 1, script=says_a, **changes: Any
-) -> tuple[TrainingRun, Player, list[Collected]]:
+) -> tuple[TrainingRun, RolloutRunner, list[Collected]]:
     """The first steps of a run on tasks of these kinds."""
     run = bare_run(make_config(**changes), Exam(kinds))
-    player = make_player(run, script, run.environment)
-    return run, player, [further(run, player) for _ in range(steps)]
+    runner = make_runner(run, script, run.environment)
+    return run, runner, [further(run, runner) for _ in range(steps)]
 
 
-def further(run: TrainingRun, player: Player) -> Collected:
+def further(run: TrainingRun, runner: RolloutRunner) -> Collected:
     """One step more."""
-    player.sampler.version = run.progress.step
+    runner.sampler.version = run.progress.step
     run.progress.step += 1
-    run.crew = OwnCrew(run.config, player)
+    run.rollout_source = LocalRollouts(run.config, runner)
     return collect_groups(run, run.progress.step, PhaseTimer())
 
 
@@ -231,24 +231,24 @@ RESAMPLE = ResampleGroupsConfig(max_batches=5)
 
 
 def test_resampling_plays_the_next_tasks_for_those_that_are_missing():
-    run, player, [found] = collect(["mixed", "equal"] * 10, filter=RESAMPLE)
+    run, runner, [found] = collect(["mixed", "equal"] * 10, filter=RESAMPLE)
     ordered = [task.answer for task in order(run, 60)]
     # Each round plays as many as are missing, so the step ends right after the task that completed it.
     fourth = [index for index, kind in enumerate(ordered) if kind == "mixed"][3]
     assert kinds(found.groups) == ["mixed"] * 4
     assert run.progress.tasks_drawn == fourth + 1
     assert names(found.groups) == [task.id for task in order(run, fourth + 1) if task.answer == "mixed"]
-    played = list(dict.fromkeys(player.environment.started))
+    played = list(dict.fromkeys(runner.environment.started))
     assert played == [task.id for task in order(run, fourth + 1)]
 
 
 def test_nothing_is_lost_and_nothing_has_the_name_of_another():
-    run, player, found = collect(["mixed", "equal", "equal", "broken", "mixed"] * 3, steps=3, filter=RESAMPLE)
+    run, runner, found = collect(["mixed", "equal", "equal", "broken", "mixed"] * 3, steps=3, filter=RESAMPLE)
     rollouts = [rollout for step in found for group in step.sampled for rollout in group.rollouts]
-    assert len(rollouts) == 4 * run.progress.tasks_drawn == len(player.environment.started)
+    assert len(rollouts) == 4 * run.progress.tasks_drawn == len(runner.environment.started)
     assert len({rollout.id for rollout in rollouts}) == len(rollouts)
     assert len({rollout.group_id for rollout in rollouts}) == run.progress.tasks_drawn
-    seeds = [request.seed for request in player.sampler.requests]
+    seeds = [request.seed for request in runner.sampler.requests]
     assert len(set(seeds)) == len(seeds)
     for step in found:
         assert counts(step)["kept_groups"] == len(step.groups) <= 4
@@ -278,22 +278,22 @@ def test_replacements_may_fail_as_a_whole_but_not_the_first_batch():
     # A good task and seven broken ones: three in the first batch, four in place of those.
     start = next(i for i in range(25) if ordered[i] == "mixed" and ordered[i + 1 : i + 8] == ["broken"] * 7)
     run.progress.task_stream = {"drawn": start}
-    found = further(run, make_player(run, says_a, run.environment))
+    found = further(run, make_runner(run, says_a, run.environment))
     assert counts(found) == {"kept_groups": 1, "dropped_zero_spread": 0, "dropped_ungraded": 7, "replaced": 4}
     run.progress.task_stream = {"drawn": start + 1}
     with pytest.raises(AllRolloutsFailedError, match="all 16 rollouts failed; the first, train-2-0-0"):
-        further(run, make_player(run, says_a, run.environment))
+        further(run, make_runner(run, says_a, run.environment))
 
 
 def test_a_run_that_is_taken_up_again_samples_what_it_would_have_sampled():
     changes = {"filter": RESAMPLE}
     exam = ["mixed", "equal", "equal", "mixed", "equal", "broken", "mixed"] * 2
-    run, player, first = collect(exam, steps=2, **changes)
+    run, runner, first = collect(exam, steps=2, **changes)
     saved = dataclasses.asdict(run.progress)
-    asked = len(player.sampler.requests)
-    third = further(run, player)
+    asked = len(runner.sampler.requests)
+    third = further(run, runner)
     resumed = bare_run(make_config(**changes), Exam(exam), progress=Progress(**saved))
-    again_player = make_player(resumed, says_a, resumed.environment)
+    again_player = make_runner(resumed, says_a, resumed.environment)
     # What an attempt earns here depends on how often its task came before; that memory is this test's, not the run's.
     again_player.environment.started += [
         rollout.task.id for step in first for group in step.sampled for rollout in group.rollouts
@@ -301,31 +301,31 @@ def test_a_run_that_is_taken_up_again_samples_what_it_would_have_sampled():
     again = further(resumed, again_player)
     assert again.groups == third.groups
     assert again.left_out == third.left_out
-    assert again_player.sampler.requests == player.sampler.requests[asked:]
+    assert again_player.sampler.requests == runner.sampler.requests[asked:]
     assert resumed.progress == run.progress
 
 
 def test_a_step_that_is_stopped_while_it_waits_leaves_no_trace():
     exam = ["mixed", "equal", "equal", "mixed", "equal"] * 4
-    run, player, _ = collect(exam, filter=RESAMPLE)
-    player.sampler.version = run.progress.step
+    run, runner, _ = collect(exam, filter=RESAMPLE)
+    runner.sampler.version = run.progress.step
     before = dataclasses.asdict(run.progress), run.orders.state, run.replay.ages(1)
-    started, rounds = len(player.environment.started), len(player.sampler.requests)
+    started, rounds = len(runner.environment.started), len(runner.sampler.requests)
 
     def stop_requested() -> bool:
         # Some groups of the first batch were equal, so a second batch was ordered.
-        return len(player.sampler.requests) > rounds + 16
+        return len(runner.sampler.requests) > rounds + 16
 
     with pytest.raises(StopRequestedError):
         collect_groups(run, 2, PhaseTimer(), stop_requested)
-    assert len(player.environment.started) > started + 16
+    assert len(runner.environment.started) > started + 16
     assert (dataclasses.asdict(run.progress), run.orders.state, run.replay.ages(1)) == before
-    del player.environment.started[started:]
-    asked = len(player.sampler.requests)
-    again = further(run, player)
+    del runner.environment.started[started:]
+    asked = len(runner.sampler.requests)
+    again = further(run, runner)
     whole, other, [_, expected] = collect(exam, steps=2, filter=RESAMPLE)
     assert (again.groups, again.left_out) == (expected.groups, expected.left_out)
-    assert player.sampler.requests[asked:] == other.sampler.requests[rounds:]
+    assert runner.sampler.requests[asked:] == other.sampler.requests[rounds:]
     assert run.progress == whole.progress
 
 
@@ -336,12 +336,12 @@ def ahead(kinds: Sequence[str], steps: Sequence[int]) -> list[Collected]:
     """Steps of a run that may sample one step ahead; everything that is ordered is played at the next wait."""
     config = make_config(mode=Mode.ASYNC, replay=ReplayConfig(max_staleness=1))
     run = bare_run(config, Exam(kinds))
-    run.orders, run.replay = OrderBook(make_pace(config)), make_replay(config)
-    player = make_player(run, says_a, run.environment)
-    run.crew = OwnCrew(config, player)
+    run.orders, run.replay = RolloutScheduler(make_staleness_limits(config)), make_replay(config)
+    runner = make_runner(run, says_a, run.environment)
+    run.rollout_source = LocalRollouts(config, runner)
     found = []
     for step in steps:
-        player.sampler.version = step - 1
+        runner.sampler.version = step - 1
         found.append(collect_groups(run, step, PhaseTimer()))
     return found
 

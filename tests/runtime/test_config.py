@@ -31,13 +31,13 @@ from marin_rl.objectives.advantages import (
 )
 from marin_rl.objectives.aggregation import AggregationConfig
 from marin_rl.objectives.gigpo import GigpoNormalization
-from marin_rl.objectives.importance import MismatchConfig
+from marin_rl.objectives.importance import OffPolicyCorrectionConfig
 from marin_rl.objectives.kl import KlConfig, KlEstimator, LossKlConfig
 from marin_rl.objectives.policy_loss import GspoLossConfig, PolicyLossConfig, RlooSequenceLossConfig
 from marin_rl.objectives.shaping import TruncationConfig
 from marin_rl.rewards.function_component import FunctionRewardConfig
-from marin_rl.rollouts.draft import LongPrompts
 from marin_rl.rollouts.filters import FilterConfig
+from marin_rl.rollouts.rollout_builder import LongPrompts
 from marin_rl.runtime.config import (
     RolloutConfig,
     TrainConfig,
@@ -215,7 +215,7 @@ CHOICES: dict[str, tuple[type, dict[str, dict[str, str]]]] = {
         AggregationConfig,
         {**{name: {} for name in ("token_mean", "sequence_mean", "sequence_sum")}, "constant": {"": "length: 64"}},
     ),
-    "mismatch": (MismatchConfig, {name: {} for name in ("none", "tis", "mask", "icepop")}),
+    "off_policy_correction": (OffPolicyCorrectionConfig, {name: {} for name in ("none", "tis", "mask", "icepop")}),
     "truncation": (TruncationConfig, {name: {} for name in ("keep", "mask", "reward")}),
     "filter": (FilterConfig, {name: {} for name in ("keep", "drop", "resample")}),
 }
@@ -272,7 +272,7 @@ def test_ppo_with_everything_that_belongs_to_it():
         kl="{type: in_reward, beta: 0.05}",
         updates="{epochs: 4, minibatches: 2}",
         overlong="{buffer: 4, factor: 0.5}",
-        mismatch="{type: tis, cap: 3.0}",
+        off_policy_correction="{type: tis, cap: 3.0}",
         rollouts="{prompts_per_step: 4, group_size: 1, max_length: 32}",
     )
     assert made.critic == CriticConfig(shared_trunk=False, coefficient=0.25, clip=None)
@@ -299,9 +299,9 @@ GSPO, RLOO_SEQUENCE = "{type: gspo}", "{type: rloo_sequence}"
             "set advantage: {type: gae}, or critic: null",
         ),
         (
-            {"policy_loss": GSPO, "mismatch": "{type: tis}"},
-            "mismatch 'tis' weighs single tokens, but policy_loss 'gspo' has one ratio per rollout",
-            "use mismatch: {type: mask}",
+            {"policy_loss": GSPO, "off_policy_correction": "{type: tis}"},
+            "off_policy_correction 'tis' weighs single tokens, but policy_loss 'gspo' has one ratio per rollout",
+            "use off_policy_correction: {type: mask}",
         ),
         (
             {"policy_loss": GSPO, "advantage": "{type: gae}", "critic": "{shared_trunk: true}"},
@@ -314,34 +314,34 @@ GSPO, RLOO_SEQUENCE = "{type: gspo}", "{type: rloo_sequence}"
             r"set policy_loss: \{type: ppo_clip\}",
         ),
         (
-            {"policy_loss": GSPO, "mismatch": "{type: icepop}"},
-            "mismatch 'icepop' weighs single tokens, but policy_loss 'gspo' .* cannot leave out some of its tokens",
-            "use mismatch: {type: mask}",
+            {"policy_loss": GSPO, "off_policy_correction": "{type: icepop}"},
+            "'icepop' weighs single tokens, but policy_loss 'gspo' .* cannot leave out some of its tokens",
+            "use off_policy_correction: {type: mask}",
         ),
         (
-            {"policy_loss": RLOO_SEQUENCE, "mismatch": "{type: tis}"},
-            "mismatch 'tis' weighs single tokens, but policy_loss 'rloo_sequence'",
-            "use mismatch: {type: mask}",
+            {"policy_loss": RLOO_SEQUENCE, "off_policy_correction": "{type: tis}"},
+            "off_policy_correction 'tis' weighs single tokens, but policy_loss 'rloo_sequence'",
+            "use off_policy_correction: {type: mask}",
         ),
         (
-            {"policy_loss": RLOO_SEQUENCE, "mismatch": "{type: icepop}"},
-            "mismatch 'icepop' weighs single tokens, but policy_loss 'rloo_sequence'",
-            "use mismatch: {type: mask}",
+            {"policy_loss": RLOO_SEQUENCE, "off_policy_correction": "{type: icepop}"},
+            "off_policy_correction 'icepop' weighs single tokens, but policy_loss 'rloo_sequence'",
+            "use off_policy_correction: {type: mask}",
         ),
         (
-            {"replay": "{keep_old_weights: true}"},
-            r"replay.keep_old_weights is true, but mismatch: \{type: none\} scores nothing with them",
-            r"set mismatch: \{type: tis\}, or keep_old_weights: false",
+            {"replay": "{keep_sampling_weights: true}"},
+            r"replay.keep_sampling_weights is true, but off_policy_correction: \{type: none\} scores nothing with them",
+            r"set off_policy_correction: \{type: tis\}, or keep_sampling_weights: false",
         ),
         (
             {
-                "replay": "{keep_old_weights: true}",
-                "mismatch": "{type: tis}",
+                "replay": "{keep_sampling_weights: true}",
+                "off_policy_correction": "{type: tis}",
                 "policy_loss": "{type: ppo_clip}",
                 "workers": "{refresh: in_flight}",
             },
-            "replay.keep_old_weights is true and workers.refresh in_flight, but an answer that several weights ",
-            "set workers.refresh: between_groups, or keep_old_weights: false",
+            "replay.keep_sampling_weights is true and workers.refresh in_flight, but an answer that several weights ",
+            "set workers.refresh: between_groups, or keep_sampling_weights: false",
         ),
         (
             {"updates": "{epochs: 2}"},
@@ -430,9 +430,13 @@ def test_a_section_of_the_sampler_that_lacks_something_says_what():
 @pytest.mark.parametrize(
     "sections",
     [
-        {"policy_loss": GSPO, "mismatch": "{type: mask}"},
-        {"policy_loss": RLOO_SEQUENCE, "mismatch": "{type: mask}", "updates": "{epochs: 2, minibatches: 4}"},
-        {"policy_loss": "{type: cispo}", "mismatch": "{type: icepop}", "updates": "{minibatches: 32}"},
+        {"policy_loss": GSPO, "off_policy_correction": "{type: mask}"},
+        {
+            "policy_loss": RLOO_SEQUENCE,
+            "off_policy_correction": "{type: mask}",
+            "updates": "{epochs: 2, minibatches: 4}",
+        },
+        {"policy_loss": "{type: cispo}", "off_policy_correction": "{type: icepop}", "updates": "{minibatches: 32}"},
         {"policy_loss": "{type: importance}", "updates": "{epochs: 2}", "filter": "{type: drop}"},
         {**GAE, "rollouts": "{group_size: 1, max_length: 32}", "policy_loss": "{type: ppo_clip}"},
         {"sampling": "{top_p: 1.0, top_k: null}"},
@@ -521,7 +525,7 @@ def test_the_trained_model_differs_in_its_attention_blocks_alone():
 def test_the_layout_of_a_pass():
     trainer = dataclasses.replace(default_trainer(), train_batch_size=6)
     layout = config().row_layout(trainer)
-    assert layout == RowLayout(row_length=128, rows_per_pass=6, packed=True, whole_rollouts=False)
+    assert layout == RowLayout(row_length=128, rows_per_microbatch=6, packed=True, whole_rollouts=False)
     for loss in (GspoLossConfig(), RlooSequenceLossConfig()):
         assert config(policy_loss=loss).row_layout(trainer).whole_rollouts
 

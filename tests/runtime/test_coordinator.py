@@ -5,8 +5,8 @@
 
 import pytest
 
-from marin_rl.rollouts.orders import GroupOrder, OrderNumber
-from marin_rl.runtime.coordinator import Coordinator, Work
+from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
+from marin_rl.runtime.coordinator import Assignment, Coordinator
 from marin_rl.types import Task
 
 
@@ -20,11 +20,13 @@ class Clock:
         return self.now
 
 
-def order(step: int, index: int, min_version: int = 0) -> GroupOrder:
-    return GroupOrder(OrderNumber(step, index), Task("t", "sums", ({"role": "user", "content": ""},), ""), min_version)
+def order(step: int, index: int, min_version: int = 0) -> GroupRequest:
+    return GroupRequest(
+        RequestNumber(step, index), Task("t", "sums", ({"role": "user", "content": ""},), ""), min_version
+    )
 
 
-def numbers(work: Work | None) -> list[tuple[int, int]]:
+def numbers(work: Assignment | None) -> list[tuple[int, int]]:
     assert work is not None
     return [tuple(one.number) for one in work.orders]
 
@@ -55,9 +57,9 @@ def test_time_is_counted_while_there_is_something_to_play(coordinator: Coordinat
     coordinator.next_work("a", "a1", 0, 2)
     clock.now = 3.0
     assert coordinator.take().seconds == {"present": 6.0, "busy": 2.0}
-    coordinator.finish("a", "a1", OrderNumber(1, 0), "")
+    coordinator.finish("a", "a1", RequestNumber(1, 0), "")
     clock.now = 4.0
-    coordinator.finish("a", "a1", OrderNumber(1, 1), "")
+    coordinator.finish("a", "a1", RequestNumber(1, 1), "")
     clock.now = 5.0
     assert coordinator.take().seconds == {"present": 10.0, "busy": 3.0}
     coordinator.leave("b", "b1")
@@ -93,12 +95,12 @@ def test_workers_hear_of_weights_and_of_the_end(coordinator: Coordinator) -> Non
 
 def test_a_group_is_delivered_until_it_is_acknowledged(coordinator: Coordinator) -> None:
     coordinator.next_work("a", "a1", 0, 2)
-    assert coordinator.finish("a", "a1", OrderNumber(1, 1), "later")
-    assert coordinator.finish("a", "a1", OrderNumber(1, 0), "earlier")
+    assert coordinator.finish("a", "a1", RequestNumber(1, 1), "later")
+    assert coordinator.finish("a", "a1", RequestNumber(1, 0), "earlier")
     for _ in range(2):
         assert coordinator.take().groups == [((1, 0), "earlier"), ((1, 1), "later")]
-    assert coordinator.take([OrderNumber(1, 0)]).groups == [((1, 1), "later")]
-    assert coordinator.take([OrderNumber(1, 1)]).groups == []
+    assert coordinator.take([RequestNumber(1, 0)]).groups == [((1, 1), "later")]
+    assert coordinator.take([RequestNumber(1, 1)]).groups == []
 
 
 def test_what_a_silent_worker_had_goes_to_others_and_the_first_answer_counts(
@@ -111,8 +113,8 @@ def test_what_a_silent_worker_had_goes_to_others_and_the_first_answer_counts(
     assert numbers(coordinator.next_work("b", "b1", 0, 1)) == [(1, 0)]
     assert coordinator.counts == {"joined": 2, "lost": 1, "handed_again": 2, "late_groups": 0}
     # The lost one was only paused: its answer is as good as any, and b's comes too late.
-    assert coordinator.finish("a", "a1", OrderNumber(1, 0), "from a")
-    assert not coordinator.finish("b", "b1", OrderNumber(1, 0), "from b")
+    assert coordinator.finish("a", "a1", RequestNumber(1, 0), "from a")
+    assert not coordinator.finish("b", "b1", RequestNumber(1, 0), "from b")
     assert coordinator.take().groups == [((1, 0), "from a")]
     assert coordinator.counts["late_groups"] == 1
     # It joins anew before it is given anything.
@@ -140,13 +142,13 @@ def test_a_call_to_join_that_comes_again_is_the_same_one(coordinator: Coordinato
 
 def test_what_never_reached_a_worker_goes_to_others_and_what_it_plays_stays_with_it(coordinator: Coordinator) -> None:
     coordinator.next_work("a", "a1", 0, 2)
-    coordinator.plays("a", "a1", [OrderNumber(1, 0)])
+    coordinator.plays("a", "a1", [RequestNumber(1, 0)])
     assert numbers(coordinator.next_work("b", "b1", 1, 1)) == [(1, 1)]
     # It was taken from a by a question that came late, and a plays it all the same.
     coordinator.plays("a", "a1", [])
-    coordinator.plays("a", "a1", [OrderNumber(1, 0)])
+    coordinator.plays("a", "a1", [RequestNumber(1, 0)])
     # What another one plays by now stays where it is; what is not owed any more is nobody's.
-    coordinator.plays("a", "a1", [OrderNumber(1, 0), OrderNumber(1, 1), OrderNumber(0, 7)])
+    coordinator.plays("a", "a1", [RequestNumber(1, 0), RequestNumber(1, 1), RequestNumber(0, 7)])
     coordinator.plays("a", "another life", [])
     assert numbers(coordinator.next_work("b", "b1", 1, 5)) == [(2, 0), (2, 1)]
     coordinator.leave("b", "b1")
@@ -166,7 +168,7 @@ def test_a_worker_that_leaves_keeps_nothing(coordinator: Coordinator) -> None:
 
 def test_an_order_that_is_submitted_again_is_not_played_again(coordinator: Coordinator) -> None:
     coordinator.next_work("a", "a1", 0, 1)
-    coordinator.finish("a", "a1", OrderNumber(1, 0), "text")
+    coordinator.finish("a", "a1", RequestNumber(1, 0), "text")
     coordinator.submit([order(1, 0), order(1, 1)])
     assert numbers(coordinator.next_work("b", "b1", 0, 5)) == [(1, 1)]
 
@@ -179,5 +181,5 @@ def test_the_trainer_hears_of_an_error(coordinator: Coordinator) -> None:
 
 def test_workers_are_listed_with_what_they_played(coordinator: Coordinator) -> None:
     coordinator.next_work("a", "a1", 0, 2)
-    coordinator.finish("a", "a1", OrderNumber(1, 1), "text")
+    coordinator.finish("a", "a1", RequestNumber(1, 1), "text")
     assert coordinator.take().workers == {"a": 1, "b": 0}

@@ -10,8 +10,8 @@ import pytest
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.environments.base import Episode, Split, Step
 from marin_rl.learner.scoring import Scores
-from marin_rl.rollouts.draft import Limits, LongPrompts
-from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, Player
+from marin_rl.rollouts.rollout_builder import Limits, LongPrompts
+from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner
 from marin_rl.runtime.evaluation import EvaluationConfig, describe_accuracy, evaluate, first_of_each, reference_loss
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.scripted import ScriptedSampler
@@ -63,18 +63,18 @@ def prompt(request: SampleRequest) -> str:
     return TOKENIZER.decode_reply(request.prompt_tokens[1:-2])
 
 
-def player(script, environment: Exam | None = None) -> Player:
+def runner(script, environment: Exam | None = None) -> RolloutRunner:
     sampler = ScriptedSampler(lambda request: (*script(request).encode(), END), stop_token_ids=[END])
-    return Player(environment or Exam(), TOKENIZER, sampler, Limits(32, 4, 1))
+    return RolloutRunner(environment or Exam(), TOKENIZER, sampler, Limits(32, 4, 1))
 
 
-def measure(made: Player, split: Split = Split.HELD_OUT, seed: int = 0, **config) -> dict[str, float]:
+def measure(made: RolloutRunner, split: Split = Split.HELD_OUT, seed: int = 0, **config) -> dict[str, float]:
     return evaluate(made, EvaluationConfig(**config), temperature=0.8, seed=seed, split=split)
 
 
 def test_every_environment_is_measured_on_as_many_tasks():
-    measured = measure(player(lambda request: "1"), tasks=1) | measure(
-        player(lambda request: "1", Exam(sources=("b", "a"))), tasks=1
+    measured = measure(runner(lambda request: "1"), tasks=1) | measure(
+        runner(lambda request: "1", Exam(sources=("b", "a"))), tasks=1
     )
     assert {name: value for name, value in measured.items() if name.endswith("/tasks")} == {
         "eval/exam/tasks": 1.0,
@@ -82,7 +82,9 @@ def test_every_environment_is_measured_on_as_many_tasks():
         "eval/b/tasks": 1.0,
     }
     tasks = Exam(sources=("b", "a")).tasks(Split.HELD_OUT)
-    anyone = Player(Exam(), TOKENIZER, ScriptedSampler(lambda request: (END,), stop_token_ids=[END]), Limits(16, 4, 1))
+    anyone = RolloutRunner(
+        Exam(), TOKENIZER, ScriptedSampler(lambda request: (END,), stop_token_ids=[END]), Limits(16, 4, 1)
+    )
     assert first_of_each(tasks, 1, anyone) == [tasks[0], tasks[1]]
     assert first_of_each(tasks, 9, anyone) == tasks
 
@@ -91,14 +93,14 @@ def test_tasks_with_long_prompts_are_skipped_and_the_next_take_their_places(capl
     # The template adds three tokens to each content.
     tasks = [Task(text, "exam", (message(text),), "1") for text in ("aaaaa", "b", "cccccc", "dd", "e")]
     limits = Limits(16, 4, 1, max_prompt_length=5, long_prompts=LongPrompts.SKIP)
-    skipping = Player(Exam(), TOKENIZER, ScriptedSampler(lambda request: (END,), stop_token_ids=[END]), limits)
+    skipping = RolloutRunner(Exam(), TOKENIZER, ScriptedSampler(lambda request: (END,), stop_token_ids=[END]), limits)
     assert [task.id for task in first_of_each(tasks, 2, skipping)] == ["b", "dd"]
     assert "skipping task aaaaa of environment exam: its prompt has 8 tokens, more than 5" in caplog.text
     assert "task e " not in caplog.text
 
 
 def test_accuracy_sampled_and_greedy():
-    made = player(lambda request: "1" if request.temperature == 0 or prompt(request) == "h2" else "0")
+    made = runner(lambda request: "1" if request.temperature == 0 or prompt(request) == "h2" else "0")
     assert measure(made) == {
         "eval/exam/tasks": 4.0,
         "eval/exam/accuracy_sampled": 0.25,
@@ -110,7 +112,7 @@ def test_accuracy_sampled_and_greedy():
 
 def test_whoever_wants_the_rollouts_gets_all_of_them():
     kept: list[RolloutGroup] = []
-    made = player(lambda request: "1")
+    made = runner(lambda request: "1")
     evaluate(made, EvaluationConfig(samples=2), temperature=0.8, seed=0, keep=kept.extend)
     assert [len(group.rollouts) for group in kept] == [2] * 4 + [1] * 4
     assert len({rollout.id for group in kept for rollout in group.rollouts}) == 12
@@ -124,7 +126,7 @@ def test_pass_at_k_is_unbiased():
         seen.append(prompt(request))
         return "1" if seen.count("h0") == 1 and seen[-1] == "h0" else "0"
 
-    found = measure(player(script), samples=3, pass_at=(1, 2, 3), greedy=False)
+    found = measure(runner(script), samples=3, pass_at=(1, 2, 3), greedy=False)
     assert found["eval/exam/accuracy_sampled"] == pytest.approx(1 / 12)
     # 1 - C(2, k) / C(3, k) for one task of four.
     expected = {1: 1 / 3 / 4, 2: 2 / 3 / 4, 3: 1 / 4}
@@ -133,14 +135,14 @@ def test_pass_at_k_is_unbiased():
 
 
 def test_a_rollout_that_fails_is_wrong():
-    made = player(lambda request: {"h0": "x", "h1": "1"}.get(prompt(request), "0"))
+    made = runner(lambda request: {"h0": "x", "h1": "1"}.get(prompt(request), "0"))
     assert measure(made, greedy=False)["eval/exam/accuracy_sampled"] == 0.25
     with pytest.raises(AllRolloutsFailedError, match="evaluate-held_out-sampled-0-0"):
-        measure(player(lambda request: "x"))
+        measure(runner(lambda request: "x"))
 
 
 def test_every_environment_is_measured_on_its_own():
-    made = player(lambda request: "1" if prompt(request) in ("h0", "h1", "h2") else "0", Exam(("sums", "words")))
+    made = runner(lambda request: "1" if prompt(request) in ("h0", "h1", "h2") else "0", Exam(("sums", "words")))
     found = measure(made)
     assert found["eval/sums/accuracy_sampled"] == found["eval/sums/accuracy_greedy"] == 1.0
     assert found["eval/words/accuracy_sampled"] == found["eval/words/pass@1"] == 0.5
@@ -149,7 +151,7 @@ def test_every_environment_is_measured_on_its_own():
 
 def test_the_first_tasks_of_the_split_are_measured():
     for split, letter in ((Split.HELD_OUT, "h"), (Split.VALIDATION, "v")):
-        made = player(lambda request: "0")
+        made = runner(lambda request: "0")
         assert measure(made, split, tasks=3, greedy=False)["eval/exam/tasks"] == 3.0
         assert [prompt(request) for request in made.sampler.requests] == [f"{letter}{index}" for index in range(3)]
 
@@ -157,7 +159,7 @@ def test_the_first_tasks_of_the_split_are_measured():
 def test_two_evaluations_ask_for_the_same_and_seeds_differ():
     asked = []
     for seed in (0, 0, 1):
-        made = player(lambda request: "0")
+        made = runner(lambda request: "0")
         measure(made, seed=seed, samples=2)
         asked.append(made.sampler.requests)
     assert asked[0] == asked[1]
@@ -168,7 +170,7 @@ def test_two_evaluations_ask_for_the_same_and_seeds_differ():
 
 def test_a_split_without_tasks_is_an_error_that_says_what_to_set():
     with pytest.raises(ValueError, match=r"environment 'exam' has no train tasks to evaluate on"):
-        measure(player(lambda request: "0"), Split.TRAIN)
+        measure(runner(lambda request: "0"), Split.TRAIN)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +192,7 @@ def test_without_tasks_nothing_is_evaluated():
     never = EvaluationConfig(every=1, tasks=0)
     assert not any(never.is_due(step, 3) for step in range(1, 4))
     with pytest.raises(ValueError, match=r"evaluation\.tasks is 0, so that nothing is evaluated; say how many"):
-        measure(player(lambda request: "1"), tasks=0)
+        measure(runner(lambda request: "1"), tasks=0)
 
 
 def test_accuracy_in_words():
@@ -211,7 +213,7 @@ def scored_tokens(template: str, tasks: Sequence[Task]) -> tuple[dict[str, float
             for rollout in rollouts
         ]
 
-    made = dataclasses.replace(player(lambda request: "1"), tokenizer=ChatTokenizer(tokenizer))
+    made = dataclasses.replace(runner(lambda request: "1"), tokenizer=ChatTokenizer(tokenizer))
     return reference_loss(made, tasks, score), asked
 
 

@@ -122,7 +122,7 @@ def test_all_workers_killed_at_work_lose_what_they_judged_and_nothing_else(
         os.close(descriptor)
     assert len(killer.killed) == WORKERS == len(hit)
 
-    lost = {"rewards/patient/lost_worker": 5.0, "rollouts/failed": 5.0, "filter/dropped_ungraded": 1}
+    lost = {"rewards/patient/failed_worker": 5.0, "rollouts/failed": 5.0, "filter/dropped_ungraded": 1}
     assert_trained(run, [lost, {}])
     found, ids = rows_of(run, 1), {row["id"] for row in hit}
     assert {id for id, row in found.items() if row["status"] == "failed"} == ids

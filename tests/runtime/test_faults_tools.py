@@ -210,7 +210,7 @@ def test_a_sandbox_that_loses_a_worker_under_a_tool_costs_one_rollout(
     assert_trained(run, [{"rollouts/failed": 1.0}, {}])
     found = rows_of(run, 1)
     [lost] = [row for row in found.values() if row["status"] == "failed"]
-    assert lost["error"].startswith("CallLostError: worker: the worker died")
+    assert lost["error"].startswith("RewardCallError: worker: the worker died")
     assert lost["not_trained"] == "failed"
     assert sum(measured(row, "tool_errors") for row in found.values()) == 0
     assert_nothing_else_is_lost(found, rows_of(undisturbed, 1), [lost["id"]])

@@ -21,8 +21,8 @@ from marin_rl.objectives.policy_loss import PpoClipLossConfig, ReinforceLossConf
 from marin_rl.rewards.component import RewardScope
 from marin_rl.rewards.functions import EvaluateResult, RewardRequest, StepOutput
 from marin_rl.rewards.pipeline import RewardPipeline
-from marin_rl.rollouts.draft import Draft
-from marin_rl.rollouts.judging import NoJudges
+from marin_rl.rollouts.reward_functions import NoRewardScorer
+from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.rollouts.run_rollouts import run_groups
 from marin_rl.runtime.config import RolloutConfig, TrainConfig
 from marin_rl.runtime.config_decoding import ConfigError, decode
@@ -32,7 +32,7 @@ from marin_rl.runtime.training_batch import build_batch
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer
-from tests.runtime.bare_run import ASSISTANT, END, MODEL, bare_run, make_config, make_player
+from tests.runtime.bare_run import ASSISTANT, END, MODEL, bare_run, make_config, make_runner
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
 
@@ -62,13 +62,13 @@ class CallsWell:
         pass
 
 
-class Judged(NoJudges):
+class Judged(NoRewardScorer):
     """Has the component judge each rollout, without a sandbox."""
 
     pipeline = RewardPipeline([CallsWell()])
 
-    async def judge_one(self, draft: Draft) -> None:
-        draft.judged(await self.pipeline.judge_one(draft.reward_request()))
+    async def score_rollout(self, builder: RolloutBuilder) -> None:
+        builder.judged(await self.pipeline.score_rollout(builder.reward_request()))
 
 
 def says(request: SampleRequest) -> Sequence[int]:
@@ -90,13 +90,13 @@ def play(file: Path, advantage: AdvantageConfig, **logged: Any) -> tuple[list[st
     questions = ArithmeticConfig(size=50)
     environment = ToolUseConfig(questions=questions, describe=ToolDescription.NONE).build()
     run = bare_run(config, environment, values=lambda made: np.full(made.input_ids.shape, 0.5))
-    player = dataclasses.replace(make_player(run, says, environment), judges=Judged())
+    runner = dataclasses.replace(make_runner(run, says, environment), reward_functions=Judged())
     with log_to(file, config.log_level.number, module_levels(config.logging)):
         [group] = run_groups(
-            player, environment.tasks(Split.TRAIN)[:1], group_size=2, temperature=1.0, seed_parts=(0, "train", 1)
+            runner, environment.tasks(Split.TRAIN)[:1], group_size=2, temperature=1.0, seed_parts=(0, "train", 1)
         )
         build_batch(run, [group], PhaseTimer())
-    player.loop.close()
+    runner.loop.close()
     lines = [line.split(": ", 1)[1] for line in file.read_text(encoding="utf-8").splitlines()]
     return lines, [turn.anchor_state for rollout in group.rollouts for turn in rollout.turns]
 
@@ -160,9 +160,11 @@ def test_one_module_may_be_at_debug(tmp_path: Path):
 def test_levels_come_from_the_config():
     base = {"environment": {"type": "arithmetic"}, "run_dir": "r", "initialize_from": "m"}
     assert (decode(TrainConfig, base).log_level, decode(TrainConfig, base).logging) == (LogLevel.INFO, {})
-    config = decode(TrainConfig, {**base, "log_level": "DEBUG", "logging": {"marin_rl.rollouts.draft": "warning"}})
+    config = decode(
+        TrainConfig, {**base, "log_level": "DEBUG", "logging": {"marin_rl.rollouts.rollout_builder": "warning"}}
+    )
     assert config.log_level is LogLevel.DEBUG
-    assert module_levels(config.logging) == {"marin_rl.rollouts.draft": logging.WARNING}
+    assert module_levels(config.logging) == {"marin_rl.rollouts.rollout_builder": logging.WARNING}
 
 
 @pytest.mark.parametrize(

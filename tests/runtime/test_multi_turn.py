@@ -31,7 +31,7 @@ from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Message, Rollout, RolloutGroup, Task
-from tests.runtime.bare_run import END, TOKENIZER, USER, bare_run, make_config, make_player
+from tests.runtime.bare_run import END, TOKENIZER, USER, bare_run, make_config, make_runner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +90,9 @@ def play(
 ) -> tuple[TrainingRun, RolloutGroup, TrainingBatch]:
     """One group, an attempt for each path, and the batch that it makes."""
     run = bare_run(make_config(rollouts=ROLLOUTS, **changes), Maze(paths), tokenizer=tokenizer, rows=rows)
-    player = make_player(run, answer, run.environment, tokenizer=tokenizer)
+    runner = make_runner(run, answer, run.environment, tokenizer=tokenizer)
     [group] = run_groups(
-        player, run.environment.tasks(Split.TRAIN), group_size=len(paths), temperature=1.0, seed_parts=(0, "train", 1)
+        runner, run.environment.tasks(Split.TRAIN), group_size=len(paths), temperature=1.0, seed_parts=(0, "train", 1)
     )
     return run, group, build_batch(run, [group], PhaseTimer())
 
@@ -136,8 +136,8 @@ def test_episodes_of_1_2_6_and_3_turns_are_one_group(tokenizer: ChatTokenizer):
     assert [processed.input_ids.shape[0] for processed in batch.rollouts] == sequence_counts(tokenizer)
     assert [processed.num_loss_tokens for processed in batch.rollouts] == list(TOKENS)
     # One advantage per rollout, the same on the tokens of all its turns.
-    for credit, advantage, tokens in zip(batch.credits, ADVANTAGES, TOKENS, strict=True):
-        np.testing.assert_allclose(credit.advantages, [advantage] * tokens, rtol=1e-12)
+    for token_advantages, advantage, tokens in zip(batch.token_advantages_list, ADVANTAGES, TOKENS, strict=True):
+        np.testing.assert_allclose(token_advantages.advantages, [advantage] * tokens, rtol=1e-12)
 
 
 def test_what_was_observed_never_carries_loss(tokenizer: ChatTokenizer):
@@ -154,9 +154,9 @@ def test_log_probs_sum_over_the_tokens_of_all_turns(tokenizer: ChatTokenizer):
     [packed] = minibatches(run, batch, 1)
     rng = np.random.default_rng(0)
     shape = (run.trainer.train_batch_size, 64)
-    learner = [-rng.random(shape).astype(np.float32) for _ in packed.passes]
+    learner = [-rng.random(shape).astype(np.float32) for _ in packed.microbatches]
     loss = 0.0
-    for part, logprobs in zip(packed.passes, learner, strict=True):
+    for part, logprobs in zip(packed.microbatches, learner, strict=True):
         terms = ReinforceLossConfig().per_token(
             jnp.asarray(logprobs),
             part.policy_logprobs.array,
@@ -177,9 +177,9 @@ def test_a_ratio_of_a_rollout_is_over_all_its_turns(config, mean: bool, tokenize
     run, _, batch = play(EPISODES, tokenizer=tokenizer, policy_loss=config)
     [packed] = minibatches(run, batch, 1)
     change = [np.random.default_rng(index).normal(0, 0.05, (4, 64)).astype(np.float32) for index in range(9)]
-    change = change[: len(packed.passes)]
+    change = change[: len(packed.microbatches)]
     found = []
-    for part, moved in zip(packed.passes, change, strict=True):
+    for part, moved in zip(packed.microbatches, change, strict=True):
         policy = part.policy_logprobs.array
         sequences = Sequences(part.loss_mask.array, part.rollout_ids.array)
         # An advantage of -1 makes the term the ratio itself.
@@ -195,7 +195,7 @@ def test_a_rollout_of_several_sequences_counts_once():
     run, _, batch = play(EPISODES, tokenizer=rewriting_tokenizer(), rows=2)
     [packed] = minibatches(run, batch, 1)
     assert [len(slots) for slots in packed.slots] == list(TURNS)
-    weights = packed.unpack([np.asarray(part.loss_weights.array) for part in packed.passes])
+    weights = packed.unpack([np.asarray(part.loss_weights.array) for part in packed.microbatches])
     # sequence_sum: one fourth, for four rollouts of twelve sequences.
     for array, made in zip(weights, batch.rollouts, strict=True):
         assert np.unique(array[made.loss_mask]).tolist() == [0.25]
@@ -204,8 +204,8 @@ def test_a_rollout_of_several_sequences_counts_once():
 def test_sequences_of_a_rollout_lie_in_one_pass_where_its_ratio_is_taken():
     run, _, batch = play(EPISODES, tokenizer=rewriting_tokenizer(), rows=2, policy_loss=GspoLossConfig())
     [packed] = minibatches(run, batch, 1)
-    assert len(packed.passes) > 1
-    assert all(len({slot.pass_index for slot in slots}) == 1 for slots in packed.slots)
+    assert len(packed.microbatches) > 1
+    assert all(len({slot.microbatch_index for slot in slots}) == 1 for slots in packed.slots)
 
 
 # GiGPO.
@@ -227,9 +227,9 @@ STEPS = ((0.285, 0.475, 0.0), (-0.6175, -0.475, 0.0), (0.3325, 0.0))
 def by_turn(batch: TrainingBatch, group: RolloutGroup) -> list[list[float]]:
     """The advantage of each turn, after a look at all of its tokens."""
     found = []
-    for rollout, credit in zip(group.rollouts, batch.credits, strict=True):
+    for rollout, token_advantages in zip(group.rollouts, batch.token_advantages_list, strict=True):
         lengths = [len(turn.generation.token_ids) for turn in rollout.turns]
-        parts = np.split(credit.advantages, np.cumsum(lengths)[:-1])
+        parts = np.split(token_advantages.advantages, np.cumsum(lengths)[:-1])
         assert all(np.unique(part).size == 1 for part in parts)
         found.append([float(part[0]) for part in parts])
     return found
@@ -352,7 +352,7 @@ def test_gae_earns_rewards_of_turns_where_they_end_across_observations():
     row = np.sin(np.arange(64.0)).astype(np.float32)
     run = bare_run(config, Maze(paths), values=lambda made: np.broadcast_to(row, made.input_ids.shape), rows=4)
     [group] = run_groups(
-        make_player(run, answer, run.environment),
+        make_runner(run, answer, run.environment),
         run.environment.tasks(Split.TRAIN),
         group_size=len(paths),
         temperature=1.0,
@@ -361,10 +361,10 @@ def test_gae_earns_rewards_of_turns_where_they_end_across_observations():
     # A reward function's score that no turn earned, such as one of length.
     rollouts = [dataclasses.replace(one, rewards={**one.rewards, "short": 0.75}) for one in group.rollouts]
     batch = build_batch(run, [RolloutGroup(group.id, rollouts)], PhaseTimer())
-    for rollout, processed, credit in zip(rollouts, batch.rollouts, batch.credits, strict=True):
+    for rollout, processed, token_advantages in zip(rollouts, batch.rollouts, batch.token_advantages_list, strict=True):
         expected = np.array(gae_by_position(rollout, row.astype(np.float64), 0.9, 0.8))
-        np.testing.assert_allclose(credit.advantages, expected, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(token_advantages.advantages, expected, rtol=1e-12, atol=1e-12)
         values = processed.values[processed.loss_mask].astype(np.float64)
-        np.testing.assert_allclose(credit.value_targets, expected + values, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(token_advantages.value_targets, expected + values, rtol=1e-12, atol=1e-12)
         stored = as_row(rollout, 1, "training", batch.signals[rollout.id], lambda token: b"x")
         assert [value for turn in stored["turns"] for value in turn["values"]] == values.tolist()

@@ -17,13 +17,13 @@ from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives.advantages import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
-from marin_rl.rollouts.orders import OrderNumber
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
-from marin_rl.runtime import open_run, player
-from marin_rl.runtime.crew import OwnCrew
+from marin_rl.rollouts.scheduler import RequestNumber
+from marin_rl.runtime import open_run, rollout_runner
 from marin_rl.runtime.evaluation import EvaluationConfig
 from marin_rl.runtime.open_run import forget_older, make_loss
 from marin_rl.runtime.progress import Progress
+from marin_rl.runtime.rollout_source import LocalRollouts
 from marin_rl.runtime.starting_weights import restore_policy
 from marin_rl.runtime.warm_start import WarmStartConfig
 from marin_rl.runtime.workers_config import Mode
@@ -72,7 +72,7 @@ def test_what_was_sampled_with_weights_that_are_gone_is_sampled_anew_where_they_
                     rollout, task=task, turns=(dataclasses.replace(rollout.turns[0], generation=sampled),)
                 )
             )
-        run.replay.add(OrderNumber(4, index), RolloutGroup(group.id, rollouts))
+        run.replay.add(RequestNumber(4, index), RolloutGroup(group.id, rollouts))
     said: list[str] = []
     forget_older(run, said.append)
     assert said == [
@@ -139,12 +139,14 @@ def test_a_trainer_starts_reward_functions_only_if_it_plays_episodes_itself(
 ) -> None:
     calls: list[object] = []
 
-    def open_judges(*arguments: Any) -> Any:
+    def open_reward_functions(*arguments: Any) -> Any:
         calls.append(arguments)
-        return player.open_judges(*arguments)
+        return rollout_runner.open_reward_functions(*arguments)
 
-    monkeypatch.setattr(open_run, "open_judges", open_judges)
-    monkeypatch.setattr(open_run, "open_crew", lambda config, player, progress, opened: OwnCrew(config, player))
+    monkeypatch.setattr(open_run, "open_reward_functions", open_reward_functions)
+    monkeypatch.setattr(
+        open_run, "open_rollout_source", lambda config, runner, progress, opened: LocalRollouts(config, runner)
+    )
     run = reopen(
         finished_run,
         mode=Mode.ASYNC,

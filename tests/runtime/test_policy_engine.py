@@ -12,7 +12,7 @@ import pytest
 
 from marin_rl.environments.user_file import UserFileError
 from marin_rl.runtime.open_run import open_run
-from marin_rl.runtime.policy_engine import OutsideEngine, PolicyEngine, open_trainer_engine
+from marin_rl.runtime.policy_engine import OpenAIEngine, PolicyEngine, open_trainer_engine
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.starting_weights import resolve_model
 from marin_rl.runtime.training_run import TrainingRun
@@ -115,7 +115,7 @@ def test_a_worker_that_has_a_server_sample_changes_nothing_either(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Without staleness; the trainer measures with an engine of its own."""
-    monkeypatch.setattr("marin_rl.runtime.open_crew.ray_workers", thread_workers)
+    monkeypatch.setattr("marin_rl.runtime.open_rollout_source.ray_workers", thread_workers)
     start = {"initialize_from": str(config_of(pair.own).initialize_from), **SHORT}
     weights = tmp_path / "weights"
     run = make_run(tmp_path, mode="async", replay__max_staleness=0, **start, sampler=served_by(pair.server, weights))
@@ -135,7 +135,7 @@ def test_a_worker_that_has_a_server_sample_changes_nothing_either(
 def test_an_engine_that_does_not_reload_ends_an_asynchronous_run_and_is_named(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("marin_rl.runtime.open_crew.ray_workers", thread_workers)
+    monkeypatch.setattr("marin_rl.runtime.open_rollout_source.ray_workers", thread_workers)
 
     def broken() -> Any:
         raise RuntimeError("no room for the weights")
@@ -187,7 +187,7 @@ def test_nobody_samples_where_training_runs_in_several_processes(opened: Trainin
 
 
 def test_generations_are_those_of_the_engine_of_ones_own(opened: TrainingRun):
-    assert isinstance(opened.sampler, OutsideEngine)
+    assert isinstance(opened.sampler, OpenAIEngine)
     own = PolicySampler(opened.config, opened.state.model, opened.tokenizer, opened.trainer, 3)
     assert sampled(opened.sampler) == sampled(own)
     assert opened.sampler.batch_size == own.batch_size

@@ -16,13 +16,20 @@ from ray.exceptions import RayActorError
 
 from marin_rl.runtime import ray_workers
 from marin_rl.runtime.config_parsing import to_yaml
-from marin_rl.runtime.coordinator import Delivery, Office
-from marin_rl.runtime.ray_workers import NoClusterError, RayDesk, RayLostError, check_node, find_cluster, join_cluster
+from marin_rl.runtime.coordinator import CoordinatorActor, TrainerUpdate
+from marin_rl.runtime.ray_workers import (
+    CoordinatorClient,
+    NoClusterError,
+    RayLostError,
+    check_node,
+    find_cluster,
+    join_cluster,
+)
 from marin_rl.runtime.workers_config import Mode, WorkersConfig
 from tests.free_port import free_port
 from tests.runtime.bare_run import make_config
 
-NOTHING = Delivery("one", [], None, {}, {}, {})
+NOTHING = TrainerUpdate("one", [], None, {}, {}, {})
 
 
 class Coordinator(ActorHandle):
@@ -66,14 +73,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 def test_a_coordinator_that_comes_back_is_asked_again(cluster: Cluster) -> None:
     cluster.answers = [RayActorError(), RayActorError(), NOTHING]
-    assert RayDesk(Coordinator(), 60.0).take([], 1.0) == NOTHING
+    assert CoordinatorClient(Coordinator(), 60.0).take([], 1.0) == NOTHING
     assert cluster.asked == 3
 
 
 def test_one_that_does_not_come_back_is_waited_for_so_long(cluster: Cluster) -> None:
     cluster.answers = [RayActorError()]
     with pytest.raises(RayActorError):
-        RayDesk(Coordinator(), 0.01).stop()
+        CoordinatorClient(Coordinator(), 0.01).stop()
 
 
 @pytest.mark.parametrize(
@@ -85,14 +92,14 @@ def test_where_rays_node_has_died_nobody_waits(cluster: Cluster, nodes: list[Any
     with pytest.raises(
         RayLostError, match=r"Ray's node herehere on this machine has died, .* run the same command again"
     ):
-        RayDesk(Coordinator(), 1e9).take([], 1.0)
+        CoordinatorClient(Coordinator(), 1e9).take([], 1.0)
     assert cluster.asked == 1
 
 
 def test_a_worker_that_could_not_even_begin_is_told_of(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = RayActorError(error_msg="The actor died because of an error in its creation\nImportError: no such thing\n")
     monkeypatch.setattr(ray_workers.ray, "wait", lambda ends, timeout: ([end for end in ends if end], []))
-    desk = RayDesk(Coordinator(), 60.0)
+    desk = CoordinatorClient(Coordinator(), 60.0)
     desk.watch({"worker-0": None, "worker-1": "its end"})
     # Ray is asked for what came, for the end of nobody, and for that of the second worker.
     cluster.answers = [NOTHING, [], lost]
@@ -105,7 +112,7 @@ def test_a_worker_that_could_not_even_begin_is_told_of(cluster: Cluster, monkeyp
 def test_while_groups_come_nobody_asks(cluster: Cluster) -> None:
     came = NOTHING._replace(groups=[((1, 0), "group")])
     cluster.answers, cluster.nodes = [came], []
-    assert RayDesk(Coordinator(), 1.0).take([], 1.0) == came
+    assert CoordinatorClient(Coordinator(), 1.0).take([], 1.0) == came
 
 
 def test_other_machines_may_die(cluster: Cluster) -> None:
@@ -133,7 +140,7 @@ def test_workers_that_wait_for_orders_keep_nobody_from_being_heard(actors: dict[
     config = make_config(mode=Mode.ASYNC, workers=WorkersConfig(num_workers=500))
     with ray_workers.ray_workers(config, 10, "token"):
         # Each may ask for orders and be kept waiting, and still say that it is alive and hand a group in.
-        assert actors[Office]["max_concurrency"] > 500
+        assert actors[CoordinatorActor]["max_concurrency"] > 500
 
 
 def test_a_coordinator_that_stays_down_is_not_waited_for_at_the_end(
@@ -142,8 +149,8 @@ def test_a_coordinator_that_stays_down_is_not_waited_for_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(ray_workers, "FAREWELL", 0.01)
-    config = make_config(mode=Mode.ASYNC, workers=WorkersConfig(patience=1e9))
+    monkeypatch.setattr(ray_workers, "SHUTDOWN_TIMEOUT", 0.01)
+    config = make_config(mode=Mode.ASYNC, workers=WorkersConfig(no_progress_timeout=1e9))
     with ray_workers.ray_workers(config, 10, "token"):
         cluster.answers = [RayActorError()]
     assert "the coordinator did not hear that the run is over" in caplog.text
@@ -154,7 +161,7 @@ def test_an_error_that_keeps_a_worker_from_beginning_is_told_to_the_trainer(
 ) -> None:
     def no_policy(*arguments: Any) -> None:
         logging.getLogger("marin_rl.environments.tool_use").debug("a tool call")
-        logging.getLogger("marin_rl.rollouts.draft").debug("a step")
+        logging.getLogger("marin_rl.rollouts.rollout_builder").debug("a step")
         raise OSError("there is no bubblewrap")
 
     told: list[tuple[str, str]] = []

@@ -33,7 +33,7 @@ PPO: dict[str, Any] = {
 GSPO: dict[str, Any] = {
     "advantage": {"type": "grpo"},
     "policy_loss": {"type": "gspo"},
-    "mismatch": {"type": "mask"},
+    "off_policy_correction": {"type": "mask"},
     "updates": {"minibatches": 2},
     "filter": {"type": "resample", "max_batches": 3},
     "rollouts__group_size": 2,

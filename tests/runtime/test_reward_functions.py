@@ -121,7 +121,7 @@ def test_a_rollout_without_a_score_is_lost_alone_and_counted(
     run = functions_only(rewards(function), rewards("share"), seed=5)
     assert run.train() == 0
     records = run.records()[1:]
-    losses = [record.get(f"rewards/{function}/lost_{cause}", 0.0) for record in records]
+    losses = [record.get(f"rewards/{function}/failed_{cause}", 0.0) for record in records]
     assert losses == [record["rollouts/failed"] for record in records]
     assert sum(losses) > 0
     log = (run.path / "log.txt").read_text()

@@ -206,14 +206,14 @@ def test_modules_have_levels_of_their_own(tmp_path):
         "marin_rl.rollouts.store": logging.ERROR,
         "marin_rl.view": logging.ERROR,
     }
-    names = ("marin_rl.rollouts.draft", "marin_rl.rollouts.store", "marin_rl.view", "marin_rl.somewhere")
+    names = ("marin_rl.rollouts.rollout_builder", "marin_rl.rollouts.store", "marin_rl.view", "marin_rl.somewhere")
     with log_to(directory.log, logging.INFO, modules):
         for name in names:
             for level in (logging.DEBUG, logging.INFO, logging.ERROR):
                 logging.getLogger(name).log(level, "said")
     kept = [line.split(" ", 2)[2].removesuffix(": said") for line in directory.log.read_text().splitlines()]
     assert kept == [
-        *(f"{level} marin_rl.rollouts.draft" for level in ("DEBUG", "INFO", "ERROR")),
+        *(f"{level} marin_rl.rollouts.rollout_builder" for level in ("DEBUG", "INFO", "ERROR")),
         "ERROR marin_rl.rollouts.store",
         "ERROR marin_rl.view",
         *(f"{level} marin_rl.somewhere" for level in ("INFO", "ERROR")),

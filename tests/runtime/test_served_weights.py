@@ -14,7 +14,7 @@ from haliax import Axis  # noqa: F401  before marin_rl: see tests/tiny_run.py
 from marin_rl.environments.user_file import UserFileError
 from marin_rl.learner.policy_model import initialize_policy, load_hf_policy
 from marin_rl.runtime.devices import start_devices
-from marin_rl.runtime.served_weights import ServedWeights
+from marin_rl.runtime.served_weights import WeightReloader
 from marin_rl.sampling.config import ReloadConfig
 from tests.runtime.levanter_server import config_of
 from tests.tiny_run import TinyRun
@@ -54,7 +54,7 @@ def test_the_function_is_called_with_whole_weights_and_old_ones_go_when_it_has_r
 
     model, tokenizer, trainer = parts
     log = tmp_path / "log.jsonl"
-    weights = ServedWeights(written(tmp_path, HOOK.format(log=str(log))), URL, tokenizer, trainer)
+    weights = WeightReloader(written(tmp_path, HOOK.format(log=str(log))), URL, tokenizer, trainer)
     double = jax.tree.map(lambda leaf: 2 * leaf, model)
     for version, one in ((0, model), (0, double), (1, model), (2, double)):
         weights.serve(one, version)
@@ -79,7 +79,7 @@ def test_what_an_earlier_start_left_behind_is_replaced_and_others_folders_stay(
     for name in ("version-3", ".version-3.partial", "version-7", "mine"):
         (folder / name).mkdir(parents=True)
         (folder / name / "half").write_text("half")
-    weights = ServedWeights(written(tmp_path, HOOK.format(log="/dev/null")), URL, tokenizer, trainer)
+    weights = WeightReloader(written(tmp_path, HOOK.format(log="/dev/null")), URL, tokenizer, trainer)
     for version in (3, 4, 5):
         weights.serve(model, version)
     assert sorted(path.name for path in folder.iterdir()) == ["mine", "version-4", "version-5", "version-7"]
@@ -95,7 +95,7 @@ def test_an_error_of_the_function_names_it_and_keeps_the_weights_before(parts: t
             raise ConnectionError("nobody there")
     """,
     )
-    weights = ServedWeights(config, URL, tokenizer, trainer)
+    weights = WeightReloader(config, URL, tokenizer, trainer)
     for version in (0, 1):
         weights.serve(model, version)
     with pytest.raises(UserFileError, match=r"sampler.reload: 'reload' of .*hook.py raised ConnectionError: nobody"):
@@ -117,5 +117,5 @@ def test_a_missing_function_is_told_before_anything_is_written(
     _, tokenizer, trainer = parts
     config = written(tmp_path, text)
     with pytest.raises(UserFileError, match=problem):
-        ServedWeights(config, URL, tokenizer, trainer)
+        WeightReloader(config, URL, tokenizer, trainer)
     assert not (tmp_path / "weights").exists()

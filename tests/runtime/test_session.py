@@ -77,7 +77,7 @@ def test_what_does_not_change_the_result_may_differ_and_the_rest_may_not(
         "rollout_store.keep": "not_completed",
         "ray_address": "auto",
         "workers.num_workers": "3",
-        "workers.silence": "5",
+        "workers.heartbeat_timeout": "5",
         "weights.port": "1234",
         "weights.retry.give_up_seconds": "9",
     }

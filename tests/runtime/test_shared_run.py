@@ -11,10 +11,10 @@ import pytest
 
 from marin_rl import processes
 from marin_rl.runtime.config_parsing import to_yaml
-from marin_rl.runtime.crew import StopRequestedError
 from marin_rl.runtime.evaluation import EvaluationConfig
+from marin_rl.runtime.rollout_source import StopRequestedError
 from marin_rl.runtime.run_directory import RunDirectoryError, config_differences
-from marin_rl.runtime.shared_run import SharedCrew, check_config, require_same_config, require_shared_folder
+from marin_rl.runtime.shared_run import SharedWorkerPool, check_config, require_same_config, require_shared_folder
 from marin_rl.runtime.warm_start import WarmStartConfig
 from marin_rl.runtime.workers_config import Mode
 from marin_rl.timing import PhaseTimer
@@ -80,7 +80,7 @@ def test_a_stop_ends_the_wait_of_a_process_without_workers(monkeypatch: pytest.M
     monkeypatch.setattr(processes, "on_main", from_main)
     sender = SharedFilesConfig(folder=str(tmp_path)).open_sender("0123456789abcdef" * 4, TrainingHost.current())
     with pytest.raises(StopRequestedError):
-        SharedCrew(None, sender).wait(PhaseTimer(), stop_requested)
+        SharedWorkerPool(None, sender).wait(PhaseTimer(), stop_requested)
     # The main process does the same exchanges in the same order.
     assert exchanges == ["stop", "groups", "stop", "groups", "stop"]
 

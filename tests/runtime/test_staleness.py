@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from marin_rl.environments.base import Episode, Split
 from marin_rl.rollouts.filters import DropGroupsConfig, KeepGroupsConfig, ResampleGroupsConfig
 from marin_rl.rollouts.group_codec import encode_group
-from marin_rl.rollouts.orders import GroupOrder, OrderBook, OrderNumber
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
+from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber, RolloutScheduler
 from marin_rl.runtime.collect import collect_groups
 from marin_rl.runtime.config import RolloutConfig
-from marin_rl.runtime.coordinator import Coordinator, Delivery
-from marin_rl.runtime.open_crew import make_pace, make_replay
+from marin_rl.runtime.coordinator import Coordinator, TrainerUpdate
+from marin_rl.runtime.open_rollout_source import make_replay, make_staleness_limits
 from marin_rl.runtime.progress import Progress
-from marin_rl.runtime.remote_crew import RemoteCrew
 from marin_rl.runtime.training_run import TrainingRun
+from marin_rl.runtime.worker_pool import WorkerPool
 from marin_rl.runtime.workers_config import Mode, ReplayConfig
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn, WeightVersion
@@ -52,13 +52,13 @@ class Numbers:
 
 
 @dataclasses.dataclass
-class Player:
+class RolloutRunner:
     """A worker, at some point of its life."""
 
     name: str
     incarnation: str
     version: WeightVersion | None = None
-    playing: dict[OrderNumber, tuple[GroupOrder, WeightVersion]] = dataclasses.field(default_factory=dict)
+    playing: dict[RequestNumber, tuple[GroupRequest, WeightVersion]] = dataclasses.field(default_factory=dict)
     paused: bool = False
 
 
@@ -71,38 +71,38 @@ class World:
         self.equal_share = equal_share
         self.lives = 0
         self.announced: tuple[int, tuple[str, ...]] = (0, ())
-        self.played: collections.Counter[OrderNumber] = collections.Counter()
+        self.played: collections.Counter[RequestNumber] = collections.Counter()
         self.coordinator = self.new_coordinator()
         self.workers = [self.born(f"w{index}") for index in range(workers)]
 
     def new_coordinator(self) -> Coordinator:
         return Coordinator(lambda: self.now, silence=SILENCE)
 
-    def born(self, name: str) -> Player:
+    def born(self, name: str) -> RolloutRunner:
         self.lives += 1
-        player = Player(name, f"{name}-{self.lives}")
-        self.coordinator.join(player.name, player.incarnation)
-        return player
+        runner = RolloutRunner(name, f"{name}-{self.lives}")
+        self.coordinator.join(runner.name, runner.incarnation)
+        return runner
 
     # What the trainer sees.
 
-    def submit(self, orders: Sequence[GroupOrder]) -> None:
+    def submit(self, orders: Sequence[GroupRequest]) -> None:
         self.coordinator.submit(orders)
 
     def announce(self, version: WeightVersion, addresses: Sequence[str]) -> None:
         self.announced = (version, tuple(addresses))
         self.coordinator.announce(version, addresses)
 
-    def take(self, acknowledged: Sequence[OrderNumber], seconds: float) -> Delivery:
-        delivery = self.coordinator.take(acknowledged)
-        while not delivery.groups:
+    def take(self, acknowledged: Sequence[RequestNumber], seconds: float) -> TrainerUpdate:
+        update = self.coordinator.take(acknowledged)
+        while not update.groups:
             incarnation = self.coordinator.incarnation
             self.event()
-            delivery = self.coordinator.take()
+            update = self.coordinator.take()
             if self.coordinator.incarnation != incarnation:
                 # A new one owes nothing until it is told.
-                return delivery
-        return delivery
+                return update
+        return update
 
     # What happens.
 
@@ -123,7 +123,7 @@ class World:
         else:
             self.ask(worker)
 
-    def ask(self, worker: Player) -> None:
+    def ask(self, worker: RolloutRunner) -> None:
         self.coordinator.plays(worker.name, worker.incarnation, worker.playing)
         told = self.coordinator.next_work(worker.name, worker.incarnation, worker.version, self.chance.randint(1, 4))
         if self.chance.random() < 0.05:
@@ -139,13 +139,13 @@ class World:
             assert worker.version >= order.min_version
             worker.playing[order.number] = (order, worker.version)
 
-    def finish(self, worker: Player, number: OrderNumber) -> None:
+    def finish(self, worker: RolloutRunner, number: RequestNumber) -> None:
         order, version = worker.playing.pop(number)
         group = self.group(order, version)
         if self.coordinator.finish(worker.name, worker.incarnation, number, encode_group(group)):
             self.played[number] += 1
 
-    def group(self, order: GroupOrder, version: WeightVersion) -> RolloutGroup:
+    def group(self, order: GroupRequest, version: WeightVersion) -> RolloutGroup:
         equal = random.Random(order.task.id).random() < self.equal_share
         rollouts = []
         for member in range(2):
@@ -181,17 +181,17 @@ def async_run(replay: ReplayConfig, filter_config: object, world: World) -> Trai
         rollouts=RolloutConfig(prompts_per_step=GROUPS, group_size=2, max_length=64, row_length=64),
     )
     run = bare_run(config, Numbers())
-    run.orders, run.replay = OrderBook(make_pace(config)), make_replay(config)
-    run.crew = RemoteCrew(world, Sender(), patience=600.0, poll=1.0)
+    run.orders, run.replay = RolloutScheduler(make_staleness_limits(config)), make_replay(config)
+    run.rollout_source = WorkerPool(world, Sender(), patience=600.0, poll=1.0)
     return run
 
 
 def publish(run: TrainingRun) -> None:
-    crew = run.crew
-    assert isinstance(crew, RemoteCrew)
-    crew.publish(SimpleNamespace(), run.progress.step)
+    rollout_source = run.rollout_source
+    assert isinstance(rollout_source, WorkerPool)
+    rollout_source.publish(SimpleNamespace(), run.progress.step)
     # The announcement is made in a thread; here it is waited for, so that a schedule is played alike each time.
-    crew._announcing.flush()
+    rollout_source._announcing.flush()
 
 
 @pytest.mark.parametrize("filter_config", [KeepGroupsConfig(), DropGroupsConfig(), ResampleGroupsConfig(max_batches=3)])
@@ -203,7 +203,7 @@ def test_whatever_happens_steps_get_whole_fresh_groups_once(filter_config: objec
     half_life = data.draw(st.sampled_from([None, 1.0]), "half_life")
     chance = random.Random(data.draw(st.integers(0, 2**32), "schedule"))
     world = World(chance, data.draw(st.integers(1, 4), "workers"), data.draw(st.sampled_from([0.0, 0.4]), "equal"))
-    replay = ReplayConfig(max_staleness=staleness, uses_per_group=uses, half_life=half_life)
+    replay = ReplayConfig(max_staleness=staleness, max_uses=uses, half_life=half_life)
     run = async_run(replay, filter_config, world)
     publish(run)
     trained: collections.Counter[str] = collections.Counter()
@@ -238,7 +238,7 @@ def test_whatever_happens_steps_get_whole_fresh_groups_once(filter_config: objec
         assert accounted_for(run, tasks) == collections.Counter(
             task.id for task in run.stream.draw({}, run.progress.tasks_drawn)[0]
         )
-    run.crew.close()
+    run.rollout_source.close()
 
 
 def accounted_for(run: TrainingRun, trained: dict[str, str]) -> collections.Counter[str]:
@@ -252,15 +252,15 @@ def accounted_for(run: TrainingRun, trained: dict[str, str]) -> collections.Coun
 def taken_up_again(run: TrainingRun, world: World) -> TrainingRun:
     """The trainer dies after a checkpoint, and another goes on from there; coordinator and workers die with it."""
     saved = dataclasses.asdict(run.progress) | {"orders": run.orders.state}
-    run.crew.close()
+    run.rollout_source.close()
     world.coordinator = world.new_coordinator()
     world.workers = [world.born(worker.name) for worker in world.workers]
     again = async_run(run.config.replay, run.config.filter, world)
     again.progress = Progress(**saved)
-    again.orders = OrderBook(make_pace(run.config), again.progress.orders)
+    again.orders = RolloutScheduler(make_staleness_limits(run.config), again.progress.orders)
     again.replay = run.replay
     publish(again)
-    again.crew.submit(again.orders.outstanding)
+    again.rollout_source.submit(again.orders.outstanding)
     return again
 
 
@@ -275,7 +275,7 @@ def test_without_staleness_nothing_depends_on_the_schedule() -> None:
             found.append(sorted(f"{group.id} {group.rollouts[0].task.id}" for group in collected.groups))
             run.progress.step = step
             publish(run)
-        run.crew.close()
+        run.rollout_source.close()
         return found
 
     first = batches(0, 1)
@@ -299,7 +299,7 @@ def test_the_bound_is_what_keeps_groups_fresh() -> None:
                     worst = max(worst, step - 1 - group.rollouts[0].turns[0].generation.first_version)
                 run.progress.step = step
                 publish(run)
-            run.crew.close()
+            run.rollout_source.close()
         return worst
 
     assert oldest(checked=True) == 1

@@ -28,8 +28,8 @@ from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
 from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.models.hf_tensors import read_tensor_shapes
+from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
-from marin_rl.objectives.signals import Credit
 from marin_rl.runtime.config import RolloutConfig, TrainConfig, default_trainer
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.open_run import make_loss
@@ -189,11 +189,11 @@ def train_one_step(config: TrainConfig, policy_logprobs: np.ndarray) -> dict[str
     rollouts = long_rollouts()
     for rollout, logprobs in zip(rollouts, policy_logprobs, strict=True):
         rollout.policy_logprobs[rollout.loss_mask] = logprobs
-    credits = [Credit(np.linspace(-1, 1, 16), np.zeros(16)) for _ in rollouts]
-    batch = pack_batch(rollouts, credits, config.aggregation, config.row_layout(trainer), pad_token_id=0)
+    token_advantages_list = [TokenAdvantages(np.linspace(-1, 1, 16), np.zeros(16)) for _ in rollouts]
+    batch = pack_batch(rollouts, token_advantages_list, config.aggregation, config.row_layout(trainer), pad_token_id=0)
     learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=1)
     state = learner.initial_state(long_model(config, trainer), jax.random.PRNGKey(0))
-    _, measured = learner.step(state, batch.passes)
+    _, measured = learner.step(state, batch.microbatches)
     ratios = first_log_ratios([measured])
     return {"logprob_difference_max": float(ratios.maximum), "grad_norm": float(measured["grad_norm"])}
 

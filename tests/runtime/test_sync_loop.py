@@ -22,7 +22,7 @@ from marin_rl.rollouts.store import read_rollouts
 from marin_rl.rollouts.stored_rollout import as_row
 from marin_rl.rollouts.token_pieces import TokenPieces
 from marin_rl.runtime.collect import Collected
-from marin_rl.runtime.crew import OwnCrew
+from marin_rl.runtime.rollout_source import LocalRollouts
 from marin_rl.runtime.starting_weights import restore_policy
 from marin_rl.runtime.sync_loop import _rates, train
 from marin_rl.runtime.training_run import TrainingRun
@@ -44,7 +44,7 @@ ALWAYS = {
     *("rollouts/truncated_share", "rollouts/turns", "rollouts/failed"),
     *("mismatch/logprob_difference_mean", "mismatch/logprob_difference_max", "mismatch/k3"),
     *("mismatch/effective_sample_size", "staleness/min", "staleness/mean", "staleness/max"),
-    *("tokens/trained_per_second", "tokens/sampled_per_second", "batch/packing_efficiency", "batch/passes"),
+    *("tokens/trained_per_second", "tokens/sampled_per_second", "batch/packing_efficiency", "batch/microbatches"),
     *(
         "filter/kept_groups",
         "filter/dropped_zero_spread",
@@ -123,7 +123,7 @@ def test_the_rollouts_of_record_n_were_sampled_from_the_weights_before_update_n(
 ) -> None:
     config = after_two.config
     groups = run_groups(
-        after_two.player,
+        after_two.runner,
         # Two updates of four tasks came before.
         task_stream(after_two.environment, config.seed).draw({"drawn": 8}, 4)[0],
         group_size=config.rollouts.group_size,
@@ -244,7 +244,7 @@ def test_evaluation_changes_nothing(after_two: TrainingRun, finished_run: TinyRu
     step, _ = run_evaluation(EvaluateConfig(str(finished_run.path), 2))
     from marin_rl.runtime.evaluation import evaluate
 
-    evaluate(after_two.player, after_two.config.evaluation, temperature=1.0, seed=after_two.config.seed)
+    evaluate(after_two.runner, after_two.config.evaluation, temperature=1.0, seed=after_two.config.seed)
     assert step == 2
     assert all(np.array_equal(one, other) for one, other in zip(before, leaves(after_two), strict=True))
     assert contents(finished_run.path) == files
@@ -277,8 +277,8 @@ def test_asked_to_stop_the_loop_saves_the_update_it_has_made(
     sink = Sink(stop_after=5)
     compared: list[tuple[int, int]] = []
 
-    def compare(step: int, passes: Sequence[object]) -> None:
-        assert passes
+    def compare(step: int, microbatches: Sequence[object]) -> None:
+        assert microbatches
         compared.append((step, int(run.state.step)))
 
     monkeypatch.setattr("marin_rl.runtime.sync_loop.require_same_batch", compare)
@@ -323,7 +323,7 @@ def test_a_step_whose_groups_were_all_dropped_changes_no_weight_and_is_recorded(
     copied = copy_of(finished_run, tmp_path / "copy")
     run = reopen(copied, num_steps=8, filter=ResampleGroupsConfig(max_batches=2))
     run.environment = Generous(run.environment)
-    run.crew = OwnCrew(run.config, dataclasses.replace(run.player, environment=run.environment))
+    run.rollout_source = LocalRollouts(run.config, dataclasses.replace(run.runner, environment=run.environment))
     before, sink = leaves(run), Sink(stop_after=8)
     assert train(run, sink) is True
     assert all(np.array_equal(one, other) for one, other in zip(before, leaves(run), strict=True))

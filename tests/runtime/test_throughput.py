@@ -10,8 +10,8 @@ from levanter.models.llama import LlamaConfig
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollout
 from marin_rl.batching.rl_example import PackedBatch, pack_batch
+from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import TokenMeanConfig
-from marin_rl.objectives.signals import Credit
 from marin_rl.runtime import throughput
 from marin_rl.runtime.throughput import PHASES, model_flops_utilization, throughput_metrics
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
@@ -36,7 +36,7 @@ def group(*lengths: int) -> RolloutGroup:
     return RolloutGroup("g", [rollout(length) for length in lengths])
 
 
-LAYOUT = RowLayout(row_length=10, rows_per_pass=1, packed=False)
+LAYOUT = RowLayout(row_length=10, rows_per_microbatch=1, packed=False)
 
 
 def batch(*lengths: int) -> PackedBatch:
@@ -49,8 +49,10 @@ def batch(*lengths: int) -> PackedBatch:
         return process_rollout(rollout, length=10, pad_token_id=0)
 
     rollouts = [processed(index, length) for index, length in enumerate(lengths)]
-    credits = [Credit(np.ones(rollout.num_loss_tokens), np.zeros(rollout.num_loss_tokens)) for rollout in rollouts]
-    return pack_batch(rollouts, credits, TokenMeanConfig(), LAYOUT, pad_token_id=0)
+    token_advantages_list = [
+        TokenAdvantages(np.ones(rollout.num_loss_tokens), np.zeros(rollout.num_loss_tokens)) for rollout in rollouts
+    ]
+    return pack_batch(rollouts, token_advantages_list, TokenMeanConfig(), LAYOUT, pad_token_id=0)
 
 
 def test_rates_count_no_padding():
@@ -59,20 +61,20 @@ def test_rates_count_no_padding():
     assert found["tokens/sampled_per_second"] == 12 / 0.5
     assert found["tokens/trained_per_second"] == 11 / 2.0
     assert found["batch/packing_efficiency"] == 0.75
-    assert found["batch/passes"] == 2.0
+    assert found["batch/microbatches"] == 2.0
 
 
 def test_what_is_trained_on_in_several_updates_counts_in_each():
     found = throughput_metrics([group(3)], [batch(7, 8), batch(10)], SECONDS, elapsed=4.0)
     assert found["tokens/trained_per_second"] == (11 + 8) / 2.0
     assert found["batch/packing_efficiency"] == pytest.approx(25 / 30)
-    assert found["batch/passes"] == 3.0
+    assert found["batch/microbatches"] == 3.0
 
 
 def test_a_step_without_an_update_trains_on_nothing():
     found = throughput_metrics([group(3, 5)], [], SECONDS, elapsed=4.0)
     assert found["tokens/sampled_per_second"] == 8 / 0.5
-    trained = ("tokens/trained_per_second", "batch/packing_efficiency", "batch/passes")
+    trained = ("tokens/trained_per_second", "batch/packing_efficiency", "batch/microbatches")
     assert [found[name] for name in trained] == [0.0] * 3
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from marin_rl.learner.critic import CriticConfig
+from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs, TokenAdvantages
 from marin_rl.objectives.advantages import DrGrpoConfig, GaeConfig
 from marin_rl.objectives.aggregation import SequenceMeanConfig, SequenceSumConfig, TokenMeanConfig
 from marin_rl.objectives.importance import IcepopConfig, MaskMismatchConfig, TisConfig
 from marin_rl.objectives.kl import LossKlConfig, NoKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.objectives.shaping import KeepTruncatedConfig, MaskTruncatedConfig
-from marin_rl.objectives.signals import AdvantageConfig, Credit, RolloutSignal
 from marin_rl.runtime.config import UpdateConfig
 from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.training_batch import TrainingBatch, build_batch, minibatches
@@ -67,7 +67,7 @@ def actions(batch: TrainingBatch, name: str) -> list[list[float]]:
 class Recorder(AdvantageConfig):
     """Keeps what it is told, and gives the rollouts 0, 1, 2, … on all of their tokens."""
 
-    told: list[Sequence[Sequence[RolloutSignal]]] = dataclasses.field(default_factory=list)
+    told: list[Sequence[Sequence[AdvantageInputs]]] = dataclasses.field(default_factory=list)
 
     @property
     def minimum_group_size(self) -> int:
@@ -85,16 +85,19 @@ class Recorder(AdvantageConfig):
     def is_token_level(self) -> bool:
         return False
 
-    def compute(self, groups: Sequence[Sequence[RolloutSignal]]) -> list[list[Credit]]:
+    def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         self.told.append(groups)
         numbers = iter(range(1000))
         return [
-            [Credit(np.full(len(s.turn_ids), float(next(numbers))), np.zeros(len(s.turn_ids))) for s in signals]
+            [
+                TokenAdvantages(np.full(len(s.turn_ids), float(next(numbers))), np.zeros(len(s.turn_ids)))
+                for s in signals
+            ]
             for signals in groups
         ]
 
 
-def signals_of(recorder: Recorder) -> dict[str, RolloutSignal]:
+def signals_of(recorder: Recorder) -> dict[str, AdvantageInputs]:
     [groups] = recorder.told
     return {signal.id: signal for signals in groups for signal in signals}
 
@@ -108,7 +111,7 @@ def test_the_worked_example_of_rloo_reaches_the_tokens_with_loss_and_no_others()
     expected = [-4, -8 / 3, 4 / 3, 16 / 3]
     np.testing.assert_allclose(list(mean_advantages(batch).values()), expected, rtol=1e-12)
     [packed] = minibatches(run, batch, 1)
-    [only] = packed.passes
+    [only] = packed.microbatches
     for array, advantage in zip(packed.unpack([np.asarray(only.advantages.array)]), expected, strict=True):
         np.testing.assert_allclose(array[0, 4:6], advantage, rtol=1e-6)
         assert not array[0, :4].any()
@@ -131,7 +134,7 @@ def test_a_failed_rollout_leaves_the_baseline_and_the_arrays():
     assert [processed.id for processed in batch.rollouts] == ["g-0", "g-2"]
     [packed] = minibatches(run, batch, 1)
     # sequence_sum over the two rollouts that count
-    weights = np.unique(np.concatenate([np.asarray(part.loss_weights.array) for part in packed.passes]))
+    weights = np.unique(np.concatenate([np.asarray(part.loss_weights.array) for part in packed.microbatches]))
     assert weights.tolist() == [0.0, 0.5]
 
 
@@ -168,7 +171,12 @@ def test_groups_and_their_order_are_kept():
     batch = build_batch(run, [first, second], PhaseTimer())
     assert [[signal.id for signal in signals] for signals in recorder.told[0]] == [["a", "b", "c"], ["d", "e"]]
     # Numbers 0 to 4 went to a to e; b has no tokens.
-    assert [credit.advantages.tolist() for credit in batch.credits] == [[0, 0], [2, 2], [3, 3], [4, 4]]
+    assert [token_advantages.advantages.tolist() for token_advantages in batch.token_advantages_list] == [
+        [0, 0],
+        [2, 2],
+        [3, 3],
+        [4, 4],
+    ]
     assert mean_advantages(batch) == {"a": 0.0, "c": 2.0, "d": 3.0, "e": 4.0}
 
 
@@ -203,7 +211,7 @@ def test_the_kl_can_be_watched_without_a_penalty():
     def advantages(kl: NoKlConfig, reference: Score | None) -> tuple[list[list[float]], Mapping[str, float]]:
         run = bare_run(make_config(kl=kl), reference=reference)
         batch = build(run, rollout("a", 1.0), rollout("b", 0.0, turn(3)))
-        return [credit.advantages.tolist() for credit in batch.credits], batch.metrics
+        return [token_advantages.advantages.tolist() for token_advantages in batch.token_advantages_list], batch.metrics
 
     assert not NoKlConfig().needs_reference
     assert NoKlConfig(watch=True).needs_reference
@@ -267,8 +275,12 @@ def test_values_and_targets_reach_estimator_batch_and_metric():
     )
     batch = build(run, rollout("a", 5.0, turn(3)))
     # The worked example of OBJECTIVES.md.
-    assert [credit.advantages.tolist() for credit in batch.credits] == [[1.0, 1.0, 2.0]]
-    assert [credit.value_targets.tolist() for credit in batch.credits] == [[2.0, 3.0, 5.0]]
+    assert [token_advantages.advantages.tolist() for token_advantages in batch.token_advantages_list] == [
+        [1.0, 1.0, 2.0]
+    ]
+    assert [token_advantages.value_targets.tolist() for token_advantages in batch.token_advantages_list] == [
+        [2.0, 3.0, 5.0]
+    ]
     assert actions(batch, "values") == [[1.0, 2.0, 3.0]]
     variance = np.var([2.0, 3.0, 5.0], ddof=1)
     assert batch.metrics["critic/value_mean"] == pytest.approx(2.0)
@@ -281,7 +293,7 @@ def test_values_and_targets_reach_estimator_batch_and_metric():
     assert batch.metrics["critic/explained_variance"] == pytest.approx(1 - np.var([1.0, 1.0, 2.0], ddof=1) / variance)
     [packed] = minibatches(run, batch, 1)
     for name, expected in (("values", [1.0, 2.0, 3.0]), ("returns", [2.0, 3.0, 5.0]), ("advantages", [1.0, 1.0, 2.0])):
-        [array] = packed.unpack([np.asarray(getattr(part, name).array) for part in packed.passes])
+        [array] = packed.unpack([np.asarray(getattr(part, name).array) for part in packed.microbatches])
         assert array[0, 4:7].tolist() == expected
 
 
@@ -310,7 +322,7 @@ def test_a_correction_weighs_tokens_and_ratios_start_from_the_learner(config, fi
     def learner(processed):
         return processed.policy_logprobs + np.where(np.arange(64) == 4, -1.0, 2.0)
 
-    run = bare_run(make_config(mismatch=config, policy_loss=PpoClipLossConfig()), learner=learner)
+    run = bare_run(make_config(off_policy_correction=config, policy_loss=PpoClipLossConfig()), learner=learner)
     answer = Generation((49, 49), (-0.5, -3.0), StopReason.STOP, 0, 0)
     made = rollout("a", 1.0, dataclasses.replace(turn(), generation=answer))
     batch = build(run, made)
@@ -322,10 +334,10 @@ def test_a_correction_weighs_tokens_and_ratios_start_from_the_learner(config, fi
     assert batch.mismatch["mismatch/logprob_difference_mean"] == pytest.approx(1.5)
     assert batch.mismatch["mismatch/weight_mean"] == pytest.approx((math.exp(-1.0) + math.exp(2.0)) / 2, rel=1e-5)
     [packed] = minibatches(run, batch, 1)
-    [weights] = packed.unpack([np.asarray(part.importance_weights.array) for part in packed.passes])
+    [weights] = packed.unpack([np.asarray(part.importance_weights.array) for part in packed.microbatches])
     np.testing.assert_allclose(weights[0, 4:6], [first, second], rtol=1e-6)
     # A token of weight 0 still counts in the denominator.
-    [loss] = packed.unpack([np.asarray(part.loss_weights.array) for part in packed.passes])
+    [loss] = packed.unpack([np.asarray(part.loss_weights.array) for part in packed.microbatches])
     assert loss[0, 4:6].tolist() == [1.0, 1.0]
 
 
@@ -343,7 +355,7 @@ class Histories:
 @pytest.mark.parametrize("critic", [None, CriticConfig()])
 def test_kept_weights_score_what_they_sampled(critic: CriticConfig | None):
     objective = {} if critic is None else {"critic": critic, "advantage": GaeConfig()}
-    config = make_config(mismatch=TisConfig(cap=2.0), policy_loss=PpoClipLossConfig(), **objective)
+    config = make_config(off_policy_correction=TisConfig(cap=2.0), policy_loss=PpoClipLossConfig(), **objective)
     run = bare_run(
         config,
         learner=lambda processed: processed.policy_logprobs - 1.0,
@@ -375,7 +387,7 @@ def test_masked_rollouts_stay_in_the_baseline_and_leave_the_denominators(aggrega
     assert mean_advantages(batch) == {"a": -1.0, "b": None, "c": -2.5}
     [packed] = minibatches(run, batch, 1)
     assert packed.num_loss_tokens == 4
-    a, b, c = packed.unpack([np.asarray(part.loss_weights.array) for part in packed.passes])
+    a, b, c = packed.unpack([np.asarray(part.loss_weights.array) for part in packed.microbatches])
     each = {SequenceSumConfig: 1 / 2, SequenceMeanConfig: 1 / 4, TokenMeanConfig: 1 / 4}[type(aggregation)]
     assert (a[0, 4:6].tolist(), c[0, 4:6].tolist()) == ([each] * 2, [each] * 2)
     assert not b.any()
@@ -423,11 +435,13 @@ def split(config: Any, count: int, step: int = 1, seed: int = 0, **changes: Any)
     )
     batch = build(run, *named(count + 1))
     batch = batch._replace(
-        rollouts=batch.rollouts[1:], credits=batch.credits[1:], importance_weights=batch.importance_weights[1:]
+        rollouts=batch.rollouts[1:],
+        token_advantages_list=batch.token_advantages_list[1:],
+        importance_weights=batch.importance_weights[1:],
     )
     found = []
     for packed in minibatches(run, batch, step):
-        arrays = packed.unpack([np.asarray(part.advantages.array) for part in packed.passes])
+        arrays = packed.unpack([np.asarray(part.advantages.array) for part in packed.microbatches])
         found.append([int(array.max()) for array in arrays])
         owners = {number for number in np.concatenate([array.reshape(-1) for array in arrays]).tolist() if number}
         assert len(owners) == len(found[-1])
@@ -469,7 +483,7 @@ def test_denominators_are_counted_over_each_minibatch():
     run = bare_run(make_config(updates=UpdateConfig(minibatches=2), policy_loss=PpoClipLossConfig()))
     batch = build(run, *named(6))
     for packed in minibatches(run, batch, 1):
-        weights = [np.asarray(part.loss_weights.array) for part in packed.passes]
+        weights = [np.asarray(part.loss_weights.array) for part in packed.microbatches]
         # sequence_sum over three rollouts of two tokens each.
         assert sum(array.sum() for array in weights) == pytest.approx(2.0)
         assert packed.num_loss_tokens == 6

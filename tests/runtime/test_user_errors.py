@@ -16,7 +16,7 @@ INSIDE = {
     "ToolError": "is told to the policy",
     "ToolTimeoutError": "is told to the policy",
     "EnvironmentFault": "fails a rollout",
-    "CallLostError": "loses a reward",
+    "RewardCallError": "loses a reward",
     "WorkerLostError": "has the sandbox start another worker",
     "RewardFunctionError": "is raised in the worker that loads the user's file, which tells of it",
     "StopRequestedError": "ends the step that waits for its groups; the training loop saves and stops",

@@ -19,8 +19,8 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.environments.base import Split
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.learner.policy_model import model_shape
-from marin_rl.rollouts.draft import Limits
-from marin_rl.rollouts.run_rollouts import Player
+from marin_rl.rollouts.rollout_builder import Limits
+from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.runtime.config import default_trainer
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.warm_start import WarmStartConfig, WarmStartError, warm_start
@@ -41,7 +41,7 @@ LLAMA = LlamaConfig(
     gradient_checkpointing=False,
     attn_backend=AttentionBackend.VANILLA,
 )
-LAYOUT = RowLayout(row_length=16, rows_per_pass=8, packed=False)
+LAYOUT = RowLayout(row_length=16, rows_per_microbatch=8, packed=False)
 CONFIG = WarmStartConfig(
     max_steps=6, batch_size=8, learning_rate=1e-2, target_accuracy=0.5, check_every=2, check_tasks=4
 )
@@ -63,9 +63,9 @@ def task(name: str, worked: str | None) -> Task:
     return Task(name, "sums", (Message(role="user", content=name),), "7", worked)
 
 
-def player(
+def runner(
     train: Sequence[Task], validation: Sequence[Task] | None = None, *, right: int = 0, length: int = 12
-) -> Player:
+) -> RolloutRunner:
     """A player whose sampler answers the first `right` validation tasks rightly."""
     checked = [task(f"v{index}", None) for index in range(8)] if validation is None else list(validation)
     environment = SingleTurnEnvironment(
@@ -77,7 +77,7 @@ def player(
     sampler = ScriptedSampler(
         lambda request: (ord("7" if request.prompt_tokens in good else "8"), END), stop_token_ids=[END]
     )
-    return Player(environment, TOKENIZER, sampler, Limits(length, 4, 1))
+    return RolloutRunner(environment, TOKENIZER, sampler, Limits(length, 4, 1))
 
 
 @dataclasses.dataclass
@@ -93,7 +93,7 @@ class Watch:
 
 def run(
     trainer: TrainerConfig,
-    made: Player,
+    made: RolloutRunner,
     watch: Watch,
     config: WarmStartConfig = CONFIG,
     seed: int = 0,
@@ -119,7 +119,7 @@ WORKED = [task(f"{index}+1", str(index + 1)) for index in range(6)]
 
 def test_it_trains_to_the_last_step_while_accuracy_is_too_low(trainer: TrainerConfig):
     watch = Watch()
-    made = player(WORKED, right=1)
+    made = runner(WORKED, right=1)
     final = run(trainer, made, watch)
     assert [line.split(":")[0] for line in watch.said] == ["warm start 2", "warm start 4", "warm start 6"]
     assert all(line.endswith("validation accuracy 0.250") for line in watch.said)
@@ -135,7 +135,7 @@ def test_it_trains_to_the_last_step_while_accuracy_is_too_low(trainer: TrainerCo
 
 def test_it_stops_at_the_accuracy_that_is_asked_for(trainer: TrainerConfig):
     watch = Watch()
-    run(trainer, player(WORKED, right=2), watch)
+    run(trainer, runner(WORKED, right=2), watch)
     assert len(watch.said) == 1
     assert watch.said[0].startswith("warm start 2: loss ")
     assert watch.said[0].endswith("validation accuracy 0.500")
@@ -144,7 +144,7 @@ def test_it_stops_at_the_accuracy_that_is_asked_for(trainer: TrainerConfig):
 def test_the_last_step_is_checked_even_out_of_turn_and_equal_seeds_make_equal_weights(trainer: TrainerConfig):
     config = dataclasses.replace(CONFIG, max_steps=3)
     watches = Watch(), Watch(), Watch()
-    finals = [run(trainer, player(WORKED), watch, config, seed) for watch, seed in zip(watches, (0, 0, 1), strict=True)]
+    finals = [run(trainer, runner(WORKED), watch, config, seed) for watch, seed in zip(watches, (0, 0, 1), strict=True)]
     assert [line.split(":")[0] for line in watches[0].said] == ["warm start 2", "warm start 3"]
     assert np.array_equal(finals[0], finals[1])
     assert not np.array_equal(finals[0], finals[2])
@@ -154,31 +154,31 @@ def test_without_worked_answers_there_is_nothing_to_train_on(trainer: TrainerCon
     with pytest.raises(
         WarmStartError, match=r"environment 'sums' has no worked answers or demonstrations .* warm_start.max_steps: 0"
     ):
-        run(trainer, player([task("1+1", None)]), Watch())
+        run(trainer, runner([task("1+1", None)]), Watch())
 
 
 def test_tasks_without_worked_answers_are_left_out(trainer: TrainerConfig):
     config = dataclasses.replace(CONFIG, max_steps=1)
     mixed = [*WORKED, *(task(f"no{index}", None) for index in range(50))]
-    assert np.array_equal(run(trainer, player(mixed), Watch(), config), run(trainer, player(WORKED), Watch(), config))
+    assert np.array_equal(run(trainer, runner(mixed), Watch(), config), run(trainer, runner(WORKED), Watch(), config))
 
 
 def test_without_validation_tasks_nothing_tells_when_to_stop(trainer: TrainerConfig):
     with pytest.raises(WarmStartError, match=r"no validation tasks .*environment\.validation"):
-        run(trainer, player(WORKED, validation=[]), Watch())
+        run(trainer, runner(WORKED, validation=[]), Watch())
 
 
 def test_worked_answers_that_do_not_fit_are_told(trainer: TrainerConfig):
     with pytest.raises(WarmStartError, match=r"not one of 8 worked answers fits into 7 tokens; raise rollouts.max_len"):
-        run(trainer, player(WORKED, length=7), Watch())
+        run(trainer, runner(WORKED, length=7), Watch())
 
 
 def test_packed_rows_and_several_passes_teach_the_same(trainer: TrainerConfig):
     config = dataclasses.replace(CONFIG, max_steps=2)
-    apart = run(trainer, player(WORKED), Watch(), config)
-    # Two sequences of six or seven tokens to a row, two rows to a pass: two passes for the eight of a batch.
-    packed = RowLayout(row_length=16, rows_per_pass=2, packed=True)
-    np.testing.assert_allclose(run(trainer, player(WORKED), Watch(), config, layout=packed), apart, atol=1e-5)
+    apart = run(trainer, runner(WORKED), Watch(), config)
+    # Two sequences of six or seven tokens to a row, two rows to a microbatch: two passes for the eight of a batch.
+    packed = RowLayout(row_length=16, rows_per_microbatch=2, packed=True)
+    np.testing.assert_allclose(run(trainer, runner(WORKED), Watch(), config, layout=packed), apart, atol=1e-5)
     assert not np.array_equal(apart, np.array(make_model(trainer).get_lm_head().array))
 
 

@@ -14,13 +14,13 @@ import pytest
 from marin_rl.closing import Closing
 from marin_rl.environments.base import Split
 from marin_rl.learner.policy_model import initialize_policy
-from marin_rl.rollouts.orders import GroupOrder, OrderNumber, oldest_version
-from marin_rl.rollouts.sampling_desk import SamplingDesk
+from marin_rl.rollouts.request_batcher import RequestBatcher
+from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber, oldest_version
 from marin_rl.runtime.config import TrainConfig, levanter_defaults
 from marin_rl.runtime.config_parsing import parse_config
 from marin_rl.runtime.coordinator import Announcement
-from marin_rl.runtime.crew import Played
 from marin_rl.runtime.devices import start_devices
+from marin_rl.runtime.rollout_source import FinishedGroup
 from marin_rl.runtime.worker_policy import ReceivedPolicy
 from marin_rl.types import Generation, RolloutGroup, WeightVersion
 from marin_rl.weights.errors import ServerLostError
@@ -64,10 +64,10 @@ class Trainer:
 
 @pytest.fixture(autouse=True)
 def known_moments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.runtime.newer_weights.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr("marin_rl.runtime.weight_prefetcher.ThreadPoolExecutor", InlineExecutor)
     # All answers are sampled in one round, however slow the machine is.
-    desk = functools.partial(SamplingDesk, linger=600.0)
-    monkeypatch.setattr("marin_rl.rollouts.run_rollouts.SamplingDesk", desk)
+    desk = functools.partial(RequestBatcher, max_wait=600.0)
+    monkeypatch.setattr("marin_rl.rollouts.run_rollouts.RequestBatcher", desk)
 
 
 def make_config(folder: Path, refresh: str) -> TrainConfig:
@@ -75,7 +75,7 @@ def make_config(folder: Path, refresh: str) -> TrainConfig:
         folder,
         mode="async",
         weights={"type": "arrow_flight", "retry": {"give_up_seconds": 0.0}},
-        workers={"refresh": refresh, "rounds_between_looks": 1},
+        workers={"refresh": refresh, "decode_steps_per_weight_poll": 1},
         sampling={"max_new_tokens": 6, "max_seqs": GROUPS * ROLLOUTS},
     )
     return parse_config(TrainConfig, run.argv, levanter_defaults(), {}).config
@@ -96,14 +96,14 @@ def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Tra
 
 def play(policy: ReceivedPolicy) -> list[RolloutGroup]:
     tasks = policy._environment.tasks(Split.TRAIN)
-    orders = [GroupOrder(OrderNumber(1, index), tasks[index], 0) for index in range(GROUPS)]
-    came: dict[OrderNumber, RolloutGroup] = {}
+    orders = [GroupRequest(RequestNumber(1, index), tasks[index], 0) for index in range(GROUPS)]
+    came: dict[RequestNumber, RolloutGroup] = {}
 
-    def hand_in(played: Played) -> tuple[GroupOrder, ...]:
+    def on_group_done(played: FinishedGroup) -> tuple[GroupRequest, ...]:
         came[played.number] = played.group
         return ()
 
-    policy.play(orders, hand_in)
+    policy.play(orders, on_group_done)
     return [came[order.number] for order in orders]
 
 

@@ -20,11 +20,11 @@ def test_both_ways_to_refresh_can_be_named() -> None:
     ("changes", "message"),
     [
         ({"num_workers": 0}, "workers.num_workers is 0; it must be at least 1"),
-        ({"rounds_between_looks": 0}, "workers.rounds_between_looks is 0; it must be at least 1"),
+        ({"decode_steps_per_weight_poll": 0}, "workers.decode_steps_per_weight_poll is 0; it must be at least 1"),
         ({"gpus_per_worker": -1.0}, "workers.gpus_per_worker is -1.0; it must be at least 0"),
         ({"gpus_per_worker": math.nan}, "workers.gpus_per_worker is nan"),
-        ({"silence": 0.0}, "workers.silence is 0.0; it is a number of seconds above 0"),
-        ({"patience": math.inf}, "workers.patience is inf; it is a number of seconds above 0"),
+        ({"heartbeat_timeout": 0.0}, "workers.heartbeat_timeout is 0.0; it is a number of seconds above 0"),
+        ({"no_progress_timeout": math.inf}, "workers.no_progress_timeout is inf; it is a number of seconds above 0"),
     ],
 )
 def test_what_cannot_be_is_refused(changes: dict[str, float], message: str) -> None:

@@ -17,8 +17,8 @@ from haliax import NamedArray
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.sampling.levanter_sampler import LevanterSampler
-from marin_rl.sampling.looks import Looks
 from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.sampling.weight_poll import WeightPoll
 from marin_rl.types import Generation
 from tests.sampling.test_levanter_sampler import (
     CONFIG,
@@ -45,24 +45,24 @@ class Watch:
 
     def __init__(self, model: LmHeadModel) -> None:
         self.model = model
-        self.looks = 0
+        self.weight_poll = 0
         self.at: dict[int, Callable[[], None]] = {}
         self.sampler = LevanterSampler(
             model,
             config=CONFIG,
             stop_token_ids=STOP_IDS,
             max_context=CONTEXT,
-            looks=Looks(self.look, ROUNDS),
+            weight_poll=WeightPoll(self.look, ROUNDS),
         )
 
     def look(self) -> None:
-        self.at.get(self.looks, lambda: None)()
-        self.looks += 1
+        self.at.get(self.weight_poll, lambda: None)()
+        self.weight_poll += 1
 
     def sample(self, requests: Sequence[SampleRequest], **at: Callable[[], None]) -> list[Generation]:
         """Sample under the first weights, version 0, and do something at look 0, 1, ..."""
         self.sampler.update_weights(self.model, 0)
-        self.looks = 0
+        self.weight_poll = 0
         self.at = {int(name.removeprefix("look")): action for name, action in at.items()}
         return self.sampler.sample(requests)
 
@@ -105,7 +105,7 @@ def test_looks_at_which_nothing_happens_change_nothing(model: LmHeadModel, watch
     wanted = make_sampler(model).sample(requests)
     for _ in range(2):
         assert watch.sample(requests) == wanted
-    assert watch.looks > len(requests) / SLOTS * (MAX_NEW - 1) / ROUNDS
+    assert watch.weight_poll > len(requests) / SLOTS * (MAX_NEW - 1) / ROUNDS
 
 
 def test_a_sampler_looks_before_it_reads_prompts_and_then_every_so_many_rounds(watch: Watch) -> None:
@@ -113,7 +113,7 @@ def test_a_sampler_looks_before_it_reads_prompts_and_then_every_so_many_rounds(w
         found = watch.sample([SampleRequest((5, 9), seed, limit) for seed in range(SLOTS)])
         longest = max(len(one.token_ids) for one in found)
         assert longest == limit, "one of the seeds does not stop early"
-        assert watch.looks == 1 + math.ceil((longest - 1) / ROUNDS)
+        assert watch.weight_poll == 1 + math.ceil((longest - 1) / ROUNDS)
 
 
 def test_weights_that_come_before_the_prompts_are_read_make_every_token(watch: Watch, other: LmHeadModel) -> None:
@@ -141,7 +141,7 @@ def test_of_several_swaps_the_last_that_a_sequence_lived_to_see_counts(
 ) -> None:
     found = watch.sample(REQUESTS, look1=watch.swap(other, 2), look2=watch.swap(model, 3), look4=watch.swap(other, 5))
     for one in found:
-        # Looks 1, 2 and 4 come after 1, 4 and 10 tokens.
+        # WeightPoll 1, 2 and 4 come after 1, 4 and 10 tokens.
         wanted = 5 if len(one.token_ids) > 10 else 3 if len(one.token_ids) > 4 else 2 if len(one.token_ids) > 1 else 0
         assert (one.first_version, one.last_version) == (0, wanted)
     assert {one.last_version for one in found} == {0, 2, 3, 5}

@@ -25,7 +25,7 @@ def test_texts_of_tokens_add_up_to_the_text_of_their_bytes(pieces):
     texts = page_data.texts_of(pieces)
     assert len(texts) == len(pieces)
     whole = b"".join(pieces).decode("utf-8", "backslashreplace")
-    assert "".join(texts) == page_data.visible(whole)
+    assert "".join(texts) == page_data.escape(whole)
 
 
 @given(st.integers(1, 500), st.integers(1, 500))

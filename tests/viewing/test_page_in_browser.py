@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from marin_rl.rollouts.stored_rollout import TrainingSignal
-from marin_rl.types import Evaluation, RolloutGroup, StepReward, Task
+from marin_rl.rollouts.stored_rollout import StoredAdvantages
+from marin_rl.types import RewardResult, RolloutGroup, Task, TurnReward
 from marin_rl.view import main
 from tests.rollouts.rollout_cases import rollout_of, turn_of, write
 from tests.viewing.browser import Browser
@@ -208,8 +208,8 @@ def evil_run(folder: Path) -> Path:
     run = empty_run(folder)
     task = Task(EVIL, EVIL, ({"role": "user", "content": EVIL},), EVIL)
     said = (
-        Evaluation(EVIL, 1.0, 1.0, (StepReward(0, 1.0, EVIL, {EVIL: 1.0}),), {EVIL: 1.0}, EVIL),
-        Evaluation("lost", 1.0, None, error=EVIL, lost=EVIL),
+        RewardResult(EVIL, 1.0, 1.0, (TurnReward(0, 1.0, EVIL, {EVIL: 1.0}),), {EVIL: 1.0}, EVIL),
+        RewardResult("lost", 1.0, None, error=EVIL, lost=EVIL),
     )
     turn = dataclasses.replace(
         turn_of(EVIL, EVIL, action=EVIL, anchor_state=EVIL),
@@ -221,7 +221,7 @@ def evil_run(folder: Path) -> Path:
     lost = rollout_of("lost", EVIL, reward=None, error=EVIL)
     made, lost = (dataclasses.replace(one, task=task) for one in (made, lost))
     tokens = made.num_generated_tokens
-    write(run / "rollouts", 1, [RolloutGroup(EVIL, [made, lost])], {EVIL: TrainingSignal(np.ones(tokens))})
+    write(run / "rollouts", 1, [RolloutGroup(EVIL, [made, lost])], {EVIL: StoredAdvantages(np.ones(tokens))})
     write_records(run, [{"step": 1, EVIL: 1.0, f"eval/{EVIL}": 1.0, f"seconds/{EVIL}": 1.0, "seconds/total": 1.0}])
     return run
 
@@ -271,7 +271,7 @@ def test_a_very_long_rollout_is_whole_and_answers(tab, tmp_path):
     made = rollout_of("long", said="word " * 4000)
     tokens = made.num_generated_tokens
     assert tokens > 20_000
-    write(run / "rollouts", 1, [RolloutGroup("g", [made])], {"long": TrainingSignal(np.linspace(-1, 1, tokens))})
+    write(run / "rollouts", 1, [RolloutGroup("g", [made])], {"long": StoredAdvantages(np.linspace(-1, 1, tokens))})
     tab.open(page_of(run), width=360, address="#1%2Ftraining%2Flong")
     assert len(texts(tab, "#one .tokens[data-turn] span")) == tokens
     choose(tab, "#colour", "logprob")

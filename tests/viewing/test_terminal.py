@@ -11,14 +11,14 @@ import pyarrow as pa
 import pytest
 from rich.console import Console
 
-from marin_rl.rollouts.stored_rollout import SCHEMA, TrainingSignal, as_row
+from marin_rl.rollouts.stored_rollout import SCHEMA, StoredAdvantages, as_row
 from marin_rl.types import Message, Rollout
 from marin_rl.viewing.selection import Listing
 from marin_rl.viewing.terminal import differences, number, print_listing, print_rollout, print_side_by_side
 from tests.rollouts.rollout_cases import piece, rich_rollout, rich_signal, rollout_of, turn_of
 
 
-def row_of(rollout: Rollout, signal: TrainingSignal | None = None) -> dict[str, Any]:
+def row_of(rollout: Rollout, signal: StoredAdvantages | None = None) -> dict[str, Any]:
     """The row as it is read back: what it lacks is null."""
     [row] = pa.Table.from_pylist([as_row(rollout, 3, "training", signal, piece)], SCHEMA).to_pylist()
     return row
@@ -46,7 +46,7 @@ def test_differences_are_policy_minus_learner_where_the_learner_was_asked():
 
 
 def test_what_a_run_did_not_compute_has_no_column():
-    def head(signal: TrainingSignal | None) -> list[str]:
+    def head(signal: StoredAdvantages | None) -> list[str]:
         lines = shown(print_rollout, row_of(rich_rollout(), signal), tokens=True)
         return next(line.split() for line in lines if line.split()[:3] == ["#", "id", "token"])
 

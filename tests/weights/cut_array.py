@@ -9,9 +9,9 @@ import numpy as np
 
 from marin_rl.weights.assemble import assemble
 from marin_rl.weights.bounds import Bounds
-from marin_rl.weights.landing import Landing
 from marin_rl.weights.manifest import Manifest, Piece, checksum
 from marin_rl.weights.plan import make_plan, wanted_arrays
+from marin_rl.weights.receive_buffers import ReceiveBuffers
 
 FULL = np.arange(24, dtype=np.float32).reshape(6, 4)
 LIKE = {"w": jax.ShapeDtypeStruct((6, 4), jnp.float32)}
@@ -50,7 +50,7 @@ class Hosts:
 
     def assemble(self, like=LIKE, *, cast: bool = False):
         plan = self.plan(like=like, cast=cast)
-        landing = Landing(plan)
+        landing = ReceiveBuffers(plan)
         for key in plan.fetched():
             landing.write(key, 0, self.parts[key.manifest][key.piece].reshape(-1).view(np.uint8))
         return assemble(like, plan, landing)

@@ -16,16 +16,16 @@ from marin_rl.retry import Clock, RetryConfig
 from marin_rl.types import WeightVersion
 from marin_rl.weights.arrow_flight import WeightServer
 from marin_rl.weights.arrow_flight_client import FlightSource
+from marin_rl.weights.auth import TLS_NAME, make_secret, tls_identity
 from marin_rl.weights.manifest import Chunk, Manifest
 from marin_rl.weights.protocol import WeightSender
 from marin_rl.weights.sharded_receiver import ShardedReceiver
-from marin_rl.weights.shelf import VersionShelf
 from marin_rl.weights.snapshot import Snapshot, TrainingHost, take_snapshot
 from marin_rl.weights.source import WeightSource
-from marin_rl.weights.token import TLS_NAME, make_token, tls_identity
 from marin_rl.weights.tree import named_leaves
+from marin_rl.weights.version_cache import VersionCache
 
-TOKEN = make_token()
+TOKEN = make_secret()
 ONCE = RetryConfig(give_up_seconds=0.0)
 
 
@@ -69,12 +69,12 @@ def client_of(server: WeightServer) -> flight.FlightClient:
 
 
 @contextlib.contextmanager
-def serving(server_type: type[WeightServer] = WeightServer) -> Iterator[tuple[VersionShelf[Snapshot], WeightServer]]:
+def serving(server_type: type[WeightServer] = WeightServer) -> Iterator[tuple[VersionCache[Snapshot], WeightServer]]:
     """A server with an empty shelf for two versions."""
-    shelf: VersionShelf[Snapshot] = VersionShelf(2, "the tested host")
-    server = server_type(shelf, TOKEN, "grpc+tls://127.0.0.1:0")
+    cache: VersionCache[Snapshot] = VersionCache(2, "the tested host")
+    server = server_type(cache, TOKEN, "grpc+tls://127.0.0.1:0")
     try:
-        yield shelf, server
+        yield cache, server
     finally:
         server.shutdown()
 

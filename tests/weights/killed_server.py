@@ -14,8 +14,8 @@ def main(token: str, port: str, version: str, gate: str) -> None:
     import numpy as np
 
     from marin_rl.weights import arrow_flight
-    from marin_rl.weights.shelf import VersionShelf
     from marin_rl.weights.snapshot import Snapshot, TrainingHost, take_snapshot
+    from marin_rl.weights.version_cache import VersionCache
 
     class GatedServer(arrow_flight.WeightServer):
         def send_chunks(self, version, chunks):
@@ -24,10 +24,10 @@ def main(token: str, port: str, version: str, gate: str) -> None:
                 if gate == "gated":
                     threading.Event().wait()
 
-    shelf: VersionShelf[Snapshot] = VersionShelf(2, "the killed host")
+    cache: VersionCache[Snapshot] = VersionCache(2, "the killed host")
     weights = {"['w']": np.full(2**20, int(version), np.float32)}
-    shelf.put(int(version), take_snapshot(weights, int(version), TrainingHost.current(), 2**18))
-    server = GatedServer(shelf, token, f"grpc+tls://127.0.0.1:{port}")
+    cache.put(int(version), take_snapshot(weights, int(version), TrainingHost.current(), 2**18))
+    server = GatedServer(cache, token, f"grpc+tls://127.0.0.1:{port}")
     print(server.port, flush=True)
     sys.stdin.read()
 

@@ -13,9 +13,9 @@ def measure(way: str, folder: str) -> dict[str, object]:
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+    from marin_rl.weights.auth import make_secret
     from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig
     from marin_rl.weights.snapshot import TrainingHost
-    from marin_rl.weights.token import make_token
 
     devices = np.array(jax.devices())
     training = Mesh(devices.reshape(4, 2), ("data", "model"))
@@ -36,7 +36,7 @@ def measure(way: str, folder: str) -> dict[str, object]:
     }
     weights = {name: jax.device_put(values[name], NamedSharding(training, spec)) for name, spec in specs.items()}
 
-    token = make_token()
+    token = make_secret()
     config = ArrowFlightConfig() if way == "arrow_flight" else SharedFilesConfig(folder=folder)
     hosts = [TrainingHost(row, 4, frozenset(devices[2 * row : 2 * row + 2])) for row in range(4)]
     senders = [config.open_sender(token, host) for host in hosts]

@@ -28,6 +28,7 @@ import marin_rl
 from marin_rl.retry import RetryConfig
 from marin_rl.weights.arrow_flight import WeightServer
 from marin_rl.weights.arrow_flight_client import FlightSource
+from marin_rl.weights.auth import make_secret, tls_identity
 from marin_rl.weights.config import ArrowFlightConfig
 from marin_rl.weights.errors import (
     CorruptTransferError,
@@ -36,9 +37,8 @@ from marin_rl.weights.errors import (
 )
 from marin_rl.weights.manifest import Chunk
 from marin_rl.weights.sharded_sender import ShardedSender
-from marin_rl.weights.shelf import VersionShelf
 from marin_rl.weights.snapshot import Snapshot, TrainingHost
-from marin_rl.weights.token import make_token, tls_identity
+from marin_rl.weights.version_cache import VersionCache
 from tests.weights.ends import (
     ONCE,
     TOKEN,
@@ -70,10 +70,10 @@ def filled(version: int) -> dict[str, np.ndarray]:
 
 def test_a_wrong_token_is_refused_and_never_tried_again():
     pauses: list[float] = []
-    with serving() as (shelf, server):
-        shelf.put(1, snapshot_of(WEIGHTS, 1))
+    with serving() as (cache, server):
+        cache.put(1, snapshot_of(WEIGHTS, 1))
         manifest = source_of(server).manifests(1)[0]
-        wrong = source_of(server, make_token())
+        wrong = source_of(server, make_secret())
         receiver = receiver_of(wrong, retry=PATIENT, sleep=pauses.append)
         with pytest.raises(WrongTokenError, match=r"weight server grpc\+tls://127\.0\.0\.1:\d+ has another token"):
             receiver.receive(WEIGHTS)
@@ -91,7 +91,7 @@ def peak_memory(process: subprocess.Popen[str]) -> int:
 
 
 def test_no_message_is_read_without_the_token():
-    other = tls_identity(make_token())
+    other = tls_identity(make_secret())
     strangers = {
         "grpc": {},
         "grpc+tls": {"disable_server_verification": True},
@@ -141,8 +141,8 @@ def test_no_message_is_read_without_the_token():
     ids=["oversize", "number", "negative", "piece", "twice", "version", "float", "pair", "key", "text"],
 )
 def test_a_ticket_names_chunks_of_a_version_once(ticket: bytes, message: str):
-    with serving() as (shelf, server), client_of(server) as client:
-        shelf.put(1, snapshot_of(WEIGHTS, 1))
+    with serving() as (cache, server), client_of(server) as client:
+        cache.put(1, snapshot_of(WEIGHTS, 1))
         with pytest.raises(flight.FlightServerError, match=message):
             client.do_get(flight.Ticket(ticket)).read_all()
         manifest = source_of(server).manifests(1)[0]
@@ -234,9 +234,9 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_stream_that_lies_is_refused_and_read_again(lie: str, caplog):
     spoil, message = LIES[lie]
-    with serving(LyingServer) as (shelf, server):
+    with serving(LyingServer) as (cache, server):
         assert isinstance(server, LyingServer)
-        shelf.put(1, snapshot_of({"w": WEIGHTS["w"]}, 1))
+        cache.put(1, snapshot_of({"w": WEIGHTS["w"]}, 1))
         server.lies = [spoil]
         with pytest.raises(CorruptTransferError, match=message):
             receiver_of(source_of(server)).receive({"w": WEIGHTS["w"]})
@@ -263,37 +263,37 @@ class GatedServer(WeightServer):
 
 
 @contextlib.contextmanager
-def gated() -> Iterator[tuple[VersionShelf[Snapshot], GatedServer]]:
-    with serving(GatedServer) as (shelf, server):
+def gated() -> Iterator[tuple[VersionCache[Snapshot], GatedServer]]:
+    with serving(GatedServer) as (cache, server):
         assert isinstance(server, GatedServer)
         try:
-            yield shelf, server
+            yield cache, server
         finally:
             server.gate.set()
 
 
 def test_a_version_dropped_in_mid_transfer_is_refused_by_name():
-    with gated() as (shelf, server):
-        shelf.put(1, snapshot_of(filled(1), 1))
+    with gated() as (cache, server):
+        cache.put(1, snapshot_of(filled(1), 1))
         source = source_of(server)
         manifest = source.manifests(1)[0]
         stream = source.fetch(manifest, manifest.chunks(0))
         next(stream)
         for version in (2, 3):
-            shelf.put(version, snapshot_of(filled(version), version))
+            cache.put(version, snapshot_of(filled(version), version))
         server.gate.set()
         with pytest.raises(VersionGoneError, match=r"the tested host does not hold version 1; it holds \[2, 3\]"):
             list(stream)
 
 
 def test_the_newest_is_taken_when_the_one_under_way_is_dropped(caplog):
-    with gated() as (shelf, server):
-        shelf.put(1, snapshot_of(filled(1), 1))
+    with gated() as (cache, server):
+        cache.put(1, snapshot_of(filled(1), 1))
 
         def drop(point: str) -> None:
-            if point == "chunk" and 1 in shelf.versions():
+            if point == "chunk" and 1 in cache.versions():
                 for version in (2, 3):
-                    shelf.put(version, snapshot_of(filled(version), version))
+                    cache.put(version, snapshot_of(filled(version), version))
                 server.gate.set()
 
         received, version = receiver_of(HookedSource(source_of(server), drop), retry=PATIENT).receive(filled(0))
@@ -303,12 +303,12 @@ def test_the_newest_is_taken_when_the_one_under_way_is_dropped(caplog):
 
 
 def test_an_asked_version_that_is_dropped_is_not_replaced():
-    with gated() as (shelf, server):
-        shelf.put(1, snapshot_of(filled(1), 1))
+    with gated() as (cache, server):
+        cache.put(1, snapshot_of(filled(1), 1))
 
         def drop(point: str) -> None:
             if point == "chunk":
-                shelf.clear()
+                cache.clear()
                 server.gate.set()
 
         with pytest.raises(VersionGoneError, match="does not hold version 1; it holds none"):
@@ -357,16 +357,16 @@ def test_a_server_killed_in_mid_transfer_is_lost_and_its_successor_found(caplog)
 
 
 def test_a_worker_that_stood_still_takes_the_newest_and_holds_nothing_back():
-    with gated() as (shelf, server):
-        shelf.put(1, snapshot_of(filled(1), 1))
+    with gated() as (cache, server):
+        cache.put(1, snapshot_of(filled(1), 1))
         worker = start("stopping_worker.py", str(server.port))
         try:
             # The worker stops itself when the first chunk has arrived.
             _, status = os.waitpid(worker.pid, os.WUNTRACED)
             assert os.WIFSTOPPED(status)
-            held = weakref.ref(shelf.get(1))
+            held = weakref.ref(cache.get(1))
             for version in (2, 3):
-                shelf.put(version, snapshot_of(filled(version), version))
+                cache.put(version, snapshot_of(filled(version), version))
             gc.collect()
             assert held() is None
             server.gate.set()

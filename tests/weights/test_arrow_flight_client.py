@@ -28,9 +28,9 @@ class ForgingServer(WeightServer):
 
 
 def test_a_forged_manifest_is_refused():
-    with serving(ForgingServer) as (shelf, server):
+    with serving(ForgingServer) as (cache, server):
         assert isinstance(server, ForgingServer)
-        shelf.put(1, snapshot_of(WEIGHTS, 1))
+        cache.put(1, snapshot_of(WEIGHTS, 1))
         manifest = snapshot_of(WEIGHTS, 1).manifest.to_json()
         server.answers = {"manifest": hashlib.sha256(manifest).digest() + manifest}
         with pytest.raises(CorruptTransferError, match="damaged, or not the run's own"):
@@ -51,19 +51,19 @@ def test_a_foreign_schema_is_refused():
         def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.RecordBatchStream:
             return flight.RecordBatchStream(pa.table({"text": ["a"]}))
 
-    with serving(ForeignServer) as (shelf, server):
-        shelf.put(1, snapshot_of(WEIGHTS, 1))
+    with serving(ForeignServer) as (cache, server):
+        cache.put(1, snapshot_of(WEIGHTS, 1))
         with pytest.raises(CorruptTransferError, match="a stream of text: string instead of bytes: uint8"):
             receiver_of(source_of(server)).receive(WEIGHTS)
 
 
 def test_no_proxy_comes_between(monkeypatch: pytest.MonkeyPatch):
-    with socket.create_server(("127.0.0.1", 0)) as proxy, serving() as (shelf, server):
+    with socket.create_server(("127.0.0.1", 0)) as proxy, serving() as (cache, server):
         for name in ("http_proxy", "grpc_proxy", "https_proxy"):
             monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("no_grpc_proxy", raising=False)
-        shelf.put(1, snapshot_of(WEIGHTS, 1))
+        cache.put(1, snapshot_of(WEIGHTS, 1))
         source = FlightSource(f"grpc+tls://127.0.0.1:{server.port}", TOKEN, streams=1, call_seconds=5.0)
         assert_same(receiver_of(source).receive(WEIGHTS)[0], WEIGHTS)
 

@@ -10,7 +10,7 @@ import pytest
 from marin_rl.weights.assemble import assemble
 from marin_rl.weights.bounds import Bounds
 from marin_rl.weights.errors import MismatchedWeightsError
-from marin_rl.weights.landing import Landing
+from marin_rl.weights.receive_buffers import ReceiveBuffers
 from tests.weights.cut_array import FULL, LIKE, NAME, Hosts, box
 
 
@@ -32,7 +32,7 @@ def test_any_cut_gives_the_array(boxes: list[list[Bounds]]):
 def test_what_is_written_in_place_is_not_copied_on_its_way_to_the_device(boxes: list[list[Bounds]]):
     hosts = Hosts(*boxes)
     plan = hosts.plan()
-    landing = Landing(plan)
+    landing = ReceiveBuffers(plan)
     place = landing.box(NAME, box((0, 6), (0, 4)))
     assert place is not None
     array = assemble(LIKE, plan, landing)["w"]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from marin_rl.types import WeightVersion
 from marin_rl.weights.errors import CorruptTransferError, MismatchedWeightsError
-from marin_rl.weights.landing import ALIGNMENT
 from marin_rl.weights.manifest import Chunk, Manifest
+from marin_rl.weights.receive_buffers import ALIGNMENT
 from marin_rl.weights.snapshot import Snapshot
 from tests.weights.ends import assert_same, receiver_of, snapshot_of, split
 

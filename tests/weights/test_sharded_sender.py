@@ -31,8 +31,8 @@ def make(put: Callable[[Snapshot], None]) -> ShardedSender:
     return open_sender(Outlet(put))
 
 
-def open_sender(outlet: Outlet) -> ShardedSender:
-    return ShardedSender(outlet, TrainingHost.current(), dtype=None, chunk_bytes=1024)
+def open_sender(backend: Outlet) -> ShardedSender:
+    return ShardedSender(backend, TrainingHost.current(), dtype=None, chunk_bytes=1024)
 
 
 def values(snapshot: Snapshot) -> np.ndarray:
@@ -110,25 +110,25 @@ def test_closing_waits_for_what_is_under_way_and_then_closes_the_outlet(monkeypa
 
     def put(snapshot: Snapshot) -> None:
         may_end.wait()
-        found.append(outlet.is_closed)
+        found.append(backend.is_closed)
 
     monkeypatch.setattr(BackgroundJob, "close", let_it_end_and_close)
-    outlet = Outlet(put)
-    sender = open_sender(outlet)
+    backend = Outlet(put)
+    sender = open_sender(backend)
     assert sender.address == "the tested outlet"
     sender.publish({"w": jnp.zeros(3)}, 1)
     sender.close()
     assert found == [False]
-    assert outlet.is_closed
+    assert backend.is_closed
 
 
 def test_closing_closes_the_outlet_even_when_the_last_version_failed():
     def put(snapshot: Snapshot) -> None:
         raise OSError("no space left")
 
-    outlet = Outlet(put)
-    sender = open_sender(outlet)
+    backend = Outlet(put)
+    sender = open_sender(backend)
     sender.publish({"w": jnp.zeros(3)}, 1)
     with pytest.raises(OSError, match="no space left"):
         sender.close()
-    assert outlet.is_closed
+    assert backend.is_closed

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marin_rl.retry import RetryConfig
+from marin_rl.weights.auth import make_secret
 from marin_rl.weights.errors import CorruptTransferError, ServerLostError, VersionGoneError, WrongTokenError
 from marin_rl.weights.sharded_sender import ShardedSender
 from marin_rl.weights.shared_files import FolderOutlet, FolderSource
 from marin_rl.weights.snapshot import TrainingHost
-from marin_rl.weights.token import make_token
 from tests.weights.ends import TOKEN, HookedSource, assert_same, closing, receiver_of
 
 PATIENT = RetryConfig(give_up_seconds=1000.0)
@@ -26,8 +26,8 @@ def filled(version: int) -> dict[str, np.ndarray]:
 
 def open_sender(folder: pathlib.Path | str, token: str = TOKEN, host: int = 0, hosts: int = 1) -> ShardedSender:
     training_host = TrainingHost(host, hosts, frozenset())
-    outlet = FolderOutlet(folder=str(folder), token=token, training_host=training_host, keep=2)
-    return ShardedSender(outlet, training_host, dtype=None, chunk_bytes=1024)
+    backend = FolderOutlet(folder=str(folder), token=token, training_host=training_host, keep=2)
+    return ShardedSender(backend, training_host, dtype=None, chunk_bytes=1024)
 
 
 def source_of(folder: pathlib.Path, token: str = TOKEN) -> FolderSource:
@@ -82,7 +82,7 @@ def test_a_folder_that_is_not_there_holds_nothing(tmp_path):
 
 
 def test_weights_of_another_launch_are_refused_and_cleared_away(tmp_path):
-    old = open_sender(tmp_path, make_token())
+    old = open_sender(tmp_path, make_secret())
     publish(old, 7)
     with pytest.raises(WrongTokenError, match="holds weights of another token alone"):
         receiver_of(source_of(tmp_path), retry=PATIENT).newest()

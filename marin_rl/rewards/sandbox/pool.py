@@ -4,13 +4,13 @@
 """The sandbox as the trainer sees it: a pool of warm workers for user code and model-written programs.
 
 ```
-trainer ── bubblewrap ── worker ── zygote ── one child a call
+trainer ── bubblewrap ── worker ── forkserver ── one child a call
 ```
 
 The worker (trusted, never runs user code) enforces time, output, processes and threads. A process of its own loads the
-user's file, forks the zygote and is ended, with every thread and process that the file started. The zygote is stopped
-between calls. The child runs one call under the kernel's limits and ends. Answers travel as JSON and are validated
-here.
+user's file, forks the forkserver and is ended, with every thread and process that the file started. The forkserver is
+stopped between calls. The child runs one call under the kernel's limits and ends. Answers travel as JSON and are
+validated here.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from typing import Any, Self
 
 import pydantic
 
+from marin_rl.rewards.failures import RewardCallError, RewardFailure
 from marin_rl.rewards.functions import (
     EvaluateResult,
     RewardFunctionError,
@@ -33,14 +34,13 @@ from marin_rl.rewards.functions import (
     RewardRequest,
     check_metric_names,
 )
-from marin_rl.rewards.losses import CallLostError, LossCause
-from marin_rl.rewards.sandbox.causes import loss_of
 from marin_rl.rewards.sandbox.command import hidden_path, python_path, readable_paths
 from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.failure_reasons import failure_of
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.landlock import OLDEST_VERSION, landlock_version
-from marin_rl.rewards.sandbox.probe import Probe
 from marin_rl.rewards.sandbox.seccomp import seccomp_is_known
+from marin_rl.rewards.sandbox.self_test import SelfTest
 from marin_rl.rewards.sandbox.spec import WorkerSpec
 from marin_rl.rewards.sandbox.worker_process import WorkerLostError, WorkerProcess
 
@@ -90,7 +90,7 @@ class PythonResult:
     """What it printed, up to `output_kb`."""
     stderr: str
     """What it wrote to stderr, up to `output_kb`."""
-    loss: CallLostError | None
+    loss: RewardCallError | None
     """Why it ended before its time or with another status than 0; None where it ended well."""
     seconds: float
     """Wall-clock time from its start to its end."""
@@ -117,7 +117,7 @@ class Sandbox:
             strongest: the strongest isolation to try; less than full is for tests of what other machines offer.
         """
         self.config = config
-        self.losses: collections.Counter[LossCause] = collections.Counter()
+        self.losses: collections.Counter[RewardFailure] = collections.Counter()
         """Calls without an answer so far, by cause."""
         self._strongest = strongest
         self._isolation: Isolation | None = None
@@ -206,7 +206,7 @@ class Sandbox:
                 name: FunctionDescription.model_validate(found, strict=False)
                 for name, found in answer["loaded"].items()
             }
-        except (CallLostError, pydantic.ValidationError) as error:
+        except (RewardCallError, pydantic.ValidationError) as error:
             raise UserFileError(f"{file} cannot be loaded: {error}") from error
 
     async def call(
@@ -223,11 +223,11 @@ class Sandbox:
             One result for each request, in their order.
 
         Raises:
-            CallLostError: if it brought no answer; the loss is counted.
+            RewardCallError: if it brought no answer; the loss is counted.
         """
         try:
             return await self._call(function, requests, options)
-        except CallLostError as error:
+        except RewardCallError as error:
             self.losses[error.cause] += 1
             raise
 
@@ -242,14 +242,14 @@ class Sandbox:
             What it printed and how it ended. What is printed is the program's own claim: it decides nothing.
 
         Raises:
-            CallLostError: if the sandbox itself failed; the loss is counted.
+            RewardCallError: if the sandbox itself failed; the loss is counted.
         """
         try:
             report = await self._ask(None, {"kind": "python", "code": code, "stdin": stdin})
-        except CallLostError as error:
+        except RewardCallError as error:
             self.losses[error.cause] += 1
             raise
-        loss = loss_of(report, self.config.cpu_seconds)
+        loss = failure_of(report, self.config.cpu_seconds)
         return PythonResult(report["stdout"], report["stderr"], loss, report["seconds"])
 
     async def close(self) -> None:
@@ -271,11 +271,11 @@ class Sandbox:
             },
         )
         if "not_loaded" in report:
-            raise CallLostError(LossCause.WORKER, f"{function.file} cannot be loaded: {report['not_loaded']}")
+            raise RewardCallError(RewardFailure.WORKER, f"{function.file} cannot be loaded: {report['not_loaded']}")
         for stream in ("stdout", "stderr"):
             if report[stream]:
                 logger.debug("%s wrote to %s: %s", function.name, stream, report[stream])
-        loss = loss_of(report, self.config.cpu_seconds)
+        loss = failure_of(report, self.config.cpu_seconds)
         if loss is not None:
             raise loss
         return _validated(report["answer"], len(requests))
@@ -286,12 +286,12 @@ class Sandbox:
                 try:
                     worker = await self._take(file)
                 except OSError as error:
-                    raise CallLostError(LossCause.WORKER, f"no worker could be started: {error}") from error
+                    raise RewardCallError(RewardFailure.WORKER, f"no worker could be started: {error}") from error
                 try:
                     return await worker.ask(request, self._seconds(worker))
                 except WorkerLostError as error:
                     if error.began or attempt == ATTEMPTS:
-                        raise CallLostError(LossCause.WORKER, str(error)) from error
+                        raise RewardCallError(RewardFailure.WORKER, str(error)) from error
                 finally:
                     if worker.is_usable:
                         self._idle.append((file, worker))
@@ -353,7 +353,7 @@ class Sandbox:
         with tempfile.TemporaryDirectory(prefix="marin_rl_probe_") as folder:
             secret = Path(folder) / "outside"
             secret.write_text("readable", encoding="utf-8")
-            probe = Probe(str(secret), self.config.processes, level is Isolation.FULL)
+            probe = SelfTest(str(secret), self.config.processes, level is Isolation.FULL)
             worker = await self._start_worker(None, level)
             request = {"kind": "python", "code": probe.program, "stdin": ""}
             try:
@@ -381,7 +381,7 @@ class Sandbox:
         return None
 
 
-def _holes(probe: Probe, report: Mapping[str, Any]) -> list[str]:
+def _holes(probe: SelfTest, report: Mapping[str, Any]) -> list[str]:
     try:
         return probe.holes(report["stdout"])
     except (KeyError, ValueError):
@@ -390,19 +390,19 @@ def _holes(probe: Probe, report: Mapping[str, Any]) -> list[str]:
 
 def _validated(answer: str, count: int) -> list[EvaluateResult]:
     if not answer:
-        raise CallLostError(LossCause.EXITED, "it ended its process without an answer")
+        raise RewardCallError(RewardFailure.EXITED, "it ended its process without an answer")
     try:
         found = _Answer.model_validate_json(answer)
     except pydantic.ValidationError as error:
-        raise CallLostError(LossCause.INVALID_ANSWER, f"{answer[:200]!r} is no answer: {error}") from error
+        raise RewardCallError(RewardFailure.INVALID_ANSWER, f"{answer[:200]!r} is no answer: {error}") from error
     if found.memory:
-        raise CallLostError(LossCause.MEMORY, "more memory than sandbox.memory_mb")
+        raise RewardCallError(RewardFailure.MEMORY, "more memory than sandbox.memory_mb")
     if found.raised is not None:
-        raise CallLostError(LossCause.RAISED, found.raised)
+        raise RewardCallError(RewardFailure.RAISED, found.raised)
     if found.results is None or len(found.results) != count:
-        raise CallLostError(LossCause.INVALID_ANSWER, f"{answer[:200]!r} does not hold {count} results")
+        raise RewardCallError(RewardFailure.INVALID_ANSWER, f"{answer[:200]!r} does not hold {count} results")
     try:
         check_metric_names(found.results)
     except RewardFunctionError as error:
-        raise CallLostError(LossCause.INVALID_ANSWER, str(error)) from error
+        raise RewardCallError(RewardFailure.INVALID_ANSWER, str(error)) from error
     return found.results

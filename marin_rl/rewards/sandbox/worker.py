@@ -3,7 +3,7 @@
 
 """A worker of the sandbox: the process that the trainer starts, and that watches over user code.
 
-It never runs user code itself. It forks a zygote, which loads the user's file once and forks a child for every
+It never runs user code itself. It forks a forkserver, which loads the user's file once and forks a child for every
 call; a call's limits on time, output and processes are enforced here, by ending what exceeds them. Nothing but the
 standard library is used, and what it reads from below is passed on as text, for the trainer to validate.
 """
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from marin_rl.rewards.sandbox import frames, kernel, zygote
+from marin_rl.rewards.sandbox import forkserver, frames, kernel
 from marin_rl.rewards.sandbox.folders import remove, takes_more
 from marin_rl.rewards.sandbox.limits import FOLDER_FILES, address_space
 from marin_rl.rewards.sandbox.processes import (
@@ -43,10 +43,10 @@ END_SECONDS = 5.0
 """How long to wait for what was ended to be gone."""
 
 LEAVE_SECONDS = 0.5
-"""How long to wait for the zygote to be alone after a load or a call, before it is replaced."""
+"""How long to wait for the forkserver to be alone after a load or a call, before it is replaced."""
 
 READY_BYTES = 1 << 20
-"""Most bytes that a zygote may say about the file that it loaded."""
+"""Most bytes that a forkserver may say about the file that it loaded."""
 
 _STATUS = struct.Struct("=id")
 _REQUESTS, _ANSWERS = 0, 1
@@ -74,7 +74,7 @@ class Worker:
     def __init__(self, spec: WorkerSpec):
         self._spec = spec
         self._source = ""
-        self._zygote: int | None = None
+        self._forkserver: int | None = None
         self._connection: socket.socket | None = None
         self._functions: dict[str, Any] = {}
         self._taken = 0
@@ -91,15 +91,15 @@ class Worker:
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         self._source = request.pop("source", self._source)
-        if self._zygote is None:
-            failure = self._start_zygote()
+        if self._forkserver is None:
+            failure = self._start_forkserver()
             if failure is not None:
                 return {"not_loaded": failure}
         if request["kind"] == "load":
             return {"loaded": self._functions}
         return self._call(request, time.monotonic() + self._spec.limits.wall_seconds)
 
-    def _start_zygote(self) -> str | None:
+    def _start_forkserver(self) -> str | None:
         """Have the user's file loaded; says what went wrong, or None."""
         deadline = time.monotonic() + self._spec.start_seconds
         ours, theirs = socket.socketpair()
@@ -108,11 +108,11 @@ class Worker:
         if pid == 0:
             try:
                 ours.close()
-                zygote.run(self._spec, self._source, theirs, own)
+                forkserver.run(self._spec, self._source, theirs, own)
             finally:
                 os._exit(1)
         theirs.close()
-        self._zygote, self._connection = pid, ours
+        self._forkserver, self._connection = pid, ours
         ready = _Stream(READY_BYTES)
         violation = self._watch(
             {ours.fileno(): ready},
@@ -125,8 +125,8 @@ class Worker:
             cpu_seconds=self._spec.start_seconds,
         )
         failure = self._why_not_loaded(ready, violation) or self._describe(deadline)
-        if failure is not None and self._zygote is not None:
-            self._end_zygote()
+        if failure is not None and self._forkserver is not None:
+            self._end_forkserver()
         return failure
 
     def _why_not_loaded(self, ready: _Stream, violation: str | None) -> str | None:
@@ -136,7 +136,7 @@ class Worker:
             return f"loading it exceeded the limit on {violation}"
         if ready.ended:
             return "the process that loaded it ended"
-        process, failed = zygote.parse_ready(bytes(ready.data[frames.HEADER_BYTES :]))
+        process, failed = forkserver.parse_ready(bytes(ready.data[frames.HEADER_BYTES :]))
         return failed if process is None else self._take_over(process)
 
     def _take_over(self, process: int) -> str | None:
@@ -151,15 +151,15 @@ class Worker:
         assert self._connection is not None
         if kernel.IS_LINUX:
             if process not in below(os.getpid()):
-                return "the process that loaded it named a zygote that is not its own"
-            self._zygote = process
+                return "the process that loaded it named a forkserver that is not its own"
+            self._forkserver = process
             if not end_descendants(process, END_SECONDS):
                 raise SystemExit("processes of a user's file could not be ended")
             if not is_soon_alone(process, LEAVE_SECONDS):
                 return "the process that holds it ended, or started threads or processes"
             self._taken = address_space(process)
         with contextlib.suppress(OSError):
-            self._connection.sendall(zygote.GO_ON)
+            self._connection.sendall(forkserver.GO_ON)
         return None
 
     def _describe(self, deadline: float) -> str | None:
@@ -170,9 +170,9 @@ class Worker:
         report = self._call({"kind": "describe"}, deadline)
         if report["violation"] is not None:
             return f"listing its reward functions exceeded the limit on {report['violation']}"
-        if self._zygote is None:
+        if self._forkserver is None:
             return report["warnings"][0] if report["warnings"] else "the process that holds it died"
-        self._functions, failed = zygote.parse_functions(report["answer"].encode())
+        self._functions, failed = forkserver.parse_functions(report["answer"].encode())
         return failed
 
     def _call(self, request: dict[str, Any], deadline: float) -> dict[str, Any]:
@@ -181,22 +181,22 @@ class Worker:
         with contextlib.ExitStack() as stack:
             report = self._run(request, folder, deadline, stack)
         report["seconds"] = time.monotonic() - started
-        report["warnings"] = [*self._rest_zygote(), *self._clear_scratch()]
+        report["warnings"] = [*self._rest_forkserver(), *self._clear_scratch()]
         return report
 
-    def _rest_zygote(self) -> list[str]:
-        """Stop the zygote until the next call, or end it if the call left anything there; says so in a warning.
+    def _rest_forkserver(self) -> list[str]:
+        """Stop the forkserver until the next call, or end it if the call left anything there; says so in a warning.
 
         What a call left would run without limits, or count against later calls. The next call loads the file again.
         """
-        if self._zygote is None or not kernel.IS_LINUX:
+        if self._forkserver is None or not kernel.IS_LINUX:
             return []
         assert self._connection is not None
-        is_alone = pause(self._zygote, END_SECONDS) and is_soon_alone(self._zygote, LEAVE_SECONDS)
+        is_alone = pause(self._forkserver, END_SECONDS) and is_soon_alone(self._forkserver, LEAVE_SECONDS)
         has_written = bool(select.select([self._connection], [], [], 0)[0])
         if is_alone and not has_written:
             return []
-        self._end_zygote()
+        self._end_forkserver()
         return [
             f"the process that holds {self._spec.file or 'no file'} had threads, child processes or unread messages "
             "after a call; it was ended, and the next call loads the file again"
@@ -220,19 +220,19 @@ class Worker:
     def _run(
         self, request: dict[str, Any], folder: str, deadline: float, stack: contextlib.ExitStack
     ) -> dict[str, Any]:
-        assert self._zygote is not None
+        assert self._forkserver is not None
         assert self._connection is not None
         streams: dict[int, _Stream] = {}
         theirs = [_input(request.get("stdin", ""), self._spec.scratch, stack)]
-        for first_words in (b"", b"", zygote.CONFINED):
+        for first_words in (b"", b"", forkserver.CONFINED):
             reading, writing = os.pipe()
             stack.callback(os.close, reading)
             streams[reading] = _Stream(self._spec.limits.output_bytes + len(first_words))
             theirs.append(writing)
-        status = _Stream(len(zygote.ENDED) + _STATUS.size)
+        status = _Stream(len(forkserver.ENDED) + _STATUS.size)
         streams[self._connection.fileno()] = status
         if kernel.IS_LINUX:
-            os.kill(self._zygote, signal.SIGCONT)
+            os.kill(self._forkserver, signal.SIGCONT)
         try:
             self._send({**request, "folder": folder, "taken": self._taken}, theirs)
         except OSError:
@@ -243,7 +243,7 @@ class Worker:
         violation = self._watch(
             streams,
             deadline,
-            lambda: len(status.data) >= len(zygote.ENDED),
+            lambda: len(status.data) >= len(forkserver.ENDED),
             processes=2 + self._spec.limits.processes,
             cpu_seconds=self._spec.limits.cpu_seconds,
         )
@@ -253,8 +253,8 @@ class Worker:
         stdout, stderr, answer = (stream for stream in streams.values() if stream is not status)
         if violation is None and any(stream.exceeded for stream in (stdout, stderr, answer)):
             violation = "output"
-        confined = answer.data.startswith(zygote.CONFINED)
-        del answer.data[: len(zygote.CONFINED) if confined else 0]
+        confined = answer.data.startswith(forkserver.CONFINED)
+        del answer.data[: len(forkserver.CONFINED) if confined else 0]
         report = {
             "violation": violation,
             "confined": confined,
@@ -264,10 +264,10 @@ class Worker:
         }
         exit_status, cpu = None, 0.0
         if len(status.data) == status.limit:
-            exit_status, cpu = _STATUS.unpack(bytes(status.data[len(zygote.ENDED) :]))
+            exit_status, cpu = _STATUS.unpack(bytes(status.data[len(forkserver.ENDED) :]))
         if exit_status is None or not (os.WIFEXITED(exit_status) or os.WIFSIGNALED(exit_status)):
             exit_status = None
-            self._end_zygote()
+            self._end_forkserver()
         return report | {"status": exit_status, "cpu": cpu}
 
     def _send(self, message: dict[str, Any], descriptors: list[int]) -> None:
@@ -285,12 +285,12 @@ class Worker:
         processes: int,
         cpu_seconds: float,
     ) -> str | None:
-        """Read until the zygote has answered; says which limit was exceeded, or None.
+        """Read until the forkserver has answered; says which limit was exceeded, or None.
 
         Args:
-            streams: what to read from; the last is the zygote's.
+            streams: what to read from; the last is the forkserver's.
             deadline: when to give up, on the monotonic clock.
-            finished: whether the zygote has answered.
+            finished: whether the forkserver has answered.
             processes: how many may run below this one.
             cpu_seconds: processor time that the process that holds the file may use meanwhile; the kernel holds the
                 others to theirs.
@@ -321,41 +321,41 @@ class Worker:
                     return "files"
                 if self._cpu_seconds() > cpu_end:
                     return "cpu"
-                reap(self._zygote)
+                reap(self._forkserver)
         return None
 
     def _cpu_seconds(self) -> float:
-        assert self._zygote is not None
-        return cpu_seconds_of(self._zygote) if kernel.IS_LINUX else 0.0
+        assert self._forkserver is not None
+        return cpu_seconds_of(self._forkserver) if kernel.IS_LINUX else 0.0
 
     def _end_call(self, status: _Stream, violation: str | None) -> None:
-        """End what the call runs in, and what it left running; the zygote then says how it ended."""
-        assert self._zygote is not None
+        """End what the call runs in, and what it left running; the forkserver then says how it ended."""
+        assert self._forkserver is not None
         assert self._connection is not None
         may_run = kernel.IS_LINUX and (violation is not None or self._spec.can_start_processes)
-        if may_run and not end_descendants(self._zygote, END_SECONDS):
+        if may_run and not end_descendants(self._forkserver, END_SECONDS):
             # Its end is that of every process in its namespaces.
             raise SystemExit("processes of a call could not be ended")
         self._connection.settimeout(END_SECONDS)
         with contextlib.suppress(TimeoutError, ConnectionError):
-            self._connection.sendall(zygote.GO_ON)
+            self._connection.sendall(forkserver.GO_ON)
             while len(status.data) < status.limit:
                 part = self._connection.recv(status.limit - len(status.data))
                 if not part:
                     break
                 status.data += part
 
-    def _end_zygote(self) -> None:
-        assert self._zygote is not None
+    def _end_forkserver(self) -> None:
+        assert self._forkserver is not None
         assert self._connection is not None
         self._connection.close()
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._zygote, signal.SIGKILL)
+            os.kill(self._forkserver, signal.SIGKILL)
             # Calls are in its process group; this is all that ends them where there is no /proc.
-            os.killpg(self._zygote, signal.SIGKILL)
+            os.killpg(self._forkserver, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._zygote, 0)
-        self._zygote = self._connection = None
+            os.waitpid(self._forkserver, 0)
+        self._forkserver = self._connection = None
         if kernel.IS_LINUX and not end_descendants(None, END_SECONDS):
             raise SystemExit("processes of a user's file could not be ended")
 

@@ -63,7 +63,7 @@ def test_training_step(capsys: pytest.CaptureFixture[str], tiny: list[str]) -> N
             assert {numerator, denominator} <= set(measured)
             assert 0 < measured[name]["min"] <= measured[name]["median"] <= measured[name]["max"]
         for kind in ("rloo", "lm_packed"):
-            assert measured[kind]["pass_program_bytes"]["temporaries"] > 0
+            assert measured[kind]["microbatch_program_bytes"]["temporaries"] > 0
     assert figures["config"]["tokens"] == 16 * 12
     efficiency = [figures["log_normal"][kind]["packing_efficiency"] for kind in ("rloo", "rloo_unpacked")]
     assert efficiency[0] >= 2 * efficiency[1]
@@ -87,16 +87,16 @@ def test_all_training_steps_do_the_same_work(tiny: list[str]) -> None:
     tokenizer = config.tokenizer.build()
     lengths = benchmark_training_step.log_normal_lengths(16, config.rollouts.max_length)
     rollouts = benchmark_training_step.random_rollouts(lengths, tokenizer.vocab_size, 3, config.rollouts.max_length)
-    losses, passes = {}, {}
+    losses, microbatches = {}, {}
     for name, (make, is_packed) in benchmark_training_step.MAKERS.items():
-        # Rows of 16 positions, so that packed rollouts take several passes too.
+        # Rows of 16 positions, so that packed rollouts take several microbatches too.
         sections = dataclasses.replace(config.rollouts, row_length=16 if is_packed else None)
         shaped = dataclasses.replace(config, rollouts=sections)
         packed = benchmark_training_step.pack(shaped, trainer, rollouts, [1.0] * 16, packed=is_packed)
         model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
         update = make(config, trainer, model, packed)
-        losses[name], passes[name] = [update.step() for _ in range(3)], len(packed.passes)
-    assert passes == {"rloo": 2, "rloo_unpacked": 8, "lm_packed": 2, "lm_unpacked": 8}
+        losses[name], microbatches[name] = [update.step() for _ in range(3)], len(packed.microbatches)
+    assert microbatches == {"rloo": 2, "rloo_unpacked": 8, "lm_packed": 2, "lm_unpacked": 8}
     for name, found in losses.items():
         np.testing.assert_allclose(found, losses["lm_unpacked"], rtol=1e-5, err_msg=name)
     assert losses["rloo"][2] < losses["rloo"][0]

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from marin_rl.rewards.failures import RewardCallError, RewardFailure
 from marin_rl.rewards.functions import EvaluateResult, RewardRequest
-from marin_rl.rewards.losses import CallLostError, LossCause
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.landlock import OLDEST_VERSION, landlock_version
@@ -47,10 +47,10 @@ class Attack:
         [result] = self.wait(self.sandbox.call(UserFunction(file, name), [REQUEST], options))
         return result
 
-    def lost(self, name: str, **options: Any) -> CallLostError:
+    def lost(self, name: str, **options: Any) -> RewardCallError:
         """The loss that a call ends in: it must be one, be counted once, and leave the next call alone."""
         before = self.sandbox.losses.copy()
-        with pytest.raises(CallLostError) as raised:
+        with pytest.raises(RewardCallError) as raised:
             self.call(name, **options)
         before[raised.value.cause] += 1
         assert self.sandbox.losses == before
@@ -60,7 +60,7 @@ class Attack:
     def is_well(self) -> None:
         assert self.call("honest") == EvaluateResult(score=1.0, metrics={"calls": 1.0})
 
-    def cause(self, name: str, **options: Any) -> LossCause:
+    def cause(self, name: str, **options: Any) -> RewardFailure:
         return self.lost(name, **options).cause
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.rewards.losses import CallLostError, LossCause
+from marin_rl.rewards.failures import RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox import pool
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
@@ -33,30 +33,30 @@ def secret(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["loops_for_ever", "ignores_signals_and_loops"])
 def test_processor_time(hasty: Attack, name: str):
-    assert hasty.cause(name) is LossCause.CPU
+    assert hasty.cause(name) is RewardFailure.CPU
 
 
 @pytest.mark.parametrize("name", ["sleeps_for_ever", "ignores_signals_and_sleeps"])
 def test_wall_clock(impatient: Attack, name: str):
-    assert impatient.cause(name) is LossCause.TIMEOUT
+    assert impatient.cause(name) is RewardFailure.TIMEOUT
 
 
 @pytest.mark.parametrize("name", ["allocates_ten_gigabytes", "allocates_step_by_step"])
 def test_memory(attack: Attack, name: str):
-    assert attack.cause(name) is LossCause.MEMORY
+    assert attack.cause(name) is RewardFailure.MEMORY
 
 
 def test_threads_are_bounded_by_memory(attack: Attack):
     lost = attack.lost("bombs_with_threads")
-    assert lost.cause in (LossCause.RAISED, LossCause.MEMORY)
-    assert "can't start new thread" in lost.detail or lost.cause is LossCause.MEMORY
+    assert lost.cause in (RewardFailure.RAISED, RewardFailure.MEMORY)
+    assert "can't start new thread" in lost.detail or lost.cause is RewardFailure.MEMORY
 
 
 def test_too_many_threads(attack: Attack):
     lost = attack.lost("bombs_with_small_threads")
     # In namespaces the kernel refuses them to everyone but root; elsewhere the worker counts.
-    refused = lost.cause is LossCause.RAISED and "can't start new thread" in lost.detail
-    assert lost.cause is LossCause.THREADS or (refused and attack.level is Isolation.FULL)
+    refused = lost.cause is RewardFailure.RAISED and "can't start new thread" in lost.detail
+    assert lost.cause is RewardFailure.THREADS or (refused and attack.level is Isolation.FULL)
 
 
 def test_threads_within_the_limit(lenient: Attack):
@@ -70,16 +70,16 @@ def test_threads_take_their_stack_alone(attack: Attack):
 
 def test_fork_bomb(confined: Attack):
     lost = confined.lost("bombs_with_forks")
-    assert lost.cause is LossCause.RAISED
+    assert lost.cause is RewardFailure.RAISED
     assert "PermissionError" in lost.detail
 
 
 def test_too_many_processes(lenient: Attack):
-    assert lenient.cause("starts_many") is LossCause.PROCESSES
+    assert lenient.cause("starts_many") is RewardFailure.PROCESSES
 
 
 def test_too_many_processes_where_none_is_allowed(attack: Attack):
-    expected = LossCause.PROCESSES if attack.level is Isolation.NONE else LossCause.RAISED
+    expected = RewardFailure.PROCESSES if attack.level is Isolation.NONE else RewardFailure.RAISED
     assert attack.cause("starts_many") is expected
 
 
@@ -96,13 +96,13 @@ def test_nothing_outruns_its_end(attacks: Attacks, confined: Attack):
     before = set(descendants(os.getpid()))
     for _ in range(20):
         # Whether it is counted several times, while it flees, is a matter of chance.
-        with contextlib.suppress(CallLostError):
+        with contextlib.suppress(RewardCallError):
             assert lenient.call("flees").score == 1.0
         assert set(descendants(os.getpid())) <= before
 
 
 def test_children_that_nobody_waits_for_are_processes(lenient: Attack):
-    assert lenient.cause("forgets_its_children") is LossCause.PROCESSES
+    assert lenient.cause("forgets_its_children") is RewardFailure.PROCESSES
 
 
 def test_nothing_is_left_to_be_waited_for(lenient: Attack):
@@ -130,7 +130,7 @@ def test_siblings_of_a_call(lenient: Attack, stays: bool):
 
 def test_no_programs(confined: Attack):
     lost = confined.lost("runs_a_program")
-    assert lost.cause is LossCause.RAISED
+    assert lost.cause is RewardFailure.RAISED
     assert "PermissionError" in lost.detail
 
 
@@ -141,7 +141,7 @@ def test_programs_where_processes_are_allowed(lenient: Attack):
 @pytest.mark.parametrize("name", ["reads", "deletes", "overwrites", "truncates", "makes_readable"])
 def test_files_outside(confined: Attack, secret: Path, name: str):
     lost = confined.lost(name, path=str(secret))
-    assert lost.cause is LossCause.RAISED
+    assert lost.cause is RewardFailure.RAISED
     # In namespaces the file is not even there, or not to be written; calls that change attributes never pass.
     invisible = confined.level is Isolation.FULL and name != "makes_readable"
     assert lost.detail.startswith(("FileNotFoundError", "OSError: [Errno 30]") if invisible else "PermissionError")
@@ -153,14 +153,14 @@ def test_files_outside(confined: Attack, secret: Path, name: str):
 def test_its_own_file(confined: Attack, name: str):
     own = Path(__file__).with_name("hostile_rewards.py")
     before = own.read_bytes(), own.stat().st_mode
-    assert confined.cause(name, path=str(own)) is LossCause.RAISED
+    assert confined.cause(name, path=str(own)) is RewardFailure.RAISED
     assert (own.read_bytes(), own.stat().st_mode) == before
 
 
 @pytest.mark.parametrize("name", ["reads", "overwrites"])
 @pytest.mark.parametrize("path", ["/etc/shadow", "/proc/1/environ", "/dev/mem", "/root/.bashrc", "/tmp/new"])
 def test_places_of_the_system(confined: Attack, name: str, path: str):
-    assert confined.cause(name, path=path) is LossCause.RAISED
+    assert confined.cause(name, path=path) is RewardFailure.RAISED
 
 
 def test_environment_of_the_trainer(attack: Attack, monkeypatch: pytest.MonkeyPatch):
@@ -180,7 +180,7 @@ def test_network(confined: Attack):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         lost = confined.lost("connects", port=server.getsockname()[1])
-        assert lost.cause is LossCause.RAISED
+        assert lost.cause is RewardFailure.RAISED
         assert "PermissionError" in lost.detail
         with pytest.raises(BlockingIOError):
             server.accept()
@@ -201,14 +201,14 @@ def test_a_socket_that_it_can_see(confined: Attack, kind: socket.SocketKind):
             # It takes the address, and sends to its own other end all the same.
             assert confined.call("sends", **options).score == 1.0
         else:
-            assert confined.cause("sends", **options) is LossCause.RAISED
+            assert confined.cause("sends", **options) is RewardFailure.RAISED
         with pytest.raises(BlockingIOError):
             listening.recv(1)
 
 
 def test_flags_of_its_own_file(confined: Attack):
     lost = confined.lost("changes_flags", path=str(Path(__file__).with_name("hostile_rewards.py")))
-    assert lost.cause is LossCause.RAISED
+    assert lost.cause is RewardFailure.RAISED
     if "Inappropriate ioctl" in lost.detail:
         pytest.skip("the file system here has no flags")
     assert "PermissionError" in lost.detail
@@ -218,7 +218,7 @@ def test_flags_of_its_own_file(confined: Attack):
 def test_leases_and_watches_on_files_of_the_host(confined: Attack, name: str):
     own = Path(__file__).with_name("hostile_rewards.py")
     lost = confined.lost(name, path=str(own if name == "takes_a_lease" else own.parent))
-    assert lost.cause is LossCause.RAISED
+    assert lost.cause is RewardFailure.RAISED
     assert "PermissionError" in lost.detail
 
 
@@ -227,11 +227,11 @@ def test_files_with_flags_are_removed(attack: Attack, flags: int, caplog: pytest
     attack.is_well()
     workers = attack.sandbox.worker_pids
     if attack.level is not Isolation.NONE:
-        assert attack.cause("locks_files", flags=flags) is LossCause.RAISED
+        assert attack.cause("locks_files", flags=flags) is RewardFailure.RAISED
     else:
         try:
             attack.call("locks_files", flags=flags)
-        except CallLostError as error:
+        except RewardCallError as error:
             pytest.skip(f"this user or file system has no such flags: {error}")
     attack.is_well()
     assert attack.sandbox.worker_pids == workers
@@ -244,7 +244,7 @@ def test_files_that_cannot_be_removed_are_told_once(attacks: Attacks, caplog: py
     workers = attack.sandbox.worker_pids
     try:
         place = attack.call("mounts").reason
-    except CallLostError as error:
+    except RewardCallError as error:
         pytest.skip(f"this user cannot mount: {error}")
     try:
         attack.is_well()
@@ -258,21 +258,21 @@ def test_files_that_cannot_be_removed_are_told_once(attacks: Attacks, caplog: py
 
 
 def test_a_large_file(attack: Attack):
-    assert attack.cause("writes_a_gigabyte") is LossCause.FILE_SIZE
+    assert attack.cause("writes_a_gigabyte") is RewardFailure.FILE_SIZE
 
 
 def test_many_files(attack: Attack):
     lost = attack.lost("writes_many_files")
     if attack.level is Isolation.FULL:
-        assert lost.cause is LossCause.RAISED
+        assert lost.cause is RewardFailure.RAISED
         assert "No space left" in lost.detail
     else:
-        assert lost.cause is LossCause.FILE_SIZE
+        assert lost.cause is RewardFailure.FILE_SIZE
         assert lost.detail == "more in its folder than four times sandbox.file_mb"
 
 
 def test_many_files_out_of_sight(lenient: Attack):
-    expected = LossCause.RAISED if lenient.level is Isolation.FULL else LossCause.FILE_SIZE
+    expected = RewardFailure.RAISED if lenient.level is Isolation.FULL else RewardFailure.FILE_SIZE
     assert lenient.cause("hides_many_files") is expected
 
 
@@ -290,7 +290,7 @@ def test_folders_that_cannot_be_read_are_removed(attack: Attack):
 
 @pytest.mark.parametrize("name", ["prints_for_ever", "warns_for_ever", "answers_endlessly"])
 def test_output(attack: Attack, name: str):
-    assert attack.cause(name) is LossCause.OUTPUT
+    assert attack.cause(name) is RewardFailure.OUTPUT
 
 
 @pytest.mark.parametrize(
@@ -319,32 +319,32 @@ def test_output(attack: Attack, name: str):
     ],
 )
 def test_forged_answers(attack: Attack, text: str):
-    assert attack.cause("forges", text=text) is LossCause.INVALID_ANSWER
+    assert attack.cause("forges", text=text) is RewardFailure.INVALID_ANSWER
 
 
 def test_two_answers(attack: Attack):
-    assert attack.cause("answers_twice") is LossCause.INVALID_ANSWER
+    assert attack.cause("answers_twice") is RewardFailure.INVALID_ANSWER
 
 
 @pytest.mark.parametrize("code", [0, 1, 3, 117])
 def test_exits(attack: Attack, code: int):
-    assert attack.cause("exits", code=code) is LossCause.EXITED
+    assert attack.cause("exits", code=code) is RewardFailure.EXITED
 
 
 @pytest.mark.parametrize("name", ["raises_system_exit", "answers_infinity", "answers_text", "answers_a_huge_number"])
 def test_raises(attack: Attack, name: str):
-    assert attack.cause(name) is LossCause.RAISED
+    assert attack.cause(name) is RewardFailure.RAISED
 
 
 def test_a_message_that_no_json_holds(attack: Attack):
     lost = attack.lost("raises_a_surrogate")
-    assert lost.cause is LossCause.RAISED
+    assert lost.cause is RewardFailure.RAISED
     assert lost.detail.startswith("ValueError: half a character: \\ud800")
 
 
 def test_an_error_that_cannot_be_said(attack: Attack):
     lost = attack.lost("raises_what_cannot_be_said")
-    assert lost.cause is LossCause.RAISED
+    assert lost.cause is RewardFailure.RAISED
     assert lost.detail.startswith("Unspeakable: <its __str__ raised SystemExit>\n")
 
 
@@ -362,12 +362,12 @@ def test_names_of_metrics(attacks: Attacks):
         (["x" * 101], "at most 100 characters"),
     ):
         lost = attack.lost("names_metrics", names=wrong)
-        assert lost.cause is LossCause.RAISED
+        assert lost.cause is RewardFailure.RAISED
         assert said in lost.detail
 
 
 def test_signal_to_its_parent(attack: Attack):
-    expected = LossCause.WORKER if attack.level is Isolation.NONE else LossCause.RAISED
+    expected = RewardFailure.WORKER if attack.level is Isolation.NONE else RewardFailure.RAISED
     assert attack.cause("signals") is expected
 
 
@@ -375,18 +375,18 @@ def test_signal_to_its_parent(attack: Attack):
 def test_attacks_on_the_trainer(confined: Attack, name: str):
     lost = confined.lost(name, process=os.getpid())
     assert "PermissionError" in lost.detail
-    assert lost.cause is LossCause.RAISED
+    assert lost.cause is RewardFailure.RAISED
 
 
 def test_deep_recursion(attack: Attack):
     # CPython itself may notice that memory is at an end, and raise.
-    assert attack.cause("recurses") in (LossCause.MEMORY, LossCause.SIGNAL, LossCause.RAISED)
+    assert attack.cause("recurses") in (RewardFailure.MEMORY, RewardFailure.SIGNAL, RewardFailure.RAISED)
 
 
 @pytest.mark.parametrize("name", ["overflows_the_stack", "crashes"])
 def test_crashes(attack: Attack, name: str):
     lost = attack.lost(name)
-    assert lost.cause is LossCause.SIGNAL
+    assert lost.cause is RewardFailure.SIGNAL
     assert "SIGSEGV" in lost.detail
 
 
@@ -401,12 +401,12 @@ def test_monkey_patches_end_with_the_call(attack: Attack):
 
 
 def test_closed_descriptors(attack: Attack):
-    assert attack.cause("closes_descriptors") is LossCause.EXITED
+    assert attack.cause("closes_descriptors") is RewardFailure.EXITED
 
 
 def test_limits_cannot_be_raised(confined: Attack):
     lost = confined.lost("raises_limits")
-    assert lost.cause is LossCause.RAISED
+    assert lost.cause is RewardFailure.RAISED
     assert "not allowed" in lost.detail or "not permitted" in lost.detail
 
 
@@ -415,7 +415,7 @@ def test_it_ends_with_its_parent(confined: Attack):
 
 
 def test_its_parents_memory(confined: Attack):
-    assert confined.cause("reads_its_parents_memory") is LossCause.RAISED
+    assert confined.cause("reads_its_parents_memory") is RewardFailure.RAISED
 
 
 def test_files_end_with_the_call(attack: Attack):

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from marin_rl.rewards.failures import RewardCallError, RewardFailure
 from marin_rl.rewards.functions import RewardMode
-from marin_rl.rewards.losses import CallLostError, LossCause
 from marin_rl.rewards.sandbox.command import package_root
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
@@ -49,7 +49,7 @@ def alive(pids: set[int]) -> set[int]:
 
 
 def running_calls(sandbox: Sandbox) -> int:
-    """Calls that are being run: a worker has, below it, a zygote and then the call, each leading its own group.
+    """Calls that are being run: a worker has, below it, a forkserver and then the call, each leading its own group.
 
     A worker that loads its file looks alike, so `load` comes first.
     """
@@ -83,8 +83,8 @@ def test_all_workers_killed_in_the_middle_of_a_batch(level: Isolation):
                 os.kill(pid, signal.SIGKILL)
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             lost = [one for one in outcomes if isinstance(one, BaseException)]
-            assert [type(one) for one in lost] == [CallLostError, CallLostError]
-            assert sandbox.losses == {LossCause.WORKER: 2}
+            assert [type(one) for one in lost] == [RewardCallError, RewardCallError]
+            assert sandbox.losses == {RewardFailure.WORKER: 2}
             assert [one[0].score for one in outcomes if isinstance(one, list)] == [1.0] * 6
             assert not set(killed) & set(sandbox.worker_pids)
             await until(lambda: not alive(below))
@@ -135,7 +135,7 @@ def test_a_worker_that_cannot_be_started_loses_its_call_alone(monkeypatch: pytes
             assert [str(one) for one in lost] == [
                 "worker: no worker could be started: [Errno 11] Resource temporarily unavailable"
             ]
-            assert sandbox.losses == {LossCause.WORKER: 1}
+            assert sandbox.losses == {RewardFailure.WORKER: 1}
             assert [one[0].score for one in outcomes if isinstance(one, list)] == [1.0] * 3
 
     asyncio.run(run())
@@ -156,7 +156,7 @@ def test_close_leaves_no_process_and_no_file(level: Isolation, tmp_path: Path, m
         await until(lambda: running_calls(sandbox) >= 1)
         assert set(descendants(os.getpid())) > before
         await sandbox.close()
-        with pytest.raises(CallLostError):
+        with pytest.raises(RewardCallError):
             await running
         await sandbox.close()
         assert set(descendants(os.getpid())) <= before
@@ -190,11 +190,11 @@ def test_a_worker_that_hangs_is_replaced(level: Isolation, monkeypatch: pytest.M
             stopped = {pid, *descendants(pid)}
             for process in stopped:
                 os.kill(process, signal.SIGSTOP)
-            with pytest.raises(CallLostError, match=r"did not answer within \d+\.5 s"):
+            with pytest.raises(RewardCallError, match=r"did not answer within \d+\.5 s"):
                 await call
             await until(lambda: not alive(stopped))
             assert (await sandbox.call(HONEST, [REQUEST], {}))[0].score == 1.0
-            assert sandbox.losses == {LossCause.WORKER: 1}
+            assert sandbox.losses == {RewardFailure.WORKER: 1}
 
     asyncio.run(run())
 
@@ -312,16 +312,16 @@ def say(message):
         ("import os, time\nfor _ in range(9): os.fork() or time.sleep(1e6)\ntime.sleep(1e6)", "limit on processes"),
         ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
         ("import socket; socket.socket()", "PermissionError"),
-        ("import os; os.write(3, b'\\x00\\x00\\x00\\x02[]'); os._exit(0)", "something else than the zygote's process"),
+        ("import os; os.write(3, b'\\x00\\x00\\x00\\x02[]'); os._exit(0)", "else than the forkserver's process"),
         ("import os\nwhile True: os.write(3, b'\\x7f' * 1000)", "limit on output"),
         (SAY + 'say({"functions": {"forged": {"mode": "pointwise", "required": []}}, "failed": None})\n'
          "while True: pass",
-         "something else than the zygote's process"),
-        (SAY + 'say({"zygote": 1, "failed": None})\nwhile True: pass', "named a zygote that is not its own"),
+         "something else than the forkserver's process"),
+        (SAY + 'say({"forkserver": 1, "failed": None})\nwhile True: pass', "named a forkserver that is not its own"),
         (SAY + "threading.Thread(target=time.sleep, args=(1e6,)).start()\n"
-         'say({"zygote": os.getpid(), "failed": None})',
+         'say({"forkserver": os.getpid(), "failed": None})',
          "started threads or processes"),
-        (SAY + 'say({"zygote": os.getpid(), "failed": None})\ntime.sleep(1e6)',
+        (SAY + 'say({"forkserver": os.getpid(), "failed": None})\ntime.sleep(1e6)',
          "listing its reward functions exceeded"),
         (SAY + 'threading.stack_size(32768)\n'
          'while True: threading.Thread(target=time.sleep, args=(1e6,)).start()', "limit on threads"),
@@ -385,12 +385,12 @@ def test_threads_of_a_file_end_when_it_is_loaded(level: Isolation, attacks: Atta
     assert attack.sandbox.losses == before
     [worker] = attack.sandbox.worker_pids
     found = below(worker)
-    # The zygote, and in namespaces the worker below bubblewrap. Between calls nothing of the file's runs.
+    # The forkserver, and in namespaces the worker below bubblewrap. Between calls nothing of the file's runs.
     assert len(found) == (2 if level is Isolation.FULL else 1)
     assert {process.threads for process in found.values()} == {1}
     # Process ids may wrap around, so they say nothing about age.
-    [zygote] = [number for number, process in found.items() if process.parent in found or len(found) == 1]
-    assert state(zygote) == "T"
+    [forkserver] = [number for number, process in found.items() if process.parent in found or len(found) == 1]
+    assert state(forkserver) == "T"
 
 
 LEAVES_A_THREAD = """
@@ -464,7 +464,7 @@ def test_a_run_uses_one_version_of_a_file(change: str, tmp_path: Path):
 
 def test_a_function_that_the_file_does_not_hold(attacks: Attacks):
     attack = attacks.at(Isolation.NONE, "tight", **TIGHT)
-    with pytest.raises(CallLostError, match="missing is not a reward function of the loaded file"):
+    with pytest.raises(RewardCallError, match="missing is not a reward function of the loaded file"):
         attack.call("missing")
 
 
@@ -554,8 +554,8 @@ def test_full_isolation_does_not_need_landlock(tmp_path: Path, monkeypatch: pyte
     async def lost(sandbox: Sandbox, name: str, path: str) -> bool:
         try:
             await sandbox.call(UserFunction(HOSTILE, name), [REQUEST], {"path": path})
-        except CallLostError as error:
-            return error.cause is LossCause.RAISED
+        except RewardCallError as error:
+            return error.cause is RewardFailure.RAISED
         return False
 
     async def run() -> None:
@@ -616,7 +616,7 @@ class TestPrograms:
     def test_exit_status(self, attacks: Attacks, level: Isolation, code: str, status: int):
         loss = self.run(attacks, level, code).loss
         assert loss is not None
-        assert loss.cause is LossCause.EXITED
+        assert loss.cause is RewardFailure.EXITED
         assert f"status {status}" in loss.detail
 
     def test_errors_are_printed_as_python_does(self, attacks: Attacks, level: Isolation):

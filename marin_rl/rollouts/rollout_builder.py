@@ -1,0 +1,384 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A rollout in the making: what was said so far, and what became of it."""
+
+import dataclasses
+import enum
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from marin_rl.environments.base import Step
+from marin_rl.environments.user_file import UserFileError
+from marin_rl.rewards.combine import failure, turn_rewards, weighted_rewards
+from marin_rl.rewards.functions import RewardRequest
+from marin_rl.rollouts.shape_rewards import TRUNCATED
+from marin_rl.rollouts.state_hashing import StateHash, default_state_hash
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.seeds import derive_seed
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import (
+    Generation,
+    Info,
+    Message,
+    Observation,
+    RewardResult,
+    Rollout,
+    RolloutStatus,
+    StopReason,
+    Task,
+    Turn,
+    check_info,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class LongPrompts(enum.StrEnum):
+    """What to do with a task whose prompt is too long."""
+
+    ERROR = "error"
+    """End the run, naming the task."""
+    SKIP = "skip"
+    """Leave the task out and take the next one."""
+    TRUNCATE_LEFT = "truncate_left"
+    """Keep the prompt's last tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How far a rollout may go."""
+
+    max_length: int
+    """Most tokens in one sequence, prompt and answers together."""
+    max_new_tokens: int
+    """Most tokens in one answer, the stop token included."""
+    max_turns: int
+    """Most answers in one rollout."""
+    max_tokens: int | None = None
+    """Most tokens in all answers of a rollout together; None: no limit of their own."""
+    max_seconds: float = 120.0
+    """Most seconds that the environment may take for a whole rollout; waiting for the sampler does not count."""
+    max_prompt_length: int | None = None
+    """Most tokens in a task's prompt; None: `max_length` less one, which leaves room for one token of an answer."""
+    long_prompts: LongPrompts = LongPrompts.ERROR
+    """What to do with a task whose prompt is longer."""
+
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens in a task's prompt."""
+        return self.max_length - 1 if self.max_prompt_length is None else self.max_prompt_length
+
+    def leave_out(self, task: Task, tokenizer: ChatTokenizer) -> bool:
+        """Whether to skip a task because its prompt is too long; if so, the log names it.
+
+        Args:
+            task: a task that is about to be attempted.
+            tokenizer: makes its prompt.
+        """
+        if self.long_prompts is not LongPrompts.SKIP:
+            return False
+        length = len(tokenizer.prompt_tokens(task.messages))
+        if too_long := length > self.longest_prompt:
+            logger.warning(
+                "skipping task %s of environment %s: its prompt has %d tokens, more than %d (rollouts.long_prompts)",
+                task.id,
+                task.environment,
+                length,
+                self.longest_prompt,
+            )
+        return too_long
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """What is to be played."""
+
+    task: Task
+    """The problem."""
+    prompt: tuple[int, ...]
+    """Its messages as tokens."""
+    group_id: str
+    """Group of the rollout."""
+    id: str
+    """Id of the rollout."""
+    seed: int
+    """Of the policy's answers."""
+    start_seed: int
+    """Of the environment; equal within a group."""
+    temperature: float
+    """Of sampling; 0 is greedy."""
+    state_hash: StateHash = default_state_hash
+    """Says which turns stood at the same place (GiGPO)."""
+
+
+class EnvironmentFault(Exception):
+    """The environment raised, or took too long."""
+
+    def __init__(self, status: RolloutStatus, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class RolloutBuilder:
+    """A rollout in the making."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.over = False
+        """Whether the last turn was played."""
+        self.seconds = {"sample": 0.0, "environment": 0.0, "reward": 0.0}
+        """Where its time went."""
+        self._attempt = attempt
+        self._observation = attempt.prompt
+        self._observed: tuple[Message, ...] = attempt.task.messages
+        self._anchor = attempt.state_hash(attempt.task.messages, attempt.task.anchor_state)
+        self._anchor_state = attempt.task.anchor_state
+        self._starts_sequence = True
+        self._history: tuple[Message, ...] = ()
+        self._sequence: tuple[int, ...] = ()
+        self._turns: list[Turn] = []
+        self._last_observation: Observation | None = None
+        self._rewards: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
+        self._info: dict[str, Any] = {}
+        self._truncated = False
+        self._is_cut_off = False
+        self._status: RolloutStatus | None = None
+        self._error: str | None = None
+        self._evaluations: list[RewardResult] = []
+
+    @property
+    def task(self) -> Task:
+        """What is attempted."""
+        return self._attempt.task
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended without a reward."""
+        return self._error is not None
+
+    def request(self, limits: Limits) -> SampleRequest:
+        """What to ask the policy next."""
+        prompt = self._observation if self._starts_sequence else self._sequence + self._observation
+        room = max(limits.max_length - len(prompt), 1)
+        return SampleRequest(
+            prompt_tokens=prompt,
+            seed=derive_seed(self._attempt.seed, len(self._turns)),
+            max_new_tokens=min(limits.max_new_tokens, room, self._tokens_left(limits)),
+            temperature=self._attempt.temperature,
+        )
+
+    def hear(self, generation: Generation, reply: str) -> None:
+        """Take the policy's answer down."""
+        said: Message = {"role": "assistant", "content": reply}
+        turn = Turn(
+            observation_tokens=self._observation,
+            generation=generation,
+            messages=(*self._observed, said),
+            anchor_state=self._anchor,
+            starts_sequence=self._starts_sequence,
+        )
+        self._turns.append(turn)
+        _log_generation(self._attempt.id, len(self._turns) - 1, turn, self._anchor_state)
+        self._truncated |= generation.stop_reason is StopReason.LENGTH
+        self._history = (*self._history, *self._observed, said)
+        context = () if self._starts_sequence else self._sequence
+        self._sequence = context + self._observation + generation.token_ids
+        if generation.stop_reason is StopReason.ABORT:
+            self.over = True
+            self.fail(
+                RolloutStatus.ABORTED,
+                f"the engine aborted the generation of turn {len(self._turns) - 1} after "
+                f"{len(generation.token_ids)} tokens (stop reason {generation.stop_reason.value})",
+            )
+
+    def see(self, step: Step, tokenizer: ChatTokenizer, limits: Limits) -> None:
+        """Take the environment's answer down."""
+        rewards, metrics = _numbers(step.rewards), _numbers(step.metrics)
+        if not step.done and not step.messages:
+            raise EnvironmentFault(
+                RolloutStatus.FAILED,
+                "ValueError: the environment's step is not done, but has no messages to show the policy next",
+            )
+        _check_texts(step.messages)
+        if any(message["role"] == "assistant" for message in step.messages):
+            raise EnvironmentFault(
+                RolloutStatus.FAILED,
+                "ValueError: the environment's step has a message of role 'assistant'; that is the policy's alone, "
+                "and step rewards find its turns by it: show it as 'user' or 'tool'",
+            )
+        info, of_rollout = _info(step.info), _info(step.rollout_info)
+        self._turns[-1] = dataclasses.replace(self._turns[-1], action=step.action, rewards=rewards, info=info)
+        for name, value in rewards.items():
+            self._rewards[name] = self._rewards.get(name, 0.0) + value
+        self._metrics |= metrics
+        self._info |= of_rollout
+        _log_step(self._attempt.id, len(self._turns) - 1, self._turns[-1], step)
+        if step.done:
+            self.over = True
+            self._last_observation = Observation(step.messages) if step.messages else None
+            return
+        tokens, starts_sequence = tokenizer.observation_tokens(self._history, self._sequence, step.messages)
+        context = 0 if starts_sequence else len(self._sequence)
+        no_room = context + len(tokens) >= limits.max_length
+        if no_room or len(self._turns) >= limits.max_turns or self._tokens_left(limits) < 1:
+            self.over = self._truncated = self._is_cut_off = True
+            self._last_observation = Observation(step.messages, tokens, starts_sequence)
+            return
+        self._observed, self._anchor = step.messages, self._anchor_of(step)
+        self._anchor_state = step.anchor_state
+        self._observation, self._starts_sequence = tokens, starts_sequence
+
+    def reward_request(self) -> RewardRequest:
+        """What reward functions are told about it, once it has ended."""
+        last = () if self._last_observation is None else self._last_observation.messages
+        return RewardRequest(
+            rollout_id=self._attempt.id,
+            messages=(*self._history, *last),
+            ground_truth=self.task.answer,
+            task_id=self.task.id,
+            environment=self.task.environment,
+            status=self._end.value,
+            num_prompt_messages=len(self.task.messages),
+            group_seed=self._attempt.start_seed,
+        )
+
+    def judged(self, evaluations: Sequence[RewardResult]) -> None:
+        """Take down what reward functions said; one without a valid score costs the rollout its reward."""
+        self._evaluations += evaluations
+        missing = failure(evaluations)
+        clash = [one.component for one in evaluations if one.component in self._rewards]
+        if missing is None and clash:
+            missing = f"reward {clash[0]!r} has the name of one that the environment gives; give it another `name`"
+        if missing is not None:
+            self.fail(RolloutStatus.FAILED, missing)
+            return
+        self._rewards |= weighted_rewards(evaluations)
+        for index, rewards in enumerate(turn_rewards(evaluations, len(self._turns))):
+            if rewards:
+                turn = self._turns[index]
+                self._turns[index] = dataclasses.replace(turn, rewards={**turn.rewards, **rewards})
+
+    def fail(self, status: RolloutStatus, error: str) -> None:
+        """End without a reward."""
+        self._status, self._error = status, error
+        logger.warning("rollout %s %s: %s", self._attempt.id, status.value.replace("_", " "), error)
+
+    def finish(self) -> Rollout:
+        """The record of it.
+
+        A rollout that a limit ended before its environment or a reward function gave any reward has earned 0, as
+        component `truncated`: an environment may keep its rewards for the end.
+
+        Raises:
+            ValueError: if a reward is NaN or infinite, or there is none; the message names the rollout.
+        """
+        unrewarded = {TRUNCATED: 0.0} if self._is_cut_off else {}
+        rollout = Rollout(
+            id=self._attempt.id,
+            group_id=self._attempt.group_id,
+            task=self._attempt.task,
+            turns=tuple(self._turns),
+            status=self._end,
+            rewards={} if self.has_failed else self._rewards or unrewarded,
+            error=self._error,
+            evaluations=tuple(self._evaluations),
+            metrics=self._metrics,
+            seconds=self.seconds,
+            last_observation=self._last_observation,
+            info=self._info,
+        )
+        _log_summary(rollout)
+        return rollout
+
+    def _anchor_of(self, step: Step) -> str:
+        try:
+            return self._attempt.state_hash(step.messages, step.anchor_state)
+        except (TypeError, UserFileError) as error:
+            raise EnvironmentFault(RolloutStatus.FAILED, f"{type(error).__name__}: {error}") from error
+
+    @property
+    def _end(self) -> RolloutStatus:
+        return self._status or (RolloutStatus.TRUNCATED if self._truncated else RolloutStatus.COMPLETED)
+
+    def _tokens_left(self, limits: Limits) -> int:
+        if limits.max_tokens is None:
+            return limits.max_new_tokens
+        return limits.max_tokens - sum(len(turn.generation.token_ids) for turn in self._turns)
+
+
+def _numbers(values: Mapping[str, float]) -> dict[str, float]:
+    """The values as numbers; what an environment gets wrong here fails its rollout, as a raise does."""
+    try:
+        return {name: float(value) for name, value in values.items()}
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EnvironmentFault(RolloutStatus.FAILED, f"{type(error).__name__}: {error}") from error
+
+
+def _check_texts(messages: Sequence[Message]) -> None:
+    """Fail the rollout of an environment whose messages no tokenizer and no JSON file takes."""
+    for index, message in enumerate(messages):
+        try:
+            for text in (message["role"], message["content"]):
+                text.encode("utf-8")
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise EnvironmentFault(
+                RolloutStatus.FAILED,
+                f"ValueError: message {index} of the environment's step is {message!r:.200}; role and content "
+                f"must be texts without lone surrogates ({type(error).__name__}: {error})",
+            ) from error
+
+
+def _info(info: Info) -> dict[str, Any]:
+    """The metadata as it is; metadata that JSON cannot hold fails its rollout."""
+    try:
+        check_info(info)
+    except ValueError as error:
+        raise EnvironmentFault(RolloutStatus.FAILED, f"ValueError: {error}") from error
+    return dict(info)
+
+
+def _log_generation(id: str, turn: int, played: Turn, anchor_state: object) -> None:
+    """The observation, the raw action with the policy's log-probabilities, and the state that GiGPO compares."""
+    if not logger.isEnabledFor(logging.DEBUG):
+        return
+    *observed, reply = played.messages
+    logger.debug("rollout %s turn %d: observation %s", id, turn, observed)
+    logger.debug(
+        "rollout %s turn %d: action %r, stop reason %s, tokens %s, log-probs [%s]",
+        id,
+        turn,
+        reply["content"],
+        played.generation.stop_reason.value,
+        list(played.generation.token_ids),
+        ", ".join(f"{value:.6g}" for value in played.generation.logprobs),
+    )
+    state = observed if anchor_state is None else anchor_state
+    logger.debug("rollout %s turn %d: anchor state %s, hash %s", id, turn, state, played.anchor_state)
+
+
+def _log_step(id: str, turn: int, played: Turn, step: Step) -> None:
+    """The environment's answer: the structured action, rewards, and the next messages."""
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug(
+            "rollout %s turn %d: structured action %r, rewards %s, done %s, next %s",
+            id,
+            turn,
+            step.action if step.action is not None else played.messages[-1]["content"],
+            dict(step.rewards),
+            step.done,
+            list(step.messages),
+        )
+
+
+def _log_summary(rollout: Rollout) -> None:
+    logger.info(
+        "rollout %s of task %s: %s, %d turns, %d tokens, reward %s",
+        rollout.id,
+        rollout.task.id,
+        rollout.status.value,
+        len(rollout.turns),
+        rollout.num_generated_tokens,
+        "none" if rollout.total_reward is None else f"{rollout.total_reward:g}",
+    )

@@ -1,0 +1,78 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What plays episodes of a run, in the trainer as in workers: limits, and reward functions."""
+
+import contextlib
+
+from marin_rl.closing import Closing
+from marin_rl.environments.base import Environment, connect_code_runner
+from marin_rl.rewards.component import RewardConfigError
+from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.rollouts.reward_functions import RewardFunctions, RewardScorer
+from marin_rl.rollouts.rollout_builder import Limits
+from marin_rl.rollouts.run_rollouts import RolloutRunner
+from marin_rl.rollouts.state_hashing import default_state_hash
+from marin_rl.runtime.config import TrainConfig
+from marin_rl.runtime.workers_config import Mode
+from marin_rl.sampling.sampler import Sampler
+from marin_rl.tokenization.chat import ChatTokenizer
+
+
+def make_runner(
+    config: TrainConfig,
+    environment: Environment,
+    tokenizer: ChatTokenizer,
+    sampler: Sampler,
+    loop: BackgroundLoop,
+    reward_functions: RewardScorer,
+) -> RolloutRunner:
+    """A player with the configured limits."""
+    hashing = config.rollouts.state_hashing
+    state_hash = default_state_hash if hashing is None else hashing.build()
+    return RolloutRunner(environment, tokenizer, sampler, make_limits(config), state_hash, reward_functions, loop)
+
+
+def make_limits(config: TrainConfig) -> Limits:
+    """The limits of every rollout of a run."""
+    return Limits(
+        max_length=config.rollouts.max_length,
+        max_new_tokens=config.sampling.max_new_tokens,
+        max_turns=config.rollouts.max_turns,
+        max_tokens=config.rollouts.max_tokens,
+        max_seconds=config.rollouts.max_seconds,
+        max_prompt_length=config.rollouts.max_prompt_length,
+        long_prompts=config.rollouts.long_prompts,
+    )
+
+
+def open_reward_functions(
+    config: TrainConfig, environment: Environment, opened: contextlib.ExitStack
+) -> tuple[RewardFunctions, BackgroundLoop]:
+    """The reward functions of the configured environment, started and checked, and the loop that they run in.
+
+    Tools of the environment share their sandbox.
+
+    Args:
+        config: names reward functions and sandbox.
+        environment: as the config made it.
+        opened: ends both.
+
+    Raises:
+        RewardConfigError: if one cannot be used, or needs all rollouts of a step together with `mode: async`.
+        IsolationError: if the machine offers less isolation than the sandbox requires.
+    """
+    loop = BackgroundLoop()
+    opened.enter_context(Closing(loop.close))
+    sandbox = Sandbox(config.sandbox)
+    runs_programs = connect_code_runner(environment, sandbox)
+    components = config.environment.reward_components(environment)
+    reward_functions = RewardFunctions(components, sandbox, loop, runs_programs=runs_programs)
+    opened.enter_context(Closing(reward_functions.close))
+    if config.mode is Mode.ASYNC and reward_functions.has_batch_scope:
+        raise RewardConfigError(
+            "a reward function has scope: batch, which is given all rollouts of a step together; with mode: async they "
+            "are played at different times by different workers, so use scope: group, or mode: sync"
+        )
+    return reward_functions, loop

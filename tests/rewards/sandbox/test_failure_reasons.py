@@ -1,0 +1,73 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import os
+import signal
+import sys
+from typing import Any
+
+import pytest
+
+from marin_rl.rewards.failures import RewardFailure
+from marin_rl.rewards.sandbox.failure_reasons import failure_of
+
+
+def ended(program: str) -> int:
+    """The status of a process that ran a program, from the kernel itself."""
+    code = f"import os, signal\n{program}"
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-I", "-S", "-c", code], os.environ)
+    return os.waitpid(pid, 0)[1]
+
+
+def killed(number: int) -> str:
+    reset = "" if number == signal.SIGKILL else f"signal.signal({number}, signal.SIG_DFL)\n"
+    return f"{reset}os.kill(os.getpid(), {number})"
+
+
+def report(status: int | None = 0, violation: str | None = None, cpu: float = 0.0) -> dict[str, Any]:
+    said = {"stderr": "said", "stdout": "", "answer": ""}
+    return {"status": status, "violation": violation, "cpu": cpu, "confined": True, **said}
+
+
+def test_a_call_that_ended_well():
+    assert failure_of(report(ended("pass")), 10.0) is None
+
+
+@pytest.mark.parametrize(
+    ("program", "cpu", "cause", "detail"),
+    [
+        (killed(signal.SIGXCPU), 10.0, RewardFailure.CPU, "cpu_seconds"),
+        (killed(signal.SIGKILL), 11.0, RewardFailure.CPU, "cpu_seconds"),
+        (killed(signal.SIGKILL), 0.1, RewardFailure.SIGNAL, "SIGKILL"),
+        (killed(signal.SIGXFSZ), 0.1, RewardFailure.FILE_SIZE, "file_mb"),
+        (killed(signal.SIGTERM), 0.1, RewardFailure.SIGNAL, "SIGTERM"),
+        (killed(signal.SIGRTMIN + 1), 0.1, RewardFailure.SIGNAL, f"signal {signal.SIGRTMIN + 1}"),
+        ("os._exit(3)", 0.1, RewardFailure.EXITED, "status 3: said"),
+    ],
+)
+def test_how_a_call_ended(program: str, cpu: float, cause: RewardFailure, detail: str):
+    loss = failure_of(report(ended(program), cpu=cpu), 10.0)
+    assert loss is not None
+    assert loss.cause is cause
+    assert detail in loss.detail
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_call_that_was_not_confined(status: int):
+    loss = failure_of(report(ended(f"os._exit({status})")) | {"confined": False}, 10.0)
+    assert loss is not None
+    assert loss.cause is RewardFailure.WORKER
+    assert "not confined, and not run: said" in loss.detail
+
+
+@pytest.mark.parametrize("violation", ["timeout", "output", "processes"])
+def test_a_violation_counts_before_how_it_ended(violation: str):
+    loss = failure_of(report(ended(killed(signal.SIGKILL)), violation), 10.0)
+    assert loss is not None
+    assert loss.cause == violation
+
+
+def test_a_forkserver_that_died():
+    loss = failure_of(report(None), 10.0)
+    assert loss is not None
+    assert loss.cause is RewardFailure.WORKER

@@ -1,0 +1,53 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marin_rl.rewards.sandbox.forkserver import parse_functions, parse_ready
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["forkserver", "functions", "failed", "raised", "x"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.binary(max_size=50) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_whatever_a_stranger_says_has_the_form_that_the_worker_reads(data: bytes):
+    forkserver, failed = parse_ready(data)
+    assert (type(forkserver) is int and failed is None) or (forkserver is None and isinstance(failed, str))
+    functions, failed = parse_functions(data)
+    assert isinstance(functions, dict)
+    assert failed is None or (not functions and isinstance(failed, str))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xff", b"[]", b"null", b"{}", b'{"forkserver": true}', b'{"functions": {}}', b"[" * 10**6, b"9" * 5000],
+    ids=["nothing", "no text", "list", "null", "empty", "no number", "functions", "nested without end", "digits"],
+)
+def test_what_names_no_forkserver_is_a_failure(data: bytes):
+    process, failed = parse_ready(data)
+    assert process is None
+    assert "something else" in (failed or "")
+
+
+def test_a_forkserver_is_named():
+    assert parse_ready(b'{"forkserver": 12, "failed": null}') == (12, None)
+    assert parse_ready(b'{"forkserver": null, "failed": "SyntaxError"}') == (None, "SyntaxError")
+
+
+def test_functions_are_listed():
+    functions = {"f": {"mode": "batch", "required": []}}
+    assert parse_functions(json.dumps({"functions": functions}).encode()) == (functions, None)
+    assert parse_functions(b'{"raised": "TypeError"}') == ({}, "TypeError")
+    assert parse_functions(b'{"functions": []}')[1] == (
+        "the process that holds it did not describe its reward functions"
+    )

@@ -1,0 +1,269 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Reward functions on rollouts that are played: who is asked when, and what becomes of the rollout."""
+
+import asyncio
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from marin_rl.environments import ArithmeticConfig, TextGameConfig, ToolUseConfig
+from marin_rl.environments.base import Split, Step
+from marin_rl.rewards.function_component import FunctionRewardConfig
+from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.isolation import Isolation
+from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.rollouts.group_codec import decode_group, encode_group
+from marin_rl.rollouts.reward_functions import RewardFunctions
+from marin_rl.rollouts.rollout_builder import Limits, RolloutBuilder
+from marin_rl.rollouts.store import read_file
+from marin_rl.types import Message, RewardResult, Rollout, RolloutGroup, RolloutStatus, TurnReward
+from tests.rollouts.rollout_cases import write
+from tests.rollouts.test_run_rollouts import Countdown, Game, play, runner, says, task
+
+
+class Scripted:
+    """RewardScorer that note whom they are asked about, and say what they are told to."""
+
+    has_batch_scope = True
+
+    def __init__(self, **said: list[RewardResult]) -> None:
+        self.said = said
+        self.asked: dict[str, list[list[str]]] = {"one": [], "group": [], "batch": []}
+
+    async def score_rollout(self, builder: RolloutBuilder) -> None:
+        self._judge("one", [builder])
+
+    async def score_group(self, builders: Sequence[RolloutBuilder]) -> None:
+        self._judge("group", builders)
+
+    async def score_batch(self, builders: Sequence[RolloutBuilder]) -> None:
+        self._judge("batch", builders)
+
+    def _judge(self, scope: str, builders: Sequence[RolloutBuilder]) -> None:
+        self.asked[scope].append([builder.reward_request().rollout_id for builder in builders])
+        for builder in builders:
+            if not builder.has_failed:
+                builder.judged(self.said.get(scope, []))
+
+
+def judged(*turns: int, group_size: int = 1, **said: list[RewardResult]) -> tuple[Scripted, list[list[Rollout]]]:
+    reward_functions = Scripted(**said)
+    made = dataclasses.replace(runner(says(*"abcdefgh")), reward_functions=reward_functions)
+    groups = play(made, [task(count) for count in turns], group_size, all_may_fail=True)
+    return reward_functions, [list(group.rollouts) for group in groups]
+
+
+def test_each_rollout_each_group_and_the_batch_are_asked_about_once():
+    reward_functions, _ = judged(1, 2, group_size=2)
+    ids = [["train-9-0-0", "train-9-0-1"], ["train-9-1-0", "train-9-1-1"]]
+    assert sorted(reward_functions.asked["one"]) == [[id] for group in ids for id in group]
+    assert sorted(reward_functions.asked["group"]) == ids
+    assert reward_functions.asked["batch"] == [[*ids[0], *ids[1]]]
+
+
+def test_scores_are_weighted_and_added_to_what_the_environment_gives():
+    said = {
+        "one": [RewardResult("style", 0.5, 1.0)],
+        "group": [RewardResult("short", 2.0, 0.25)],
+        "batch": [RewardResult("rare", -1.0, 1.0)],
+    }
+    _, [[rollout]] = judged(1, **said)
+    assert rollout.rewards == {"won": 1.0, "moves": 0.5, "style": 0.5, "short": 0.5, "rare": -1.0}
+    assert rollout.total_reward == 1.5
+    assert [one.component for one in rollout.evaluations] == ["style", "short", "rare"]
+
+
+def test_step_rewards_join_those_of_the_environment():
+    steps = (TurnReward(0, 3.0), TurnReward(2, -1.0))
+    _, [[rollout]] = judged(3, one=[RewardResult("steps", 0.5, 0.0, steps)])
+    # The environment gives 0.5 a move and 1 for the last.
+    assert [turn.reward for turn in rollout.turns] == [0.5 + 1.5, 0.5, 1.5 - 0.5]
+
+
+def test_a_rollout_without_a_score_has_no_reward_at_all():
+    lost = RewardResult("judge", 1.0, None, error="timeout: no answer", lost="timeout")
+    reward_functions, [[rollout]] = judged(1, one=[lost], group=[RewardResult("short", 1.0, 1.0)])
+    assert (rollout.status, rollout.rewards) == (RolloutStatus.FAILED, {})
+    assert rollout.error == "reward 'judge': timeout: no answer"
+    assert rollout.evaluations == (lost,)
+    assert reward_functions.asked["group"] == [["train-9-0-0"]]
+
+
+def test_a_component_with_the_name_of_an_environments_reward_is_told():
+    _, [[rollout]] = judged(1, one=[RewardResult("won", 1.0, 1.0)])
+    assert rollout.status is RolloutStatus.FAILED
+    assert rollout.error == "reward 'won' has the name of one that the environment gives; give it another `name`"
+
+
+def test_functions_are_told_the_whole_conversation_and_where_the_policy_began():
+    requests = []
+
+    class Reading(Scripted):
+        async def score_rollout(self, builder: RolloutBuilder) -> None:
+            requests.append(builder.reward_request())
+
+    made = dataclasses.replace(runner(says("a", "b")), reward_functions=Reading())
+    play(made, [task(2)])
+    [request] = requests
+    assert [message["content"] for message in request.messages] == ["go", "a", "n1", "b"]
+    assert (request.num_prompt_messages, request.ground_truth, request.status) == (1, "2", "completed")
+
+
+def test_an_environment_that_gives_no_reward_needs_somebody_who_does():
+    class Silent(Countdown):
+        async def step(self, reply: str) -> Step:
+            return Step({})
+
+    silent = runner(says("a"), Game(Silent))
+    with pytest.raises(
+        ValueError, match=r"train-9-0-0: .* has no reward; neither its environment nor a reward function"
+    ):
+        play(silent, [task()])
+    reward_functions = Scripted(batch=[RewardResult("late", 1.0, 0.75)])
+    [group] = play(dataclasses.replace(silent, reward_functions=reward_functions), [task()])
+    assert group.rollouts[0].rewards == {"late": 0.75}
+    assert Message(role="user", content="go") in group.rollouts[0].turns[0].messages
+
+
+def empty_reward_functions(loop: BackgroundLoop) -> tuple[RewardFunctions, Sandbox]:
+    """RewardScorer with nothing to judge, but a sandbox that runs."""
+    sandbox = Sandbox(SandboxConfig(require=Isolation.NONE, workers=1))
+    return RewardFunctions({}, sandbox, loop, runs_programs=True), sandbox
+
+
+def test_judges_whose_loop_is_blocked_do_not_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("marin_rl.rollouts.reward_functions.PATIENCE", 0.01)
+    loop, release, blocked = BackgroundLoop(), threading.Event(), threading.Event()
+    reward_functions, sandbox = empty_reward_functions(loop)
+    assert loop.submit(sandbox.run_python("print(1)")).result().stdout == "1\n"
+
+    async def block() -> None:
+        blocked.set()
+        release.wait()
+
+    done = loop.submit(block())
+    assert blocked.wait(30)
+    reward_functions.close()
+    assert "the event loop is blocked" in caplog.text
+    release.set()
+    done.result()
+    monkeypatch.undo()
+    reward_functions.close()
+    loop.close()
+    assert sandbox.worker_pids == []
+
+
+def test_judges_that_are_interrupted_while_they_start_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch):
+    pids: list[int] = []
+    cancelled = threading.Event()
+
+    async def start_for_ever(self: RewardFunctions) -> None:
+        sandbox = self._sandbox
+        await sandbox.start()
+        await sandbox.run_python("print(1)")
+        pids.extend(sandbox.worker_pids)
+        # As Ctrl-C does.
+        signal.pthread_kill(main, signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    main = threading.get_ident()
+    monkeypatch.setattr(RewardFunctions, "_start", start_for_ever)
+    loop = BackgroundLoop()
+    with pytest.raises(KeyboardInterrupt):
+        empty_reward_functions(loop)
+    assert cancelled.is_set()
+    [pid] = pids
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    loop.close()
+
+
+LAST_MESSAGE = """
+from marin_rl.rewards import EvaluateResult, reward_function
+
+
+@reward_function
+def last(messages, ground_truth, **kwargs):
+    return EvaluateResult(score=float(len(messages)), reason=messages[-1]["role"] + ": " + messages[-1]["content"])
+"""
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+
+
+def test_functions_in_the_sandbox_see_the_environments_last_answer(tmp_path: Path):
+    (tmp_path / "my_rewards.py").write_text(LAST_MESSAGE)
+    settings = {"rewards": (FunctionRewardConfig(path=str(tmp_path / "my_rewards.py"), function="last"),)}
+    # The turns run out after one reply: the answer to it is the last message.
+    played = {
+        "tool_use": (ToolUseConfig(questions=ArithmeticConfig(size=50), **settings), CALL, "tool: 42"),
+        "text_game": (TextGameConfig(id="FrozenLake-v1", num_tasks=20, **settings), "left", "user: "),
+        # One that is graded in its only turn has no last answer.
+        "single_turn": (ArithmeticConfig(size=50, **settings), "46", "assistant: 46"),
+    }
+    loop = BackgroundLoop()
+    environments = {name: config.build() for name, (config, _, _) in played.items()}
+    components = {}
+    for name, (config, _, _) in played.items():
+        [own] = config.reward_components(environments[name]).values()
+        components[environments[name].name] = own
+    reward_functions = RewardFunctions(components, Sandbox(SandboxConfig(require=Isolation.NONE, workers=1)), loop)
+    try:
+        for name, (_, reply, expected) in played.items():
+            environment, limits = environments[name], Limits(4000, 200, max_turns=1)
+            made = runner(says(reply), environment, limits)
+            made = dataclasses.replace(made, reward_functions=reward_functions, loop=loop)
+            [group] = play(made, environment.tasks(Split.TRAIN)[:1])
+            # As the workers of an asynchronous run hand it in.
+            [rollout] = decode_group(encode_group(group)).rollouts
+            [evaluation] = rollout.evaluations
+            assert evaluation.score == len(rollout.messages)
+            assert (evaluation.reason or "").startswith(expected)
+            assert (rollout.last_observation is None) == (name == "single_turn")
+            if rollout.last_observation is not None:
+                write(tmp_path, 1, [RolloutGroup(group.id, [rollout])])
+                [row] = read_file(tmp_path / "step-00000001.parquet").to_pylist()
+                [message] = row["last_observation"]["messages"]
+                assert evaluation.reason == f"{message['role']}: {message['content']}"
+                assert tuple(row["last_observation"]["observation_tokens"]) == rollout.last_observation.tokens
+    finally:
+        reward_functions.close()
+        loop.close()
+
+
+@dataclasses.dataclass
+class Pipeline:
+    """Notes its end, and may fail at it."""
+
+    breaks: bool
+    is_closed: bool = False
+
+    async def close(self) -> None:
+        self.is_closed = True
+        if self.breaks:
+            raise OSError("the connection does not close")
+
+
+def test_the_sandbox_ends_whatever_becomes_of_those_who_use_it(monkeypatch: pytest.MonkeyPatch):
+    loop = BackgroundLoop()
+    reward_functions, sandbox = empty_reward_functions(loop)
+    assert loop.submit(sandbox.run_python("print(1)")).result().stdout == "1\n"
+    pipelines = [Pipeline(breaks) for breaks in (False, True, False)]
+    monkeypatch.setattr(reward_functions, "_pipelines", dict(enumerate(pipelines)))
+    with pytest.raises(OSError, match="the connection does not close"):
+        reward_functions.close()
+    assert all(pipeline.is_closed for pipeline in pipelines)
+    assert sandbox.worker_pids == []
+    loop.close()

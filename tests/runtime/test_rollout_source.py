@@ -1,0 +1,91 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What is ordered is played once, and is the same whoever plays it, with whatever others."""
+
+from collections.abc import Sequence
+
+from marin_rl.environments.arithmetic import ArithmeticConfig
+from marin_rl.environments.base import Split
+from marin_rl.rollouts.run_rollouts import RolloutRunner
+from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
+from marin_rl.runtime.config import RolloutConfig
+from marin_rl.runtime.rollout_source import FinishedGroup, LocalRollouts, stream_group_requests
+from marin_rl.sampling.config import SamplingConfig
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.sampling.scripted import ScriptedSampler
+from marin_rl.timing import PhaseTimer
+from marin_rl.types import RolloutGroup
+from tests.runtime.bare_run import END, bare_run, make_config, make_runner
+
+ENVIRONMENT = ArithmeticConfig(digits=1, size=50).build()
+CONFIG = make_config(
+    seed=5,
+    rollouts=RolloutConfig(prompts_per_step=2, group_size=3, max_length=64, row_length=64),
+    sampling=SamplingConfig(max_new_tokens=8, temperature=0.5),
+)
+
+
+def says_its_seed(request: SampleRequest) -> Sequence[int]:
+    """Seven letters that another seed hardly shares."""
+    return [*(97 + (request.seed >> 4 * place) % 16 for place in range(7)), END]
+
+
+def runner() -> RolloutRunner:
+    return make_runner(bare_run(CONFIG, ENVIRONMENT), says_its_seed, ENVIRONMENT)
+
+
+def order(step: int, index: int) -> GroupRequest:
+    return GroupRequest(RequestNumber(step, index), ENVIRONMENT.tasks(Split.TRAIN)[index], 0)
+
+
+ORDERS = [order(1, 0), order(1, 1), order(2, 1)]
+
+
+def answers(group: RolloutGroup) -> list[tuple[int, ...]]:
+    return [turn.generation.token_ids for rollout in group.rollouts for turn in rollout.turns]
+
+
+def test_each_order_is_played_once_in_the_order_of_submission() -> None:
+    rollout_source = LocalRollouts(CONFIG, runner())
+    rollout_source.submit(ORDERS[2:])
+    rollout_source.submit(ORDERS[:1])
+    assert [(number, group.id) for number, group in rollout_source.wait(PhaseTimer())] == [
+        ((2, 1), "train-2-1"),
+        ((1, 0), "train-1-0"),
+    ]
+    rollout_source.submit(ORDERS[1:2])
+    assert [number for number, _ in rollout_source.wait(PhaseTimer())] == [(1, 1)]
+
+
+def test_size_temperature_and_time_are_the_steps_own() -> None:
+    playing, timer = runner(), PhaseTimer()
+    rollout_source = LocalRollouts(CONFIG, playing)
+    rollout_source.submit(ORDERS[:1])
+    [(_, group)] = rollout_source.wait(timer)
+    sampler = playing.sampler
+    assert isinstance(sampler, ScriptedSampler)
+    assert len(group.rollouts) == 3
+    assert [request.temperature for request in sampler.requests] == [0.5] * 3
+    assert "sample" in timer.seconds
+    assert playing.timer.seconds == {}
+
+
+def test_a_group_is_the_same_whoever_plays_it_and_whatever_is_played_with_it() -> None:
+    rollout_source = LocalRollouts(CONFIG, runner())
+    rollout_source.submit(ORDERS)
+    wanted = {number: answers(group) for number, group in rollout_source.wait(PhaseTimer())}
+    # Attempts differ, and so do groups, also those of one task in two steps.
+    assert len({said for group in wanted.values() for said in group}) == 9
+    for one in ORDERS:
+        rollout_source.submit([one])
+        assert [answers(group) for _, group in rollout_source.wait(PhaseTimer())] == [wanted[one.number]]
+
+    waiting, found = list(ORDERS[1:]), {}
+
+    def on_group_done(played: FinishedGroup) -> list[GroupRequest]:
+        found[played.number] = answers(played.group)
+        return [waiting.pop()] if waiting else []
+
+    stream_group_requests(CONFIG, runner(), ORDERS[:1], on_group_done)
+    assert found == wanted

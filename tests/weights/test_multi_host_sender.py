@@ -1,0 +1,61 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from marin_rl.retry import Clock
+from marin_rl.weights.config import ArrowFlightConfig
+from marin_rl.weights.errors import WeightTransferError
+from marin_rl.weights.multi_host_sender import MultiHostSender
+from marin_rl.weights.sharded_sender import ShardedSender
+from marin_rl.weights.snapshot import TrainingHost
+from tests.weights.ends import TOKEN, closing
+
+WEIGHTS = {"w": np.arange(6, dtype=np.float32)}
+
+
+def open_host(index: int) -> ShardedSender:
+    return ArrowFlightConfig().open_sender(TOKEN, TrainingHost(index, 2, frozenset()))
+
+
+def multi_host_sender(own: ShardedSender, other: ShardedSender, meanwhile: Callable[[float], None]) -> MultiHostSender:
+    """With a clock on which ten seconds are over after each question; `meanwhile` is told the time."""
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(10.0)
+        meanwhile(sum(slept))
+
+    receiver = ArrowFlightConfig().open_receiver([own.address, other.address], TOKEN)
+    return MultiHostSender(own, receiver, patience=60.0, clock=Clock(now=lambda: sum(slept), sleep=sleep))
+
+
+def test_weights_are_there_when_all_hosts_have_them():
+    seen = []
+    with closing(open_host(0)) as own, closing(open_host(1)) as other:
+
+        def meanwhile(now: float) -> None:
+            seen.append((now, hosts.published))
+            if now == 30.0:
+                other.publish(WEIGHTS, 1)
+                other.flush()
+
+        hosts = multi_host_sender(own, other, meanwhile)
+        assert hosts.address == own.address
+        hosts.flush()
+        assert seen == []
+        hosts.publish(WEIGHTS, 1)
+        hosts.flush()
+        assert own.published == hosts.published == 1
+    assert seen == [(10.0, None), (20.0, None), (30.0, None)]
+
+
+def test_a_host_that_stays_behind_is_told_of():
+    with closing(open_host(0)) as own, closing(open_host(1)) as other:
+        hosts = multi_host_sender(own, other, lambda now: None)
+        hosts.publish(WEIGHTS, 1)
+        with pytest.raises(WeightTransferError, match="weights of version 1 are on this training host, but after 60 s"):
+            hosts.flush()

@@ -1,0 +1,28 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import pytest
+
+from marin_rl.weights.errors import VersionGoneError
+from marin_rl.weights.version_cache import VersionCache
+
+
+def test_the_newest_are_kept():
+    cache: VersionCache[str] = VersionCache(2, "host 3")
+    assert cache.versions() == []
+    assert cache.newest() is None
+    for version in (4, 5, 9):
+        cache.put(version, f"weights {version}")
+    assert cache.versions() == [5, 9]
+    assert cache.get(5) == "weights 5"
+    assert cache.newest() == (9, "weights 9")
+    with pytest.raises(VersionGoneError, match=r"host 3 does not hold version 4; it holds \[5, 9\]"):
+        cache.get(4)
+
+
+def test_a_cleared_shelf_holds_nothing():
+    cache: VersionCache[str] = VersionCache(2, "host 3")
+    cache.put(1, "weights")
+    cache.clear()
+    with pytest.raises(VersionGoneError, match="it holds none"):
+        cache.get(1)
