@@ -14,7 +14,7 @@ separators."""
 def escape(text: str) -> str:
     r"""The text with every character that is not plainly seen written as an escape; newlines stay.
 
-    >>> visible("a\x1b[31mred\u202eb\tc")
+    >>> escape("a\x1b[31mred\u202eb\tc")
     'a\\x1b[31mred\\u202eb\\tc'
     """
     if text.isprintable():
@@ -25,7 +25,7 @@ def escape(text: str) -> str:
 def escape_line(text: str) -> str:
     r"""As `escape`, with newlines written out too.
 
-    >>> one_line("a\nb")
+    >>> escape_line("a\nb")
     'a\\nb'
     """
     return escape(text).replace("\n", "\\n")
