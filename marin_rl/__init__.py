@@ -3,6 +3,6 @@
 
 import os
 
-# Equinox's checks inside compiled programs are calls back to the host, and programs with those are compiled anew at
-# every start. Here only levanter's inference engine has such checks, and the sampler looks at its answers itself.
+# Equinox's runtime checks are host callbacks, and programs with host callbacks are not kept in the compilation cache.
+# Only levanter's inference engine contains such checks, and the sampler validates the engine's results itself.
 os.environ.setdefault("EQX_ON_ERROR", "off")

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Work in a thread of its own, one job at a time, none of whose errors is lost."""
+"""Jobs in a background thread, one at a time, with their errors raised in the caller."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +11,7 @@ Arguments = ParamSpec("Arguments")
 
 
 class BackgroundJob:
-    """Runs one job beside the caller; what goes wrong in it is raised by the next call.
+    """Run one job at a time in a background thread; the next call raises the error of a failed job.
 
     >>> job = BackgroundJob("example")
     >>> done = []
@@ -22,32 +22,32 @@ class BackgroundJob:
     """
 
     def __init__(self, name: str) -> None:
-        """Start no thread yet.
+        """Set the thread's name. The thread starts with the first job.
 
         Args:
-            name: the thread's.
+            name: prefix of the thread's name.
         """
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._under_way: Future[None] | None = None
+        self._running: Future[None] | None = None
 
     def start(self, work: Callable[Arguments, None], *arguments: Arguments.args, **named: Arguments.kwargs) -> None:
-        """Start a job when the one before it has ended; raises what went wrong in that."""
+        """Wait for the previous job and raise its error, if any; then start a job."""
         self.flush()
-        self._under_way = self._thread.submit(work, *arguments, **named)
+        self._running = self._thread.submit(work, *arguments, **named)
 
     def raise_if_failed(self) -> None:
-        """Raise what went wrong, without waiting for a job that is under way."""
-        if self._under_way is not None and self._under_way.done():
+        """Raise the error of a finished job; do not wait for a running job."""
+        if self._running is not None and self._running.done():
             self.flush()
 
     def flush(self) -> None:
-        """Wait for the job that is under way; raises what went wrong in it, once."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        """Wait for the running job; raise its error once."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
 
     def close(self) -> None:
-        """Wait for the job that is under way, and end the thread."""
+        """Wait for the running job and end the thread; raise the job's error."""
         try:
             self.flush()
         finally:

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Closes what was opened, whatever happens in between, and lets the first error through."""
+"""Context manager that calls a close function and keeps the first error."""
 
 import dataclasses
 import logging
@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Closing:
-    """Closes at the end of a `with` block.
+    """Call `close` at the end of a `with` block.
 
-    After an error in the block, that error is the one to be seen: an error of the closing goes into the log.
+    If the block raises, its error propagates, and an error of `close` is only logged.
 
     >>> with Closing(lambda: print("closed")):
     ...     print("at work")
@@ -24,15 +24,15 @@ class Closing:
     """
 
     close: Callable[[], None]
-    """Called once, at the end."""
+    """Called once, at the end of the block."""
 
     def __enter__(self) -> None:
-        """Begin the block."""
+        """Enter the block."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close."""
+        """Call `close`; log its error if the block raised one."""
         if error is None:
             self.close()
             return

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Enum fields of config classes that are built in code, where no decoder has checked the values."""
+"""Conversion of enum fields in config classes that are built in Python code, without the config decoder."""
 
 import dataclasses
 import enum
@@ -11,16 +11,16 @@ from typing import Any
 
 
 def convert_enum_fields(config: Any) -> None:
-    """Replace the plain values of enum fields by enum members. Every config class calls this in `__post_init__`.
+    """Replace the values of enum fields by enum members. Every config class with enum fields calls this on creation.
 
-    Without it `GigpoConfig(normalize="std")` would hold a string, and comparisons with `is` would choose another
-    branch without an error.
+    Without it, `GigpoConfig(normalize="std")` would contain a string, and a comparison with `is` would silently take
+    the wrong branch.
 
     Args:
         config: an instance of a frozen dataclass; fields of type `E` or `E | None` with an enum `E` are converted.
 
     Raises:
-        ValueError: if a value is no member's value; the message names class, field, value and choices.
+        ValueError: if a value is not the value of a member; the message names class, field, value and choices.
     """
     for name, kind in _enum_fields(type(config)).items():
         value = getattr(config, name)
@@ -36,7 +36,7 @@ def convert_enum_fields(config: Any) -> None:
 
 @functools.cache
 def _enum_fields(cls: Any) -> dict[str, type[enum.Enum]]:
-    """The enum type of each field that has one."""
+    """Enum type by field name, for the fields that have one."""
     hints = typing.get_type_hints(cls)
     return {
         field.name: kind

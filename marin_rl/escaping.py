@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Text from models and files, made safe to show: what would act on a terminal or reorder a line is written out."""
+"""Escaping of text from models and files, so that it cannot control a terminal or reorder a line."""
 
 import unicodedata
 
@@ -12,7 +12,7 @@ separators."""
 
 
 def escape(text: str) -> str:
-    r"""The text with every character that is not plainly seen written as an escape; newlines stay.
+    r"""Replace invisible and control characters by escape sequences; keep newlines.
 
     >>> escape("a\x1b[31mred\u202eb\tc")
     'a\\x1b[31mred\\u202eb\\tc'
@@ -23,7 +23,7 @@ def escape(text: str) -> str:
 
 
 def escape_line(text: str) -> str:
-    r"""As `escape`, with newlines written out too.
+    r"""Like `escape`, but also replace newlines.
 
     >>> escape_line("a\nb")
     'a\\nb'
@@ -32,7 +32,7 @@ def escape_line(text: str) -> str:
 
 
 def shown_bytes(piece: bytes) -> str:
-    r"""A token's bytes in one line; what is only part of a character is written as bytes.
+    r"""Decode a token's bytes to one line of text; incomplete UTF-8 characters become byte escapes.
 
     >>> shown_bytes(b"5\n"), shown_bytes(b"\xc3")
     ('5\\n', '\\xc3')

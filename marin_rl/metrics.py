@@ -1,20 +1,18 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Metrics that carry their own reduction, so that a mean is never a mean of means.
+"""Metrics with a reduction, so that means are merged by weight.
 
-Importing this module loads no jax. Inside the jitted step the same job is done by levanter's
-`levanter.metrics.Metric`.
+Importing this module does not load jax. Inside the jitted step `levanter.metrics.Metric` has the same role.
 """
 
 import dataclasses
 import enum
-import functools
 from collections.abc import Iterable, Mapping
 
 
 class Reduction(enum.Enum):
-    """How observations of one metric combine."""
+    """How two observations of a metric are merged."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -24,21 +22,21 @@ class Reduction(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A partly reduced metric: a value, its weight, and how it combines with another.
+    """A partially reduced metric: a value, its weight and its reduction.
 
-    For a mean, `value` is the weighted mean so far and `weight` the sum of the weights. For the
-    other reductions the weight is carried along and plays no part.
+    For a mean, `value` is the weighted mean so far and `weight` the sum of the weights. The other
+    reductions do not use the weight.
     """
 
     value: float
     """The reduced value so far."""
     weight: float = 1.0
-    """Total weight behind a mean (rollouts, tokens, …)."""
+    """Total weight of a mean (number of rollouts, tokens, …)."""
     reduction: Reduction = Reduction.MEAN
-    """How two of them combine."""
+    """How two observations are merged."""
 
     def merge(self, other: "Metric") -> "Metric":
-        """Combine two observations of the same metric; associative and commutative.
+        """Merge two observations of the same metric; associative and commutative.
 
         Raises:
             ValueError: if the reductions differ.
@@ -77,12 +75,9 @@ def total(values: Iterable[int | float]) -> Metric:
 
 
 def merge_all(records: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge records that may each hold some of the metrics."""
+    """Merge metrics by name; a record may lack some of the names."""
     merged: dict[str, Metric] = {}
-    return functools.reduce(_merge_into, records, merged)
-
-
-def _merge_into(merged: dict[str, Metric], record: Mapping[str, Metric]) -> dict[str, Metric]:
-    for name, metric in record.items():
-        merged[name] = merged[name].merge(metric) if name in merged else metric
+    for record in records:
+        for name, metric in record.items():
+            merged[name] = merged[name].merge(metric) if name in merged else metric
     return merged

@@ -1,12 +1,11 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The processes of one training, and what they tell one another.
+"""Communication between the processes of a multi-host training run.
 
-On several training hosts one process runs on each, and together they hold the mesh. All of them run the same program on
-the same numbers; the first, the main process, alone writes files and talks to anybody else. What is told
-(`on_main`, `gather_texts`, `agree`, `fetch`) is told by all processes together, each calling the same functions in the
-same order; with one process nothing is sent.
+Each training host runs one process, and all processes share the device mesh and run the same program on the
+same data. Only the main process (process 0) writes files and talks to other services. `on_main`, `gather_texts`,
+`agree` and `fetch` are collective: all processes must call them in the same order. One process alone sends nothing.
 """
 
 import atexit
@@ -25,15 +24,15 @@ from jax.sharding import NamedSharding
 
 
 class MainProcessError(RuntimeError):
-    """What the main process was to do failed; the other processes end too."""
+    """The main process failed, so that the other processes end too."""
 
 
 class ProcessesDifferError(RuntimeError):
-    """A value that all training processes compute is not the same in all of them; names the processes and values."""
+    """A value differs between training processes that should compute the same; names the processes and values."""
 
 
 def several() -> bool:
-    """Whether there is more than one; brings up no device where jax's distributed runtime was not started.
+    """Whether the run has more than one process. Initializes no device if jax's distributed runtime is not in use.
 
     >>> several()
     False
@@ -42,7 +41,7 @@ def several() -> bool:
 
 
 def is_main() -> bool:
-    """Whether this is the process that writes files and talks to others; with one process it is.
+    """Whether this is the main process, which writes files; always true with one process.
 
     >>> is_main()
     True
@@ -51,16 +50,16 @@ def is_main() -> bool:
 
 
 def on_main(work: Callable[[], str]) -> str:
-    """Have the main process do something while the others wait, and tell them what came of it.
+    """Call a function in the main process and broadcast its result; the other processes wait.
 
     Args:
-        work: called in the main process alone.
+        work: called only in the main process.
 
     Returns:
-        What it returned, in every process.
+        The function's result, in every process.
 
     Raises:
-        MainProcessError: in the others, if it raised; in the main process its own error goes on.
+        MainProcessError: in the other processes, if the function raised. The main process raises the original error.
 
     >>> on_main(lambda: "done")
     'done'
@@ -68,21 +67,21 @@ def on_main(work: Callable[[], str]) -> str:
     if not several():
         return work()
     if not is_main():
-        told = json.loads(_broadcast(""))
-        if "error" in told:
-            raise MainProcessError(f"the main training process ended with an error: {told['error']}")
-        return told["came"]
+        message = json.loads(_broadcast(""))
+        if "error" in message:
+            raise MainProcessError(f"the main training process ended with an error: {message['error']}")
+        return message["result"]
     try:
-        came = work()
+        result = work()
     except BaseException as error:
         _broadcast(json.dumps({"error": f"{type(error).__name__}: {error}"}))
         raise
-    _broadcast(json.dumps({"came": came}))
-    return came
+    _broadcast(json.dumps({"result": result}))
+    return result
 
 
 def gather_texts(text: str) -> tuple[str, ...]:
-    """What each process says, in their order.
+    """Gather one text per process, in process order.
 
     >>> gather_texts("alone")
     ('alone',)
@@ -91,12 +90,12 @@ def gather_texts(text: str) -> tuple[str, ...]:
         return (text,)
     data = text.encode()
     sizes = multihost_utils.process_allgather(np.int32(len(data)))
-    said = multihost_utils.process_allgather(_padded(data, int(sizes.max())))
-    return tuple(_unpadded(row, int(size)) for row, size in zip(said, sizes, strict=True))
+    rows = multihost_utils.process_allgather(_padded(data, int(sizes.max())))
+    return tuple(_unpadded(row, int(size)) for row, size in zip(rows, sizes, strict=True))
 
 
 def agree(wish: bool) -> bool:
-    """Whether any process wishes it.
+    """Whether `wish` is true in any process.
 
     >>> agree(True), agree(False)
     (True, False)
@@ -105,14 +104,14 @@ def agree(wish: bool) -> bool:
 
 
 def require_equal(values: Mapping[str, bytes], what: str) -> None:
-    """Check in one exchange that named values are the same in all processes.
+    """Check with one all-gather that named values are equal in all processes.
 
     Args:
-        values: the same names in all processes; compared by a digest of 128 bits.
-        what: the values as a whole, for the error.
+        values: values by name, with the same names in all processes; compared by a 128-bit digest.
+        what: name of the values in the error message.
 
     Raises:
-        ProcessesDifferError: in every process, naming the processes that differ from the main one, and in which values.
+        ProcessesDifferError: in every process; names the processes and values that differ from the main process.
 
     >>> require_equal({"tokens": b"12"}, "the batch of step 1")
     """
@@ -130,37 +129,37 @@ def require_equal(values: Mapping[str, bytes], what: str) -> None:
         raise ProcessesDifferError(
             f"{what} is not the same in all training processes; compared with the main process (0), it differs in "
             f"{'; in '.join(differing)}. All processes compute it from the same rollouts, so their config, data files, "
-            "software or processors differ: make them the same on all training hosts, and run the same command again "
-            "to go on from the last checkpoint"
+            "software or processors differ: make them equal on all training hosts, and run the same command again "
+            "to resume from the last checkpoint"
         )
 
 
 @contextlib.contextmanager
 def leaving_on_error() -> Iterator[None]:
-    """After an error, let this process end without waiting for the others, which may be waiting for it.
+    """After an error, end this process without waiting for the others, which may be waiting for it.
 
-    Jax would wait five minutes. The others end as soon as jax misses this one.
+    At exit jax would wait five minutes for the others. They end when jax detects that this process is gone.
     """
     try:
         yield
     except BaseException:
         if several():
-            # What is registered last is called first, and so before jax's own.
+            # Exit handlers run in reverse order of registration, so this one runs before jax's.
             atexit.register(_end)
         raise
 
 
 @contextlib.contextmanager
 def explaining_errors() -> Iterator[None]:
-    """Where there are several processes, add to jax's own errors what they mean if another process was lost."""
+    """If the run has several processes, add a note on lost processes to jax's errors."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if several():
             error.add_note(
-                f"This is training process {jax.process_index()} of {jax.process_count()}. If what failed is a "
-                "connection, another of them has ended or is out of reach, and its own output or machine says why; "
-                "the same command on all hosts goes on from the last checkpoint."
+                f"This is training process {jax.process_index()} of {jax.process_count()}. If a connection failed, "
+                "another training process has ended or is unreachable: see its output and its machine for the cause. "
+                "Run the same command on all hosts to resume from the last checkpoint."
             )
         raise
 
@@ -172,21 +171,24 @@ def _end() -> None:
 
 
 def put(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Put an array where a sharding says.
+    """Place an array with a sharding.
 
     Args:
-        array: spread over the same processes, or on each of them the same and whole.
-        sharding: over any devices of theirs.
+        array: sharded over the same processes, or the same whole array in each process.
+        sharding: a sharding over devices of these processes.
+
+    Returns:
+        The array with that sharding.
     """
     if sharding.is_fully_addressable or not array.is_fully_addressable:
         return jax.device_put(array, sharding)
-    # `device_put` compares the array over all processes first, which takes an exchange for each.
+    # `device_put` would first compare the array across all processes, with one collective per array.
     whole = np.asarray(array)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: whole[index])
 
 
 def fetch(array: jax.Array) -> np.ndarray:
-    """A whole array on every process's host, wherever its shards are.
+    """Gather a sharded array to the host of every process.
 
     >>> fetch(jax.numpy.arange(3)).tolist()
     [0, 1, 2]
@@ -203,7 +205,7 @@ def _broadcast(text: str) -> str:
 
 
 def _padded(data: bytes, size: int) -> np.ndarray:
-    # Sizes of few kinds: each is a program of its own to compile.
+    # Padding to a power of two bounds the number of programs to compile.
     room = 2 ** math.ceil(math.log2(max(size, 256)))
     return np.frombuffer(data.ljust(room, b"\0"), np.uint8)
 

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Trying again, less and less often, for a limited time."""
+"""Retries with exponential backoff."""
 
 import asyncio
 import dataclasses
@@ -19,64 +19,67 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class RetryConfig:
-    """How long to go on when another machine does not answer."""
+    """Exponential backoff for calls to another machine."""
 
     first_seconds: float = 0.1
-    """Seconds before the second attempt; above 0. Every later pause is twice the one before, each shortened by a random
-    part of up to a half, so that those who wait do not come all at once."""
+    """Seconds before the second attempt; above 0. Each later pause is twice the previous one. A pause is shortened at
+    random by up to one half, so that several clients do not retry at the same time."""
     longest_seconds: float = 5.0
-    """Seconds that a pause takes at most; at least `first_seconds`."""
+    """Longest pause in seconds; at least `first_seconds`."""
     give_up_seconds: float = 120.0
-    """Seconds after the first attempt from which no other is made, and the last error is raised; 0 makes only one."""
+    """Seconds after the first attempt in which a new attempt may start; then the last error is raised. 0: no retry."""
 
     def __post_init__(self) -> None:
         if not (self.first_seconds > 0 and math.isfinite(self.first_seconds)):
-            raise ValueError(f"retry.first_seconds is {self.first_seconds}; it is a number of seconds above 0")
+            raise ValueError(f"retry.first_seconds is {self.first_seconds}; it must be a number of seconds above 0")
         if not (self.longest_seconds >= self.first_seconds and math.isfinite(self.longest_seconds)):
             raise ValueError(
                 f"retry.longest_seconds is {self.longest_seconds}; it must be at least first_seconds, "
                 f"{self.first_seconds}"
             )
         if not (self.give_up_seconds >= 0 and math.isfinite(self.give_up_seconds)):
-            raise ValueError(f"retry.give_up_seconds is {self.give_up_seconds}; it is a number of seconds from 0 up")
+            raise ValueError(f"retry.give_up_seconds is {self.give_up_seconds}; it must be at least 0 seconds")
 
     def pause(self, attempt: int) -> float:
-        """Seconds to wait after an attempt, counted from 1."""
-        # Beyond 64 doublings a float would overflow, long after the longest pause is reached.
+        """Seconds to wait after attempt number `attempt` (the first is 1)."""
+        # The exponent is bounded because a float overflows after about 1,000 doublings.
         longest = min(self.longest_seconds, self.first_seconds * 2.0 ** min(attempt - 1, 64))
         return longest * random.uniform(0.5, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Clock:
-    """Time, as tests replace it."""
+    """Source of time, which tests replace."""
 
     now: Callable[[], float] = time.monotonic
-    """Seconds since whenever."""
+    """Returns the time in seconds since an arbitrary point."""
     sleep: Callable[[float], None] = time.sleep
-    """Waits for some seconds."""
+    """Sleeps for a number of seconds."""
 
 
 @dataclasses.dataclass
 class Attempts:
-    """What was tried so far, and whether to try again."""
+    """Failed attempts of one call."""
 
     config: RetryConfig
-    """How often and how long."""
+    """Backoff settings."""
     started: float
-    """When the first attempt began, in seconds since whenever."""
+    """Start time of the first attempt in seconds, on the clock of `pause_after`."""
     failed: int = 0
-    """Attempts that failed."""
+    """Number of failed attempts."""
 
     def pause_after(self, error: Exception, now: float) -> float:
-        """Seconds to wait before another attempt.
+        """Count a failed attempt and return the pause before the next one.
 
         Args:
-            error: what the last attempt raised; it can be made from a message alone.
-            now: the time, counted as `started` was.
+            error: the error of the last attempt; its type must accept a message as the only argument.
+            now: the current time in seconds, on the clock of `started`.
+
+        Returns:
+            Seconds to wait.
 
         Raises:
-            Exception: one of the error's own type, when time is up.
+            Exception: an error of the same type, if no further attempt is allowed.
         """
         self.failed += 1
         spent, pause = now - self.started, self.config.pause(self.failed)
@@ -94,16 +97,19 @@ def retrying(
     attempt: Callable[[], T],
     clock: Clock,
 ) -> T:
-    """The result of the first attempt that succeeds.
+    """Call `attempt` until it succeeds.
 
     Args:
-        config: how often and how long.
-        errors: which errors another attempt may mend; all others are raised at once.
-        attempt: what is tried.
-        clock: measures and waits.
+        config: backoff settings.
+        errors: error types after which to try again; all others are raised immediately.
+        attempt: the function to call.
+        clock: source of time.
+
+    Returns:
+        The result of the first successful attempt.
 
     Raises:
-        Exception: the last attempt's, when time is up.
+        Exception: the error of the last attempt, if no further attempt is allowed.
     """
     attempts = Attempts(config, clock.now())
     while True:
@@ -116,7 +122,7 @@ def retrying(
 async def retrying_async(
     config: RetryConfig, errors: tuple[type[Exception], ...], attempt: Callable[[], Awaitable[T]]
 ) -> T:
-    """As [`retrying`][marin_rl.retry.retrying], within an event loop."""
+    """Async version of [`retrying`][marin_rl.retry.retrying]."""
     attempts = Attempts(config, time.monotonic())
     while True:
         try:

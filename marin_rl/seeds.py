@@ -1,20 +1,22 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Seeds derived from names, so that no random state has to be carried along or saved."""
+"""Seeds derived from names, so that no random state has to be stored."""
 
 import hashlib
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed below 2**63 that depends on every part and on nothing else.
+    """Hash `parts` to a seed below 2**63.
 
-    Randomness of a run is a function of its seed and of what the randomness is for (`"sample"`, step 7,
-    group 3, attempt 5), never of what happened before: a resumed run draws what the uninterrupted one
-    would have drawn.
+    Every random draw of a run is a function of the run's seed and of the draw's purpose (`"sample"`, step 7,
+    group 3, attempt 5), not of earlier draws. A resumed run therefore repeats the draws of an uninterrupted run.
 
     Args:
-        parts: whole numbers and words; their order and types matter.
+        parts: integers and strings; their order and types matter.
+
+    Returns:
+        The seed.
 
     >>> derive_seed(0, "sample", 7) == derive_seed(0, "sample", 7)
     True

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 class PhaseTimer:
-    """Adds up the seconds spent in each named phase; phases may be entered many times, and nested ones count in both.
+    """Sum the seconds spent in each named phase. Phases may repeat; a nested phase counts in both phases.
 
     >>> timer = PhaseTimer()
     >>> with timer.phase("sample"):
@@ -23,7 +23,7 @@ class PhaseTimer:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside the `with` block towards `name`."""
+        """Add the duration of the `with` block to phase `name`."""
         start = time.perf_counter()
         try:
             yield

@@ -1,12 +1,12 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The records that flow through marin_rl, and who makes and consumes each of them.
+"""The records that flow through marin_rl, with the producer and the consumers of each.
 
-| stage | record | made by | consumed by |
+| stage | record | produced by | consumed by |
 |---|---|---|---|
 | 1 task | [`Task`][marin_rl.types.Task] | an environment's dataset | environment, rollout runner |
-| 2 answer | [`Generation`][marin_rl.types.Generation] | the sampler, and nothing else | rollout runner |
+| 2 answer | [`Generation`][marin_rl.types.Generation] | the sampler only | rollout runner |
 | 3 step | [`Turn`][marin_rl.types.Turn] | rollout runner | rewards, batching |
 | 4 attempt | [`Rollout`][marin_rl.types.Rollout] | rollout runner | rewards, batching, store |
 | 5 group | [`RolloutGroup`][marin_rl.types.RolloutGroup] | rollout runner | advantages |
@@ -15,7 +15,7 @@
 | 8 batch | `RlExample`, haliax `{batch, position}` | `batching/` | learner |
 | 9 update | new weights, a new `WeightVersion` | learner | sampler |
 
-Nothing flows backwards except weights. Importing this module loads no jax.
+Only weights flow backwards. Importing this module does not load jax.
 
 A worked example with two turns, the tokens written as words:
 
@@ -27,10 +27,10 @@ Turn 1  observation      <user> wrong <end> <assistant>        (no loss; continu
         generation       5 <end>                                (loss)
 ```
 
-One rollout, one sequence: the observation and generation tokens of its turns, one after the other.
-If the chat template had rewritten the history before turn 1, that turn would carry
-`starts_sequence=True` and its observation would be the complete rewritten context: the rollout
-then becomes two sequences, and still no token is trained on that was not sampled.
+This rollout is one sequence: the observation and generation tokens of its turns, concatenated.
+If the chat template rewrites the history before turn 1, that turn has `starts_sequence=True`, and its
+observation is the complete rewritten context. The rollout then becomes two sequences. In both cases
+only sampled tokens carry loss.
 """
 
 import dataclasses
@@ -41,14 +41,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 Info = Mapping[str, Any]
-"""Free metadata: JSON values (text, finite numbers, booleans, null, lists, mappings with text keys), by name."""
+"""Free metadata by name: JSON values (strings, finite numbers, booleans, null, lists, objects with string keys)."""
 
 
 def check_info(info: Info) -> None:
-    """Check that free metadata is made of JSON values alone, so that it is stored and read back unchanged.
+    """Check that free metadata consists of JSON values, so that it is stored and read back unchanged.
+
+    Args:
+        info: metadata by name.
 
     Raises:
-        ValueError: if it is not; the message names the first key whose value is none.
+        ValueError: if a value is not a JSON value; the message names the first such key.
     """
     for key, value in info.items():
         try:
@@ -58,26 +61,26 @@ def check_info(info: Info) -> None:
             same, problem = False, str(error)
         if not same:
             raise ValueError(
-                f"info[{key!r}] is no JSON value ({problem}); use text keys, and text, finite numbers, booleans, None, "
-                "lists and dictionaries"
+                f"info[{key!r}] is not a JSON value ({problem}); use string keys, and strings, finite numbers, "
+                "booleans, None, lists and dictionaries"
             )
 
 
 WeightVersion = int
-"""The number of training steps behind a set of weights: 0 before the first. The only clock there is."""
+"""The number of training steps that produced a set of weights: 0 before the first step. The only clock in use."""
 
 
 class Message(TypedDict):
-    """One chat message, as Hugging Face chat templates take it."""
+    """One chat message in the form of Hugging Face chat templates."""
 
     role: str
     """`system`, `user`, `assistant` or `tool`."""
     content: str
     """The message's text."""
     tools: NotRequired[Sequence[Mapping[str, Any]]]
-    """JSON schemas of tools that the policy may call, for chat templates that have words of their own for them."""
+    """JSON schemas of the tools that the policy may call, for chat templates that support tools."""
     tools_in_words: NotRequired[str]
-    """The same in words, for chat templates that have none: they are put behind `content`."""
+    """A text description of the same tools, appended to `content` if the chat template does not support tools."""
 
 
 class StopReason(enum.StrEnum):
@@ -86,28 +89,28 @@ class StopReason(enum.StrEnum):
     STOP = "stop"
     """A stop token was sampled; it is the generation's last token."""
     LENGTH = "length"
-    """The limit on new tokens, or the end of the context, was reached first."""
+    """The limit on new tokens or the end of the context was reached first."""
     ABORT = "abort"
-    """The engine gave the request up before either, as a server does that is told to abort its requests."""
+    """The engine aborted the request, for example a server that aborts all requests to load new weights."""
 
 
 class RolloutStatus(enum.StrEnum):
     """How a rollout ended."""
 
     COMPLETED = "completed"
-    """The environment ended it, and it was graded."""
+    """The environment ended the rollout, and it was graded."""
     TRUNCATED = "truncated"
-    """A generation hit its length limit, or the turns ran out; graded as it stands."""
+    """A generation reached its length limit, or the rollout its turn limit; graded in the state it had then."""
     FAILED = "failed"
-    """Its environment raised, or a reward component gave it no valid score; it has no reward and carries no signal."""
+    """The environment raised, or a reward component returned no valid score; no reward, not trained on."""
     TIMED_OUT = "timed_out"
-    """Its environment took longer than an episode may; no reward and no signal either."""
+    """The environment exceeded the time limit of an episode; no reward, not trained on."""
     ABORTED = "aborted"
-    """The engine aborted one of its generations, whose `stop_reason` is `abort`; no reward and no signal either."""
+    """The engine aborted a generation of the rollout (`stop_reason` `abort`); no reward, not trained on."""
 
     @property
     def is_graded(self) -> bool:
-        """Whether rollouts that ended so have rewards."""
+        """Whether rollouts with this status have rewards."""
         return self in (RolloutStatus.COMPLETED, RolloutStatus.TRUNCATED)
 
 
@@ -118,15 +121,15 @@ class Task:
     id: str
     """Unique within its environment; equal for equal problems."""
     environment: str
-    """Name of the environment that made it and can grade it."""
+    """Name of the environment that created the task and can grade it."""
     messages: tuple[Message, ...]
-    """The prompt: what the policy sees before its first turn. At least one message."""
+    """The prompt: the messages that the policy sees before its first turn. At least one."""
     answer: str
     """The ground truth that the environment grades against."""
     worked_answer: str | None = None
-    """A reply that would earn full reward, for a supervised warm start; None where there is none."""
+    """A reply that earns full reward, for a supervised warm start; None if the task has none."""
     anchor_state: object = None
-    """What identifies the state that the prompt shows (GiGPO), as JSON can hold it; None: the prompt itself."""
+    """A JSON value that identifies the state shown by the prompt (GiGPO); None: the prompt identifies it."""
 
     def __post_init__(self) -> None:
         if not self.messages:
@@ -135,15 +138,15 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What the sampler produced in one call: exact tokens, and how likely they were."""
+    """The tokens that the sampler produced in one call, with their log-probabilities."""
 
     token_ids: tuple[int, ...]
-    """`[length]`, the sampled tokens, the stop token included."""
+    """`[length]`, the sampled tokens, including the stop token."""
     logprobs: tuple[float, ...]
-    """`[length]`, log-probability (nats) of each sampled token at the sampling temperature. Greedy
-    samples (temperature 0) carry those at temperature 1."""
+    """`[length]`, log-probability (nats) of each sampled token at the sampling temperature; for greedy
+    samples (temperature 0), at temperature 1."""
     stop_reason: StopReason
-    """Why it ended."""
+    """Why sampling ended."""
     first_version: WeightVersion
     """Version of the weights that produced the first token."""
     last_version: WeightVersion
@@ -165,39 +168,39 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class TurnReward:
-    """What a reward component said about one turn."""
+    """The reward that a component gave to one turn."""
 
     turn: int
     """Index into `Rollout.turns`."""
     base_reward: float
-    """The turn's reward, before the component's weight."""
+    """The turn's reward, not multiplied by the component's weight."""
     reason: str | None = None
-    """Why, in words."""
+    """Explanation in text."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Numbers to log."""
+    """Metrics to log."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardResult:
-    """What one reward component said about a rollout."""
+    """The result of one reward component for one rollout."""
 
     component: str
     """The component's name."""
     weight: float
-    """What its scores are multiplied by."""
+    """Multiplier of the component's scores."""
     score: float | None
-    """The score before the weight, the sum of the step rewards if the component gave no score of its own; None where it
-    is not valid or was lost."""
+    """The score, not multiplied by the weight; the sum of the turn rewards if the component returned no total. None if
+    the score is invalid or the call failed."""
     steps: tuple[TurnReward, ...] = ()
-    """Its words on single turns, in their order; at most one a turn."""
+    """Rewards of single turns, in turn order; at most one per turn."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Numbers to log."""
+    """Metrics to log."""
     reason: str | None = None
-    """Why, in words."""
+    """Explanation in text."""
     error: str | None = None
-    """What went wrong, where something did."""
+    """The error message if the call failed."""
     lost: str | None = None
-    """Why there is no score, as counted (`timeout`, `memory`, …); None where there is one."""
+    """The failure reason by which failed calls are counted (`timeout`, `memory`, …); None if there is a score."""
 
     def __post_init__(self) -> None:
         if (self.score is None) != (self.lost is not None):
@@ -209,52 +212,51 @@ class RewardResult:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """One step of a rollout: what the policy was shown, and what it answered."""
+    """One step of a rollout: an observation and the policy's reply."""
 
     observation_tokens: tuple[int, ...]
-    """`[length]`, tokens put before the policy since its last answer (the whole prompt in turn 0).
+    """`[length]`, tokens added to the context since the policy's previous reply (the whole prompt in turn 0).
     They never carry loss."""
     generation: Generation
-    """The policy's answer."""
+    """The policy's reply."""
     messages: tuple[Message, ...]
-    """The turn in words: the observation's messages, then the assistant's."""
+    """The turn as messages: those of the observation, then the assistant's."""
     rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Rewards of this turn alone, weights included: by the environment's names, and by component for the step rewards
-    of reward functions. Empty if nobody gave one. The rollout's return is the sum of `Rollout.rewards`."""
+    """Rewards of this turn, weights included: by the environment's names, and by component for the turn rewards of
+    reward functions. Empty if the turn has none. The rollout's return is the sum of `Rollout.rewards`."""
     anchor_state: str = ""
-    """A hash of what was observed; turns of a group with the same one stood at the same place (GiGPO). Empty where
-    nobody needs it."""
+    """Hash of the observed state; equal within a group for turns in the same state (GiGPO). Empty if unused."""
     starts_sequence: bool = False
-    """True where `observation_tokens` is the complete context instead of a continuation: in turn 0,
-    and wherever the chat template rewrote the history."""
+    """True if `observation_tokens` is the complete context instead of a continuation: in turn 0,
+    and if the chat template rewrote the history."""
     action: str | None = None
-    """What the environment took the reply for; None where that is the reply itself."""
+    """The action that the environment parsed from the reply; None if it is the reply itself."""
     info: Info = dataclasses.field(default_factory=dict)
-    """The environment's free metadata about this turn; stored and shown, and used for nothing else."""
+    """The environment's free metadata about this turn; only stored and displayed."""
 
     def __post_init__(self) -> None:
         check_info(self.info)
 
     @property
     def reward(self) -> float | None:
-        """The sum of its rewards; None if it has none."""
+        """The sum of the turn's rewards; None if it has none."""
         return sum(self.rewards.values(), 0.0) if self.rewards else None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its observation and its generation."""
+        """Number of tokens of the observation and the generation."""
         return len(self.observation_tokens) + len(self.generation.token_ids)
 
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """Messages that the environment sent after the policy's last generation; no generation answers them."""
+    """Messages that the environment sent after the policy's last generation; no generation follows them."""
 
     messages: tuple[Message, ...]
     """The messages. At least one."""
     tokens: tuple[int, ...] = ()
-    """`[length]`, the messages as tokens, as the next turn would have had them; empty if the environment had ended
-    the episode, so that no next turn was prepared."""
+    """`[length]`, the messages as tokens of the next turn; empty if the environment ended the episode, because then no
+    next turn was prepared."""
     starts_sequence: bool = False
     """True if `tokens` is the complete context instead of a continuation, as in `Turn`."""
 
@@ -264,39 +266,39 @@ class Observation:
 
 
 MAX_REWARD = 1e30
-"""Largest magnitude of a reward: what is worked out from rewards still fits into float32."""
+"""Largest magnitude of a reward; values computed from rewards then fit into float32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """One complete attempt at a task (elsewhere: an episode, a trajectory)."""
+    """One complete attempt at a task (also called an episode or a trajectory)."""
 
     id: str
     """Unique within the run."""
     group_id: str
-    """The group it belongs to: all attempts at one prompt in one step."""
+    """The group of the rollout: all attempts at one prompt in one step."""
     task: Task
-    """What was attempted."""
+    """The attempted task."""
     turns: tuple[Turn, ...]
-    """In order. At least one, unless the rollout failed before its first."""
+    """The turns in order. At least one, unless the rollout failed before its first turn."""
     status: RolloutStatus
-    """How it ended."""
+    """How the rollout ended."""
     rewards: Mapping[str, float]
-    """Reward by component name, weights included; empty exactly when `status` is not a graded one."""
+    """Reward by component name, weights included; empty exactly if `status` is not a graded one."""
     error: str | None = None
-    """What went wrong, where the status is not a graded one."""
+    """The error message if `status` is not a graded one."""
     evaluations: tuple[RewardResult, ...] = ()
-    """What each reward component said, lost ones included."""
+    """The result of each reward component, including failed calls."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """What the environment measured, by name."""
+    """The environment's metrics by name."""
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict, compare=False)
-    """Where its time went: `sample`, waiting included, `environment` and `reward`."""
+    """Seconds spent in `sample` (including the wait for the sampler), `environment` and `reward`."""
     last_observation: Observation | None = None
-    """The environment's answer to the last generation, such as the result of a tool call; None if it sent none.
-    Reward functions and the store get it. It is in no batch: a causal model computes the same for the tokens before
-    it."""
+    """The environment's response to the last generation, such as the result of a tool call; None if it sent none.
+    Reward functions and the rollout store receive it. Batches do not contain it, because in a causal model it has no
+    effect on the tokens before it."""
     info: Info = dataclasses.field(default_factory=dict)
-    """The environment's free metadata about the whole attempt; stored and shown, and used for nothing else."""
+    """The environment's free metadata about the whole rollout; only stored and displayed."""
 
     def __post_init__(self) -> None:
         try:
@@ -334,41 +336,41 @@ class Rollout:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The whole conversation: prompt, replies, and the environment's answers, the last one included."""
+        """The whole conversation: prompt, replies and environment messages, including the last observation."""
         turns = tuple(message for turn in self.turns for message in turn.messages)
         return turns if self.last_observation is None else (*turns, *self.last_observation.messages)
 
     @property
     def total_reward(self) -> float | None:
-        """The scalar return: the sum of its rewards, or None where it has none."""
+        """The scalar return: the sum of the rewards, or None if there are none."""
         return sum(self.rewards.values()) if self.rewards else None
 
     def score_of(self, component: str) -> float | None:
-        """What a component gave, before the weight of a reward function; None where it gave nothing."""
+        """A component's score, not multiplied by a reward function's weight; None if the component has no score."""
         if component not in self.rewards:
             return None
-        scores = [one.score for one in self.evaluations if one.component == component and one.score is not None]
-        return scores[0] if scores else self.rewards[component]
+        scores = [result.score for result in self.evaluations if result.component == component]
+        return next((score for score in scores if score is not None), self.rewards[component])
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all turns, observations and generations; a context that the template rewrote counts again."""
+        """Number of tokens of all turns (observations and generations); a rewritten context is counted again."""
         return sum(turn.num_tokens for turn in self.turns)
 
     @property
     def num_generated_tokens(self) -> int:
-        """Tokens that the policy sampled, over all turns."""
+        """Number of tokens that the policy sampled in all turns."""
         return sum(len(turn.generation.token_ids) for turn in self.turns)
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutGroup:
-    """The attempts at one prompt, compared with one another."""
+    """The attempts at one prompt; advantages compare their rewards."""
 
     id: str
     """Unique within the run."""
     rollouts: Sequence[Rollout]
-    """All attempts, failed ones included."""
+    """All attempts, including failed ones."""
 
     def __post_init__(self) -> None:
         for rollout in self.rollouts:

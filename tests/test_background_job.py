@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One job at a time, and no error lost or told twice."""
+"""One job at a time, and each error is raised exactly once."""
 
 import threading
 
@@ -14,7 +14,7 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def test_an_error_is_raised_once_by_what_comes_next() -> None:
+def test_the_next_call_raises_an_error_once() -> None:
     job = BackgroundJob("test")
     done: list[int] = []
     job.start(fail, OSError("first"))
@@ -30,7 +30,7 @@ def test_an_error_is_raised_once_by_what_comes_next() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("test")]
 
 
-def test_a_job_that_is_under_way_is_not_waited_for_by_a_question() -> None:
+def test_raise_if_failed_does_not_wait_for_a_running_job() -> None:
     job, gate = BackgroundJob("test"), threading.Event()
     job.start(lambda: gate.wait() and None)
     job.raise_if_failed()

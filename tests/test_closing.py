@@ -10,7 +10,7 @@ from marin_rl.closing import Closing
 
 
 def work(closed: list[str], *failing: str, error: BaseException | None = None) -> None:
-    """Open three things, do something, and close them; closing those that are named fails."""
+    """Open three resources, optionally raise `error`, and close them; closing the resources in `failing` raises."""
 
     def close(name: str) -> None:
         closed.append(name)
@@ -24,16 +24,14 @@ def work(closed: list[str], *failing: str, error: BaseException | None = None) -
             raise error
 
 
-def test_everything_is_closed_the_latest_first():
+def test_resources_are_closed_in_reverse_order():
     closed: list[str] = []
     work(closed)
     assert closed == ["third", "second", "first"]
 
 
 @pytest.mark.parametrize("error", [ValueError("at work"), KeyboardInterrupt("at work")])
-def test_the_first_error_is_seen_and_those_after_it_are_in_the_log(
-    error: BaseException, caplog: pytest.LogCaptureFixture
-):
+def test_the_first_error_is_raised_and_later_errors_are_logged(error: BaseException, caplog: pytest.LogCaptureFixture):
     closed: list[str] = []
     with pytest.raises(type(error), match="at work") as raised:
         work(closed, "third", "first", error=error)
@@ -46,7 +44,7 @@ def test_the_first_error_is_seen_and_those_after_it_are_in_the_log(
     assert "OSError: first does not close" in caplog.text
 
 
-def test_an_error_of_closing_is_seen_where_it_is_the_first(caplog: pytest.LogCaptureFixture):
+def test_an_error_of_close_is_raised_if_it_is_the_first(caplog: pytest.LogCaptureFixture):
     closed: list[str] = []
     with caplog.at_level(logging.ERROR), pytest.raises(OSError, match="third does not close"):
         work(closed, "third", "second")
@@ -54,7 +52,7 @@ def test_an_error_of_closing_is_seen_where_it_is_the_first(caplog: pytest.LogCap
     assert "second does not close" in caplog.text
 
 
-def test_an_interrupt_while_closing_goes_on():
+def test_an_interrupt_while_closing_propagates():
     def interrupt() -> None:
         raise KeyboardInterrupt
 

@@ -38,8 +38,8 @@ REQUIRED: dict[str, dict[str, Any]] = {
 
 
 def enum_fields() -> list[Any]:
-    """Every enum field of every config class that can be built: class, field and enum."""
-    found = [
+    """Class, name and enum type of every enum field of the concrete config classes."""
+    fields = [
         (cls, name, kind)
         for cls in config_classes()
         if not inspect.isabstract(cls)
@@ -47,14 +47,14 @@ def enum_fields() -> list[Any]:
         for kind in type_arguments(annotation)
         if isinstance(kind, type) and issubclass(kind, enum.Enum)
     ]
-    by_name = sorted(found, key=lambda entry: (entry[0].__qualname__, entry[1]))
+    by_name = sorted(fields, key=lambda entry: (entry[0].__qualname__, entry[1]))
     return [pytest.param(*entry, id=f"{entry[0].__qualname__}.{entry[1]}") for entry in by_name]
 
 
 def build(cls: type, name: str, value: Any) -> Any:
-    """An instance in which one field has the value when `__post_init__` runs.
+    """Build an instance in which one field has the value when `__post_init__` runs.
 
-    The type checks that only tests have would refuse the value before that.
+    The type checks of the tests would refuse the value in the constructor.
     """
     config = cls(**REQUIRED.get(cls.__qualname__, {}))
     object.__setattr__(config, name, value)
@@ -63,7 +63,7 @@ def build(cls: type, name: str, value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("cls", "name", "kind"), enum_fields())
-def test_a_plain_value_becomes_the_member(cls: type, name: str, kind: type[enum.Enum]) -> None:
+def test_a_value_is_converted_to_the_member(cls: type, name: str, kind: type[enum.Enum]) -> None:
     for member in kind:
         if (cls, member.value) in ((TrainConfig, "async"), (LlmJudgeConfig, "batch")):
             continue  # refused by other checks of the class; the other members show the conversion
@@ -80,12 +80,12 @@ def test_another_value_is_refused(cls: type, name: str, kind: type[enum.Enum], v
     assert str(refused.value) == f"{cls.__name__}.{name} is {value!r}; it takes one of {choices}"
 
 
-def test_there_are_enum_fields() -> None:
+def test_enum_fields_are_found() -> None:
     assert len(enum_fields()) > 12
 
 
-def test_a_string_decides_what_the_member_decides() -> None:
-    """In a process of its own, without the type checks of the tests."""
+def test_a_string_has_the_same_effect_as_the_member() -> None:
+    """Runs in a subprocess, without the type checks of the tests."""
     code = (
         "from marin_rl.objectives.gigpo import GigpoConfig, GigpoNormalization\n"
         "assert GigpoConfig(normalize='std').normalize is GigpoNormalization.STD\n"
@@ -104,6 +104,6 @@ class Config:
         convert_enum_fields(self)
 
 
-def test_fields_of_other_types_stay_as_they_are() -> None:
+def test_fields_of_other_types_are_unchanged() -> None:
     assert Config() == Config("std", None)
     assert build(Config, "normalize", "std").normalize is GigpoNormalization.STD

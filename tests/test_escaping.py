@@ -11,7 +11,7 @@ from marin_rl.escaping import escape, escape_line, shown_bytes
 
 
 @given(st.text(st.characters()))
-def test_nothing_that_is_shown_acts_on_a_terminal(text):
+def test_escaped_text_has_no_control_characters(text):
     for character in escape(text):
         assert character == "\n" or unicodedata.category(character)[0] not in "C"
     assert "\n" not in escape_line(text)
@@ -19,7 +19,7 @@ def test_nothing_that_is_shown_acts_on_a_terminal(text):
 
 
 @given(st.text(st.characters(categories=["L", "N", "P", "S", "Zs"])))
-def test_what_can_be_seen_stays(text):
+def test_visible_characters_are_unchanged(text):
     assert escape(text) == text
 
 
@@ -36,14 +36,14 @@ def test_what_can_be_seen_stays(text):
         ("line\u2028end", "line\\u2028end"),
     ],
 )
-def test_escapes_are_written_out(text, shown):
+def test_escape_sequences_are_escaped(text, shown):
     assert escape(text) == shown
 
 
 @given(st.binary())
-def test_any_bytes_have_one_line(piece):
+def test_any_bytes_become_one_line(piece):
     assert "\n" not in shown_bytes(piece)
 
 
-def test_text_of_other_scripts_and_emoji_is_left_alone():
+def test_text_of_other_scripts_and_emoji_is_unchanged():
     assert shown_bytes("naïve 数学 🙂".encode()) == "naïve 数学 🙂"

@@ -42,7 +42,7 @@ def test_merging_is_associative():
     assert left.weight == right.weight
 
 
-def test_nothing_weighs_nothing():
+def test_an_empty_mean_has_weight_zero():
     assert mean([]) == Metric(0.0, 0.0)
     assert mean([]).merge(mean([])).value == 0.0
     assert mean([]).merge(mean([7.0])).value == 7.0
@@ -53,13 +53,13 @@ def test_totals_add_up():
     assert total([]).value == 0.0
 
 
-def test_records_may_hold_some_of_the_metrics():
+def test_records_may_lack_some_metrics():
     merged = merge_all([{"a": mean([1.0])}, {"b": total([5])}, {"a": mean([3.0])}, {}])
     assert {name: metric.value for name, metric in merged.items()} == {"a": 2.0, "b": 5.0}
     assert merge_all([]) == {}
 
 
-def test_merging_changes_no_record():
+def test_merging_does_not_change_the_records():
     first = {"a": mean([1.0])}
     merge_all([first, {"a": mean([3.0])}])
     assert first == {"a": mean([1.0])}

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What importing the package decides, and leaves to who decided already."""
+"""Importing the package sets EQX_ON_ERROR unless it is set already."""
 
 import os
 import subprocess
@@ -11,10 +11,10 @@ import pytest
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "off"), ("raise", "raise")])
-def test_programs_are_without_callbacks_unless_one_asks_for_them(given: str | None, expected: str) -> None:
+def test_callbacks_are_disabled_unless_requested(given: str | None, expected: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "EQX_ON_ERROR"}
     if given is not None:
         environment["EQX_ON_ERROR"] = given
     command = [sys.executable, "-c", "import marin_rl, os; print(os.environ['EQX_ON_ERROR'])"]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert told.stdout == f"{expected}\n"
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert completed.stdout == f"{expected}\n"

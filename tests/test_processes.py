@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What two real processes tell one another is in tests/learner/test_distributed.py; here one stands in for both."""
+"""Communication between processes, with one process in both roles; tests/learner/test_distributed.py uses two."""
 
 import atexit
 import contextlib
@@ -18,7 +18,7 @@ from marin_rl import processes
 
 
 class Wire:
-    """What the first of two processes sends, and the second one's share of an exchange."""
+    """Records the broadcasts of the first of two processes."""
 
     def __init__(self) -> None:
         self.sent: list[np.ndarray] = []
@@ -29,7 +29,7 @@ class Wire:
 
     @property
     def texts(self) -> list[str]:
-        """The messages: of each its length and then its bytes were sent."""
+        """The messages; for each, its length and then its bytes were sent."""
         lengths, padded = self.sent[::2], self.sent[1::2]
         return [data.tobytes()[: int(length)].decode() for length, data in zip(lengths, padded, strict=True)]
 
@@ -51,17 +51,17 @@ def raising(error: BaseException) -> Callable[[], str]:
     return work
 
 
-def test_an_interrupt_of_the_main_process_is_told_to_those_who_wait_for_it(first_of_two: Wire) -> None:
+def test_an_interrupt_of_the_main_process_reaches_the_waiting_processes(first_of_two: Wire) -> None:
     with pytest.raises(KeyboardInterrupt):
         processes.on_main(raising(KeyboardInterrupt("at work")))
     assert [json.loads(text) for text in first_of_two.texts] == [{"error": "KeyboardInterrupt: at work"}]
 
 
-def test_messages_have_few_sizes_and_lose_nothing(first_of_two: Wire) -> None:
+def test_messages_are_padded_to_few_sizes_and_unchanged(first_of_two: Wire) -> None:
     messages = ["x" * length + "ä" for length in range(0, 3000, 7)]
     assert [processes.on_main(lambda text=text: text) for text in messages] == messages
-    assert [json.loads(text)["came"] for text in first_of_two.texts] == messages
-    # Each size is a program to compile.
+    assert [json.loads(text)["result"] for text in first_of_two.texts] == messages
+    # Each size compiles one program.
     assert len({array.shape for array in first_of_two.sent[1::2]}) <= 5
 
 
@@ -73,21 +73,21 @@ def test_messages_have_few_sizes_and_lose_nothing(first_of_two: Wire) -> None:
         (2, OSError("pulled the plug"), False),
     ],
 )
-def test_where_jax_fails_in_one_of_several_processes_the_error_says_what_to_look_for(
+def test_jax_errors_with_several_processes_explain_a_lost_process(
     first_of_two: Wire, count: int, error: Exception, is_explained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: count)
     with pytest.raises(type(error)) as raised, processes.explaining_errors():
         raise error
-    said = "".join(traceback.format_exception(raised.value))
+    text = "".join(traceback.format_exception(raised.value))
     assert (
-        "This is training process 0 of 2. If what failed is a connection, another of them has ended or is out of reach"
-        in said
+        "This is training process 0 of 2. If a connection failed, another training process has ended or is unreachable"
+        in text
     ) == is_explained
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_after_an_error_one_of_several_processes_ends_without_waiting(
+def test_after_an_error_one_of_several_processes_exits_without_waiting(
     first_of_two: Wire, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registered: list[Callable[[], object]] = []
@@ -107,7 +107,7 @@ def test_after_an_error_one_of_several_processes_ends_without_waiting(
 
 
 @pytest.mark.parametrize("altered", [[], ["advantages"], ["tokens", "advantages"]])
-def test_a_value_that_differs_in_another_process_is_named_in_all(
+def test_a_value_that_differs_between_processes_is_named_in_all(
     first_of_two: Wire, altered: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = {"tokens": b"12", "mask": b"1", "advantages": b"0.5"}
@@ -118,7 +118,7 @@ def test_a_value_that_differs_in_another_process_is_named_in_all(
         return np.stack([rows[0], own])
 
     monkeypatch.setattr(multihost_utils, "process_allgather", gather)
-    # The first call is the main process's, the second one the other's.
+    # The first call is made by the main process, the second by the other process.
     processes.require_equal(values, "the batch of step 3")
     other = {name: value + b"0" if name in altered else value for name, value in values.items()}
     expected = (

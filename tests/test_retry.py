@@ -30,7 +30,7 @@ def failing(times: int, error: WeightTransferError):
     return attempt
 
 
-def test_what_succeeds_is_tried_once():
+def test_a_success_is_not_retried():
     time = FakeTime()
     assert retrying(RetryConfig(), (ServerLostError,), failing(0, ServerLostError()), time.clock) == "weights"
     assert time.pauses == []
@@ -63,7 +63,7 @@ def test_no_time_means_one_attempt():
 
 
 @pytest.mark.parametrize("error", [WrongTokenError("no"), CorruptTransferError("no"), WeightTransferError("no")])
-def test_other_errors_are_raised_at_once(error: WeightTransferError):
+def test_other_errors_are_raised_immediately(error: WeightTransferError):
     time = FakeTime()
     with pytest.raises(type(error), match=r"^no$"):
         retrying(RetryConfig(), (ServerLostError,), failing(1, error), time.clock)
@@ -103,7 +103,7 @@ def in_a_loop(config: RetryConfig, errors: list[Exception]) -> tuple[str, int]:
     return asyncio.run(retrying_async(config, (ServerLostError,), attempt)), tried
 
 
-def test_in_an_event_loop_the_same_is_tried_again():
+def test_async_retries_the_same_errors():
     config = RetryConfig(first_seconds=0.001, longest_seconds=0.002)
     assert in_a_loop(config, []) == ("weights", 1)
     assert in_a_loop(config, [ServerLostError("gone")] * 3) == ("weights", 4)
@@ -111,7 +111,7 @@ def test_in_an_event_loop_the_same_is_tried_again():
         in_a_loop(config, [ServerLostError("gone"), WrongTokenError("no")])
 
 
-def test_in_an_event_loop_the_last_error_is_raised_when_time_is_up():
+def test_async_raises_the_last_error_when_time_is_up():
     with pytest.raises(ServerLostError, match=r"^gone$"):
         in_a_loop(RetryConfig(give_up_seconds=0.0), [ServerLostError("gone")])
     config = RetryConfig(first_seconds=0.001, longest_seconds=0.001, give_up_seconds=0.01)

@@ -10,7 +10,7 @@ from marin_rl.seeds import derive_seed
 
 
 def test_the_seed_never_changes():
-    # Pinned: a resumed run, on another machine or a later version, must draw what this one would have drawn.
+    # Pinned: a resumed run must repeat the draws, also on another machine and with a later version.
     assert derive_seed(0, "train", 1, 2, 3) == 4340622469884738727
 
 
@@ -25,7 +25,7 @@ def test_the_seed_does_not_depend_on_the_process():
     assert printed == {f"{derive_seed(7, 'weights')}\n".encode()}
 
 
-def test_seeds_are_whole_numbers_below_two_to_the_63():
+def test_seeds_are_integers_below_two_to_the_63():
     seeds = [derive_seed("x", index) for index in range(2000)]
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert max(seeds) > 2**62
@@ -33,7 +33,7 @@ def test_seeds_are_whole_numbers_below_two_to_the_63():
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first", "second"),
     [
         ((0, "a"), (1, "a")),
         ((0, "a"), (0, "b")),
@@ -45,5 +45,5 @@ def test_seeds_are_whole_numbers_below_two_to_the_63():
         ((), (0,)),
     ],
 )
-def test_every_part_and_its_place_matter(one: tuple, other: tuple):
-    assert derive_seed(*one) != derive_seed(*other)
+def test_every_part_and_its_position_matter(first: tuple, second: tuple):
+    assert derive_seed(*first) != derive_seed(*second)

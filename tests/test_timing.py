@@ -11,7 +11,7 @@ from marin_rl.timing import PhaseTimer
 
 @pytest.fixture
 def advance(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """A clock that goes on when told to."""
+    """Advances a fake clock by a number of seconds."""
     now = 100.0
 
     def forward(seconds: float) -> None:
@@ -42,7 +42,7 @@ def test_nested_phases_count_in_both(advance: Callable[[float], None]):
     assert timer.seconds == {"outer": 3.0, "inner": 2.0}
 
 
-def test_time_until_an_error_counts_and_the_error_goes_on(advance: Callable[[float], None]):
+def test_time_until_an_error_counts_and_the_error_propagates(advance: Callable[[float], None]):
     timer = PhaseTimer()
 
     def fail() -> None:

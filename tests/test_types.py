@@ -75,7 +75,7 @@ def test_logprobs_are_finite_and_at_most_zero(value: float):
         generation(logprobs=(0.0, value))
 
 
-def test_versions_do_not_run_backwards():
+def test_versions_do_not_decrease():
     with pytest.raises(ValueError, match="last_version 2 is older than first_version 3"):
         generation(last_version=2)
     assert generation(last_version=4).last_version == 4
@@ -104,14 +104,14 @@ def test_a_turns_reward_is_the_sum_of_its_rewards():
     assert turn().reward is None
 
 
-def test_a_turns_reward_that_is_not_finite_names_rollout_and_turn():
+def test_a_nonfinite_turn_reward_names_rollout_and_turn():
     with pytest.raises(ValueError, match="Rollout r: reward 'moves' of turn 1 is nan"):
         rollout(turns=(turn(), turn(starts_sequence=False, rewards={"moves": math.nan})))
 
 
 def test_tokens_are_counted():
     both = rollout(turns=(turn(2), turn(5, starts_sequence=False)))
-    assert [one.num_tokens for one in both.turns] == [4, 7]
+    assert [turn.num_tokens for turn in both.turns] == [4, 7]
     assert (both.num_tokens, both.num_generated_tokens) == (11, 7)
 
 
@@ -134,7 +134,7 @@ for _ in range(100_000):
 )
 def test_metadata_that_json_would_change_is_refused(info: dict):
     for make in (turn, rollout):
-        with pytest.raises(ValueError, match=r"info\[.*\] is no JSON value"):
+        with pytest.raises(ValueError, match=r"info\[.*\] is not a JSON value"):
             make(info=info)
 
 
@@ -159,7 +159,7 @@ def test_a_reward_that_is_not_finite_names_rollout_and_component(value: float):
         ({"status": RolloutStatus.FAILED}, "status is failed but rewards has length 1"),
     ],
 )
-def test_a_rollout_whose_parts_contradict_one_another_is_refused(changes: dict, message: str):
+def test_a_rollout_with_contradicting_fields_is_refused(changes: dict, message: str):
     with pytest.raises(ValueError, match=f"Rollout r: {message}"):
         rollout(**changes)
 
@@ -169,7 +169,7 @@ def test_a_rollout_may_fail_before_its_first_turn():
     assert failed.num_generated_tokens == 0
 
 
-def test_a_group_holds_its_own_rollouts_alone():
+def test_a_group_accepts_only_its_own_rollouts():
     assert RolloutGroup("g", [rollout(), rollout(id="s")]).rollouts[1].id == "s"
     with pytest.raises(ValueError, match="RolloutGroup g: rollout s belongs to group h"):
         RolloutGroup("g", [rollout(), rollout(id="s", group_id="h")])

@@ -280,7 +280,7 @@ def test_metadata_of_turns_and_of_the_rollout_is_kept():
 def test_metadata_that_is_no_json_is_the_environments_fault(name: str):
     made = builder()
     made.hear(*said("abc"))
-    with pytest.raises(EnvironmentFault, match=r"^ValueError: info\['seen'\] is no JSON value") as caught:
+    with pytest.raises(EnvironmentFault, match=r"^ValueError: info\['seen'\] is not a JSON value") as caught:
         made.see(Step({"a": 1.0}, **{name: {"seen": {1, 2}}}), TOKENIZER, LIMITS)
     assert caught.value.status is RolloutStatus.FAILED
 
