@@ -213,7 +213,8 @@ def read_file(path: Path, columns: Sequence[str] | None = None) -> pa.Table | No
     try:
         if path.suffix == ".jsonl":
             return _from_jsonl(data, columns)
-        parquet = pq.ParquetFile(io.BytesIO(data))
+        # Not a Python file: Arrow's threads may still hold one when the interpreter exits, which aborts the process.
+        parquet = pq.ParquetFile(pa.BufferReader(data))
         _check_version((parquet.schema_arrow.metadata or {}).get(VERSION_KEY, _NO_VERSION.encode()).decode())
         table = parquet.read(columns=None if columns is None else list(columns))
         check_columns(table, SCHEMA.names if columns is None else columns)
