@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Measure a run's held-out accuracy and loss: `python -m marin_rl.evaluate --run runs/rloo`."""
+"""Measure the held-out accuracy and loss of a run: `python -m marin_rl.evaluate --run runs/rloo`."""
 
 import contextlib
 import dataclasses
@@ -31,45 +31,48 @@ FLAGS = {"json": "Print one JSON object instead of lines."}
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig:
-    """What to evaluate, and how."""
+    """Evaluation of a checkpoint."""
 
     run: str
-    """The run directory; nothing else is needed, and nothing in it is changed."""
+    """Run directory; evaluation changes no file in it."""
     step: int | None = None
-    """The checkpoint, by number of updates; the newest good one by default."""
+    """Step of the checkpoint; the newest valid checkpoint by default."""
     validation: bool = False
     """Evaluate on the validation tasks instead of the held-out ones."""
     temperature: float | None = None
-    """Of the sampled attempts, above 0; the run's own by default."""
+    """Temperature of the sampled attempts, above 0; the run's temperature by default."""
     evaluation: EvaluationConfig | None = None
-    """Tasks, samples and pass@k; the run's own by default."""
+    """Tasks, samples and pass@k; those of the run by default."""
     environment: EnvironmentConfig | None = None
-    """Other data than the run's own, as in a run's config: `--environment.type jsonl --environment.path FILE`, or the
-    section of a file (`--config FILE`). Its held-out tasks are evaluated, or its validation tasks."""
+    """Environment to evaluate on instead of the run's, as in a training config:
+    `--environment.type jsonl --environment.path FILE`, or a section of a file (`--config FILE`)."""
 
     def __post_init__(self) -> None:
         local_path(self.run, "run")
         if self.temperature is not None and not self.temperature > 0:
             raise ValueError(
-                f"temperature is {self.temperature}; sampled attempts need one above 0, and the greedy attempts "
-                "(evaluation.greedy) are those at 0"
+                f"temperature is {self.temperature}; it must be above 0 (evaluation.greedy adds attempts at "
+                "temperature 0)"
             )
 
     @property
     def split(self) -> Split:
-        """The tasks that are evaluated."""
+        """The split to evaluate on."""
         return Split.VALIDATION if self.validation else Split.HELD_OUT
 
 
 def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     """Evaluate a checkpoint.
 
+    Args:
+        config: run, checkpoint and evaluation settings.
+
     Returns:
-        The checkpoint's step and the metrics of `marin_rl.runtime.evaluation.evaluate` and `reference_loss`.
+        The step of the checkpoint, and the metrics of `marin_rl.runtime.evaluation.evaluate` and `reference_loss`.
 
     Raises:
-        RunDirectoryError: if there is no such run.
-        CheckpointError: if it has no such checkpoint, or none that is whole.
+        RunDirectoryError: if the run does not exist.
+        CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
     """
     directory = open_existing(Path(config.run))
     train_config = from_yaml(TrainConfig, directory.config.read_text(encoding="utf-8"), str(directory.config))
@@ -110,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: arguments without the program's name; None takes the process's own.
+        argv: arguments without the program name; None for `sys.argv`.
 
     Returns:
         The exit status: 0, or 1 after an error.
@@ -135,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _data(config: EvaluateConfig) -> dict[str, Any]:
-    """The evaluated data, for the output: split and environment; null for the run's own environment."""
+    """Split and environment for the output; the environment is null if it is the run's."""
     return {"split": config.split.value, "environment": encode(config.environment, EnvironmentConfig | None)}
 
 

@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The groups of a step: ordered, played, shaped, filtered, and taken from the replay buffer.
+"""Collection of a step's rollout groups: request, shape rewards, filter, and draw from the replay buffer.
 
-Without staleness the orders of a step are given when its weights are there, and the step waits for all of them. With
-it they are given steps ahead, and the step takes of each environment what is there first.
+Without staleness, a step requests its groups when its weights are available, and waits for all of them. With
+staleness, groups are requested steps ahead, and a step takes the first complete groups of each environment.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,41 +27,41 @@ from marin_rl.types import RolloutGroup, Task
 
 
 class Collected(NamedTuple):
-    """What a step is made of."""
+    """The rollout groups of a step."""
 
     groups: list[RolloutGroup]
     """Groups to train on."""
     left_out: list[RolloutGroup]
-    """Groups that the filter left out."""
-    played: list[RolloutGroup]
-    """Groups that came since the step before; with staleness not the same ones."""
+    """Groups that the filter dropped."""
+    finished: list[RolloutGroup]
+    """Groups that finished since the previous step; with staleness they differ from `groups`."""
     metrics: dict[str, Metric]
-    """Of the groups that came since the step before, and how many of them were left out."""
+    """Metrics of the groups that finished since the previous step, and counts of the filter and the replay buffer."""
     stale: Sequence[RolloutGroup] = ()
-    """Groups that were dropped before any step had trained on them, because they had grown too old."""
+    """Groups that became too old before any step trained on them, and were dropped."""
 
     @property
     def sampled(self) -> list[RolloutGroup]:
-        """Those to train on and those that were left out."""
+        """Groups to train on and groups that the filter dropped."""
         return [*self.groups, *self.left_out]
 
 
 def collect_groups(
     run: TrainingRun, step: int, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False
 ) -> Collected:
-    """Order and wait until the step has its groups, less those that were dropped and are not replaced.
+    """Request groups and wait until the step has enough of them, except for dropped groups that are not replaced.
 
-    The run's task stream moves on by as many tasks as were ordered, and is told what came of those that were played.
+    Advances the task stream, the scheduler and the replay buffer, and reports the finished groups to the task stream.
 
     Args:
-        run: names tasks, shaping and filter, and has those who play; its order book and replay buffer move on.
-        step: the update that these groups are for.
-        timer: counts where the time goes.
-        stop_requested: whether to stop instead of waiting for further groups.
+        run: the training run.
+        step: step that will train on the groups.
+        timer: accumulates seconds per phase.
+        stop_requested: returns whether to stop waiting.
 
     Raises:
-        AllRolloutsFailedError: if not one rollout was graded.
-        StopRequestedError: if a stop is requested; the run's state is then the one from before the call.
+        AllRolloutsFailedError: if no rollout has a reward.
+        StopRequestedError: if a stop is requested; the state of the run is then unchanged.
     """
     with run.undone_on_stop():
         return _collect(run, step, timer, stop_requested)
@@ -75,7 +75,7 @@ def _collect(run: TrainingRun, step: int, timer: PhaseTimer, stop_requested: Cal
         run.orders,
         run.replay,
     )
-    version, wanted = step - 1, config.rollouts.prompts_per_step
+    version, prompts_per_step = step - 1, config.rollouts.prompts_per_step
 
     def draw(count: int) -> list[Task]:
         return draw_tasks(run, count)
@@ -83,18 +83,18 @@ def _collect(run: TrainingRun, step: int, timer: PhaseTimer, stop_requested: Cal
     skipped_before = progress.prompts_skipped
     stale = [run.drop_stale(version)]
     rollout_source.submit(orders.order(version, replay.uses_left, len(replay), draw))
-    came: dict[RequestNumber, RolloutGroup] = {}
+    finished: dict[RequestNumber, RolloutGroup] = {}
     to_train: dict[RequestNumber, RolloutGroup] = {}
     left_out: dict[RequestNumber, RolloutGroup] = {}
     replaced = 0
     while not replay.holds(mix := replay.mix(orders.wanted(step), orders.outstanding)):
         dropped = []
-        for number, played in rollout_source.wait(timer, stop_requested):
+        for number, unshaped in rollout_source.wait(timer, stop_requested):
             if not orders.complete(number):
                 continue
-            came[number] = played
+            finished[number] = unshaped
             [group] = shape_rewards(
-                [played], config.overlong, config.truncation, max_new_tokens=config.sampling.max_new_tokens
+                [unshaped], config.overlong, config.truncation, max_new_tokens=config.sampling.max_new_tokens
             )
             if config.filter.drops and not sort_groups([group]).kept:
                 left_out[number] = group
@@ -102,19 +102,19 @@ def _collect(run: TrainingRun, step: int, timer: PhaseTimer, stop_requested: Cal
             else:
                 to_train[number] = group
                 replay.add(number, group)
-        if len(came) >= wanted:
-            # Where everything is broken, further groups would be so too.
-            require_one_success(list(came.values()))
-        more = orders.replace(dropped, version, draw)
-        replaced += len(more)
-        rollout_source.submit(more)
-        late = run.drop_stale(version)
-        if late.count:
-            stale.append(late)
+        if len(finished) >= prompts_per_step:
+            # If every rollout failed so far, further groups would fail too.
+            require_one_success(list(finished.values()))
+        replacements = orders.replace(dropped, version, draw)
+        replaced += len(replacements)
+        rollout_source.submit(replacements)
+        expired = run.drop_stale(version)
+        if expired.count:
+            stale.append(expired)
             rollout_source.submit(orders.order(version, replay.uses_left, len(replay), draw))
     ages, fill = replay.ages(version), replay.uses_left / orders.pace.room
     groups = replay.draw(mix, version)
-    in_order = [came[number] for number in sorted(came)]
+    in_order = [finished[number] for number in sorted(finished)]
     progress.task_stream = dict(run.stream.learn(progress.task_stream, in_order))
     unequal = [left_out[number] for number in sorted(left_out)]
     metrics = _metrics(run, [to_train[number] for number in sorted(to_train)], unequal)
@@ -129,19 +129,20 @@ def _collect(run: TrainingRun, step: int, timer: PhaseTimer, stop_requested: Cal
         "replay/fill": fill,
     }
     metrics |= {name: Metric(float(value)) for name, value in {**counts, **rollout_source.metrics()}.items()}
-    return Collected(groups, unequal, in_order, metrics, [group for one in stale for group in one.untrained])
+    return Collected(groups, unequal, in_order, metrics, [group for dropped in stale for group in dropped.untrained])
 
 
 def draw_tasks(run: TrainingRun, count: int) -> list[Task]:
-    """The next training tasks of the run, whose stream moves on by as many, and by those skipped on the way.
+    """Draw the next training tasks, and advance the task stream by them and by skipped tasks.
 
     Args:
-        run: names environment and seed, and whether tasks with long prompts are skipped.
-        count: how many.
+        run: the training run.
+        count: number of tasks.
 
     Raises:
-        PromptTooLongError: if every training task was skipped, or ten times as many as there are (and 1,000 more) in a
-            row, as when a curriculum draws from lessons without a task that fits.
+        PromptTooLongError: if every training task was skipped, or if the number of tasks skipped in a row reaches ten
+            times the number of training tasks plus 1,000, for example because a curriculum only draws from lessons
+            without a fitting task.
     """
     progress, limits = run.progress, make_limits(run.config)
     tasks: list[Task] = []
@@ -158,7 +159,7 @@ def draw_tasks(run: TrainingRun, count: int) -> list[Task]:
         skipped += len(drawn)
         distinct |= {(task.environment, task.id) for task in drawn}
         total = len(run.environment.tasks(Split.TRAIN))
-        # Two passes have different orders, so more tasks than there are can be skipped before one that fits.
+        # Epochs have different task orders, so more tasks than one epoch has can precede the first fitting task.
         if len(distinct) >= total or skipped >= 10 * total + 1000:
             raise PromptTooLongError(
                 f"the prompts of {skipped} training tasks in a row have more than {limits.longest_prompt} tokens and "
@@ -171,13 +172,13 @@ def draw_tasks(run: TrainingRun, count: int) -> list[Task]:
 def _metrics(run: TrainingRun, kept: Sequence[RolloutGroup], left_out: Sequence[RolloutGroup]) -> dict[str, Metric]:
     sampled = [*kept, *left_out]
     equal = sum(any(rollout.rewards for rollout in group.rollouts) for group in left_out)
-    said = evaluation_metrics(one for group in sampled for rollout in group.rollouts for one in rollout.evaluations)
+    results = (result for group in sampled for rollout in group.rollouts for result in rollout.evaluations)
     counts = {
         "filter/dropped_zero_spread": equal,
         "filter/dropped_ungraded": len(left_out) - equal,
         **run.stream.metrics(run.progress.task_stream),
     }
-    metrics = dict(said)
+    metrics = dict(evaluation_metrics(results))
     if any(rollout.rewards for group in sampled for rollout in group.rollouts):
         metrics |= {**rollout_metrics(sampled), **environment_metrics(sampled, run.stream.parts)}
     return {**metrics, **{name: Metric(float(count)) for name, count in counts.items()}}

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Brings up jax for a run, and checks that batch and devices fit each other."""
+"""JAX initialization for a run, and validation of mesh and batch size against the devices."""
 
 import dataclasses
 
@@ -10,14 +10,16 @@ from levanter.trainer import TrainerConfig
 
 
 class DeviceError(ValueError):
-    """Devices, mesh and batch do not fit; names the numbers and a remedy."""
+    """The mesh or the batch does not fit the devices."""
 
 
 def join_processes(config: TrainerConfig) -> None:
-    """Apply the trainer's jax settings and join the distributed runtime, where the config asks for it; once.
+    """Apply the trainer's JAX settings and initialize `jax.distributed` if configured.
+
+    Does nothing if `jax.distributed` is already initialized.
 
     Args:
-        config: levanter's section.
+        config: levanter's trainer config.
     """
     config._initialize_jax_config()
     if not jax.distributed.is_initialized():
@@ -25,23 +27,23 @@ def join_processes(config: TrainerConfig) -> None:
 
 
 def start_devices(config: TrainerConfig, *, rows_per_device: int, alone: bool = False) -> TrainerConfig:
-    """Apply the trainer's jax settings, join the distributed runtime, and complete the section.
+    """Apply the trainer's JAX settings, initialize `jax.distributed`, and fill in the batch size.
 
-    This is the part of levanter's `TrainerConfig.initialize` that has to do with devices; its logging,
-    trackers and run ids are the run directory's business here.
+    This is the device-related part of levanter's `TrainerConfig.initialize`. The run directory replaces
+    levanter's logging, trackers and run ids.
 
     Args:
-        config: levanter's section.
-        rows_per_device: rows in a pass on each data-parallel device, where `per_device_parallelism` does not say.
-        alone: whether this process is none of the trainer's, and leaves its distributed runtime alone.
+        config: levanter's trainer config; not modified.
+        rows_per_device: microbatch rows on each data-parallel device if `per_device_parallelism` is not set.
+        alone: whether this process is separate from the trainer and must not join its distributed runtime.
 
     Returns:
-        The section with `train_batch_size` set to the rows of one pass, over all devices.
+        A copy of the config with `train_batch_size` set to the microbatch rows over all devices.
 
     Raises:
-        DeviceError: if the mesh does not fit the devices, or no accelerator was found where one is required.
+        DeviceError: if the mesh does not fit the devices, or a required accelerator is missing.
     """
-    # Levanter completes the section in place, and warns where the batch size is not its own.
+    # Levanter completes the config in place, and warns if the batch size differs from its own.
     config = dataclasses.replace(config)
     if alone:
         config.distributed = dataclasses.replace(config.distributed, initialize_jax_distributed=False)
@@ -62,11 +64,11 @@ def start_devices(config: TrainerConfig, *, rows_per_device: int, alone: bool = 
 
 
 def microbatch_rows(config: TrainerConfig, default: int) -> int:
-    """Rows in a pass on each data-parallel device: `per_device_parallelism`, where it is set.
+    """Return the microbatch rows on each data-parallel device.
 
     Args:
-        config: levanter's section.
-        default: rows where it is not.
+        config: levanter's trainer config; `per_device_parallelism` wins if set.
+        default: rows if `per_device_parallelism` is not set.
     """
     return config.per_device_parallelism if config.per_device_parallelism > 0 else default
 

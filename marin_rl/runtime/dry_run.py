@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a config amounts to, in numbers, before anything runs."""
+"""Summary of a config for `--dry_run`: sizes, tokens and steps, computed before anything runs."""
 
 import contextlib
 import math
@@ -18,12 +18,15 @@ from marin_rl.tokenization.chat import ChatTokenizer
 
 
 def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int) -> str:
-    """The token and step arithmetic of a run, for `--dry_run`.
+    """Describe the token and step counts of a run.
 
     Args:
-        config: what would be run; its `model` filled in.
-        tokenizer: its vocabulary is the model's, from scratch.
-        train_tasks: distinct training tasks there are.
+        config: training config; `model` is set.
+        tokenizer: determines the vocabulary size of the model.
+        train_tasks: number of distinct training tasks.
+
+    Returns:
+        One `name  value` line per quantity.
     """
     assert config.model is not None
     rollouts, limits = config.rollouts, config.sampling
@@ -34,20 +37,20 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
     positions, elsewhere = _positions(config)
     block = min(config.logprob_block_size, positions)
     prompts = rollouts.prompts_per_step * config.num_steps
-    most = f", {config.filter.batches} times that with resampling" if config.filter.batches > 1 else ""
+    resampling = f", {config.filter.batches} times that with resampling" if config.filter.batches > 1 else ""
     lines = [
         ("parameters", f"{parameters:,}, vocabulary {tokenizer.vocab_size:,}"),
         (
             "one step",
             f"{rollouts.prompts_per_step:,} prompts x {rollouts.group_size} attempts = {per_step:,} rollouts",
         ),
-        ("sampled per step", f"at most {per_step * rollouts.max_turns * limits.max_new_tokens:,} tokens{most}"),
+        ("sampled per step", f"at most {per_step * rollouts.max_turns * limits.max_new_tokens:,} tokens{resampling}"),
         (
             "updates per step",
             f"{updates.per_step:,} = {updates.epochs:,} x {updates.minibatches:,} (epochs x minibatches)",
         ),
         (
-            "one pass",
+            "one microbatch",
             f"{rows:,} rows x {positions:,} positions = {rows * positions:,} tokens on each data-parallel device, "
             f"{'several sequences' if rollouts.packing else 'one sequence'} in a row{elsewhere}",
         ),
@@ -70,21 +73,21 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
 
 
 def _positions(config: TrainConfig) -> tuple[int, str]:
-    """Positions of a row on the first platform that takes the config, and a remark on those where they differ."""
-    found: dict[str, int] = {}
+    """Positions per row on the first supported platform, and a remark on platforms with a different number."""
+    by_platform: dict[str, int] = {}
     for platform in PLATFORMS:
-        # A row length that suits no platform was refused with the config.
+        # Config validation has already rejected a row length that no platform supports.
         with contextlib.suppress(ValueError):
-            found[platform] = config.rollouts.positions(attention_kernel(config.model, platform))
-    first = next(iter(found.values()))
-    others = [f"{positions:,} positions on {platform}" for platform, positions in found.items() if positions != first]
+            by_platform[platform] = config.rollouts.positions(attention_kernel(config.model, platform))
+    first = next(iter(by_platform.values()))
+    others = [f"{count:,} positions on {platform}" for platform, count in by_platform.items() if count != first]
     return first, "".join(f"; {other}" for other in others)
 
 
 def _critic(critic: CriticConfig | None) -> str:
     if critic is None:
         return "none"
-    return "one output on the policy's trunk" if critic.shared_trunk else "a trunk of its own"
+    return "one output on the policy's trunk" if critic.shared_trunk else "a separate trunk"
 
 
 def _evaluations(config: TrainConfig) -> int:

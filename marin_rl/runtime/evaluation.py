@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Held-out accuracy; changes no parameter."""
+"""Evaluation of a policy: accuracy, pass@k and the loss of reference answers on held-out tasks."""
 
 import dataclasses
 import math
@@ -21,12 +21,12 @@ from marin_rl.types import RolloutGroup, Task
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-    """How held-out accuracy is measured."""
+    """Held-out evaluation."""
 
     every: int = 50
-    """Evaluate after every so many steps, and before and after RL. 0: only before and after."""
+    """Steps between two evaluations, in addition to those before and after RL; 0 evaluates only before and after."""
     tasks: int = 512
-    """Held-out tasks to evaluate on, of each environment: the first so many, always the same. 0: never evaluate."""
+    """Number of held-out tasks of each environment, always the first ones; 0 disables evaluation."""
     samples: int = 1
     """Attempts at each task at the sampling temperature; pass@k needs at least k."""
     pass_at: tuple[int, ...] = (1,)
@@ -35,18 +35,18 @@ class EvaluationConfig:
     """Also make one attempt at each task at temperature 0."""
 
     def __post_init__(self) -> None:
-        for name, least in (("every", 0), ("tasks", 0), ("samples", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"evaluation.{name} is {getattr(self, name)}; it must be at least {least}")
+        for name, minimum in (("every", 0), ("tasks", 0), ("samples", 1)):
+            if getattr(self, name) < minimum:
+                raise ValueError(f"evaluation.{name} is {getattr(self, name)}; it must be at least {minimum}")
         for k in self.pass_at:
             if not 1 <= k <= self.samples:
                 raise ValueError(
-                    f"evaluation.pass_at asks for k = {k} with evaluation.samples = {self.samples}; "
+                    f"evaluation.pass_at contains k = {k} with evaluation.samples = {self.samples}; "
                     "k must be between 1 and the number of samples"
                 )
 
     def is_due(self, step: int, num_steps: int) -> bool:
-        """Whether to evaluate after this step, the last one being number `num_steps`.
+        """Return whether to evaluate after `step` of `num_steps`.
 
         >>> [step for step in range(1, 6) if EvaluationConfig(every=2).is_due(step, 5)]
         [2, 4, 5]
@@ -55,11 +55,11 @@ class EvaluationConfig:
 
 
 Keep = Callable[[Sequence[RolloutGroup]], None]
-"""Takes all groups that an evaluation played."""
+"""Receives all groups of an evaluation."""
 
 
 def forget(groups: Sequence[RolloutGroup]) -> None:
-    """Nobody wants the rollouts, only what they come to."""
+    """Discard the groups of an evaluation."""
 
 
 def evaluate(
@@ -71,33 +71,33 @@ def evaluate(
     split: Split = Split.HELD_OUT,
     keep: Keep = forget,
 ) -> dict[str, float]:
-    """Accuracy on held-out tasks, per environment.
+    """Measure accuracy on held-out tasks, per environment.
 
-    The same tasks and sampling seeds every time, so that two evaluations differ by the weights alone.
-    A rollout that fails counts as wrong.
+    Tasks and sampling seeds are the same in every evaluation, so two evaluations differ by the weights alone.
+    A failed rollout counts as wrong.
 
     Args:
-        runner: plays the tasks; its sampler holds the weights that are evaluated.
-        config: how many tasks and samples.
-        temperature: of the sampled attempts; above 0.
-        seed: the run's seed.
-        split: which tasks.
-        keep: is given the rollouts, sampled ones first.
+        runner: runs the tasks; its sampler holds the evaluated weights.
+        config: number of tasks and samples.
+        temperature: sampling temperature, above 0.
+        seed: seed of the run.
+        split: split to draw tasks from.
+        keep: called with all groups, the sampled before the greedy ones.
 
     Returns:
         `eval/<environment>/accuracy_sampled`, `…/accuracy_greedy`, `…/pass@k` for each k, and the number
         of tasks as `…/tasks`.
 
     Raises:
-        ValueError: if the split has no tasks, or none of them are asked for.
+        ValueError: if the split has no tasks, or `config.tasks` is 0.
     """
     if config.tasks == 0:
-        raise ValueError("evaluation.tasks is 0, so that nothing is evaluated; say how many, as --evaluation.tasks 512")
+        raise ValueError("evaluation.tasks is 0; set the number of tasks to evaluate, e.g. --evaluation.tasks 512")
     tasks = first_of_each(runner.environment.tasks(split), config.tasks, runner)
     if not tasks:
         raise ValueError(
             f"environment {runner.environment.name!r} has no {split.value} tasks to evaluate on; "
-            f"give it some (environment.{split.value})"
+            f"set environment.{split.value}"
         )
     name = f"evaluate-{split.value}"
     sampled = run_groups(
@@ -110,8 +110,10 @@ def evaluate(
         metrics[f"{prefix}/tasks"] = float(len(groups))
         metrics[f"{prefix}/accuracy_sampled"] = _accuracy(groups)
         for k in config.pass_at:
-            correct = [sum(map(is_correct, group.rollouts)) for group in groups]
-            metrics[f"{prefix}/pass@{k}"] = mean(pass_at_k(config.samples, number, k) for number in correct).value
+            correct_counts = [sum(map(is_correct, group.rollouts)) for group in groups]
+            metrics[f"{prefix}/pass@{k}"] = mean(
+                pass_at_k(config.samples, correct, k) for correct in correct_counts
+            ).value
     if config.greedy:
         greedy = run_groups(runner, tasks, group_size=1, temperature=0.0, seed_parts=(seed, name, "greedy"))
         for environment, groups in _by_environment(greedy).items():
@@ -123,20 +125,20 @@ def evaluate(
 def reference_loss(
     runner: RolloutRunner, tasks: Sequence[Task], score: Callable[[Sequence[ProcessedRollout]], Sequence[Scores]]
 ) -> dict[str, float]:
-    """Negative log-likelihood of reference answers, per environment: `-Σ log π(token) / number of tokens`.
+    """Compute the negative log-likelihood of reference answers: `-Σ log π(token) / number of tokens`.
 
-    A reference answer is a task's worked answer or the environment's demonstration, whose replies count and whose
-    observations do not. Its tokens are those of an episode in which the policy gives these replies, each reply's end
-    included, so the chat template needs no generation blocks. Sums run over the tokens of all tasks.
+    A reference answer is a task's worked answer or the environment's demonstration. The tokens are those of an episode
+    in which the policy gives the demonstrated replies, including the end token of each reply; observations are
+    excluded. The chat template therefore needs no generation blocks. Sums run over the tokens of all tasks.
 
     Args:
-        runner: names environment, tokenizer and the longest sequence.
-        tasks: any; those without a reference answer, or with one that does not fit, are left out.
-        score: log-probabilities (nats) at temperature 1 under the weights that are evaluated.
+        runner: provides environment, tokenizer and the maximum sequence length.
+        tasks: tasks; those without a reference answer, or with one that is too long, are skipped.
+        score: computes log-probabilities (nats) at temperature 1 under the evaluated weights.
 
     Returns:
-        `eval/<environment>/loss` (nats per token) and `eval/<environment>/loss_tokens`; nothing for an environment
-        without reference answers.
+        `eval/<environment>/loss` (nats per token) and `eval/<environment>/loss_tokens` for each environment with
+        reference answers.
     """
     examples: dict[str, list[ProcessedRollout]] = {}
     for task in tasks:
@@ -148,16 +150,16 @@ def reference_loss(
         if example is not None:
             examples.setdefault(task.environment, []).append(example)
     metrics: dict[str, float] = {}
-    for environment, given in examples.items():
-        total = math.fsum(float(scores.logprobs.sum(dtype=np.float64)) for scores in score(given))
-        tokens = sum(example.num_loss_tokens for example in given)
-        metrics[f"eval/{environment}/loss"] = -total / tokens
-        metrics[f"eval/{environment}/loss_tokens"] = float(tokens)
+    for environment, processed in examples.items():
+        total = math.fsum(float(scores.logprobs.sum(dtype=np.float64)) for scores in score(processed))
+        num_tokens = sum(example.num_loss_tokens for example in processed)
+        metrics[f"eval/{environment}/loss"] = -total / num_tokens
+        metrics[f"eval/{environment}/loss_tokens"] = float(num_tokens)
     return metrics
 
 
 def describe_accuracy(evaluation: Mapping[str, float]) -> str:
-    """One line about what `evaluate` measured.
+    """Format the accuracies that `evaluate` returned as one line.
 
     >>> describe_accuracy({"eval/sums/tasks": 8.0, "eval/sums/accuracy_sampled": 0.25})
     'held-out sums/accuracy_sampled 0.250'
@@ -167,27 +169,30 @@ def describe_accuracy(evaluation: Mapping[str, float]) -> str:
 
 
 def first_of_each(tasks: Sequence[Task], count: int, runner: RolloutRunner) -> list[Task]:
-    """The first tasks of every environment, in their order, without those whose long prompts are to be skipped.
+    """Select the first tasks of each environment, without tasks that are skipped for their long prompts.
 
     Args:
-        tasks: of one environment or several.
-        count: most tasks of each.
-        runner: its limits and tokenizer decide which prompts are too long.
+        tasks: tasks of one or more environments.
+        count: maximum number of tasks per environment.
+        runner: its limits and tokenizer determine which prompts are too long.
+
+    Returns:
+        The selected tasks in their original order.
     """
-    taken: dict[str, int] = {}
-    found = []
+    counts: dict[str, int] = {}
+    selected = []
     for task in tasks:
-        if taken.get(task.environment, 0) < count and not runner.limits.leave_out(task, runner.tokenizer):
-            taken[task.environment] = taken.get(task.environment, 0) + 1
-            found.append(task)
-    return found
+        if counts.get(task.environment, 0) < count and not runner.limits.leave_out(task, runner.tokenizer):
+            counts[task.environment] = counts.get(task.environment, 0) + 1
+            selected.append(task)
+    return selected
 
 
 def _by_environment(groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
-    found: dict[str, list[RolloutGroup]] = {}
+    by_environment: dict[str, list[RolloutGroup]] = {}
     for group in groups:
-        found.setdefault(group.rollouts[0].task.environment, []).append(group)
-    return found
+        by_environment.setdefault(group.rollouts[0].task.environment, []).append(group)
+    return by_environment
 
 
 def _accuracy(groups: Sequence[RolloutGroup]) -> float:

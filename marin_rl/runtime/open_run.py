@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Puts the parts of a run together, and starts it or takes it up where it stopped."""
+"""Build the components of a run, and start it or resume it from its newest checkpoint."""
 
 import contextlib
 import functools
@@ -52,11 +52,11 @@ from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import RolloutGroup
 
 Report = Callable[[str], None]
-"""Is told of progress, a line at a time."""
+"""Receives progress messages of one line each."""
 
 
 class Components(NamedTuple):
-    """What a run is made of, whatever its weights."""
+    """Components of a run that do not depend on its weights."""
 
     trainer: TrainerConfig
     tokenizer: ChatTokenizer
@@ -70,32 +70,32 @@ class Components(NamedTuple):
 
 
 class RunState(NamedTuple):
-    """Where a run is, at its start or when it is taken up again."""
+    """State of a run when it starts or resumes."""
 
     state: TrainerState
     sampler: PolicyEngine
-    """Has the state's weights."""
+    """Holds the weights of `state`."""
     progress: Progress
 
 
 def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
-    """Start a run, or take it up from its newest good checkpoint.
+    """Start a run, or resume it from its newest valid checkpoint.
 
-    What was started by then is ended again where this raises or is interrupted.
+    Closes all opened resources if it raises or is interrupted.
 
     Args:
-        config: what is asked for; its `model` filled in.
-        folder: the run directory.
-        report: is told of progress, a line at a time.
+        config: training config; `model` is set.
+        folder: run directory.
+        report: called with each progress message.
 
     Raises:
-        ValueError: if parts do not fit one another (batch and mesh, tokenizer and model, reward functions and mode).
-        CheckpointError: if there are checkpoints and none is usable.
+        ValueError: if components do not fit together (batch and mesh, tokenizer and model, reward functions and mode).
+        CheckpointError: if the run has checkpoints and none is usable.
     """
     with contextlib.ExitStack() as opened:
         parts = _open_components(config, folder, opened)
         checkpoint = newest_good(parts.checkpoints)
-        run_state = _start(config, parts, report) if checkpoint is None else _take_up(config, parts, checkpoint, report)
+        run_state = _start(config, parts, report) if checkpoint is None else _resume(config, parts, checkpoint, report)
         run = _assemble(config, parts, run_state, opened)
         if checkpoint is not None:
             run.replay.load(checkpoint.path / REPLAY)
@@ -112,7 +112,7 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
 
 
 def make_loss(config: TrainConfig) -> RlLoss:
-    """The configured loss."""
+    """Build the configured loss."""
     return RlLoss(
         policy_loss=config.policy_loss,
         kl=config.kl,
@@ -123,16 +123,16 @@ def make_loss(config: TrainConfig) -> RlLoss:
 
 
 def forget_older(run: TrainingRun, report: Report) -> None:
-    """Order anew what was sampled with weights that no checkpoint keeps.
+    """Drop waiting groups that were sampled with weights that are no longer kept, and request them again.
 
     Args:
-        run: just taken up again.
-        report: is told, where there is anything.
+        run: a run that was just resumed.
+        report: called with a message if any group was dropped.
     """
-    if lost := run.drop_stale(run.progress.step, max_staleness=0).count:
+    if dropped := run.drop_stale(run.progress.step, max_staleness=0).count:
         report(
-            f"{lost} waiting groups were sampled with older weights than those kept; what was not trained on yet is "
-            "played anew"
+            f"{dropped} waiting groups were sampled with weights that are no longer kept; those not trained on are "
+            "sampled again"
         )
 
 
@@ -149,14 +149,14 @@ def _open_components(config: TrainConfig, folder: Path, opened: contextlib.ExitS
     store = RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer))
     opened.enter_context(Closing(lambda: _close_store(store)))
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
-    # A learning rate schedule has no form for no steps at all, which is a run that only warms up and exports.
+    # A run with 0 steps only warms up and exports, but a learning rate schedule needs at least one step.
     num_updates = max(config.num_steps, 1) * config.updates.per_step
     learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=num_updates)
     return Components(trainer, tokenizer, environment, reward_functions, loop, store, checkpoints, learner, layout)
 
 
 def _samples(config: TrainConfig) -> bool:
-    """Whether this process plays episodes itself, and so needs reward functions and their sandbox."""
+    """Return whether this process runs episodes, and therefore needs reward functions and their sandbox."""
     return config.mode is Mode.SYNC or config.warm_start.max_steps > 0 or config.evaluation.tasks > 0
 
 
@@ -165,17 +165,17 @@ def _close_store(store: RolloutStore) -> None:
         store.close()
 
 
-def _take_up(config: TrainConfig, parts: Components, checkpoint: Checkpoint, report: Report) -> RunState:
+def _resume(config: TrainConfig, parts: Components, checkpoint: Checkpoint, report: Report) -> RunState:
     try:
         progress = Progress(**checkpoint.progress)
     except TypeError as error:
         raise CheckpointError(
-            f"the progress in checkpoint {checkpoint.path} is not this version's: {error}; resume with the version "
+            f"the progress in checkpoint {checkpoint.path} is of another version: {error}; resume with the version "
             "that wrote it, or delete the run directory to start over"
         ) from error
     state = restore_state(checkpoint, config, parts.learner)
     for damaged in [step for step in parts.checkpoints.steps() if step > progress.step]:
-        report(f"the checkpoint of step {damaged} is damaged and passed over; log.txt says what is wrong with it")
+        report(f"the checkpoint of step {damaged} is damaged and was skipped; see log.txt for the reason")
     report(f"resuming after step {progress.step}, from {checkpoint.path}")
     sampler = open_trainer_engine(config, policy_of(state.model), parts.tokenizer, parts.trainer, progress.step)
     return RunState(state, sampler, progress)
@@ -187,12 +187,12 @@ def _start(config: TrainConfig, parts: Components, report: Report) -> RunState:
     sampler = open_trainer_engine(config, policy, parts.tokenizer, parts.trainer, version=0)
     runner = _make_runner(config, parts, sampler)
 
-    def measure(landmark: str, keep: Keep = forget) -> None:
+    def measure(milestone: str, keep: Keep = forget) -> None:
         if config.evaluation.tasks:
-            progress.evaluations[landmark] = found = evaluate(
+            progress.evaluations[milestone] = metrics = evaluate(
                 runner, config.evaluation, temperature=config.sampling.temperature, seed=config.seed, keep=keep
             )
-            report(f"{landmark}: {describe_accuracy(found)}")
+            report(f"{milestone}: {describe_accuracy(metrics)}")
 
     if config.warm_start.max_steps:
         measure("before warm start")

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""How far a run is: counters, the place in the task stream, orders that are out, and what was measured."""
+"""Run progress: counters, task stream position, pending rollout requests and evaluation results."""
 
 import dataclasses
 from typing import Any
@@ -9,29 +9,29 @@ from typing import Any
 
 @dataclasses.dataclass
 class Progress:
-    """The host's share of a run's state; saved in every checkpoint, as JSON."""
+    """Host-side state of a run, saved as JSON in every checkpoint."""
 
     step: int = 0
-    """Steps done."""
+    """Completed steps."""
     updates: int = 0
-    """Updates of the weights; several in a step with epochs or minibatches."""
+    """Completed weight updates; a step has several with epochs or minibatches."""
     tasks_drawn: int = 0
-    """Training tasks drawn, skipped ones not counted."""
+    """Training tasks drawn, without skipped ones."""
     prompts_skipped: int = 0
     """Training tasks skipped because their prompt is too long."""
     task_stream: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Where the next step goes on drawing tasks, in each environment, and what a curriculum has seen."""
+    """State of the task stream: position in each environment and curriculum statistics."""
     episodes: int = 0
     """Rollouts sampled for training."""
     orders: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Groups that were ordered and have not come."""
+    """State of the rollout scheduler: requested groups that are not complete."""
     worker_counts: dict[str, int] = dataclasses.field(default_factory=dict)
-    """What became of rollout workers and their groups."""
+    """Counters of rollout workers and their groups, accumulated over restarts."""
     sampled_tokens: int = 0
     """Tokens sampled for training."""
     trained_tokens: int = 0
-    """Tokens trained on; twice where there are two epochs."""
+    """Tokens trained on; each epoch counts a token again."""
     vocab_size: int = 0
-    """The model's vocabulary, which may be larger than the tokenizer's."""
+    """Vocabulary size of the model, which may exceed the tokenizer's."""
     evaluations: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
-    """Held-out accuracy at the run's landmarks: `before warm start`, `before RL`, and `after RL`, the latest."""
+    """Held-out metrics by milestone: `before warm start`, `before RL` and the latest `after RL`."""

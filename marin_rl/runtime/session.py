@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A training run from its first line of output to its last: directory, log, signals, records, export."""
+"""A training session: run directory, log, signals, metric records, training and export."""
 
 import contextlib
 import dataclasses
@@ -71,84 +71,84 @@ MAY_DIFFER = (
     "trainer.jax_compilation_cache_dir",
     "trainer.distributed",
 )
-"""Settings that may change between two starts of one run, because they do not change what is computed."""
+"""Settings that may change when a run is resumed, because they do not affect the results."""
 
 
 def run_session(config: TrainConfig, stream: TextIO) -> None:
-    """Train in the configured run directory, from the beginning or from where it stopped.
+    """Start or resume training in the configured run directory.
 
     Args:
-        config: what to run; without `model`, the architecture is read from `initialize_from`.
-        stream: where the user watches.
+        config: training config; if `model` is None, the architecture is read from `initialize_from`.
+        stream: console output.
 
     Raises:
-        NoClusterError: if nobody answers where the Ray cluster should be; nothing was begun.
-        RunDirectoryError: if the directory belongs to another config, is in use, cannot be written, or is not the same
-            one in all training processes.
-        CheckpointError: if its checkpoints cannot be used, or a new one cannot be written.
-        NonFiniteUpdateError: if training diverged; the last checkpoint is from before that.
+        NoClusterError: if no Ray cluster answers at `ray_address`; the run directory is not created.
+        RunDirectoryError: if the directory belongs to another config, is in use, cannot be written, or differs between
+            the training processes.
+        CheckpointError: if no checkpoint is usable, or a new one cannot be written.
+        NonFiniteUpdateError: if training diverged; the last checkpoint precedes the divergence.
     """
     config = resolve_model(config)
     directory = RunDirectory(Path(config.run_dir))
     join_processes(config.trainer)
-    with contextlib.ExitStack() as held, processes.leaving_on_error():
-        processes.on_main(lambda: _take(directory, config, held))
+    with contextlib.ExitStack() as resources, processes.leaving_on_error():
+        processes.on_main(lambda: _lock(directory, config, resources))
         require_same_config(config, MAY_DIFFER)
         require_shared_folder(directory.path)
-        processes.on_main(lambda: _begin(directory, config))
+        processes.on_main(lambda: _create(directory, config))
         main = processes.is_main()
         file = directory.log if main else directory.path / "processes" / f"{jax.process_index()}.txt"
         log = log_to(file, config.log_level.number, module_levels(config.logging))
-        console = stream if main else held.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+        console = stream if main else resources.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
         with log, logged_errors(), processes.explaining_errors(), Progress(config.num_steps, console) as progress:
-            run = _work(config, directory, progress)
+            run = _train(config, directory, progress)
         if main and run.progress.step >= config.num_steps:
             print_closing_table(progress.console, _summary(run, directory))
 
 
-def _take(directory: RunDirectory, config: TrainConfig, held: contextlib.ExitStack) -> str:
+def _lock(directory: RunDirectory, config: TrainConfig, resources: contextlib.ExitStack) -> str:
     if config.mode is Mode.ASYNC and config.ray_address is not None:
         find_cluster(config.ray_address)
-    held.enter_context(lock(directory))
+    resources.enter_context(lock(directory))
     return str(directory.path)
 
 
-def _begin(directory: RunDirectory, config: TrainConfig) -> str:
+def _create(directory: RunDirectory, config: TrainConfig) -> str:
     create_or_open(directory.path, to_yaml(config), MAY_DIFFER)
     return str(directory.path)
 
 
-def _work(config: TrainConfig, directory: RunDirectory, progress: Progress) -> TrainingRun:
-    say = functools.partial(_say, progress)
-    run = open_run(config, directory.path, say)
-    with Closing(run.close), stop_on_signals(say) as stop:
+def _train(config: TrainConfig, directory: RunDirectory, progress: Progress) -> TrainingRun:
+    report = functools.partial(_report, progress)
+    run = open_run(config, directory.path, report)
+    with Closing(run.close), stop_on_signals(report) as stop:
         records = _open_records(run, directory) if processes.is_main() else None
         complete = train(run, _Sink(records, progress, stop))
     if processes.is_main():
-        # Importing matplotlib takes half a second, which only this one line has use for.
+        # Imported here because matplotlib takes half a second to import.
         from marin_rl.runtime.curves import plot_curves
 
         plot_curves(directory.metrics, directory.curves)
     if complete:
         _export(run, directory)
     else:
-        say(
+        report(
             f"stopped after step {run.progress.step} of {config.num_steps}; everything is saved in "
-            f"{directory.path}. Run the same command again to go on"
+            f"{directory.path}. Run the same command again to resume"
         )
     if records is not None:
         records.finish({"episodes": run.progress.episodes})
     return run
 
 
-def _say(progress: Progress, message: str) -> None:
+def _report(progress: Progress, message: str) -> None:
     logger.info("%s", message)
     progress.say(message)
 
 
 @contextlib.contextmanager
 def logged_errors() -> Iterator[None]:
-    """Leave the traceback of whatever ends the run in its log."""
+    """Log the traceback of an exception that ends the run."""
     try:
         yield
     except BaseException:
@@ -158,55 +158,58 @@ def logged_errors() -> Iterator[None]:
 
 @dataclasses.dataclass
 class StopRequest:
-    """Whether somebody asked the run to stop."""
+    """Flag that asks the training loop to stop."""
 
     requested: bool = False
-    """Set by the first interrupt."""
+    """Set by the first SIGINT or SIGTERM."""
 
 
 @contextlib.contextmanager
-def stop_on_signals(say: Callable[[str], None]) -> Iterator[StopRequest]:
-    """Turn the first Ctrl-C, or a SIGTERM, into a request to stop and save the last finished step.
+def stop_on_signals(report: Callable[[str], None]) -> Iterator[StopRequest]:
+    """Turn the first SIGINT (Ctrl-C) or SIGTERM into a request to stop and save the last finished step.
 
-    A second one ends the process at once, as it would without this.
+    A second signal ends the process immediately, as by default.
 
     Args:
-        say: prints a message; called in a thread, because the signal may interrupt a write to the same stream, and
-            Python refuses a second write from within it.
+        report: prints a message; called in a thread, because the signal may interrupt a write to the same stream, and
+            Python rejects a nested write.
+
+    Yields:
+        The flag that the first signal sets.
     """
     stop = StopRequest()
-    saying: list[threading.Thread] = []
-    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads: list[threading.Thread] = []
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def restore() -> None:
-        for number, handler in former.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         stop.requested = True
         restore()
         message = (
-            f"{signal.Signals(number).name}: stopping and saving; a step that is still being sampled is given up, one "
-            "that is being trained on is finished first (once more to end at once)"
+            f"{signal.Signals(number).name}: stopping and saving; a step that is still being sampled is discarded, one "
+            "that is being trained on is finished first (send the signal again to exit immediately)"
         )
-        saying.append(threading.Thread(target=say, args=(message,), name="stop message", daemon=True))
-        saying[-1].start()
+        threads.append(threading.Thread(target=report, args=(message,), name="stop message", daemon=True))
+        threads[-1].start()
 
-    for number in former:
+    for number in previous:
         signal.signal(number, on_signal)
     try:
         yield stop
     finally:
         restore()
-        for thread in saying:
-            # Only for the order of the output, which may be stuck.
+        for thread in threads:
+            # Keep the order of the output; the timeout is for a stream that blocks.
             thread.join(1.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sink:
     records: StepRecords | None
-    """None where another process keeps them."""
+    """None if another process writes the records."""
     progress: Progress
     stop: StopRequest
 
@@ -224,7 +227,7 @@ class _Sink:
 
 
 def _open_records(run: TrainingRun, directory: RunDirectory) -> StepRecords:
-    """The records of the updates that the run's state has behind it; the record of step 0 is its starting point."""
+    """Open the metric records, truncated to the steps of the run's state; a new run gets a record of step 0."""
     step = run.progress.step
     truncate_records(directory.metrics, step if step else -1)
     with writing(directory.rollouts):
@@ -239,13 +242,13 @@ def _open_records(run: TrainingRun, directory: RunDirectory) -> StepRecords:
 
 
 def _export(run: TrainingRun, directory: RunDirectory) -> None:
-    """The final weights in Hugging Face format; complete, or not there."""
+    """Write the final weights in Hugging Face format, atomically."""
     policy = policy_of(run.state.model)
     if processes.several():
         policy = jax.tree.map(lambda leaf: processes.fetch(leaf) if eqx.is_array(leaf) else leaf, policy)
-    with tempfile.TemporaryDirectory() as elsewhere:
-        # All processes take part, and what the others write is not wanted.
-        partial = directory.path / ".hf.partial" if processes.is_main() else Path(elsewhere)
+    with tempfile.TemporaryDirectory() as discarded:
+        # All processes take part in the export; only the files of the main process are kept.
+        partial = directory.path / ".hf.partial" if processes.is_main() else Path(discarded)
         shutil.rmtree(partial, ignore_errors=True)
         with writing(directory.hf):
             save_hf_policy(policy, run.tokenizer, partial, run.trainer)
@@ -274,7 +277,7 @@ def _summary(run: TrainingRun, directory: RunDirectory) -> ClosingSummary:
         },
         next_commands={
             "Evaluate it again": f"python -m marin_rl.evaluate --run {directory.path}",
-            "Go on from its weights": (
+            "Train from its weights": (
                 f"python -m marin_rl.train --config CONFIG --run_dir NEW --initialize_from {directory.path} "
                 "--warm_start.max_steps 0"
             ),

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Where the weights of a run come from: chance, weights in Hugging Face format, or one of its checkpoints."""
+"""Starting weights of a run: random, in Hugging Face format, or from a checkpoint."""
 
 import dataclasses
 from pathlib import Path
@@ -23,14 +23,19 @@ from marin_rl.tokenization.chat import ChatTokenizer
 
 
 def resolve_model(config: TrainConfig) -> TrainConfig:
-    """Fill in `model` from the weights that the run starts from, if it is left out, and compare the two if it is not.
+    """Read `model` from the starting weights if it is not set; otherwise check that the two agree.
 
-    A run that has begun with a `model` of its own takes its weights from its checkpoints; `initialize_from` is not read
-    again.
+    A run that was started with `model` set resumes from its checkpoints and does not read `initialize_from` again.
+
+    Args:
+        config: training config; `model` may be None.
+
+    Returns:
+        The config with `model` set, unless both `model` and `initialize_from` are None.
 
     Raises:
         PolicyModelError: if `initialize_from` cannot be loaded, or differs from `model`.
-        ValueError: if it is the directory of a run that has not finished, or does not suit the config.
+        ValueError: if `initialize_from` is the directory of an unfinished run, or does not fit the config.
     """
     if config.initialize_from is None or (config.model is not None and Path(config.run_dir, "config.yaml").exists()):
         return config
@@ -39,16 +44,16 @@ def resolve_model(config: TrainConfig) -> TrainConfig:
 
 
 def hf_folder(source: str) -> str:
-    """Where weights lie in Hugging Face format: in a run directory's `hf/`, or in what is named itself.
+    """Return the location of weights in Hugging Face format: `hf/` of a run directory, or `source` itself.
 
     Args:
-        source: a run directory, or a folder or hub name in Hugging Face format.
+        source: run directory, or a folder or hub name in Hugging Face format.
 
     Raises:
-        ValueError: if it is the directory of a run that has not finished.
+        ValueError: if `source` is the directory of an unfinished run.
     """
     folder = Path(source)
-    # Some checkpoints in Hugging Face format have a config.yaml of their training beside config.json.
+    # Some checkpoints in Hugging Face format have a training config.yaml next to config.json.
     if (folder / "config.yaml").exists() and not (folder / "config.json").exists():
         if not (folder / "hf" / "config.json").exists():
             raise ValueError(
@@ -60,12 +65,12 @@ def hf_folder(source: str) -> str:
 
 
 def first_policy(config: TrainConfig, tokenizer: ChatTokenizer, trainer: TrainerConfig) -> LmHeadModel:
-    """The policy that a run begins with, before any training: random weights, or those of `initialize_from`.
+    """Create the initial policy of a run: random weights, or those of `initialize_from`.
 
     Args:
-        config: the run's; its `model` filled in.
-        tokenizer: its vocabulary becomes that of a model with random weights.
-        trainer: as `start_devices` completed it; mesh, axis mapping and parameter precision.
+        config: training config; `model` is set.
+        tokenizer: determines the vocabulary size of a randomly initialized model.
+        trainer: as returned by `start_devices`; mesh, axis mapping and parameter precision.
 
     Raises:
         PolicyModelError: if `initialize_from` cannot be loaded, or does not fit the config or the tokenizer.
@@ -78,31 +83,33 @@ def first_policy(config: TrainConfig, tokenizer: ChatTokenizer, trainer: Trainer
 
 
 def restore_policy(checkpoint: Checkpoint, config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel:
-    """The policy's weights out of a checkpoint, without its critic, if any, and without the optimizer's state.
+    """Load the policy weights from a checkpoint, without critic and optimizer state.
 
     Args:
-        checkpoint: of a run.
-        config: that run's config; its `model` filled in.
-        trainer: as `start_devices` completed it; mesh and axis mapping.
+        checkpoint: checkpoint of the run.
+        config: training config of the run; `model` is set.
+        trainer: as returned by `start_devices`; mesh and axis mapping.
 
     Raises:
-        CheckpointError: if the checkpoint holds another model than the config says.
+        CheckpointError: if the model in the checkpoint does not match the config.
     """
     like = _policy_shape(checkpoint, config, trainer)
-    where = "model" if config.critic is None else "model/policy"
-    return checkpoint.restore_model(like, where, axis_mapping=trainer.parameter_axis_mapping, mesh=trainer.device_mesh)
+    subtree = "model" if config.critic is None else "model/policy"
+    return checkpoint.restore_model(
+        like, subtree, axis_mapping=trainer.parameter_axis_mapping, mesh=trainer.device_mesh
+    )
 
 
 def restore_state(checkpoint: Checkpoint, config: TrainConfig, learner: Learner) -> TrainerState:
-    """Weights, optimizer moments and random key out of a checkpoint, as an update would have left them.
+    """Load weights, optimizer state and random key from a checkpoint, placed as after an update.
 
     Args:
-        checkpoint: of a run.
-        config: that run's config; its `model` filled in.
-        learner: that run's; says what state there is, and where it lies.
+        checkpoint: checkpoint of the run.
+        config: training config of the run; `model` is set.
+        learner: learner of the run; defines the structure and sharding of the state.
 
     Raises:
-        CheckpointError: if the checkpoint holds another model or optimizer than the config says.
+        CheckpointError: if the model or optimizer in the checkpoint does not match the config.
     """
     policy = _policy_shape(checkpoint, config, learner.trainer.config)
     model = policy if config.critic is None else eqx.filter_eval_shape(with_critic, config.critic, policy)

@@ -3,13 +3,13 @@
 
 """The training loop. Read this file first.
 
-One turn of the loop takes one prompt from task to weights:
+One iteration:
 
     tasks -> rollouts -> advantages -> batch -> update(s) -> weights -> (evaluation, checkpoint) -> record
 
-The record of step n is written once, after step n. Its evaluation is of the weights after step n; its rollouts are
-the ones that step n was made of, sampled with the weights after step n - 1. A step is one update of the weights, or
-several where `updates` asks for epochs or minibatches.
+The record of step n is written once, after step n. It holds the evaluation of the weights after step n, and the
+metrics of the rollouts of step n, which in sync mode were sampled with the weights after step n - 1. A step is one
+update of the weights, or several if `updates` sets epochs or minibatches.
 """
 
 import time
@@ -33,25 +33,25 @@ from marin_rl.timing import PhaseTimer
 
 @runtime_checkable
 class StepSink(Protocol):
-    """Where the loop reports."""
+    """Receives the records of the loop and can stop it."""
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Take the complete record of one step."""
+        """Store the complete record of a step."""
         ...
 
     def stop_requested(self) -> bool:
-        """Whether to save and stop: at once while a step waits for its groups, otherwise after the step."""
+        """Return whether to save and stop: immediately if a step waits for its groups, otherwise after the step."""
         ...
 
 
 def train(run: TrainingRun, sink: StepSink) -> bool:
-    """Train until the configured number of steps is done, or the sink asks to stop.
+    """Train until the configured number of steps is reached, or the sink requests a stop.
 
-    A step that still waits for its groups when the sink asks to stop is undone: a resumed run collects them again.
+    If a stop is requested while a step waits for its groups, the step is rolled back; a resumed run repeats it.
 
     Args:
-        run: a run, fresh or taken up again; its state moves on in place.
-        sink: takes the record of every step.
+        run: a new or resumed run; its state is updated in place.
+        sink: receives the record of every step.
 
     Returns:
         Whether the run is complete.
@@ -70,19 +70,19 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
         batch = build_batch(run, collected.groups, timer)
         with timer.phase("batch"):
             updates = list(minibatches(run, batch, step))
-            require_same_batch(step, [one for packed in updates for one in packed.microbatches])
+            require_same_batch(step, [microbatch for packed in updates for microbatch in packed.microbatches])
         with timer.phase("step"):
-            measured = _update(run, updates)
+            update_metrics = _update(run, updates)
         _advance(run, collected, updates)
         with timer.phase("transfer"):
             run.publish()
         with timer.phase("store"):
-            run.store_rollouts(step, collected.sampled, batch.signals, collected.stale)
+            run.store_rollouts(step, collected.sampled, batch.stored, collected.stale)
         elapsed = time.perf_counter() - started
         metrics = {name: metric.value for name, metric in collected.metrics.items()}
-        if measured:
-            metrics |= loss_metrics(measured)
-            metrics |= batch.mismatch or mismatch_metrics(first_log_ratios(measured))
+        if update_metrics:
+            metrics |= loss_metrics(update_metrics)
+            metrics |= batch.mismatch or mismatch_metrics(first_log_ratios(update_metrics))
         metrics |= batch.metrics
         metrics |= _rates(run, collected, updates, timer.seconds, elapsed)
         if config.evaluation.is_due(step, config.num_steps):
@@ -105,17 +105,17 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
 
 
 def _update(run: TrainingRun, updates: Sequence[PackedBatch]) -> list[dict[str, Metric]]:
-    """Train on each batch in turn; what each update measured. None at all where the filter left nothing to train on."""
-    measured = []
+    """Run one weight update per batch, and return the metrics of each; `updates` is empty if no group was kept."""
+    metrics = []
     for packed in updates:
-        run.state, one = run.learner.step(run.state, packed.microbatches)
-        measured.append(one)
-    return measured
+        run.state, measured = run.learner.step(run.state, packed.microbatches)
+        metrics.append(measured)
+    return metrics
 
 
 def _advance(run: TrainingRun, collected: Collected, updates: Sequence[PackedBatch]) -> None:
     progress = run.progress
-    rollouts = [rollout for group in collected.played for rollout in group.rollouts]
+    rollouts = [rollout for group in collected.finished for rollout in group.rollouts]
     progress.step += 1
     progress.updates += len(updates)
     progress.episodes += len(rollouts)
@@ -134,6 +134,6 @@ def _rates(
     return {
         "episode": float(run.progress.episodes),
         "updates": float(run.progress.updates),
-        **throughput_metrics(collected.played, updates, seconds, elapsed),
+        **throughput_metrics(collected.finished, updates, seconds, elapsed),
         **model_flops_utilization(run.config.model, run.progress.vocab_size, updates, seconds["step"]),
     }

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""How fast an update was, and where its time went."""
+"""Throughput metrics: rollout and token rates, seconds per phase and model FLOPs utilization."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,19 +13,22 @@ from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.types import RolloutGroup
 
 PHASES = ("sample", "reward", "batch", "reference", "step", "transfer", "store", "wait")
-"""The phases of an update; `wait` is what none of the others accounts for."""
+"""The phases of a step; `wait` is the time outside all other phases."""
 
 
 def throughput_metrics(
     groups: Sequence[RolloutGroup], updates: Sequence[PackedBatch], seconds: Mapping[str, float], elapsed: float
 ) -> dict[str, float]:
-    """Rates of one update; padding is never counted as a token.
+    """Compute the rates of one step; padding does not count as tokens.
 
     Args:
-        groups: the rollouts that were sampled for it.
-        updates: what was trained on; a token that is trained on twice counts twice.
-        seconds: time by phase; without `sample` where others sample at the same time.
+        groups: rollouts sampled for the step.
+        updates: batches of the step's updates; a token trained on twice counts twice.
+        seconds: seconds by phase; `sample` is absent when workers sample concurrently.
         elapsed: seconds from the first request to the published weights.
+
+    Returns:
+        Rates and seconds by metric name.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     sampled = sum(rollout.num_generated_tokens for rollout in rollouts)
@@ -47,10 +50,18 @@ def throughput_metrics(
 def model_flops_utilization(
     model: LmConfig, vocab_size: int, updates: Sequence[PackedBatch], step_seconds: float
 ) -> dict[str, float]:
-    """`mfu`: share of the devices' peak that the update's forward and backward passes used.
+    """Compute the model FLOPs utilization of a step's forward and backward passes.
 
-    `3 · flops_per_token · tokens / (seconds · peak)`, tokens without padding. Empty where the peak of the
-    device is not known, as on a CPU.
+    `mfu = 3 · flops_per_token · tokens / (seconds · peak FLOPS of all devices)`, without padding tokens.
+
+    Args:
+        model: architecture.
+        vocab_size: vocabulary size of the model.
+        updates: batches of the step's updates.
+        step_seconds: duration of all updates.
+
+    Returns:
+        `mfu`, or nothing if the peak FLOPS of the device is unknown (for example on a CPU) or there was no update.
     """
     peak = device_hardware_flops(jax.devices()[0])
     per_token = model.flops_per_token(vocab_size)

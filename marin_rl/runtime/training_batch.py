@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""From the rewards of a step's groups to the batches that the learner trains on."""
+"""Advantages and training batches from the rewards of a step's rollout groups."""
 
 import dataclasses
 import logging
@@ -32,29 +32,29 @@ Tokens = Float64[np.ndarray, " _tokens"]
 
 
 class TrainingBatch(NamedTuple):
-    """Everything that a step trains on, rollout by rollout."""
+    """The training data of a step; the sequences have one entry per rollout."""
 
     rollouts: Sequence[ProcessedRollout]
-    """As arrays; failed rollouts carry no signal and are not among them."""
-    token_advantages_list: Sequence[TokenAdvantages]
-    """Advantages and value targets of their action tokens."""
+    """Rollouts as arrays, without failed rollouts."""
+    token_advantages: Sequence[TokenAdvantages]
+    """Advantages and value targets of the action tokens."""
     importance_weights: Sequence[Tokens]
-    """What corrects the policy term of each action token for the sampler; 1 without a correction."""
-    signals: Mapping[str, StoredAdvantages]
-    """What is stored about each of them, by rollout id."""
+    """Off-policy correction of the policy term per action token; 1 without a correction."""
+    stored: Mapping[str, StoredAdvantages]
+    """Data for the rollout store, by rollout id."""
     metrics: Mapping[str, float]
-    """The reward signal: scores, what the KL penalty takes from them, advantages, and how good the critic was."""
+    """Metrics of scores, KL penalty, advantages and critic."""
     mismatch: Mapping[str, float] | None = None
-    """`mismatch/*` of the raw importance weights that a correction uses; None without one."""
+    """`mismatch/*` metrics of the raw importance weights of the off-policy correction; None without a correction."""
 
 
 def build_batch(run: TrainingRun, groups: Sequence[RolloutGroup], timer: PhaseTimer) -> TrainingBatch:
-    """Rewards to advantages to arrays.
+    """Compute advantages and convert rollouts to arrays.
 
     Args:
-        run: names reference, critic and objective.
-        groups: the groups to train on; none where the filter left none.
-        timer: counts the phases `batch` and `reference`.
+        run: the training run.
+        groups: groups to train on; may be empty.
+        timer: accumulates seconds of the phases `batch` and `reference`.
     """
     graded = [rollout for group in groups for rollout in group.rollouts if rollout.rewards]
     if not graded:
@@ -68,38 +68,38 @@ def build_batch(run: TrainingRun, groups: Sequence[RolloutGroup], timer: PhaseTi
         penalties = [run.config.kl.reward_penalty(_k1(rollout)) for rollout in rollouts]
         metrics = _reward_metrics(run, graded, rollouts)
         rollouts, weights = _mask_truncated(run, graded, rollouts, weights)
-        signals = {
-            rollout.id: _signal(rollout, processed, penalty)
+        advantage_inputs = {
+            rollout.id: _advantage_inputs(rollout, processed, penalty)
             for rollout, processed, penalty in zip(graded, rollouts, penalties, strict=True)
         }
-        grouped = [[signals[r.id] if r.rewards else _failed(r) for r in group.rollouts] for group in groups]
+        grouped = [
+            [advantage_inputs[r.id] if r.rewards else _failed_inputs(r) for r in group.rollouts] for group in groups
+        ]
         computed = run.config.advantage.compute(grouped)
-        token_advantages_list = {
-            signal.id: token_advantages
-            for members, given in zip(grouped, computed, strict=True)
-            for signal, token_advantages in zip(members, given, strict=True)
+        by_id = {
+            inputs.id: token_advantages
+            for group_inputs, group_advantages in zip(grouped, computed, strict=True)
+            for inputs, token_advantages in zip(group_inputs, group_advantages, strict=True)
         }
+        kept = [by_id[rollout.id] for rollout in graded]
         if logger.isEnabledFor(logging.DEBUG):
             for rollout, own_scores in zip(graded, scored, strict=True):
-                _log_advantages(
-                    rollout, own_scores, token_advantages_list[rollout.id], has_critic=run.config.critic is not None
-                )
-        metrics |= _critic_metrics(run, list(signals.values()), [token_advantages_list[r.id] for r in graded])
-        kept = [token_advantages_list[r.id] for r in graded]
+                _log_advantages(rollout, own_scores, by_id[rollout.id], has_critic=run.config.critic is not None)
+        metrics |= _critic_metrics(run, list(advantage_inputs.values()), kept)
         metrics |= _advantage_metrics(kept)
-        stored = _stored_signals(run, scored, own, kept)
+        stored = _stored_advantages(run, scored, own, kept)
     return TrainingBatch(rollouts, kept, weights, stored, metrics, mismatch)
 
 
 def minibatches(run: TrainingRun, batch: TrainingBatch, step: int) -> Iterator[PackedBatch]:
-    """The batches of a step's updates: in every epoch each rollout once, in an order of its own.
+    """Yield the batches of a step's updates; every epoch contains each rollout once, in a different order.
 
-    Denominators are counted over each minibatch, which is the whole batch of its update.
+    The loss denominator is computed over each minibatch, which is the whole batch of one update.
 
     Args:
-        run: names epochs, minibatches, aggregation and the shape of a pass.
-        batch: what the step trains on.
-        step: with the run's seed, decides which rollout is in which minibatch.
+        run: the training run.
+        batch: training data of the step.
+        step: together with the run's seed, determines the assignment of rollouts to minibatches.
     """
     updates, count = run.config.updates, len(batch.rollouts)
     for epoch in range(updates.epochs):
@@ -107,15 +107,15 @@ def minibatches(run: TrainingRun, batch: TrainingBatch, step: int) -> Iterator[P
         if updates.per_step > 1:
             order = np.random.default_rng(derive_seed(run.config.seed, "minibatches", step, epoch)).permutation(count)
         for part in np.array_split(order, updates.minibatches):
-            chosen = sorted(part.tolist())
-            if any(batch.rollouts[index].num_loss_tokens for index in chosen):
+            indices = sorted(part.tolist())
+            if any(batch.rollouts[index].num_loss_tokens for index in indices):
                 yield pack_batch(
-                    [batch.rollouts[index] for index in chosen],
-                    [batch.token_advantages_list[index] for index in chosen],
+                    [batch.rollouts[index] for index in indices],
+                    [batch.token_advantages[index] for index in indices],
                     run.config.aggregation,
                     run.config.row_layout(run.trainer),
                     pad_token_id=run.tokenizer.pad_token_id,
-                    importance_weights=[batch.importance_weights[index] for index in chosen],
+                    importance_weights=[batch.importance_weights[index] for index in indices],
                 )
 
 
@@ -126,7 +126,7 @@ def _process(run: TrainingRun, rollout: Rollout) -> ProcessedRollout:
 def _score(
     run: TrainingRun, rollouts: Sequence[ProcessedRollout], versions: Sequence[WeightVersion]
 ) -> tuple[list[ProcessedRollout], list[Scores] | None]:
-    """Reference log-probs and values filled in; what the learner itself says, where anybody asks."""
+    """Fill in reference log-probs and values; also return the learner's scores if they are needed."""
     scored = list(rollouts)
     if run.reference is not None:
         reference = run.scorer.score(run.reference, scored)
@@ -149,26 +149,26 @@ def _score(
 def _own_scores(
     run: TrainingRun, rollouts: Sequence[ProcessedRollout], versions: Sequence[WeightVersion]
 ) -> list[Scores]:
-    """What the learner says of each rollout: with the weights that sampled it where they are kept, or the newest."""
+    """Score each rollout with the weights that sampled it if they are kept, otherwise with the newest weights."""
     if run.history is None:
         return run.scorer.score(run.state.model, rollouts)
     own: dict[int, Scores] = {}
     for version in sorted(set(versions)):
-        chosen = [index for index, sampled_by in enumerate(versions) if sampled_by == version]
+        indices = [index for index, sampled_by in enumerate(versions) if sampled_by == version]
         model = run.state.model if version == run.progress.step else run.history.get(version)
-        own |= zip(chosen, run.scorer.score(model, [rollouts[index] for index in chosen]), strict=True)
+        own |= zip(indices, run.scorer.score(model, [rollouts[index] for index in indices]), strict=True)
     return [own[index] for index in range(len(rollouts))]
 
 
 def _sampled_by(run: TrainingRun, rollout: Rollout) -> WeightVersion:
-    """The weights behind a rollout; a worker keeps the same ones until all that it began is whole."""
+    """Return the weight version of a rollout; a worker does not change its weights while a rollout is running."""
     return rollout.turns[0].generation.first_version if rollout.turns else run.progress.step
 
 
 def _correct(
     run: TrainingRun, scored: tuple[list[ProcessedRollout], list[Scores] | None]
 ) -> tuple[list[ProcessedRollout], list[Tokens], dict[str, float] | None]:
-    """With a mismatch correction, ratios start from the learner's own log-probs, and weights make up for the rest."""
+    """Apply the off-policy correction: ratios use the learner's log-probs, and importance weights the sampler's."""
     rollouts, own = scored
     if own is None or not run.config.off_policy_correction.needs_sampling_logprobs:
         return rollouts, [np.ones(rollout.num_loss_tokens) for rollout in rollouts], None
@@ -188,21 +188,21 @@ def _correct(
 def _mask_truncated(
     run: TrainingRun, graded: Sequence[Rollout], rollouts: Sequence[ProcessedRollout], weights: Sequence[Tokens]
 ) -> tuple[list[ProcessedRollout], list[Tokens]]:
-    """Without loss on truncated rollouts, where the config says so; after scoring, because their KL counts anyway."""
+    """Remove the loss of truncated rollouts if configured; called after scoring, because their KL is still measured."""
     cut_off = [run.config.truncation.masks and rollout.status is RolloutStatus.TRUNCATED for rollout in graded]
     return (
         [without_loss(rollout) if cut else rollout for rollout, cut in zip(rollouts, cut_off, strict=True)],
-        [np.zeros(0) if cut else own for own, cut in zip(weights, cut_off, strict=True)],
+        [np.zeros(0) if cut else kept for kept, cut in zip(weights, cut_off, strict=True)],
     )
 
 
-def _stored_signals(
+def _stored_advantages(
     run: TrainingRun,
     scored: Sequence[ProcessedRollout],
     own: Sequence[Scores] | None,
-    token_advantages_list: Sequence[TokenAdvantages],
+    kept: Sequence[TokenAdvantages],
 ) -> dict[str, StoredAdvantages]:
-    """By rollout id, what the store keeps; the scored rollouts still have all their loss."""
+    """Build the stored data by rollout id; `scored` are the rollouts before truncated ones lost their loss mask."""
     learner = [None] * len(scored) if own is None else [scores.logprobs for scores in own]
     return {
         rollout.id: StoredAdvantages(
@@ -215,7 +215,7 @@ def _stored_signals(
             else token_advantages.value_targets,
             of_turns=token_advantages.of_turns,
         )
-        for rollout, logprobs, token_advantages in zip(scored, learner, token_advantages_list, strict=True)
+        for rollout, logprobs, token_advantages in zip(scored, learner, kept, strict=True)
     }
 
 
@@ -224,11 +224,11 @@ def _k1(rollout: ProcessedRollout) -> Tokens:
     return np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)[rollout.loss_mask]
 
 
-def _signal(rollout: Rollout, processed: ProcessedRollout, penalties: Tokens) -> AdvantageInputs:
+def _advantage_inputs(rollout: Rollout, processed: ProcessedRollout, penalties: Tokens) -> AdvantageInputs:
     mask, score = processed.loss_mask, rollout.total_reward
     assert score is not None
     if not mask.any():
-        # No token of it is trained on, but the others are compared with it: with its return, penalties included.
+        # Its tokens have no loss, but its return, including penalties, still counts in the baseline of the group.
         score, penalties = score - math.fsum(penalties), np.zeros(0)
     return AdvantageInputs(
         id=rollout.id,
@@ -245,18 +245,18 @@ def _signal(rollout: Rollout, processed: ProcessedRollout, penalties: Tokens) ->
 def _log_advantages(
     rollout: Rollout, scored: ProcessedRollout, token_advantages: TokenAdvantages, *, has_critic: bool
 ) -> None:
-    """The critic's values and the advantages of each turn, and the parts that GiGPO's advantages are made of."""
+    """Log the critic's values and the advantages of each turn, and the components of GiGPO advantages."""
     tokens, values = scored.turn_ids[scored.loss_mask], scored.values[scored.loss_mask]
     for index, turn in enumerate(rollout.turns):
         own = tokens == index
         if has_critic:
-            logger.debug("rollout %s turn %d: values [%s]", rollout.id, index, _listed(values[own]))
-        # Without advantages no token of it is trained on.
+            logger.debug("rollout %s turn %d: values [%s]", rollout.id, index, _format(values[own]))
+        # A rollout without loss has no advantages.
         advantages = (
             token_advantages.advantages[own] if token_advantages.advantages.size else token_advantages.advantages
         )
         if token_advantages.of_turns is None:
-            logger.debug("rollout %s turn %d: advantages [%s]", rollout.id, index, _listed(advantages))
+            logger.debug("rollout %s turn %d: advantages [%s]", rollout.id, index, _format(advantages))
             continue
         episode, returns, steps = token_advantages.of_turns
         logger.debug(
@@ -267,24 +267,24 @@ def _log_advantages(
             returns[index],
             episode,
             steps[index],
-            _listed(advantages[:1]),
+            _format(advantages[:1]),
         )
 
 
-def _listed(values: np.ndarray) -> str:
+def _format(values: np.ndarray) -> str:
     return ", ".join(f"{value:.6g}" for value in values.tolist())
 
 
-def _failed(rollout: Rollout) -> AdvantageInputs:
-    nothing = np.zeros(0)
+def _failed_inputs(rollout: Rollout) -> AdvantageInputs:
+    empty = np.zeros(0)
     return AdvantageInputs(
         id=rollout.id,
         score=None,
         turn_rewards=np.zeros(len(rollout.turns)),
         anchors=tuple(turn.anchor_state for turn in rollout.turns),
         turn_ids=np.zeros(0, np.int32),
-        penalties=nothing,
-        values=nothing,
+        penalties=empty,
+        values=empty,
     )
 
 
@@ -300,9 +300,9 @@ def _reward_metrics(
     return metrics
 
 
-def _advantage_metrics(token_advantages_list: Sequence[TokenAdvantages]) -> dict[str, float]:
-    """Mean, population standard deviation and share of exact zeros, over the loss tokens of the batch."""
-    advantages = np.concatenate([token_advantages.advantages for token_advantages in token_advantages_list])
+def _advantage_metrics(kept: Sequence[TokenAdvantages]) -> dict[str, float]:
+    """Compute mean, population standard deviation and share of exact zeros over the loss tokens of the batch."""
+    advantages = np.concatenate([token_advantages.advantages for token_advantages in kept])
     if not advantages.size:
         return {}
     return {
@@ -313,12 +313,12 @@ def _advantage_metrics(token_advantages_list: Sequence[TokenAdvantages]) -> dict
 
 
 def _critic_metrics(
-    run: TrainingRun, signals: Sequence[AdvantageInputs], token_advantages_list: Sequence[TokenAdvantages]
+    run: TrainingRun, inputs: Sequence[AdvantageInputs], kept: Sequence[TokenAdvantages]
 ) -> dict[str, float]:
     if run.config.critic is None:
         return {}
-    values = np.concatenate([signal.values for signal in signals])
-    targets = np.concatenate([token_advantages.value_targets for token_advantages in token_advantages_list])
+    values = np.concatenate([rollout.values for rollout in inputs])
+    targets = np.concatenate([token_advantages.value_targets for token_advantages in kept])
     metrics = {"critic/explained_variance": explained_variance(values, targets)}
     if values.size:
         metrics["critic/value_mean"] = float(values.mean())

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A run: everything that its steps work with, and what can be done with all of it at once."""
+"""A training run: its components and the operations that involve several of them."""
 
 import contextlib
 import dataclasses
@@ -35,93 +35,93 @@ from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import RolloutGroup, WeightVersion
 
 REPLAY = "replay.parquet"
-"""The replay buffer's file in a checkpoint."""
+"""File of the replay buffer in a checkpoint."""
 
 
 class Dropped(NamedTuple):
-    """Groups that were dropped because they had grown too old."""
+    """Groups that were dropped because they exceeded the maximum staleness."""
 
     count: int
-    """How many, with those that earlier steps have trained on."""
+    """Number of dropped groups, including those that earlier steps trained on."""
     untrained: list[RolloutGroup]
-    """Those that no step has trained on."""
+    """Dropped groups that no step trained on."""
 
 
 @dataclasses.dataclass
 class TrainingRun:
-    """A run, ready to go on."""
+    """The components and the state of a run."""
 
     config: TrainConfig
-    """What was asked for."""
+    """Training config."""
     trainer: TrainerConfig
-    """Levanter's section, completed for the devices at hand."""
+    """Levanter's trainer config, as returned by `start_devices`."""
     environment: Environment
-    """Tasks and judge."""
+    """Provides tasks and rewards."""
     tokenizer: ChatTokenizer
-    """Text to tokens and back."""
+    """Converts chat messages to tokens and back."""
     sampler: PolicyEngine
-    """Holds the current weights."""
+    """Samples in this process; holds the current weights."""
     learner: Learner
-    """Makes new ones."""
+    """Computes weight updates."""
     scorer: Scorer
-    """Log-probs and values of rollouts under given weights."""
+    """Computes log-probs and values of rollouts under given weights."""
     reference: LmHeadModel | None
-    """The frozen reference, if `kl` has a coefficient above 0 or watches it; otherwise it is neither loaded nor run."""
+    """Frozen reference policy; None if `kl` does not need it."""
     checkpoints: Checkpoints
-    """Where state is saved."""
+    """Saves and loads checkpoints."""
     store: RolloutStore
-    """Writes rollouts."""
+    """Writes rollouts to the run directory."""
     state: TrainerState
-    """Weights, optimizer moments, random key."""
+    """Weights, optimizer state and random key."""
     progress: Progress
-    """The host's share of the state."""
+    """Host-side state."""
     runner: RolloutRunner
-    """Plays episodes under the current weights."""
+    """Runs episodes in this process, with the current weights."""
     rollout_source: RolloutSource
-    """Plays the groups that are trained on."""
+    """Samples the groups to train on."""
     orders: RolloutScheduler
-    """Groups that were ordered and have not come."""
+    """Tracks requested groups that are not complete."""
     replay: ReplayBuffer
-    """Groups that have come and wait to be trained on."""
+    """Holds finished groups that wait for training."""
     history: WeightHistory[LmHeadModel] | None
-    """The weights that groups in the buffer were sampled with, where a correction is to be computed from them."""
+    """Weights that the buffered groups were sampled with, if the off-policy correction needs them."""
     opened: contextlib.ExitStack
-    """Ends what runs beside the training: the crew, the store, and the reward functions with their loop."""
+    """Closes the rollout source, the store, the reward functions and the event loop."""
 
     @property
     def stream(self) -> TaskStream:
-        """Draws the run's training tasks; where it stands is in the progress."""
+        """Stream of training tasks; its position is in `progress`."""
         return task_stream(self.environment, self.config.seed)
 
     def publish(self) -> None:
-        """Hand the learner's weights to those who sample; the trainer's own sampler takes them without a copy."""
+        """Send the learner's weights to all samplers; the sampler of this process uses them without a copy."""
         self.sampler.update(policy_of(self.state.model), self.progress.step)
         self.offer()
 
     def offer(self) -> None:
-        """Hand the learner's weights to those who keep them, or play with them elsewhere."""
+        """Send the learner's weights to the weight history and to the rollout source."""
         policy = policy_of(self.state.model)
         if self.history is not None:
             self.history.keep(policy, self.progress.step)
         self.rollout_source.publish(policy, self.progress.step)
 
     def drop_stale(self, version: WeightVersion, max_staleness: int | None = None) -> Dropped:
-        """Drop waiting groups that are too old, and order anew what was not trained on even once.
+        """Drop waiting groups that are too old, and request those again that were never trained on.
 
         Args:
-            version: of the weights that are to be updated.
-            max_staleness: what is too old; None for the configured bound.
+            version: version of the weights to be updated.
+            max_staleness: maximum age in versions; None for the configured maximum.
         """
         stale = self.replay.expire(version, max_staleness)
-        untrained = [one for one in stale if one.uses_left == self.orders.pace.max_uses]
-        self.orders.again(one.task for one in untrained)
-        return Dropped(len(stale), [one.group for one in untrained])
+        untrained = [entry for entry in stale if entry.uses_left == self.orders.pace.max_uses]
+        self.orders.again(entry.task for entry in untrained)
+        return Dropped(len(stale), [entry.group for entry in untrained])
 
     @contextlib.contextmanager
     def undone_on_stop(self) -> Iterator[None]:
-        """Take back what the block did to orders, replay buffer and task stream if it ends because of a stop request.
+        """Restore scheduler, replay buffer and task stream if the block raises `StopRequestedError`.
 
-        A checkpoint that is saved then is one of the last finished step.
+        A checkpoint saved afterwards then holds the state after the last finished step.
         """
         progress, orders, replay = self.progress, self.orders.state, self.replay.copy()
         tasks_drawn, task_stream = progress.tasks_drawn, progress.task_stream
@@ -135,7 +135,7 @@ class TrainingRun:
             raise
 
     def save(self) -> Path:
-        """Write a checkpoint of everything that a resume needs; the rollouts before it are on the disk first."""
+        """Write a checkpoint with the complete state of the run, after flushing the rollout store."""
         with writing(self.store.folder):
             self.store.flush()
         self.progress.orders = self.orders.state
@@ -154,17 +154,17 @@ class TrainingRun:
         signals: Mapping[str, StoredAdvantages],
         stale: Sequence[RolloutGroup] = (),
     ) -> None:
-        """Hand a step's rollouts to the store, which writes what the config asks for."""
+        """Store the rollouts of a step."""
         if not processes.is_main():
             return
         with writing(self.store.folder):
             self.store.write(step, groups, signals, stale=stale)
 
     def store_evaluation(self, groups: Sequence[RolloutGroup]) -> None:
-        """Hand the rollouts of an evaluation of the current weights to the store."""
+        """Store the rollouts of an evaluation of the current weights."""
         with writing(self.store.folder):
             self.store.write(self.progress.step, groups, {}, EVALUATION)
 
     def close(self) -> None:
-        """End what runs beside the training; rollouts that are under way reach the disk."""
+        """Stop the rollout source and the reward functions, and flush stored rollouts to disk."""
         self.opened.close()

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the command lines print as one line."""
+"""Errors that the command lines print as one line, without a traceback."""
 
 from marin_rl.learner.checkpoint import CheckpointError
 from marin_rl.learner.train_step import NonFiniteUpdateError
@@ -34,4 +34,4 @@ USER_ERRORS = (
     ProcessesDifferError,
     WeightTransferError,
 )
-"""Errors whose message says what to do; a traceback would only hide it."""
+"""Errors with a message that names the remedy; a traceback would hide it."""

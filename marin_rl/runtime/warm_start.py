@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A supervised start, so that a model from scratch has something to reinforce."""
+"""Supervised warm start: train on worked answers until RL has correct answers to reinforce."""
 
 import dataclasses
 import functools
@@ -36,24 +36,24 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class WarmStartConfig:
-    """Supervised training on the environment's own worked answers or demonstrations, before RL.
+    """Supervised training on the environment's worked answers or demonstrations, before RL.
 
-    A model from scratch gets nothing right, so nothing can be reinforced; this gives it a start and
-    stops early, at an accuracy that leaves room.
+    A randomly initialized model solves no task, so RL has nothing to reinforce. The warm start ends early, at an
+    accuracy that leaves room for RL to improve.
     """
 
     max_steps: int = 0
-    """Most supervised updates; 0 does no warm start."""
+    """Maximum number of supervised updates; 0 disables the warm start."""
     batch_size: int = 64
-    """Worked answers, or demonstrations of whole episodes, in each update."""
+    """Worked answers, or demonstrations of whole episodes, per update."""
     learning_rate: float = 1e-3
     """Constant learning rate of AdamW."""
     target_accuracy: float = 0.25
-    """Stop once the accuracy sampled at temperature 1 on validation tasks reaches this."""
+    """Stop when the accuracy on validation tasks, sampled at temperature 1, reaches this."""
     check_every: int = 25
-    """Measure that accuracy after every so many updates."""
+    """Updates between two accuracy measurements."""
     check_tasks: int = 256
-    """Validation tasks to measure it on, of each environment."""
+    """Validation tasks of each environment per measurement."""
 
     def __post_init__(self) -> None:
         if self.max_steps < 0:
@@ -68,7 +68,7 @@ class WarmStartConfig:
 
 
 class WarmStartError(ValueError):
-    """A warm start that cannot be made from this environment; says what is missing."""
+    """The environment does not support a warm start; the message names the missing data."""
 
 
 def warm_start(
@@ -84,29 +84,29 @@ def warm_start(
     use_weights: Callable[[LmHeadModel], None],
     report: Callable[[str], None],
 ) -> LmHeadModel:
-    """Train `model` on worked answers or demonstrations until it gets some tasks right.
+    """Train `model` on worked answers or demonstrations until it solves some tasks.
 
-    The loss is the policy term of REINFORCE with an advantage of 1 on every token that the assistant
-    should write: cross-entropy, by the same code that RL trains with.
+    The loss is the policy term of REINFORCE with an advantage of 1 on every assistant token: cross-entropy, computed
+    by the same code as in RL.
 
     Args:
-        config: how long, how fast, and when to stop.
-        model: **donated**; use the returned one.
-        runner: its environment gives worked answers or demonstrations, and validation tasks.
+        config: number of updates, learning rate and stopping criterion.
+        model: initial weights; **donated**, use the returned model.
+        runner: runs the validation tasks; its environment provides all tasks and answers.
         trainer: mesh and precision.
-        layout: the shape of a microbatch.
-        seed: the run's seed.
-        block_size: positions whose logits exist at the same time.
-        temperature: of the accuracy that decides when to stop.
-        use_weights: puts weights into the player's sampler.
-        report: is told of progress, a line at a time.
+        layout: shape of a microbatch.
+        seed: seed of the run.
+        block_size: number of positions with logits in memory at a time.
+        temperature: sampling temperature of the accuracy measurement.
+        use_weights: loads weights into the runner's sampler.
+        report: called with each progress message.
 
     Returns:
         The trained model.
 
     Raises:
-        WarmStartError: if no training task has a worked answer or a demonstration, none of a batch fits, or nothing is
-            there to check.
+        WarmStartError: if no training task has a worked answer or demonstration, no answer of a batch fits into a row,
+            or the environment has no validation tasks.
     """
     tasks, check_tasks = _worked_tasks(runner), _check_tasks(config, runner)
     optimizer = AdamConfig(learning_rate=config.learning_rate, lr_schedule="constant", warmup=0, weight_decay=0.0)
@@ -121,14 +121,15 @@ def warm_start(
     state = learner.initial_state(model, jax.random.PRNGKey(derive_seed(seed, "warm start") % 2**32))
     for step in range(1, config.max_steps + 1):
         rng = np.random.default_rng(derive_seed(seed, "warm start", step))
-        chosen = _those_that_fit([example(int(i)) for i in rng.integers(len(tasks), size=config.batch_size)], runner)
-        token_advantages_list = [_as_if_earned(found) for found in chosen]
-        batch = pack_batch(chosen, token_advantages_list, TokenMeanConfig(), layout, pad_token_id=pad)
-        state, measured = learner.step(state, batch.microbatches)
+        drawn = [example(int(index)) for index in rng.integers(len(tasks), size=config.batch_size)]
+        examples = _require_fitting(drawn, runner)
+        token_advantages = [_unit_advantages(processed) for processed in examples]
+        batch = pack_batch(examples, token_advantages, TokenMeanConfig(), layout, pad_token_id=pad)
+        state, metrics = learner.step(state, batch.microbatches)
         if step % config.check_every == 0 or step == config.max_steps:
             use_weights(state.model)
             accuracy = _accuracy(runner, check_tasks, temperature, seed)
-            report(f"warm start {step}: loss {float(measured['loss/total']):.3f}, validation accuracy {accuracy:.3f}")
+            report(f"warm start {step}: loss {float(metrics['loss/total']):.3f}, validation accuracy {accuracy:.3f}")
             if accuracy >= config.target_accuracy:
                 break
     return state.model
@@ -139,7 +140,7 @@ def _worked_tasks(runner: RolloutRunner) -> Sequence[Task]:
     if not tasks:
         raise WarmStartError(
             f"environment {runner.environment.name!r} has no worked answers or demonstrations to train on; set "
-            "warm_start.max_steps: 0 and start from weights that get some tasks right (initialize_from)"
+            "warm_start.max_steps: 0 and start from weights that solve some tasks (initialize_from)"
         )
     return tasks
 
@@ -148,8 +149,8 @@ def _check_tasks(config: WarmStartConfig, runner: RolloutRunner) -> Sequence[Tas
     tasks = first_of_each(runner.environment.tasks(Split.VALIDATION), config.check_tasks, runner)
     if not tasks:
         raise WarmStartError(
-            f"environment {runner.environment.name!r} has no validation tasks to tell when a warm start is enough; "
-            "give it some (environment.validation), or set warm_start.max_steps: 0"
+            f"environment {runner.environment.name!r} has no validation tasks to measure the warm start on; "
+            "set environment.validation, or warm_start.max_steps: 0"
         )
     return tasks
 
@@ -164,17 +165,17 @@ def _worked_example(task: Task, runner: RolloutRunner) -> ProcessedRollout | Non
     )
 
 
-def _those_that_fit(drawn: Sequence[ProcessedRollout | None], runner: RolloutRunner) -> list[ProcessedRollout]:
-    chosen = [found for found in drawn if found is not None]
-    if not chosen:
+def _require_fitting(examples: Sequence[ProcessedRollout | None], runner: RolloutRunner) -> list[ProcessedRollout]:
+    fitting = [example for example in examples if example is not None]
+    if not fitting:
         raise WarmStartError(
-            f"environment {runner.environment.name!r}: not one of {len(drawn)} worked answers fits into "
+            f"environment {runner.environment.name!r}: none of {len(examples)} worked answers fits into "
             f"{runner.limits.max_length} tokens; raise rollouts.max_length, or set warm_start.max_steps: 0"
         )
-    return chosen
+    return fitting
 
 
-def _as_if_earned(example: ProcessedRollout) -> TokenAdvantages:
+def _unit_advantages(example: ProcessedRollout) -> TokenAdvantages:
     tokens = example.num_loss_tokens
     return TokenAdvantages(np.ones(tokens), np.zeros(tokens))
 

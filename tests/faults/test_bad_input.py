@@ -325,8 +325,8 @@ def test_a_loss_that_is_not_a_number_stops_before_the_weights_move(
         if made.progress.step == 0:
             return batch
         return batch._replace(
-            token_advantages_list=[
-                given._replace(advantages=given.advantages * math.nan) for given in batch.token_advantages_list
+            token_advantages=[
+                given._replace(advantages=given.advantages * math.nan) for given in batch.token_advantages
             ]
         )
 

@@ -214,8 +214,8 @@ def test_damaged_checkpoints_are_passed_over_and_named(
     (run.checkpoint(4) / "manifest.json").unlink()
     assert run.train() == 0
     output = capfd.readouterr().out
-    assert "the checkpoint of step 4 is damaged and passed over" in output
-    assert "the checkpoint of step 5 is damaged and passed over" in output
+    assert "the checkpoint of step 4 is damaged and was skipped" in output
+    assert "the checkpoint of step 5 is damaged and was skipped" in output
     assert "resuming after step 3, from" in output
     log = (run.path / "log.txt").read_text()
     assert "step-00000005 is damaged: state/model/" in log
@@ -255,7 +255,7 @@ def test_an_interrupt_finishes_the_update_saves_and_says_how_to_go_on(
         patched.setattr(sync_loop, "build_batch", interrupted)
         assert run.train() == 0
     output = capfd.readouterr().out
-    assert "SIGINT: stopping and saving; a step that is still being sampled is given up, one that is being" in output
+    assert "SIGINT: stopping and saving; a step that is still being sampled is discarded, one that is being" in output
     assert f"stopped after step 4 of 6; everything is saved in {run.path}. Run the same command again" in output
     assert run.records()[-1]["step"] == run.steps()[-1] == 4
     assert not (run.path / "hf").exists()

@@ -349,10 +349,10 @@ def ahead(kinds: Sequence[str], steps: Sequence[int]) -> list[Collected]:
 def test_metrics_are_of_the_groups_that_came_whenever_they_are_trained_on():
     first, second, third = ahead(["mixed", "equal", "equal", "broken"] * 4, [1, 2, 3])
     # Two steps' groups are ordered at once, and the second step takes what came with the first.
-    assert [len(found.played) for found in (first, second, third)] == [8, 0, 8]
+    assert [len(found.finished) for found in (first, second, third)] == [8, 0, 8]
     assert [len(found.groups) for found in (first, second, third)] == [4, 4, 4]
     for found in (first, third):
-        played = [rollout for group in found.played for rollout in group.rollouts]
+        played = [rollout for group in found.finished for rollout in group.rollouts]
         scores = [rollout.total_reward for rollout in played if rollout.rewards]
         assert found.metrics["objective/scores"].value == pytest.approx(sum(scores) / len(scores))
         assert found.metrics["rollouts/failed"].value == sum(not rollout.rewards for rollout in played)
@@ -368,7 +368,7 @@ def test_dropped_stale_groups_are_handed_on():
     first, late = ahead(["mixed"] * 16, [1, 4])
     assert first.stale == []
     assert late.metrics["replay/stale"].value == 4
-    assert [group.id for group in late.stale] == [group.id for group in first.played if group not in first.groups]
+    assert [group.id for group in late.stale] == [group.id for group in first.finished if group not in first.groups]
 
 
 # Shaping comes before filtering.

@@ -50,7 +50,9 @@ def test_the_numbers_of_a_run():
     assert found["sampled per step"] == "at most 576 tokens"
     assert found["updates per step"].startswith("1 = 1 x 1 ")
     # Rows of 50 tokens are rounded up to 128 positions, of which 8 rows make about a thousand.
-    assert found["one pass"].startswith("8 rows x 128 positions = 1,024 tokens on each data-parallel device, several")
+    assert found["one microbatch"].startswith(
+        "8 rows x 128 positions = 1,024 tokens on each data-parallel device, several"
+    )
     assert found["the run"] == "100 steps, 100 updates, 3,200 rollouts, each of 400 training tasks 2.00 times"
     assert found["logits at a time"].startswith("8 x 16 x 264 floats")
     assert found["reference model"] == "not loaded, the KL coefficient is 0"
@@ -79,19 +81,19 @@ def test_rows_that_are_asked_for_and_not_packed():
             trainer=dataclasses.replace(CONFIG.trainer, per_device_parallelism=6),
         )
     )
-    assert found["one pass"].startswith("6 rows x 50 positions = 300 tokens on each data-parallel device, one sequence")
+    assert found["one microbatch"].startswith(
+        "6 rows x 50 positions = 300 tokens on each data-parallel device, one sequence"
+    )
 
 
 def test_rows_that_differ_on_a_tpu():
     model = dataclasses.replace(CONFIG.model, seq_len=2048)
     found = lines(dataclasses.replace(CONFIG, model=model, rollouts=RolloutConfig(max_length=1100)))
-    assert found["one pass"].startswith("1 rows x 1,280 positions = 1,280 tokens on each data-parallel device")
-    assert found["one pass"].endswith("; 1,536 positions on tpu")
+    assert found["one microbatch"].startswith("1 rows x 1,280 positions = 1,280 tokens on each data-parallel device")
+    assert found["one microbatch"].endswith("; 1,536 positions on tpu")
 
 
-@pytest.mark.parametrize(
-    ("shared", "words"), [(True, "one output on the policy's trunk"), (False, "a trunk of its own")]
-)
+@pytest.mark.parametrize(("shared", "words"), [(True, "one output on the policy's trunk"), (False, "a separate trunk")])
 def test_a_critic_is_told_of(shared: bool, words: str):
     found = lines(dataclasses.replace(CONFIG, advantage=GaeConfig(), critic=CriticConfig(shared_trunk=shared)))
     assert found["critic"] == words

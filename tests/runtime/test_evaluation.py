@@ -191,7 +191,7 @@ def test_settings_that_contradict_one_another_are_refused(changes: dict, message
 def test_without_tasks_nothing_is_evaluated():
     never = EvaluationConfig(every=1, tasks=0)
     assert not any(never.is_due(step, 3) for step in range(1, 4))
-    with pytest.raises(ValueError, match=r"evaluation\.tasks is 0, so that nothing is evaluated; say how many"):
+    with pytest.raises(ValueError, match=r"evaluation\.tasks is 0; set the number of tasks"):
         measure(runner(lambda request: "1"), tasks=0)
 
 

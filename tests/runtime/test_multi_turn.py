@@ -136,7 +136,7 @@ def test_episodes_of_1_2_6_and_3_turns_are_one_group(tokenizer: ChatTokenizer):
     assert [processed.input_ids.shape[0] for processed in batch.rollouts] == sequence_counts(tokenizer)
     assert [processed.num_loss_tokens for processed in batch.rollouts] == list(TOKENS)
     # One advantage per rollout, the same on the tokens of all its turns.
-    for token_advantages, advantage, tokens in zip(batch.token_advantages_list, ADVANTAGES, TOKENS, strict=True):
+    for token_advantages, advantage, tokens in zip(batch.token_advantages, ADVANTAGES, TOKENS, strict=True):
         np.testing.assert_allclose(token_advantages.advantages, [advantage] * tokens, rtol=1e-12)
 
 
@@ -227,7 +227,7 @@ STEPS = ((0.285, 0.475, 0.0), (-0.6175, -0.475, 0.0), (0.3325, 0.0))
 def by_turn(batch: TrainingBatch, group: RolloutGroup) -> list[list[float]]:
     """The advantage of each turn, after a look at all of its tokens."""
     found = []
-    for rollout, token_advantages in zip(group.rollouts, batch.token_advantages_list, strict=True):
+    for rollout, token_advantages in zip(group.rollouts, batch.token_advantages, strict=True):
         lengths = [len(turn.generation.token_ids) for turn in rollout.turns]
         parts = np.split(token_advantages.advantages, np.cumsum(lengths)[:-1])
         assert all(np.unique(part).size == 1 for part in parts)
@@ -269,7 +269,7 @@ def test_what_gigpo_adds_up_is_told_turn_by_turn(caplog: pytest.LogCaptureFixtur
 
 def test_what_gigpo_adds_up_is_stored_turn_by_turn():
     _, group, batch = play(worked_example(), advantage=GigpoConfig())
-    rows = [as_row(rollout, 1, "training", batch.signals[rollout.id], lambda token: b"x") for rollout in group.rollouts]
+    rows = [as_row(rollout, 1, "training", batch.stored[rollout.id], lambda token: b"x") for rollout in group.rollouts]
     assert [row["turns"][0]["episode_advantage"] for row in rows] == pytest.approx(EPISODE)
     assert [[turn["step_advantage"] for turn in row["turns"]] for row in rows] == [
         pytest.approx(list(one)) for one in STEPS
@@ -361,10 +361,10 @@ def test_gae_earns_rewards_of_turns_where_they_end_across_observations():
     # A reward function's score that no turn earned, such as one of length.
     rollouts = [dataclasses.replace(one, rewards={**one.rewards, "short": 0.75}) for one in group.rollouts]
     batch = build_batch(run, [RolloutGroup(group.id, rollouts)], PhaseTimer())
-    for rollout, processed, token_advantages in zip(rollouts, batch.rollouts, batch.token_advantages_list, strict=True):
+    for rollout, processed, token_advantages in zip(rollouts, batch.rollouts, batch.token_advantages, strict=True):
         expected = np.array(gae_by_position(rollout, row.astype(np.float64), 0.9, 0.8))
         np.testing.assert_allclose(token_advantages.advantages, expected, rtol=1e-12, atol=1e-12)
         values = processed.values[processed.loss_mask].astype(np.float64)
         np.testing.assert_allclose(token_advantages.value_targets, expected + values, rtol=1e-12, atol=1e-12)
-        stored = as_row(rollout, 1, "training", batch.signals[rollout.id], lambda token: b"x")
+        stored = as_row(rollout, 1, "training", batch.stored[rollout.id], lambda token: b"x")
         assert [value for turn in stored["turns"] for value in turn["values"]] == values.tolist()

@@ -76,7 +76,7 @@ def test_what_was_sampled_with_weights_that_are_gone_is_sampled_anew_where_they_
     said: list[str] = []
     forget_older(run, said.append)
     assert said == [
-        "2 waiting groups were sampled with older weights than those kept; what was not trained on yet is played anew"
+        "2 waiting groups were sampled with weights that are no longer kept; those not trained on are sampled again"
     ]
     assert run.replay.ages(3) == [0]
     assert [task["id"] for task in run.orders.state["again"]] == ["task-1", "task-2"]
@@ -87,7 +87,7 @@ def test_damaged_checkpoints_are_told_of(finished_run: TinyRun, tmp_path: Path):
     (copied.checkpoint(6) / "manifest.json").write_text("{")
     said: list[str] = []
     assert reopen(copied, said.append).progress.step == 5
-    assert said[0] == "the checkpoint of step 6 is damaged and passed over; log.txt says what is wrong with it"
+    assert said[0] == "the checkpoint of step 6 is damaged and was skipped; see log.txt for the reason"
     assert said[1].startswith("resuming after step 5")
 
 

@@ -222,7 +222,7 @@ def test_whatever_happens_steps_get_whole_fresh_groups_once(filter_config: objec
             assert len(names) == GROUPS
         trained.update(names)
         tasks |= {group.id: group.rollouts[0].task.id for group in collected.groups}
-        came = [group.id for group in collected.played]
+        came = [group.id for group in collected.finished]
         assert seen.isdisjoint(came)
         seen |= set(came)
         assert run.replay.uses_left + uses * len(run.orders.outstanding) <= (staleness + 1) * GROUPS * (

@@ -55,7 +55,7 @@ def build(run: TrainingRun, *rollouts: Rollout) -> TrainingBatch:
 
 
 def mean_advantages(batch: TrainingBatch) -> dict[str, float | None]:
-    return {id: signal.mean_advantage for id, signal in batch.signals.items()}
+    return {id: signal.mean_advantage for id, signal in batch.stored.items()}
 
 
 def actions(batch: TrainingBatch, name: str) -> list[list[float]]:
@@ -171,7 +171,7 @@ def test_groups_and_their_order_are_kept():
     batch = build_batch(run, [first, second], PhaseTimer())
     assert [[signal.id for signal in signals] for signals in recorder.told[0]] == [["a", "b", "c"], ["d", "e"]]
     # Numbers 0 to 4 went to a to e; b has no tokens.
-    assert [token_advantages.advantages.tolist() for token_advantages in batch.token_advantages_list] == [
+    assert [token_advantages.advantages.tolist() for token_advantages in batch.token_advantages] == [
         [0, 0],
         [2, 2],
         [3, 3],
@@ -211,7 +211,7 @@ def test_the_kl_can_be_watched_without_a_penalty():
     def advantages(kl: NoKlConfig, reference: Score | None) -> tuple[list[list[float]], Mapping[str, float]]:
         run = bare_run(make_config(kl=kl), reference=reference)
         batch = build(run, rollout("a", 1.0), rollout("b", 0.0, turn(3)))
-        return [token_advantages.advantages.tolist() for token_advantages in batch.token_advantages_list], batch.metrics
+        return [token_advantages.advantages.tolist() for token_advantages in batch.token_advantages], batch.metrics
 
     assert not NoKlConfig().needs_reference
     assert NoKlConfig(watch=True).needs_reference
@@ -275,18 +275,14 @@ def test_values_and_targets_reach_estimator_batch_and_metric():
     )
     batch = build(run, rollout("a", 5.0, turn(3)))
     # The worked example of OBJECTIVES.md.
-    assert [token_advantages.advantages.tolist() for token_advantages in batch.token_advantages_list] == [
-        [1.0, 1.0, 2.0]
-    ]
-    assert [token_advantages.value_targets.tolist() for token_advantages in batch.token_advantages_list] == [
-        [2.0, 3.0, 5.0]
-    ]
+    assert [token_advantages.advantages.tolist() for token_advantages in batch.token_advantages] == [[1.0, 1.0, 2.0]]
+    assert [token_advantages.value_targets.tolist() for token_advantages in batch.token_advantages] == [[2.0, 3.0, 5.0]]
     assert actions(batch, "values") == [[1.0, 2.0, 3.0]]
     variance = np.var([2.0, 3.0, 5.0], ddof=1)
     assert batch.metrics["critic/value_mean"] == pytest.approx(2.0)
     assert batch.metrics["critic/value_std"] == pytest.approx(1.0)
     assert batch.metrics["critic/target_mean"] == pytest.approx(10 / 3)
-    [stored] = batch.signals.values()
+    [stored] = batch.stored.values()
     assert stored.values is not None
     assert stored.value_targets is not None
     assert (stored.values.tolist(), stored.value_targets.tolist()) == ([1.0, 2.0, 3.0], [2.0, 3.0, 5.0])
@@ -436,7 +432,7 @@ def split(config: Any, count: int, step: int = 1, seed: int = 0, **changes: Any)
     batch = build(run, *named(count + 1))
     batch = batch._replace(
         rollouts=batch.rollouts[1:],
-        token_advantages_list=batch.token_advantages_list[1:],
+        token_advantages=batch.token_advantages[1:],
         importance_weights=batch.importance_weights[1:],
     )
     found = []

@@ -169,7 +169,7 @@ def test_without_validation_tasks_nothing_tells_when_to_stop(trainer: TrainerCon
 
 
 def test_worked_answers_that_do_not_fit_are_told(trainer: TrainerConfig):
-    with pytest.raises(WarmStartError, match=r"not one of 8 worked answers fits into 7 tokens; raise rollouts.max_len"):
+    with pytest.raises(WarmStartError, match=r"none of 8 worked answers fits into 7 tokens; raise rollouts.max_len"):
         run(trainer, runner(WORKED, length=7), Watch())
 
 
