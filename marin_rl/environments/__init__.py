@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What can be attempted. Importing this registers every environment, and loads no jax."""
+"""Environments. Importing this package registers all of them, without importing jax."""
 
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import Demonstrator, Environment, EnvironmentConfig, Episode, Split, Step

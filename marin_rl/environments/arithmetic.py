@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Built-in sums and differences: no dependency, no download, verified by construction."""
+"""Built-in addition and subtraction problems, generated without dependencies or downloads."""
 
 import dataclasses
 import random
@@ -16,7 +16,7 @@ from marin_rl.types import Message, Task
 @EnvironmentConfig.register_subclass("arithmetic")
 @dataclasses.dataclass(frozen=True)
 class ArithmeticConfig(EnvironmentConfig):
-    """Sums and differences such as `12+34=`, all distinct; the reply must be the exact number.
+    """Distinct addition and subtraction problems such as `12+34=`; the reply must be the exact number.
 
     There are (10^digits)^terms · len(operations)^(terms−1) distinct problems: 20,000 by default.
     """
@@ -24,30 +24,30 @@ class ArithmeticConfig(EnvironmentConfig):
     terms: int = 2
     """Numbers in a problem; at least 2."""
     digits: int = 2
-    """Most digits of a number: numbers are drawn evenly from 0 to 10^digits − 1."""
+    """Maximum number of digits; each number is uniform between 0 and 10^digits − 1."""
     operations: str = "+-"
-    """Which operations occur: `+`, `-` or `+-`."""
+    """Allowed operations: `+`, `-` or `+-`."""
     size: int = 10_000
-    """How many distinct problems to draw, over all splits."""
+    """Number of distinct problems to draw, over all splits."""
     seed: int = 0
-    """Which problems are drawn, and their order. The split of a problem does not depend on it."""
+    """Seed for the choice of problems and their order. The split of a problem does not depend on it."""
     reverse_answer: bool = False
-    """Whether the reply has the answer's characters in reverse (`64` for 46, `7-` for −7), so that
-    carries run in the direction of writing: far easier for a small model."""
+    """Whether the reply must be the answer in reverse (`64` for 46, `7-` for −7). Carries then run in the direction of
+    generation, which is far easier for a small model."""
     held_out: float = 0.1
-    """Share of problems held out, by hash of their text; at least 0, below 1."""
+    """Share of problems that are held out, by hash of their text; in [0, 1)."""
     validation: float = 0.05
-    """Share of problems for validation, by hash of their text; at least 0, below 1."""
+    """Share of problems for validation, by hash of their text; in [0, 1)."""
     format: FormatConfig | None = None
-    """Optional reward for the reply's form."""
+    """Optional reward for the format of the reply."""
     name: str = "arithmetic"
-    """Name under which metrics are logged."""
+    """Name for metrics."""
 
     def __post_init__(self) -> None:
         if self.terms < 2:
-            raise ValueError(f"terms is {self.terms}; a sum has at least 2")
+            raise ValueError(f"terms must be at least 2, got {self.terms}")
         if self.digits < 1:
-            raise ValueError(f"digits is {self.digits}; a number has at least 1")
+            raise ValueError(f"digits must be at least 1, got {self.digits}")
         if self.operations not in ("+", "-", "+-"):
             raise ValueError(f"operations is {self.operations!r}; choose '+', '-' or '+-'")
         if not 1 <= self.size <= self.num_distinct:
@@ -59,7 +59,7 @@ class ArithmeticConfig(EnvironmentConfig):
 
     @property
     def num_distinct(self) -> int:
-        """How many distinct problems there are to draw from."""
+        """Number of distinct problems."""
         return 10 ** (self.digits * self.terms) * len(self.operations) ** (self.terms - 1)
 
     def build(self) -> Environment:
@@ -76,7 +76,7 @@ class ArithmeticConfig(EnvironmentConfig):
         generator = random.Random(self.seed)
         if 2 * self.size > self.num_distinct:
             return generator.sample(range(self.num_distinct), self.size)
-        # sample() cannot take a range longer than a machine word counts; here a repetition is at most an even chance.
+        # sample() rejects a range longer than a machine word; here at most half of the draws are repetitions.
         drawn: dict[int, None] = {}
         while len(drawn) < self.size:
             drawn[generator.randrange(self.num_distinct)] = None

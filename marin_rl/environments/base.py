@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What an environment is: tasks in three disjoint splits, and episodes that speak messages."""
+"""Interfaces of environments: tasks in three disjoint splits, and episodes that exchange messages."""
 
 import abc
 import dataclasses
@@ -18,126 +18,126 @@ from marin_rl.types import Info, Message, Task
 
 
 class Split(enum.StrEnum):
-    """Which tasks: the three never share a problem text."""
+    """Split of an environment's tasks; no problem text is in two splits."""
 
     TRAIN = "train"
-    """What warm start and RL train on."""
+    """Tasks for the warm start and RL training."""
     VALIDATION = "validation"
-    """What warm start's stopping rule and tuning may look at."""
+    """Tasks for tuning and for the stopping criterion of the warm start."""
     HELD_OUT = "held_out"
-    """What the reported accuracy is measured on, and nothing else."""
+    """Tasks for the reported accuracy only."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """An environment's answer to one reply of the policy."""
+    """Response of an environment to one reply of the policy."""
 
     rewards: Mapping[str, float]
-    """Reward by component name, earned by this reply."""
+    """Reward of this reply by component name."""
     messages: tuple[Message, ...] = ()
-    """What the policy is shown next, none of it of role `assistant`. Where the episode is over they may be empty;
-    otherwise they are the rollout's last observation, which reward functions and the store get."""
+    """Next messages shown to the policy, without role `assistant`. May be empty if the episode is done; otherwise they
+    are the last observation of the rollout, which reward functions and the rollout store receive."""
     done: bool = True
-    """Whether the episode is over."""
+    """Whether the episode is done."""
     action: str | None = None
-    """What the reply was taken for (`left`); None where that is the reply itself."""
+    """Action parsed from the reply (`left`); None if the action is the reply itself."""
     anchor_state: object = None
-    """What identifies the state that the messages show (GiGPO), as JSON can hold it; None: the messages themselves."""
+    """JSON value that identifies the state shown by the messages (GiGPO); None if the messages identify it."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """What there is to measure, by name; of an episode's steps the last to name a metric decides it."""
+    """Metrics by name; the last step of an episode that has a name determines its value."""
     info: Info = dataclasses.field(default_factory=dict)
-    """Free metadata about this turn, JSON values by name; stored with the rollout and shown by the viewer."""
+    """Metadata of this turn: JSON values by name, stored with the rollout and shown by the viewer."""
     rollout_info: Info = dataclasses.field(default_factory=dict)
-    """Free metadata about the whole episode; of an episode's steps the last to name a key decides it."""
+    """Metadata of the episode: JSON values by name; the last step that has a name determines its value."""
 
 
 @runtime_checkable
 class Episode(Protocol):
     """One attempt at one task; used once.
 
-    All episodes of a step run in one event loop. What takes long belongs behind an `await`: other episodes, and
-    sampling, go on meanwhile. Blocking code goes into `await asyncio.to_thread(...)`.
+    All episodes of a training step share one event loop. Use `await` for slow operations, so that other episodes and
+    sampling continue, and `await asyncio.to_thread(...)` for blocking code.
     """
 
     async def step(self, reply: str) -> Step:
-        """Answer the policy's reply. Whatever this raises marks the rollout as failed."""
+        """Respond to a reply of the policy. Any exception marks the rollout as failed."""
         ...
 
     async def close(self) -> None:
-        """Let go of whatever the episode holds; called once, however it ended."""
+        """Release the resources of the episode; called exactly once, also after a failure."""
         ...
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """A source of tasks and the judge of attempts at them."""
+    """Source of tasks, and of the episodes that score attempts at them."""
 
     @property
     def name(self) -> str:
-        """Name under which its metrics are logged."""
+        """Name for metrics."""
         ...
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """The tasks of a split, always in the same order; no problem text occurs in two splits."""
+        """Return the tasks of a split in a fixed order; no problem text is in two splits."""
         ...
 
     async def start(self, task: Task, seed: int) -> Episode:
-        """Begin an attempt. Equal tasks and seeds begin equally, and show the task's messages first."""
+        """Start an attempt. It begins with the task's messages, and depends on task and seed only."""
         ...
 
 
 class NoSandboxError(ValueError):
-    """Programs that the policy writes would have no sandbox to run in; the message names what runs them."""
+    """Raised if the policy's programs have no sandbox to run in; the message names environment and tool."""
 
 
 @runtime_checkable
 class CodeRunner(Protocol):
-    """Runs programs that a model wrote, where they can do no harm."""
+    """Runs programs written by a model in isolation."""
 
     async def run_python(self, code: str, stdin: str = "") -> PythonResult:
-        """Run a program as `python main.py` would."""
+        """Run a program like `python main.py`."""
         ...
 
 
 @runtime_checkable
 class Demonstrator(Protocol):
-    """An environment that can show how its tasks are done, over all their turns: what a warm start imitates."""
+    """An environment with demonstrations of its tasks over all turns, which a warm start imitates."""
 
     def can_demonstrate(self, task: Task) -> bool:
-        """Whether there is a demonstration of a task."""
+        """Return whether a task has a demonstration."""
         ...
 
     def demonstrate(self, task: Task) -> tuple[Message, ...]:
-        """A complete conversation that attempts a task well: its messages, replies, and what they were answered.
+        """Return a complete conversation that solves a task: its messages, replies and observations.
 
-        Always the same for the same task.
+        Deterministic for each task.
 
         Raises:
-            ValueError: if there is none.
+            ValueError: if the task has no demonstration.
         """
         ...
 
 
 def can_demonstrate(environment: Environment, task: Task) -> bool:
-    """Whether there is a conversation to imitate: the environment's demonstration, or the task's worked answer."""
+    """Return whether a task has a demonstration or a worked answer to imitate."""
     if isinstance(environment, Demonstrator):
         return environment.can_demonstrate(task)
     return task.worked_answer is not None
 
 
 def demonstration(environment: Environment, task: Task) -> tuple[Message, ...]:
-    """The conversation to imitate for a task.
+    """Return the conversation to imitate for a task.
 
     Args:
-        environment: made the task. What it demonstrates itself comes first; otherwise the task's worked answer is
-            the one reply.
-        task: what is attempted.
+        environment: the task's environment. Its demonstration takes precedence over the worked answer, which becomes
+            the only reply.
+        task: the task.
 
     Returns:
-        The task's messages, then replies (role `assistant`) and what they were answered.
+        The task's messages, then replies (role `assistant`) and observations.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if the task has neither.
     """
     if isinstance(environment, Demonstrator):
         return environment.demonstrate(task)
@@ -148,54 +148,54 @@ def demonstration(environment: Environment, task: Task) -> tuple[Message, ...]:
 
 @runtime_checkable
 class CodeRunningEnvironment(Protocol):
-    """An environment that runs programs which the policy wrote, in a sandbox that is made later than it."""
+    """An environment that runs the policy's programs in a sandbox, which is created after the environment."""
 
     def connect_code_runner(self, runner: CodeRunner | None) -> bool:
-        """Take the sandbox; called once, before anything is played. Whether there is something to run in it.
+        """Set the sandbox; called once before any rollout. Returns whether the environment runs programs.
 
         Raises:
-            NoSandboxError: if there is something to run, and None to run it in.
+            NoSandboxError: if it runs programs and `runner` is None.
         """
         ...
 
 
 def connect_code_runner(environment: Environment, runner: CodeRunner | None) -> bool:
-    """Give an environment the sandbox, if it or a part of it runs programs.
+    """Connect an environment to the sandbox if it, or a part of it, runs programs.
 
     Args:
-        environment: about to be played.
-        runner: runs programs where they can do no harm; None where there is no sandbox.
+        environment: an environment without running episodes.
+        runner: runs programs in isolation; None if there is no sandbox.
 
     Returns:
         Whether it runs programs, so that the sandbox must be started.
 
     Raises:
-        NoSandboxError: if it runs programs and there is no sandbox; names environment and tool.
+        NoSandboxError: if it runs programs and there is no sandbox; the message names environment and tool.
     """
     return isinstance(environment, CodeRunningEnvironment) and environment.connect_code_runner(runner)
 
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentConfig(draccus.ChoiceRegistry, abc.ABC):
-    """Chooses an environment by `type`."""
+    """Base of environment configs, selected by `type`."""
 
     level: ClassVar[int] = 0
-    """How deep environments nest: this one may hold those of lower levels. 0: it holds none."""
+    """Nesting level: an environment may contain environments of lower levels; 0 contains none."""
 
     rewards: tuple[RewardComponentConfig, ...] = dataclasses.field(default=(), kw_only=True)
-    """Reward functions that judge its rollouts, besides the environment itself."""
+    """Reward functions for its rollouts, in addition to the environment's rewards."""
 
     def reward_components(self, environment: Environment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
-        """Which reward functions judge the rollouts of which environment, by its name.
+        """Return the reward functions for rollouts by environment name.
 
         Args:
-            environment: what `build` made.
+            environment: result of `build`.
         """
         return {environment.name: self.rewards}
 
     @abc.abstractmethod
     def build(self) -> Environment:
-        """Make the environment.
+        """Build the environment.
 
         Raises:
             ValueError: if it would have no tasks; the message names the source.
@@ -203,12 +203,12 @@ class EnvironmentConfig(draccus.ChoiceRegistry, abc.ABC):
 
 
 def check_nested(outer: EnvironmentConfig, inner: EnvironmentConfig, key: str) -> None:
-    """Refuse an environment config that `outer` cannot contain: its level must be lower.
+    """Check that `outer` can contain `inner`, whose level must be lower.
 
     Args:
-        outer: a config that contains other environments.
-        inner: one of them.
-        key: where `inner` stands within `outer`, for the message.
+        outer: config that contains other environments.
+        inner: one of these environments.
+        key: key of `inner` within `outer`, for the message.
 
     Raises:
         ValueError: if the level of `inner` is not below that of `outer`.
@@ -223,12 +223,12 @@ def check_nested(outer: EnvironmentConfig, inner: EnvironmentConfig, key: str) -
 
 
 def split_of(problem: str, held_out: float, validation: float) -> Split:
-    """The split that a problem text belongs to, by its hash: stable across runs, seeds and machines.
+    """Return the split of a problem, determined by the hash of its text on every machine and for every seed.
 
     Args:
-        problem: the complete text of the problem; equal texts always share a split.
+        problem: complete text of the problem.
         held_out: share of all problems that are held out, in [0, 1).
-        validation: share of all problems kept for validation, in [0, 1).
+        validation: share of all problems for validation, in [0, 1).
 
     >>> split_of("2+3=", 0.1, 0.1) is split_of("2+3=", 0.1, 0.1)
     True

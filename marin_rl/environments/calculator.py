@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Arithmetic for tools: expressions of numbers and nothing else, in bounded time and memory."""
+"""Evaluates arithmetic expressions in bounded time and memory."""
 
 import ast
 import math
@@ -10,30 +10,30 @@ import re
 from collections.abc import Callable, Mapping
 
 MAX_LENGTH = 400
-"""Most characters of an expression."""
+"""Maximum number of characters of an expression."""
 MAX_DEPTH = 60
-"""Most levels of an expression."""
+"""Maximum nesting depth of an expression."""
 MAX_BITS = 4096
-"""Most bits of a whole number, about 1,200 digits."""
+"""Maximum number of bits of an integer, about 1,200 digits."""
 
 Number = int | float
 
 
 class CalculatorError(ValueError):
-    """An expression that cannot be worked out; the message says why, to whoever wrote it."""
+    """Raised if an expression cannot be evaluated; the message is written for the policy."""
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression.
+    """Evaluate an expression.
 
     Args:
         expression: numbers, brackets, `+ - * / // % **`, and `abs`, `max`, `min`, `round`, `sqrt`.
 
     Returns:
-        The value: whole numbers exactly, others to 15 digits.
+        The value: integers exactly, other numbers to 15 digits.
 
     Raises:
-        CalculatorError: if it is no such expression, has no value, or is too large.
+        CalculatorError: if the expression is invalid, has no value, or is too large.
 
     >>> calculate("(3 + 4) * 2 ** 5")
     '224'
@@ -57,7 +57,7 @@ def calculate(expression: str) -> str:
     return str(value) if isinstance(value, int) else format(value, ".15g")
 
 
-# A number with a letter right behind it is legal Python here and there, and draws a warning.
+# Python accepts a letter directly after a number in some places, with a warning.
 _WORDS = re.compile(r"(?:(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?![\w.])|[a-z]+(?!\w)|[-+*/%(),\s])+")
 
 
@@ -104,7 +104,7 @@ def _call(name: str, arguments: list[Number]) -> Number:
 def _round(number: Number, digits: Number | None = None) -> Number:
     if digits is None:
         return round(number)
-    # Python works out the power of ten that a whole number is rounded to.
+    # Python computes the power of ten for rounding an integer.
     if not isinstance(digits, int) or abs(digits) > MAX_BITS:
         raise CalculatorError(f"the number of digits must be a whole one and at most {MAX_BITS}")
     return round(number, digits)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Several environments as one: what mixtures and curricula share."""
+"""Environments composed of several environments: the common code of mixtures and curricula."""
 
 import bisect
 import dataclasses
@@ -27,108 +27,108 @@ from marin_rl.types import Message, Task
 
 @dataclasses.dataclass(frozen=True)
 class CompositeEnvironment:
-    """Environments whose tasks are drawn together; each plays and judges its own."""
+    """Draws training tasks from several environments; each runs and scores its own tasks."""
 
     name: str
-    """Its name in messages; metrics go by the names of the parts."""
+    """Name for messages; metrics use the names of the parts."""
     parts: Mapping[str, Environment]
-    """The environments, by name."""
+    """Environments by name."""
     make_stream: Callable[[int], TaskStream]
-    """Makes the stream of training tasks from a seed."""
+    """Creates the stream of training tasks from a seed."""
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """The tasks of all parts, part after part."""
+        """Return the tasks of all parts, in the order of the parts."""
         return [task for part in self.parts.values() for task in part.tasks(split)]
 
     async def start(self, task: Task, seed: int) -> Episode:
-        """Begin an attempt in the task's own environment.
+        """Start an attempt in the environment of the task.
 
         Raises:
-            ValueError: if the task belongs to none of them.
+            ValueError: if no part has the task.
         """
         return await self._part_of(task).start(task, seed)
 
     def stream(self, seed: int) -> TaskStream:
-        """The stream of training tasks."""
+        """Return the stream of training tasks."""
         return self.make_stream(seed)
 
     def connect_code_runner(self, runner: CodeRunner | None) -> bool:
-        """Give the sandbox to the parts that run programs; whether there are any."""
+        """Connect all parts that run programs to the sandbox; return whether any part does."""
         needed = [connect_code_runner(part, runner) for part in self.parts.values()]
         return any(needed)
 
     def can_demonstrate(self, task: Task) -> bool:
-        """Whether the task's environment has a conversation to imitate."""
+        """Return whether the task's environment has a conversation to imitate."""
         return can_demonstrate(self._part_of(task), task)
 
     def demonstrate(self, task: Task) -> tuple[Message, ...]:
-        """The demonstration or worked answer of the task's environment."""
+        """Return the demonstration or worked answer of the task's environment."""
         return demonstration(self._part_of(task), task)
 
     def _part_of(self, task: Task) -> Environment:
         if task.environment not in self.parts:
             raise ValueError(
-                f"environment {self.name!r} cannot play task {task.id!r} of {task.environment!r}; it has "
+                f"environment {self.name!r} cannot run task {task.id!r} of {task.environment!r}; its environments are "
                 + ", ".join(self.parts)
             )
         return self.parts[task.environment]
 
 
 def by_name(environments: Iterable[Environment], whole: str) -> dict[str, Environment]:
-    """Environments by their names.
+    """Return environments by name.
 
     Args:
-        environments: in order.
-        whole: what they are parts of, for messages.
+        environments: the environments, in order.
+        whole: name of the composite, for messages.
 
     Raises:
-        ValueError: if there is none, if two share a name, or if one is without training tasks.
+        ValueError: if there is no environment, two share a name, or one has no training tasks.
     """
-    found: dict[str, Environment] = {}
+    environments_by_name: dict[str, Environment] = {}
     for environment in environments:
-        if environment.name in found:
+        if environment.name in environments_by_name:
             raise ValueError(
-                f"{whole} has two environments named {environment.name!r}, whose metrics would be one; "
-                "give one of them another name"
+                f"{whole} has two environments named {environment.name!r}, which would share metrics; "
+                "rename one of them"
             )
         if not environment.tasks(Split.TRAIN):
             raise ValueError(f"{whole}: environment {environment.name!r} has no tasks to train on")
-        found[environment.name] = environment
-    if not found:
+        environments_by_name[environment.name] = environment
+    if not environments_by_name:
         raise ValueError(f"{whole} has no environments; give it at least one")
-    return found
+    return environments_by_name
 
 
 def part_rewards(
     environment: Environment, parts: Sequence[EnvironmentConfig], more: tuple[RewardComponentConfig, ...]
 ) -> dict[str, tuple[RewardComponentConfig, ...]]:
-    """Which reward functions judge the rollouts of which part.
+    """Return the reward functions by part.
 
     Args:
         environment: the composite.
-        parts: the configs of its parts, in order.
-        more: reward functions that judge all of them.
+        parts: configs of its parts, in order.
+        more: reward functions for all parts.
     """
     assert isinstance(environment, CompositeEnvironment)
-    found: dict[str, tuple[RewardComponentConfig, ...]] = {}
+    components: dict[str, tuple[RewardComponentConfig, ...]] = {}
     for config, part in zip(parts, environment.parts.values(), strict=True):
-        found |= config.reward_components(part)
-    return {name: (*own, *more) for name, own in found.items()}
+        components |= config.reward_components(part)
+    return {name: (*own, *more) for name, own in components.items()}
 
 
 def draw_by_weight(
     parts: Mapping[str, Environment], weights: Mapping[str, float], state: StreamState, count: int, seed: int
 ) -> tuple[list[Task], StreamState]:
-    """Draw tasks, each from a part chosen by weight; every part walks its own order from where it was left.
+    """Draw tasks, each from a part sampled by weight; every part continues in its own task order.
 
-    Which part the n-th task is from depends on seed, n and weights alone.
+    The part of the n-th task depends on seed, n and weights only.
 
     Args:
         parts: environments by name.
-        weights: of those that take part, above 0.
-        state: holds `drawn` and, by part, `parts`; whatever else it holds is kept.
-        count: how many tasks.
-        seed: of the choice, and of every part's order.
+        weights: weights of the parts to draw from, above 0.
+        state: has `drawn` and, by part, `parts`; other entries are kept.
+        count: number of tasks.
+        seed: seed for the choice of parts and for the task order of each part.
     """
     names = list(weights)
     bounds = list(itertools.accumulate(weights[name] for name in names))

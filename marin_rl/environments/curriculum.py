@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Lessons that open one after the other, as the policy gets better at those before."""
+"""Curricula: lessons that unlock as the policy improves on earlier ones."""
 
 import dataclasses
 import difflib
@@ -19,42 +19,42 @@ from marin_rl.types import Rollout, RolloutGroup, Task
 
 @dataclasses.dataclass(frozen=True)
 class LessonConfig:
-    """One lesson of a curriculum."""
+    """Lesson of a curriculum."""
 
     name: str
-    """Its name in `after`, in messages and in metrics."""
+    """Name of the lesson in `after`, messages and metrics."""
     environment: EnvironmentConfig
-    """What is practised; its own name must differ from those of the other lessons."""
+    """Environment of the lesson; environment names must differ between lessons."""
     weight: float = 1.0
-    """How often tasks are drawn from it while it is open, beside the weights of other open lessons; above 0."""
+    """Sampling weight relative to the other open lessons; above 0."""
     after: tuple[str, ...] = ()
-    """Names of the lessons that must have reached their `unlock_at` before this one opens; none: it is open."""
+    """Names of the lessons that must have reached `unlock_at` before this lesson opens; empty: it is open."""
     unlock_at: float = 0.7
-    """The score from which on this lesson has been learned, and those after it may open: the mean over `window`."""
+    """Mean score over `window` at which the lessons that depend on this one may open."""
     graduate_at: float | None = None
-    """The score from which on this lesson is not drawn any more, at least `unlock_at`; null: it is drawn to the end.
-    Where all open lessons have graduated, they are drawn again."""
+    """Mean score at which the lesson is no longer drawn, at least `unlock_at`; null: it is always drawn.
+    If all open lessons have graduated, they are drawn again."""
     window: int = 200
-    """How many of the lesson's last graded rollouts its score is the mean of; before there are so many it has none."""
+    """Number of the lesson's last scored rollouts in its mean score; the score is undefined until there are as many."""
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < math.inf:
-            raise ValueError(f"lesson {self.name!r}: weight is {self.weight}; it must be finite and above 0")
+            raise ValueError(f"lesson {self.name!r}: weight must be finite and above 0, got {self.weight}")
         if self.window < 1:
-            raise ValueError(f"lesson {self.name!r}: window is {self.window}; it must be at least 1 rollout")
+            raise ValueError(f"lesson {self.name!r}: window must be at least 1 rollout, got {self.window}")
         if self.graduate_at is not None and self.graduate_at < self.unlock_at:
             raise ValueError(
                 f"lesson {self.name!r}: graduate_at {self.graduate_at} is below unlock_at {self.unlock_at}, so it "
-                "would be left before it opens anything; raise it, or lower unlock_at"
+                "would graduate before it unlocks other lessons; raise graduate_at or lower unlock_at"
             )
 
 
 @EnvironmentConfig.register_subclass("curriculum")
 @dataclasses.dataclass(frozen=True)
 class CurriculumConfig(EnvironmentConfig):
-    """Lessons with dependencies. Open lessons are a mixture; what is open follows from the training rollouts' scores.
+    """Lessons with dependencies. Training tasks are a mixture of the open lessons, which training scores determine.
 
-    The score of a rollout is its component `correct` or, without one, its return.
+    The score of a rollout is its component `correct` or, if absent, its return.
     """
 
     level: ClassVar[int] = 2
@@ -62,7 +62,7 @@ class CurriculumConfig(EnvironmentConfig):
     lessons: tuple[LessonConfig, ...]
     """The lessons."""
     name: str = "curriculum"
-    """Name of the whole in messages."""
+    """Name of the curriculum, for messages."""
 
     def __post_init__(self) -> None:
         for index, lesson in enumerate(self.lessons):
@@ -77,33 +77,33 @@ class CurriculumConfig(EnvironmentConfig):
                     close = difflib.get_close_matches(other, names, n=1)
                     hint = f"did you mean {close[0]!r}? " if close else ""
                     raise ValueError(
-                        f"lesson {lesson.name!r} comes after {other!r}, which is no lesson; "
-                        f"{hint}There are: {', '.join(names)}"
+                        f"lesson {lesson.name!r} depends on {other!r}, which is not a lesson; "
+                        f"{hint}The lessons are: {', '.join(names)}"
                     )
         if cycle := _find_cycle({lesson.name: lesson.after for lesson in self.lessons}):
             raise ValueError(
-                f"curriculum {self.name!r}: lessons wait for one another: {' after '.join(map(repr, cycle))}; "
-                "none of them could ever open, so leave out one `after`"
+                f"curriculum {self.name!r}: lessons depend on one another in a cycle: "
+                f"{' after '.join(map(repr, cycle))}; remove one name from `after`"
             )
 
     def reward_components(self, environment: Environment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
-        """Each lesson's own reward functions, and those of the whole."""
+        """Return the reward functions of each lesson and of the curriculum."""
         return part_rewards(environment, [lesson.environment for lesson in self.lessons], self.rewards)
 
     def build(self) -> Environment:
-        """Make the lessons' environments.
+        """Build the environments of the lessons.
 
         Raises:
             ValueError: if two of them share a name, or there are none.
         """
-        made = [lesson.environment.build() for lesson in self.lessons]
-        parts = by_name(made, f"curriculum {self.name!r}")
-        lessons = {environment.name: lesson for environment, lesson in zip(made, self.lessons, strict=True)}
+        environments = [lesson.environment.build() for lesson in self.lessons]
+        parts = by_name(environments, f"curriculum {self.name!r}")
+        lessons = {environment.name: lesson for environment, lesson in zip(environments, self.lessons, strict=True)}
         return CompositeEnvironment(self.name, parts, lambda seed: CurriculumStream(parts, lessons, seed))
 
 
 def _find_cycle(after: Mapping[str, Sequence[str]]) -> list[str]:
-    """Names along a cycle, the first of them again at the end; empty where there is none."""
+    """Return the names along a cycle, with the first repeated at the end; empty if there is no cycle."""
     done: set[str] = set()
 
     def visit(name: str, path: list[str]) -> list[str]:
@@ -123,24 +123,24 @@ def _find_cycle(after: Mapping[str, Sequence[str]]) -> list[str]:
 class CurriculumStream:
     """Draws from the open lessons by weight.
 
-    Its state holds, beside what a mixture's does, the last scores of each lesson (`scores`), and those that have
-    reached `unlock_at` (`reached`) and `graduate_at` (`graduated`): what was reached once stays so.
+    In addition to the entries of a mixture's state, its state has the last scores of each lesson (`scores`) and the
+    lessons that have ever reached `unlock_at` (`reached`) and `graduate_at` (`graduated`).
     """
 
     environments: Mapping[str, Environment]
-    """By name."""
+    """Environments by name."""
     lessons: Mapping[str, LessonConfig]
-    """The lesson of each environment, by the environment's name."""
+    """Lessons by environment name."""
     seed: int
-    """Of the choice, and of every lesson's order."""
+    """Seed for the choice of lessons and for the task order of each lesson."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """All lessons' environments are measured apart."""
+        """Names of all environments; each has separate metrics."""
         return tuple(self.environments)
 
     def draw(self, state: StreamState, count: int) -> tuple[list[Task], StreamState]:
-        """The next tasks, each of an open lesson chosen by weight."""
+        """Draw tasks from the open lessons by weight."""
         opened = {name: lesson for name, lesson in self.lessons.items() if self._is_open(lesson, state)}
         graduated = state.get("graduated", ())
         drawn = {name: lesson for name, lesson in opened.items() if lesson.name not in graduated} or opened
@@ -148,7 +148,7 @@ class CurriculumStream:
         return draw_by_weight(self.environments, weights, state, count, self.seed)
 
     def learn(self, state: StreamState, groups: Sequence[RolloutGroup]) -> StreamState:
-        """Take the scores of graded rollouts in, and see what was reached by them."""
+        """Record the scores of rollouts and update the reached and graduated lessons."""
         scores = {lesson.name: list(state.get("scores", {}).get(lesson.name, ())) for lesson in self.lessons.values()}
         for group in groups:
             for rollout in group.rollouts:
@@ -166,13 +166,13 @@ class CurriculumStream:
         return {**state, "reached": sorted(reached), "graduated": sorted(graduated)}
 
     def metrics(self, state: StreamState) -> dict[str, float]:
-        """`curriculum/<lesson>/open` (1 or 0) and, once its window is full, `curriculum/<lesson>/score`."""
-        found: dict[str, float] = {}
+        """Return `curriculum/<lesson>/open` (1 or 0) and, once its window is full, `curriculum/<lesson>/score`."""
+        metrics: dict[str, float] = {}
         for lesson in self.lessons.values():
-            found[f"curriculum/{lesson.name}/open"] = float(self._is_open(lesson, state))
+            metrics[f"curriculum/{lesson.name}/open"] = float(self._is_open(lesson, state))
             if (score := self._score_of(lesson, state)) is not None:
-                found[f"curriculum/{lesson.name}/score"] = score
-        return found
+                metrics[f"curriculum/{lesson.name}/score"] = score
+        return metrics
 
     def _is_open(self, lesson: LessonConfig, state: StreamState) -> bool:
         return set(lesson.after) <= set(state.get("reached", ()))

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Question-and-answer datasets: JSONL files, and Hugging Face datasets from the hub or a folder."""
+"""Question-answer datasets: JSONL files, and Hugging Face datasets from the hub or a folder."""
 
 import dataclasses
 import json
@@ -22,46 +22,45 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 DEFAULT_HELD_OUT = 0.1
-"""Share that is held out where nothing else is said."""
+"""Default share of problems that are held out."""
 CHECKED_ANSWERS = 100
-"""How many ground truths are tried at the start. Parsing all of a large dataset would take minutes; an
-answer column that does not fit its grader shows in the first few, and a single bad row when it is met."""
+"""Number of ground truths that are checked at startup. Parsing all answers of a large dataset would take minutes; an
+answer column that does not fit its grader fails in the first rows, and a single bad row fails when it is used."""
 
 
 @EnvironmentConfig.register_subclass("jsonl")
 @dataclasses.dataclass(frozen=True)
 class JsonlConfig(EnvironmentConfig):
-    """A file with one JSON object a line: `{"prompt": "3+4=", "answer": "7"}`."""
+    """JSONL file with one object per line: `{"prompt": "3+4=", "answer": "7"}`."""
 
     path: str
-    """The file. Relative paths start at the working directory."""
+    """Path of the file, relative to the working directory."""
     held_out_path: str | None = None
-    """Optional second file with the held-out problems; without it a share of the first is held out."""
+    """Optional second file with the held-out problems; by default a share of the first file is held out."""
     rows: RowFormat = dataclasses.field(default_factory=RowFormat)
-    """What the columns mean."""
+    """Meaning of the columns."""
     grader: GraderConfig = dataclasses.field(default_factory=ExactConfig)
-    """How a reply is compared with the answer."""
+    """Grader that compares a reply with the answer."""
     reply_regex: str | None = None
-    """Optional regular expression whose group 1, at its last match in the reply, is graded; a reply
-    without a match is wrong."""
+    """Optional regular expression; group 1 of its last match in the reply is graded. A reply without a match is
+    wrong."""
     held_out: float | None = None
-    """Share of problems held out, by hash of their text; 0.1 by default. Not together with `held_out_path`."""
+    """Share of problems that are held out, by hash of their text; default 0.1. Excludes `held_out_path`."""
     validation: float = 0.05
-    """Share of the (other) problems for validation, by hash of their text; at least 0, below 1."""
+    """Share of the (other) problems for validation, by hash of their text; in [0, 1)."""
     format: FormatConfig | None = None
-    """Optional reward for the reply's form."""
+    """Optional reward for the format of the reply."""
     name: str | None = None
-    """Name under which metrics are logged; the file's name without its ending by default."""
+    """Name for metrics; default: the file name without its extension."""
 
     def __post_init__(self) -> None:
         _check(self, "held_out_path", self.held_out_path)
 
     def build(self) -> Environment:
-        """Read the file or files.
+        """Read the files.
 
         Raises:
-            ValueError: for a broken line (file and line number), a missing column or a problem that is both
-                trained on and held out.
+            ValueError: for an invalid line (with file and line number), a missing column, or a problem in both files.
             FileNotFoundError: if a file is missing.
         """
         name = Path(self.path).stem if self.name is None else self.name
@@ -72,33 +71,33 @@ class JsonlConfig(EnvironmentConfig):
 @EnvironmentConfig.register_subclass("hf")
 @dataclasses.dataclass(frozen=True)
 class HuggingFaceConfig(EnvironmentConfig):
-    """A Hugging Face dataset: from the hub, from a folder of data files, or as `save_to_disk` left it."""
+    """Hugging Face dataset from the hub, a folder of data files, or a folder written by `save_to_disk`."""
 
     path: str
-    """Name on the hub (`openai/gsm8k`) or a local folder."""
+    """Name on the hub (`openai/gsm8k`) or path of a local folder."""
     subset: str | None = None
-    """The dataset's configuration, where it has several (`main`)."""
+    """Configuration of a dataset that has several (`main`)."""
     split: str = "train"
-    """The dataset's split to train on."""
+    """Dataset split for training."""
     held_out_split: str | None = None
-    """The dataset's split with the held-out problems (`test`); without it a share of `split` is held out."""
+    """Dataset split with the held-out problems (`test`); by default a share of `split` is held out."""
     revision: str | None = None
-    """Commit or tag on the hub; pin it so that the data cannot change under an experiment."""
+    """Commit or tag on the hub; pin it to keep the data of an experiment fixed."""
     rows: RowFormat = dataclasses.field(default_factory=RowFormat)
-    """What the columns mean."""
+    """Meaning of the columns."""
     grader: GraderConfig = dataclasses.field(default_factory=ExactConfig)
-    """How a reply is compared with the answer."""
+    """Grader that compares a reply with the answer."""
     reply_regex: str | None = None
-    """Optional regular expression whose group 1, at its last match in the reply, is graded; a reply
-    without a match is wrong."""
+    """Optional regular expression; group 1 of its last match in the reply is graded. A reply without a match is
+    wrong."""
     held_out: float | None = None
-    """Share of problems held out, by hash of their text; 0.1 by default. Not together with `held_out_split`."""
+    """Share of problems that are held out, by hash of their text; default 0.1. Excludes `held_out_split`."""
     validation: float = 0.05
-    """Share of the (other) problems for validation, by hash of their text; at least 0, below 1."""
+    """Share of the (other) problems for validation, by hash of their text; in [0, 1)."""
     format: FormatConfig | None = None
-    """Optional reward for the reply's form."""
+    """Optional reward for the format of the reply."""
     name: str | None = None
-    """Name under which metrics are logged; the last part of `path` by default."""
+    """Name for metrics; default: the last part of `path`."""
 
     def __post_init__(self) -> None:
         _check(self, "held_out_split", self.held_out_split)
@@ -107,8 +106,8 @@ class HuggingFaceConfig(EnvironmentConfig):
         """Load the dataset.
 
         Raises:
-            ValueError: if it, its subset or its split cannot be found, a column is missing, or a problem is
-                both trained on and held out.
+            ValueError: if the dataset, subset or split does not exist, a column is missing, or a problem is in both
+                splits.
         """
         name = Path(self.path).name if self.name is None else self.name
         held_out = None if self.held_out_split is None else self._read(self.held_out_split)
@@ -125,11 +124,11 @@ class HuggingFaceConfig(EnvironmentConfig):
 def _check(config: JsonlConfig | HuggingFaceConfig, field: str, explicit: str | None) -> None:
     if isinstance(config.grader, NoGraderConfig) and config.format is None and not config.rewards:
         raise ValueError(
-            "grader is none and there are no rewards, so nothing would reward a reply; name a reward function under "
+            "grader is none and rewards is empty, so replies would have no reward; add a reward function to "
             "rewards, or use grader: {type: exact}"
         )
     if explicit is not None and config.held_out is not None:
-        raise ValueError(f"held_out {config.held_out} and {field} {explicit!r} exclude one another; drop one")
+        raise ValueError(f"held_out {config.held_out} and {field} {explicit!r} exclude each other; remove one")
     if config.reply_regex is not None:
         check_pattern("reply_regex", config.reply_regex, groups=1)
     check_shares(_held_out_share(config), config.validation)
@@ -185,15 +184,15 @@ def _with_held_out(
     if shared:
         first = shared[0]
         raise ValueError(
-            f"{len(shared)} held-out problems are also trained on, the first being {first.text[:200]!r} "
+            f"{len(shared)} held-out problems are also training problems, the first is {first.text[:200]!r} "
             f"({first.where} and {known[first.text].where}); remove them from one side, or hold out a share instead"
         )
     ids = {problem.task.id: problem for problem in problems}
     for problem in held_out:
         if problem.task.id in ids:
             raise ValueError(
-                f"{problem.where}: id {problem.task.id!r} is already taken by another problem at "
-                f"{ids[problem.task.id].where}; make ids unique, or leave them out"
+                f"{problem.where}: id {problem.task.id!r} is also the id of another problem at "
+                f"{ids[problem.task.id].where}; make ids unique, or omit them"
             )
     splits = split_problems(problems, held_out=0.0, validation=validation, source=source)
     return {**splits, Split.HELD_OUT: [problem.task for problem in held_out]}
@@ -207,12 +206,12 @@ def _check_answer(grader: Grader, problem: Problem) -> None:
 
 
 def _read_jsonl(path: str) -> Iterator[Row]:
-    # Bytes, so that a line that is no text can be named too.
+    # Binary mode, so that errors can report invalid UTF-8 with its line.
     with open(path, "rb") as file:
         for number, raw in enumerate(file, start=1):
             where = f"{path}:{number}"
             try:
-                # -sig: editors on Windows put a mark before the first line.
+                # -sig: editors on Windows may write a byte order mark.
                 line = raw.decode("utf-8-sig").strip()
             except UnicodeDecodeError as error:
                 raise ValueError(f"{where}: not UTF-8 text: {raw[:200]!r}; save the file as UTF-8") from error
@@ -228,13 +227,13 @@ def _parse_json(line: str, where: str) -> Any:
     try:
         values = json.loads(line, object_pairs_hook=_without_repeats)
     except _RepeatedKeyError as error:
-        raise ValueError(f"{where}: the key {error.key!r} is given twice; keep one of them: {line[:200]!r}") from error
+        raise ValueError(f"{where}: repeated key {error.key!r}; keep one of them: {line[:200]!r}") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}: {line[:200]!r}") from error
     except RecursionError as error:
         raise ValueError(f"{where}: nested too deeply to read: {line[:200]!r}; flatten the row") from error
     except ValueError as error:
-        # Python converts no decimal integer of more than 4,300 digits.
+        # Python limits the conversion of integers to 4,300 decimal digits.
         raise ValueError(f"{where}: {error}: {line[:200]!r}; write the number as text") from error
     if "\\ud" in line.lower():
         _check_surrogates(values, line, where)
@@ -242,12 +241,12 @@ def _parse_json(line: str, where: str) -> Any:
 
 
 class _RepeatedKeyError(ValueError):
-    """A JSON object with two values for one key."""
+    """Raised for a JSON object with a repeated key."""
 
     def __init__(self, key: str):
         ValueError.__init__(self, key)
         self.key = key
-        """The key."""
+        """The repeated key."""
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -259,13 +258,13 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_surrogates(values: Any, line: str, where: str) -> None:
-    """Refuse half a surrogate pair: Parquet, JSON responses and tokenizers all need text that UTF-8 can encode."""
+    """Reject unpaired surrogates: Parquet, JSON responses and tokenizers require text that UTF-8 can encode."""
     try:
         json.dumps(values, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         code = ord(error.object[error.start])
         raise ValueError(
-            f"{where}: \\u{code:04x} is half of a surrogate pair, which is not a character: {line[:200]!r}; write the "
+            f"{where}: \\u{code:04x} is an unpaired surrogate, which is not a character: {line[:200]!r}; write the "
             "whole pair, or remove it"
         ) from error
 
@@ -276,12 +275,12 @@ def _load_dataset(config: HuggingFaceConfig, split: str) -> "Dataset":
     folder = Path(config.path)
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         saved = datasets.load_from_disk(config.path)
-        # A single dataset that was saved has no splits of its own.
-        found = {"train": saved} if isinstance(saved, datasets.Dataset) else dict(saved)
-        if split not in found:
-            there = ", ".join(repr(name) for name in found)
-            raise ValueError(f"dataset {config.path!r} has no split {split!r}; it has {there}")
-        return found[split]
+        # A Dataset that was saved alone has no splits.
+        splits = {"train": saved} if isinstance(saved, datasets.Dataset) else dict(saved)
+        if split not in splits:
+            choices = ", ".join(repr(name) for name in splits)
+            raise ValueError(f"dataset {config.path!r} has no split {split!r}; it has {choices}")
+        return splits[split]
     try:
         return datasets.load_dataset(config.path, config.subset, split=split, revision=config.revision)
     except (ValueError, FileNotFoundError, ConnectionError) as error:

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""How games are put into words: what the policy is shown, what it can say, and when it has won."""
+"""Text interfaces of games: rules, action names, rendering of states, and the criterion of a win."""
 
 import dataclasses
 import enum
@@ -10,34 +10,34 @@ from typing import Any
 
 
 class View(enum.StrEnum):
-    """How a game speaks with the policy."""
+    """Text format of a game."""
 
     READABLE = "readable"
-    """Rules first, a spaced board with a sentence or two, actions as words: for models that read."""
+    """Rules, a spaced board with a short description, and actions as words; for pretrained models."""
     COMPACT = "compact"
-    """No rules, a bare board, actions as single letters: for tiny models whose tokens are bytes."""
+    """A bare board without rules, and actions as letters; for tiny models with byte tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Board:
-    """The words of a game."""
+    """Text interface of a game."""
 
     actions: tuple[str, ...]
-    """The word for each action, by its number; their first letters differ, or they are numbers."""
+    """Name of each action, by action number; names are numbers, or have different first letters."""
     rules: str
-    """What is to be done, in sentences."""
+    """Instructions, in sentences."""
     show: Callable[[Any, Any, View], str]
-    """Text of a game (unwrapped) with an observation (the state, in games with a table)."""
+    """Renders a game (unwrapped) with an observation (the state, for games with a transition table)."""
     wins: Callable[[Any, Any, float], bool]
-    """Whether a game that is over was won, by its last observation and reward."""
+    """Returns whether a finished game was won, given its last observation and reward."""
 
     def names(self, view: View) -> tuple[str, ...]:
-        """What the policy says for each action."""
+        """Return the names of the actions in a view."""
         return self.actions if view is View.READABLE else tuple(_letter(action) for action in self.actions)
 
 
 def board_of(game: Any) -> Board:
-    """The board of a game: one made for it, or one that works for any game with numbered actions.
+    """Return the board of a game; the default board supports any game with discrete actions.
 
     Args:
         game: a gymnasium environment, unwrapped.

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A game while it is played: what a reply is taken for, what it earns, and what the policy is shown next."""
+"""Episodes of text games: action parsing, rewards and observations."""
 
 import dataclasses
 import functools
@@ -16,125 +16,125 @@ from marin_rl.rewards.patterns import extract_last
 from marin_rl.types import Message
 
 GAME = "game"
-"""Reward component: what the game itself pays."""
+"""Reward component: the game's native reward."""
 STEP = "step"
-"""Reward component: the same for every reply; absent where it is 0."""
+"""Reward component: a constant reward for every reply; absent if it is 0."""
 
 
 @dataclasses.dataclass(frozen=True)
-class GameTerms:
-    """On what terms games are played; the fields of the same names in `TextGameConfig` say what they mean."""
+class GameSettings:
+    """Settings of an episode; `TextGameConfig` documents the fields."""
 
     view: View
-    """How the game is shown, and what actions are called."""
+    """Text format of the game and its actions."""
     action_regex: str | None
-    """Cuts the action's name out of a reply; None: the last name that stands as a word of its own."""
+    """Extracts the action from a reply; None: the last action name that is a separate word."""
     max_steps: int | None
-    """Most replies; None: no limit beside the game's own end."""
+    """Maximum number of replies; None: the game has no limit."""
     game_weight: float
-    """What the game's own reward is multiplied by; 0 leaves it out."""
+    """Factor of the game's native reward; 0 omits the component."""
     step_reward: float
-    """Reward of every reply; 0 leaves it out."""
+    """Reward of every reply; 0 omits the component."""
     invalid_reward: float
-    """Reward of a reply that names no action; 0 leaves it out."""
+    """Reward of a reply without a valid action; 0 omits the component."""
 
 
 @dataclasses.dataclass
 class TextGameEpisode:
-    """One game."""
+    """Episode of one game."""
 
-    terms: GameTerms
-    """Words, limit and rewards."""
+    settings: GameSettings
+    """Text format, limits and rewards."""
     start: Start
-    """Where it began."""
+    """Initial state."""
     board: Board
-    """The words of the game."""
+    """Text interface of the game."""
     game: Any
     """The gymnasium environment, unwrapped."""
     observation: Any
-    """The last observation: the state, in games with a table."""
+    """Last observation: the state, for games with a transition table."""
     steps: int = 0
-    """Replies so far."""
+    """Number of replies."""
     invalid: int = 0
-    """Those of them that named no action."""
+    """Number of replies without a valid action."""
     over: bool = False
-    """Whether the game is over."""
+    """Whether the game has ended."""
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """What the policy says for each action."""
-        return self.board.names(self.terms.view)
+        """Names of the actions."""
+        return self.board.names(self.settings.view)
 
     async def step(self, reply: str) -> Step:
-        """Take the action that the reply names; without one the turn passes, and the policy is told so.
+        """Take the action in the reply; if it has none, the game does not change and the policy receives a notice.
 
         Raises:
-            RuntimeError: if the game is over.
+            RuntimeError: if the game has ended.
         """
         return self.play(reply)
 
     async def close(self) -> None:
-        """Let go of the game."""
+        """Close the game."""
         self.game.close()
 
     def play(self, reply: str) -> Step:
-        """What `step` does, outside of an event loop."""
+        """Synchronous version of `step`."""
         if self.over:
-            raise RuntimeError(f"the game {self.start.id!r} is over; start another")
-        action = parse_action(reply, self.board, self.terms.view, self.terms.action_regex)
+            raise RuntimeError(f"the game {self.start.id!r} has ended; start another")
+        action = parse_action(reply, self.board, self.settings.view, self.settings.action_regex)
         self.steps += 1
-        paid, won = 0.0, False
+        native_reward, won = 0.0, False
         if action is None:
             self.invalid += 1
         else:
             self.observation, reward, ended, cut, _ = self.game.step(action)
-            paid, self.over = float(reward), bool(ended or cut)
-            won = bool(ended and self.board.wins(self.game, self.observation, paid))
-        self.over |= self.terms.max_steps is not None and self.steps >= self.terms.max_steps
+            native_reward, self.over = float(reward), bool(ended or cut)
+            won = bool(ended and self.board.wins(self.game, self.observation, native_reward))
+        self.over |= self.settings.max_steps is not None and self.steps >= self.settings.max_steps
         state = int(self.observation) if self.start.state is not None else None
         return Step(
-            rewards=self._rewards(paid, won, action is None),
-            messages=() if self.over else (Message(role="user", content=self._shown(action is None)),),
+            rewards=self._rewards(native_reward, won, action is None),
+            messages=() if self.over else (Message(role="user", content=self._observation(action is None)),),
             done=self.over,
             action=None if action is None else self.board.actions[action],
             anchor_state=self.start.anchor(state),
             metrics={"success": float(won), "steps": float(self.steps), "invalid_actions": float(self.invalid)},
         )
 
-    def _rewards(self, paid: float, won: bool, invalid: bool) -> dict[str, float]:
+    def _rewards(self, native_reward: float, won: bool, invalid: bool) -> dict[str, float]:
         rewards = {CORRECT: float(won)}
-        if self.terms.game_weight:
-            rewards[GAME] = self.terms.game_weight * paid
-        if self.terms.step_reward:
-            rewards[STEP] = self.terms.step_reward
-        if self.terms.invalid_reward:
-            rewards[FORMAT] = self.terms.invalid_reward if invalid else 0.0
+        if self.settings.game_weight:
+            rewards[GAME] = self.settings.game_weight * native_reward
+        if self.settings.step_reward:
+            rewards[STEP] = self.settings.step_reward
+        if self.settings.invalid_reward:
+            rewards[FORMAT] = self.settings.invalid_reward if invalid else 0.0
         return rewards
 
-    def _shown(self, invalid: bool) -> str:
-        text = self.board.show(self.game, self.observation, self.terms.view)
+    def _observation(self, invalid: bool) -> str:
+        text = self.board.show(self.game, self.observation, self.settings.view)
         if not invalid:
             return text
-        if self.terms.view is View.COMPACT:
+        if self.settings.view is View.COMPACT:
             return f"?\n{text}"
         return f"That reply names no action. Reply with one of: {', '.join(self.names)}.\n\n{text}"
 
 
 def parse_action(reply: str, board: Board, view: View, action_regex: str | None) -> int | None:
-    """The number of the action that a reply names, or None.
+    """Return the number of the action in a reply, or None.
 
     Args:
-        reply: what the policy said.
-        board: knows the actions' names.
-        view: which of its names are looked for where there is no expression.
-        action_regex: group 1 of its last match is the name or first letter, whatever its case; None takes the last
-            name that stands as a word of its own.
+        reply: text from the policy.
+        board: has the names of the actions.
+        view: format of the action names to search for if `action_regex` is None.
+        action_regex: group 1 of its last match is the name or first letter, case-insensitive; None takes the last
+            action name that is a separate word.
     """
     regex = action_regex or rf"(?i)\b({'|'.join(map(re.escape, board.names(view)))})\b"
-    found = extract_last(regex, reply)
-    if found is None:
+    match = extract_last(regex, reply)
+    if match is None:
         return None
-    name = found.strip().lower()
+    name = match.strip().lower()
     for names in (board.actions, board.names(View.COMPACT)):
         if name in names:
             return names.index(name)

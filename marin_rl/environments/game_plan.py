@@ -1,38 +1,38 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""How to win a game whose transition table is known."""
+"""Optimal plans for games with a transition table."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Outcome = tuple[float, int, float, bool]
-"""Probability, next state, reward, whether the game is over: an entry of gymnasium's tables."""
+"""Probability, next state, reward, whether the game ends: an entry of gymnasium's transition tables."""
 Table = Mapping[int, Mapping[int, Sequence[Outcome]]]
-"""What can follow each action in each state."""
+"""Possible outcomes by state and action."""
 Wins = Callable[[int, float], bool]
-"""Whether a game that is over was won, by its last state and reward."""
+"""Returns whether a finished game was won, given its last state and reward."""
 
 DISCOUNT = 0.99
-"""What a win is worth less for every step that it takes: enough that the shortest way is best."""
+"""Discount of a win for each step; small enough that shorter ways are better."""
 _TOLERANCE = 1e-10
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to do in every state that a game can reach."""
+    """Values and actions for every reachable state."""
 
     values: Mapping[int, float]
-    """The best expected `DISCOUNT`^(steps to a win): 0 where no win can be reached."""
+    """Maximum expected `DISCOUNT`^(steps to a win), by state; 0 if no win is reachable."""
     best: Mapping[int, tuple[int, ...]]
-    """The actions that attain it, in ascending order; in a game without chance, the first steps of shortest ways."""
+    """Optimal actions by state, in ascending order; in a deterministic game, the first steps of the shortest ways."""
     safe: Mapping[int, tuple[int, ...]]
-    """The actions that cannot lose the game at once, in ascending order."""
+    """Actions by state that cannot lose the game immediately, in ascending order."""
 
 
 def read_table(table: Mapping[Any, Mapping[Any, Sequence[Any]]]) -> Table:
-    """A game's own table (`env.unwrapped.P`) in Python's numbers; games mix them with numpy's."""
+    """Convert a game's transition table (`env.unwrapped.P`) to Python numbers; games mix them with numpy scalars."""
     return {
         int(state): {
             int(action): [
@@ -46,30 +46,30 @@ def read_table(table: Mapping[Any, Mapping[Any, Sequence[Any]]]) -> Table:
 
 
 def reachable(table: Table, starts: Iterable[int]) -> list[int]:
-    """The states that can be reached from some, themselves included, in ascending order; what follows an end is not."""
-    found = set(starts)
-    waiting = list(found)
-    while waiting:
-        outcomes = [outcome for action in table[waiting.pop()].values() for outcome in action]
+    """Return the states reachable from `starts`, inclusive, in ascending order; the game ends at terminal outcomes."""
+    visited = set(starts)
+    pending = list(visited)
+    while pending:
+        outcomes = [outcome for action in table[pending.pop()].values() for outcome in action]
         for chance, state, _, over in outcomes:
-            if chance > 0 and not over and state not in found:
-                found.add(state)
-                waiting.append(state)
-    return sorted(found)
+            if chance > 0 and not over and state not in visited:
+                visited.add(state)
+                pending.append(state)
+    return sorted(visited)
 
 
 def make_plan(table: Table, starts: Iterable[int], wins: Wins) -> Plan:
-    """The plan that wins soonest, by value iteration: V(s) = max_a Σ p·(1 if won, 0 if lost, else DISCOUNT·V(s')).
+    """Compute the fastest plan by value iteration: V(s) = max_a Σ p·(1 if won, 0 if lost, else DISCOUNT·V(s')).
 
     Args:
-        table: the game's transition table.
-        starts: states that the game can begin in.
-        wins: tells a won end from a lost one.
+        table: transition table of the game.
+        starts: initial states of the game.
+        wins: returns whether a terminal transition wins.
     """
     states = reachable(table, starts)
     values = dict.fromkeys(states, 0.0)
 
-    def worth(state: int, action: int) -> float:
+    def action_value(state: int, action: int) -> float:
         total = 0.0
         for chance, following, reward, over in table[state][action]:
             total += chance * (float(wins(following, reward)) if over else DISCOUNT * values[following])
@@ -79,11 +79,11 @@ def make_plan(table: Table, starts: Iterable[int], wins: Wins) -> Plan:
     while change > _TOLERANCE:
         change = 0.0
         for state in states:
-            value = max(worth(state, action) for action in table[state])
+            value = max(action_value(state, action) for action in table[state])
             change = max(change, abs(value - values[state]))
             values[state] = value
     best = {
-        state: tuple(action for action in table[state] if worth(state, action) >= values[state] - 1e-6)
+        state: tuple(action for action in table[state] if action_value(state, action) >= values[state] - 1e-6)
         for state in states
     }
     safe = {

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Games of gymnasium as they are made and drawn: a prototype that episodes copy, and where a task begins."""
+"""Construction of gymnasium games: a cached prototype that episodes copy, and the initial states of tasks."""
 
 import copy
 import dataclasses
@@ -18,20 +18,20 @@ from marin_rl.environments.game_plan import Plan, make_plan, read_table
 
 @dataclasses.dataclass(frozen=True)
 class Prototype:
-    """A game that was made once; episodes play copies of it."""
+    """A game that is constructed once and copied for each episode."""
 
     game: Any
-    """The gymnasium environment, unwrapped; never played itself where it has a table."""
+    """The gymnasium environment, unwrapped; games with a transition table are only used as copies."""
     board: Board
-    """Its words."""
+    """Text interface of the game."""
     has_table: bool
-    """Whether it is known what can follow each action, so that it can be copied, begun anywhere, and planned."""
+    """Whether the game has a transition table, which permits copies, arbitrary initial states and planning."""
     max_steps: int | None
-    """Its own limit on steps."""
+    """The game's step limit."""
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """How to win it from wherever it may begin."""
+        """Optimal plan for all initial states."""
         weights = self.game.initial_state_distrib
         starts = [state for state in range(len(weights)) if weights[state] > 0]
         return make_plan(
@@ -41,31 +41,31 @@ class Prototype:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a game begins."""
+    """Initial state of a game."""
 
     id: str
-    """The game."""
+    """Name of the game in gymnasium."""
     arguments: str
-    """What it is made with, as JSON."""
+    """Constructor arguments as JSON."""
     state: int | None
-    """The state that it begins in; None where the game has no table, and its seed decides."""
+    """Initial state; None for a game without a transition table, whose seed determines it."""
     seed: int
-    """The seed that it begins with where it has no table."""
-    shown: str
+    """Seed for the initial state of a game without a transition table."""
+    first_observation: str
     """Text of the first observation."""
 
     @property
     def prototype(self) -> Prototype:
-        """The game to copy."""
+        """Prototype of the game."""
         return make_prototype(self.id, self.arguments)
 
     @property
     def identity(self) -> str:
-        """What tells this start from others, and decides its split."""
-        return json.dumps(self.anchor(self.state) or [self.id, self.arguments, self.shown], sort_keys=True)
+        """Text that identifies this initial state and determines its split."""
+        return json.dumps(self.anchor(self.state) or [self.id, self.arguments, self.first_observation], sort_keys=True)
 
     def anchor(self, state: int | None) -> object:
-        """What identifies a state of this game, whatever the words; None where only the words do."""
+        """Return a rendering-independent identity of a state; None for a game without a transition table."""
         if state is None:
             return None
         return {"game": self.id, "options": self._options, "state": state}
@@ -75,16 +75,16 @@ class Start:
         return json.loads(self.arguments)
 
     def begin(self, seed: int) -> tuple[Any, Any]:
-        """A game that is about to be played, and its first observation.
+        """Return a new game in its initial state and the first observation.
 
         Args:
-            seed: of everything random in a game with a table; others go by their own.
+            seed: seed for all randomness of a game with a transition table; other games use the seed of this record.
         """
         prototype = self.prototype
         if not prototype.has_table:
             game = construct_game(self.id, json.loads(self.arguments))
             return game, game.reset(seed=self.seed)[0]
-        # What a reset writes are attributes of its own; table and map are shared with the prototype.
+        # reset only replaces attributes of the copy; transition table and map are shared with the prototype.
         game = copy.copy(prototype.game)
         game.reset(seed=seed)
         game.s = self.state
@@ -92,16 +92,17 @@ class Start:
 
 
 def draw_start(id: str, options: Mapping[str, Any], seed: int, random_start: bool) -> Start:
-    """Draw a game.
+    """Draw the initial state of a game.
 
     Args:
-        id: its name in gymnasium.
-        options: as the config has them.
-        seed: decides map and start.
-        random_start: whether it may begin in any state from which it can be won.
+        id: name of the game in gymnasium.
+        options: options from the config.
+        seed: seed for map and initial state.
+        random_start: whether to draw from all states from which a win is reachable.
 
     Raises:
-        ValueError: if gymnasium has no such game, refuses the options, or knows no table where a start is drawn.
+        ValueError: if gymnasium does not have the game, the options are invalid, or `random_start` is set for a game
+            without a transition table.
     """
     arguments = json.dumps(_arguments(id, options, seed), sort_keys=True)
     prototype = make_prototype(id, arguments)
@@ -119,7 +120,7 @@ def draw_start(id: str, options: Mapping[str, Any], seed: int, random_start: boo
 
 
 def _arguments(id: str, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """What a game is made with; a lake without a map gets one."""
+    """Return the constructor arguments; FrozenLake without a map gets a random one."""
     fixed = options.get("map_name") is not None or options.get("desc") is not None
     if not id.startswith("FrozenLake") or fixed:
         return dict(options)
@@ -137,33 +138,33 @@ def _arguments(id: str, options: Mapping[str, Any], seed: int) -> dict[str, Any]
 
 @functools.lru_cache(maxsize=4096)
 def make_prototype(id: str, arguments: str) -> Prototype:
-    """Make a game, once.
+    """Construct a game, once per arguments.
 
     Args:
-        id: its name in gymnasium.
-        arguments: what it is made with, as JSON.
+        id: name of the game in gymnasium.
+        arguments: constructor arguments as JSON.
 
     Raises:
-        ValueError: if gymnasium has no such game, refuses the arguments, or its actions are not numbered.
+        ValueError: if gymnasium does not have the game, the arguments are invalid, or its actions are not discrete.
     """
     import gymnasium
 
     game = construct_game(id, json.loads(arguments))
     if not isinstance(game.action_space, gymnasium.spaces.Discrete):
-        raise ValueError(f"text game {id!r} has actions {game.action_space}; only numbered ones can be put into words")
+        raise ValueError(f"text game {id!r} has actions {game.action_space}; only discrete actions have a text form")
     has_table = all(getattr(game, name, None) is not None for name in ("P", "initial_state_distrib"))
     return Prototype(game, board_of(game), has_table, gymnasium.spec(id).max_episode_steps)
 
 
 def construct_game(id: str, arguments: Mapping[str, Any]) -> Any:
-    """Make a game of gymnasium, unwrapped.
+    """Construct a gymnasium game, unwrapped.
 
     Args:
-        id: its name.
-        arguments: its own options.
+        id: name of the game.
+        arguments: constructor arguments.
 
     Raises:
-        ValueError: if gymnasium has no such game, or it refuses the options.
+        ValueError: if gymnasium does not have the game, or the arguments are invalid.
     """
     import gymnasium
 
@@ -175,9 +176,9 @@ def construct_game(id: str, arguments: Mapping[str, Any]) -> Any:
         raise ValueError(f"gymnasium has no text game {id!r}{hint} ({error})") from error
     entry = spec.entry_point
     if entry is None:
-        raise ValueError(f"gymnasium has text game {id!r}, but not what makes it: its entry point is missing")
+        raise ValueError(f"gymnasium registers text game {id!r} without an entry point; use a game that has one")
     kind = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
     try:
         return kind(**{**spec.kwargs, **arguments})
     except (TypeError, KeyError, ValueError, AssertionError) as error:
-        raise ValueError(f"text game {id!r} refuses its options {dict(arguments)}: {error!r}") from error
+        raise ValueError(f"text game {id!r} rejects its options {dict(arguments)}: {error!r}") from error

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Training on several environments at once, each with its share of the tasks."""
+"""Mixtures: training on several environments, each with a share of the tasks."""
 
 import dataclasses
 import math
@@ -17,74 +17,74 @@ from marin_rl.types import RolloutGroup, Task
 
 @dataclasses.dataclass(frozen=True)
 class MixturePartConfig:
-    """One environment of a mixture."""
+    """Environment of a mixture."""
 
     environment: EnvironmentConfig
-    """The environment; its name must differ from those of the others."""
+    """The environment; names must differ between parts."""
     weight: float = 1.0
-    """How often tasks are drawn from it, beside the other parts' weights; above 0."""
+    """Sampling weight relative to the other parts; above 0."""
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < math.inf:
-            raise ValueError(f"weight is {self.weight}; it must be finite and above 0, or leave the part out")
+            raise ValueError(f"weight must be finite and above 0, got {self.weight}; remove the part to exclude it")
 
 
 @EnvironmentConfig.register_subclass("mixture")
 @dataclasses.dataclass(frozen=True)
 class MixtureConfig(EnvironmentConfig):
-    """Several environments. Each training task is from one of them, by weight; evaluation is of each."""
+    """Several environments. Training tasks are sampled from them by weight; each is evaluated separately."""
 
     level: ClassVar[int] = 2
 
     parts: tuple[MixturePartConfig, ...]
-    """The environments and their weights."""
+    """Environments and their weights."""
     name: str = "mixture"
-    """Name of the whole in messages; metrics go by the names of the parts."""
+    """Name of the mixture, for messages; metrics use the names of the parts."""
 
     def __post_init__(self) -> None:
         for index, part in enumerate(self.parts):
             check_nested(self, part.environment, f"parts.{index}.environment")
 
     def reward_components(self, environment: Environment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
-        """Each part's own reward functions, and those of the whole."""
+        """Return the reward functions of each part and of the mixture."""
         return part_rewards(environment, [part.environment for part in self.parts], self.rewards)
 
     def build(self) -> Environment:
-        """Make the parts.
+        """Build the parts.
 
         Raises:
             ValueError: if two of them share a name, or there are none.
         """
-        made = [part.environment.build() for part in self.parts]
-        parts = by_name(made, f"mixture {self.name!r}")
-        weights = {environment.name: part.weight for environment, part in zip(made, self.parts, strict=True)}
+        environments = [part.environment.build() for part in self.parts]
+        parts = by_name(environments, f"mixture {self.name!r}")
+        weights = {environment.name: part.weight for environment, part in zip(environments, self.parts, strict=True)}
         return CompositeEnvironment(self.name, parts, lambda seed: MixtureStream(parts, weights, seed))
 
 
 @dataclasses.dataclass(frozen=True)
 class MixtureStream:
-    """Draws from every part by weight."""
+    """Draws from all parts by weight."""
 
     environments: Mapping[str, Environment]
-    """By name."""
+    """Environments by name."""
     weights: Mapping[str, float]
-    """By name; above 0."""
+    """Weights by environment name; above 0."""
     seed: int
-    """Of the choice, and of every part's order."""
+    """Seed for the choice of parts and for the task order of each part."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """All of them are measured apart."""
+        """Names of all parts; each has separate metrics."""
         return tuple(self.environments)
 
     def draw(self, state: StreamState, count: int) -> tuple[list[Task], StreamState]:
-        """The next tasks, each of a part chosen by weight."""
+        """Draw tasks from the parts by weight."""
         return draw_by_weight(self.environments, self.weights, state, count, self.seed)
 
     def learn(self, state: StreamState, groups: Sequence[RolloutGroup]) -> StreamState:
-        """The state as it is: weights are fixed."""
+        """Return the state unchanged: weights are fixed."""
         return state
 
     def metrics(self, state: StreamState) -> dict[str, float]:
-        """Nothing."""
+        """Return no metrics."""
         return {}

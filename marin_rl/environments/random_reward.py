@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The control of an experiment: rewards that say nothing, evaluated by the true grader."""
+"""Control experiment: random training rewards, with evaluation by the true grader."""
 
 import dataclasses
 import hashlib
@@ -24,31 +24,31 @@ from marin_rl.environments.task_stream import TaskStream, task_stream
 from marin_rl.types import Message, Task
 
 RANDOM = "random"
-"""Reward component: a coin's."""
+"""Reward component: random 0 or 1."""
 
 
 @EnvironmentConfig.register_subclass("random_control")
 @dataclasses.dataclass(frozen=True)
 class RandomRewardConfig(EnvironmentConfig):
-    """Another environment whose training rewards are random; validation and held-out tasks are graded truly.
+    """Another environment with random training rewards; validation and held-out tasks keep their true rewards.
 
-    A lift under random rewards is not learning from rewards: run it beside every result.
+    An improvement under random rewards is not caused by the rewards: run this control for every result.
     """
 
     level: ClassVar[int] = 3
 
     environment: EnvironmentConfig
-    """The environment whose tasks are attempted."""
+    """The environment of the tasks."""
     probability: float = 0.5
-    """Probability that an attempt earns 1 and not 0; at best the share that the true grader would give."""
+    """Probability of reward 1 instead of 0; set it to the mean reward of the true grader."""
 
     def __post_init__(self) -> None:
         check_nested(self, self.environment, "environment")
         if not 0.0 <= self.probability <= 1.0:
-            raise ValueError(f"probability is {self.probability}; it is at least 0 and at most 1")
+            raise ValueError(f"probability must be in [0, 1], got {self.probability}")
 
     def build(self) -> Environment:
-        """Make the inner environment and put the coin before its grader."""
+        """Build the inner environment and replace its training rewards."""
         inner = self.environment.build()
         trained = frozenset((task.environment, task.id) for task in inner.tasks(Split.TRAIN))
         return RandomRewardEnvironment(inner, self.probability, trained)
@@ -56,42 +56,42 @@ class RandomRewardConfig(EnvironmentConfig):
 
 @dataclasses.dataclass(frozen=True)
 class RandomRewardEnvironment:
-    """Random rewards on the training split, true ones elsewhere."""
+    """Random rewards on the training split, true rewards on the other splits."""
 
     inner: Environment
-    """Makes the tasks, and grades those that are not trained on."""
+    """Source of tasks, observations and true rewards."""
     probability: float
-    """Probability of a reward of 1."""
+    """Probability of reward 1."""
     trained: frozenset[tuple[str, str]]
-    """Environments and ids of the tasks with random rewards."""
+    """Environment names and ids of the tasks with random rewards."""
 
     @property
     def name(self) -> str:
-        """The inner environment's name: the metrics are those of its experiment."""
+        """Name of the inner environment."""
         return self.inner.name
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """The inner environment's tasks."""
+        """Return the tasks of the inner environment."""
         return self.inner.tasks(split)
 
     def stream(self, seed: int) -> TaskStream:
-        """The inner environment's stream of training tasks."""
+        """Return the inner environment's stream of training tasks."""
         return task_stream(self.inner, seed)
 
     def connect_code_runner(self, runner: CodeRunner | None) -> bool:
-        """Give the sandbox to the inner environment; whether that runs programs."""
+        """Connect the inner environment to the sandbox; return whether it runs programs."""
         return connect_code_runner(self.inner, runner)
 
     def can_demonstrate(self, task: Task) -> bool:
-        """Whether the inner environment has a conversation to imitate."""
+        """Return whether the inner environment has a conversation to imitate."""
         return can_demonstrate(self.inner, task)
 
     def demonstrate(self, task: Task) -> tuple[Message, ...]:
-        """The inner environment's demonstration or worked answer."""
+        """Return the demonstration or worked answer of the inner environment."""
         return demonstration(self.inner, task)
 
     async def start(self, task: Task, seed: int) -> Episode:
-        """Begin an attempt; on a training task its reward is a function of task, seed and reply alone."""
+        """Start an attempt; the reward of a training task depends on task, seed and reply only."""
         episode = await self.inner.start(task, seed)
         if (task.environment, task.id) not in self.trained:
             return episode
@@ -100,17 +100,17 @@ class RandomRewardEnvironment:
 
 @dataclasses.dataclass(frozen=True)
 class RandomRewardEpisode:
-    """An attempt that the inner environment plays and a coin rewards."""
+    """Inner episode with random rewards."""
 
     inner: Episode
-    """Says what follows a reply, and when the episode is over."""
+    """Source of observations and of the end of the episode."""
     probability: float
-    """Probability of a reward of 1."""
+    """Probability of reward 1."""
     key: str
-    """Names the attempt; with the reply it decides the coin."""
+    """Identifies the attempt; hashed with the reply to draw the reward."""
 
     async def step(self, reply: str) -> Step:
-        """Play the reply, and toss the coin where the episode is over."""
+        """Step the inner episode, and draw the reward at its end."""
         step = await self.inner.step(reply)
         return dataclasses.replace(step, rewards={RANDOM: self._toss(reply) if step.done else 0.0})
 

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Any of reasoning-gym's procedural tasks, by name, verified by reasoning-gym itself."""
+"""Procedural tasks of reasoning-gym, by name, graded by reasoning-gym."""
 
 import dataclasses
 import difflib
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FULL_SCORE = 1.0
-"""The score that reasoning-gym gives a right answer."""
+"""Score of a right answer in reasoning-gym."""
 
 
 @EnvironmentConfig.register_subclass("reasoning_gym")
@@ -30,60 +30,60 @@ FULL_SCORE = 1.0
 class ReasoningGymConfig(EnvironmentConfig):
     """A reasoning-gym task. Problems are drawn once, deduplicated by text and split by text.
 
-    How many distinct problems there are depends on the task and its options; the log says how many
-    were drawn. `chain_sum` with two terms of one or two digits has 16,400: 10,000 draws give
-    4,500 and 100,000 give 15,700, since half of the draws fall on the 200 sums of one digit.
+    The number of distinct problems depends on the task and its options, and is logged. `chain_sum` with two terms of
+    one or two digits has 16,400: 10,000 draws give 4,500 and 100,000 give 15,700, since half of the draws are among
+    the 200 sums of one digit.
 
-    Some scorers (`countdown`, `puzzle24`, …) evaluate the reply as an expression in this process:
-    train on those only with models whose replies you would run.
+    Some scorers (`countdown`, `puzzle24`, …) evaluate the reply as an expression in this process. Use them only with
+    models whose output you trust.
     """
 
     task: str
-    """Name of the task, as reasoning-gym registers it: `chain_sum`, `gcd`, `spell_backward`, …"""
+    """Name of the task in reasoning-gym: `chain_sum`, `gcd`, `spell_backward`, …"""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """The task's own options, such as `{min_terms: 2, max_terms: 2}`; the rest keep the task's defaults."""
+    """Options of the task, such as `{min_terms: 2, max_terms: 2}`; other options keep the task's defaults."""
     size: int = 10_000
-    """How many problems to draw, over all splits, repetitions included."""
+    """Number of problems to draw, over all splits, repetitions included."""
     seed: int = 0
-    """Problem i is drawn from seed + i, so seeds closer than `size` share problems; never split by seed.
-    The split of a problem does not depend on it."""
+    """Seed of the problems: problem i is drawn from seed + i, so two seeds closer than `size` share problems. The
+    split of a problem does not depend on it; never split by seed."""
     system_prompt: str | None = None
     """Optional system message before the question."""
     prompt_regex: str | None = None
-    """Optional regular expression whose group 1 in the question becomes the prompt:
-    `: (.*=)$` makes `12 + 34 =` of chain_sum's sentence."""
+    """Optional regular expression whose group 1 in the question becomes the prompt: `: (.*=)$` extracts `12 + 34 =`
+    from the sentence of chain_sum."""
     remove_whitespace: bool = False
-    """Whether white space is removed from the prompt: `12 + 34 =` becomes `12+34=`."""
+    """Whether to remove white space from the prompt: `12 + 34 =` becomes `12+34=`."""
     reply_regex: str | None = None
-    """Optional regular expression whose group 1, at its last match in the reply, is scored; a reply
-    without a match scores 0. Example: `(?s)<answer>(.*?)</answer>`."""
+    """Optional regular expression; group 1 of its last match in the reply is scored. A reply without a match scores 0.
+    Example: `(?s)<answer>(.*?)</answer>`."""
     reverse_answer: bool = False
-    """Whether the reply's characters are reversed before scoring (`64` for 46)."""
+    """Whether to reverse the reply's characters before scoring (`64` for 46)."""
     exact_answer: bool = False
-    """Whether the scored reply must also be the task's answer character for character. Scorers of number
-    tasks give the full score to `046` and `46.0`. Only for tasks with a single right answer."""
+    """Whether the scored reply must also equal the task's answer exactly. Scorers of number tasks give the full score
+    to `046` and `46.0`. Only for tasks with a single right answer."""
     partial_credit: bool = False
-    """Whether scores below the full one are rewards too; many scorers pay for an answer padded with
-    other text. Otherwise the reward is 1 for the full score and 0 for any other."""
+    """Whether to keep scores below the full score as rewards; many scorers give partial credit to an answer with extra
+    text. Otherwise the reward is 1 for the full score and 0 for any other score."""
     held_out: float = 0.1
-    """Share of problems held out, by hash of the prompt; at least 0, below 1."""
+    """Share of problems that are held out, by hash of the prompt; in [0, 1)."""
     validation: float = 0.05
-    """Share of problems for validation, by hash of the prompt; at least 0, below 1."""
+    """Share of problems for validation, by hash of the prompt; in [0, 1)."""
     format: FormatConfig | None = None
-    """Optional reward for the reply's form."""
+    """Optional reward for the format of the reply."""
     name: str | None = None
-    """Name under which metrics are logged; the task's name by default."""
+    """Name for metrics; default: the task's name."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ValueError(f"size is {self.size}; draw at least 1 problem")
+            raise ValueError(f"size must be at least 1 problem, got {self.size}")
         if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; it is at least 0")
+            raise ValueError(f"seed must be at least 0, got {self.seed}")
         for field in ("seed", "size"):
             if field in self.options:
-                raise ValueError(f"options holds {field!r}; give it as the environment's own `{field}` instead")
+                raise ValueError(f"options has {field!r}; use the environment's `{field}` instead")
         if self.exact_answer and self.partial_credit:
-            raise ValueError("exact_answer and partial_credit exclude one another; switch one off")
+            raise ValueError("exact_answer and partial_credit exclude each other; disable one")
         if self.prompt_regex is not None:
             check_pattern("prompt_regex", self.prompt_regex, groups=1)
         if self.reply_regex is not None:
@@ -94,7 +94,7 @@ class ReasoningGymConfig(EnvironmentConfig):
         """Draw the problems and split them.
 
         Raises:
-            ValueError: for a task or option that reasoning-gym does not have, or values it refuses.
+            ValueError: if reasoning-gym has no such task or option, or rejects the values.
         """
         dataset = _create_dataset(self.task, self.options, self.seed, self.size)
         name = self.task if self.name is None else self.name
@@ -118,9 +118,9 @@ class ReasoningGymConfig(EnvironmentConfig):
             kept = entries.setdefault(problem_id(text), entry)
             if kept["question"] != entry["question"] and kept["answer"] != entry["answer"]:
                 raise ValueError(
-                    f"prompt_regex {self.prompt_regex!r} and remove_whitespace {self.remove_whitespace} make one "
-                    f"prompt {text!r} of two problems with the answers {kept['answer']!r} and {entry['answer']!r}; "
-                    "keep what tells them apart"
+                    f"prompt_regex {self.prompt_regex!r} and remove_whitespace {self.remove_whitespace} map two "
+                    f"problems with the answers {kept['answer']!r} and {entry['answer']!r} to the same prompt "
+                    f"{text!r}; keep the difference in the prompt"
                 )
             yield Problem(text, self._task(name, text, entry), where=f"{self.task} item {index}")
 
@@ -134,7 +134,7 @@ class ReasoningGymConfig(EnvironmentConfig):
 
     def _task(self, name: str, text: str, entry: Mapping[str, Any]) -> Task:
         system = () if self.system_prompt is None else (Message(role="system", content=self.system_prompt),)
-        # Tasks with many right answers (rubiks_cube, …) come without one.
+        # Tasks with many right answers (rubiks_cube, …) have no answer.
         answer = "" if entry["answer"] is None else str(entry["answer"])
         return Task(
             id=problem_id(text),
@@ -162,21 +162,21 @@ class _Scorer:
         answer = reply[::-1] if self.config.reverse_answer else reply
         if self.config.exact_answer and answer != task.answer:
             return 0.0
-        score = self._ask(answer, entry)
+        score = self._raw_score(answer, entry)
         if self.config.partial_credit:
             return score
         return float(score >= FULL_SCORE)
 
-    def _ask(self, answer: str, entry: Mapping[str, Any]) -> float:
+    def _raw_score(self, answer: str, entry: Mapping[str, Any]) -> float:
         try:
             return float(self.dataset.score_answer(answer, dict(entry)))
         except Exception as error:
-            # Some scorers raise on text that is not of the expected form (`int("hello")`). That is a wrong
-            # reply and not a failed one, provided that the scorer does work on this problem's own answer.
+            # Some scorers raise for text without the expected form (`int("hello")`). Such a reply is wrong; the rollout
+            # does not fail, provided that the scorer accepts the answer of this problem.
             if entry["answer"] is None:
                 raise
             self.dataset.score_answer(entry["answer"], dict(entry))
-            logger.debug("%s: the scorer refused %.200r, scored 0: %r", self.config.task, answer, error)
+            logger.debug("%s: the scorer raised for %.200r, scored 0: %r", self.config.task, answer, error)
             return 0.0
 
 
@@ -193,7 +193,7 @@ def _create_dataset(task: str, options: Mapping[str, Any], seed: int, size: int)
     try:
         return reasoning_gym.create_dataset(task, seed=seed, size=size, **options)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"reasoning-gym task {task!r} refuses the options {dict(options)}: {error}") from error
+        raise ValueError(f"reasoning-gym task {task!r} rejects the options {dict(options)}: {error}") from error
 
 
 def _draw(dataset: "ProceduralDataset", index: int, task: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -201,7 +201,7 @@ def _draw(dataset: "ProceduralDataset", index: int, task: str, options: Mapping[
         return dataset[index]
     except Exception as error:
         raise ValueError(
-            f"reasoning-gym task {task!r} with the options {dict(options)} cannot make item {index}: {error!r}"
+            f"reasoning-gym task {task!r} with the options {dict(options)} cannot create item {index}: {error!r}"
         ) from error
 
 
@@ -209,4 +209,4 @@ def _nearest(name: str, known: Any) -> str:
     near = difflib.get_close_matches(name, known, n=3)
     if near:
         return "did you mean " + " or ".join(repr(match) for match in near) + "?"
-    return "it has: " + ", ".join(sorted(known))
+    return "the choices are: " + ", ".join(sorted(known))

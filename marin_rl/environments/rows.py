@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""From a row of somebody's dataset to a task."""
+"""Conversion of dataset rows to tasks."""
 
 import dataclasses
 import difflib
@@ -19,36 +19,36 @@ _PLACEHOLDER = "{prompt}"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row, and where it stands."""
+    """Row of a dataset with its origin."""
 
     values: Mapping[str, Any]
-    """Value by column."""
+    """Values by column."""
     where: str
     """File and line, or dataset and row, for messages."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RowFormat:
-    """What the columns of a dataset mean. The optional columns may be missing under their default names."""
+    """Meaning of a dataset's columns. Optional columns may be absent if they have their default names."""
 
     prompt_column: str = "prompt"
     """Column with the question as text. A row has this one or `messages_column`."""
     messages_column: str = "messages"
     """Column with the question as a list of messages, each `{role: ..., content: ...}`."""
     answer_column: str = "answer"
-    """Column with the ground truth: text or a whole number."""
+    """Column with the ground truth: text or an integer."""
     answer_regex: str | None = None
-    """Optional regular expression whose group 1, at its last match in the answer column, is the ground
-    truth. GSM8K's: `#### (-?[0-9.,]+)`."""
+    """Optional regular expression; group 1 of its last match in the answer column is the ground truth. GSM8K:
+    `#### (-?[0-9.,]+)`."""
     worked_answer_column: str = "worked_answer"
-    """Optional column with a reply that would earn full reward, for a supervised warm start. It may be
-    the answer column itself; `answer_regex` is not applied to it."""
+    """Optional column with a reply that earns the full reward, for a supervised warm start. It may be the answer
+    column; `answer_regex` is not applied to it."""
     id_column: str = "id"
-    """Optional column with a unique id; by default the id is a hash of the question."""
+    """Optional column with a unique id; default: a hash of the question."""
     system_prompt: str | None = None
     """Optional system message before the question."""
     prompt_template: str | None = None
-    """Optional text around the prompt column, which stands for `{prompt}` in it:
+    """Optional template of the prompt; `{prompt}` is replaced by the prompt column:
     `{prompt} Put the final answer within \\boxed{}.`"""
 
     def __post_init__(self) -> None:
@@ -56,24 +56,24 @@ class RowFormat:
             check_pattern("rows.answer_regex", self.answer_regex, groups=1)
         if self.prompt_template is not None and _PLACEHOLDER not in self.prompt_template:
             raise ValueError(
-                f"rows.prompt_template {self.prompt_template!r} has no {_PLACEHOLDER}; the question is lost"
+                f"rows.prompt_template {self.prompt_template!r} has no {_PLACEHOLDER} for the question; add it"
             )
 
     def problem(self, row: Row, environment: str) -> Problem:
-        """The problem of a row.
+        """Convert a row to a problem.
 
         Args:
             row: the row.
-            environment: name of the environment that grades it.
+            environment: name of the environment of the task.
 
         Raises:
-            ValueError: if a column is missing or holds something else than it should; the message names
-                the row, the column and the columns that there are.
+            ValueError: if a column is missing or invalid; the message names the row, the column and the available
+                columns.
         """
         text, messages = self._question(row)
         if self.system_prompt is not None:
             if messages[0]["role"] == "system":
-                raise ValueError(f"{row.where}: the row brings a system message already; drop rows.system_prompt")
+                raise ValueError(f"{row.where}: the row already has a system message; remove rows.system_prompt")
             messages = (Message(role="system", content=self.system_prompt), *messages)
         given_id = _optional(row, self.id_column, default="id")
         task = Task(
@@ -94,9 +94,9 @@ class RowFormat:
                 )
             return json.dumps(messages, sort_keys=True), messages
         prompt = _text(row, self.prompt_column)
-        shown = prompt if self.prompt_template is None else self.prompt_template.replace(_PLACEHOLDER, prompt)
-        # Copies of a question often differ in white space alone; they must not end in two splits.
-        return " ".join(prompt.split()), (Message(role="user", content=shown),)
+        content = prompt if self.prompt_template is None else self.prompt_template.replace(_PLACEHOLDER, prompt)
+        # Copies of a question often differ in white space only and must be in the same split.
+        return " ".join(prompt.split()), (Message(role="user", content=content),)
 
     def _answer(self, row: Row) -> str:
         text = _text(row, self.answer_column)
@@ -125,41 +125,41 @@ def _text(row: Row, column: str) -> str:
     if not isinstance(value, str):
         raise ValueError(
             f"{row.where}: column {column!r} holds {value!r} of type {type(value).__name__}; "
-            "it should be text or a whole number"
+            "it must be text or an integer"
         )
     if not value.strip():
-        raise ValueError(f"{row.where}: column {column!r} is empty; fill it or drop the row")
+        raise ValueError(f"{row.where}: column {column!r} is empty; fill it or remove the row")
     return value
 
 
 def _columns(row: Row, column: str) -> str:
     near = difflib.get_close_matches(column, row.values, n=1)
-    there = "the columns are " + ", ".join(repr(name) for name in row.values)
-    return f"did you mean {near[0]!r}? ({there})" if near else there
+    columns = "the columns are " + ", ".join(repr(name) for name in row.values)
+    return f"did you mean {near[0]!r}? ({columns})" if near else columns
 
 
 def _messages(row: Row, column: str) -> tuple[Message, ...]:
     value = row.values[column]
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{row.where}: column {column!r} holds {value!r:.200}; it should be a list of messages")
+        raise ValueError(f"{row.where}: column {column!r} holds {value!r:.200}; it must be a list of messages")
     messages = tuple(_message(item, f"{row.where}: column {column!r}, message {i}") for i, item in enumerate(value))
     if messages[-1]["role"] == "assistant":
         raise ValueError(
-            f"{row.where}: column {column!r} ends with an assistant message; end with the question, and give the "
-            "reply as a worked answer"
+            f"{row.where}: column {column!r} ends with an assistant message; end with the question, and move the "
+            "reply to the worked answer"
         )
     return messages
 
 
 def _message(item: Any, where: str) -> Message:
     if not isinstance(item, Mapping) or not isinstance(item.get("content"), str):
-        raise ValueError(f"{where} is {item!r:.200}; it should be {{role: ..., content: text}}")
+        raise ValueError(f"{where} is {item!r:.200}; it must be {{role: ..., content: text}}")
     if item.get("role") not in _ROLES:
         raise ValueError(f"{where} has the role {item.get('role')!r}; choose one of {', '.join(_ROLES)}")
-    # A dataset of structs has every key in every message, most of them null.
-    if further := [key for key, value in item.items() if key not in ("role", "content") and value is not None]:
+    # In a dataset of structs every message has all keys, most of them null.
+    if extra := [key for key, value in item.items() if key not in ("role", "content") and value is not None]:
         raise ValueError(
-            f"{where} has the key {further[0]!r}, but only role and content are read; write it into the content, or "
-            "remove it"
+            f"{where} has the key {extra[0]!r}, but only role and content are supported; move it into the content, "
+            "or remove it"
         )
     return Message(role=item["role"], content=item["content"])

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Environments of one question and one reply: what all built-in ones share."""
+"""Environments with one question and one reply."""
 
 import asyncio
 import dataclasses
@@ -13,34 +13,34 @@ from marin_rl.rewards.patterns import FormatConfig, extract_last
 from marin_rl.types import Task
 
 CORRECT = "correct"
-"""Reward component: whether the reply is right."""
+"""Reward component: 1 if the reply is right."""
 FORMAT = "format"
-"""Reward component: whether the reply has the required form; absent where no form is required."""
+"""Reward component: 1 if the reply has the required format; absent if no format is required."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SingleTurnEnvironment:
-    """Tasks that one reply answers."""
+    """Environment whose episodes end after one reply."""
 
     name: str
-    """Name under which its metrics are logged."""
+    """Name for metrics."""
     splits: TaskSplits
-    """The tasks of each split."""
+    """Tasks of each split."""
     score: Callable[[Task, str], float] | None
-    """The reward `correct` of a reply to a task; None where reward functions alone judge it."""
+    """Returns the reward `correct` of a reply to a task; None if only reward functions score replies."""
     format: FormatConfig | None = None
-    """The reward `format`, if any."""
+    """Optional reward `format`."""
     reply_regex: str | None = None
-    """Group 1 of its last match in the reply is what is scored; a reply without a match is wrong."""
+    """Group 1 of its last match in the reply is scored; a reply without a match is wrong."""
     blocks: bool = False
-    """Whether `score` may take long, and so belongs into a thread."""
+    """Whether `score` may block, so that it must run in a thread."""
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """The tasks of a split, always in the same order."""
+        """Return the tasks of a split in a fixed order."""
         return self.splits[split]
 
     async def start(self, task: Task, seed: int) -> Episode:
-        """Begin an attempt; nothing in it is random, so the seed plays no part.
+        """Start an attempt; the seed is unused because nothing is random.
 
         Raises:
             ValueError: if the task belongs to another environment.
@@ -50,7 +50,7 @@ class SingleTurnEnvironment:
         return SingleTurnEpisode(self, task)
 
     def rewards(self, task: Task, reply: str) -> dict[str, float]:
-        """The rewards of a reply by component; the form is judged on the complete reply."""
+        """Return the rewards of a reply by component; the format is checked on the complete reply."""
         rewards = {} if self.score is None else {CORRECT: self._correct(self.score, task, reply)}
         if self.format is not None:
             rewards[FORMAT] = self.format.reward(reply)
@@ -63,27 +63,27 @@ class SingleTurnEnvironment:
 
 @dataclasses.dataclass
 class SingleTurnEpisode:
-    """One attempt, over after one reply."""
+    """One attempt, which ends after one reply."""
 
     environment: SingleTurnEnvironment
-    """Grades the reply."""
+    """Scores the reply."""
     task: Task
-    """What is attempted."""
+    """The task."""
     over: bool = False
-    """Whether the reply was given."""
+    """Whether the episode has ended."""
 
     async def step(self, reply: str) -> Step:
-        """Grade the reply; whatever the grader raises is passed on.
+        """Score the reply; exceptions of the grader propagate.
 
         Raises:
-            RuntimeError: if a reply was already given.
+            RuntimeError: if the episode has ended.
         """
         if self.over:
-            raise RuntimeError(f"task {self.task.id!r}: the episode is over after one reply; start another")
+            raise RuntimeError(f"task {self.task.id!r}: the episode ended after one reply; start another")
         self.over = True
         if self.environment.blocks:
             return Step(rewards=await asyncio.to_thread(self.environment.rewards, self.task, reply))
         return Step(rewards=self.environment.rewards(self.task, reply))
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing; there are no resources."""

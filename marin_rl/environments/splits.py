@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""From a stream of problems to three disjoint splits, without duplicates."""
+"""Deduplication of problems and their division into three disjoint splits."""
 
 import dataclasses
 import hashlib
@@ -14,23 +14,23 @@ from marin_rl.types import Task
 logger = logging.getLogger(__name__)
 
 TaskSplits = Mapping[Split, Sequence[Task]]
-"""The tasks of each split, in the order in which they came."""
+"""Tasks of each split, in their original order."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A task with the text by which it is told from others."""
+    """A task with the text that identifies it."""
 
     text: str
-    """What is asked, without system prompt and template: equal texts are one problem."""
+    """Question without system prompt and template; problems with equal texts are duplicates."""
     task: Task
-    """The task itself."""
+    """The task."""
     where: str
-    """Where it comes from (file and line, item), for messages."""
+    """Origin (file and line, item), for messages."""
 
 
 def problem_id(text: str) -> str:
-    """An id that equal problem texts share: 16 hexadecimal digits.
+    """Return an id shared by equal problem texts: 16 hexadecimal digits.
 
     >>> problem_id("12+34=")
     'c6668a5137bbbd2d'
@@ -39,30 +39,30 @@ def problem_id(text: str) -> str:
 
 
 def check_shares(held_out: float, validation: float) -> None:
-    """Check the shares of the held-out and the validation split.
+    """Check the shares of the held-out and validation splits.
 
     Raises:
-        ValueError: if one is not in [0, 1), or both together leave nothing to train on.
+        ValueError: if a share is not in [0, 1), or together they leave no training tasks.
     """
     for field, share in (("held_out", held_out), ("validation", validation)):
         if not 0.0 <= share < 1.0:
-            raise ValueError(f"{field} is {share}; it is a share of all problems, at least 0 and below 1")
+            raise ValueError(f"{field} is a share of all problems and must be in [0, 1), got {share}")
     if held_out + validation >= 1.0:
         raise ValueError(
-            f"held_out {held_out} and validation {validation} add up to {held_out + validation}; "
-            "that leaves nothing to train on: lower one of them"
+            f"held_out {held_out} and validation {validation} add up to {held_out + validation}, "
+            "which leaves no training tasks; lower one of them"
         )
 
 
 def without_duplicates(problems: Iterable[Problem], source: str) -> list[Problem]:
-    """The first of every problem text; how many were dropped is logged.
+    """Keep the first problem of each text, and log the number of removed duplicates.
 
     Args:
-        problems: in order.
-        source: what they come from, for messages.
+        problems: the problems, in order.
+        source: their origin, for messages.
 
     Raises:
-        ValueError: if there is no problem at all, or if two different ones share an id.
+        ValueError: if there are no problems, or two different problems share an id.
     """
     first: dict[str, Problem] = {}
     ids: dict[str, Problem] = {}
@@ -76,14 +76,14 @@ def without_duplicates(problems: Iterable[Problem], source: str) -> list[Problem
         same_id = ids.setdefault(problem.task.id, problem)
         if same_id is not problem:
             raise ValueError(
-                f"{problem.where}: id {problem.task.id!r} is already taken by another problem at {same_id.where}; "
-                "make ids unique, or leave them out"
+                f"{problem.where}: id {problem.task.id!r} is also the id of another problem at {same_id.where}; "
+                "make ids unique, or omit them"
             )
     if not first:
-        raise ValueError(f"{source} is empty: it has no problem to attempt")
+        raise ValueError(f"{source} is empty: it has no problems")
     if contradicting:
-        logger.warning("%s: %d repeated problems give another answer; the first is kept", source, contradicting)
-    logger.info("%s: %d distinct problems, %d repetitions dropped", source, len(first), repeated)
+        logger.warning("%s: %d duplicates have a different answer; the first is kept", source, contradicting)
+    logger.info("%s: %d distinct problems, %d duplicates removed", source, len(first), repeated)
     return list(first.values())
 
 
@@ -91,16 +91,16 @@ def split_problems(problems: Sequence[Problem], held_out: float, validation: flo
     """Divide distinct problems by the hash of their texts.
 
     Args:
-        problems: without duplicates.
+        problems: problems without duplicates.
         held_out: share of held-out problems, in [0, 1).
         validation: share of validation problems, in [0, 1).
-        source: what they come from, for messages.
+        source: their origin, for messages.
 
     Returns:
-        The tasks of all three splits; empty only where the share is 0.
+        The tasks of all three splits; a split is empty only if its share is 0.
 
     Raises:
-        ValueError: if a split that should have problems gets none.
+        ValueError: if a split with a positive share would be empty.
     """
     splits: dict[Split, list[Task]] = {split: [] for split in Split}
     for problem in problems:
@@ -110,6 +110,6 @@ def split_problems(problems: Sequence[Problem], held_out: float, validation: flo
         if shares[split] > 0 and not tasks:
             raise ValueError(
                 f"{source}: none of its {len(problems)} problems fell into the {split.value} split; "
-                f"give more problems, or other shares than held_out {held_out} and validation {validation}"
+                f"add problems, or use other shares than held_out {held_out} and validation {validation}"
             )
     return splits

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which training task comes next: of one environment, of a mixture, of a curriculum, all in one way."""
+"""Streams of training tasks: of one environment, a mixture or a curriculum."""
 
 import dataclasses
 import functools
@@ -13,54 +13,54 @@ from marin_rl.seeds import derive_seed
 from marin_rl.types import RolloutGroup, Task
 
 StreamState = Mapping[str, Any]
-"""Where a stream stands, as JSON holds it; empty at the beginning. Never changed, only replaced."""
+"""State of a stream as JSON values; initially empty. Immutable: updates return a new state."""
 
 
 @runtime_checkable
 class TaskStream(Protocol):
-    """Draws training tasks without end.
+    """Infinite stream of training tasks.
 
-    It holds nothing but its plan. Where it stands is in the state, which every checkpoint has, so that a run that is
-    taken up again draws what it would have drawn.
+    The stream itself is stateless. Its state is an argument and is stored in every checkpoint, so that a resumed run
+    draws the same tasks as an uninterrupted one.
     """
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the environments that are measured apart; empty where there is one alone."""
+        """Names of the environments with separate metrics; empty if there is only one environment."""
         ...
 
     def draw(self, state: StreamState, count: int) -> tuple[list[Task], StreamState]:
-        """The next tasks, and where the stream stands after them."""
+        """Return the next `count` tasks and the state after them."""
         ...
 
     def learn(self, state: StreamState, groups: Sequence[RolloutGroup]) -> StreamState:
-        """Where the stream stands after it was told what came of tasks that it drew."""
+        """Return the state updated with the finished groups of drawn tasks."""
         ...
 
     def metrics(self, state: StreamState) -> dict[str, float]:
-        """What there is to say about where the stream stands."""
+        """Return metrics of a state."""
         ...
 
 
 @runtime_checkable
 class StreamingEnvironment(Protocol):
-    """An environment that decides itself which task comes next."""
+    """An environment that determines the order of its training tasks."""
 
     def stream(self, seed: int) -> TaskStream:
-        """The stream of its training tasks.
+        """Return the stream of training tasks.
 
         Args:
-            seed: of everything random in it.
+            seed: seed for all randomness of the stream.
         """
         ...
 
 
 def task_stream(environment: Environment, seed: int) -> TaskStream:
-    """The stream of an environment's training tasks: its own, or each task once per pass.
+    """Return the stream of an environment's training tasks; default: each task once per epoch.
 
     Args:
-        environment: has the tasks.
-        seed: the run's.
+        environment: source of the tasks.
+        seed: seed of the run.
     """
     if isinstance(environment, StreamingEnvironment):
         return environment.stream(seed)
@@ -69,20 +69,20 @@ def task_stream(environment: Environment, seed: int) -> TaskStream:
 
 @dataclasses.dataclass(frozen=True)
 class EpochStream:
-    """Each task once per pass, every pass in its own order."""
+    """Draws each task once per epoch, in a new random order in each epoch."""
 
     environment: Environment
-    """Has the tasks."""
+    """Source of the tasks."""
     seed: int
-    """Decides the order of every pass."""
+    """Seed for the order of every epoch."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """None: one environment is what all metrics are of."""
+        """Return an empty tuple: a single environment has no separate metrics."""
         return ()
 
     def draw(self, state: StreamState, count: int) -> tuple[list[Task], StreamState]:
-        """The next tasks of this pass, and of those after it."""
+        """Return the next tasks of this epoch and the epochs after it."""
         tasks = self.environment.tasks(Split.TRAIN)
         start = state.get("drawn", 0)
         drawn = []
@@ -92,11 +92,11 @@ class EpochStream:
         return drawn, {"drawn": start + count}
 
     def learn(self, state: StreamState, groups: Sequence[RolloutGroup]) -> StreamState:
-        """The state as it is: what came of a task changes no order."""
+        """Return the state unchanged: results do not affect the order."""
         return state
 
     def metrics(self, state: StreamState) -> dict[str, float]:
-        """Nothing."""
+        """Return no metrics."""
         return {}
 
 

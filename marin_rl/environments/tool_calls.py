@@ -1,11 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tool calls in text: what the policy writes, and how it is told to.
+"""Parsing of tool calls in replies, and the system message that describes tools.
 
-A call is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Hermes and Qwen have it; a reply may hold several.
-A reply that is `{"name": …, "parameters": {…}}` and nothing else, as Llama has it, is one call. What stands before the
-last `</think>` is thinking, and calls nothing.
+A call is `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes, Qwen); a reply may contain several. A reply
+that consists of `{"name": …, "parameters": {…}}` (Llama) is one call. Text before the last `</think>` is ignored.
 """
 
 import dataclasses
@@ -21,56 +20,56 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-    """What the policy asked for."""
+    """A tool call of the policy."""
 
     name: str
-    """The tool's name."""
+    """Name of the tool."""
     arguments: Mapping[str, Any]
-    """Its arguments, not checked yet."""
+    """Arguments, not validated."""
 
 
 def find_calls(reply: str) -> list[str]:
-    """The texts of the calls in a reply, in order; one that is not closed goes on to the reply's end.
+    """Return the texts of the calls in a reply, in order; a call that is not closed extends to the end of the reply.
 
     >>> find_calls("Let me see. <tool_call>{}</tool_call>")
     ['{}']
     """
-    _, _, said = reply.rpartition("</think>")
-    found = [match[1].strip() for match in _CALL.finditer(said)]
-    return found or ([said.strip()] if _is_call(said) else [])
+    _, _, answer = reply.rpartition("</think>")
+    calls = [match[1].strip() for match in _CALL.finditer(answer)]
+    return calls or ([answer.strip()] if _is_call(answer) else [])
 
 
 def _is_call(text: str) -> bool:
-    """Whether a text is a call and nothing else. Answers in JSON are not, unless they have just the keys of one."""
+    """Return whether the text is only a call: JSON with exactly the keys of a call. Other JSON is an answer."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and found.keys() - {"type"} in ({"name", "parameters"}, {"name", "arguments"})
+    return isinstance(value, dict) and value.keys() - {"type"} in ({"name", "parameters"}, {"name", "arguments"})
 
 
 _CALL = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)
 
 
 def parse_call(text: str) -> ToolCall:
-    """Read a call.
+    """Parse a call.
 
     Args:
-        text: JSON; the arguments may be called `parameters`, as Llama has it.
+        text: JSON; the arguments may be named `parameters`, as in Llama's format.
 
     Raises:
-        ToolError: if it is not a JSON object with a name and arguments; the message says what is wrong.
+        ToolError: if it is not a JSON object with a name and arguments; the message names the error.
 
     >>> parse_call('{"name": "calculator", "arguments": {"expression": "1 + 1"}}').name
     'calculator'
     """
     try:
-        found = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the call is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ToolError('the call is not a JSON object with "name" and "arguments"')
-    name, arguments = found.get("name"), found.get("arguments", found.get("parameters", {}))
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
     if not isinstance(name, str):
         raise ToolError('the call has no "name"')
     if not isinstance(arguments, dict):
@@ -83,10 +82,10 @@ def _refuse_constant(name: str) -> float:
 
 
 def describe_tools(tools: Sequence[Tool]) -> str:
-    """How a system message tells the policy of its tools: word for word what the templates of Qwen and Hermes write.
+    """Return the system message that describes tools, with the exact text of the templates of Qwen and Hermes.
 
     Args:
-        tools: at least one.
+        tools: at least one tool.
     """
     schemas = "\n".join(json.dumps(tool_schema(tool), ensure_ascii=False) for tool in tools)
     return (

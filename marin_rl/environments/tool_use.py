@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Questions that may be answered with the help of tools."""
+"""Questions that the policy may answer with the help of tools."""
 
 import asyncio
 import dataclasses
@@ -43,82 +43,81 @@ from marin_rl.types import Message, Task
 logger = logging.getLogger(__name__)
 
 TOOLS = "tools"
-"""Reward component: what mistakes in calling tools cost."""
+"""Reward component: penalty for failed tool calls."""
 
 
 class ToolDescription(enum.StrEnum):
-    """Who tells the policy of its tools."""
+    """Source of the tool descriptions in the prompt."""
 
     MESSAGE = "message"
-    """A system message, in the words that the templates of Qwen and Hermes have for tools: under every template the
-    policy is told of the calls that are understood here."""
+    """A system message with the text of the Qwen and Hermes templates, so that under every template the policy reads
+    the call format that is parsed here."""
     TEMPLATE = "template"
-    """The chat template, in its own words; a system message where it has none. For models that were trained on the
-    calls that are understood here: those of Qwen, Hermes and Llama."""
+    """The chat template's own text, or a system message if it has none. For models trained on the call formats that
+    are parsed here: Qwen, Hermes and Llama."""
     NONE = "none"
-    """The questions' own prompt."""
+    """The prompt of the questions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolLimits:
-    """How far calls may go."""
+    """Limits of tool calls."""
 
     max_calls: int = 4
-    """Most calls in one reply; those beyond are not made, and the policy is told so."""
+    """Maximum number of calls in one reply; further calls return an error."""
     max_seconds: float = 20.0
-    """Most seconds that one call may take. It counts towards `rollouts.max_seconds` too."""
+    """Maximum duration of one call in seconds. It also counts towards `rollouts.max_seconds`."""
     max_output: int = 2000
-    """Most characters of a tool's answer; what is beyond is cut off, and said to be."""
+    """Maximum number of characters of a tool's output; the rest is replaced by a notice."""
 
     def __post_init__(self) -> None:
         for name in ("max_calls", "max_output"):
             if getattr(self, name) < 1:
-                raise ValueError(f"limits.{name} is {getattr(self, name)}; it must be at least 1")
+                raise ValueError(f"limits.{name} must be at least 1, got {getattr(self, name)}")
         if not self.max_seconds > 0:
-            raise ValueError(f"limits.max_seconds is {self.max_seconds}; it is a number of seconds above 0")
+            raise ValueError(f"limits.max_seconds must be above 0 seconds, got {self.max_seconds}")
 
 
 @EnvironmentConfig.register_subclass("tool_use")
 @dataclasses.dataclass(frozen=True)
 class ToolUseConfig(EnvironmentConfig):
-    """Questions of another environment, and tools. A reply that calls no tool is the answer, and is graded there.
+    """Questions of another environment with tools. That environment scores replies without a tool call.
 
-    Set `rollouts.max_turns` to one more than the rounds of calls that are allowed.
+    Set `rollouts.max_turns` to one more than the number of turns with calls.
     """
 
     level: ClassVar[int] = 1
 
     questions: EnvironmentConfig
-    """Where the questions come from, and who grades the final reply."""
+    """Environment of the questions; it scores the final reply."""
     tools: tuple[ToolConfig, ...] = (CalculatorConfig(),)
     """The tools; their names must differ."""
     describe: ToolDescription = ToolDescription.MESSAGE
-    """Who tells the policy of the tools: `message`, a system message; `template`, the chat template, where it can;
-    `none`, the questions' own prompt."""
+    """Source of the tool descriptions: `message`, a system message; `template`, the chat template if it supports tools;
+    `none`, the questions' prompt."""
     limits: ToolLimits = ToolLimits()
-    """How far calls may go."""
+    """Limits of tool calls."""
     error_reward: float = 0.0
-    """Reward of each call that came to nothing (component `tools`): malformed, unknown, refused, failed or too slow;
-    at most 0."""
+    """Reward of each failed call (component `tools`): malformed, unknown, rejected, raised or timed out; at most 0."""
     name: str | None = None
-    """Name under which metrics are logged; the name of the questions' environment by default."""
+    """Name for metrics; default: the name of the questions' environment."""
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
         check_nested(self, self.questions, "questions")
         if not self.tools:
-            raise ValueError("tools is empty; name at least one, as tools: [{type: calculator}]")
+            raise ValueError("tools is empty; add at least one, as tools: [{type: calculator}]")
         if self.error_reward > 0:
-            raise ValueError(f"error_reward is {self.error_reward}; it must not pay for mistakes")
+            raise ValueError(f"error_reward must be at most 0, or failed calls pay; got {self.error_reward}")
 
     def reward_components(self, environment: Environment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
-        """The questions' own reward functions, and those given here."""
+        """Return the reward functions of the questions and of this config."""
         assert isinstance(environment, ToolUseEnvironment)
         inner = environment.questions
         return {environment.name: (*self.questions.reward_components(inner)[inner.name], *self.rewards)}
 
     def build(self) -> Environment:
-        """Make questions and tools.
+        """Build questions and tools.
 
         Raises:
             ValueError: if two tools share a name.
@@ -127,38 +126,45 @@ class ToolUseConfig(EnvironmentConfig):
         for config in self.tools:
             tool = config.build()
             if tool.name in tools:
-                raise ValueError(f"there are two tools named {tool.name!r}; the policy could not tell them apart")
+                raise ValueError(f"two tools are named {tool.name!r}; tool names must differ")
             tools[tool.name] = tool
         questions = self.questions.build()
         name = questions.name if self.name is None else self.name
-        # One message for all questions that share a system message.
-        tell = functools.cache(lambda said: self._system_message(said, list(tools.values())))
-        asked = {split: [(self._asked(task, name, tell), task) for task in questions.tasks(split)] for split in Split}
+        # Questions with equal system messages share one message.
+        system_message = functools.cache(lambda text: self._system_message(text, list(tools.values())))
+        pairs_by_split = {
+            split: [(self._with_tools(task, name, system_message), task) for task in questions.tasks(split)]
+            for split in Split
+        }
         return ToolUseEnvironment(
             name=name,
             questions=questions,
             tools=tools,
             limits=self.limits,
             error_reward=self.error_reward,
-            splits={split: [task for task, _ in pairs] for split, pairs in asked.items()},
-            originals={task.id: original for pairs in asked.values() for task, original in pairs},
+            splits={split: [task for task, _ in pairs] for split, pairs in pairs_by_split.items()},
+            originals={task.id: original for pairs in pairs_by_split.values() for task, original in pairs},
         )
 
-    def _asked(self, task: Task, name: str, tell: Callable[[str], Message]) -> Task:
-        """A question as it is asked here: under this environment's name, its tools told of."""
+    def _with_tools(self, task: Task, name: str, system_message: Callable[[str], Message]) -> Task:
+        """Return a question under this environment's name, with a description of the tools."""
         messages = task.messages
         if self.describe is not ToolDescription.NONE:
             has_system = messages[0]["role"] == "system"
-            messages = (tell(messages[0]["content"]), *messages[1:]) if has_system else (tell(""), *messages)
+            messages = (
+                (system_message(messages[0]["content"]), *messages[1:])
+                if has_system
+                else (system_message(""), *messages)
+            )
         return dataclasses.replace(task, environment=name, messages=messages)
 
-    def _system_message(self, said: str, tools: Sequence[Tool]) -> Message:
-        """The system message of questions whose own says this."""
+    def _system_message(self, text: str, tools: Sequence[Tool]) -> Message:
+        """Return the system message of questions with the system message `text`."""
         words = describe_tools(tools)
         if self.describe is ToolDescription.TEMPLATE:
             schemas = [tool_schema(tool) for tool in tools]
-            return Message(role="system", content=said, tools=schemas, tools_in_words=words)
-        return Message(role="system", content=f"{said}\n\n{words}" if said else words)
+            return Message(role="system", content=text, tools=schemas, tools_in_words=words)
+        return Message(role="system", content=f"{text}\n\n{words}" if text else words)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,30 +172,30 @@ class ToolUseEnvironment:
     """Questions with tools."""
 
     name: str
-    """Name under which its metrics are logged."""
+    """Name for metrics."""
     questions: Environment
-    """Grades the final replies."""
+    """Environment that scores final replies."""
     tools: Mapping[str, Tool]
-    """The tools, by name."""
+    """Tools by name."""
     limits: ToolLimits
-    """How far calls may go."""
+    """Limits of tool calls."""
     error_reward: float
-    """Reward of each call that came to nothing."""
+    """Reward of each failed call."""
     splits: Mapping[Split, Sequence[Task]]
-    """The tasks of each split."""
+    """Tasks of each split."""
     originals: Mapping[str, Task]
-    """The questions as their own environment knows them, by id."""
+    """Tasks of the questions' environment by id."""
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """The tasks of a split, always in the same order."""
+        """Return the tasks of a split in a fixed order."""
         return self.splits[split]
 
     async def start(self, task: Task, seed: int) -> Episode:
-        """Begin an attempt.
+        """Start an attempt.
 
         Raises:
             ValueError: if the task belongs to another environment.
-            NoSandboxError: if a tool was never connected to the sandbox that it runs in.
+            NoSandboxError: if a tool is not connected to the sandbox that it needs.
         """
         if task.environment != self.name or task.id not in self.originals:
             raise ValueError(f"environment {self.name!r} has no question {task.id!r} of {task.environment!r}")
@@ -198,10 +204,10 @@ class ToolUseEnvironment:
         return ToolUseEpisode(self, await self.questions.start(self.originals[task.id], seed))
 
     def connect_code_runner(self, runner: CodeRunner | None) -> bool:
-        """Give the sandbox to the tools that run programs; whether there are any.
+        """Connect the tools that run programs to the sandbox; return whether there are any.
 
         Raises:
-            NoSandboxError: if there are, and there is no sandbox.
+            NoSandboxError: if there are, and `runner` is None.
         """
         for tool in self._running:
             self._require_sandbox(tool, runner)
@@ -210,35 +216,35 @@ class ToolUseEnvironment:
 
     @property
     def _running(self) -> list[PythonTool]:
-        """The tools that run programs."""
+        """Tools that run programs."""
         return [tool for tool in self.tools.values() if isinstance(tool, PythonTool)]
 
     def _require_sandbox(self, tool: PythonTool, runner: CodeRunner | None) -> None:
         if runner is None:
             raise NoSandboxError(
-                f"environment {self.name!r}: the tool {tool.name!r} runs programs that the policy writes, and there is "
-                "no sandbox for them; call connect_code_runner(environment, sandbox) with one before it is played, or "
-                f"leave {tool.name!r} out of the environment's tools"
+                f"environment {self.name!r}: the tool {tool.name!r} runs programs that the policy writes, but there is "
+                "no sandbox; call connect_code_runner(environment, sandbox) before the first rollout, or remove "
+                f"{tool.name!r} from the environment's tools"
             )
 
 
 @dataclasses.dataclass
 class ToolUseEpisode:
-    """One question, and the calls that were made for it."""
+    """One question with its tool calls."""
 
     environment: ToolUseEnvironment
     """Has the tools."""
     question: Episode
-    """Grades what calls no tool."""
+    """Scores a reply without calls."""
     calls: int = 0
-    """Calls so far."""
+    """Number of calls."""
     errors: int = 0
-    """Those that came to nothing, the slow ones included."""
+    """Number of failed calls, timeouts included."""
     timeouts: int = 0
-    """Those that took too long."""
+    """Number of calls that timed out."""
 
     async def step(self, reply: str) -> Step:
-        """Answer the calls in a reply, in order, a message each; grade a reply that calls nothing."""
+        """Return one message for each call in a reply, in order; score a reply without calls."""
         texts = find_calls(reply)
         errors = self.errors
         if not texts:
@@ -248,8 +254,8 @@ class ToolUseEpisode:
                 step, rewards={**step.rewards, TOOLS: 0.0}, metrics={**self._counts(), **success, **step.metrics}
             )
         limit = self.environment.limits.max_calls
-        made = [await self._answer(text) for text in texts[:limit]]
-        answers = [answer for answer, _ in made]
+        results = [await self._answer(text) for text in texts[:limit]]
+        answers = [answer for answer, _ in results]
         if len(texts) > limit:
             self.calls += len(texts) - limit
             self.errors += len(texts) - limit
@@ -259,7 +265,7 @@ class ToolUseEpisode:
             messages=tuple(Message(role="tool", content=answer) for answer in answers),
             done=False,
             metrics={**self._counts(), "success": 0.0},
-            info={"calls": [call for _, call in made]},
+            info={"calls": [call for _, call in results]},
         )
 
     async def close(self) -> None:
@@ -274,7 +280,7 @@ class ToolUseEpisode:
         }
 
     async def _answer(self, text: str) -> tuple[str, dict[str, object]]:
-        """The answer to one call, and its metadata: the tool's name, None if it cannot be read, and if it failed."""
+        """Answer one call; also return its metadata: the tool's name, None if unparseable, and whether it failed."""
         self.calls += 1
         name, arguments, failed = None, None, False
         start = time.perf_counter()
@@ -319,6 +325,6 @@ class ToolUseEpisode:
 
     def _cut(self, text: str) -> str:
         limit = self.environment.limits.max_output
-        # Half characters, which JSON can spell, are nothing that a tokenizer takes.
+        # JSON can contain unpaired surrogates, which tokenizers reject.
         text = text.encode("utf-8", "replace").decode("utf-8")
         return text if len(text) <= limit else f"{text[:limit]}\n[{len(text) - limit} more characters]"

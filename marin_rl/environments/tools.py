@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tools that a policy can call: what one is, how its arguments are checked, and those that come along."""
+"""Tools for the policy: the interface, argument validation, and the built-in tools."""
 
 import abc
 import dataclasses
@@ -17,53 +17,53 @@ from marin_rl.rewards.failures import RewardFailure
 
 
 class ToolError(Exception):
-    """A call that cannot be answered; the policy is told the message."""
+    """Raised if a call cannot be answered; the policy receives the message."""
 
 
 class ToolTimeoutError(ToolError):
-    """A call that took too long."""
+    """Raised if a call times out."""
 
 
 @runtime_checkable
 class Tool(Protocol):
-    """Something that a policy can call."""
+    """A tool that the policy can call."""
 
     @property
     def name(self) -> str:
-        """What the policy calls it by."""
+        """Name in calls."""
         ...
 
     @property
     def description(self) -> str:
-        """What it does, as the policy is told."""
+        """Description for the policy."""
         ...
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """Its arguments, as a JSON schema of type `object`."""
+        """Arguments as a JSON schema of type `object`."""
         ...
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Answer a call whose arguments were checked.
+        """Answer a call with validated arguments.
 
         Raises:
-            ToolError: if it cannot be answered; whatever else it raises counts as the same.
-            RewardCallError: if that says nothing about the call, since something else failed; the rollout fails.
+            ToolError: if the call has no answer; other exceptions are treated alike.
+            RewardCallError: if the failure is not caused by the call; the rollout fails.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolConfig(draccus.ChoiceRegistry, abc.ABC):
-    """Chooses a tool by `type`."""
+    """Base of tool configs, selected by `type`."""
 
     @abc.abstractmethod
     def build(self) -> Tool:
-        """Make the tool."""
+        """Build the tool."""
 
 
 def tool_schema(tool: Tool) -> dict[str, Any]:
-    """A tool as chat templates take it."""
+    """Return the schema of a tool for chat templates."""
     return {
         "type": "function",
         "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)},
@@ -81,14 +81,14 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 
 
 def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-    """Check the arguments of a call: none missing, none unknown, each of its type.
+    """Check that a call has all required arguments, no unknown ones, and the right types.
 
     Args:
-        schema: of type `object`; `properties`, `required` and each property's `type` are looked at.
-        arguments: from the policy.
+        schema: schema of type `object`; `properties`, `required` and the `type` of each property are used.
+        arguments: arguments from the policy.
 
     Raises:
-        ToolError: naming the first that is wrong.
+        ToolError: for the first invalid argument.
 
     >>> check_arguments({"properties": {"x": {"type": "number"}}, "required": ["x"]}, {"x": 2})
     """
@@ -100,14 +100,14 @@ def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> 
         if name not in properties:
             raise ToolError(f"there is no argument {name!r}; there is: {', '.join(properties) or 'none'}")
         kind = properties[name].get("type")
-        # In Python, but not in JSON, true is a whole number.
+        # bool is a subclass of int in Python, but not a number in JSON.
         if kind in _TYPES and (not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")):
             raise ToolError(f"argument {name!r} is {value!r}; it must be of type {kind}")
 
 
 @dataclasses.dataclass(frozen=True)
 class CalculatorTool:
-    """Works out an expression of numbers."""
+    """Evaluates arithmetic expressions."""
 
     name: str = "calculator"
     description: str = (
@@ -117,7 +117,7 @@ class CalculatorTool:
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """The expression."""
+        """Schema with the expression."""
         return {
             "type": "object",
             "properties": {"expression": {"type": "string", "description": "The expression."}},
@@ -125,7 +125,7 @@ class CalculatorTool:
         }
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """The expression's value."""
+        """Return the value of the expression."""
         try:
             return calculate(arguments["expression"])
         except CalculatorError as error:
@@ -135,25 +135,25 @@ class CalculatorTool:
 @ToolConfig.register_subclass("calculator")
 @dataclasses.dataclass(frozen=True)
 class CalculatorConfig(ToolConfig):
-    """A calculator: bounded arithmetic, and nothing else."""
+    """Calculator with bounded arithmetic."""
 
     def build(self) -> Tool:
-        """Make the calculator."""
+        """Build the calculator."""
         return CalculatorTool()
 
 
 @dataclasses.dataclass
 class PythonTool:
-    """Runs a program in the sandbox."""
+    """Runs Python programs in the sandbox."""
 
     name: str = "python"
     description: str = "Runs a Python program and returns what it printed."
     runner: CodeRunner | None = None
-    """Where programs run; None until it is connected."""
+    """Sandbox for programs; None until it is connected."""
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """The program."""
+        """Schema with the program."""
         return {
             "type": "object",
             "properties": {"code": {"type": "string", "description": "The program. Print what is wanted."}},
@@ -161,15 +161,15 @@ class PythonTool:
         }
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """What the program printed.
+        """Return the output of the program.
 
         Raises:
-            ToolError: if the program failed, or ran into a limit; with what it printed before.
-            RewardCallError: if the sandbox itself failed.
-            NoSandboxError: if there is no sandbox to run it in.
+            ToolError: if the program fails or exceeds a limit; the message includes its output.
+            RewardCallError: if the sandbox itself fails.
+            NoSandboxError: if no sandbox is connected.
         """
         if self.runner is None:
-            raise NoSandboxError(f"the tool {self.name!r} has no sandbox to run in; connect one (connect_code_runner)")
+            raise NoSandboxError(f"the tool {self.name!r} has no sandbox; connect one (connect_code_runner)")
         result = await self.runner.run_python(arguments["code"])
         if result.loss is not None and result.loss.cause is RewardFailure.WORKER:
             raise result.loss
@@ -182,39 +182,39 @@ class PythonTool:
 @ToolConfig.register_subclass("python")
 @dataclasses.dataclass(frozen=True)
 class PythonConfig(ToolConfig):
-    """Python in the run's sandbox."""
+    """Python programs in the run's sandbox."""
 
     def build(self) -> Tool:
-        """Make the tool; its sandbox is connected later."""
+        """Build the tool; its sandbox is connected later."""
         return PythonTool()
 
 
 @ToolConfig.register_subclass("file")
 @dataclasses.dataclass(frozen=True)
 class FileToolConfig(ToolConfig):
-    """A tool of one's own, from a Python file. It runs in the training process, unprotected."""
+    """User-defined tool from a Python file. It runs in the training process without isolation."""
 
     path: str
-    """The file; relative paths start at the working directory."""
+    """Path of the file, relative to the working directory."""
     name: str
-    """Name of a class or function in it that returns a tool."""
+    """Name of a class or function in the file that returns a tool."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Its arguments."""
 
     def build(self) -> Tool:
-        """Import the file and make the tool.
+        """Import the file and build the tool.
 
         Raises:
-            UserFileError: if that gives no tool.
+            UserFileError: if the result is not a tool.
         """
         where = f"{self.name!r} of {self.path}"
         try:
             tool = load_from_file(self.path, self.name)(**self.options)
         except TypeError as error:
-            raise UserFileError(f"{where} refuses options {self.options}: {error}") from error
+            raise UserFileError(f"{where} rejects options {self.options}: {error}") from error
         if not isinstance(tool, Tool):
             raise UserFileError(
-                f"{where} gave {type(tool).__name__}, which is no tool: it needs name, description, parameters and "
-                "call(arguments)"
+                f"{where} returned {type(tool).__name__}, which is not a tool: it needs name, description, parameters "
+                "and call(arguments)"
             )
         return tool

@@ -113,13 +113,13 @@ def test_weights_count_among_open_lessons():
 @pytest.mark.parametrize(
     ("lessons", "message"),
     [
-        ((lesson("a", "b"), lesson("b", "a")), "wait for one another: 'a' after 'b' after 'a'"),
-        ((lesson("a"), lesson("b", "a", "b")), "'b' after 'b'; none of them could ever open"),
+        ((lesson("a", "b"), lesson("b", "a")), "depend on one another in a cycle: 'a' after 'b' after 'a'"),
+        ((lesson("a"), lesson("b", "a", "b")), "'b' after 'b'; remove one name"),
         (
             (lesson("a"), lesson("b", "a", "d"), lesson("c", "b"), lesson("d", "c")),
             "'b' after 'd' after 'c' after 'b'",
         ),
-        ((lesson("walk"), lesson("run", "wlak")), "'run' comes after 'wlak'.*did you mean 'walk'.*: walk, run"),
+        ((lesson("walk"), lesson("run", "wlak")), "'run' depends on 'wlak'.*did you mean 'walk'.*: walk, run"),
         ((lesson("a"), lesson("a")), "several lessons named 'a'"),
     ],
 )
@@ -131,9 +131,9 @@ def test_lessons_that_make_no_order_are_refused(lessons: tuple[LessonConfig, ...
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight": 0.0}, "lesson 'a': weight is 0.0"),
-        ({"weight": float("inf")}, "lesson 'a': weight is inf; it must be finite"),
-        ({"window": 0}, "lesson 'a': window is 0"),
+        ({"weight": 0.0}, "lesson 'a': weight must be finite and above 0, got 0.0"),
+        ({"weight": float("inf")}, "lesson 'a': weight must be finite and above 0, got inf"),
+        ({"window": 0}, "lesson 'a': window must be at least 1 rollout, got 0"),
         ({"graduate_at": 0.25}, "lesson 'a': graduate_at 0.25 is below unlock_at 0.5"),
     ],
 )

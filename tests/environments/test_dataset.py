@@ -82,7 +82,7 @@ def test_explicit_held_out_file(tmp_path: Path):
 def test_overlap_with_the_held_out_file_is_an_error(tmp_path: Path):
     train, held_out = write(tmp_path / "a.jsonl", sums(50)), write(tmp_path / "b.jsonl", sums(10, start=47))
     with pytest.raises(
-        ValueError, match=r"3 held-out problems are also trained on.*'47\+1='.*b\.jsonl:1 .*a\.jsonl:48"
+        ValueError, match=r"3 held-out problems are also training problems.*'47\+1='.*b\.jsonl:1 .*a\.jsonl:48"
     ):
         JsonlConfig(path=train, held_out_path=held_out).build()
 
@@ -90,7 +90,7 @@ def test_overlap_with_the_held_out_file_is_an_error(tmp_path: Path):
 def test_shared_ids_over_two_files_are_an_error(tmp_path: Path):
     train = write(tmp_path / "a.jsonl", [{**row, "id": i} for i, row in enumerate(sums(50))])
     held_out = write(tmp_path / "b.jsonl", [{**row, "id": i} for i, row in enumerate(sums(10, start=50))])
-    with pytest.raises(ValueError, match=r"b\.jsonl:1: id '0' is already taken by another problem at .*a\.jsonl:1"):
+    with pytest.raises(ValueError, match=r"b\.jsonl:1: id '0' is also the id of another problem at .*a\.jsonl:1"):
         JsonlConfig(path=train, held_out_path=held_out).build()
 
 
@@ -109,10 +109,13 @@ def test_blank_lines_and_a_byte_order_mark_are_passed_over(tmp_path: Path):
         ('{"prompt": "a", "answer": [1]}', r"a\.jsonl:3: column 'answer' holds \[1\] of type list"),
         ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", r"a\.jsonl:3: .*4300 digits.*; write the number as text"),
         ('{"prompt": "a", "answer": ' + "[" * 100_000 + "]" * 100_000 + "}", r"a\.jsonl:3: nested too deeply"),
-        ('{"prompt": "a", "prompt": "b", "answer": "1"}', r"a\.jsonl:3: the key 'prompt' is given twice; keep one"),
-        ('{"prompt": "a", "answer": "1", "id": "x\\ud800"}', r"a\.jsonl:3: \\ud800 is half of a surrogate pair"),
-        ('{"prompt": "\\uDFFF", "answer": "1"}', r"a\.jsonl:3: \\udfff is half of a surrogate pair"),
-        ('{"messages": [{"role": "user", "content": "\\ud83d"}], "answer": "1"}', r"a\.jsonl:3: \\ud83d is half"),
+        ('{"prompt": "a", "prompt": "b", "answer": "1"}', r"a\.jsonl:3: repeated key 'prompt'; keep one"),
+        ('{"prompt": "a", "answer": "1", "id": "x\\ud800"}', r"a\.jsonl:3: \\ud800 is an unpaired surrogate"),
+        ('{"prompt": "\\uDFFF", "answer": "1"}', r"a\.jsonl:3: \\udfff is an unpaired surrogate"),
+        (
+            '{"messages": [{"role": "user", "content": "\\ud83d"}], "answer": "1"}',
+            r"a\.jsonl:3: \\ud83d is an unpaired",
+        ),
     ],
 )
 def test_broken_lines_name_file_and_line(tmp_path: Path, line: str, message: str):
@@ -172,9 +175,9 @@ def test_reply_regex(tmp_path: Path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"held_out_path": "b.jsonl", "held_out": 0.2}, "held_out 0.2 and held_out_path 'b.jsonl' exclude one another"),
-        ({"held_out": 1.0}, "held_out is 1.0"),
-        ({"validation": -1.0}, "validation is -1.0"),
+        ({"held_out_path": "b.jsonl", "held_out": 0.2}, "held_out 0.2 and held_out_path 'b.jsonl' exclude each other"),
+        ({"held_out": 1.0}, "held_out is a share .* got 1.0"),
+        ({"validation": -1.0}, "validation is a share .* got -1.0"),
         ({"reply_regex": "a"}, "reply_regex: 'a' has 0 groups"),
     ],
 )
@@ -256,5 +259,5 @@ def test_hf_missing_split_and_dataset(tmp_path: Path, offline):
 
 
 def test_hf_held_out_excludes_a_share():
-    with pytest.raises(ValueError, match=r"held_out 0\.2 and held_out_split 'test' exclude one another"):
+    with pytest.raises(ValueError, match=r"held_out 0\.2 and held_out_split 'test' exclude each other"):
         HuggingFaceConfig(path="a", held_out_split="test", held_out=0.2)

@@ -65,10 +65,10 @@ def test_options_of_a_class_are_decoded_as_in_the_config(path: str):
     ("name", "options", "message"),
     [
         ("X", {}, "'X' of .*mine.py is int; it must be a function"),
-        ("nothing", {}, "'nothing' of .*gave NoneType, which is no environment"),
-        ("as_config", {"sise": 3}, "'as_config' of .* refuses options {'sise': 3}: TypeError"),
-        ("Sums", {"sise": 3}, "'Sums' of .* refuses options {'sise': 3}: .*sise"),
-        ("Sum", {}, "has no 'Sum' at its top level; did you mean 'Sums'"),
+        ("nothing", {}, "'nothing' of .*returned NoneType, which is not an environment"),
+        ("as_config", {"sise": 3}, "'as_config' of .* rejects options {'sise': 3}: TypeError"),
+        ("Sums", {"sise": 3}, "'Sums' of .* rejects options {'sise': 3}: .*sise"),
+        ("Sum", {}, "does not define 'Sum'; did you mean 'Sums'"),
     ],
 )
 def test_what_cannot_be_used_is_refused(path: str, name: str, options: dict, message: str):

@@ -6,13 +6,15 @@ import dataclasses
 import pytest
 
 from marin_rl.environments.game_boards import View
-from marin_rl.environments.game_episode import GameTerms, TextGameEpisode, parse_action
+from marin_rl.environments.game_episode import GameSettings, TextGameEpisode, parse_action
 from marin_rl.environments.game_start import draw_start
 
 LINE = draw_start("FrozenLake-v1", {"is_slippery": False, "desc": ["SFFG"]}, seed=0, random_start=False)
 """A lake of one row: three steps right to the goal."""
 LAKE = LINE.prototype.board
-TERMS = GameTerms(View.COMPACT, action_regex=None, max_steps=None, game_weight=1.0, step_reward=0.0, invalid_reward=0.0)
+TERMS = GameSettings(
+    View.COMPACT, action_regex=None, max_steps=None, game_weight=1.0, step_reward=0.0, invalid_reward=0.0
+)
 
 
 def episode(**terms) -> TextGameEpisode:
@@ -67,5 +69,5 @@ def test_only_what_is_paid_for_is_a_component():
 def test_after_the_end_there_is_nothing_to_play():
     played = episode(max_steps=1)
     played.play("r")
-    with pytest.raises(RuntimeError, match="the game 'FrozenLake-v1' is over"):
+    with pytest.raises(RuntimeError, match="the game 'FrozenLake-v1' has ended"):
         played.play("r")

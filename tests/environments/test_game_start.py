@@ -48,7 +48,7 @@ def test_a_start_is_known_by_its_game_options_and_state():
 def test_a_game_without_a_table_begins_by_its_own_seed():
     start = draw_start("Blackjack-v1", {}, 7, random_start=False)
     shown = {str(start.begin(seed)[1]) for seed in range(5)}
-    assert shown == {start.shown}
+    assert shown == {start.first_observation}
     assert not start.prototype.has_table
 
 

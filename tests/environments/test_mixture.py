@@ -54,7 +54,9 @@ def test_every_part_plays_judges_and_demonstrates_its_own():
 
 def test_a_stranger_is_refused():
     stranger = Task("x", "cards", (Message(role="user", content="?"),), "")
-    with pytest.raises(ValueError, match="'mixture' cannot play task 'x' of 'cards'; it has arithmetic, FrozenLake-v1"):
+    with pytest.raises(
+        ValueError, match="'mixture' cannot run task 'x' of 'cards'; its environments are arithmetic, FrozenLake-v1"
+    ):
         asyncio.run(MixtureConfig((SUMS, LAKE)).build().start(stranger, 0))
 
 
@@ -66,7 +68,7 @@ def test_names_must_differ_and_there_must_be_some():
     with pytest.raises(ValueError, match="environment 'cards' has no tasks to train on"):
         MixtureConfig((MixturePartConfig(CardsConfig(size=0)),)).build()
     for weight in (0.0, math.inf):
-        with pytest.raises(ValueError, match=rf"weight is {weight}; it must be finite and above 0"):
+        with pytest.raises(ValueError, match=rf"weight must be finite and above 0, got {weight}"):
             MixturePartConfig(CardsConfig(), weight)
 
 

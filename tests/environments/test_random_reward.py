@@ -80,7 +80,7 @@ def test_only_the_last_step_of_an_episode_is_rewarded():
 
 @pytest.mark.parametrize("probability", [-0.1, 1.1, float("nan")])
 def test_probability_is_checked(probability: float):
-    with pytest.raises(ValueError, match="probability is"):
+    with pytest.raises(ValueError, match="probability must be in \\[0, 1\\]"):
         RandomRewardConfig(environment=INNER, probability=probability)
 
 

@@ -67,7 +67,7 @@ def test_white_space_does_not_make_another_problem():
         (
             {"messages": [{"role": "assistant", "content": "", "name": None, "tool_calls": [{}]}, ASK], "answer": "2"},
             {},
-            "message 0 has the key 'tool_calls', but only role and content are read",
+            "message 0 has the key 'tool_calls', but only role and content are supported",
         ),
         (
             {"messages": [ASK, {"role": "assistant", "content": "2"}], "answer": "2"},
@@ -78,7 +78,7 @@ def test_white_space_does_not_make_another_problem():
         (
             {"messages": [{"role": "system", "content": "s"}, ASK], "answer": "2"},
             {"system_prompt": "t"},
-            "brings a system message already",
+            "already has a system message",
         ),
         ({"prompt": "a", "answer": "2"}, {"answer_regex": "#### (.*)"}, "does not match the answer '2'"),
         ({"prompt": "a", "answer": "2"}, {"worked_answer_column": "solution"}, "there is no column 'solution'"),

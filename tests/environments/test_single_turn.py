@@ -55,7 +55,7 @@ def test_an_episode_is_used_once():
         await episode.step("2")
         await episode.step("2")
 
-    with pytest.raises(RuntimeError, match="task 'a': the episode is over"):
+    with pytest.raises(RuntimeError, match="task 'a': the episode ended"):
         asyncio.run(play_twice())
 
 

@@ -60,12 +60,12 @@ def test_duplicates_are_dropped_and_logged(caplog):
         kept = without_duplicates([problem("a"), problem("b"), problem("a"), problem("a", "2")], "test")
     assert [kept_one.text for kept_one in kept] == ["a", "b"]
     assert kept[0].task.answer == "1"
-    assert "2 distinct problems, 2 repetitions dropped" in caplog.text
-    assert "1 repeated problems give another answer" in caplog.text
+    assert "2 distinct problems, 2 duplicates removed" in caplog.text
+    assert "1 duplicates have a different answer" in caplog.text
 
 
 def test_shared_id_is_an_error():
-    with pytest.raises(ValueError, match="row b: id 'x' is already taken by another problem at row a"):
+    with pytest.raises(ValueError, match="row b: id 'x' is also the id of another problem at row a"):
         without_duplicates([problem("a", id="x"), problem("b", id="x")], "test")
 
 
@@ -77,10 +77,10 @@ def test_nothing_is_an_error():
 @pytest.mark.parametrize(
     ("held_out", "validation", "message"),
     [
-        (-0.1, 0.0, "held_out is -0.1"),
-        (1.0, 0.0, "held_out is 1.0"),
-        (0.1, float("nan"), "validation is nan"),
-        (0.5, 0.5, "leaves nothing to train on"),
+        (-0.1, 0.0, "held_out is a share .* got -0.1"),
+        (1.0, 0.0, "held_out is a share .* got 1.0"),
+        (0.1, float("nan"), "validation is a share .* got nan"),
+        (0.5, 0.5, "leaves no training tasks"),
     ],
 )
 def test_bad_shares(held_out: float, validation: float, message: str):

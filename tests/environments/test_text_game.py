@@ -311,14 +311,14 @@ def test_a_task_of_another_environment_is_refused():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_tasks": 0}, "num_tasks is 0; draw at least 1 game"),
-        ({"max_steps": 0}, "max_steps is 0; it must be at least 1"),
-        ({"invalid_reward": 0.5}, "invalid_reward is 0.5"),
-        ({"game_weight": float("inf")}, "game_weight is inf; it must be a finite number"),
-        ({"step_reward": float("nan")}, "step_reward is nan; it must be a finite number"),
-        ({"detours": 1.0}, "detours is 1.0"),
+        ({"num_tasks": 0}, "num_tasks must be at least 1, got 0"),
+        ({"max_steps": 0}, "max_steps must be at least 1"),
+        ({"invalid_reward": 0.5}, "invalid_reward must be at most 0, .* got 0.5"),
+        ({"game_weight": float("inf")}, "game_weight must be finite, got inf"),
+        ({"step_reward": float("nan")}, "step_reward must be finite, got nan"),
+        ({"detours": 1.0}, r"detours is a probability .* got 1\.0"),
         ({"action_regex": "left"}, "action_regex: 'left' has 0 groups but needs 1"),
-        ({"held_out": 1.0}, "held_out is 1.0"),
+        ({"held_out": 1.0}, "held_out is a share .* got 1.0"),
     ],
 )
 def test_settings_out_of_range_are_refused(fields: dict, message: str):
@@ -330,11 +330,11 @@ def test_settings_out_of_range_are_refused(fields: dict, message: str):
     ("fields", "message"),
     [
         ({"id": "FrozenLak-v1"}, "gymnasium has no text game 'FrozenLak-v1'; did you mean 'FrozenLake-v1'"),
-        ({"id": "Pendulum-v1", "options": {}}, "'Pendulum-v1' has actions Box.*only numbered ones"),
-        ({"options": {"slippery": False}}, "'FrozenLake-v1' refuses its options .*slippery"),
-        ({"options": {"map_name": "5x5"}}, r"refuses its options \{'map_name': '5x5'\}: KeyError\('5x5'\)"),
+        ({"id": "Pendulum-v1", "options": {}}, "'Pendulum-v1' has actions Box.*only discrete actions"),
+        ({"options": {"slippery": False}}, "'FrozenLake-v1' rejects its options .*slippery"),
+        ({"options": {"map_name": "5x5"}}, r"rejects its options \{'map_name': '5x5'\}: KeyError\('5x5'\)"),
         ({"options": {"size": 1}}, "options size 1 and p 0.8 must be"),
-        ({"options": {"map_name": "4x4"}}, "always begins in the same way .*random_start: true"),
+        ({"options": {"map_name": "4x4"}}, "has a single initial state .*random_start: true"),
         ({"id": "Blackjack-v1", "options": {}, "random_start": True}, "no transition table to draw a start from"),
         ({"num_tasks": 2, "held_out": 0.01, "validation": 0.01}, "none of its 2 problems fell into the validation"),
     ],

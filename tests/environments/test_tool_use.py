@@ -214,7 +214,7 @@ def test_python_needs_its_sandbox_and_gets_it_through_mixtures():
     config = ToolUseConfig(questions=QUESTIONS, tools=(PythonConfig(),))
     mixture = MixtureConfig((MixturePartConfig(config),)).build()
     task = mixture.tasks(Split.TRAIN)[0]
-    missing = r"environment 'arithmetic': the tool 'python' runs programs .* no sandbox .* leave 'python' out"
+    missing = r"environment 'arithmetic': the tool 'python' runs programs .* no sandbox .* remove 'python'"
     with pytest.raises(NoSandboxError, match=missing):
         play(mixture, task, call("python", code="1"))
     # A run that has no sandbox hears of it before anything is played.
@@ -289,12 +289,12 @@ def test_a_stranger_is_refused():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ToolUseConfig(questions=QUESTIONS, tools=()), "tools is empty; name at least one"),
-        (lambda: ToolUseConfig(questions=QUESTIONS, error_reward=0.5), "error_reward is 0.5"),
-        (lambda: build(tools=(OddConfig(), OddConfig())), "two tools named 'odd'"),
-        (lambda: ToolLimits(max_calls=0), "limits.max_calls is 0"),
-        (lambda: ToolLimits(max_output=0), "limits.max_output is 0"),
-        (lambda: ToolLimits(max_seconds=0.0), "limits.max_seconds is 0.0"),
+        (lambda: ToolUseConfig(questions=QUESTIONS, tools=()), "tools is empty; add at least one"),
+        (lambda: ToolUseConfig(questions=QUESTIONS, error_reward=0.5), "error_reward must be at most 0, .* got 0.5"),
+        (lambda: build(tools=(OddConfig(), OddConfig())), "two tools are named 'odd'"),
+        (lambda: ToolLimits(max_calls=0), "limits.max_calls must be at least 1, got 0"),
+        (lambda: ToolLimits(max_output=0), "limits.max_output must be at least 1, got 0"),
+        (lambda: ToolLimits(max_seconds=0.0), "limits.max_seconds must be above 0 seconds, got 0.0"),
     ],
 )
 def test_settings_out_of_range_are_refused(make, message: str):

@@ -161,7 +161,7 @@ GOOD_LINE = json.dumps({"prompt": "2x3", "answer": "1"})
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "problems.jsonl is empty: it has no problem to attempt"),
+        ("", "problems.jsonl is empty: it has no problems"),
         (f"{GOOD_LINE}\n{{broken\n", "problems.jsonl:2: not JSON"),
         (f"{GOOD_LINE}\n[1]\n", "problems.jsonl:2: '[1]' is not a JSON object"),
         (f'{GOOD_LINE}\n{{"prompt": "a", "anwser": "1"}}\n', "problems.jsonl:2"),

@@ -166,7 +166,7 @@ def test_two_components_of_one_name_are_refused(functions_only: Callable[..., Ti
 
 def test_nothing_to_reward_a_reply_is_refused(functions_only: Callable[..., TinyRun], capfd: Any):
     assert functions_only().train() == 1
-    assert "nothing would reward a reply" in capfd.readouterr().err
+    assert "replies would have no reward" in capfd.readouterr().err
 
 
 def test_a_machine_that_offers_less_isolation_than_required_is_refused(
