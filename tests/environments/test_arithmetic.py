@@ -26,7 +26,7 @@ def prompts(environment: Environment, split: Split) -> list[str]:
     reverse=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_answers_are_right_and_worked_answers_earn_full_reward(terms, digits, operations, reverse, seed):
+def test_answers_are_right_and_worked_answers_earn_the_full_reward(terms, digits, operations, reverse, seed):
     config = ArithmeticConfig(
         terms=terms,
         digits=digits,
@@ -43,13 +43,13 @@ def test_answers_are_right_and_worked_answers_earn_full_reward(terms, digits, op
         numbers = text.rstrip("=").replace("-", "+").split("+")
         assert len(numbers) == terms
         assert all(len(number) <= digits for number in numbers)
-        # eval is the oracle; leading zeros never occur.
+        # eval is the oracle; numbers have no leading zeros.
         assert task.answer == str(eval(text.rstrip("=")))
         assert task.worked_answer is not None
         assert answer(environment, task, task.worked_answer).rewards == {"correct": 1.0}
 
 
-def test_every_problem_can_be_drawn():
+def test_all_distinct_problems_can_be_drawn():
     environment = ArithmeticConfig(terms=2, digits=1, size=200).build()
     expected = {f"{a}{sign}{b}=" for a in range(10) for b in range(10) for sign in "+-"}
     assert {task.messages[-1]["content"] for task in all_tasks(environment)} == expected
@@ -98,6 +98,6 @@ def test_bad_settings(fields, message):
         ArithmeticConfig(**fields)
 
 
-def test_the_space_may_exceed_a_machine_word():
+def test_number_of_distinct_problems_may_exceed_a_machine_word():
     assert ArithmeticConfig(terms=5, digits=9, size=10).num_distinct == 10**45 * 16
     assert len(all_tasks(ArithmeticConfig(terms=5, digits=9, size=10, held_out=0.0, validation=0.0).build())) == 10

@@ -21,12 +21,12 @@ def expressions(draw: st.DrawFn, depth: int = 4) -> str:
 
 
 @given(expression=expressions())
-def test_what_it_works_out_is_what_python_works_out(expression: str):
+def test_values_match_python(expression: str):
     try:
         found = calculate(expression)
     except CalculatorError:
         return
-    # eval is the oracle, of expressions that the calculator found small.
+    # eval is the oracle; the calculator has checked the size of the expression.
     value = eval(expression)
     if isinstance(value, int):
         assert found == str(value)
@@ -35,7 +35,7 @@ def test_what_it_works_out_is_what_python_works_out(expression: str):
 
 
 @given(text=st.text(max_size=30) | st.text("0123456789+-*/%(). eEabsqrtmxin,_jl", max_size=30))
-def test_any_text_is_worked_out_or_refused_without_a_warning(text: str):
+def test_any_text_has_a_value_or_an_error_without_a_warning(text: str):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with contextlib.suppress(CalculatorError):
@@ -93,6 +93,6 @@ def test_values(expression: str, value: str):
         ("max(*(1, 2))", "only numbers"),
     ],
 )
-def test_what_it_refuses(expression: str, message: str):
+def test_invalid_expressions(expression: str, message: str):
     with pytest.raises(CalculatorError, match=message):
         calculate(expression)

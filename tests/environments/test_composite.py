@@ -10,13 +10,13 @@ from marin_rl.environments.task_stream import task_stream
 from marin_rl.rewards.function_component import FunctionRewardConfig
 from marin_rl.seeds import derive_seed
 from marin_rl.types import Task
-from tests.environments.played import Cards
+from tests.environments.fake_environments import Cards
 
 PARTS = by_name([Cards("a", 3), Cards("b", 7), Cards("c", 5)], "the test")
 
 
 def drawn_in(counts: list[int], weights: dict[str, float], seed: int, state: dict | None = None) -> list[Task]:
-    """What is drawn in portions of these sizes."""
+    """Draw tasks in calls of the given sizes."""
     tasks, place = [], state or {}
     for count in counts:
         more, place = draw_by_weight(PARTS, weights, place, count, seed)
@@ -30,7 +30,7 @@ def drawn_in(counts: list[int], weights: dict[str, float], seed: int, state: dic
     seed=st.integers(0, 2**31),
 )
 @settings(deadline=None)
-def test_portions_do_not_matter_and_each_part_walks_its_own_order(
+def test_draws_are_independent_of_call_sizes_and_parts_keep_their_order(
     counts: list[int], weights: dict[str, float], seed: int
 ):
     drawn = drawn_in(counts, weights, seed)
@@ -42,7 +42,7 @@ def test_portions_do_not_matter_and_each_part_walks_its_own_order(
         assert name in weights or not own
 
 
-def test_what_else_the_state_holds_is_kept_and_the_state_itself_never_changed():
+def test_draw_keeps_other_state_entries_and_does_not_mutate_the_state():
     before = {"drawn": 4, "parts": {"a": {"drawn": 2}}, "scores": [1, 2]}
     copy = {"drawn": 4, "parts": {"a": {"drawn": 2}}, "scores": [1, 2]}
     _, after = draw_by_weight(PARTS, {"a": 1.0}, before, 3, seed=0)
@@ -50,14 +50,14 @@ def test_what_else_the_state_holds_is_kept_and_the_state_itself_never_changed():
     assert after == {"drawn": 7, "parts": {"a": {"drawn": 5}}, "scores": [1, 2]}
 
 
-def test_a_part_that_is_left_and_taken_up_again_goes_on_where_it_was():
+def test_a_part_continues_in_its_order_after_a_pause():
     first, place = draw_by_weight(PARTS, {"a": 1.0}, {}, 2, seed=0)
     _, place = draw_by_weight(PARTS, {"b": 1.0}, place, 4, seed=0)
     rest, _ = draw_by_weight(PARTS, {"a": 1.0}, place, 1, seed=0)
     assert {task.id for task in [*first, *rest]} == {"train0", "train1", "train2"}
 
 
-def test_parts_are_judged_by_their_own_functions_and_those_of_the_whole():
+def test_parts_have_their_own_and_the_common_reward_functions():
     own, shared = (FunctionRewardConfig(path="rewards.py", function=name) for name in ("own", "shared"))
     configs = [ArithmeticConfig(size=50, name="judged", rewards=(own,)), ArithmeticConfig(size=50, name="plain")]
     environment = CompositeEnvironment(

@@ -11,7 +11,7 @@ from marin_rl.environments.curriculum import CurriculumConfig, LessonConfig
 from marin_rl.environments.task_stream import StreamState, TaskStream, task_stream
 from marin_rl.runtime.config_decoding import ConfigError, decode
 from marin_rl.types import RewardResult, RolloutGroup, Task
-from tests.environments.played import Cards, CardsConfig, group, rollout
+from tests.environments.fake_environments import Cards, CardsConfig, group, rollout
 
 
 def lesson(name: str, *after: str, **changes) -> LessonConfig:
@@ -27,11 +27,11 @@ def task(name: str) -> Task:
 
 
 def opened(stream: TaskStream, state: StreamState) -> set[str]:
-    """The lessons that a hundred draws come from."""
+    """Return the lessons of a hundred draws."""
     return {task.environment.removesuffix(" cards") for task in stream.draw(state, 100)[0]}
 
 
-def shown_as_open(stream: TaskStream, state: StreamState) -> set[str]:
+def open_by_metrics(stream: TaskStream, state: StreamState) -> set[str]:
     return {
         name.split("/")[1] for name, value in stream.metrics(state).items() if name.endswith("/open") and value == 1.0
     }
@@ -40,25 +40,25 @@ def shown_as_open(stream: TaskStream, state: StreamState) -> set[str]:
 CHAIN = (lesson("walk"), lesson("run", "walk"), lesson("fly", "run", "swim"), lesson("swim"))
 
 
-def test_lessons_open_when_all_before_them_have_been_learned():
+def test_lessons_open_when_all_their_dependencies_are_reached():
     stream = stream_of(*CHAIN)
     state: StreamState = {}
     steps = [
-        # A window that is not full says nothing, however good.
+        # The score is undefined until the window is full.
         ("walk", (1.0, 1.0, 1.0), {"walk", "swim"}),
         ("walk", (1.0,), {"walk", "swim", "run"}),
         ("run", (0.0, 0.0, 1.0, 0.0), {"walk", "swim", "run"}),
-        # The oldest score falls out of the window: 0, 1, 0, 1.
+        # The window drops the oldest score: 0, 1, 0, 1.
         ("run", (1.0,), {"walk", "swim", "run"}),
         ("swim", (1.0, 0.0, 0.0, 0.0), {"walk", "swim", "run"}),
         ("swim", (1.0, 1.0), {"walk", "swim", "run", "fly"}),
-        # What was learned once keeps open what it opened.
+        # A lesson stays open after the score of its dependency drops.
         ("walk", (0.0,) * 9, {"walk", "swim", "run", "fly"}),
     ]
-    assert opened(stream, state) == shown_as_open(stream, state) == {"walk", "swim"}
+    assert opened(stream, state) == open_by_metrics(stream, state) == {"walk", "swim"}
     for name, scores, expected in steps:
         state = stream.learn(state, [group(task(name), *scores)])
-        assert opened(stream, state) == shown_as_open(stream, state) == expected, (name, scores)
+        assert opened(stream, state) == open_by_metrics(stream, state) == expected, (name, scores)
 
 
 def test_the_score_is_the_mean_of_the_last_window():
@@ -69,32 +69,32 @@ def test_the_score_is_the_mean_of_the_last_window():
     assert state["scores"] == {"walk": [0.0, 1.0, 1.0, 0.25]}
 
 
-def test_without_the_component_correct_the_return_counts_and_failed_rollouts_do_not():
+def test_score_defaults_to_the_return_and_ignores_failed_rollouts():
     stream = stream_of(lesson("walk"))
     played = (rollout(task("walk"), game=0.25, step=0.5), rollout(task("walk")), rollout(task("walk"), game=1.0))
     assert stream.learn({}, [RolloutGroup("g", played)])["scores"] == {"walk": [0.75, 1.0]}
 
 
-def test_the_weight_of_a_reward_function_called_correct_is_left_out_of_the_score():
+def test_score_ignores_the_weight_of_a_reward_function_named_correct():
     stream = stream_of(lesson("walk"))
     judged = RewardResult("correct", weight=0.5, score=1.0)
     played = dataclasses.replace(rollout(task("walk"), correct=0.5), evaluations=(judged,))
     assert stream.learn({}, [RolloutGroup("g", (played,))])["scores"] == {"walk": [1.0]}
 
 
-def test_graduated_lessons_are_drawn_no_more_until_nothing_else_is_left():
+def test_graduated_lessons_are_only_drawn_if_all_open_lessons_graduated():
     stream = stream_of(lesson("walk", graduate_at=1.0), lesson("run", "walk", graduate_at=0.75))
     state = stream.learn({}, [group(task("walk"), 1.0, 0.0, 1.0, 1.0)])
     assert opened(stream, state) == {"walk", "run"}
     state = stream.learn(state, [group(task("walk"), 1.0, 1.0)])
     assert opened(stream, state) == {"run"}
-    # It has graduated, but is not closed.
-    assert shown_as_open(stream, state) == {"walk", "run"}
+    # A graduated lesson is still open.
+    assert open_by_metrics(stream, state) == {"walk", "run"}
     state = stream.learn(state, [group(task("run"), 1.0, 1.0, 1.0, 0.0)])
     assert opened(stream, state) == {"walk", "run"}
 
 
-def test_a_lesson_goes_on_where_it_was_when_others_open():
+def test_a_lesson_continues_in_its_order_when_others_open():
     stream = stream_of(lesson("walk"), lesson("run", "walk"))
     first, state = stream.draw({}, 3)
     state = stream.learn(state, [group(task("walk"), 1.0, 1.0, 1.0, 1.0)])
@@ -104,7 +104,7 @@ def test_a_lesson_goes_on_where_it_was_when_others_open():
     assert walked == alone
 
 
-def test_weights_count_among_open_lessons():
+def test_weights_apply_to_open_lessons():
     stream = stream_of(lesson("walk", weight=3.0), lesson("swim"), lesson("run", "walk", weight=100.0))
     drawn = [task.environment for task in stream.draw({}, 2000)[0]]
     assert drawn.count("walk cards") / 2000 == pytest.approx(0.75, abs=0.04)
@@ -123,7 +123,7 @@ def test_weights_count_among_open_lessons():
         ((lesson("a"), lesson("a")), "several lessons named 'a'"),
     ],
 )
-def test_lessons_that_make_no_order_are_refused(lessons: tuple[LessonConfig, ...], message: str):
+def test_invalid_dependencies_are_rejected(lessons: tuple[LessonConfig, ...], message: str):
     with pytest.raises(ValueError, match=message):
         CurriculumConfig(lessons)
 
@@ -137,12 +137,12 @@ def test_lessons_that_make_no_order_are_refused(lessons: tuple[LessonConfig, ...
         ({"graduate_at": 0.25}, "lesson 'a': graduate_at 0.25 is below unlock_at 0.5"),
     ],
 )
-def test_settings_out_of_range_are_refused(changes: dict, message: str):
+def test_settings_out_of_range_are_rejected(changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
         lesson("a", **changes)
 
 
-def test_environments_of_lessons_need_names_of_their_own():
+def test_environments_of_lessons_need_different_names():
     same = CardsConfig("cards")
     with pytest.raises(ValueError, match="curriculum 'curriculum' has two environments named 'cards'"):
         CurriculumConfig((LessonConfig("a", same), LessonConfig("b", same))).build()

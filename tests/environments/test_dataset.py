@@ -34,7 +34,7 @@ def prompts(environment: Environment, split: Split) -> set[str]:
 
 
 def assert_sound(environment: Environment, count: int) -> None:
-    """The splits are disjoint and complete, and every worked answer and no wrong one is rewarded."""
+    """Check that splits are disjoint and complete, and only the worked answers are rewarded."""
     texts = [prompts(environment, split) for split in Split]
     assert sum(len(text) for text in texts) == len(set.union(*texts)) == count
     for split in Split:
@@ -51,12 +51,12 @@ def test_sample_file(grader):
     assert_sound(environment, 200)
 
 
-def test_sample_file_is_what_its_script_writes():
+def test_sample_file_equals_the_output_of_its_script():
     made = runpy.run_path(str(SAMPLE.with_name("make_arithmetic_words.py")))["problems"]()
     assert [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()] == list(made)
 
 
-def test_jsonl_order_is_the_files_and_repeats(tmp_path: Path):
+def test_tasks_of_a_jsonl_file_keep_its_order(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", sums(100))
     first, second = JsonlConfig(path=path).build(), JsonlConfig(path=path).build()
     numbers = [int(task.answer) for task in first.tasks(Split.TRAIN)]
@@ -94,7 +94,7 @@ def test_shared_ids_over_two_files_are_an_error(tmp_path: Path):
         JsonlConfig(path=train, held_out_path=held_out).build()
 
 
-def test_blank_lines_and_a_byte_order_mark_are_passed_over(tmp_path: Path):
+def test_blank_lines_and_a_byte_order_mark_are_ignored(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_text("\ufeff\n" + "".join(json.dumps(row) + "\n\n" for row in sums(100)), encoding="utf-8")
     assert_sound(JsonlConfig(path=str(path)).build(), 100)
@@ -134,7 +134,7 @@ def test_escaped_surrogate_pairs_are_characters(tmp_path: Path):
     assert all(prompt.endswith(" \N{GRINNING FACE}") for prompt in prompts(environment, Split.TRAIN))
 
 
-def test_bytes_that_are_no_text_name_file_and_line(tmp_path: Path):
+def test_errors_for_invalid_utf8_name_file_and_line(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "a", "answer": "1"}\n{"prompt": "\xff", "answer": "1"}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl:2: not UTF-8 text"):
@@ -149,7 +149,7 @@ def test_empty_and_missing_files(tmp_path: Path):
         JsonlConfig(path=str(tmp_path / "b.jsonl")).build()
 
 
-def test_a_ground_truth_that_its_grader_cannot_parse_stops_the_build(tmp_path: Path):
+def test_build_rejects_a_ground_truth_that_the_grader_cannot_parse(tmp_path: Path):
     rows = [*sums(30), {"prompt": "half of one third", "answer": r"\frac{1"}]
     path = write(tmp_path / "a.jsonl", rows)
     assert JsonlConfig(path=path).build()
@@ -157,7 +157,7 @@ def test_a_ground_truth_that_its_grader_cannot_parse_stops_the_build(tmp_path: P
         JsonlConfig(path=path, grader=MathVerifyConfig()).build()
 
 
-def test_a_bad_ground_truth_met_later_propagates_from_the_step(tmp_path: Path):
+def test_an_invalid_ground_truth_after_the_first_rows_raises_in_step(tmp_path: Path):
     rows = [*sums(150), *({"prompt": f"bad {n}", "answer": r"\frac{1"} for n in range(20))]
     environment = JsonlConfig(path=write(tmp_path / "a.jsonl", rows), grader=MathVerifyConfig()).build()
     bad = next(task for task in environment.tasks(Split.TRAIN) if task.answer == r"\frac{1")

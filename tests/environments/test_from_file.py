@@ -48,7 +48,7 @@ def path(tmp_path: Path) -> str:
     ("name", "options", "tasks"),
     [("Sums", {}, 50), ("Sums", {"size": 40}, 40), ("as_config", {"size": 60}, 60), ("as_environment", {}, 30)],
 )
-def test_classes_and_functions_make_environments(path: str, name: str, options: dict, tasks: int):
+def test_classes_and_functions_build_environments(path: str, name: str, options: dict, tasks: int):
     config = decode(EnvironmentConfig, {"type": "file", "path": path, "name": name, "options": options})
     assert config == FileConfig(path, name, options)
     environment = config.build()
@@ -71,6 +71,6 @@ def test_options_of_a_class_are_decoded_as_in_the_config(path: str):
         ("Sum", {}, "does not define 'Sum'; did you mean 'Sums'"),
     ],
 )
-def test_what_cannot_be_used_is_refused(path: str, name: str, options: dict, message: str):
+def test_invalid_files_and_options_are_rejected(path: str, name: str, options: dict, message: str):
     with pytest.raises(UserFileError, match=message):
         FileConfig(path, name, options).build()

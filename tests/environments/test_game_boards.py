@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The words of games, for every state that a game has: nothing that matters is left unsaid."""
+"""Boards of games: the text of every state is complete."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def test_states_that_differ_look_different(id: str, options: dict[str, Any], vie
 
 
 @pytest.mark.parametrize("id", [*TABLED_IDS, "Blackjack-v1"])
-def test_every_action_has_a_name_and_a_letter_of_its_own(id: str):
+def test_every_action_has_a_distinct_name_and_letter(id: str):
     game = construct_game(id, {})
     board = board_of(game)
     count = game.action_space.n
@@ -38,8 +38,8 @@ def test_every_action_has_a_name_and_a_letter_of_its_own(id: str):
 
 
 @pytest.mark.parametrize(("id", "options"), TABLED, ids=TABLED_IDS)
-def test_names_of_moves_are_what_the_game_does(id: str, options: dict[str, Any]):
-    """In the middle of the board, by the game's own table: `left` goes left, whatever its number is."""
+def test_names_of_moves_match_the_game(id: str, options: dict[str, Any]):
+    """Compare moves in the middle of the board with the transition table: `left` goes left."""
     game = construct_game(id, options)
     board = board_of(game)
 
@@ -51,7 +51,7 @@ def test_names_of_moves_are_what_the_game_does(id: str, options: dict[str, Any])
 
     moves = {"left": (0, -1), "west": (0, -1), "right": (0, 1), "east": (0, 1), "up": (-1, 0), "north": (-1, 0)}
     moves |= {"down": (1, 0), "south": (1, 0)}
-    # No wall, hole or border is beside these.
+    # No wall, hole or border is next to these cells.
     start = game.encode(2, 2, 0, 1) if isinstance(game, TaxiEnv) else 10 if id == "FrozenLake-v1" else 13
     named = [name for name in board.actions if name in moves]
     assert len(named) == 4
@@ -61,13 +61,13 @@ def test_names_of_moves_are_what_the_game_does(id: str, options: dict[str, Any])
         assert place(int(following)) == (row + moves[name][0], column + moves[name][1])
 
 
-def test_a_lake_is_won_at_the_goal_alone():
+def test_a_lake_is_won_only_at_the_goal():
     game = construct_game("FrozenLake-v1", LAKE)
     board = board_of(game)
     assert [state for state in range(16) if board.wins(game, state, 0.0)] == [15]
 
 
-def test_games_without_words_of_their_own_show_their_observation_and_are_won_by_reward():
+def test_other_games_show_their_observation_and_are_won_by_reward():
     game = construct_game("Blackjack-v1", {})
     board = board_of(game)
     assert board.show(game, (14, 10, 0), View.COMPACT) == board.show(game, (14, 10, 0), View.READABLE) == "(14, 10, 0)"

@@ -10,15 +10,15 @@ from marin_rl.environments.game_episode import GameSettings, TextGameEpisode, pa
 from marin_rl.environments.game_start import draw_start
 
 LINE = draw_start("FrozenLake-v1", {"is_slippery": False, "desc": ["SFFG"]}, seed=0, random_start=False)
-"""A lake of one row: three steps right to the goal."""
+"""FrozenLake with one row: the goal is three steps to the right."""
 LAKE = LINE.prototype.board
 TERMS = GameSettings(
     View.COMPACT, action_regex=None, max_steps=None, game_weight=1.0, step_reward=0.0, invalid_reward=0.0
 )
 
 
-def episode(**terms) -> TextGameEpisode:
-    return TextGameEpisode(dataclasses.replace(TERMS, **terms), LINE, LAKE, *LINE.begin(0))
+def episode(**settings) -> TextGameEpisode:
+    return TextGameEpisode(dataclasses.replace(TERMS, **settings), LINE, LAKE, *LINE.begin(0))
 
 
 @pytest.mark.parametrize(
@@ -37,12 +37,12 @@ def episode(**terms) -> TextGameEpisode:
         (View.READABLE, r"<go>(.*?)</go>", "right", None),
     ],
 )
-def test_the_last_name_counts(view: View, regex: str | None, reply: str, action: str | None):
+def test_the_last_action_name_counts(view: View, regex: str | None, reply: str, action: str | None):
     number = parse_action(reply, LAKE, view, regex)
     assert (None if number is None else LAKE.actions[number]) == action
 
 
-def test_a_reply_that_names_no_action_leaves_the_game_as_it_is():
+def test_a_reply_without_an_action_does_not_change_the_game():
     played = episode()
     step = played.play("x")
     assert (step.done, step.action, step.anchor_state) == (False, None, LINE.anchor(LINE.state))
@@ -52,21 +52,21 @@ def test_a_reply_that_names_no_action_leaves_the_game_as_it_is():
 
 
 @pytest.mark.parametrize(("max_steps", "won"), [(3, 1.0), (2, 0.0)])
-def test_the_last_step_that_is_allowed_still_counts(max_steps: int, won: float):
+def test_the_last_permitted_step_counts(max_steps: int, won: float):
     played = episode(max_steps=max_steps)
     steps = [played.play("r") for _ in range(max_steps)]
     assert [step.done for step in steps] == [False] * (max_steps - 1) + [True]
     assert (steps[-1].rewards["correct"], steps[-1].metrics["success"]) == (won, won)
 
 
-def test_only_what_is_paid_for_is_a_component():
+def test_components_with_zero_weight_are_absent():
     assert set(episode(game_weight=0.0).play("r").rewards) == {"correct"}
     paid = episode(game_weight=2.0, step_reward=-0.25, invalid_reward=-0.5)
     assert dict(paid.play("x").rewards) == {"correct": 0.0, "game": 0.0, "step": -0.25, "format": -0.5}
     assert dict(paid.play("r").rewards) == {"correct": 0.0, "game": 0.0, "step": -0.25, "format": 0.0}
 
 
-def test_after_the_end_there_is_nothing_to_play():
+def test_step_after_the_end_raises():
     played = episode(max_steps=1)
     played.play("r")
     with pytest.raises(RuntimeError, match="the game 'FrozenLake-v1' has ended"):

@@ -14,7 +14,7 @@ from marin_rl.environments.mixture import MixtureConfig, MixturePartConfig
 from marin_rl.environments.task_stream import task_stream
 from marin_rl.runtime.config_decoding import ConfigError, decode
 from marin_rl.types import Message, Task
-from tests.environments.played import CardsConfig
+from tests.environments.fake_environments import CardsConfig
 from tests.one_reply import answer
 
 SUMS = MixturePartConfig(ArithmeticConfig(size=200))
@@ -31,14 +31,14 @@ def test_tasks_are_drawn_by_weight():
     for name, weight in weights.items():
         # Four standard deviations of 4,000 draws.
         assert counts[name] / 4000 == pytest.approx(weight / 4.0, abs=0.032)
-    # Within each part every task comes once per pass, and parts do not go in step.
+    # Each part draws every task once per epoch, in an order that is independent of the other parts.
     for name in weights:
         own = [task.id for task in drawn if task.environment == name]
         assert all(len(set(own[start : start + 5])) == 5 for start in range(0, len(own) - 4, 5))
     assert task_stream(MixtureConfig(parts).build(), 1).draw({}, 40)[0] != drawn[:40]
 
 
-def test_every_part_plays_judges_and_demonstrates_its_own():
+def test_each_part_runs_scores_and_demonstrates_its_own_tasks():
     mixture = MixtureConfig((SUMS, LAKE)).build()
     sums, lake = SUMS.environment.build(), LAKE.environment.build()
     for split in Split:
@@ -52,7 +52,7 @@ def test_every_part_plays_judges_and_demonstrates_its_own():
     assert mixture.demonstrate(game) == lake.demonstrate(game)
 
 
-def test_a_stranger_is_refused():
+def test_tasks_of_other_environments_are_rejected():
     stranger = Task("x", "cards", (Message(role="user", content="?"),), "")
     with pytest.raises(
         ValueError, match="'mixture' cannot run task 'x' of 'cards'; its environments are arithmetic, FrozenLake-v1"
@@ -60,7 +60,7 @@ def test_a_stranger_is_refused():
         asyncio.run(MixtureConfig((SUMS, LAKE)).build().start(stranger, 0))
 
 
-def test_names_must_differ_and_there_must_be_some():
+def test_a_mixture_needs_environments_with_different_names():
     with pytest.raises(ValueError, match="mixture 'mixture' has two environments named 'arithmetic'"):
         MixtureConfig((SUMS, SUMS)).build()
     with pytest.raises(ValueError, match="mixture 'mixture' has no environments"):
@@ -102,7 +102,7 @@ ALLOWED = {
 
 @pytest.mark.parametrize("outer", NESTING)
 @pytest.mark.parametrize("inner", NESTING)
-def test_an_environment_contains_environments_of_lower_levels_only(outer: str, inner: str):
+def test_nested_environments_must_have_lower_levels(outer: str, inner: str):
     assert isinstance(decode(EnvironmentConfig, NESTING[outer](SUM)), EnvironmentConfig)
     raw = NESTING[outer](NESTING[inner](SUM))
     if (outer, inner) in ALLOWED:

@@ -21,46 +21,46 @@ def rewards(probability: float, seed: int = 0) -> list[float]:
 
 
 @pytest.mark.parametrize("split", [Split.VALIDATION, Split.HELD_OUT])
-def test_other_splits_are_graded_truly(split: Split):
+def test_other_splits_keep_their_true_rewards(split: Split):
     environment = RandomRewardConfig(environment=INNER).build()
     for task in environment.tasks(split):
         assert answer(environment, task, task.answer).rewards == {"correct": 1.0}
         assert answer(environment, task, "wrong").rewards == {"correct": 0.0}
 
 
-def test_training_rewards_follow_the_probability_and_not_the_answer():
+def test_training_rewards_depend_on_the_probability_and_not_the_answer():
     environment = RandomRewardConfig(environment=INNER, probability=0.3).build()
     tasks = environment.tasks(Split.TRAIN)
     for reply_of in (lambda task: task.answer, lambda task: "wrong"):
         given = [answer(environment, task, reply_of(task), 1).rewards for task in tasks]
         assert all(set(reward) == {"random"} for reward in given)
-        # Four standard deviations of 1,700 coins.
+        # Four standard deviations of 1,700 draws.
         assert sum(reward["random"] for reward in given) / len(given) == pytest.approx(0.3, abs=0.045)
 
 
-def test_rewards_repeat_and_change_with_the_seed():
+def test_rewards_are_deterministic_and_depend_on_the_seed():
     assert rewards(0.5) == rewards(0.5)
     assert rewards(0.5, seed=0) != rewards(0.5, seed=1)
 
 
-def test_rewards_change_with_the_reply():
+def test_rewards_depend_on_the_reply():
     environment = RandomRewardConfig(environment=INNER).build()
     task = environment.tasks(Split.TRAIN)[0]
     assert {answer(environment, task, str(reply)).rewards["random"] for reply in range(64)} == {0.0, 1.0}
 
 
 @pytest.mark.parametrize("probability", [0.0, 1.0])
-def test_certain_coins(probability: float):
+def test_probabilities_zero_and_one(probability: float):
     assert set(rewards(probability)) == {probability}
 
 
-def test_tasks_and_name_are_the_inner_ones():
+def test_tasks_and_name_are_those_of_the_inner_environment():
     inner, control = INNER.build(), RandomRewardConfig(environment=INNER).build()
     assert control.name == inner.name
     assert [control.tasks(split) for split in Split] == [inner.tasks(split) for split in Split]
 
 
-def test_only_the_last_step_of_an_episode_is_rewarded():
+def test_only_the_last_step_of_an_episode_has_a_reward():
     @dataclasses.dataclass
     class Dialogue:
         steps: int = 0

@@ -20,7 +20,7 @@ def reward(environment: Environment, task, reply: str) -> float:
 
 
 def two_digit_task(environment: Environment):
-    """A task whose answer has two digits that differ from one another and from 0."""
+    """Return a task with a two-digit answer; the digits differ and are not 0."""
     return next(
         task
         for task in environment.tasks(Split.TRAIN)
@@ -46,7 +46,7 @@ def two_digit_task(environment: Environment):
         "word_sorting",
     ],
 )
-def test_tasks_by_name_grade_their_own_answers(task: str):
+def test_answers_of_tasks_earn_the_full_reward(task: str):
     environment = ReasoningGymConfig(task=task, size=60, seed=5).build()
     assert environment.name == task
     for split in Split:
@@ -75,7 +75,7 @@ def test_reversed_replies_are_reversed_before_scoring():
     assert reward(environment, task, task.answer) == 0.0
 
 
-def test_padding_earns_nothing_unless_asked_for():
+def test_padded_answers_earn_a_reward_only_with_partial_credit():
     plain, partial = chain_sum(), chain_sum(partial_credit=True)
     task = two_digit_task(plain)
     padded = f"the answer is {task.answer}"
@@ -85,7 +85,7 @@ def test_padding_earns_nothing_unless_asked_for():
 
 
 @pytest.mark.parametrize("spell", ["0{}", "{}.0", "+{}", " {}", "{} "])
-def test_exact_answer_refuses_other_spellings_of_the_number(spell: str):
+def test_exact_answer_rejects_other_spellings_of_the_number(spell: str):
     full, exact = chain_sum(), chain_sum(exact_answer=True)
     task = two_digit_task(full)
     assert reward(full, task, spell.format(task.answer)) == 1.0

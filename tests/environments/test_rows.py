@@ -39,13 +39,13 @@ def test_gsm8k():
     assert (made.task.answer, made.task.worked_answer) == ("1,002", "1+1=2\n#### 1,002")
 
 
-def test_template_and_system_prompt_leave_the_problem_text_alone():
+def test_template_and_system_prompt_do_not_change_the_problem_text():
     made = problem({"prompt": "a {x}?", "answer": "2"}, system_prompt="s", prompt_template="Q: {prompt} {y}")
     assert [message["content"] for message in made.task.messages] == ["s", "Q: a {x}? {y}"]
     assert made.text == "a {x}?"
 
 
-def test_white_space_does_not_make_another_problem():
+def test_problems_that_differ_in_white_space_are_equal():
     assert problem({"prompt": "a  b\n", "answer": "2"}).text == problem({"prompt": "a b", "answer": "2"}).text
 
 
@@ -90,7 +90,7 @@ def test_bad_rows(values, fields, message):
         problem(values, **fields)
 
 
-def test_template_must_hold_the_question():
+def test_template_must_contain_the_placeholder():
     with pytest.raises(ValueError, match=r"has no \{prompt\}"):
         RowFormat(prompt_template="Solve it.")
 

@@ -29,19 +29,19 @@ def test_one_reply_ends_the_episode():
     assert (step.rewards, step.messages, step.done) == ({"correct": 1.0}, (), True)
 
 
-def test_format_is_a_component_of_its_own():
+def test_format_is_a_separate_component():
     made = environment(format=FormatConfig(regex=r"\d+", weight=0.5))
     assert answer(made, TASK, "3").rewards == {"correct": 0.0, "format": 0.5}
     assert answer(made, TASK, "two").rewards == {"correct": 0.0, "format": 0.0}
 
 
-def test_reply_regex_takes_the_scored_part():
+def test_reply_regex_extracts_the_scored_text():
     made = environment(reply_regex=r"<a>(.*?)</a>", format=FormatConfig(regex=r"<a>.*</a>"))
     assert answer(made, TASK, "<a>2</a>").rewards == {"correct": 1.0, "format": 1.0}
     assert answer(made, TASK, "2").rewards == {"correct": 0.0, "format": 0.0}
 
 
-def test_a_raising_grader_propagates():
+def test_exceptions_of_the_grader_propagate():
     def broken(task: Task, reply: str) -> float:
         raise ZeroDivisionError("in the reward")
 
@@ -59,7 +59,7 @@ def test_an_episode_is_used_once():
         asyncio.run(play_twice())
 
 
-def test_a_score_that_may_take_long_runs_in_a_thread_of_its_own():
+def test_a_blocking_score_runs_in_a_thread():
     threads = []
 
     def score(task: Task, reply: str) -> float:
@@ -72,6 +72,6 @@ def test_a_score_that_may_take_long_runs_in_a_thread_of_its_own():
     assert threads[1] is not threading.current_thread()
 
 
-def test_a_task_of_another_environment_is_refused():
+def test_a_task_of_another_environment_is_rejected():
     with pytest.raises(ValueError, match="environment 'other' cannot grade task 'a' of 'test'"):
         answer(environment(name="other"), TASK, "2")

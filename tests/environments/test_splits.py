@@ -23,29 +23,29 @@ def problem(text: str, answer: str = "1", id: str | None = None) -> Problem:
 
 
 @given(st.lists(st.text(), min_size=1, unique=True))
-def test_split_depends_on_the_text_alone(texts: list[str]):
+def test_split_depends_only_on_the_text(texts: list[str]):
     def placed(problems: list[str]) -> dict[str, Split]:
         return {text: split_of(text, 0.3, 0.2) for text in problems}
 
     assert placed(texts) == placed(texts[::-1])
 
 
-def test_splits_of_known_texts_never_move():
-    # A change here would let held-out problems of finished runs leak into training.
+def test_splits_of_known_texts_are_fixed():
+    # A change would move held-out problems of finished runs into training.
     texts = [f"{a}+{b}=" for a in range(5) for b in range(5)]
     held_out = [text for text in texts if split_of(text, 0.1, 0.1) is Split.HELD_OUT]
     validation = [text for text in texts if split_of(text, 0.1, 0.1) is Split.VALIDATION]
     assert (held_out, validation) == (["4+0=", "4+2="], ["2+1=", "2+2="])
 
 
-def test_shares_are_met():
+def test_splits_have_the_requested_shares():
     splits = split_problems([problem(str(i)) for i in range(4000)], 0.1, 0.05, "test")
     assert len(splits[Split.HELD_OUT]) == pytest.approx(400, abs=60)
     assert len(splits[Split.VALIDATION]) == pytest.approx(200, abs=45)
     assert sum(len(tasks) for tasks in splits.values()) == 4000
 
 
-def test_share_zero_means_an_empty_split():
+def test_a_share_of_zero_gives_an_empty_split():
     splits = split_problems([problem("a")], 0.0, 0.0, "test")
     assert [len(splits[split]) for split in Split] == [1, 0, 0]
 
@@ -55,7 +55,7 @@ def test_empty_split_is_an_error():
         split_problems([problem("a")], 0.1, 0.1, "test")
 
 
-def test_duplicates_are_dropped_and_logged(caplog):
+def test_duplicates_are_removed_and_logged(caplog):
     with caplog.at_level(logging.INFO):
         kept = without_duplicates([problem("a"), problem("b"), problem("a"), problem("a", "2")], "test")
     assert [kept_one.text for kept_one in kept] == ["a", "b"]
@@ -69,7 +69,7 @@ def test_shared_id_is_an_error():
         without_duplicates([problem("a", id="x"), problem("b", id="x")], "test")
 
 
-def test_nothing_is_an_error():
+def test_an_empty_source_is_an_error():
     with pytest.raises(ValueError, match="the source is empty"):
         without_duplicates([], "the source")
 

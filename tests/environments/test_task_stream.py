@@ -13,7 +13,7 @@ from marin_rl.environments.mixture import MixtureConfig, MixturePartConfig
 from marin_rl.environments.random_reward import RandomRewardEnvironment
 from marin_rl.environments.task_stream import EpochStream, StreamState, TaskStream, task_stream
 from marin_rl.types import Task
-from tests.environments.played import Cards, CardsConfig, group
+from tests.environments.fake_environments import Cards, CardsConfig, group
 
 MIXTURE = MixtureConfig((MixturePartConfig(CardsConfig("a"), 3.0), MixturePartConfig(CardsConfig("b", 7)))).build()
 CURRICULUM = CurriculumConfig(
@@ -30,12 +30,12 @@ STREAMS = {
 
 
 def score(task: Task, index: int) -> float:
-    """A policy that gets better."""
+    """Score of an improving policy."""
     return float((index + len(task.id)) % 4 < index // 5)
 
 
 def play(stream: TaskStream, state: StreamState, rounds: range) -> tuple[list[Task], StreamState]:
-    """Draw and learn so many times."""
+    """Draw tasks and update the state in each round."""
     drawn: list[Task] = []
     for index in rounds:
         tasks, state = stream.draw(state, 1 + index % 3)
@@ -46,11 +46,11 @@ def play(stream: TaskStream, state: StreamState, rounds: range) -> tuple[list[Ta
 
 @pytest.mark.parametrize("name", STREAMS)
 @given(cut=st.integers(0, 40))
-def test_a_stream_that_is_taken_up_again_draws_what_it_would_have_drawn(name: str, cut: int):
+def test_a_resumed_stream_draws_the_same_tasks(name: str, cut: int):
     stream = STREAMS[name]
     whole, end = play(stream, {}, range(40))
     before, state = play(stream, {}, range(cut))
-    # As a checkpoint holds it.
+    # Checkpoints store the state as JSON.
     restored = json.loads(json.dumps(state))
     assert restored == state
     after, again = play(stream, restored, range(cut, 40))
@@ -60,7 +60,7 @@ def test_a_stream_that_is_taken_up_again_draws_what_it_would_have_drawn(name: st
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_drawing_and_learning_leave_the_state_that_they_were_given(name: str):
+def test_draw_and_learn_do_not_mutate_the_state(name: str):
     stream = STREAMS[name]
     _, state = play(stream, {}, range(9))
     before = json.dumps(state)
@@ -70,7 +70,7 @@ def test_drawing_and_learning_leave_the_state_that_they_were_given(name: str):
     assert stream.draw(state, 4) == (tasks, later)
 
 
-def test_each_task_comes_once_per_pass_and_every_pass_has_an_order_of_its_own():
+def test_each_epoch_has_every_task_once_in_a_new_order():
     stream = EpochStream(Cards("a", 9), 0)
     drawn, _ = stream.draw({}, 27)
     passes = [[task.id for task in drawn[start : start + 9]] for start in (0, 9, 18)]
@@ -80,7 +80,7 @@ def test_each_task_comes_once_per_pass_and_every_pass_has_an_order_of_its_own():
     assert EpochStream(Cards("a", 9), 1).draw({}, 27)[0] != drawn
 
 
-def test_how_many_are_drawn_at_once_does_not_matter():
+def test_draws_are_independent_of_call_sizes():
     for stream in STREAMS.values():
         whole, end = stream.draw({}, 20)
         state: StreamState = {}
@@ -91,7 +91,7 @@ def test_how_many_are_drawn_at_once_does_not_matter():
         assert (drawn, state) == (whole, end)
 
 
-def test_a_control_draws_as_what_it_controls():
+def test_a_control_has_the_stream_of_its_inner_environment():
     for environment in (Cards("a"), MIXTURE, CURRICULUM):
         control = RandomRewardEnvironment(environment, 0.5, frozenset())
         assert task_stream(control, 3).draw({}, 20) == task_stream(environment, 3).draw({}, 20)

@@ -24,7 +24,7 @@ def lake(**changes) -> TextGameConfig:
 
 
 def whole(**changes) -> TextGameEnvironment:
-    """All games in the training split."""
+    """Build an environment with all games in the training split."""
     return lake(held_out=0.0, validation=0.0, **changes).build()
 
 
@@ -33,7 +33,7 @@ def tasks(environment: TextGameEnvironment) -> list[Task]:
 
 
 def play(environment: TextGameEnvironment, task: Task, replies, seed: int = 0) -> list[Step]:
-    """Every step of an episode, up to its end."""
+    """Return all steps of an episode."""
 
     async def run() -> list[Step]:
         episode = await environment.start(task, seed)
@@ -58,7 +58,7 @@ def rewards(steps: list[Step], name: str) -> float:
 
 
 LINE = ["SFFG"]
-"""A lake of one row: three steps right to the goal."""
+"""FrozenLake with one row: the goal is three steps to the right."""
 
 
 def line(**changes) -> tuple[TextGameEnvironment, Task]:
@@ -66,7 +66,7 @@ def line(**changes) -> tuple[TextGameEnvironment, Task]:
     return environment, environment.tasks(Split.TRAIN)[0]
 
 
-def test_a_game_is_played_to_its_goal():
+def test_an_episode_ends_at_the_goal():
     environment, task = line(view=View.COMPACT)
     assert [message["content"] for message in task.messages] == ["A..G"]
     steps = play(environment, task, ["r", "l", "r", "r", "r"])
@@ -79,7 +79,7 @@ def test_a_game_is_played_to_its_goal():
     assert dict(steps[-1].metrics) == {"success": 1.0, "steps": 5.0, "invalid_actions": 0.0}
 
 
-def test_a_hole_is_the_end_and_no_win():
+def test_a_hole_ends_the_episode_without_a_win():
     environment = whole(options={**STILL, "desc": ["SH", "FG"]}, num_tasks=1)
     [step] = play(environment, environment.tasks(Split.TRAIN)[0], ["right"])
     assert step.done
@@ -87,7 +87,7 @@ def test_a_hole_is_the_end_and_no_win():
     assert step.metrics["success"] == 0.0
 
 
-def test_a_reply_without_an_action_costs_a_turn_and_is_told():
+def test_a_reply_without_an_action_costs_a_turn_and_returns_a_notice():
     environment, task = line(view=View.COMPACT, invalid_reward=-0.5, step_reward=-0.25, max_steps=3)
     steps = play(environment, task, ["x", "rr", ""])
     assert [step.messages for step in steps] == [({"role": "user", "content": "?\nA..G"},)] * 2 + [()]
@@ -95,7 +95,7 @@ def test_a_reply_without_an_action_costs_a_turn_and_is_told():
     assert rewards(steps, "format") == -1.5
     assert rewards(steps, "step") == -0.75
     assert dict(steps[-1].metrics) == {"success": 0.0, "steps": 3.0, "invalid_actions": 3.0}
-    # The board has not changed, so nor has the anchor, whatever is said above it.
+    # Board and anchor have not changed; the notice does not affect the anchor.
     assert [step.anchor_state for step in steps] == [task.anchor_state] * 3
     readable, task = line()
     [step] = play(readable, task, ["I wait."])
@@ -118,40 +118,40 @@ GAMES = [
 
 @pytest.mark.parametrize("view", View)
 @pytest.mark.parametrize("game", GAMES, ids=lambda game: game["id"])
-def test_equal_tasks_seeds_and_replies_play_equally(game: dict, view: View):
+def test_equal_tasks_seeds_and_replies_give_equal_steps(game: dict, view: View):
     config = TextGameConfig(**game, view=view, num_tasks=20, held_out=0.0, validation=0.0)
     first, second = config.build(), config.build()
     assert tasks(first) == tasks(second)
     for index, task in enumerate(tasks(first)[:6]):
         names = make_prototype(game["id"], first.starts[task.id].arguments).board.names(view)
-        said = np.random.default_rng(index).choice(names, 30).tolist()
-        one = play(first, task, said, seed=index)
-        # Another game in between must not matter.
-        play(first, tasks(first)[-1], said, seed=index + 1)
-        assert play(first, task, said, seed=index) == one == play(second, task, said, seed=index)
+        replies = np.random.default_rng(index).choice(names, 30).tolist()
+        one = play(first, task, replies, seed=index)
+        # Another game in between must not affect the result.
+        play(first, tasks(first)[-1], replies, seed=index + 1)
+        assert play(first, task, replies, seed=index) == one == play(second, task, replies, seed=index)
 
 
-def test_chance_follows_the_start_seed():
+def test_chance_depends_on_the_start_seed():
     environment = whole(
         options={"is_slippery": True, "desc": ["FFFFF", "FFFFF", "FFSFF", "FFFFF", "FFFFG"]}, num_tasks=1
     )
     task = environment.tasks(Split.TRAIN)[0]
-    said = ["left", "up", "right", "down"] * 5
-    seen = {str(play(environment, task, said, seed)[-1].anchor_state) for seed in range(20)}
+    replies = ["left", "up", "right", "down"] * 5
+    seen = {str(play(environment, task, replies, seed)[-1].anchor_state) for seed in range(20)}
     assert len(seen) > 5
 
 
-@given(seed=st.integers(0, 2**31), size=st.integers(2, 6), said=st.lists(st.integers(0, 3), max_size=30))
+@given(seed=st.integers(0, 2**31), size=st.integers(2, 6), actions=st.lists(st.integers(0, 3), max_size=30))
 @settings(max_examples=40, deadline=None)
-def test_games_are_gymnasiums_own(seed: int, size: int, said: list[int]):
-    """Against the game as `gymnasium.make` gives it: states, rewards and ends are the same."""
+def test_games_match_gymnasium(seed: int, size: int, actions: list[int]):
+    """Compare states, rewards and ends with the result of `gymnasium.make`."""
     environment = whole(options={**STILL, "size": size}, num_tasks=1, seed=seed)
     task = environment.tasks(Split.TRAIN)[0]
     oracle = gymnasium.make("FrozenLake-v1", is_slippery=False, desc=task.anchor_state["options"]["desc"])
     state, _ = oracle.reset(seed=0)
     assert task.anchor_state["state"] == state
     for action, step in zip(
-        said, play(environment, task, [("left", "down", "right", "up")[number] for number in said]), strict=False
+        actions, play(environment, task, [("left", "down", "right", "up")[number] for number in actions]), strict=False
     ):
         state, reward, ended, cut, _ = oracle.step(action)
         assert step.anchor_state["state"] == state
@@ -159,17 +159,17 @@ def test_games_are_gymnasiums_own(seed: int, size: int, said: list[int]):
         assert step.done == (ended or cut)
 
 
-def test_the_same_state_has_one_anchor_and_others_have_others():
+def test_anchors_are_equal_if_and_only_if_states_are():
     environment = whole(num_tasks=30)
     for task in tasks(environment):
         steps = play(environment, task, ["left", "up", "nothing", "left"])
-        # Into the corner, or nowhere: always where the game begins.
+        # Moves into the corner or against the border end in the initial state.
         assert [step.anchor_state for step in steps] == [task.anchor_state] * 4
     anchors = [str(task.anchor_state) for task in tasks(environment)]
     assert len(set(anchors)) == len(anchors)
 
 
-def test_no_start_is_in_two_splits_and_splits_do_not_depend_on_the_seed():
+def test_splits_of_starts_are_disjoint_and_independent_of_the_seed():
     first, second = lake(num_tasks=300).build(), lake(num_tasks=300, seed=9).build()
     anchors = {
         split: {str(task.anchor_state) for made in (first, second) for task in made.tasks(split)} for split in Split
@@ -182,7 +182,7 @@ def test_no_start_is_in_two_splits_and_splits_do_not_depend_on_the_seed():
 
 
 def steps_to_goal(task: Task) -> int:
-    """The length of a shortest way over a lake, by breadth-first search on the map itself."""
+    """Compute the length of a shortest way on the map by breadth-first search."""
     rows = task.anchor_state["options"]["desc"]
     size = len(rows)
     start = divmod(task.anchor_state["state"], size)
@@ -206,15 +206,15 @@ def test_demonstrations_win_on_a_shortest_way(seed: int, size: int, random_start
     for task in environment.tasks(Split.TRAIN):
         shown = environment.demonstrate(task)
         assert shown[: len(task.messages)] == task.messages
-        said = replies_of(shown)
-        assert len(said) == steps_to_goal(task)
-        steps = play(environment, task, said)
+        replies = replies_of(shown)
+        assert len(replies) == steps_to_goal(task)
+        steps = play(environment, task, replies)
         assert rewards(steps, "correct") == 1.0
-        # What an episode answers to these replies is what the demonstration shows, word for word.
+        # The demonstration has exactly the messages of an episode with these replies.
         answered = [message for message in shown[len(task.messages) :] if message["role"] == "user"]
         assert answered == [message for step in steps for message in step.messages]
         assert [message["role"] for message in shown[len(task.messages) :]] == ["assistant", "user"] * (
-            len(said) - 1
+            len(replies) - 1
         ) + ["assistant"]
 
 
@@ -235,19 +235,19 @@ def test_demonstrations_with_detours_are_longer_and_still_win():
     [({"id": "Taxi-v4"}, None), ({"id": "CliffWalking-v1"}, 13)],
     ids=["taxi", "cliff"],
 )
-def test_other_games_with_a_table_are_demonstrated_too(game: dict, steps: int | None):
+def test_other_games_with_a_table_have_demonstrations(game: dict, steps: int | None):
     environment = TextGameConfig(**game, num_tasks=15, held_out=0.0, validation=0.0).build()
     for task in environment.tasks(Split.TRAIN):
-        said = replies_of(environment.demonstrate(task))
-        assert steps is None or len(said) == steps
-        played = play(environment, task, said)
-        assert rewards(played, "correct") == 1.0
-        assert played[-1].metrics["success"] == 1.0
-        # Taxi pays 20 for the delivery and -1 for any other step; CliffWalking -1 a step.
-        assert rewards(played, "game") == (20 - (len(said) - 1) if game["id"] == "Taxi-v4" else -len(said))
+        replies = replies_of(environment.demonstrate(task))
+        assert steps is None or len(replies) == steps
+        steps_taken = play(environment, task, replies)
+        assert rewards(steps_taken, "correct") == 1.0
+        assert steps_taken[-1].metrics["success"] == 1.0
+        # Rewards: Taxi 20 for the delivery and -1 for other steps; CliffWalking -1 per step.
+        assert rewards(steps_taken, "game") == (20 - (len(replies) - 1) if game["id"] == "Taxi-v4" else -len(replies))
 
 
-def test_what_cannot_be_demonstrated_says_so():
+def test_games_without_a_table_have_no_demonstrations():
     environment = TextGameConfig(id="Blackjack-v1", num_tasks=5, held_out=0.0, validation=0.0).build()
     task = environment.tasks(Split.TRAIN)[0]
     assert not environment.can_demonstrate(task)
@@ -256,7 +256,7 @@ def test_what_cannot_be_demonstrated_says_so():
         environment.demonstrate(task)
 
 
-def test_rewards_can_be_weighed_and_left_out():
+def test_rewards_can_be_weighted_and_omitted():
     environment, task = line(game_weight=0.0)
     assert [dict(step.rewards) for step in play(environment, task, ["right"] * 3)] == [{"correct": 0.0}] * 2 + [
         {"correct": 1.0}
@@ -301,7 +301,7 @@ def test_the_readable_boards():
         assert f"waiting at {'RGYB'[passenger]} and wants to go to {'RGYB'[destination]}." in text
 
 
-def test_a_task_of_another_environment_is_refused():
+def test_a_task_of_another_environment_is_rejected():
     environment, _ = line()
     stranger = Task("x", "sums", (Message(role="user", content="1+1="),), "2")
     with pytest.raises(ValueError, match="'FrozenLake-v1' has no game 'x' of 'sums'"):
@@ -321,7 +321,7 @@ def test_a_task_of_another_environment_is_refused():
         ({"held_out": 1.0}, "held_out is a share .* got 1.0"),
     ],
 )
-def test_settings_out_of_range_are_refused(fields: dict, message: str):
+def test_settings_out_of_range_are_rejected(fields: dict, message: str):
     with pytest.raises(ValueError, match=message):
         lake(**fields)
 
@@ -339,6 +339,6 @@ def test_settings_out_of_range_are_refused(fields: dict, message: str):
         ({"num_tasks": 2, "held_out": 0.01, "validation": 0.01}, "none of its 2 problems fell into the validation"),
     ],
 )
-def test_games_that_cannot_be_made_are_refused(fields: dict, message: str):
+def test_games_that_cannot_be_constructed_are_rejected(fields: dict, message: str):
     with pytest.raises(ValueError, match=message):
         lake(**fields).build()

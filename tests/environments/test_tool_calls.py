@@ -18,7 +18,7 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size
     before=st.text("abc \n<>/", max_size=10),
     calls=st.lists(st.tuples(st.text("abcde", min_size=1), st.dictionaries(st.text(max_size=4), JSON)), max_size=3),
 )
-def test_what_is_written_is_read(before: str, calls: list):
+def test_written_calls_are_parsed(before: str, calls: list):
     texts = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
     reply = before + "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
     found = [parse_call(text) for text in find_calls(reply)]
@@ -26,7 +26,7 @@ def test_what_is_written_is_read(before: str, calls: list):
 
 
 @given(st.text())
-def test_any_text_is_a_call_or_says_why_not(text: str):
+def test_any_text_is_a_call_or_raises_a_tool_error(text: str):
     with contextlib.suppress(ToolError):
         assert isinstance(parse_call(text), ToolCall)
 
@@ -47,7 +47,7 @@ def test_any_text_is_a_call_or_says_why_not(text: str):
             ['{"type": "function", "name": "a", "parameters": {}}'],
         ),
         ('{"name": "a", "arguments": 3}', ['{"name": "a", "arguments": 3}']),
-        # Answers in JSON, and text about calls, call nothing.
+        # JSON answers and text about calls contain no calls.
         ('{"name": "Ada", "age": 36}', []),
         ('{"name": "Ada", "parameters": {}, "age": 36}', []),
         ('I call {"name": "a", "parameters": {}}', []),
@@ -55,11 +55,11 @@ def test_any_text_is_a_call_or_says_why_not(text: str):
         ("[" * 100_000, []),
     ],
 )
-def test_where_calls_are(reply: str, calls: list[str]):
+def test_positions_of_calls(reply: str, calls: list[str]):
     assert find_calls(reply) == calls
 
 
-def test_arguments_are_parameters_in_llamas_form():
+def test_llama_calls_name_their_arguments_parameters():
     assert parse_call('{"name": "a", "parameters": {"x": 1}}') == ToolCall("a", {"x": 1})
     assert parse_call('{"name": "a"}') == ToolCall("a", {})
 
@@ -78,7 +78,7 @@ def test_arguments_are_parameters_in_llamas_form():
         ('{"name": "a", "arguments": "b"}', '"arguments" are not a JSON object'),
     ],
 )
-def test_what_is_no_call(text: str, message: str):
+def test_invalid_calls(text: str, message: str):
     with pytest.raises(ToolError, match=message):
         parse_call(text)
 

@@ -30,7 +30,7 @@ QUESTIONS = ArithmeticConfig(size=200)
 
 @dataclasses.dataclass(frozen=True)
 class Odd:
-    """A tool that does whatever it is told to."""
+    """A tool whose argument selects a result or an error."""
 
     name: str = "odd"
     description: str = "Misbehaves."
@@ -85,16 +85,16 @@ def odd(how: str) -> str:
     return call("odd", how=how)
 
 
-def said(step: Step) -> list[str]:
+def answers(step: Step) -> list[str]:
     assert {message["role"] for message in step.messages} == {"tool"}
     return [message["content"] for message in step.messages]
 
 
-def test_calls_are_answered_and_the_final_reply_is_graded():
+def test_calls_are_answered_and_the_final_reply_is_scored():
     environment, task = build()
     expression = task.messages[-1]["content"].rstrip("=")
     asked, final = play(environment, task, f"Let me see. {call('calculator', expression=expression)}", task.answer)
-    assert said(asked) == [task.answer]
+    assert answers(asked) == [task.answer]
     assert not asked.done
     assert dict(asked.rewards) == {"tools": 0.0}
     assert final.done
@@ -105,10 +105,10 @@ def test_calls_are_answered_and_the_final_reply_is_graded():
     assert wrong.metrics["success"] == 0.0
 
 
-def test_several_calls_are_answered_in_order_up_to_the_bound():
+def test_several_calls_are_answered_in_order_up_to_the_limit():
     environment, task = build(limits=ToolLimits(max_calls=2), error_reward=-0.25)
     [step] = play(environment, task, "".join(call("calculator", expression=str(number)) for number in range(5)))
-    assert said(step) == ["0", "1", "Error: of 5 calls the first 2 were made; no reply may hold more."]
+    assert answers(step) == ["0", "1", "Error: of 5 calls the first 2 were made; no reply may hold more."]
     assert step.metrics["tool_calls"] == 5.0
     assert step.metrics["tool_errors"] == 3.0
     assert step.info == {"calls": [{"tool": "calculator", "failed": False}] * 2}
@@ -127,34 +127,34 @@ def test_several_calls_are_answered_in_order_up_to_the_bound():
         (odd("hang"), "Error: odd took longer than 0.01 seconds"),
     ],
 )
-def test_calls_that_come_to_nothing_are_told_and_counted(reply: str, answer: str):
+def test_failed_calls_return_an_error_and_are_counted(reply: str, answer: str):
     environment, task = build(limits=ToolLimits(max_seconds=0.01), error_reward=-0.5)
     first, second = play(environment, task, reply, reply)
-    assert said(first)[0].startswith(answer)
+    assert answers(first)[0].startswith(answer)
     assert not first.done
     slow = float(reply == odd("hang"))
     assert dict(first.metrics) == {"tool_calls": 1.0, "tool_errors": 1.0, "tool_timeouts": slow, "success": 0.0}
     assert dict(second.metrics) == {"tool_calls": 2.0, "tool_errors": 2.0, "tool_timeouts": 2 * slow, "success": 0.0}
     name = None if "nonsense" in reply else json.loads(find_calls(reply)[0])["name"]
     assert first.info == second.info == {"calls": [{"tool": name, "failed": True}]}
-    # Each turn pays for its own mistakes.
+    # The error reward of each turn counts its own failed calls.
     assert dict(first.rewards) == dict(second.rewards) == {"tools": -0.5}
 
 
-def test_what_says_nothing_about_the_policy_fails_the_rollout():
+def test_failures_not_caused_by_the_policy_fail_the_rollout():
     environment, task = build()
     with pytest.raises(RewardCallError, match="the sandbox died"):
         play(environment, task, odd("break"))
 
 
-def test_long_answers_are_cut_and_half_characters_replaced():
+def test_long_answers_are_cut_and_unpaired_surrogates_replaced():
     environment, task = build(limits=ToolLimits(max_output=10))
     long, half = play(environment, task, odd("babble"), odd("half"))
-    assert said(long) == ["x" * 10 + "\n[4990 more characters]"]
-    assert said(half) == ["a?b"]
+    assert answers(long) == ["x" * 10 + "\n[4990 more characters]"]
+    assert answers(half) == ["a?b"]
 
 
-def test_the_policy_is_told_of_its_tools():
+def test_the_system_message_describes_the_tools():
     environment, task = build()
     assert [message["role"] for message in task.messages] == ["system", "user"]
     assert '"name": "calculator"' in task.messages[0]["content"]
@@ -191,7 +191,7 @@ def test_a_system_message_of_the_questions_comes_first(tmp_path):
     assert task.messages[0]["content"].startswith("Be brief.\n\n# Tools\n\n")
 
 
-def test_a_template_is_given_the_schemas_and_the_words_for_want_of_its_own():
+def test_a_template_receives_the_schemas_and_the_default_text():
     by_message, by_template = (
         build(describe=described)[1] for described in (ToolDescription.MESSAGE, ToolDescription.TEMPLATE)
     )
@@ -200,7 +200,7 @@ def test_a_template_is_given_the_schemas_and_the_words_for_want_of_its_own():
     assert [schema["function"]["name"] for schema in first["tools"]] == ["calculator", "odd"]
     assert first["tools_in_words"] == by_message.messages[0]["content"]
     assert tuple(rest) == by_message.messages[1:]
-    # What it stands for in any other template is the message, to the letter.
+    # Any other template shows exactly the default system message.
     plain = ChatTokenizer(byte_tokenizer())
     assert plain.prompt_tokens(by_template.messages) == plain.prompt_tokens(by_message.messages)
 
@@ -214,20 +214,20 @@ def test_python_needs_its_sandbox_and_gets_it_through_mixtures():
     config = ToolUseConfig(questions=QUESTIONS, tools=(PythonConfig(),))
     mixture = MixtureConfig((MixturePartConfig(config),)).build()
     task = mixture.tasks(Split.TRAIN)[0]
-    missing = r"environment 'arithmetic': the tool 'python' runs programs .* no sandbox .* remove 'python'"
+    missing = r"environment 'arithmetic': the tool 'python' runs programs .* no sandbox; .* or remove 'python'"
     with pytest.raises(NoSandboxError, match=missing):
         play(mixture, task, call("python", code="1"))
-    # A run that has no sandbox hears of it before anything is played.
+    # A run without a sandbox fails before the first rollout.
     for environment in (config.build(), mixture, RandomRewardConfig(config).build()):
         with pytest.raises(NoSandboxError, match=missing):
             connect_code_runner(environment, None)
     assert not connect_code_runner(QUESTIONS.build(), None)
     connect_code_runner(mixture, Runner())
     [step] = play(mixture, task, call("python", code="print(1)"))
-    assert said(step) == ["ran print(1)"]
+    assert answers(step) == ["ran print(1)"]
 
 
-def test_whether_a_sandbox_is_needed_is_told():
+def test_connect_code_runner_returns_whether_a_sandbox_is_needed():
     with_python = ToolUseConfig(questions=QUESTIONS, tools=(CalculatorConfig(), PythonConfig()), name="python").build()
     without, _ = build()
     assert connect_code_runner(with_python, Runner())
@@ -243,15 +243,15 @@ def test_whether_a_sandbox_is_needed_is_told():
     assert connect_code_runner(both, Runner())
     for name in ("python", "more python"):
         task = next(task for task in both.tasks(Split.TRAIN) if task.environment == name)
-        assert said(play(both, task, call("python", code="1"))[0]) == ["ran 1"]
+        assert answers(play(both, task, call("python", code="1"))[0]) == ["ran 1"]
 
 
-def test_programs_run_in_the_sandbox_which_is_started_for_them_alone():
+def test_programs_run_in_a_sandbox_without_reward_functions():
     environment, task = build(tools=(PythonConfig(),))
     loop = BackgroundLoop()
     sandbox = Sandbox(SandboxConfig(require=Isolation.NONE, workers=1))
     needed = connect_code_runner(environment, sandbox)
-    # Nothing to judge; the tools alone need it.
+    # There are no reward functions; only the tools need the sandbox.
     reward_functions = RewardFunctions({}, sandbox, loop, runs_programs=needed)
     try:
 
@@ -264,22 +264,22 @@ def test_programs_run_in_the_sandbox_which_is_started_for_them_alone():
     finally:
         reward_functions.close()
         loop.close()
-    assert said(good) == ["42\n"]
-    [told] = said(bad)
-    assert told.startswith("Error: the program did not end well")
-    assert "ZeroDivisionError" in told
-    assert told.endswith("It printed:\nso far\n")
+    assert answers(good) == ["42\n"]
+    [answer] = answers(bad)
+    assert answer.startswith("Error: the program did not end well")
+    assert "ZeroDivisionError" in answer
+    assert answer.endswith("It printed:\nso far\n")
     assert not sandbox.worker_pids
 
 
-def test_a_sandbox_that_was_not_started_is_no_answer_of_a_tool():
+def test_a_sandbox_that_is_not_started_fails_the_rollout():
     environment, task = build(tools=(PythonConfig(),))
     connect_code_runner(environment, Sandbox(SandboxConfig()))
     with pytest.raises(IsolationError, match="the sandbox is not started"):
         play(environment, task, call("python", code="print(1)"))
 
 
-def test_a_stranger_is_refused():
+def test_tasks_of_other_environments_are_rejected():
     environment, _ = build()
     stranger = Task("x", "cards", (Message(role="user", content="?"),), "")
     with pytest.raises(ValueError, match="'arithmetic' has no question 'x' of 'cards'"):
@@ -297,6 +297,6 @@ def test_a_stranger_is_refused():
         (lambda: ToolLimits(max_seconds=0.0), "limits.max_seconds must be above 0 seconds, got 0.0"),
     ],
 )
-def test_settings_out_of_range_are_refused(make, message: str):
+def test_settings_out_of_range_are_rejected(make, message: str):
     with pytest.raises(ValueError, match=message):
         make()

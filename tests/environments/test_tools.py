@@ -39,7 +39,7 @@ SCHEMA = {
 @pytest.mark.parametrize(
     "more", [{}, {"count": 3}, {"share": 0.5}, {"share": 1}, {"flag": True}, {"list": []}, {"anything": None}]
 )
-def test_good_arguments_pass(more: dict):
+def test_valid_arguments_pass(more: dict):
     check_arguments(SCHEMA, {"text": "", **more})
 
 
@@ -56,7 +56,7 @@ def test_good_arguments_pass(more: dict):
         ({"text": "", "list": {}}, "'list' is {}; it must be of type array"),
     ],
 )
-def test_bad_arguments_are_named(arguments: dict, message: str):
+def test_errors_name_the_invalid_argument(arguments: dict, message: str):
     with pytest.raises(ToolError, match=message):
         check_arguments(SCHEMA, arguments)
 
@@ -71,7 +71,7 @@ def test_the_calculator():
 
 
 class Runner:
-    """Instead of a sandbox."""
+    """Code runner without a sandbox."""
 
     def __init__(self, cause: RewardFailure | None = None) -> None:
         self.cause = cause
@@ -83,7 +83,7 @@ class Runner:
         return PythonResult(stdout="out", stderr="", loss=loss, seconds=0.1)
 
 
-def test_python_runs_where_it_was_connected():
+def test_python_runs_in_the_connected_runner():
     tool = PythonConfig().build()
     assert isinstance(tool, PythonTool)
     with pytest.raises(NoSandboxError, match="the tool 'python' has no sandbox"):
@@ -101,7 +101,7 @@ def test_python_runs_where_it_was_connected():
         (RewardFailure.WORKER, RewardCallError),
     ],
 )
-def test_python_says_how_a_program_ended(cause: RewardFailure, kind: type[Exception]):
+def test_python_reports_the_failure_of_a_program(cause: RewardFailure, kind: type[Exception]):
     tool = PythonTool(runner=Runner(cause))
     with pytest.raises(kind, match="so it was") as caught:
         asyncio.run(tool.call({"code": "x"}))

@@ -15,7 +15,7 @@ def write(folder: Path, name: str, text: str) -> str:
     return str(path)
 
 
-def test_a_file_is_imported_once_and_finds_what_lies_beside_it(tmp_path: Path):
+def test_a_file_is_imported_once_and_can_import_its_neighbours(tmp_path: Path):
     write(tmp_path, "helpers.py", "FACTOR = 3")
     path = write(tmp_path, "my-own.py", "from .helpers import FACTOR\ndef triple(x):\n    return FACTOR * x\n")
     triple = load_from_file(path, "triple")
@@ -24,7 +24,7 @@ def test_a_file_is_imported_once_and_finds_what_lies_beside_it(tmp_path: Path):
     assert load_from_file(path, "FACTOR") == 3
 
 
-def test_equal_names_in_different_folders_do_not_meet(tmp_path: Path):
+def test_equal_names_in_different_folders_are_separate_modules(tmp_path: Path):
     first = write(tmp_path / "a", "mine.py", "X = 'a'")
     second = write(tmp_path / "b", "mine.py", "X = 'b'")
     assert (load_from_file(first, "X"), load_from_file(second, "X")) == ("a", "b")
@@ -36,12 +36,12 @@ def test_relative_paths_start_at_the_working_directory(tmp_path: Path, monkeypat
     assert load_from_file("here.py", "X") == 1
 
 
-def test_dataclasses_can_be_defined_there(tmp_path: Path):
+def test_a_file_can_define_dataclasses(tmp_path: Path):
     text = "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass C:\n    x: int = 4\n"
     assert load_from_file(write(tmp_path, "classes.py", text), "C")().x == 4
 
 
-def test_what_cannot_be_loaded_says_why(tmp_path: Path):
+def test_errors_name_the_cause(tmp_path: Path):
     with pytest.raises(UserFileError, match=r"file 'nowhere.py' does not exist"):
         load_from_file("nowhere.py", "X")
     with pytest.raises(UserFileError, match="is not a Python file"):

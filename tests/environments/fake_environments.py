@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Environments and rollouts without a policy, for what draws tasks and hears what came of them."""
+"""Fake environments, rollouts and groups for tests of task streams."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from marin_rl.types import Generation, Message, Rollout, RolloutGroup, RolloutSt
 
 @dataclasses.dataclass(frozen=True)
 class Cards:
-    """An environment of so many tasks a split, that nobody plays."""
+    """Environment with `size` tasks in each split and no episodes."""
 
     name: str
     size: int = 5
@@ -29,7 +29,7 @@ class Cards:
 
 @dataclasses.dataclass(frozen=True)
 class CardsConfig(EnvironmentConfig):
-    """Not registered: for configs that are written in code."""
+    """Unregistered config for tests that construct configs in code."""
 
     name: str = "cards"
     size: int = 5
@@ -39,14 +39,14 @@ class CardsConfig(EnvironmentConfig):
 
 
 def rollout(task: Task, *, turns: int = 1, measured: dict[str, float] | None = None, **rewards: float) -> Rollout:
-    """A rollout with these rewards; without any it failed."""
+    """Rollout with the given rewards; it failed if there are none."""
     generation = Generation((1,), (-0.5,), StopReason.STOP, 0, 0)
-    said = (*task.messages, Message(role="assistant", content="x"))
+    messages = (*task.messages, Message(role="assistant", content="x"))
     return Rollout(
         id="r",
         group_id="g",
         task=task,
-        turns=tuple(Turn((1,), generation, said, starts_sequence=turn == 0) for turn in range(turns)),
+        turns=tuple(Turn((1,), generation, messages, starts_sequence=turn == 0) for turn in range(turns)),
         status=RolloutStatus.COMPLETED if rewards else RolloutStatus.FAILED,
         rewards=rewards,
         error=None if rewards else "broken",
@@ -55,5 +55,5 @@ def rollout(task: Task, *, turns: int = 1, measured: dict[str, float] | None = N
 
 
 def group(task: Task, *scores: float) -> RolloutGroup:
-    """The attempts at a task, by what they earned in the component `correct`."""
+    """Group of rollouts with the given scores in the component `correct`."""
     return RolloutGroup("g", tuple(rollout(task, correct=score) for score in scores))
