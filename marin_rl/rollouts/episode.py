@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One attempt at one task: the conversation between policy and environment, turn by turn."""
+"""One rollout: the conversation between policy and environment, turn by turn."""
 
 import asyncio
 import contextlib
@@ -21,99 +21,98 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-async def play(
-    attempt: Attempt, environment: Environment, tokenizer: ChatTokenizer, desk: RequestBatcher, limits: Limits
+async def run_episode(
+    attempt: Attempt, environment: Environment, tokenizer: ChatTokenizer, batcher: RequestBatcher, limits: Limits
 ) -> RolloutBuilder:
-    """Play an attempt to its end, whatever that is.
+    """Run one attempt until it ends.
 
-    What the environment raises, or takes too long for, is the end of this rollout alone. Errors of the sampler and of
-    this code are passed on.
+    An error or timeout of the environment ends only this rollout. Errors of the sampler and of this code propagate.
 
     Args:
-        attempt: what to play.
-        environment: judges.
-        tokenizer: text to tokens and back.
-        desk: where answers are asked for; it is left once the last one came.
-        limits: how far the rollout may go.
+        attempt: the inputs of the rollout.
+        environment: the environment of the task.
+        tokenizer: tokenizer of messages and replies.
+        batcher: batches the sample requests; the episode leaves it after the last one.
+        limits: limits of the rollout.
 
     Returns:
-        The rollout, which reward functions may still judge.
+        The builder of the rollout, to which reward functions may add rewards.
     """
     builder = RolloutBuilder(attempt)
     if (task := asyncio.current_task()) is not None:
-        # Environments that log name the rollout by it.
+        # The log messages of environments name the rollout by the task's name.
         task.set_name(f"rollout {attempt.id}")
     clock = _Clock(limits.max_seconds, builder.seconds)
     episode: Episode | None = None
     try:
-        episode = await clock.within(environment.start(attempt.task, attempt.start_seed))
+        episode = await clock.limit(environment.start(attempt.task, attempt.start_seed))
         while not builder.over:
-            with clock.counted("sample"):
-                generation = await desk.sample(builder.request(limits))
+            with clock.count("sample"):
+                generation = await batcher.sample(builder.request(limits))
             reply = tokenizer.decode_reply(generation.token_ids)
-            builder.hear(generation, reply)
+            builder.add_generation(generation, reply)
             if not builder.over:
-                builder.see(await clock.within(episode.step(reply)), tokenizer, limits)
+                builder.add_observation(await clock.limit(episode.step(reply)), tokenizer, limits)
     except EnvironmentFault as error:
         builder.fail(error.status, str(error))
     finally:
-        desk.leave()
+        batcher.leave()
         if episode is not None:
             await _close(episode, attempt.id)
     return builder
 
 
 class _Clock:
-    """Holds the environment to its time."""
+    """Counts the seconds of a rollout and limits the environment's share."""
 
-    def __init__(self, limit: float, seconds: dict[str, float]) -> None:
-        self._limit = limit
+    def __init__(self, max_seconds: float, seconds: dict[str, float]) -> None:
+        self._max_seconds = max_seconds
         self._seconds = seconds
 
     @contextlib.contextmanager
-    def counted(self, name: str) -> Iterator[None]:
+    def count(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
         finally:
             self._seconds[name] += time.perf_counter() - start
 
-    async def within(self, work: Awaitable[Result]) -> Result:
-        """Wait for the environment for as long as it may still take."""
-        limit = asyncio.timeout(max(self._limit - self._seconds["environment"], 0.0))
+    async def limit(self, work: Awaitable[Result]) -> Result:
+        """Wait for the environment, at most for the remaining time."""
+        timeout = asyncio.timeout(max(self._max_seconds - self._seconds["environment"], 0.0))
         try:
-            with self.counted("environment"):
-                async with limit:
+            with self.count("environment"):
+                async with timeout:
                     return await work
         except (Exception, *_ENDS) as error:
             if _is_cancelled(error):
                 raise
-            if limit.expired():
-                message = f"its environment took longer than {self._limit:g} s (rollouts.max_seconds)"
+            if timeout.expired():
+                message = f"its environment took longer than {self._max_seconds:g} s (rollouts.max_seconds)"
                 raise EnvironmentFault(RolloutStatus.TIMED_OUT, message) from error
             raise EnvironmentFault(RolloutStatus.FAILED, f"{type(error).__name__}: {error}") from error
 
 
 _ENDS = (SystemExit, asyncio.CancelledError)
-"""What environments raise too, by `sys.exit` or by waiting for something of their own that was cancelled. In the event
-loop it would end all episodes."""
+"""Further errors of environments: `sys.exit`, and waiting for a cancelled task. In the event loop they would end all
+episodes."""
 
 
 def _is_cancelled(error: BaseException) -> bool:
-    """Whether this code's own task is cancelled, and no environment has raised that."""
+    """Whether the current task is cancelled, as opposed to a `CancelledError` raised by the environment."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 async def _close(episode: Episode, id: str) -> None:
-    """Close an episode; how that goes changes nothing about its rollout."""
+    """Close an episode; an error is only logged."""
     try:
         async with asyncio.timeout(_CLOSING_SECONDS):
             await episode.close()
     except (Exception, *_ENDS) as error:
         if _is_cancelled(error):
             raise
-        logger.warning("rollout %s: its episode did not close: %s: %s", id, type(error).__name__, error)
+        logger.warning("rollout %s: closing its episode failed: %s: %s", id, type(error).__name__, error)
 
 
 _CLOSING_SECONDS = 10.0

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""An event loop in a thread of its own, where episodes and rewards run while the main thread samples."""
+"""An event loop in a background thread, in which episodes and rewards run while the main thread samples."""
 
 import asyncio
 import concurrent.futures
@@ -15,7 +15,7 @@ Arguments = ParamSpec("Arguments")
 
 
 class BackgroundLoop:
-    """Runs coroutines beside the thread that started them.
+    """Runs coroutines in a background thread.
 
     The thread starts with the first coroutine, and ends with `close`, with this object, or with the process.
 
@@ -30,7 +30,7 @@ class BackgroundLoop:
         self._end: weakref.finalize | None = None
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> "concurrent.futures.Future[Result]":
-        """Start a coroutine; its future may be waited for, or cancelled, from any thread."""
+        """Start a coroutine. Any thread may wait for the returned future or cancel it."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._loop.set_default_executor(_ThreadPerCall())
@@ -40,18 +40,18 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def responds(self, seconds: float) -> bool:
-        """Whether the loop runs something else within so many seconds: false where a coroutine blocks it."""
+        """Whether the loop runs another callback within `seconds`; false if a coroutine blocks it."""
         return self._loop is None or _responds(self._loop, seconds)
 
     def close(self) -> None:
-        """Cancel what still runs, and end the thread; one that a coroutine blocks is left behind."""
+        """Cancel all coroutines and end the thread; a thread that a coroutine blocks keeps running."""
         if self._end is not None:
             self._end()
         self._loop = self._end = None
 
 
-PATIENCE = 5.0
-"""Seconds that a coroutine may take to give way at the end."""
+STOP_TIMEOUT = 5.0
+"""Seconds for which `close` waits for a coroutine to yield."""
 
 
 def _responds(loop: asyncio.AbstractEventLoop, seconds: float) -> bool:
@@ -61,19 +61,19 @@ def _responds(loop: asyncio.AbstractEventLoop, seconds: float) -> bool:
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    if not _responds(loop, PATIENCE):
+    if not _responds(loop, STOP_TIMEOUT):
         return
-    asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(PATIENCE)
+    asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(STOP_TIMEOUT)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
 
 
 class _ThreadPerCall(concurrent.futures.ThreadPoolExecutor):
-    """Runs every call of `asyncio.to_thread` in a thread of its own, which nobody waits for at the end.
+    """Runs every call of `asyncio.to_thread` in a separate daemon thread, which does not block the process at exit.
 
-    A call may be stuck for ever. In asyncio's own pool it would take a thread from the others, and keep the process
-    from ending. Asyncio accepts nothing but a kind of that pool.
+    A call may hang forever. In asyncio's default pool it would occupy a thread and keep the process from ending.
+    Asyncio accepts only subclasses of that pool.
     """
 
     def submit(
@@ -101,4 +101,4 @@ async def _cancel_all() -> None:
     for task in others:
         task.cancel()
     if others:
-        await asyncio.wait(others, timeout=PATIENCE / 2)
+        await asyncio.wait(others, timeout=STOP_TIMEOUT / 2)

@@ -1,17 +1,17 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Groups that teach nothing, and what to do with them.
+"""Filters for groups of rollouts with equal rewards.
 
-Where all rewards of a group are equal, every advantage that compares them alone is 0: the group costs time and, where
-the loss is averaged over rollouts, dilutes the others. Estimators that compare turns (GiGPO), ask a critic, or compare
-nothing (`reinforce`) learn from such groups too; a filter keeps them from it.
+If all rewards of a group are equal, every group-relative advantage is 0. The group then costs time and, if the loss is
+averaged over rollouts, reduces the weight of the other groups. Estimators that compare turns (GiGPO), use a critic, or
+compare nothing (`reinforce`) also learn from such groups; a filter prevents that.
 """
 
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import draccus
 
@@ -19,21 +19,24 @@ from marin_rl.types import RolloutGroup
 
 
 class Filtered(NamedTuple):
-    """Groups, sorted by whether they teach something."""
+    """Groups, sorted by whether their rewards differ."""
 
     kept: list[RolloutGroup]
-    """Groups to train on."""
+    """Groups with different rewards."""
     zero_spread: list[RolloutGroup]
-    """Groups whose graded rollouts all earned the same."""
+    """Groups in which all graded rollouts have the same reward."""
     ungraded: list[RolloutGroup]
-    """Groups in which every rollout failed."""
+    """Groups in which all rollouts failed."""
 
 
 def sort_groups(groups: Sequence[RolloutGroup]) -> Filtered:
-    """Tell groups whose rewards differ from those whose rewards are all equal, or missing.
+    """Sort groups by whether their rewards differ, are all equal, or are missing.
 
     Args:
-        groups: any.
+        groups: groups of rollouts.
+
+    Returns:
+        The same groups, sorted.
     """
     sorted_groups = Filtered([], [], [])
     for group in groups:
@@ -45,76 +48,62 @@ def sort_groups(groups: Sequence[RolloutGroup]) -> Filtered:
 
 @dataclasses.dataclass(frozen=True)
 class FilterConfig(draccus.ChoiceRegistry, abc.ABC):
-    """Chooses what becomes of groups whose rewards are all equal, by `type`."""
+    """Handling of groups with equal rewards, selected by `type`."""
 
-    @property
-    @abc.abstractmethod
-    def drops(self) -> bool:
-        """Whether such groups are left out of the batch."""
+    drops: ClassVar[bool] = True
+    """Whether such groups are excluded from the batch."""
 
     @property
     @abc.abstractmethod
     def batches(self) -> int:
-        """Most groups that a step plays, in batches of `rollouts.prompts_per_step`."""
+        """Maximum number of groups that a step samples, in batches of `rollouts.prompts_per_step`."""
 
 
 @FilterConfig.register_subclass("keep")
 @dataclasses.dataclass(frozen=True)
 class KeepGroupsConfig(FilterConfig):
-    """Train on every group; those of equal rewards count in the loss's denominators and add nothing else."""
+    """Train on every group; groups with equal rewards contribute only to the denominators of the loss."""
 
-    @property
-    def drops(self) -> bool:
-        """Never."""
-        return False
+    drops: ClassVar[bool] = False
 
     @property
     def batches(self) -> int:
-        """One."""
+        """Only the batch of the step itself."""
         return 1
 
 
 @FilterConfig.register_subclass("drop")
 @dataclasses.dataclass(frozen=True)
 class DropGroupsConfig(FilterConfig):
-    """Leave groups of equal rewards out: a smaller batch, and no update at all where no group is left."""
-
-    @property
-    def drops(self) -> bool:
-        """Always."""
-        return True
+    """Exclude groups with equal rewards. The batch becomes smaller; if no group is left, the update is skipped."""
 
     @property
     def batches(self) -> int:
-        """One."""
+        """Only the batch of the step itself."""
         return 1
 
 
 @FilterConfig.register_subclass("resample")
 @dataclasses.dataclass(frozen=True)
 class ResampleGroupsConfig(FilterConfig):
-    """Leave groups of equal rewards out and play further tasks in their place, up to a bound.
+    """Replace groups with equal rewards by groups of further tasks, up to a limit.
 
-    Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, section 3.2.
+    References:
+        Yu et al., [DAPO](https://arxiv.org/abs/2503.14476), 2025, section 3.2.
     """
 
     max_batches: int = 4
-    """Most groups that a step plays, in batches of `rollouts.prompts_per_step`; at least 2, the step's own included.
-    What is missing then is left out."""
+    """Maximum number of groups that a step samples, in batches of `rollouts.prompts_per_step`; at least 2, including
+    the step's own batch. Groups still missing at the limit are left out."""
 
     def __post_init__(self) -> None:
         if self.max_batches < 2:
             raise ValueError(
-                f"filter.max_batches is {self.max_batches}; resampling needs at least 2, the step's own included, "
-                "or use filter: {type: drop}"
+                f"filter.max_batches is {self.max_batches}; resampling needs at least 2, including the step's own "
+                "batch, or use filter: {type: drop}"
             )
 
     @property
-    def drops(self) -> bool:
-        """Always."""
-        return True
-
-    @property
     def batches(self) -> int:
-        """`max_batches`."""
+        """The configured maximum."""
         return self.max_batches

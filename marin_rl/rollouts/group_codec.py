@@ -1,9 +1,9 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tasks and groups as JSON text and back, nothing lost: what waits in a checkpoint to be played or trained on.
+"""Lossless JSON encoding of tasks and groups, for checkpoints and rollout workers.
 
-The store of rollouts ([`store`][marin_rl.rollouts.store]) is for people who look at them; this is for the run itself.
+The rollout store ([`store`][marin_rl.rollouts.store]) is for viewing and analysis; this format is for the run itself.
 """
 
 import dataclasses
@@ -28,30 +28,30 @@ Record = TypeVar("Record")
 
 
 def encode_task(task: Task) -> dict[str, Any]:
-    """A task as JSON values.
+    """Convert a task to JSON values.
 
     Raises:
-        ValueError: if its anchor state is none that JSON can hold; the message names the task.
+        ValueError: if its anchor state is not a JSON value; the message names the task.
     """
     return json.loads(_text(task, f"task {task.id!r}", allow_nan=False))
 
 
 def decode_task(values: Mapping[str, Any]) -> Task:
-    """What `encode_task` was given."""
-    return _made(Task, values, messages=tuple(values["messages"]))
+    """Invert `encode_task`."""
+    return _build(Task, values, messages=tuple(values["messages"]))
 
 
 def encode_group(group: RolloutGroup) -> str:
-    """A group as one line of text: JSON, but for metrics that are not finite, which are `NaN` or `Infinity`.
+    """Encode a group as one line of JSON, in which non-finite metrics are `NaN` or `Infinity`.
 
     Raises:
-        ValueError: if something in it is nothing that JSON can hold; the message names the group.
+        ValueError: if the group contains a value that is not JSON; the message names the group.
     """
     return _text(group, f"group {group.id!r}", allow_nan=True)
 
 
 def decode_group(text: str) -> RolloutGroup:
-    """What `encode_group` was given."""
+    """Invert `encode_group`."""
     values = json.loads(text)
     return RolloutGroup(values["id"], [_rollout(rollout) for rollout in values["rollouts"]])
 
@@ -63,13 +63,13 @@ def _text(record: Task | RolloutGroup, name: str, *, allow_nan: bool) -> str:
         raise ValueError(f"{name} cannot be saved: {error}") from error
 
 
-def _made(record: Callable[..., Record], values: Mapping[str, Any], **changed: Any) -> Record:
-    """A record of its fields, those named ones excepted."""
+def _build(record: Callable[..., Record], values: Mapping[str, Any], **changed: Any) -> Record:
+    """Build a record from its fields, some of them replaced."""
     return record(**{**values, **changed})
 
 
 def _rollout(values: Mapping[str, Any]) -> Rollout:
-    return _made(
+    return _build(
         Rollout,
         values,
         task=decode_task(values["task"]),
@@ -83,11 +83,11 @@ def _rollout(values: Mapping[str, Any]) -> Rollout:
 def _observation(values: Mapping[str, Any] | None) -> Observation | None:
     if values is None:
         return None
-    return _made(Observation, values, messages=tuple(values["messages"]), tokens=tuple(values["tokens"]))
+    return _build(Observation, values, messages=tuple(values["messages"]), tokens=tuple(values["tokens"]))
 
 
 def _turn(values: Mapping[str, Any]) -> Turn:
-    return _made(
+    return _build(
         Turn,
         values,
         observation_tokens=tuple(values["observation_tokens"]),
@@ -97,7 +97,7 @@ def _turn(values: Mapping[str, Any]) -> Turn:
 
 
 def _generation(values: Mapping[str, Any]) -> Generation:
-    return _made(
+    return _build(
         Generation,
         values,
         token_ids=tuple(values["token_ids"]),
@@ -107,4 +107,4 @@ def _generation(values: Mapping[str, Any]) -> Generation:
 
 
 def _evaluation(values: Mapping[str, Any]) -> RewardResult:
-    return _made(RewardResult, values, steps=tuple(TurnReward(**step) for step in values["steps"]))
+    return _build(RewardResult, values, steps=tuple(TurnReward(**step) for step in values["steps"]))

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Where episodes ask for answers, and the thread that owns the sampler gives them, many at a time."""
+"""Batching of the sample requests of concurrent episodes for the thread that owns the sampler."""
 
 import asyncio
 import threading
@@ -14,60 +14,60 @@ from marin_rl.timing import PhaseTimer
 from marin_rl.types import Generation
 
 MAX_WAIT = 0.05
-"""Seconds that a round which is not full waits for a further request: it costs the same however full it is."""
+"""Seconds for which an incomplete batch waits for the next request; a batch takes the same time for any size."""
 INTERRUPT_INTERVAL = 0.5
-"""Seconds between two checks for an interrupt while no round can be sampled."""
+"""Seconds between two checks for an interrupt while there are no requests."""
 
 
-class _Waiting(NamedTuple):
+class _Pending(NamedTuple):
     request: SampleRequest
     answer: "asyncio.Future[Generation]"
 
 
 class RequestBatcher:
-    """Collects the requests of episodes that go on beside one another.
+    """Batches the sample requests of concurrent episodes.
 
-    A round is sampled as soon as it is full, or nobody is left who could add to it, or nobody has for a while: an
-    episode that waits for a slow tool does not hold up the others. What is answered does not depend on who shares a
-    round (see [`SampleRequest`][marin_rl.sampling.sampler.SampleRequest]), so timing decides how fast and not what.
+    A batch is sampled if it is full, if all episodes wait for it, or if no request was added for `max_wait` seconds, so
+    that an episode with a slow tool does not delay the others. The result of a request does not depend on its batch
+    (see [`SampleRequest`][marin_rl.sampling.sampler.SampleRequest]), so timing affects only the speed.
     """
 
     def __init__(self, batch_size: int, episodes: int, max_wait: float = MAX_WAIT) -> None:
-        """Open the desk.
+        """Accept requests.
 
         Args:
-            batch_size: requests that the sampler answers together.
-            episodes: how many there are that may ask; each leaves once.
-            max_wait: seconds without a further request after which those that wait are answered.
+            batch_size: maximum number of requests in a batch.
+            episodes: number of episodes that may send requests; each must call `leave` once.
+            max_wait: seconds without a new request after which an incomplete batch is sampled.
         """
-        self._linger = max_wait
+        self._max_wait = max_wait
         self._batch_size = batch_size
         self._changed = threading.Condition()
-        self._waiting: list[_Waiting] = []
-        self._present = episodes
+        self._pending: list[_Pending] = []
+        self._num_episodes = episodes
         self._closed = False
 
     def join(self, episodes: int) -> None:
-        """Say that further episodes may ask, each of which leaves once."""
+        """Add episodes that may send requests; each must call `leave` once."""
         with self._changed:
-            self._present += episodes
+            self._num_episodes += episodes
 
     def leave(self) -> None:
-        """Say that an episode will not ask any more."""
+        """Remove an episode, which sends no further requests."""
         with self._changed:
-            self._present -= 1
+            self._num_episodes -= 1
             self._changed.notify()
 
     async def sample(self, request: SampleRequest) -> Generation:
-        """Ask, and wait for the answer."""
+        """Add a request and wait for its generation."""
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         with self._changed:
-            self._waiting.append(_Waiting(request, answer))
+            self._pending.append(_Pending(request, answer))
             self._changed.notify()
         return await answer
 
     def close(self) -> None:
-        """Nobody will ask any more."""
+        """End `serve`; no further requests are answered."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -77,43 +77,43 @@ class RequestBatcher:
         sampler: Sampler,
         timer: PhaseTimer,
         check: Callable[[], None],
-        patience: float,
+        check_after: float,
         interrupt: Callable[[], None] = lambda: None,
     ) -> None:
-        """Answer until the desk is closed; called in the thread that owns the sampler.
+        """Sample batches until the batcher is closed. Call it in the thread that owns the sampler.
 
         Args:
-            sampler: answers; whatever it raises is passed on.
-            timer: counts `sample`, and as `reward` the time in which there was nothing to sample.
-            check: called where nobody asked for a long time, and at the end; may raise.
-            patience: that time, in seconds.
-            interrupt: called before every round, and every half second while none can be sampled; an error that it
+            sampler: samples each batch; its errors propagate.
+            timer: counts `sample`, and as `reward` the time without requests.
+            check: called after `check_after` seconds without requests, and at the end; may raise.
+            check_after: time in seconds.
+            interrupt: called before every batch, and every half second while there are no requests; an error that it
                 raises ends the call.
         """
         while not self._closed:
             interrupt()
             with timer.phase("reward"):
-                round_ = self._next_round(patience, interrupt)
-                if not round_:
+                batch = self._next_batch(check_after, interrupt)
+                if not batch:
                     check()
-            if round_:
+            if batch:
                 with timer.phase("sample"):
-                    generations = sampler.sample([waiting.request for waiting in round_])
-                round_[0].answer.get_loop().call_soon_threadsafe(_deliver, round_, generations)
+                    generations = sampler.sample([pending.request for pending in batch])
+                batch[0].answer.get_loop().call_soon_threadsafe(_deliver, batch, generations)
 
-    def _next_round(self, patience: float, interrupt: Callable[[], None]) -> list[_Waiting]:
-        """Who is answered next; nobody where nothing at all happened for so many seconds, or the desk is closed."""
+    def _next_batch(self, check_after: float, interrupt: Callable[[], None]) -> list[_Pending]:
+        """The next requests; empty if nothing changed for `check_after` seconds, or if the batcher is closed."""
         with self._changed:
             while not (self._closed or self._is_complete):
-                if not self._wait(self._linger if self._waiting else patience, interrupt):
+                if not self._wait(self._max_wait if self._pending else check_after, interrupt):
                     break
-            # Whoever waits at a desk that is closed was given up, and hears nothing any more.
-            round_ = [] if self._closed else self._waiting[: self._batch_size]
-            del self._waiting[: len(round_)]
-            return round_
+            # Requests that are pending when the batcher closes were cancelled.
+            batch = [] if self._closed else self._pending[: self._batch_size]
+            del self._pending[: len(batch)]
+            return batch
 
     def _wait(self, seconds: float, interrupt: Callable[[], None]) -> bool:
-        """Wait for a change, at most for so many seconds; whether there was one."""
+        """Wait at most `seconds` for a change; return whether there was one."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > INTERRUPT_INTERVAL:
             if self._changed.wait(INTERRUPT_INTERVAL):
@@ -123,11 +123,11 @@ class RequestBatcher:
 
     @property
     def _is_complete(self) -> bool:
-        number = len(self._waiting)
-        return number >= self._batch_size or 0 < number >= self._present
+        number = len(self._pending)
+        return number >= self._batch_size or 0 < number >= self._num_episodes
 
 
-def _deliver(round_: Sequence[_Waiting], generations: Sequence[Generation]) -> None:
-    for waiting, generation in zip(round_, generations, strict=True):
-        if not waiting.answer.done():
-            waiting.answer.set_result(generation)
+def _deliver(batch: Sequence[_Pending], generations: Sequence[Generation]) -> None:
+    for pending, generation in zip(batch, generations, strict=True):
+        if not pending.answer.done():
+            pending.answer.set_result(generation)

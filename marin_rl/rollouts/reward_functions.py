@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Reward functions on rollouts: the second stage, after a rollout was played and before it is compared.
+"""Scoring of rollouts by reward functions, after a rollout has ended and before advantages are computed.
 
-Pointwise components judge a rollout as soon as it has ended, while others are still being sampled; components of a
-group once all of its rollouts have, and those of the batch at the end.
+Components that score single rollouts run as soon as a rollout has ended, while others are still sampled. Components
+that score groups run when all rollouts of a group have ended, and components that score batches at the end.
 """
 
 import asyncio
@@ -12,97 +12,62 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, runtime_checkable
 
 from marin_rl.closing import Closing
 from marin_rl.rewards.component import RewardComponentConfig, RewardScope
 from marin_rl.rewards.pipeline import RewardPipeline, build_pipeline
+from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.rollouts.event_loop import PATIENCE, BackgroundLoop
+from marin_rl.rollouts.event_loop import STOP_TIMEOUT, BackgroundLoop
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
 
 logger = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class RewardScorer(Protocol):
-    """Who judges rollouts, called in the event loop. Each says what it has to say to the drafts themselves."""
-
-    @property
-    def has_batch_scope(self) -> bool:
-        """Whether rollouts of different groups are judged together, so that no group is whole before all are."""
-        ...
-
-    async def score_rollout(self, builder: RolloutBuilder) -> None:
-        """Judge a rollout that has ended."""
-        ...
-
-    async def score_group(self, builders: Sequence[RolloutBuilder]) -> None:
-        """Judge the attempts at one prompt together."""
-        ...
-
-    async def score_batch(self, builders: Sequence[RolloutBuilder]) -> None:
-        """Judge all rollouts of a step together."""
-        ...
-
-
-class NoRewardScorer:
-    """Nobody: environments alone give rewards."""
-
-    @property
-    def has_batch_scope(self) -> bool:
-        """They do not."""
-        return False
-
-    async def score_rollout(self, builder: RolloutBuilder) -> None:
-        """Say nothing."""
-
-    async def score_group(self, builders: Sequence[RolloutBuilder]) -> None:
-        """Say nothing."""
-
-    async def score_batch(self, builders: Sequence[RolloutBuilder]) -> None:
-        """Say nothing."""
-
-
 class RewardFunctions:
-    """The reward components of a run's environments, and the sandbox that their code runs in."""
+    """The reward components of a run's environments, and the sandbox in which their code runs.
+
+    Without components, rewards come from the environments alone.
+    """
 
     def __init__(
         self,
-        components: Mapping[str, Sequence[RewardComponentConfig]],
-        sandbox: Sandbox,
-        loop: BackgroundLoop,
+        components: Mapping[str, Sequence[RewardComponentConfig]] | None = None,
+        sandbox: Sandbox | None = None,
+        loop: BackgroundLoop | None = None,
         *,
         runs_programs: bool = False,
     ) -> None:
-        """Start the sandbox and check every component; no sandbox is started where there is nothing to run in it.
+        """Start the sandbox and check every component. Without components no sandbox is started.
 
         Args:
-            components: by name of the environment whose rollouts they judge.
-            sandbox: where their code runs; not started yet.
-            loop: where all of this happens.
-            runs_programs: whether an environment's tools run in the sandbox too, so that it is started in any case.
+            components: reward components by the name of the environment whose rollouts they score.
+            sandbox: the sandbox of their code, not yet started; by default one with default settings.
+            loop: the event loop of all calls; by default a new one.
+            runs_programs: whether an environment's tools use the sandbox too, so that it is always started.
 
         Raises:
-            RewardConfigError: if a component cannot be used.
+            RewardConfigError: if a component is invalid.
             IsolationError: if the machine offers less isolation than the sandbox requires.
         """
-        self._loop = loop
-        self._sandbox = sandbox
-        self._pipelines = {name: build_pipeline(own, sandbox) for name, own in components.items() if own}
+        self._loop = BackgroundLoop() if loop is None else loop
+        self._sandbox = Sandbox(SandboxConfig()) if sandbox is None else sandbox
+        self._pipelines = {
+            name: build_pipeline(configs, self._sandbox) for name, configs in (components or {}).items() if configs
+        }
         self._is_started = bool(self._pipelines) or runs_programs
         if self._is_started:
-            starting = loop.submit(self._start())
+            starting = self._loop.submit(self._start())
             with contextlib.ExitStack() as stack:
                 stack.enter_context(Closing(self.close))
-                # Nothing more is started behind the back of an interrupt.
+                # After an interrupt nothing more may be started.
                 stack.callback(starting.cancel)
                 starting.result()
                 stack.pop_all()
 
     @property
     def has_batch_scope(self) -> bool:
-        """See `RewardScorer`."""
+        """Whether rollouts of different groups are scored together, so that no group is complete before all are."""
         return any(pipeline.has(RewardScope.BATCH) for pipeline in self._pipelines.values())
 
     async def _start(self) -> None:
@@ -111,24 +76,24 @@ class RewardFunctions:
             await pipeline.start()
 
     async def score_rollout(self, builder: RolloutBuilder) -> None:
-        """See `RewardScorer`."""
+        """Score a rollout that has ended, and add the rewards to its builder."""
         pipeline = self._pipelines.get(builder.task.environment)
         if pipeline is not None and not builder.has_failed:
-            with _counted([builder]):
-                builder.judged(await pipeline.score_rollout(builder.reward_request()))
+            with _count_seconds([builder]):
+                builder.add_rewards(await pipeline.score_rollout(builder.reward_request()))
 
     async def score_group(self, builders: Sequence[RolloutBuilder]) -> None:
-        """See `RewardScorer`."""
-        await self._judge(RewardScope.GROUP, builders)
+        """Score the attempts at one prompt together."""
+        await self._score(RewardScope.GROUP, builders)
 
     async def score_batch(self, builders: Sequence[RolloutBuilder]) -> None:
-        """See `RewardScorer`."""
-        await self._judge(RewardScope.BATCH, builders)
+        """Score all rollouts of a step together."""
+        await self._score(RewardScope.BATCH, builders)
 
-    async def _judge(self, scope: RewardScope, builders: Sequence[RolloutBuilder]) -> None:
+    async def _score(self, scope: RewardScope, builders: Sequence[RolloutBuilder]) -> None:
         await asyncio.gather(
             *(
-                self._judge_together(
+                self._score_together(
                     pipeline, scope, [builder for builder in builders if builder.task.environment == name]
                 )
                 for name, pipeline in self._pipelines.items()
@@ -136,24 +101,24 @@ class RewardFunctions:
             )
         )
 
-    async def _judge_together(
+    async def _score_together(
         self, pipeline: RewardPipeline, scope: RewardScope, builders: Sequence[RolloutBuilder]
     ) -> None:
         present = [builder for builder in builders if not builder.has_failed]
         if not present:
             return
         requests = [builder.reward_request() for builder in present]
-        ask = pipeline.score_group if scope is RewardScope.GROUP else pipeline.score_batch
-        with _counted(present):
-            said = await ask(requests)
-        for builder, evaluations in zip(present, said, strict=True):
-            builder.judged(evaluations)
+        score = pipeline.score_group if scope is RewardScope.GROUP else pipeline.score_batch
+        with _count_seconds(present):
+            results = await score(requests)
+        for builder, evaluations in zip(present, results, strict=True):
+            builder.add_rewards(evaluations)
 
     def close(self) -> None:
-        """End every process of theirs; where something blocks their loop, they end with this process."""
+        """End all sandbox processes; if their event loop is blocked, they end with this process."""
         if not self._is_started:
             return
-        if self._loop.responds(PATIENCE):
+        if self._loop.responds(STOP_TIMEOUT):
             self._loop.submit(self._close()).result()
         else:
             logger.warning("the event loop is blocked: the workers of the sandbox end when this process does")
@@ -166,7 +131,7 @@ class RewardFunctions:
 
 
 @contextlib.contextmanager
-def _counted(builders: Sequence[RolloutBuilder]) -> Iterator[None]:
+def _count_seconds(builders: Sequence[RolloutBuilder]) -> Iterator[None]:
     start = time.perf_counter()
     try:
         yield

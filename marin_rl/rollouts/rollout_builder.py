@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A rollout in the making: what was said so far, and what became of it."""
+"""A rollout under construction: limits of a rollout, and the builder that collects its turns and rewards."""
 
 import dataclasses
 import enum
@@ -36,46 +36,46 @@ logger = logging.getLogger(__name__)
 
 
 class LongPrompts(enum.StrEnum):
-    """What to do with a task whose prompt is too long."""
+    """Handling of tasks with a too long prompt."""
 
     ERROR = "error"
-    """End the run, naming the task."""
+    """End the run with an error that names the task."""
     SKIP = "skip"
-    """Leave the task out and take the next one."""
+    """Skip the task and use the next one."""
     TRUNCATE_LEFT = "truncate_left"
     """Keep the prompt's last tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How far a rollout may go."""
+    """Limits of one rollout."""
 
     max_length: int
-    """Most tokens in one sequence, prompt and answers together."""
+    """Maximum tokens of one sequence, prompt and replies together."""
     max_new_tokens: int
-    """Most tokens in one answer, the stop token included."""
+    """Maximum tokens of one reply, including the stop token."""
     max_turns: int
-    """Most answers in one rollout."""
+    """Maximum number of replies in one rollout."""
     max_tokens: int | None = None
-    """Most tokens in all answers of a rollout together; None: no limit of their own."""
+    """Maximum tokens of all replies of a rollout together; None: no limit."""
     max_seconds: float = 120.0
-    """Most seconds that the environment may take for a whole rollout; waiting for the sampler does not count."""
+    """Maximum seconds that the environment may take for a whole rollout; the wait for the sampler does not count."""
     max_prompt_length: int | None = None
-    """Most tokens in a task's prompt; None: `max_length` less one, which leaves room for one token of an answer."""
+    """Maximum tokens of a task's prompt; None: `max_length - 1`, which leaves room for one token of a reply."""
     long_prompts: LongPrompts = LongPrompts.ERROR
-    """What to do with a task whose prompt is longer."""
+    """Handling of tasks with a longer prompt."""
 
     @property
     def longest_prompt(self) -> int:
-        """Most tokens in a task's prompt."""
+        """Maximum tokens of a task's prompt."""
         return self.max_length - 1 if self.max_prompt_length is None else self.max_prompt_length
 
-    def leave_out(self, task: Task, tokenizer: ChatTokenizer) -> bool:
-        """Whether to skip a task because its prompt is too long; if so, the log names it.
+    def should_skip(self, task: Task, tokenizer: ChatTokenizer) -> bool:
+        """Whether to skip a task because its prompt is too long; log the task if so.
 
         Args:
-            task: a task that is about to be attempted.
-            tokenizer: makes its prompt.
+            task: the next task.
+            tokenizer: tokenizer of the prompt.
         """
         if self.long_prompts is not LongPrompts.SKIP:
             return False
@@ -93,28 +93,28 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """What is to be played."""
+    """The inputs of one rollout."""
 
     task: Task
-    """The problem."""
+    """The task to attempt."""
     prompt: tuple[int, ...]
-    """Its messages as tokens."""
+    """The task's messages as tokens."""
     group_id: str
-    """Group of the rollout."""
+    """Group id of the rollout."""
     id: str
     """Id of the rollout."""
     seed: int
-    """Of the policy's answers."""
+    """Seed of the policy's replies."""
     start_seed: int
-    """Of the environment; equal within a group."""
+    """Seed of the environment; equal within a group."""
     temperature: float
-    """Of sampling; 0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     state_hash: StateHash = default_state_hash
-    """Says which turns stood at the same place (GiGPO)."""
+    """Hash of a turn's state; turns with equal hashes are compared (GiGPO)."""
 
 
 class EnvironmentFault(Exception):
-    """The environment raised, or took too long."""
+    """The environment raised an error or exceeded its time limit."""
 
     def __init__(self, status: RolloutStatus, message: str) -> None:
         super().__init__(message)
@@ -122,16 +122,20 @@ class EnvironmentFault(Exception):
 
 
 class RolloutBuilder:
-    """A rollout in the making."""
+    """Collects the turns and rewards of one rollout.
+
+    Alternate `add_generation` and `add_observation` until `over`, call `add_rewards` for reward functions, then
+    `finish`.
+    """
 
     def __init__(self, attempt: Attempt) -> None:
         self.over = False
-        """Whether the last turn was played."""
+        """Whether the rollout has no further turns."""
         self.seconds = {"sample": 0.0, "environment": 0.0, "reward": 0.0}
-        """Where its time went."""
+        """Seconds spent in each phase."""
         self._attempt = attempt
         self._observation = attempt.prompt
-        self._observed: tuple[Message, ...] = attempt.task.messages
+        self._messages: tuple[Message, ...] = attempt.task.messages
         self._anchor = attempt.state_hash(attempt.task.messages, attempt.task.anchor_state)
         self._anchor_state = attempt.task.anchor_state
         self._starts_sequence = True
@@ -150,16 +154,16 @@ class RolloutBuilder:
 
     @property
     def task(self) -> Task:
-        """What is attempted."""
+        """The attempted task."""
         return self._attempt.task
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended without a reward."""
+        """Whether the rollout failed and so has no reward."""
         return self._error is not None
 
     def request(self, limits: Limits) -> SampleRequest:
-        """What to ask the policy next."""
+        """Build the sample request of the next turn."""
         prompt = self._observation if self._starts_sequence else self._sequence + self._observation
         room = max(limits.max_length - len(prompt), 1)
         return SampleRequest(
@@ -169,20 +173,25 @@ class RolloutBuilder:
             temperature=self._attempt.temperature,
         )
 
-    def hear(self, generation: Generation, reply: str) -> None:
-        """Take the policy's answer down."""
-        said: Message = {"role": "assistant", "content": reply}
+    def add_generation(self, generation: Generation, reply: str) -> None:
+        """Add a turn with the policy's reply.
+
+        Args:
+            generation: the sampled tokens.
+            reply: the tokens as text.
+        """
+        message: Message = {"role": "assistant", "content": reply}
         turn = Turn(
             observation_tokens=self._observation,
             generation=generation,
-            messages=(*self._observed, said),
+            messages=(*self._messages, message),
             anchor_state=self._anchor,
             starts_sequence=self._starts_sequence,
         )
         self._turns.append(turn)
         _log_generation(self._attempt.id, len(self._turns) - 1, turn, self._anchor_state)
         self._truncated |= generation.stop_reason is StopReason.LENGTH
-        self._history = (*self._history, *self._observed, said)
+        self._history = (*self._history, *self._messages, message)
         context = () if self._starts_sequence else self._sequence
         self._sequence = context + self._observation + generation.token_ids
         if generation.stop_reason is StopReason.ABORT:
@@ -193,27 +202,36 @@ class RolloutBuilder:
                 f"{len(generation.token_ids)} tokens (stop reason {generation.stop_reason.value})",
             )
 
-    def see(self, step: Step, tokenizer: ChatTokenizer, limits: Limits) -> None:
-        """Take the environment's answer down."""
+    def add_observation(self, step: Step, tokenizer: ChatTokenizer, limits: Limits) -> None:
+        """Add the environment's step after the last reply, and prepare the next turn or end the rollout.
+
+        Args:
+            step: rewards, metrics and messages of the environment.
+            tokenizer: tokenizer of the step's messages.
+            limits: limits of the rollout.
+
+        Raises:
+            EnvironmentFault: if the step is invalid.
+        """
         rewards, metrics = _numbers(step.rewards), _numbers(step.metrics)
         if not step.done and not step.messages:
             raise EnvironmentFault(
                 RolloutStatus.FAILED,
-                "ValueError: the environment's step is not done, but has no messages to show the policy next",
+                "ValueError: the environment's step is not done, but has no messages for the policy",
             )
         _check_texts(step.messages)
         if any(message["role"] == "assistant" for message in step.messages):
             raise EnvironmentFault(
                 RolloutStatus.FAILED,
-                "ValueError: the environment's step has a message of role 'assistant'; that is the policy's alone, "
-                "and step rewards find its turns by it: show it as 'user' or 'tool'",
+                "ValueError: the environment's step has a message of role 'assistant'; only the policy may use this "
+                "role, which assigns step rewards to turns: use 'user' or 'tool'",
             )
-        info, of_rollout = _info(step.info), _info(step.rollout_info)
+        info, rollout_info = _info(step.info), _info(step.rollout_info)
         self._turns[-1] = dataclasses.replace(self._turns[-1], action=step.action, rewards=rewards, info=info)
         for name, value in rewards.items():
             self._rewards[name] = self._rewards.get(name, 0.0) + value
         self._metrics |= metrics
-        self._info |= of_rollout
+        self._info |= rollout_info
         _log_step(self._attempt.id, len(self._turns) - 1, self._turns[-1], step)
         if step.done:
             self.over = True
@@ -226,12 +244,12 @@ class RolloutBuilder:
             self.over = self._truncated = self._is_cut_off = True
             self._last_observation = Observation(step.messages, tokens, starts_sequence)
             return
-        self._observed, self._anchor = step.messages, self._anchor_of(step)
+        self._messages, self._anchor = step.messages, self._anchor_of(step)
         self._anchor_state = step.anchor_state
         self._observation, self._starts_sequence = tokens, starts_sequence
 
     def reward_request(self) -> RewardRequest:
-        """What reward functions are told about it, once it has ended."""
+        """Build the arguments of reward functions; call it after the last turn."""
         last = () if self._last_observation is None else self._last_observation.messages
         return RewardRequest(
             rollout_id=self._attempt.id,
@@ -244,13 +262,17 @@ class RolloutBuilder:
             group_seed=self._attempt.start_seed,
         )
 
-    def judged(self, evaluations: Sequence[RewardResult]) -> None:
-        """Take down what reward functions said; one without a valid score costs the rollout its reward."""
+    def add_rewards(self, evaluations: Sequence[RewardResult]) -> None:
+        """Add the results of reward functions. If one has no valid score, the rollout fails.
+
+        Args:
+            evaluations: one result per reward component.
+        """
         self._evaluations += evaluations
         missing = failure(evaluations)
-        clash = [one.component for one in evaluations if one.component in self._rewards]
-        if missing is None and clash:
-            missing = f"reward {clash[0]!r} has the name of one that the environment gives; give it another `name`"
+        clashes = [result.component for result in evaluations if result.component in self._rewards]
+        if missing is None and clashes:
+            missing = f"reward {clashes[0]!r} has the name of a reward of the environment; set another `name`"
         if missing is not None:
             self.fail(RolloutStatus.FAILED, missing)
             return
@@ -261,18 +283,26 @@ class RolloutBuilder:
                 self._turns[index] = dataclasses.replace(turn, rewards={**turn.rewards, **rewards})
 
     def fail(self, status: RolloutStatus, error: str) -> None:
-        """End without a reward."""
+        """Mark the rollout as failed and log the error.
+
+        Args:
+            status: a status without reward.
+            error: the error message.
+        """
         self._status, self._error = status, error
         logger.warning("rollout %s %s: %s", self._attempt.id, status.value.replace("_", " "), error)
 
     def finish(self) -> Rollout:
-        """The record of it.
+        """Build the rollout.
 
-        A rollout that a limit ended before its environment or a reward function gave any reward has earned 0, as
-        component `truncated`: an environment may keep its rewards for the end.
+        If a limit ended the rollout before the environment or a reward function gave any reward, its reward is 0, as
+        component `truncated`, because an environment may give its rewards only at the end.
+
+        Returns:
+            The rollout.
 
         Raises:
-            ValueError: if a reward is NaN or infinite, or there is none; the message names the rollout.
+            ValueError: if a reward is NaN or infinite, or if there is no reward; the message names the rollout.
         """
         unrewarded = {TRUNCATED: 0.0} if self._is_cut_off else {}
         rollout = Rollout(
@@ -309,7 +339,7 @@ class RolloutBuilder:
 
 
 def _numbers(values: Mapping[str, float]) -> dict[str, float]:
-    """The values as numbers; what an environment gets wrong here fails its rollout, as a raise does."""
+    """Convert values to floats; an invalid value fails the rollout."""
     try:
         return {name: float(value) for name, value in values.items()}
     except (TypeError, ValueError, OverflowError) as error:
@@ -317,7 +347,7 @@ def _numbers(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _check_texts(messages: Sequence[Message]) -> None:
-    """Fail the rollout of an environment whose messages no tokenizer and no JSON file takes."""
+    """Fail the rollout if a message is not valid text for tokenizers and JSON files."""
     for index, message in enumerate(messages):
         try:
             for text in (message["role"], message["content"]):
@@ -326,12 +356,12 @@ def _check_texts(messages: Sequence[Message]) -> None:
             raise EnvironmentFault(
                 RolloutStatus.FAILED,
                 f"ValueError: message {index} of the environment's step is {message!r:.200}; role and content "
-                f"must be texts without lone surrogates ({type(error).__name__}: {error})",
+                f"must be strings without lone surrogates ({type(error).__name__}: {error})",
             ) from error
 
 
 def _info(info: Info) -> dict[str, Any]:
-    """The metadata as it is; metadata that JSON cannot hold fails its rollout."""
+    """Copy free metadata; metadata that is not JSON fails the rollout."""
     try:
         check_info(info)
     except ValueError as error:
@@ -339,33 +369,33 @@ def _info(info: Info) -> dict[str, Any]:
     return dict(info)
 
 
-def _log_generation(id: str, turn: int, played: Turn, anchor_state: object) -> None:
-    """The observation, the raw action with the policy's log-probabilities, and the state that GiGPO compares."""
+def _log_generation(id: str, turn: int, record: Turn, anchor_state: object) -> None:
+    """Log the observation, the raw action with the policy's log-probabilities, and the anchor state of GiGPO."""
     if not logger.isEnabledFor(logging.DEBUG):
         return
-    *observed, reply = played.messages
+    *observed, reply = record.messages
     logger.debug("rollout %s turn %d: observation %s", id, turn, observed)
     logger.debug(
         "rollout %s turn %d: action %r, stop reason %s, tokens %s, log-probs [%s]",
         id,
         turn,
         reply["content"],
-        played.generation.stop_reason.value,
-        list(played.generation.token_ids),
-        ", ".join(f"{value:.6g}" for value in played.generation.logprobs),
+        record.generation.stop_reason.value,
+        list(record.generation.token_ids),
+        ", ".join(f"{value:.6g}" for value in record.generation.logprobs),
     )
     state = observed if anchor_state is None else anchor_state
-    logger.debug("rollout %s turn %d: anchor state %s, hash %s", id, turn, state, played.anchor_state)
+    logger.debug("rollout %s turn %d: anchor state %s, hash %s", id, turn, state, record.anchor_state)
 
 
-def _log_step(id: str, turn: int, played: Turn, step: Step) -> None:
-    """The environment's answer: the structured action, rewards, and the next messages."""
+def _log_step(id: str, turn: int, record: Turn, step: Step) -> None:
+    """Log the environment's step: the parsed action, rewards, and the next messages."""
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug(
             "rollout %s turn %d: structured action %r, rewards %s, done %s, next %s",
             id,
             turn,
-            step.action if step.action is not None else played.messages[-1]["content"],
+            step.action if step.action is not None else record.messages[-1]["content"],
             dict(step.rewards),
             step.done,
             list(step.messages),

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a batch of rollouts says about the policy: the host's share of the metrics."""
+"""Metrics of a batch of rollouts, computed on the host."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -11,12 +11,13 @@ from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, StopReason, Wei
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
-    """Metrics of sampled rollouts.
-
-    Failed rollouts count in the shares of statuses and nowhere else.
+    """Compute metrics of sampled rollouts. Failed rollouts count only in the status counts and shares.
 
     Args:
-        groups: any groups; at least one rollout is graded.
+        groups: groups with at least one graded rollout.
+
+    Returns:
+        Metrics by name.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     graded = [rollout for rollout in rollouts if rollout.rewards]
@@ -38,11 +39,11 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
 
 
 def staleness_metrics(groups: Sequence[RolloutGroup], version: WeightVersion) -> dict[str, Metric]:
-    """Age of the rollouts that a step trains on, over the generations of graded rollouts.
+    """Compute the age of a step's rollouts in weight versions, over the generations of graded rollouts.
 
     Args:
         groups: groups to train on.
-        version: the weights that are about to be updated.
+        version: version of the weights before the update.
 
     Returns:
         `staleness/*`; empty if no rollout is graded.
@@ -56,15 +57,15 @@ def staleness_metrics(groups: Sequence[RolloutGroup], version: WeightVersion) ->
         "staleness/min": Metric(float(min(ages)), reduction=Reduction.MIN),
         "staleness/mean": mean(ages),
         "staleness/max": Metric(float(max(ages)), reduction=Reduction.MAX),
-        "staleness/mixed_share": _share(one.first_version != one.last_version for one in generations),
+        "staleness/mixed_share": _share(item.first_version != item.last_version for item in generations),
     }
 
 
 def is_correct(rollout: Rollout) -> bool:
     """Whether the task was solved.
 
-    Full marks in the component `correct`, before a reward function's weight; without one what the environment measured
-    as `success`; without either any reward above 0.
+    That is a score of at least 1 in the component `correct`, not multiplied by a weight. Without this component it is
+    the environment's metric `success`, and without this metric a total reward above 0.
     """
     score = rollout.score_of("correct")
     if score is not None:

@@ -1,11 +1,11 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Plays episodes: from tasks to groups of rollouts.
+"""Rollouts of many tasks at once: from tasks to groups of rollouts.
 
-Every attempt is a coroutine of its own ([`play`][marin_rl.rollouts.episode.play]); they run in a background
-event loop, and ask the thread that owns the sampler for their answers. Tools and rewards of some so overlap with the
-sampling of others.
+Each attempt is a coroutine ([`run_episode`][marin_rl.rollouts.episode.run_episode]) in a background event loop, which
+sends sample requests to the thread that owns the sampler. Tools and rewards of some rollouts overlap with the sampling
+of others.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from marin_rl.environments.base import Environment
-from marin_rl.rollouts.episode import play
+from marin_rl.rollouts.episode import run_episode
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.request_batcher import RequestBatcher
-from marin_rl.rollouts.reward_functions import NoRewardScorer, RewardScorer
+from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import Attempt, Limits, LongPrompts, RolloutBuilder
 from marin_rl.rollouts.state_hashing import StateHash, default_state_hash
 from marin_rl.sampling.sampler import PromptTooLongError, Sampler
@@ -30,37 +30,37 @@ Result = TypeVar("Result")
 
 
 class AllRolloutsFailedError(RuntimeError):
-    """Not one rollout of a batch was graded, so there is nothing to learn from; names the first error."""
+    """No rollout of a batch was graded, so there is nothing to train on; names the first error."""
 
 
 class BlockedEventLoopError(RuntimeError):
-    """An environment's code keeps the event loop of all episodes from going on."""
+    """An environment's code blocks the event loop of all episodes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutRunner:
-    """Everything that is needed to play an episode."""
+    """The components that run rollouts."""
 
     environment: Environment
-    """RewardScorer the answers."""
+    """Runs episodes and grades replies."""
     tokenizer: ChatTokenizer
-    """Turns messages into tokens and answers into text."""
+    """Tokenizer of messages and replies."""
     sampler: Sampler
-    """Answers."""
+    """Samples the policy's replies."""
     limits: Limits
-    """Bounds of every rollout."""
+    """Limits of every rollout."""
     state_hash: StateHash = default_state_hash
-    """Says which turns stood at the same place (GiGPO)."""
-    reward_functions: RewardScorer = dataclasses.field(default_factory=NoRewardScorer)
-    """Reward functions, which judge rollouts after their environment."""
+    """Hash of a turn's state; turns with equal hashes are compared (GiGPO)."""
+    reward_functions: RewardFunctions = dataclasses.field(default_factory=RewardFunctions)
+    """Score rollouts after they have ended."""
     loop: BackgroundLoop = dataclasses.field(default_factory=BackgroundLoop)
-    """Where episodes and rewards run."""
+    """Event loop of episodes and rewards."""
     timer: PhaseTimer = dataclasses.field(default_factory=PhaseTimer)
-    """Where the seconds are counted: of sampling, and (`reward`) those in which nothing could be sampled because
-    environments or rewards were still at work."""
+    """Counts the seconds of `sample`, and as `reward` those in which the sampler was idle because all rollouts waited
+    for environments or rewards."""
     interrupt: Callable[[], None] = lambda: None
-    """Called between rounds of sampling, and while none can be sampled. An error that it raises cancels all episodes
-    and ends the call that plays them."""
+    """Called before every batch of sample requests, and regularly while the sampler is idle. An error that it raises
+    cancels all episodes and propagates to the caller."""
 
 
 def run_groups(
@@ -71,27 +71,27 @@ def run_groups(
     temperature: float,
     seed_parts: tuple[int | str, ...],
 ) -> list[RolloutGroup]:
-    """Play `group_size` attempts at each task, all of them at once.
+    """Run `group_size` attempts at each task, all of them concurrently.
 
-    Attempts at one task start equally and differ by their sampling seed alone. An episode whose
-    environment or reward raises is marked failed, with the error, and one that takes too long timed out; the others
-    go on.
+    Attempts at one task start in the same state and differ only in their sampling seed. If the environment or a reward
+    function of an episode raises, its rollout is marked as failed; if it exceeds the time limit, as timed out. The
+    other rollouts continue.
 
     Args:
         runner: environment, tokenizer, sampler and limits.
-        tasks: one group is made for each.
+        tasks: the tasks, one per group.
         group_size: attempts per task.
         temperature: sampling temperature; 0 is greedy.
-        seed_parts: names this call (`run seed, purpose, step`); all seeds derive from it.
+        seed_parts: identifies this call (run seed, purpose, step); all seeds derive from it.
 
     Returns:
         One group per task, in order.
 
     Raises:
-        PromptTooLongError: if a task's prompt is too long, and is not to be truncated.
-        ValueError: if a reward is NaN or infinite, naming the rollout.
-        AllRolloutsFailedError: if every single rollout failed.
-        BlockedEventLoopError: if an environment's code blocks all others for longer than an episode may take.
+        PromptTooLongError: if a task's prompt is too long and may not be truncated.
+        ValueError: if a reward is NaN or infinite; names the rollout.
+        AllRolloutsFailedError: if all rollouts failed.
+        BlockedEventLoopError: if an environment's code blocks the event loop for longer than `limits.max_seconds`.
     """
     name = "-".join(str(part) for part in seed_parts[1:])
     requests = [GroupInput(f"{name}-{number}", task, (*seed_parts, number)) for number, task in enumerate(tasks)]
@@ -101,28 +101,28 @@ def run_groups(
 
 
 class GroupInput(NamedTuple):
-    """A group that is to be played."""
+    """The inputs of one group of rollouts."""
 
     group_id: str
-    """Its name, unique within the run."""
+    """Group id, unique within the run."""
     task: Task
-    """What is to be attempted."""
+    """The task to attempt."""
     seed_parts: tuple[int | str, ...]
-    """What the seeds of its attempts derive from, with each attempt's number behind."""
+    """Parts of the seeds of the attempts; each attempt's index is appended."""
 
 
-HandIn = Callable[[RolloutGroup], Sequence[GroupInput]]
-"""Takes a group that is whole, and says what to play in its place."""
+OnGroupDone = Callable[[RolloutGroup], Sequence[GroupInput]]
+"""Receives a complete group, and returns the groups to run next."""
 
 
 def run_requests(
     runner: RolloutRunner, requests: Sequence[GroupInput], *, group_size: int, temperature: float
 ) -> list[RolloutGroup]:
-    """Play the groups, all attempts at once; what comes out of each does not depend on the others.
+    """Run all attempts of the groups concurrently. The result of a group does not depend on the other groups.
 
     Args:
         runner: environment, tokenizer, sampler and limits.
-        requests: what to play.
+        requests: the groups to run.
         group_size: attempts per task.
         temperature: sampling temperature; 0 is greedy.
 
@@ -130,43 +130,49 @@ def run_requests(
         One group per request, in order.
 
     Raises:
-        PromptTooLongError: if a task's prompt is too long, and is not to be truncated.
-        ValueError: if a reward is NaN or infinite, naming the rollout.
-        BlockedEventLoopError: if an environment's code blocks all others for longer than an episode may take.
+        PromptTooLongError: if a task's prompt is too long and may not be truncated.
+        ValueError: if a reward is NaN or infinite; names the rollout.
+        BlockedEventLoopError: if an environment's code blocks the event loop for longer than `limits.max_seconds`.
     """
-    came: dict[str, RolloutGroup] = {}
+    finished: dict[str, RolloutGroup] = {}
 
     def keep(group: RolloutGroup) -> tuple[GroupInput, ...]:
-        came[group.id] = group
+        finished[group.id] = group
         return ()
 
     stream_requests(runner, requests, group_size=group_size, temperature=temperature, on_group_done=keep)
-    return [came[request.group_id] for request in requests]
+    return [finished[request.group_id] for request in requests]
 
 
 def stream_requests(
-    runner: RolloutRunner, requests: Sequence[GroupInput], *, group_size: int, temperature: float, on_group_done: HandIn
+    runner: RolloutRunner,
+    requests: Sequence[GroupInput],
+    *,
+    group_size: int,
+    temperature: float,
+    on_group_done: OnGroupDone,
 ) -> None:
-    """Play groups, each handed in as soon as it is whole, and others in their places, until there are none.
+    """Run groups, pass each complete group to a callback, and run the groups that it returns, until none are left.
 
-    Where rollouts of different groups are judged together, no group is whole before all are, and others begin then.
+    If reward functions score rollouts of different groups together, no group is complete before all groups of the batch
+    are, and the next groups start only then.
 
     Args:
         runner: environment, tokenizer, sampler and limits.
-        requests: what to play first.
+        requests: the groups to run first.
         group_size: attempts per task.
         temperature: sampling temperature; 0 is greedy.
-        on_group_done: is given each group, in a thread of its own, while others are still played. What it raises ends
-            the call.
+        on_group_done: called with each group in a separate thread while other groups still run. An error that it raises
+            ends the call.
 
     Raises:
-        PromptTooLongError: if a task's prompt is too long, and is not to be truncated.
-        ValueError: if a reward is NaN or infinite, naming the rollout.
-        BlockedEventLoopError: if an environment's code blocks all others for longer than an episode may take.
+        PromptTooLongError: if a task's prompt is too long and may not be truncated.
+        ValueError: if a reward is NaN or infinite; names the rollout.
+        BlockedEventLoopError: if an environment's code blocks the event loop for longer than `limits.max_seconds`.
     """
     groups = [_attempts(runner, request, group_size, temperature) for request in requests]
     if groups:
-        _play_all(runner, groups, on_group_done, lambda request: _attempts(runner, request, group_size, temperature))
+        _run_all(runner, groups, on_group_done, lambda request: _attempts(runner, request, group_size, temperature))
 
 
 def _attempts(runner: RolloutRunner, request: GroupInput, group_size: int, temperature: float) -> list[Attempt]:
@@ -186,77 +192,77 @@ def _attempts(runner: RolloutRunner, request: GroupInput, group_size: int, tempe
     ]
 
 
-def _play_all(
+def _run_all(
     runner: RolloutRunner,
     groups: Sequence[Sequence[Attempt]],
-    on_group_done: HandIn,
-    attempts_at: Callable[[GroupInput], Sequence[Attempt]],
+    on_group_done: OnGroupDone,
+    attempts_of: Callable[[GroupInput], Sequence[Attempt]],
 ) -> None:
-    """The event loop plays and judges while this thread samples."""
-    desk = RequestBatcher(runner.sampler.batch_size, sum(map(len, groups)))
+    """Run and score rollouts in the event loop while this thread samples."""
+    batcher = RequestBatcher(runner.sampler.batch_size, sum(map(len, groups)))
 
-    async def play_one(attempt: Attempt) -> RolloutBuilder:
-        builder = await play(attempt, runner.environment, runner.tokenizer, desk, runner.limits)
+    async def run_one(attempt: Attempt) -> RolloutBuilder:
+        builder = await run_episode(attempt, runner.environment, runner.tokenizer, batcher, runner.limits)
         await runner.reward_functions.score_rollout(builder)
         return builder
 
-    async def play_group(attempts: Sequence[Attempt]) -> list[RolloutBuilder]:
-        builders = await _together(play_one(attempt) for attempt in attempts)
+    async def run_group(attempts: Sequence[Attempt]) -> list[RolloutBuilder]:
+        builders = await _together(run_one(attempt) for attempt in attempts)
         await runner.reward_functions.score_group(builders)
         return builders
 
     async def finish(attempts: Sequence[Attempt], builders: Sequence[RolloutBuilder]) -> list[Sequence[Attempt]]:
-        """Hand in a group; what is to be played in its place is expected at the desk."""
+        """Pass a group to the callback, and register the next groups with the batcher."""
         group = RolloutGroup(attempts[0].group_id, [builder.finish() for builder in builders])
-        further = [attempts_at(request) for request in await asyncio.to_thread(on_group_done, group)]
-        desk.join(sum(map(len, further)))
+        further = [attempts_of(request) for request in await asyncio.to_thread(on_group_done, group)]
+        batcher.join(sum(map(len, further)))
         return further
 
-    async def play_by_group(groups: Sequence[Sequence[Attempt]]) -> None:
-        async def play_from(attempts: Sequence[Attempt]) -> None:
-            for further in await finish(attempts, await play_group(attempts)):
-                tasks.create_task(play_from(further))
+    async def run_by_group(groups: Sequence[Sequence[Attempt]]) -> None:
+        async def run_from(attempts: Sequence[Attempt]) -> None:
+            for further in await finish(attempts, await run_group(attempts)):
+                tasks.create_task(run_from(further))
 
         async with asyncio.TaskGroup() as tasks:
             for attempts in groups:
-                tasks.create_task(play_from(attempts))
+                tasks.create_task(run_from(attempts))
 
-    async def play_by_batch(groups: Sequence[Sequence[Attempt]]) -> None:
+    async def run_by_batch(groups: Sequence[Sequence[Attempt]]) -> None:
         while groups:
-            builders = await _together(play_group(attempts) for attempts in groups)
+            builders = await _together(run_group(attempts) for attempts in groups)
             await runner.reward_functions.score_batch([builder for group in builders for builder in group])
             further = await _together(finish(*group) for group in zip(groups, builders, strict=True))
             groups = [attempts for some in further for attempts in some]
 
-    async def play_all() -> None:
+    async def run_all() -> None:
         try:
-            await (play_by_batch if runner.reward_functions.has_batch_scope else play_by_group)(groups)
+            await (run_by_batch if runner.reward_functions.has_batch_scope else run_by_group)(groups)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
     def check() -> None:
         if not runner.loop.responds(runner.limits.max_seconds):
             raise BlockedEventLoopError(
-                f"environment {runner.environment.name!r} has kept the event loop of all episodes busy for over "
-                f"{runner.limits.max_seconds:g} s (rollouts.max_seconds); put what blocks behind "
+                f"environment {runner.environment.name!r} has blocked the event loop of all episodes for over "
+                f"{runner.limits.max_seconds:g} s (rollouts.max_seconds); run blocking code with "
                 "`await asyncio.to_thread(...)`"
             )
 
-    playing = runner.loop.submit(play_all())
-    playing.add_done_callback(lambda _: desk.close())
+    running = runner.loop.submit(run_all())
+    running.add_done_callback(lambda _: batcher.close())
     try:
-        desk.serve(runner.sampler, runner.timer, check, runner.limits.max_seconds, runner.interrupt)
-        playing.result()
+        batcher.serve(runner.sampler, runner.timer, check, runner.limits.max_seconds, runner.interrupt)
+        running.result()
     finally:
-        # Nothing of a step that ends with an error goes on behind its back.
-        playing.cancel()
+        # After an error no rollout may continue in the background.
+        running.cancel()
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """All results, in order; the first error cancels the rest and is passed on."""
+    """Run coroutines concurrently and return their results in order; the first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
+            tasks = [group.create_task(coroutine) for coroutine in work]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
@@ -271,15 +277,18 @@ def _prompt(runner: RolloutRunner, task: Task) -> tuple[int, ...]:
     limit = "rollouts.max_length" if runner.limits.max_prompt_length is None else "rollouts.max_prompt_length"
     raise PromptTooLongError(
         f"task {task.id!r} of environment {task.environment!r}: its prompt has {len(tokens)} tokens, but {limit} "
-        f"allows {longest}; raise {limit}, leave the task out, or set rollouts.long_prompts: skip or truncate_left"
+        f"allows {longest}; raise {limit}, remove the task, or set rollouts.long_prompts: skip or truncate_left"
     )
 
 
 def require_one_success(groups: Sequence[RolloutGroup]) -> None:
-    """See that something was graded.
+    """Check that at least one rollout was graded.
+
+    Args:
+        groups: the groups of a batch.
 
     Raises:
-        AllRolloutsFailedError: if every single rollout failed.
+        AllRolloutsFailedError: if all rollouts failed.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     failed = [rollout for rollout in rollouts if not rollout.status.is_graded]

@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rewards that depend on how long an answer was, and on whether it was cut off.
+"""Rewards that depend on the length of a reply and on its truncation.
 
-Applied to training rollouts before they are compared; what it adds is a reward component like any other, so it is
-logged and stored like any other.
+They are added to training rollouts before advantages are computed, as ordinary reward components that are logged and
+stored like all others.
 """
 
 import dataclasses
@@ -14,25 +14,28 @@ from marin_rl.objectives.shaping import OverlongConfig, TruncationConfig
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus
 
 OVERLONG = "overlong"
-"""Reward component: the soft penalty on long answers."""
+"""Reward component: the soft penalty on long replies."""
 TRUNCATED = "truncated"
-"""Reward component: the fixed reward of truncated rollouts, and the 0 of those cut off before they had any reward."""
+"""Reward component: the fixed reward of truncated rollouts, or 0 if a limit ended a rollout before any reward."""
 
 
 def shape_rewards(
     groups: Sequence[RolloutGroup], overlong: OverlongConfig, truncation: TruncationConfig, *, max_new_tokens: int
 ) -> list[RolloutGroup]:
-    """The same groups with the overlong penalty, and the reward of truncated rollouts, in their rewards.
+    """Add the overlong penalty and the reward of truncated rollouts.
 
     Args:
-        groups: graded groups; failed rollouts stay as they are.
-        overlong: the soft penalty, added as component `overlong`. Of several turns the longest answer counts.
-        truncation: may give truncated rollouts a fixed reward, as their only component `truncated`; their turns then
-            have no rewards of their own.
-        max_new_tokens: the limit of an answer.
+        groups: graded groups; failed rollouts are unchanged.
+        overlong: the soft penalty, added as component `overlong`. It depends on the longest reply of a rollout.
+        truncation: may replace all rewards of truncated rollouts by a fixed component `truncated`; their turns then
+            have no rewards.
+        max_new_tokens: maximum tokens of a reply.
+
+    Returns:
+        The groups with changed rewards.
 
     Raises:
-        ValueError: if the environment or a reward function has a component `overlong` already; names the rollout.
+        ValueError: if the environment or a reward function already has a component `overlong`; names the rollout.
     """
 
     def shaped(rollout: Rollout) -> Rollout:
@@ -46,7 +49,7 @@ def shape_rewards(
         if OVERLONG in rollout.rewards:
             raise ValueError(
                 f"rollout {rollout.id}: its environment or a reward function gives a reward named {OVERLONG!r}, which "
-                "is the name of the soft overlong penalty; give it another name, or set overlong.buffer: 0"
+                "is the name of the soft overlong penalty; rename that reward, or set overlong.buffer: 0"
             )
         longest = max(len(turn.generation.token_ids) for turn in rollout.turns)
         penalty = overlong.penalty(longest, max_new_tokens)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which turns stood at the same place: the state hashing function of GiGPO, the user's or the default."""
+"""State hashing of GiGPO: the default function, and functions of the user."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,23 +11,23 @@ from marin_rl.objectives.gigpo import anchor_of
 from marin_rl.types import Message
 
 StateHash = Callable[[tuple[Message, ...], object], str]
-"""From the messages that the policy was shown, and the environment's `anchor_state` (None where it named none), to a
-text that equal states share."""
+"""Maps the messages shown to the policy and the environment's `anchor_state` (None if it has none) to a string that is
+equal for equal states."""
 
 
 def default_state_hash(messages: tuple[Message, ...], anchor_state: object) -> str:
-    """The hash of the canonical JSON of the environment's anchor state or, without one, of the messages."""
+    """Hash the canonical JSON of the environment's anchor state or, if it is None, of the messages."""
     return anchor_of(list(messages) if anchor_state is None else anchor_state)
 
 
 @dataclasses.dataclass(frozen=True)
 class StateHashingConfig:
-    """A state hashing function of one's own. It runs in the training process, once a turn."""
+    """A user's state hashing function. It runs in the training process, once per turn."""
 
     path: str
-    """The Python file that has it; relative paths start at the working directory."""
+    """The Python file of the function; relative paths start at the working directory."""
     function: str
-    """Its name: it takes the messages shown and the environment's `anchor_state`, and returns a text."""
+    """Name of the function. It takes the messages and the environment's `anchor_state`, and returns a string."""
 
     def build(self) -> StateHash:
         """Import the function.
@@ -35,21 +35,21 @@ class StateHashingConfig:
         Raises:
             UserFileError: if the file has no such function.
         """
-        found = load_from_file(self.path, self.function)
-        if not callable(found):
+        function = load_from_file(self.path, self.function)
+        if not callable(function):
             raise UserFileError(
-                f"{self.function!r} of {self.path} is {type(found).__name__}, and not a function of messages and "
+                f"{self.function!r} of {self.path} is {type(function).__name__}; it must be a function of messages and "
                 "anchor state"
             )
-        where = f"rollouts.state_hashing: {self.function!r} of {self.path}"
+        source = f"rollouts.state_hashing: {self.function!r} of {self.path}"
 
         def hash_state(messages: tuple[Message, ...], anchor_state: object) -> str:
             try:
-                hashed = found(messages, anchor_state)
+                hashed = function(messages, anchor_state)
             except Exception as error:
-                raise UserFileError(f"{where} raised {type(error).__name__}: {error}") from error
+                raise UserFileError(f"{source} raised {type(error).__name__}: {error}") from error
             if not isinstance(hashed, str):
-                raise UserFileError(f"{where} returned {type(hashed).__name__}; it must return a text")
+                raise UserFileError(f"{source} returned {type(hashed).__name__}; it must return a str")
             return hashed
 
         return hash_state

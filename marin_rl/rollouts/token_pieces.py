@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What each token id stands for, byte for byte, so that stored rollouts can be read without the tokenizer."""
+"""The bytes of each token id, so that stored rollouts can be read without the tokenizer."""
 
 import json
 import re
@@ -13,10 +13,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenPieces:
-    r"""Bytes of token ids, remembered once they were asked for.
+    r"""Maps token ids to bytes, with a cache.
 
-    Byte-level tokenizers (GPT-2, Llama 3, Qwen) and those with byte fallback (Llama 2, Gemma) give the exact bytes,
-    also where a token holds only part of a character. Of any other, what its `decode` says of the token alone.
+    For byte-level tokenizers (GPT-2, Llama 3, Qwen) and those with byte fallback (Llama 2, Gemma) the bytes are exact,
+    even if a token is only part of a character. Other tokenizers decode the single token.
 
     >>> from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
     >>> piece = TokenPieces(byte_tokenizer())
@@ -27,7 +27,7 @@ class TokenPieces:
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
         self._special = {id: token.content.encode() for id, token in tokenizer.added_tokens_decoder.items()}
-        # The backend describes itself in JSON alone.
+        # The decoder of the backend is only accessible as JSON.
         steps = _decoder_steps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])
         kinds = {step["type"] for step in steps}
         self._bytes = (
@@ -35,13 +35,13 @@ class TokenPieces:
         )
         self._has_byte_tokens = "ByteFallback" in kinds
         self._space = next((mark for step in steps if (mark := _space_mark(step)) is not None), None)
-        self._known: dict[int, bytes] = {}
+        self._cache: dict[int, bytes] = {}
 
     def __call__(self, token_id: int) -> bytes:
-        """The bytes of a token; of an id that the tokenizer does not have, `<unknown ID>`."""
-        piece = self._known.get(token_id)
+        """Return the bytes of a token, or `<unknown ID>` if the tokenizer does not have the id."""
+        piece = self._cache.get(token_id)
         if piece is None:
-            piece = self._known[token_id] = self._look_up(token_id)
+            piece = self._cache[token_id] = self._look_up(token_id)
         return piece
 
     def _look_up(self, token_id: int) -> bytes:
@@ -66,7 +66,7 @@ def _decoder_steps(decoder: dict | None) -> list[dict]:
 
 
 def _space_mark(step: dict) -> str | None:
-    """The character that a decoder step turns into a space."""
+    """The character that a decoder step replaces by a space."""
     if step["type"] == "Metaspace":
         return step["replacement"]
     if step["type"] == "Replace" and step["content"] == " ":

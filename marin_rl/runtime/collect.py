@@ -150,7 +150,7 @@ def draw_tasks(run: TrainingRun, count: int) -> list[Task]:
     while len(tasks) < count:
         drawn, state = run.stream.draw(progress.task_stream, count - len(tasks))
         progress.task_stream = dict(state)
-        fitting = [task for task in drawn if not limits.leave_out(task, run.tokenizer)]
+        fitting = [task for task in drawn if not limits.should_skip(task, run.tokenizer)]
         tasks += fitting
         progress.prompts_skipped += len(drawn) - len(fitting)
         if fitting:

@@ -182,7 +182,7 @@ def first_of_each(tasks: Sequence[Task], count: int, runner: RolloutRunner) -> l
     counts: dict[str, int] = {}
     selected = []
     for task in tasks:
-        if counts.get(task.environment, 0) < count and not runner.limits.leave_out(task, runner.tokenizer):
+        if counts.get(task.environment, 0) < count and not runner.limits.should_skip(task, runner.tokenizer):
             counts[task.environment] = counts.get(task.environment, 0) + 1
             selected.append(task)
     return selected

@@ -23,7 +23,7 @@ from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
 from marin_rl.rollouts.event_loop import BackgroundLoop
-from marin_rl.rollouts.reward_functions import NoRewardScorer, RewardScorer
+from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.scheduler import RolloutScheduler
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
@@ -61,7 +61,7 @@ class Components(NamedTuple):
     trainer: TrainerConfig
     tokenizer: ChatTokenizer
     environment: Environment
-    reward_functions: RewardScorer
+    reward_functions: RewardFunctions
     loop: BackgroundLoop
     store: RolloutStore
     checkpoints: Checkpoints
@@ -144,7 +144,9 @@ def _open_components(config: TrainConfig, folder: Path, opened: contextlib.ExitS
     tokenizer = config.tokenizer.build()
     environment = config.environment.build()
     reward_functions, loop = (
-        open_reward_functions(config, environment, opened) if _samples(config) else (NoRewardScorer(), BackgroundLoop())
+        open_reward_functions(config, environment, opened)
+        if _samples(config)
+        else (RewardFunctions(), BackgroundLoop())
     )
     store = RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer))
     opened.enter_context(Closing(lambda: _close_store(store)))

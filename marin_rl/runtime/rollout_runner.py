@@ -10,7 +10,7 @@ from marin_rl.environments.base import Environment, connect_code_runner
 from marin_rl.rewards.component import RewardConfigError
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.event_loop import BackgroundLoop
-from marin_rl.rollouts.reward_functions import RewardFunctions, RewardScorer
+from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.state_hashing import default_state_hash
@@ -26,7 +26,7 @@ def make_runner(
     tokenizer: ChatTokenizer,
     sampler: Sampler,
     loop: BackgroundLoop,
-    reward_functions: RewardScorer,
+    reward_functions: RewardFunctions,
 ) -> RolloutRunner:
     """A player with the configured limits."""
     hashing = config.rollouts.state_hashing

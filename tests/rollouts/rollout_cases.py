@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rollouts of every kind, for the store and for the views of it."""
+"""Rollouts for tests of the store and the viewer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,39 +30,39 @@ TASK = Task("t", "sums", ({"role": "user", "content": "2+3"},), "5")
 
 
 def piece(token: int) -> bytes:
-    """The built-in tokenizer's bytes, without loading it."""
+    """The bytes of the built-in tokenizer's tokens, without loading it."""
     return bytes([token]) if token < 256 else b"<|end|>" if token == END else f"<|{token}|>".encode()
 
 
-def turn_of(asked: str, said: str, reward: float | None = None, **more: object) -> Turn:
-    """A turn of bytes: what the user wrote, and what the policy answered."""
-    tokens = (*said.encode(), END)
+def turn_of(question: str, reply: str, reward: float | None = None, **more: object) -> Turn:
+    """A turn with a user message and a reply, tokenized to bytes."""
+    tokens = (*reply.encode(), END)
     generation = Generation(tokens, tuple(-0.125 * (1 + i % 8) for i in range(len(tokens))), StopReason.STOP, 3, 3)
-    messages: Sequence[Message] = ({"role": "user", "content": asked}, {"role": "assistant", "content": said})
+    messages: Sequence[Message] = ({"role": "user", "content": question}, {"role": "assistant", "content": reply})
     if reward is not None:
         more["rewards"] = {"correct": reward}
-    return Turn((259, *asked.encode(), END, 260), generation, tuple(messages), **{"starts_sequence": True, **more})
+    return Turn((259, *question.encode(), END, 260), generation, tuple(messages), **{"starts_sequence": True, **more})
 
 
 def rollout_of(
-    id: str, group: str = "g", said: str = "5", reward: float | None = 1.0, status: RolloutStatus | None = None, **more
+    id: str, group: str = "g", reply: str = "5", reward: float | None = 1.0, status: RolloutStatus | None = None, **more
 ) -> Rollout:
-    """A rollout of one turn; without a reward, a failed one without turns."""
+    """A rollout of one turn; without a reward, a failed rollout without turns."""
     if reward is None:
-        lost = status or RolloutStatus.FAILED
-        return Rollout(id, group, TASK, (), lost, {}, **{"error": "ValueError: no", **more})
-    turns = (turn_of("2+3", said, reward=reward),)
+        failed_status = status or RolloutStatus.FAILED
+        return Rollout(id, group, TASK, (), failed_status, {}, **{"error": "ValueError: no", **more})
+    turns = (turn_of("2+3", reply, reward=reward),)
     status = status or RolloutStatus.COMPLETED
     return Rollout(id, group, TASK, **{"turns": turns, "status": status, "rewards": {"correct": reward}, **more})
 
 
 def group_of(id: str, *rewards: float | None) -> RolloutGroup:
-    """A group with these rewards; None fails."""
+    """A group with these rewards; None for a failed rollout."""
     return RolloutGroup(id, [rollout_of(f"{id}-{index}", id, reward=reward) for index, reward in enumerate(rewards)])
 
 
 def rich_rollout() -> Rollout:
-    """Two turns and a last observation, reward components, one of them lost, steps with reasons, text not in ASCII."""
+    """Two turns, a last observation, reward components with a failed one, turn rewards, and text outside ASCII."""
     turns = (
         turn_of("2+3 — naïve?", "é", anchor_state="a0", action="say", rewards={"correct": 0.5, "style": -0.25}),
         turn_of(
@@ -90,7 +90,7 @@ def rich_rollout() -> Rollout:
 
 
 def rich_signal() -> StoredAdvantages:
-    """What training made of the rich rollout: five tokens in two turns."""
+    """Advantages of the rich rollout: five tokens in two turns."""
     return StoredAdvantages(
         advantages=np.array([0.5, 0.5, 0.5, -0.25, -0.25]),
         learner_logprobs=np.array([-0.125, -0.25, -0.5, -0.125, -0.5]),
@@ -109,7 +109,7 @@ def write(
     purpose: str = "training",
     **config: object,
 ) -> None:
-    """Store a step at once."""
+    """Store a step and wait for the file."""
     kind = StoredFormat(config.pop("format", "parquet"))
     store = RolloutStore(folder, RolloutStoreConfig(format=kind, **config), piece)
     store.write(step, groups, signals or {}, purpose)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One attempt, played against a desk whose answers a test gives; nothing here waits for a clock that matters."""
+"""One episode with a fake batcher; no test depends on the real time."""
 
 import asyncio
 import dataclasses
@@ -12,7 +12,7 @@ import pytest
 
 from marin_rl.environments.base import Episode, Step
 from marin_rl.rollouts import episode as module
-from marin_rl.rollouts.episode import play
+from marin_rl.rollouts.episode import run_episode
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.rollout_builder import Attempt, Limits, RolloutBuilder
 from marin_rl.sampling.sampler import SampleRequest
@@ -25,11 +25,11 @@ TASK = Task("t", "sums", (Message(role="user", content="2+3"),), "5")
 ATTEMPT = Attempt(TASK, TOKENIZER.prompt_tokens(TASK.messages), "g", "r", seed=1, start_seed=2, temperature=1.0)
 LIMITS = Limits(max_length=100, max_new_tokens=10, max_turns=5)
 DONE = Step({"won": 1.0})
-GOES_ON = Step({"won": 0.0}, (Message(role="user", content="on"),), done=False)
+CONTINUES = Step({"won": 0.0}, (Message(role="user", content="on"),), done=False)
 
 
-class Desk(RequestBatcher):
-    """Answers `5` at once, or does what a test says; counts who left."""
+class FakeBatcher(RequestBatcher):
+    """Returns `5` immediately, after calling `sample`; counts calls of `leave`."""
 
     def __init__(self, sample: Callable[[], object] = lambda: None):
         super().__init__(batch_size=1, episodes=1)
@@ -52,10 +52,10 @@ async def forever() -> None:
 
 @dataclasses.dataclass
 class Scripted:
-    """Environment and episode in one: what it does at each step, and what became of it."""
+    """Environment and episode with scripted steps; records the calls."""
 
     steps: list[Step | Exception | None]
-    """What a step answers, raises, or (None) that it never answers."""
+    """Result or error of each step; None: the step never returns."""
     starts: bool = True
     closing: Exception | None = None
     hangs_at_close: bool = False
@@ -91,44 +91,44 @@ class Scripted:
             raise self.closing
 
 
-def run(environment: Scripted, desk: Desk, limits: Limits = LIMITS) -> RolloutBuilder:
-    return asyncio.run(play(ATTEMPT, environment, TOKENIZER, desk, limits))
+def run(environment: Scripted, batcher: FakeBatcher, limits: Limits = LIMITS) -> RolloutBuilder:
+    return asyncio.run(run_episode(ATTEMPT, environment, TOKENIZER, batcher, limits))
 
 
-def test_an_episode_is_played_to_its_end_closed_and_left_once():
-    environment, desk = Scripted([GOES_ON, GOES_ON, DONE]), Desk()
-    rollout = run(environment, desk).finish()
+def test_an_episode_runs_to_its_end_and_is_closed_once():
+    environment, batcher = Scripted([CONTINUES, CONTINUES, DONE]), FakeBatcher()
+    rollout = run(environment, batcher).finish()
     assert (rollout.status, len(rollout.turns), rollout.rewards) == (RolloutStatus.COMPLETED, 3, {"won": 1.0})
     assert environment.replies == ["5", "5", "5"]
     assert environment.seeds == [ATTEMPT.start_seed]
-    assert (environment.closed, desk.left, len(desk.requests)) == (1, 1, 3)
+    assert (environment.closed, batcher.left, len(batcher.requests)) == (1, 1, 3)
 
 
 FAULTS: dict[str, tuple[Scripted, RolloutStatus, str, int]] = {
     "never starts": (Scripted([DONE], starts=False), RolloutStatus.TIMED_OUT, "took longer than 0.01 s", 0),
-    "never answers": (Scripted([GOES_ON, None]), RolloutStatus.TIMED_OUT, "took longer than 0.01 s", 2),
-    "raises": (Scripted([GOES_ON, KeyError("lost")]), RolloutStatus.FAILED, "KeyError: 'lost'", 2),
+    "never answers": (Scripted([CONTINUES, None]), RolloutStatus.TIMED_OUT, "took longer than 0.01 s", 2),
+    "raises": (Scripted([CONTINUES, KeyError("lost")]), RolloutStatus.FAILED, "KeyError: 'lost'", 2),
     "raises a timeout": (Scripted([TimeoutError("its own")]), RolloutStatus.FAILED, "TimeoutError: its own", 1),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_whatever_the_environment_does_is_the_end_of_this_rollout_alone(name: str):
+def test_an_environment_fault_ends_only_this_rollout(name: str):
     template, status, error, turns = FAULTS[name]
-    environment, desk = dataclasses.replace(template, seeds=[], replies=[]), Desk()
-    # What hangs hangs for good, so the limit decides nothing else.
+    environment, batcher = dataclasses.replace(template, seeds=[], replies=[]), FakeBatcher()
+    # Only environments that hang reach the short limit.
     limits = dataclasses.replace(LIMITS, max_seconds=0.01 if status is RolloutStatus.TIMED_OUT else 60.0)
-    builder = run(environment, desk, limits)
+    builder = run(environment, batcher, limits)
     rollout = builder.finish()
     assert builder.has_failed
     assert (rollout.status, rollout.rewards, len(rollout.turns)) == (status, {}, turns)
     assert error in (rollout.error or "")
-    # One that never began has nothing to close.
-    assert (environment.closed, desk.left) == (int(environment.starts), 1)
+    # An episode that did not start is not closed.
+    assert (environment.closed, batcher.left) == (int(environment.starts), 1)
 
 
-def test_the_time_for_the_environment_is_that_of_the_whole_rollout(monkeypatch: pytest.MonkeyPatch):
-    """Each step takes the same time on a clock that the test turns; together they take too long."""
+def test_max_seconds_limits_the_environment_over_the_whole_rollout(monkeypatch: pytest.MonkeyPatch):
+    """Each step takes the same time on a fake clock; together they exceed the limit."""
     now = 0.0
     allowed: list[float] = []
     timeout = asyncio.timeout
@@ -145,8 +145,8 @@ def test_the_time_for_the_environment_is_that_of_the_whole_rollout(monkeypatch: 
 
     monkeypatch.setattr(module.time, "perf_counter", lambda: now)
     monkeypatch.setattr(module.asyncio, "timeout", recorded)
-    environment, desk = Turning([GOES_ON, GOES_ON, GOES_ON, None]), Desk()
-    rollout = run(environment, desk, dataclasses.replace(LIMITS, max_seconds=1.0)).finish()
+    environment, batcher = Turning([CONTINUES, CONTINUES, CONTINUES, None]), FakeBatcher()
+    rollout = run(environment, batcher, dataclasses.replace(LIMITS, max_seconds=1.0)).finish()
     start, *steps, closing = allowed
     assert [start, *steps] == pytest.approx([1.0, 1.0, 0.6, 0.2, 0.0])
     assert closing == module._CLOSING_SECONDS
@@ -156,45 +156,45 @@ def test_the_time_for_the_environment_is_that_of_the_whole_rollout(monkeypatch: 
     assert rollout.seconds["sample"] == 0.0
 
 
-def test_an_error_of_the_sampler_is_passed_on_and_the_episode_closed():
+def test_an_error_of_the_sampler_propagates_and_closes_the_episode():
     def broken() -> None:
         raise MemoryError("the sampler is out of pages")
 
-    environment, desk = Scripted([DONE]), Desk(broken)
+    environment, batcher = Scripted([DONE]), FakeBatcher(broken)
     with pytest.raises(MemoryError, match="out of pages"):
-        run(environment, desk)
-    assert (environment.closed, desk.left, environment.replies) == (1, 1, [])
+        run(environment, batcher)
+    assert (environment.closed, batcher.left, environment.replies) == (1, 1, [])
 
 
-def test_one_that_is_cancelled_leaves_the_desk_and_closes_its_episode():
-    environment, desk = Scripted([None]), Desk()
+def test_a_cancelled_rollout_leaves_the_batcher_and_closes_its_episode():
+    environment, batcher = Scripted([None]), FakeBatcher()
 
     async def cancelled() -> None:
-        playing = asyncio.ensure_future(play(ATTEMPT, environment, TOKENIZER, desk, LIMITS))
+        running = asyncio.ensure_future(run_episode(ATTEMPT, environment, TOKENIZER, batcher, LIMITS))
         while not environment.replies:
             await asyncio.sleep(0)
-        playing.cancel()
+        running.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await playing
+            await running
 
     asyncio.run(cancelled())
-    assert (environment.closed, desk.left) == (1, 1)
+    assert (environment.closed, batcher.left) == (1, 1)
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "message"),
     [
         (Scripted([DONE], closing=OSError("already gone")), "OSError: already gone"),
         (Scripted([DONE], hangs_at_close=True), "TimeoutError"),
     ],
 )
-def test_how_closing_goes_changes_nothing_but_the_log(
-    environment: Scripted, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_an_error_of_close_is_only_logged(
+    environment: Scripted, message: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(module, "_CLOSING_SECONDS", 0.01)
-    desk = Desk()
+    batcher = FakeBatcher()
     with caplog.at_level(logging.WARNING):
-        rollout = run(environment, desk).finish()
+        rollout = run(environment, batcher).finish()
     assert (rollout.status, rollout.rewards) == (RolloutStatus.COMPLETED, {"won": 1.0})
-    assert f"rollout r: its episode did not close: {told}" in caplog.text
-    assert desk.left == 1
+    assert f"rollout r: closing its episode failed: {message}" in caplog.text
+    assert batcher.left == 1

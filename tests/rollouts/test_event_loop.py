@@ -22,7 +22,7 @@ async def thread() -> threading.Thread:
     return threading.current_thread()
 
 
-def test_work_runs_in_one_other_thread_that_ends_with_the_loop():
+def test_coroutines_run_in_one_thread_that_ends_with_the_loop():
     loop = BackgroundLoop()
     before = len(episode_threads())
     first, second = loop.submit(thread()).result(), loop.submit(thread()).result()
@@ -32,7 +32,7 @@ def test_work_runs_in_one_other_thread_that_ends_with_the_loop():
     assert len(episode_threads()) == before
 
 
-def test_a_loop_that_nobody_holds_ends_its_thread():
+def test_an_unreferenced_loop_ends_its_thread():
     loop = BackgroundLoop()
     worker = loop.submit(thread()).result()
     gone = weakref.ref(loop)
@@ -42,7 +42,7 @@ def test_a_loop_that_nobody_holds_ends_its_thread():
     assert not worker.is_alive()
 
 
-def test_what_still_runs_is_cancelled_at_the_end():
+def test_close_cancels_running_coroutines():
     loop = BackgroundLoop()
     started, cancelled = threading.Event(), threading.Event()
 
@@ -61,7 +61,7 @@ def test_what_still_runs_is_cancelled_at_the_end():
     assert waiting.cancelled()
 
 
-def test_it_tells_when_a_coroutine_blocks_it():
+def test_responds_is_false_if_a_coroutine_blocks_the_loop():
     loop = BackgroundLoop()
     blocked, release = threading.Event(), threading.Event()
 
@@ -79,7 +79,7 @@ def test_it_tells_when_a_coroutine_blocks_it():
     loop.close()
 
 
-def test_errors_are_passed_on():
+def test_errors_propagate():
     loop = BackgroundLoop()
 
     async def fail() -> None:
@@ -105,19 +105,19 @@ loop.close()
 """
 
 
-def test_a_thread_that_is_stuck_for_ever_does_not_keep_the_process_from_ending():
+def test_a_hanging_thread_does_not_keep_the_process_from_ending():
     root = Path(__file__).parents[2]
     ended = subprocess.run([sys.executable, "-c", STUCK], cwd=root, capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "TimeoutError()\n", "")
 
 
-def test_threads_that_are_stuck_leave_the_others_theirs():
+def test_hanging_threads_do_not_block_other_calls():
     loop, release = BackgroundLoop(), threading.Event()
-    # More than asyncio's own pool has threads, on any machine.
+    # More than the threads of asyncio's default pool on any machine.
     stuck = [loop.submit(asyncio.to_thread(release.wait)) for _ in range(40)]
     assert loop.submit(asyncio.to_thread(int, "7")).result(60) == 7
     with pytest.raises(ValueError, match="invalid literal"):
         loop.submit(asyncio.to_thread(int, "seven")).result(60)
     release.set()
-    assert all(one.result(60) for one in stuck)
+    assert all(call.result(60) for call in stuck)
     loop.close()

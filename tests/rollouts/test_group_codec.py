@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Groups as text and back: equal to the last bit, or refused."""
+"""The encoding of groups is exact or refused."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from marin_rl.types import Generation, RolloutGroup, RolloutStatus, StopReason, 
 from tests.rollouts.rollout_cases import group_of, rich_rollout, rollout_of
 
 
-def test_everything_a_rollout_can_hold_comes_back() -> None:
+def test_all_fields_of_a_rollout_are_restored() -> None:
     group = RolloutGroup(
         "g", [rich_rollout(), rollout_of("g-1", reward=None, status=RolloutStatus.ABORTED), rollout_of("g-2")]
     )
@@ -36,13 +36,13 @@ def test_log_probabilities_keep_every_bit(logprobs: list[float]) -> None:
     assert again == turn
 
 
-def test_a_message_keeps_what_only_its_template_knows() -> None:
+def test_other_keys_of_a_message_are_kept() -> None:
     message = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
     task = Task("t", "sums", (message,), "5", "2+3=5", {"cell": [1, 2]})
     assert decode_task(encode_task(task)) == task
 
 
-def test_what_json_cannot_hold_is_refused_by_name() -> None:
+def test_values_that_are_not_json_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="task 't' cannot be saved"):
         encode_task(Task("t", "sums", ({"role": "user", "content": ""},), "", anchor_state={1, 2}))
     with pytest.raises(ValueError, match="task 't' cannot be saved"):
@@ -53,7 +53,7 @@ def test_what_json_cannot_hold_is_refused_by_name() -> None:
         encode_group(RolloutGroup("g", [bad]))
 
 
-def test_what_an_environment_measured_need_not_be_finite() -> None:
+def test_metrics_may_be_nonfinite() -> None:
     (rollout,) = group_of("g", 1.0).rollouts
     metrics = {"speed": math.nan, "distance": math.inf, "height": -math.inf}
     (again,) = decode_group(encode_group(RolloutGroup("g", [dataclasses.replace(rollout, metrics=metrics)]))).rollouts

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Reward functions on rollouts that are played: who is asked when, and what becomes of the rollout."""
+"""Reward functions: order of the calls, and their effect on rollouts."""
 
 import asyncio
 import dataclasses
@@ -26,98 +26,101 @@ from marin_rl.rollouts.rollout_builder import Limits, RolloutBuilder
 from marin_rl.rollouts.store import read_file
 from marin_rl.types import Message, RewardResult, Rollout, RolloutGroup, RolloutStatus, TurnReward
 from tests.rollouts.rollout_cases import write
-from tests.rollouts.test_run_rollouts import Countdown, Game, play, runner, says, task
+from tests.rollouts.test_run_rollouts import Countdown, Game, run, runner, says, task
 
 
-class Scripted:
-    """RewardScorer that note whom they are asked about, and say what they are told to."""
+class Scripted(RewardFunctions):
+    """Records the rollouts of each call, and gives them fixed results per scope."""
 
-    has_batch_scope = True
+    def __init__(self, **results: list[RewardResult]) -> None:
+        super().__init__()
+        self.results = results
+        self.calls: dict[str, list[list[str]]] = {"one": [], "group": [], "batch": []}
 
-    def __init__(self, **said: list[RewardResult]) -> None:
-        self.said = said
-        self.asked: dict[str, list[list[str]]] = {"one": [], "group": [], "batch": []}
+    @property
+    def has_batch_scope(self) -> bool:
+        return True
 
     async def score_rollout(self, builder: RolloutBuilder) -> None:
-        self._judge("one", [builder])
+        self._add("one", [builder])
 
     async def score_group(self, builders: Sequence[RolloutBuilder]) -> None:
-        self._judge("group", builders)
+        self._add("group", builders)
 
     async def score_batch(self, builders: Sequence[RolloutBuilder]) -> None:
-        self._judge("batch", builders)
+        self._add("batch", builders)
 
-    def _judge(self, scope: str, builders: Sequence[RolloutBuilder]) -> None:
-        self.asked[scope].append([builder.reward_request().rollout_id for builder in builders])
+    def _add(self, scope: str, builders: Sequence[RolloutBuilder]) -> None:
+        self.calls[scope].append([builder.reward_request().rollout_id for builder in builders])
         for builder in builders:
             if not builder.has_failed:
-                builder.judged(self.said.get(scope, []))
+                builder.add_rewards(self.results.get(scope, []))
 
 
-def judged(*turns: int, group_size: int = 1, **said: list[RewardResult]) -> tuple[Scripted, list[list[Rollout]]]:
-    reward_functions = Scripted(**said)
-    made = dataclasses.replace(runner(says(*"abcdefgh")), reward_functions=reward_functions)
-    groups = play(made, [task(count) for count in turns], group_size, all_may_fail=True)
+def scored(*turns: int, group_size: int = 1, **results: list[RewardResult]) -> tuple[Scripted, list[list[Rollout]]]:
+    reward_functions = Scripted(**results)
+    rollout_runner = dataclasses.replace(runner(says(*"abcdefgh")), reward_functions=reward_functions)
+    groups = run(rollout_runner, [task(count) for count in turns], group_size, all_may_fail=True)
     return reward_functions, [list(group.rollouts) for group in groups]
 
 
-def test_each_rollout_each_group_and_the_batch_are_asked_about_once():
-    reward_functions, _ = judged(1, 2, group_size=2)
+def test_each_rollout_each_group_and_the_batch_are_scored_once():
+    reward_functions, _ = scored(1, 2, group_size=2)
     ids = [["train-9-0-0", "train-9-0-1"], ["train-9-1-0", "train-9-1-1"]]
-    assert sorted(reward_functions.asked["one"]) == [[id] for group in ids for id in group]
-    assert sorted(reward_functions.asked["group"]) == ids
-    assert reward_functions.asked["batch"] == [[*ids[0], *ids[1]]]
+    assert sorted(reward_functions.calls["one"]) == [[id] for group in ids for id in group]
+    assert sorted(reward_functions.calls["group"]) == ids
+    assert reward_functions.calls["batch"] == [[*ids[0], *ids[1]]]
 
 
-def test_scores_are_weighted_and_added_to_what_the_environment_gives():
-    said = {
+def test_scores_are_weighted_and_added_to_environment_rewards():
+    results = {
         "one": [RewardResult("style", 0.5, 1.0)],
         "group": [RewardResult("short", 2.0, 0.25)],
         "batch": [RewardResult("rare", -1.0, 1.0)],
     }
-    _, [[rollout]] = judged(1, **said)
+    _, [[rollout]] = scored(1, **results)
     assert rollout.rewards == {"won": 1.0, "moves": 0.5, "style": 0.5, "short": 0.5, "rare": -1.0}
     assert rollout.total_reward == 1.5
-    assert [one.component for one in rollout.evaluations] == ["style", "short", "rare"]
+    assert [result.component for result in rollout.evaluations] == ["style", "short", "rare"]
 
 
-def test_step_rewards_join_those_of_the_environment():
+def test_step_rewards_are_added_to_environment_rewards():
     steps = (TurnReward(0, 3.0), TurnReward(2, -1.0))
-    _, [[rollout]] = judged(3, one=[RewardResult("steps", 0.5, 0.0, steps)])
-    # The environment gives 0.5 a move and 1 for the last.
+    _, [[rollout]] = scored(3, one=[RewardResult("steps", 0.5, 0.0, steps)])
+    # The environment gives 0.5 per move and 1 for the last.
     assert [turn.reward for turn in rollout.turns] == [0.5 + 1.5, 0.5, 1.5 - 0.5]
 
 
-def test_a_rollout_without_a_score_has_no_reward_at_all():
+def test_a_rollout_without_a_score_has_no_reward():
     lost = RewardResult("judge", 1.0, None, error="timeout: no answer", lost="timeout")
-    reward_functions, [[rollout]] = judged(1, one=[lost], group=[RewardResult("short", 1.0, 1.0)])
+    reward_functions, [[rollout]] = scored(1, one=[lost], group=[RewardResult("short", 1.0, 1.0)])
     assert (rollout.status, rollout.rewards) == (RolloutStatus.FAILED, {})
     assert rollout.error == "reward 'judge': timeout: no answer"
     assert rollout.evaluations == (lost,)
-    assert reward_functions.asked["group"] == [["train-9-0-0"]]
+    assert reward_functions.calls["group"] == [["train-9-0-0"]]
 
 
-def test_a_component_with_the_name_of_an_environments_reward_is_told():
-    _, [[rollout]] = judged(1, one=[RewardResult("won", 1.0, 1.0)])
+def test_a_component_with_the_name_of_an_environment_reward_is_refused():
+    _, [[rollout]] = scored(1, one=[RewardResult("won", 1.0, 1.0)])
     assert rollout.status is RolloutStatus.FAILED
-    assert rollout.error == "reward 'won' has the name of one that the environment gives; give it another `name`"
+    assert rollout.error == "reward 'won' has the name of a reward of the environment; set another `name`"
 
 
-def test_functions_are_told_the_whole_conversation_and_where_the_policy_began():
+def test_functions_receive_the_conversation_and_the_prompt_length():
     requests = []
 
     class Reading(Scripted):
         async def score_rollout(self, builder: RolloutBuilder) -> None:
             requests.append(builder.reward_request())
 
-    made = dataclasses.replace(runner(says("a", "b")), reward_functions=Reading())
-    play(made, [task(2)])
+    rollout_runner = dataclasses.replace(runner(says("a", "b")), reward_functions=Reading())
+    run(rollout_runner, [task(2)])
     [request] = requests
     assert [message["content"] for message in request.messages] == ["go", "a", "n1", "b"]
     assert (request.num_prompt_messages, request.ground_truth, request.status) == (1, "2", "completed")
 
 
-def test_an_environment_that_gives_no_reward_needs_somebody_who_does():
+def test_an_environment_without_rewards_needs_a_reward_function():
     class Silent(Countdown):
         async def step(self, reply: str) -> Step:
             return Step({})
@@ -126,23 +129,23 @@ def test_an_environment_that_gives_no_reward_needs_somebody_who_does():
     with pytest.raises(
         ValueError, match=r"train-9-0-0: .* has no reward; neither its environment nor a reward function"
     ):
-        play(silent, [task()])
+        run(silent, [task()])
     reward_functions = Scripted(batch=[RewardResult("late", 1.0, 0.75)])
-    [group] = play(dataclasses.replace(silent, reward_functions=reward_functions), [task()])
+    [group] = run(dataclasses.replace(silent, reward_functions=reward_functions), [task()])
     assert group.rollouts[0].rewards == {"late": 0.75}
     assert Message(role="user", content="go") in group.rollouts[0].turns[0].messages
 
 
 def empty_reward_functions(loop: BackgroundLoop) -> tuple[RewardFunctions, Sandbox]:
-    """RewardScorer with nothing to judge, but a sandbox that runs."""
+    """Reward functions without components, with a running sandbox."""
     sandbox = Sandbox(SandboxConfig(require=Isolation.NONE, workers=1))
     return RewardFunctions({}, sandbox, loop, runs_programs=True), sandbox
 
 
-def test_judges_whose_loop_is_blocked_do_not_wait_for_it(
+def test_close_does_not_wait_for_a_blocked_event_loop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("marin_rl.rollouts.reward_functions.PATIENCE", 0.01)
+    monkeypatch.setattr("marin_rl.rollouts.reward_functions.STOP_TIMEOUT", 0.01)
     loop, release, blocked = BackgroundLoop(), threading.Event(), threading.Event()
     reward_functions, sandbox = empty_reward_functions(loop)
     assert loop.submit(sandbox.run_python("print(1)")).result().stdout == "1\n"
@@ -163,7 +166,7 @@ def test_judges_whose_loop_is_blocked_do_not_wait_for_it(
     assert sandbox.worker_pids == []
 
 
-def test_judges_that_are_interrupted_while_they_start_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_during_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch):
     pids: list[int] = []
     cancelled = threading.Event()
 
@@ -172,7 +175,7 @@ def test_judges_that_are_interrupted_while_they_start_leave_nothing_behind(monke
         await sandbox.start()
         await sandbox.run_python("print(1)")
         pids.extend(sandbox.worker_pids)
-        # As Ctrl-C does.
+        # Like Ctrl-C.
         signal.pthread_kill(main, signal.SIGINT)
         try:
             await asyncio.Event().wait()
@@ -203,30 +206,30 @@ def last(messages, ground_truth, **kwargs):
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
 
 
-def test_functions_in_the_sandbox_see_the_environments_last_answer(tmp_path: Path):
+def test_functions_in_the_sandbox_receive_the_last_observation(tmp_path: Path):
     (tmp_path / "my_rewards.py").write_text(LAST_MESSAGE)
     settings = {"rewards": (FunctionRewardConfig(path=str(tmp_path / "my_rewards.py"), function="last"),)}
-    # The turns run out after one reply: the answer to it is the last message.
-    played = {
+    # The turn limit is reached after one reply; the environment's response to it is the last message.
+    cases = {
         "tool_use": (ToolUseConfig(questions=ArithmeticConfig(size=50), **settings), CALL, "tool: 42"),
         "text_game": (TextGameConfig(id="FrozenLake-v1", num_tasks=20, **settings), "left", "user: "),
-        # One that is graded in its only turn has no last answer.
+        # An environment that grades its only turn sends no last observation.
         "single_turn": (ArithmeticConfig(size=50, **settings), "46", "assistant: 46"),
     }
     loop = BackgroundLoop()
-    environments = {name: config.build() for name, (config, _, _) in played.items()}
+    environments = {name: config.build() for name, (config, _, _) in cases.items()}
     components = {}
-    for name, (config, _, _) in played.items():
+    for name, (config, _, _) in cases.items():
         [own] = config.reward_components(environments[name]).values()
         components[environments[name].name] = own
     reward_functions = RewardFunctions(components, Sandbox(SandboxConfig(require=Isolation.NONE, workers=1)), loop)
     try:
-        for name, (_, reply, expected) in played.items():
+        for name, (_, reply, expected) in cases.items():
             environment, limits = environments[name], Limits(4000, 200, max_turns=1)
-            made = runner(says(reply), environment, limits)
-            made = dataclasses.replace(made, reward_functions=reward_functions, loop=loop)
-            [group] = play(made, environment.tasks(Split.TRAIN)[:1])
-            # As the workers of an asynchronous run hand it in.
+            rollout_runner = runner(says(reply), environment, limits)
+            rollout_runner = dataclasses.replace(rollout_runner, reward_functions=reward_functions, loop=loop)
+            [group] = run(rollout_runner, environment.tasks(Split.TRAIN)[:1])
+            # Encoded as by the workers of an asynchronous run.
             [rollout] = decode_group(encode_group(group)).rollouts
             [evaluation] = rollout.evaluations
             assert evaluation.score == len(rollout.messages)
@@ -245,7 +248,7 @@ def test_functions_in_the_sandbox_see_the_environments_last_answer(tmp_path: Pat
 
 @dataclasses.dataclass
 class Pipeline:
-    """Notes its end, and may fail at it."""
+    """Records `close`, which may fail."""
 
     breaks: bool
     is_closed: bool = False
@@ -256,7 +259,7 @@ class Pipeline:
             raise OSError("the connection does not close")
 
 
-def test_the_sandbox_ends_whatever_becomes_of_those_who_use_it(monkeypatch: pytest.MonkeyPatch):
+def test_the_sandbox_closes_if_a_pipeline_fails_to_close(monkeypatch: pytest.MonkeyPatch):
     loop = BackgroundLoop()
     reward_functions, sandbox = empty_reward_functions(loop)
     assert loop.submit(sandbox.run_python("print(1)")).result().stdout == "1\n"

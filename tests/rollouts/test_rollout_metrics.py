@@ -32,53 +32,53 @@ def rollout(
         )
         for index, length in enumerate(lengths)
     )
-    found = status or (RolloutStatus.COMPLETED if rewards else RolloutStatus.FAILED)
-    return Rollout("r", "g", TASK, turns, found, rewards, None if rewards else "ValueError: no")
+    final_status = status or (RolloutStatus.COMPLETED if rewards else RolloutStatus.FAILED)
+    return Rollout("r", "g", TASK, turns, final_status, rewards, None if rewards else "ValueError: no")
 
 
 def metrics(*groups: list[Rollout], version: int = 5) -> dict[str, float]:
     whole = [RolloutGroup("g", group) for group in groups]
-    made = rollout_metrics(whole) | staleness_metrics(whole, version)
-    return {name: metric.value for name, metric in made.items()}
+    values = rollout_metrics(whole) | staleness_metrics(whole, version)
+    return {name: metric.value for name, metric in values.items()}
 
 
 GOOD, BAD, FAILED = rollout({"correct": 1.0}), rollout({"correct": 0.0}), rollout({})
 
 
 def test_scores_are_means_over_rollouts_not_over_groups():
-    found = metrics([GOOD], [BAD, BAD, BAD])
-    assert found["objective/scores"] == found["train/rewards"] == found["train/correct_rewards"] == 0.25
+    values = metrics([GOOD], [BAD, BAD, BAD])
+    assert values["objective/scores"] == values["train/rewards"] == values["train/correct_rewards"] == 0.25
 
 
 def test_components_have_mean_and_unbiased_standard_deviation():
     rewards = [{"correct": 1.0, "format": 0.5}, {"correct": 0.0, "format": 0.5}, {"correct": 0.5, "format": 0.0}]
-    found = metrics([rollout(reward) for reward in rewards])
-    assert found["reward/correct/mean"] == 0.5
-    assert found["reward/correct/std"] == statistics.stdev([1.0, 0.0, 0.5])
-    assert found["reward/format/mean"] == found["train/format_rewards"] == pytest.approx(1 / 3)
-    assert found["objective/scores"] == pytest.approx(2.5 / 3)
+    values = metrics([rollout(reward) for reward in rewards])
+    assert values["reward/correct/mean"] == 0.5
+    assert values["reward/correct/std"] == statistics.stdev([1.0, 0.0, 0.5])
+    assert values["reward/format/mean"] == values["train/format_rewards"] == pytest.approx(1 / 3)
+    assert values["objective/scores"] == pytest.approx(2.5 / 3)
 
 
-def test_a_component_counts_where_it_is_given():
-    found = metrics([rollout({"correct": 1.0, "style": 3.0}), BAD])
-    assert (found["reward/style/mean"], found["reward/style/std"]) == (3.0, 0.0)
-    assert "train/style_rewards" not in found
+def test_a_component_is_averaged_over_rollouts_that_have_it():
+    values = metrics([rollout({"correct": 1.0, "style": 3.0}), BAD])
+    assert (values["reward/style/mean"], values["reward/style/std"]) == (3.0, 0.0)
+    assert "train/style_rewards" not in values
 
 
 def test_shares_of_groups():
     mixed, all_good, all_bad = [GOOD, BAD], [GOOD, GOOD], [BAD, BAD]
-    found = metrics(mixed, all_good, all_bad, all_bad)
-    assert found["groups/zero_spread_share"] == 0.75
-    assert found["groups/all_good_share"] == 0.25
-    assert found["groups/all_bad_share"] == 0.5
+    values = metrics(mixed, all_good, all_bad, all_bad)
+    assert values["groups/zero_spread_share"] == 0.75
+    assert values["groups/all_good_share"] == 0.25
+    assert values["groups/all_bad_share"] == 0.5
 
 
-def test_spread_is_about_returns_and_goodness_about_correctness():
-    found = metrics([rollout({"correct": 1.0, "format": 0.5}), rollout({"correct": 1.0, "format": 0.0})])
-    assert (found["groups/zero_spread_share"], found["groups/all_good_share"]) == (0.0, 1.0)
+def test_spread_uses_returns_and_good_uses_correctness():
+    values = metrics([rollout({"correct": 1.0, "format": 0.5}), rollout({"correct": 1.0, "format": 0.0})])
+    assert (values["groups/zero_spread_share"], values["groups/all_good_share"]) == (0.0, 1.0)
 
 
-def test_failed_rollouts_count_as_failed_and_nowhere_else():
+def test_failed_rollouts_count_only_as_failed():
     with_failed = metrics([GOOD, FAILED, BAD], [rollout({}, lengths=(), version=0)])
     without = metrics([GOOD, BAD])
     assert with_failed.pop("rollouts/failed") == 2.0
@@ -90,23 +90,23 @@ def test_failed_rollouts_count_as_failed_and_nowhere_else():
 
 def test_truncated_share_is_of_all_rollouts():
     cut = rollout({"correct": 0.0}, status=RolloutStatus.TRUNCATED, stop=StopReason.LENGTH)
-    found = metrics([GOOD, cut, FAILED, FAILED])
-    assert found["rollouts/truncated_share"] == 0.25
-    assert found["val/num_eos_tokens"] == 1.0
+    values = metrics([GOOD, cut, FAILED, FAILED])
+    assert values["rollouts/truncated_share"] == 0.25
+    assert values["val/num_eos_tokens"] == 1.0
 
 
 def test_lengths_and_turns():
-    found = metrics([rollout({"correct": 1.0}, lengths=(1, 2, 3)), rollout({"correct": 0.0}, lengths=(4,))])
-    assert found["train/output_length"] == 5.0
-    assert found["rollouts/turns"] == 2.0
-    assert found["val/num_eos_tokens"] == 4.0
+    values = metrics([rollout({"correct": 1.0}, lengths=(1, 2, 3)), rollout({"correct": 0.0}, lengths=(4,))])
+    assert values["train/output_length"] == 5.0
+    assert values["rollouts/turns"] == 2.0
+    assert values["val/num_eos_tokens"] == 4.0
 
 
 def test_staleness_counts_updates_since_the_first_token():
     old, new = rollout({"correct": 1.0}, version=3), rollout({"correct": 1.0}, lengths=(1, 1), version=6)
-    found = metrics([old, new], version=7)
-    assert (found["staleness/min"], found["staleness/max"]) == (1.0, 4.0)
-    assert found["staleness/mean"] == 2.0
+    values = metrics([old, new], version=7)
+    assert (values["staleness/min"], values["staleness/max"]) == (1.0, 4.0)
+    assert values["staleness/mean"] == 2.0
 
 
 def test_staleness_needs_a_graded_rollout():
@@ -114,12 +114,12 @@ def test_staleness_needs_a_graded_rollout():
 
 
 def test_generations_of_several_versions_are_counted():
-    made = rollout({"correct": 1.0}, lengths=(1, 1, 1), version=3)
-    generation = dataclasses.replace(made.turns[1].generation, last_version=5)
-    turns = (made.turns[0], dataclasses.replace(made.turns[1], generation=generation), made.turns[2])
-    found = metrics([dataclasses.replace(made, turns=turns), rollout({"correct": 1.0}, version=6)], version=7)
-    assert found["staleness/mixed_share"] == 0.25
-    assert (found["staleness/min"], found["staleness/max"]) == (1.0, 4.0)
+    mixed = rollout({"correct": 1.0}, lengths=(1, 1, 1), version=3)
+    generation = dataclasses.replace(mixed.turns[1].generation, last_version=5)
+    turns = (mixed.turns[0], dataclasses.replace(mixed.turns[1], generation=generation), mixed.turns[2])
+    values = metrics([dataclasses.replace(mixed, turns=turns), rollout({"correct": 1.0}, version=6)], version=7)
+    assert values["staleness/mixed_share"] == 0.25
+    assert (values["staleness/min"], values["staleness/max"]) == (1.0, 4.0)
 
 
 def test_metrics_of_two_halves_merge_into_those_of_the_whole():
@@ -146,7 +146,7 @@ def test_metrics_of_two_halves_merge_into_those_of_the_whole():
         ({}, False),
     ],
 )
-def test_what_counts_as_correct(rewards: dict[str, float], expected: bool):
+def test_is_correct(rewards: dict[str, float], expected: bool):
     assert is_correct(rollout(rewards)) is expected
 
 
@@ -160,21 +160,19 @@ def test_what_counts_as_correct(rewards: dict[str, float], expected: bool):
         ({}, {"success": 1.0}, False),
     ],
 )
-def test_an_environment_may_measure_success(rewards: dict[str, float], measured: dict[str, float], expected: bool):
+def test_success_metric_decides_correctness(rewards: dict[str, float], measured: dict[str, float], expected: bool):
     assert is_correct(dataclasses.replace(rollout(rewards), metrics=measured)) is expected
 
 
-def test_each_way_to_end_without_a_reward_is_counted_on_its_own():
+def test_each_ungraded_status_is_counted_separately():
     late = rollout({}, status=RolloutStatus.TIMED_OUT)
     aborted = rollout({}, status=RolloutStatus.ABORTED)
-    found = metrics([GOOD, FAILED, late, late, *[aborted] * 3])
-    assert [found[f"rollouts/{name}"] for name in ("failed", "timed_out", "aborted")] == [1.0, 2.0, 3.0]
-    assert found["objective/scores"] == 1.0
+    values = metrics([GOOD, FAILED, late, late, *[aborted] * 3])
+    assert [values[f"rollouts/{name}"] for name in ("failed", "timed_out", "aborted")] == [1.0, 2.0, 3.0]
+    assert values["objective/scores"] == 1.0
 
 
 @pytest.mark.parametrize(("weight", "score", "expected"), [(0.5, 1.0, True), (2.0, 0.5, False), (-1.0, 1.0, True)])
-def test_the_weight_of_a_function_called_correct_changes_nothing_about_what_is(
-    weight: float, score: float, expected: bool
-):
-    judged = RewardResult("correct", weight=weight, score=score)
-    assert is_correct(dataclasses.replace(rollout({"correct": weight * score}), evaluations=(judged,))) is expected
+def test_the_weight_of_component_correct_does_not_affect_correctness(weight: float, score: float, expected: bool):
+    result = RewardResult("correct", weight=weight, score=score)
+    assert is_correct(dataclasses.replace(rollout({"correct": weight * score}), evaluations=(result,))) is expected

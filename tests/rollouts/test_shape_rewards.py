@@ -19,11 +19,11 @@ from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, Sto
 TASK = Task("t", "sums", ({"role": "user", "content": "2+3="},), "5")
 OFF = OverlongConfig()
 SOFT = OverlongConfig(buffer=4, factor=2.0)
-"""Begins at 6 of 10 tokens."""
+"""The penalty starts at 6 of 10 tokens."""
 
 
 def rollout(*lengths: int, status: RolloutStatus = RolloutStatus.COMPLETED, reward: float = 1.0) -> Rollout:
-    """A rollout with an answer of each length."""
+    """A rollout with one reply per length."""
     turns = tuple(
         Turn(
             (1,),
@@ -38,11 +38,11 @@ def rollout(*lengths: int, status: RolloutStatus = RolloutStatus.COMPLETED, rewa
     return Rollout("r", "g", TASK, turns, status, rewards, None if rewards else "ValueError: no")
 
 
-def shaped(made: Rollout, overlong: OverlongConfig, truncation: TruncationConfig) -> Rollout:
-    [group] = shape_rewards([RolloutGroup("g", [made])], overlong, truncation, max_new_tokens=10)
+def shaped(original: Rollout, overlong: OverlongConfig, truncation: TruncationConfig) -> Rollout:
+    [group] = shape_rewards([RolloutGroup("g", [original])], overlong, truncation, max_new_tokens=10)
     assert group.id == "g"
-    [found] = group.rollouts
-    return found
+    [result] = group.rollouts
+    return result
 
 
 @pytest.mark.parametrize(
@@ -52,15 +52,15 @@ def shaped(made: Rollout, overlong: OverlongConfig, truncation: TruncationConfig
         ((7,), -0.5),
         ((8,), -1.0),
         ((10,), -2.0),
-        # The longest of several answers, and not their sum.
+        # The longest of several replies, not their sum.
         ((3, 8, 2), -1.0),
         ((6, 6, 6), 0.0),
     ],
 )
 def test_the_penalty_is_a_component_of_the_reward(lengths: tuple[int, ...], penalty: float):
-    found = shaped(rollout(*lengths), SOFT, KeepTruncatedConfig())
-    assert found.rewards == {"correct": 1.0, "overlong": penalty}
-    assert found.total_reward == 1.0 + penalty
+    result = shaped(rollout(*lengths), SOFT, KeepTruncatedConfig())
+    assert result.rewards == {"correct": 1.0, "overlong": penalty}
+    assert result.total_reward == 1.0 + penalty
 
 
 def test_the_worked_example_of_dapo():
@@ -74,23 +74,23 @@ def test_the_worked_example_of_dapo():
 
 
 def test_without_a_penalty_nothing_is_added():
-    made = rollout(10)
-    assert shaped(made, OFF, KeepTruncatedConfig()) == made
+    original = rollout(10)
+    assert shaped(original, OFF, KeepTruncatedConfig()) == original
 
 
 @pytest.mark.parametrize("truncation", [KeepTruncatedConfig(), MaskTruncatedConfig()])
-def test_truncated_rollouts_keep_what_they_earned_unless_a_reward_is_fixed(truncation: TruncationConfig):
-    made = rollout(10, status=RolloutStatus.TRUNCATED)
-    assert shaped(made, OFF, truncation) == made
-    assert shaped(made, SOFT, truncation).rewards == {"correct": 1.0, "overlong": -2.0}
+def test_truncated_rollouts_keep_their_rewards_without_a_fixed_reward(truncation: TruncationConfig):
+    original = rollout(10, status=RolloutStatus.TRUNCATED)
+    assert shaped(original, OFF, truncation) == original
+    assert shaped(original, SOFT, truncation).rewards == {"correct": 1.0, "overlong": -2.0}
 
 
 @pytest.mark.parametrize("overlong", [OFF, SOFT])
-def test_a_fixed_reward_stands_for_all_others(overlong: OverlongConfig):
-    found = shaped(rollout(10, status=RolloutStatus.TRUNCATED), overlong, RewardTruncatedConfig(reward=-0.5))
-    assert found.rewards == {"truncated": -0.5}
-    assert found.total_reward == -0.5
-    # Estimators that credit turns find none of the others either.
+def test_a_fixed_reward_replaces_all_others(overlong: OverlongConfig):
+    result = shaped(rollout(10, status=RolloutStatus.TRUNCATED), overlong, RewardTruncatedConfig(reward=-0.5))
+    assert result.rewards == {"truncated": -0.5}
+    assert result.total_reward == -0.5
+    # The rewards of turns are removed too, for estimators that use them.
     several = shaped(rollout(3, 10, status=RolloutStatus.TRUNCATED), overlong, RewardTruncatedConfig(reward=-0.5))
     assert [turn.reward for turn in several.turns] == [None, None]
     completed = rollout(2)
@@ -98,10 +98,10 @@ def test_a_fixed_reward_stands_for_all_others(overlong: OverlongConfig):
 
 
 def test_a_reward_with_the_name_of_the_penalty_is_refused():
-    made = dataclasses.replace(rollout(10), rewards={"correct": 1.0, "overlong": 5.0})
+    original = dataclasses.replace(rollout(10), rewards={"correct": 1.0, "overlong": 5.0})
     with pytest.raises(ValueError, match=r"rollout r: .* a reward named 'overlong'.*overlong.buffer: 0"):
-        shaped(made, SOFT, KeepTruncatedConfig())
-    assert shaped(made, OFF, KeepTruncatedConfig()) == made
+        shaped(original, SOFT, KeepTruncatedConfig())
+    assert shaped(original, OFF, KeepTruncatedConfig()) == original
 
 
 def test_failed_rollouts_stay_without_a_reward():
@@ -109,11 +109,11 @@ def test_failed_rollouts_stay_without_a_reward():
     assert shaped(failed, SOFT, RewardTruncatedConfig()) == failed
 
 
-def test_what_was_given_is_left_as_it_was():
+def test_the_arguments_are_unchanged():
     groups = [RolloutGroup("g", [rollout(10), rollout(2)])]
     before = copy.deepcopy(groups)
-    found = shape_rewards(groups, SOFT, KeepTruncatedConfig(), max_new_tokens=10)
+    result = shape_rewards(groups, SOFT, KeepTruncatedConfig(), max_new_tokens=10)
     assert groups == before
-    assert [r.rewards["overlong"] for r in found[0].rollouts] == [-2.0, 0.0]
-    # Rewards of single turns are the environment's; the penalty is the whole rollout's.
-    assert [turn.reward for r in found[0].rollouts for turn in r.turns] == [1.0, 1.0]
+    assert [r.rewards["overlong"] for r in result[0].rollouts] == [-2.0, 0.0]
+    # The penalty applies to the rollout, not to single turns.
+    assert [turn.reward for r in result[0].rollouts for turn in r.turns] == [1.0, 1.0]

@@ -76,8 +76,8 @@ def test_a_function_that_raises_on_the_way_fails_its_rollout(path: str):
     assert "ZeroDivisionError" in (rollout.error or "")
 
 
-def test_what_is_no_hashing_function_is_refused(path: str):
-    with pytest.raises(UserFileError, match=r"'number' of .* returned int; it must return a text"):
+def test_an_invalid_hashing_function_is_refused(path: str):
+    with pytest.raises(UserFileError, match=r"'number' of .* returned int; it must return a str"):
         walk(StateHashingConfig(path, "number").build())
-    with pytest.raises(UserFileError, match=r"'X' of .* is int, and not a function"):
+    with pytest.raises(UserFileError, match=r"'X' of .* is int; it must be a function"):
         StateHashingConfig(path, "X").build()

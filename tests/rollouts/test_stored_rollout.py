@@ -24,7 +24,7 @@ def names_in(fields: pa.StructType | pa.Schema) -> set[str]:
     return found
 
 
-def test_every_column_has_its_meaning_on_the_page():
+def test_every_column_is_documented():
     tables = PAGE.read_text(encoding="utf-8").partition("## Columns")[2]
     lines = [line for line in tables.splitlines() if line.startswith("| `")]
     documented = {name for line in lines for name in re.findall(r"`(\w+)`", line)}
@@ -49,5 +49,5 @@ def test_other_keys_of_a_message_are_kept():
     assert row["turns"][0]["messages"] == [{"role": "tool", "content": "4", "more": '{"name": "calculator"}'}]
 
 
-def test_the_mean_advantage_of_a_rollout_without_tokens_is_unknown():
+def test_the_mean_advantage_of_a_rollout_without_tokens_is_none():
     assert StoredAdvantages(None).mean_advantage is None

@@ -76,24 +76,24 @@ bare_calls = st.sampled_from(["1+1", "1/0", "<|eot_id|>"]).map(
 
 @st.composite
 def replies(draw: st.DrawFn) -> list[str]:
-    """A conversation's replies: some that call tools, with and without thinking, and one that calls nothing."""
+    """The replies of a conversation: some tool calls, with and without thinking, and a final reply."""
     before = st.tuples(thoughts, calls).map("".join) | bare_calls
     rounds = draw(
         st.lists(st.tuples(st.sampled_from(["", "<think>a</think>", "<think>\na\n</think>\n\n"]), before), max_size=3)
     )
-    asked = [thought + call for thought, call in rounds]
-    return [*asked, draw(st.sampled_from(["46", "<think>\nhm\n</think>\n\n46", " so: 46 ", ""]))]
+    calling = [thought + call for thought, call in rounds]
+    return [*calling, draw(st.sampled_from(["46", "<think>\nhm\n</think>\n\n46", " so: 46 ", ""]))]
 
 
-def play(
+def run(
     tokenizer: ChatTokenizer,
-    said: Sequence[str],
+    policy_replies: Sequence[str],
     stops: Sequence[bool],
     described: ToolDescription = ToolDescription.MESSAGE,
 ) -> tuple[Rollout, list[SampleRequest]]:
-    """One rollout whose policy says these replies; where `stops` is false, one is cut before its stop token."""
+    """Run one rollout with these replies; if `stops` is false, a reply is cut before its stop token."""
     environment = ENVIRONMENTS[described]
-    following = iter(zip(said, stops, strict=False))
+    following = iter(zip(policy_replies, stops, strict=False))
     stop = tokenizer.stop_token_ids[-1]
     requests: list[SampleRequest] = []
 
@@ -101,13 +101,13 @@ def play(
         requests.append(request)
         text, ends = next(following)
         tokens = tokenizer.tokenizer(text, add_special_tokens=False)["input_ids"]
-        # Contents may spell control tokens: as the policy's own tokens they end a reply, and are left to other tests.
+        # Texts may contain control tokens, which would end a reply; other tests cover them.
         tokens = [token for token in tokens if token not in tokenizer.stop_token_ids]
-        # One that is cut has as many tokens as it may have; spaces leave JSON what it is.
+        # A cut reply uses all its tokens; spaces do not change JSON.
         [filler] = tokenizer.tokenizer(" " if text.endswith("}") else "x", add_special_tokens=False)["input_ids"]
         return (*tokens, stop) if ends else (*tokens, *[filler] * request.max_new_tokens)
 
-    limits = Limits(LENGTH, 200, len(said))
+    limits = Limits(LENGTH, 200, len(policy_replies))
     sampler = ScriptedSampler(script, stop_token_ids=list(tokenizer.stop_token_ids))
     runner = RolloutRunner(environment, tokenizer, sampler, limits)
     [group] = run_groups(
@@ -118,83 +118,83 @@ def play(
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(
-    said=replies(),
+    policy_replies=replies(),
     stops=st.lists(st.booleans(), min_size=4, max_size=4),
     described=st.sampled_from(ToolDescription),
 )
 @settings(max_examples=60, deadline=None)
-def test_only_sampled_tokens_are_trained_on_and_each_in_its_own_context(
-    name: str, said: list[str], stops: list[bool], described: ToolDescription
+def test_only_sampled_tokens_carry_loss_each_in_its_sampling_context(
+    name: str, policy_replies: list[str], stops: list[bool], described: ToolDescription
 ):
     tokenizer = TOKENIZERS[name]
-    rollout, requests = play(tokenizer, said, stops, described)
+    rollout, requests = run(tokenizer, policy_replies, stops, described)
     assert rollout.error is None
-    assert len(rollout.turns) == len(requests) == len(said)
+    assert len(rollout.turns) == len(requests) == len(policy_replies)
     arrays = process_rollout(rollout, length=LENGTH, pad_token_id=tokenizer.pad_token_id)
-    # Exactly the sampled tokens carry loss, all of them, in their order.
+    # Exactly the sampled tokens carry loss, in order.
     sampled = [token for turn in rollout.turns for token in turn.generation.token_ids]
     assert arrays.input_ids[arrays.loss_mask].tolist() == sampled
-    # What stands before a turn's tokens in its row is exactly what the sampler was shown for them.
+    # The tokens before a turn in its row are exactly the prompt of its sample request.
     for index, (turn, request) in enumerate(zip(rollout.turns, requests, strict=True)):
         [row] = {int(row) for row, _ in zip(*(arrays.turn_ids == index).nonzero(), strict=True)}
         first = int((arrays.turn_ids[row] == index).nonzero()[0][0])
         assert tuple(arrays.input_ids[row, :first].tolist()) == request.prompt_tokens
         length = len(turn.generation.token_ids)
         assert tuple(arrays.input_ids[row, first : first + length].tolist()) == turn.generation.token_ids
-    # A row begins where the template rewrote history, and nowhere else.
+    # A row starts exactly at the turns with a rewritten history.
     starts = [turn.starts_sequence for turn in rollout.turns]
     assert arrays.input_ids.shape[0] == sum(starts)
     assert starts[0]
 
 
-def test_a_template_that_strips_thinking_splits_the_rollout_and_one_that_does_not_keeps_it():
-    said = [f"<think>a</think>{tool_call('1+1')}", f"<think>b</think>{tool_call('2+2')}", "46"]
+def test_only_templates_that_strip_thinking_split_the_rollout():
+    policy_replies = [f"<think>a</think>{tool_call('1+1')}", f"<think>b</think>{tool_call('2+2')}", "46"]
     rows = {
-        name: sum(turn.starts_sequence for turn in play(tokenizer, said, [True] * 3)[0].turns)
+        name: sum(turn.starts_sequence for turn in run(tokenizer, policy_replies, [True] * 3)[0].turns)
         for name, tokenizer in TOKENIZERS.items()
     }
     assert rows["bytes"] == rows["chatml"] == 1
     assert rows["stripping"] == rows["qwen3"] == 3
-    # Qwen3's own layout is kept from the last question on.
-    laid_out = [reply.replace("<think>", "<think>\n").replace("</think>", "\n</think>\n\n") for reply in said]
-    rollout, _ = play(TOKENIZERS["qwen3"], laid_out, [True] * 3)
+    # Qwen3's template keeps thoughts after the last question if they have its layout.
+    laid_out = [reply.replace("<think>", "<think>\n").replace("</think>", "\n</think>\n\n") for reply in policy_replies]
+    rollout, _ = run(TOKENIZERS["qwen3"], laid_out, [True] * 3)
     assert [turn.starts_sequence for turn in rollout.turns] == [True, False, False]
 
 
-def test_what_tools_say_is_shown_as_the_template_has_it():
-    said = [tool_call("6*7") + tool_call("1/0"), "46"]
-    rollout, requests = play(TOKENIZERS["stripping"], said, [True, True])
+def test_tool_results_have_the_form_of_the_template():
+    policy_replies = [tool_call("6*7") + tool_call("1/0"), "46"]
+    rollout, requests = run(TOKENIZERS["stripping"], policy_replies, [True, True])
     shown = TOKENIZERS["stripping"].tokenizer.decode(requests[1].prompt_tokens)
     assert shown.endswith(
         "<|im_start|>user\n<tool_response>\n42\n</tool_response>\n<tool_response>\nError: division by zero\n"
         "</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
-    bytes_rollout, requests = play(TOKENIZERS["bytes"], said, [True, True])
+    bytes_rollout, requests = run(TOKENIZERS["bytes"], policy_replies, [True, True])
     shown = TOKENIZERS["bytes"].tokenizer.decode(requests[1].prompt_tokens)
     assert shown.endswith("<|tool|>42<|end|><|tool|>Error: division by zero<|end|><|assistant|>")
-    for played in (rollout, bytes_rollout):
-        assert list(itertools.chain.from_iterable(turn.messages for turn in played.turns))[-2]["role"] == "tool"
+    for result in (rollout, bytes_rollout):
+        assert list(itertools.chain.from_iterable(turn.messages for turn in result.turns))[-2]["role"] == "tool"
 
 
-def test_message_and_template_tell_a_model_of_qwens_kind_the_same():
-    said = [tool_call("6*7"), "42"]
-    told = [
-        play(TOKENIZERS["qwen3"], said, [True, True], described)[1]
+def test_both_tool_descriptions_are_equal_for_qwen():
+    policy_replies = [tool_call("6*7"), "42"]
+    requests = [
+        run(TOKENIZERS["qwen3"], policy_replies, [True, True], described)[1]
         for described in (ToolDescription.MESSAGE, ToolDescription.TEMPLATE)
     ]
-    assert [request.prompt_tokens for request in told[0]] == [request.prompt_tokens for request in told[1]]
+    assert [request.prompt_tokens for request in requests[0]] == [request.prompt_tokens for request in requests[1]]
 
 
-def test_a_model_of_llamas_kind_calls_and_is_answered_in_its_own_way():
+def test_tool_calls_and_results_in_the_form_of_llama():
     tokenizer = TOKENIZERS["llama"]
-    said = [json.dumps({"name": "calculator", "parameters": {"expression": "6*7"}}), "42"]
-    rollout, requests = play(tokenizer, said, [True, True], ToolDescription.TEMPLATE)
+    policy_replies = [json.dumps({"name": "calculator", "parameters": {"expression": "6*7"}}), "42"]
+    rollout, requests = run(tokenizer, policy_replies, [True, True], ToolDescription.TEMPLATE)
     first, second = (tokenizer.tokenizer.decode(request.prompt_tokens) for request in requests)
     assert first.startswith("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\n")
     assert 'Respond in the format {"name": function name, "parameters"' in first
     assert "<tool_call>" not in first
     assert second == (
-        f'{first}{said[0]}<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"42"<|eot_id|>'
+        f'{first}{policy_replies[0]}<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"42"<|eot_id|>'
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
     assert rollout.metrics["tool_calls"] == 1.0

@@ -103,7 +103,7 @@ def test_episodes_that_raise_or_never_end_are_lost_alone_and_counted(runs: Short
         for turn, before in zip(row["turns"], expected[id]["turns"], strict=False):
             assert (turn["token_ids"], turn["logprobs"]) == (before["token_ids"], before["logprobs"])
     assert_nothing_else_is_lost(found, expected, lost)
-    assert "its episode did not close: RuntimeError: it crashed before" in (run.path / "log.txt").read_text()
+    assert "closing its episode failed: RuntimeError: it crashed before" in (run.path / "log.txt").read_text()
 
 
 def test_a_whole_group_that_fails_is_left_out_whole(runs: ShortRuns, tmp_path: Path):

@@ -21,7 +21,7 @@ from marin_rl.objectives.policy_loss import PpoClipLossConfig, ReinforceLossConf
 from marin_rl.rewards.component import RewardScope
 from marin_rl.rewards.functions import EvaluateResult, RewardRequest, StepOutput
 from marin_rl.rewards.pipeline import RewardPipeline
-from marin_rl.rollouts.reward_functions import NoRewardScorer
+from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.rollouts.run_rollouts import run_groups
 from marin_rl.runtime.config import RolloutConfig, TrainConfig
@@ -62,13 +62,13 @@ class CallsWell:
         pass
 
 
-class Judged(NoRewardScorer):
+class Judged(RewardFunctions):
     """Has the component judge each rollout, without a sandbox."""
 
     pipeline = RewardPipeline([CallsWell()])
 
     async def score_rollout(self, builder: RolloutBuilder) -> None:
-        builder.judged(await self.pipeline.score_rollout(builder.reward_request()))
+        builder.add_rewards(await self.pipeline.score_rollout(builder.reward_request()))
 
 
 def says(request: SampleRequest) -> Sequence[int]:

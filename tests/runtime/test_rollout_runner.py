@@ -15,7 +15,7 @@ from marin_rl.rewards.component import RewardConfigError
 from marin_rl.rewards.components import FunctionRewardConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rollouts.event_loop import BackgroundLoop
-from marin_rl.rollouts.reward_functions import NoRewardScorer
+from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.state_hashing import StateHashingConfig, default_state_hash
@@ -33,7 +33,7 @@ def player_of(**rollouts: object) -> RolloutRunner:
     )
     environment = ArithmeticConfig(digits=1, size=50).build()
     sampler = ScriptedSampler({}, stop_token_ids=[0])
-    return make_runner(config, environment, TOKENIZER, sampler, BackgroundLoop(), NoRewardScorer())
+    return make_runner(config, environment, TOKENIZER, sampler, BackgroundLoop(), RewardFunctions())
 
 
 def test_every_bound_of_an_episode_is_the_configured_one():

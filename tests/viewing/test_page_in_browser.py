@@ -268,7 +268,7 @@ def test_the_policy_stops_what_the_script_would_miss(tab, small, tmp_path):
 
 def test_a_very_long_rollout_is_whole_and_answers(tab, tmp_path):
     run = empty_run(tmp_path / "run")
-    made = rollout_of("long", said="word " * 4000)
+    made = rollout_of("long", reply="word " * 4000)
     tokens = made.num_generated_tokens
     assert tokens > 20_000
     write(run / "rollouts", 1, [RolloutGroup("g", [made])], {"long": StoredAdvantages(np.linspace(-1, 1, tokens))})

@@ -75,7 +75,7 @@ def test_the_last_observation_stands_behind_the_turns():
 
 
 def test_side_by_side_the_shorter_one_ends_first():
-    long, short = row_of(rich_rollout()), row_of(rollout_of("short", said="7"))
+    long, short = row_of(rich_rollout()), row_of(rollout_of("short", reply="7"))
     lines = shown(print_side_by_side, [short, long], tokens=False)
     turns = [line for line in lines if "turn 1" in line and "turn 10" not in line]
     # The second turn stands alone, in the right half.
