@@ -10,18 +10,18 @@ from marin_rl.escaping import escape
 from marin_rl.runtime.config_decoding import ConfigError
 from marin_rl.runtime.config_parsing import check_command_line, parse_config, to_yaml
 
-FLAGS = {"dry_run": "Check the config, print it in full with what each update amounts to, and stop."}
+FLAGS = {"dry_run": "Validate the config, print it with all defaults and the size of an update, and stop."}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: arguments without the program's name; None takes the process's own.
+        argv: arguments without the program's name; None for the arguments of the process.
 
     Returns:
-        The exit status: 0 when the run is complete or was stopped on request, 1 after an error, 130 after an
-        interrupt that left no time to save.
+        Exit status: 0 if the run is complete or was stopped by the user, 1 after an error, 130 after an interrupt
+        before a checkpoint could be saved.
     """
     arguments = sys.argv[1:] if argv is None else argv
     try:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    # Importing jax and levanter takes seconds, so the mistakes that can be found without them are reported before.
+    # Imported here because jax and levanter take seconds to import, and most mistakes can be reported without them.
     from marin_rl.environments.base import Split
     from marin_rl.runtime.config import TrainConfig, levanter_defaults
     from marin_rl.runtime.dry_run import describe_run
@@ -51,7 +51,7 @@ def _run(arguments: Sequence[str]) -> int:
             return 0
         run_session(parsed.config, sys.stdout)
     except KeyboardInterrupt:
-        print("interrupted; run the same command again to go on from the last checkpoint, if any", file=sys.stderr)
+        print("interrupted; run the same command again to resume from the last checkpoint, if any", file=sys.stderr)
         return 130
     except USER_ERRORS as error:
         print(f"error: {escape(str(error))}", file=sys.stderr)

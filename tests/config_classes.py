@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The config classes of the project that a YAML file can contain."""
+"""Config classes of the project that a YAML file can contain."""
 
 import dataclasses
 import typing
@@ -16,15 +16,15 @@ from marin_rl.runtime.config_decoding import field_types, is_section
 
 
 def config_classes() -> set[type]:
-    """All dataclasses of marin_rl that are reachable from the commands' configs, registries included."""
-    found: set[type] = set()
+    """All dataclasses of marin_rl in the configs of the commands, including the options of choices."""
+    classes: set[type] = set()
     for root in (TrainConfig, EvaluateConfig):
-        _collect(root, found)
-    return found
+        _collect(root, classes)
+    return classes
 
 
 def type_arguments(annotation: Any) -> list[Any]:
-    """The annotation and everything in its brackets, at any depth.
+    """An annotation and its type arguments, at any depth.
 
     >>> type_arguments(tuple[int, ...] | None)
     [tuple[int, ...] | None, tuple[int, ...], <class 'int'>, Ellipsis, <class 'NoneType'>]
@@ -32,17 +32,17 @@ def type_arguments(annotation: Any) -> list[Any]:
     return [annotation, *(inner for part in typing.get_args(annotation) for inner in type_arguments(part))]
 
 
-def _collect(cls: Any, found: set[type]) -> None:
-    if cls in found or not cls.__module__.startswith("marin_rl"):
+def _collect(cls: Any, classes: set[type]) -> None:
+    if cls in classes or not cls.__module__.startswith("marin_rl"):
         return
     if is_choice_type(cls):
         for choice in cls.get_known_choices().values():
             if choice is not cls:
-                _collect(choice, found)
+                _collect(choice, classes)
     if not dataclasses.is_dataclass(cls):
         return
-    found.add(cls)
+    classes.add(cls)
     for annotation in field_types(cls).values():
         for part in type_arguments(annotation):
             if is_section(part):
-                _collect(part, found)
+                _collect(part, classes)

@@ -147,7 +147,7 @@ def test_bad_arguments(finished_run: TinyRun, capfd: Capture, argv: list[str], m
 
 def test_an_address_is_no_run_directory(capfd: Capture):
     assert main(["--run", "gs://bucket/run"]) == 1
-    assert "run is 'gs://bucket/run', but it must be a path of a mounted file system" in capfd.readouterr().err
+    assert "run is 'gs://bucket/run', but it must be a path on a mounted file system" in capfd.readouterr().err
 
 
 def test_a_folder_without_a_run(tmp_path: Path, capfd: Capture):

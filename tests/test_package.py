@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Importing the package sets EQX_ON_ERROR unless it is set already."""
+"""Importing the package sets `EQX_ON_ERROR` unless it is set already."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "off"), ("raise", "raise")])
-def test_callbacks_are_disabled_unless_requested(given: str | None, expected: str) -> None:
+def test_import_disables_equinox_runtime_checks_by_default(given: str | None, expected: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "EQX_ON_ERROR"}
     if given is not None:
         environment["EQX_ON_ERROR"] = given

@@ -17,9 +17,7 @@ from tests.tiny_run import TinyRun, contents, copy_of
 Capture = pytest.CaptureFixture[str]
 
 
-def test_a_dry_run_prints_the_config_and_what_it_amounts_to_and_makes_nothing(
-    new_run: Callable[..., TinyRun], capfd: Capture
-):
+def test_dry_run_prints_config_and_sizes_and_writes_nothing(new_run: Callable[..., TinyRun], capfd: Capture):
     run = new_run()
     assert run.train("--dry_run", "--rollouts.group_size", "8") == 0
     output = capfd.readouterr().out
@@ -44,13 +42,13 @@ def test_a_dry_run_prints_the_config_and_what_it_amounts_to_and_makes_nothing(
     assert not run.path.exists()
 
 
-def test_the_resolved_config_that_is_printed_is_the_one_that_is_written(finished_run: TinyRun, capfd: Capture):
+def test_dry_run_prints_the_config_that_a_run_writes(finished_run: TinyRun, capfd: Capture):
     assert finished_run.train("--dry_run") == 0
     written = (finished_run.path / "config.yaml").read_text()
     assert written in capfd.readouterr().out
 
 
-def test_a_written_config_starts_the_same_run_again(finished_run: TinyRun, capfd: Capture):
+def test_written_config_starts_the_same_run(finished_run: TinyRun, capfd: Capture):
     assert main(["--config", str(finished_run.path / "config.yaml"), "--dry_run"]) == 0
     assert (finished_run.path / "config.yaml").read_text() in capfd.readouterr().out
 
@@ -64,7 +62,7 @@ def test_help_shows_every_section(capfd: Capture):
         assert name in output
 
 
-def test_the_command_says_how_it_went(finished_run: TinyRun, tmp_path: Path, capfd: Capture):
+def test_resumed_run_prints_the_summary(finished_run: TinyRun, tmp_path: Path, capfd: Capture):
     copied = copy_of(finished_run, tmp_path / "copy")
     assert copied.train() == 0
     output = capfd.readouterr().out
@@ -75,7 +73,7 @@ def test_the_command_says_how_it_went(finished_run: TinyRun, tmp_path: Path, cap
     assert "--initialize_from" in output
 
 
-def test_training_goes_on_from_the_weights_of_a_finished_run(
+def test_training_starts_from_the_weights_of_a_finished_run(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
@@ -89,12 +87,12 @@ def test_training_goes_on_from_the_weights_of_a_finished_run(
     assert run.train() == 0
     before = contents(finished_run.path / "hf")["model.safetensors"]
     assert contents(run.path / "hf")["model.safetensors"] == before
-    # The evaluation of these weights is the one that the finished run closed with.
+    # The evaluation equals the last one of the finished run.
     last = {name: value for name, value in finished_run.records()[-1].items() if name.startswith("eval/")}
     assert run.records() == [{"step": 0, **last}]
 
 
-def test_an_interrupt_before_the_first_update_ends_with_130(
+def test_interrupt_before_the_first_update_exits_with_130(
     new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ):
     def interrupted(config: object, stream: object) -> None:
@@ -105,9 +103,7 @@ def test_an_interrupt_before_the_first_update_ends_with_130(
     assert "run the same command again" in capfd.readouterr().err
 
 
-def test_an_error_cannot_act_on_the_terminal(
-    new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: Capture
-):
+def test_errors_are_escaped(new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: Capture):
     def failed(config: object, stream: object) -> None:
         raise ValueError("task \x1b[2J\nis wrong")
 
@@ -118,9 +114,7 @@ def test_an_error_cannot_act_on_the_terminal(
     assert "\x1b" not in capfd.readouterr().err
 
 
-def test_an_error_that_is_not_the_users_keeps_its_traceback(
-    new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
-):
+def test_internal_errors_keep_their_traceback(new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch):
     def broken(config: object, stream: object) -> None:
         raise ZeroDivisionError
 
@@ -129,7 +123,7 @@ def test_an_error_that_is_not_the_users_keeps_its_traceback(
         new_run().train()
 
 
-def test_the_module_is_a_command(tmp_path: Path):
+def test_module_is_a_command(tmp_path: Path):
     finished = subprocess.run(
         [sys.executable, "-m", "marin_rl.train", "--config", "absent.yaml"],
         check=False,
@@ -153,9 +147,7 @@ def test_the_module_is_a_command(tmp_path: Path):
         (["--config"], "--config needs a value"),
     ],
 )
-def test_mistakes_in_the_command_line_are_reported_before_jax_is_imported(
-    arguments: list[str], problem: str, tmp_path: Path
-):
+def test_command_line_errors_are_reported_without_importing_jax(arguments: list[str], problem: str, tmp_path: Path):
     (tmp_path / "present.yaml").write_text("enviroment: {type: arithmetic}\n")
     (tmp_path / "broken.yaml").write_text("a: [\n")
     script = (
@@ -176,7 +168,7 @@ def test_mistakes_in_the_command_line_are_reported_before_jax_is_imported(
     assert problem in finished.stderr
 
 
-def test_a_key_of_a_section_given_at_the_top_level_is_still_placed(capfd: Capture, tmp_path: Path):
+def test_top_level_key_of_a_section_is_suggested(capfd: Capture, tmp_path: Path):
     (tmp_path / "run.yaml").write_text(f"run_dir: {tmp_path / 'run'}\ngroup_size: 4\n")
     assert main(["--config", str(tmp_path / "run.yaml")]) == 1
     assert "unknown key group_size; did you mean rollouts.group_size?" in capfd.readouterr().err

@@ -28,7 +28,7 @@ def view(capsys, *argv):
     return captured.out
 
 
-def test_a_list_shows_the_newest_step(run, capsys):
+def test_list_shows_the_newest_step(run, capsys):
     out = view(capsys, run)
     assert "3 rollouts" in out
     header, line = (next(line.split() for line in out.splitlines() if word in line) for word in ("environment", "g-0"))
@@ -51,18 +51,18 @@ def test_filters_sort_and_limit(run, capsys):
     assert "0 rollouts" in view(capsys, run, "--step", "1", "--status", "failed", "--max_reward", "1")
 
 
-def test_one_in_full(run, capsys):
+def test_one_rollout_in_full(run, capsys):
     out = view(capsys, run, "--id", "g-0", "--tokens")
     for text in (
         *("2+3 — naïve?", "wrong, try again", "equal to the answer", "TimeoutError: 3 s", "half \\u2028 right"),
-        *("taken as", "step return 1.2", "step advantage -0.5", "episode advantage 0.25", "\\xc3", "<|end|>"),
+        *("action", "step return 1.2", "step advantage -0.5", "episode advantage 0.25", "\\xc3", "<|end|>"),
         *("policy−learner", "0.125", "retries 1", "answer"),
     ):
         assert text in out, text
     assert "policy−learner" not in view(capsys, run, "--id", "g-0")
 
 
-def test_two_side_by_side(run, capsys):
+def test_two_rollouts_side_by_side(run, capsys):
     for argv in (["--compare", "g-0", "s1-1"], ["--id", "g-0", "--id", "s1-1"]):
         lines = view(capsys, run, *argv).splitlines()
         assert any("g-0" in line and "s1-1" in line for line in lines)
@@ -70,7 +70,7 @@ def test_two_side_by_side(run, capsys):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_a_single_file_is_opened_too(tmp_path, capsys, kind):
+def test_single_file_is_accepted(tmp_path, capsys, kind):
     write(tmp_path, 7, [group_of("g", 1.0, 0.0)], format=kind)
     file = tmp_path / f"rollouts.{kind}"
     (tmp_path / f"step-00000007.{kind}").rename(file)
@@ -84,7 +84,7 @@ def test_a_single_file_is_opened_too(tmp_path, capsys, kind):
     assert '"run":"rollouts.' in page.read_text(encoding="utf-8")
 
 
-def test_text_of_models_cannot_act_on_the_terminal(tmp_path, capsys):
+def test_texts_of_models_are_escaped(tmp_path, capsys):
     evil = "\x1b[2J\x1b]0;title\x07\x1b]8;;https://x\x1b\\[red]red[/red][link=x]\x9b31m\r\u202e:smile:"
     run = empty_run(tmp_path / "run")
     turns = (turn_of(evil, evil, action=evil),)
@@ -98,7 +98,7 @@ def test_text_of_models_cannot_act_on_the_terminal(tmp_path, capsys):
     assert "[red]red[/red][link=x]\\x9b31m\\r\\u202e:smile:" in full
 
 
-def test_an_edited_file_cannot_act_on_the_terminal(tmp_path, capsys):
+def test_texts_of_an_edited_file_are_escaped(tmp_path, capsys):
     file = tmp_path / "edited.jsonl"
     run = empty_run(tmp_path / "run")
     write(run / "rollouts", 1, [RolloutGroup("g", [rollout_of("g-0")])], format="jsonl")
@@ -114,9 +114,9 @@ def test_an_edited_file_cannot_act_on_the_terminal(tmp_path, capsys):
     assert "its columns are of version \\x1b[2J, and" in capsys.readouterr().err
 
 
-def test_an_empty_run_says_why_nothing_is_there(tmp_path, capsys):
+def test_empty_run_explains_missing_rollouts(tmp_path, capsys):
     run = empty_run(tmp_path / "run")
-    assert "has no stored rollouts yet: its first step is not over" in view(capsys, str(run))
+    assert "has no stored rollouts yet: its first step has not finished" in view(capsys, str(run))
     assert "has no stored evaluation rollouts yet" in view(capsys, str(run), "--evaluation")
 
 
@@ -125,7 +125,7 @@ def test_an_empty_run_says_why_nothing_is_there(tmp_path, capsys):
     [
         (["{tmp}"], "is not a run directory: it has no config.yaml"),
         (["{tmp}/nowhere"], "is not a run directory: it has no config.yaml"),
-        (["gs://bucket/run"], "RUN is 'gs://bucket/run', but it must be a path of a mounted file system"),
+        (["gs://bucket/run"], "RUN is 'gs://bucket/run', but it must be a path on a mounted file system"),
         (["{run}/config.yaml"], "is neither a run directory nor a file of rollouts"),
         (["{run}", "--id", "x"], "no stored rollout has the id 'x'"),
         (["{run}", "--step", "1", "--steps", "1-2"], "both --step and --steps were given"),
@@ -139,7 +139,7 @@ def test_errors_are_one_line(run, tmp_path, capsys, argv, message):
     assert error.count("\n") == 1
 
 
-def test_bad_arguments_are_refused(run, capsys):
+def test_invalid_arguments_are_refused(run, capsys):
     for argv in (["--limit", "0"], ["--steps", "x"], ["--status", "odd"], ["--sort", "odd"]):
         with pytest.raises(SystemExit) as caught:
             main([run, *argv])
@@ -153,7 +153,7 @@ def shown_commands():
 
 
 @pytest.mark.parametrize("command", shown_commands())
-def test_the_commands_that_the_page_shows_work(command, tmp_path, capsys, monkeypatch):
+def test_commands_of_the_docs_page_work(command, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = empty_run(tmp_path / "runs" / "rloo")
     group = [rollout_of(f"train-12-0-{index}", "train-12-0") for index in range(5)]
@@ -162,7 +162,7 @@ def test_the_commands_that_the_page_shows_work(command, tmp_path, capsys, monkey
     assert view(capsys, *shlex.split(command))
 
 
-def test_it_starts_without_jax_and_transformers(run):
+def test_view_does_not_import_jax_or_transformers(run):
     code = (
         "import sys; from marin_rl.view import main; status = main(sys.argv[1:]); "
         "print(status, sorted({'jax', 'levanter', 'transformers', 'haliax'} & set(sys.modules)))"

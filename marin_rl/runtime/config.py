@@ -3,8 +3,8 @@
 
 """The configuration of a training run.
 
-Every section sits beside what it configures; this file only puts them together and checks what no
-section can see alone. `model`, `optimizer` and `trainer` are levanter's own sections.
+Each section is defined next to the code that it configures. `TrainConfig` combines the sections and validates
+settings that depend on one another. `model`, `optimizer` and `trainer` are levanter's sections.
 """
 
 import dataclasses
@@ -53,16 +53,16 @@ from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig, is_
 
 
 def compilation_cache() -> str:
-    """Where compiled programs are kept between runs: the user's cache folder."""
+    """Folder of compiled programs that are reused between runs, in the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return str(Path(home) / "marin_rl" / "jax")
 
 
 def levanter_defaults() -> dict[str, Any]:
-    """What this project sets differently in levanter's own sections.
+    """Defaults of this project that differ from levanter's, as nested plain values.
 
-    Levanter's trainer insists on an accelerator, logs to wandb, writes compiler dumps and starts Ray
-    unless told otherwise; a run here starts on a laptop with none of these.
+    By default, levanter's trainer requires an accelerator, logs to wandb, writes compiler dumps and starts Ray.
+    A run of this project starts on a laptop without any of these.
     """
     return {
         "trainer": {
@@ -95,17 +95,17 @@ _DECIDED_ELSEWHERE = {
     "quantization": "not supported; leave it out",
     "model_averaging": "not supported; leave it out",
 }
-"""Fields of levanter's trainer section that would be ignored, and what to set instead."""
+"""Fields of levanter's trainer section that would be ignored, with the setting to use instead."""
 
 
 _PATH_FIELDS = {"run_dir", "initialize_from", "path", "held_out_path", "folder", "chat_template"}
 """Names of this project's settings that are paths."""
 _ADDRESS_FIELDS = {"weights.folder"}
-"""Those of them that may be addresses too, and check them."""
+"""Path settings that also accept addresses; their sections validate them."""
 
 
 def _check_paths(section: object, prefix: str = "") -> None:
-    """Refuse addresses such as `gs://bucket` in the paths of a config, naming the key."""
+    """Validate that the paths of a config are local, not addresses such as `gs://bucket`."""
     if isinstance(section, Mapping):
         parts = [(str(name), value) for name, value in section.items()]
     elif isinstance(section, Sequence) and not isinstance(section, str):
@@ -127,44 +127,44 @@ def _field_default(section: type, name: str) -> Any:
 
 
 ROW_MULTIPLE = 128
-"""What the length of a packed row is rounded up to."""
-TOKENS_PER_PASS = 1024
-"""Positions in a pass on each device, where the config does not say how many rows."""
+"""The default length of a packed row is rounded up to a multiple of this."""
+TOKENS_PER_MICROBATCH = 1024
+"""Positions of a microbatch on each device if the config does not set the number of rows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-    """How many rollouts an update is made of, and how far each may go."""
+    """Number of rollouts per step, their limits, and the layout of batch rows."""
 
     prompts_per_step: int = 64
-    """Tasks drawn for each update."""
+    """Tasks sampled per step. At least 1."""
     group_size: int = 8
-    """Attempts at each task; they are one another's baseline."""
+    """Rollouts per task; advantages compare the rollouts of one task. At least 1."""
     max_length: int = 512
-    """Most tokens in one sequence, prompt and answers together; also the positions of a batch row."""
+    """Maximum tokens in a sequence, prompt and answers together. At least 1."""
     max_prompt_length: int | None = None
-    """Most tokens in a task's prompt, below `max_length`; null: `max_length` less one."""
+    """Maximum tokens in a task's prompt, from 1 to `max_length - 1`; null: `max_length - 1`."""
     long_prompts: LongPrompts = LongPrompts.ERROR
-    """What to do with a task whose prompt is longer, in training and evaluation: `error` ends the run and names the
-    task, `skip` takes the next task in its place, `truncate_left` keeps the prompt's last `max_prompt_length` tokens,
-    the template's generation prompt among them."""
+    """Handling of tasks with a longer prompt, in training and evaluation: `error` ends the run and names the task,
+    `skip` uses the next task instead, `truncate_left` keeps the last `max_prompt_length` tokens of the prompt, which
+    include the template's generation prompt."""
     max_turns: int = 1
-    """Most answers in one rollout."""
+    """Maximum answers in a rollout. At least 1."""
     max_tokens: int | None = None
-    """Most tokens in all answers of one rollout together; null: no limit beyond the others."""
+    """Maximum tokens in all answers of a rollout together, at least 1; null: not limited."""
     max_seconds: float = 120.0
-    """Most seconds that the environment may take for one rollout; waiting for the sampler does not count. One that
-    takes longer is lost alone. Reward functions have the limits of `sandbox`."""
+    """Time limit in seconds of the environment's work for one rollout, above 0; time spent waiting for the sampler
+    does not count. Only the rollout that exceeds it fails. Reward functions have the limits of `sandbox`."""
     state_hashing: StateHashingConfig | None = None
-    """A function of one's own that says which turns stood at the same place, for `advantage: {type: gigpo}`; null: a
-    hash of the environment's anchor state or, without one, of the messages shown."""
+    """A user function that maps turns to states, for `advantage: {type: gigpo}`; null: a hash of the environment's
+    anchor state or, without one, of the messages shown."""
     packing: bool = True
-    """True puts several rollouts into a row of the batch, by segments that do not see one another; false gives each
-    sequence a row of its own."""
+    """Whether a batch row holds several sequences, in segments that do not attend to one another; false: one sequence
+    per row."""
     row_length: int | None = None
-    """Positions of a batch row, at least `max_length`. By default `max_length`, with packing rounded up to a multiple
-    of 128, and further where the platform's attention kernel needs it. Rows per pass are
-    `trainer.per_device_parallelism`."""
+    """Positions of a batch row, at least `max_length`; null: `max_length`, with packing rounded up to a multiple of
+    128, and further if the attention kernel requires it. `trainer.per_device_parallelism` sets the rows per
+    microbatch."""
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
@@ -180,7 +180,7 @@ class RolloutConfig:
             raise ValueError(f"rollouts.max_tokens is {self.max_tokens}; it must be at least 1, or null for no limit")
         if not 0 < self.max_seconds <= 1e9:
             raise ValueError(
-                f"rollouts.max_seconds is {self.max_seconds}; it is a number of seconds above 0 and at most 1e9"
+                f"rollouts.max_seconds is {self.max_seconds}; it must be a number of seconds above 0 and at most 1e9"
             )
         if self.row_length is not None and self.row_length < self.max_length:
             raise ValueError(
@@ -190,17 +190,17 @@ class RolloutConfig:
 
     @property
     def rollouts_per_step(self) -> int:
-        """Rollouts in one step."""
+        """Number of rollouts per step."""
         return self.prompts_per_step * self.group_size
 
     def positions(self, kernel: AttentionKernel) -> int:
         """Positions of a batch row.
 
         Args:
-            kernel: the attention that rows are computed with.
+            kernel: attention kernel that processes the rows.
 
         Raises:
-            ValueError: if `row_length` is set to a length that the kernel does not take.
+            ValueError: if the kernel does not support the configured `row_length`.
 
         >>> from levanter.layers.attention import AttentionBackend
         >>> flash, splash = AttentionKernel(AttentionBackend.JAX_FLASH), AttentionKernel(AttentionBackend.SPLASH)
@@ -214,14 +214,14 @@ class RolloutConfig:
         if not kernel.takes(self.row_length):
             raise ValueError(
                 f"rollouts.row_length is {self.row_length}, but {kernel.backend.value} attention (model.attn_backend) "
-                f"does not take rows of that length; set rollouts.row_length: {kernel.fit(self.row_length)}, or null"
+                f"does not support rows of that length; set rollouts.row_length: {kernel.fit(self.row_length)}, or null"
             )
         return self.row_length
 
     @property
     def rows_per_device(self) -> int:
-        """Rows in a pass on each device where the trainer does not say: about a thousand tokens."""
-        return max(TOKENS_PER_PASS // self._shortest_row, 1)
+        """Default rows per microbatch on each device, about `TOKENS_PER_MICROBATCH` tokens."""
+        return max(TOKENS_PER_MICROBATCH // self._shortest_row, 1)
 
     @property
     def _shortest_row(self) -> int:
@@ -232,12 +232,12 @@ class RolloutConfig:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateConfig:
-    """How often the rollouts of a step are trained on."""
+    """Number of optimizer updates per step."""
 
     epochs: int = 1
-    """Passes over the rollouts of a step."""
+    """Epochs over the rollouts of a step. At least 1."""
     minibatches: int = 1
-    """Updates in each of them; every rollout is in exactly one, drawn anew in each epoch."""
+    """Updates per epoch, at least 1. Each rollout is in exactly one minibatch; they are shuffled in each epoch."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "minibatches"):
@@ -246,89 +246,90 @@ class UpdateConfig:
 
     @property
     def per_step(self) -> int:
-        """Updates in one step."""
+        """Number of updates per step."""
         return self.epochs * self.minibatches
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Everything a training run is made of."""
+    """Configuration of a training run."""
 
     environment: EnvironmentConfig
-    """Where tasks come from and who judges the answers."""
+    """Source of the tasks and their rewards."""
     run_dir: str
-    """The run directory; rerunning with the same one resumes."""
+    """Run directory, a path. A run resumes if its directory contains a checkpoint."""
     model: LmConfig | None = None
-    """Architecture, levanter's own section. Needed from scratch; with `initialize_from` it is read there. The built-in
-    sampler samples `llama`, `qwen2` and `qwen3`; with `sampler: {type: openai}`, `gemma`, `gemma2`, `gpt2`, `mistral`,
-    `mixtral` and `olmo2` can be trained too."""
+    """Model architecture (levanter's section), required to train from scratch; null: read from `initialize_from`. The
+    built-in sampler supports `llama`, `qwen2` and `qwen3`. With `sampler: {type: openai}`, `gemma`, `gemma2`, `gpt2`,
+    `mistral`, `mixtral` and `olmo2` can also be trained."""
     initialize_from: str | None = None
-    """Start from these weights: a folder or hub name in Hugging Face format, or a run directory of marin_rl."""
+    """Initial weights: a folder or hub name in Hugging Face format, or a run directory of marin_rl; null: random
+    weights."""
     tokenizer: TokenizerConfig = TokenizerConfig()
-    """The tokenizer and its chat template."""
+    """Tokenizer and chat template."""
     seed: int = 0
-    """Seed of everything random: weights, task order, sampling."""
+    """Random seed of initial weights, task order and sampling."""
     num_steps: int = 200
-    """RL steps: each samples a batch of rollouts and trains on it."""
+    """Number of RL steps, at least 0. A step samples a batch of rollouts and trains on it."""
     rollouts: RolloutConfig = RolloutConfig()
-    """Size of a batch and limits of a rollout."""
+    """Rollouts per step, their limits, and the layout of batch rows."""
     sampling: SamplingConfig = SamplingConfig()
-    """How the policy samples."""
+    """Sampling parameters of the policy."""
     sampler: SamplerConfig = LevanterSamplerConfig()
-    """The engine that samples."""
+    """Inference engine that samples answers."""
     sandbox: SandboxConfig = SandboxConfig()
-    """Where reward functions and programs that a model wrote run, and what a call may use."""
+    """Isolation and resource limits of reward functions and of programs written by a model."""
     advantage: AdvantageConfig = RlooConfig()
-    """How rewards of a group become advantages."""
+    """Advantage estimator."""
     policy_loss: PolicyLossConfig = ReinforceLossConfig()
-    """The policy term of the loss."""
+    """Policy term of the loss."""
     kl: KlConfig = NoKlConfig()
-    """The penalty for leaving the reference, which is the policy as it was when RL began."""
+    """KL penalty against the reference policy, which is the policy at the start of RL."""
     aggregation: AggregationConfig = SequenceSumConfig()
-    """How token terms become one loss."""
+    """Aggregation of the token losses to a scalar."""
     critic: CriticConfig | None = None
-    """The critic that `advantage: {type: gae}` needs; null for none."""
+    """Critic, required by `advantage: {type: gae}`; null: no critic."""
     updates: UpdateConfig = UpdateConfig()
-    """Epochs and minibatches over the rollouts of a step."""
+    """Epochs and minibatches per step."""
     off_policy_correction: OffPolicyCorrectionConfig = NoCorrectionConfig()
-    """Correction for a sampler whose probabilities differ from the learner's."""
+    """Importance correction for differences between the probabilities of sampler and learner."""
     overlong: OverlongConfig = OverlongConfig()
-    """Soft penalty on answers that come close to their limit."""
+    """Soft penalty on answers close to the length limit."""
     truncation: TruncationConfig = KeepTruncatedConfig()
-    """What becomes of rollouts that hit a limit."""
+    """Handling of rollouts that were cut off at a limit."""
     filter: FilterConfig = KeepGroupsConfig()
-    """What becomes of groups whose rewards are all equal."""
+    """Handling of groups in which all rewards are equal."""
     mode: Mode = Mode.SYNC
-    """`sync` samples and trains in turns, in one process; `async` samples in workers while it trains."""
+    """`sync` alternates sampling and training in one process; `async` samples in rollout workers during training."""
     workers: WorkersConfig = WorkersConfig()
     """Rollout workers, for `mode: async`."""
     ray_address: str | None = None
-    """The Ray cluster that they run on: `auto` for the one that this machine belongs to, or `host:port` of its head.
-    null starts one on this machine and ends it with the run."""
+    """Ray cluster of the rollout workers: `auto` for the cluster of this machine, or `host:port` of the head node;
+    null: a local cluster is started and stopped with the run."""
     replay: ReplayConfig = ReplayConfig()
-    """How far sampling may be ahead of training, for `mode: async`."""
+    """Replay buffer and staleness limits, for `mode: async`."""
     weights: WeightTransferConfig = ArrowFlightConfig()
-    """How weights reach the workers, for `mode: async`."""
+    """Weight transfer from the trainer to the workers, for `mode: async`."""
     logprob_block_size: int = 128
-    """Positions of a row whose logits exist at the same time."""
+    """Positions of a row whose logits are in memory at once. At least 1."""
     warm_start: WarmStartConfig = WarmStartConfig()
     """Supervised training before RL."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """Held-out accuracy."""
+    """Evaluation on held-out tasks."""
     log_level: LogLevel = LogLevel.INFO
-    """The least severe messages in `log.txt`, `processes/*.txt` and `workers/*.txt`: `debug`, `info`, `warning` or
-    `error`. `debug` writes every step of every episode."""
+    """Minimum level of messages in `log.txt`, `processes/*.txt` and `workers/*.txt`: `debug`, `info`, `warning` or
+    `error`. `debug` logs every turn of every episode."""
     logging: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Levels of modules or packages that differ from `log_level`, as `{marin_rl.rollouts: debug}`."""
+    """Log levels of modules or packages that override `log_level`, such as `{marin_rl.rollouts: debug}`."""
     rollout_store: RolloutStoreConfig = RolloutStoreConfig()
-    """Which rollouts stay in the run directory."""
+    """Storage of rollouts in the run directory."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When to save."""
+    """Checkpoint schedule."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamConfig)
-    """Optimizer and schedule of RL, levanter's own section."""
+    """Optimizer and learning-rate schedule of RL (levanter's section)."""
     trainer: TrainerConfig = dataclasses.field(default_factory=default_trainer)
-    """Mesh, precision, microbatches and trackers, levanter's own section. Batch size and number of
-    steps follow from `rollouts` and `num_steps`."""
+    """Mesh, precision, microbatches and trackers (levanter's section). Batch size and number of steps follow from
+    `rollouts` and `num_steps`."""
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
@@ -338,7 +339,7 @@ class TrainConfig:
             local_path(cache, "trainer.jax_compilation_cache_dir")
         module_levels(self.logging)
         if self.num_steps < 0:
-            raise ValueError(f"num_steps is {self.num_steps}; it counts steps and cannot be negative")
+            raise ValueError(f"num_steps is {self.num_steps}; it must be at least 0")
         if not 0 <= self.optimizer.learning_rate < math.inf:
             raise ValueError(
                 f"optimizer.learning_rate is {self.optimizer.learning_rate}; it must be a finite number of at least 0"
@@ -353,18 +354,18 @@ class TrainConfig:
         for name, remedy in _DECIDED_ELSEWHERE.items():
             given, default = getattr(self.trainer, name), _field_default(TrainerConfig, name)
             if given != default:
-                raise ValueError(f"trainer.{name} is {given!r}, but it does not decide anything here: {remedy}")
+                raise ValueError(f"trainer.{name} is {given!r}, but this setting has no effect: {remedy}")
         if self.model is not None and self.rollouts.max_length > self.model.Pos.size:
             raise ValueError(
                 f"rollouts.max_length is {self.rollouts.max_length}, but the model's context has {self.model.Pos.size} "
-                "tokens (model.seq_len); lower the one or raise the other"
+                "tokens (model.seq_len); lower rollouts.max_length or raise model.seq_len"
             )
         self._check_row_length()
         if self.rollouts.long_prompts is LongPrompts.TRUNCATE_LEFT and self.rollouts.max_prompt_length is None:
             keep = max(self.rollouts.max_length - self.sampling.max_new_tokens, 1)
             raise ValueError(
                 "rollouts.long_prompts is truncate_left, but rollouts.max_prompt_length is null; set it to the number "
-                f"of tokens to keep, such as rollouts.max_length less sampling.max_new_tokens, which is {keep}"
+                f"of tokens to keep, such as rollouts.max_length - sampling.max_new_tokens = {keep}"
             )
         if self.model is not None:
             check_model(
@@ -374,23 +375,23 @@ class TrainConfig:
             )
         if getattr(self.model, "scan_layers", True) is False:
             raise ValueError(
-                "model.scan_layers is false, but levanter's inference engine samples from scanned layers alone; "
-                "leave it true"
+                "model.scan_layers is false, but levanter's inference engine supports scanned layers only; "
+                "set it to true"
             )
         if self.replay.capacity is not None and self.replay.capacity < self.rollouts.prompts_per_step:
             raise ValueError(
                 f"replay.capacity is {self.replay.capacity}, but a step takes rollouts.prompts_per_step = "
-                f"{self.rollouts.prompts_per_step} groups together; raise it"
+                f"{self.rollouts.prompts_per_step} groups; raise it"
             )
         if self.replay.keep_sampling_weights and not self.off_policy_correction.needs_sampling_logprobs:
             raise ValueError(
-                "replay.keep_sampling_weights is true, but off_policy_correction: {type: none} scores nothing "
-                "with them; set off_policy_correction: {type: tis}, or keep_sampling_weights: false"
+                "replay.keep_sampling_weights is true, but off_policy_correction: {type: none} does not use them; "
+                "set off_policy_correction: {type: tis}, or keep_sampling_weights: false"
             )
         if self.replay.keep_sampling_weights and self.workers.refresh is Refresh.IN_FLIGHT:
             raise ValueError(
-                "replay.keep_sampling_weights is true and workers.refresh in_flight, but an answer that several "
-                "weights sampled has none to be scored with; set workers.refresh: between_groups, or "
+                "replay.keep_sampling_weights is true and workers.refresh is in_flight, but an answer sampled with "
+                "several versions of the weights cannot be scored with one; set workers.refresh: between_groups, or "
                 "keep_sampling_weights: false"
             )
         if self.ray_address is not None and not re.fullmatch(r"auto|[^/]+:\d{1,5}", self.ray_address):
@@ -409,99 +410,97 @@ class TrainConfig:
         if is_loopback(weights.host) and not is_loopback(ray_address.rpartition(":")[0]):
             raise ValueError(
                 f"weights.host is {weights.host}, which only this machine can reach, but the workers run on the Ray "
-                f"cluster at ray_address {ray_address!r}; set weights.host to an address of this machine in a network "
-                "that you trust, or to 0.0.0.0. If all of the cluster is this machine, set ray_address: 127.0.0.1:PORT"
+                f"cluster at ray_address {ray_address!r}; set weights.host to an address of this machine in a trusted "
+                "network, or to 0.0.0.0. If the cluster consists of this machine only, set ray_address: 127.0.0.1:PORT"
             )
 
     def _check_row_length(self) -> None:
-        """Refuse a row length that no platform takes; the run's own platform is checked when its devices are known."""
-        refused = []
+        """Validate that a platform supports the row length; the run's platform is checked after jax has started."""
+        errors = []
         for platform in PLATFORMS:
             try:
                 self.rollouts.positions(attention_kernel(self.model, platform))
             except ValueError as error:
-                refused.append(error)
-        if len(refused) == len(PLATFORMS):
-            raise refused[0]
+                errors.append(error)
+        if len(errors) == len(PLATFORMS):
+            raise errors[0]
 
     def _check_worker_of(self, server: OpenAiSamplerConfig) -> None:
         if self.workers.num_workers != 1:
             raise ValueError(
-                f"workers.num_workers is {self.workers.num_workers}, but one worker has {server.base_url} sample, and "
-                "several would load weights over one another; set workers.num_workers: 1, raise sampling.max_seqs, and "
+                f"workers.num_workers is {self.workers.num_workers}, but several workers would overwrite each other's "
+                f"weights on the server {server.base_url}; set workers.num_workers: 1, raise sampling.max_seqs, and "
                 "put further engines behind that address"
             )
         if self.workers.refresh is Refresh.IN_FLIGHT:
             raise ValueError(
-                f"workers.refresh is in_flight, but which weights {server.base_url} made each token with is only known "
-                "where it loads none in the middle of an answer; set workers.refresh: between_groups"
+                f"workers.refresh is in_flight, but if {server.base_url} loads weights during an answer, the version "
+                "that sampled each token is unknown; set workers.refresh: between_groups"
             )
 
     def _check_objective(self) -> None:
         if self.rollouts.group_size < self.advantage.minimum_group_size:
             raise ValueError(
                 f"rollouts.group_size is {self.rollouts.group_size}, but advantage {self.advantage_name!r} compares "
-                f"the attempts at a prompt with one another and needs at least {self.advantage.minimum_group_size}; "
+                f"the rollouts of a prompt and needs at least {self.advantage.minimum_group_size}; "
                 "raise it, or use advantage: {type: reinforce}"
             )
         if self.filter.drops and self.rollouts.group_size < 2:
             raise ValueError(
-                f"filter {FilterConfig.get_choice_name(type(self.filter))!r} leaves out groups whose rewards are all "
-                "equal, and with rollouts.group_size 1 every group is one of them; raise it, or use "
-                "filter: {type: keep}"
+                f"filter {FilterConfig.get_choice_name(type(self.filter))!r} drops groups with equal rewards, "
+                "which is every group if rollouts.group_size is 1; raise it, or use filter: {type: keep}"
             )
         if self.advantage.needs_critic and self.critic is None:
             raise ValueError(
-                f"advantage {self.advantage_name!r} needs a critic's values; add critic: {{shared_trunk: true}}, or "
-                "use an advantage that compares the attempts at a prompt with one another, as advantage: {type: rloo}"
+                f"advantage {self.advantage_name!r} needs a critic; add critic: {{shared_trunk: true}}, or use an "
+                "advantage that compares the rollouts of a prompt, such as advantage: {type: rloo}"
             )
         if self.critic is not None and not self.advantage.needs_critic:
             raise ValueError(
-                f"critic is set, but advantage {self.advantage_name!r} uses no values; set advantage: {{type: gae}}, "
+                f"critic is set, but advantage {self.advantage_name!r} does not use it; set advantage: {{type: gae}}, "
                 "or critic: null"
             )
         if self.advantage.needs_turns and self.rollouts.max_turns < 2:
             raise ValueError(
-                f"advantage {self.advantage_name!r} compares steps of a rollout, but rollouts.max_turns is "
-                f"{self.rollouts.max_turns}: there is one step and nothing to compare. Raise it, with an environment "
-                "of several turns, or use advantage: {type: rloo}"
+                f"advantage {self.advantage_name!r} compares the turns of a rollout, but rollouts.max_turns is "
+                f"{self.rollouts.max_turns}; raise it and use an environment with several turns, or use "
+                "advantage: {type: rloo}"
             )
         loss_name = PolicyLossConfig.get_choice_name(type(self.policy_loss))
         if self.updates.per_step > 1 and not self.policy_loss.uses_ratio:
             raise ValueError(
-                f"updates asks for {self.updates.per_step} updates per step, but policy_loss {loss_name!r} ignores "
-                "that the policy has moved since it sampled; use policy_loss: {type: ppo_clip}, or one update"
+                f"updates sets {self.updates.per_step} updates per step, but policy_loss {loss_name!r} does not "
+                "correct for changes of the policy since sampling; use policy_loss: {type: ppo_clip}, or one update"
             )
         if self.off_policy_correction.is_token_level and self.policy_loss.is_sequence_level:
             name = OffPolicyCorrectionConfig.get_choice_name(type(self.off_policy_correction))
             raise ValueError(
-                f"off_policy_correction {name!r} weighs single tokens, but "
-                f"policy_loss {loss_name!r} has one ratio per rollout and cannot leave out some of its tokens; use "
-                "off_policy_correction: {type: mask}, which drops whole rollouts"
+                f"off_policy_correction {name!r} weights single tokens, but policy_loss {loss_name!r} has one ratio "
+                "per rollout; use off_policy_correction: {type: mask}, which drops whole rollouts"
             )
         if self.advantage.is_token_level and self.policy_loss.is_sequence_level:
             raise ValueError(
-                f"advantage {self.advantage_name!r} credits single tokens or turns, but policy_loss {loss_name!r} has "
-                "one ratio per rollout, which averages that credit away; set policy_loss: {type: ppo_clip}"
+                f"advantage {self.advantage_name!r} differs between the tokens of a rollout, but policy_loss "
+                f"{loss_name!r} has one ratio per rollout and would average it; set policy_loss: {{type: ppo_clip}}"
             )
         if self.updates.minibatches > self.rollouts.rollouts_per_step:
             raise ValueError(
                 f"updates.minibatches is {self.updates.minibatches}, but a step has only "
-                f"{self.rollouts.rollouts_per_step} rollouts; lower it, or raise rollouts.prompts_per_step"
+                f"{self.rollouts.rollouts_per_step} rollouts; lower it or raise rollouts.prompts_per_step"
             )
         if self.overlong.buffer > self.sampling.max_new_tokens:
             raise ValueError(
                 f"overlong.buffer is {self.overlong.buffer}, but an answer has at most sampling.max_new_tokens = "
-                f"{self.sampling.max_new_tokens} tokens; lower the one or raise the other"
+                f"{self.sampling.max_new_tokens} tokens; lower overlong.buffer or raise sampling.max_new_tokens"
             )
 
     @property
     def advantage_name(self) -> str:
-        """The configured advantage's name in YAML."""
+        """Name of the advantage estimator in YAML."""
         return AdvantageConfig.get_choice_name(type(self.advantage))
 
     def trainer_config(self) -> TrainerConfig:
-        """Levanter's trainer section with steps and seed filled in."""
+        """Levanter's trainer section with the number of steps, the seed and the run's name."""
         return dataclasses.replace(
             self.trainer,
             num_train_steps=self.num_steps,
@@ -510,13 +509,13 @@ class TrainConfig:
         )
 
     def row_layout(self, trainer: TrainerConfig) -> RowLayout:
-        """The shape of every pass of the model.
+        """Shape of the microbatches.
 
         Args:
-            trainer: as `start_devices` completed it.
+            trainer: trainer section completed by `start_devices`.
 
         Raises:
-            ValueError: if `rollouts.row_length` does not suit the attention kernel of the trainer's platform.
+            ValueError: if the attention kernel of the trainer's platform does not support `rollouts.row_length`.
         """
         return RowLayout(
             self.rollouts.positions(self._kernel(trainer)),
@@ -526,13 +525,13 @@ class TrainConfig:
         )
 
     def trained_model(self, trainer: TrainerConfig) -> LmConfig:
-        """The architecture, with the attention kernel of the trainer's platform and blocks that divide the rows.
+        """Model config with the attention kernel of the trainer's platform and a block size that divides the rows.
 
         Args:
-            trainer: as `start_devices` completed it.
+            trainer: trainer section completed by `start_devices`.
 
         Raises:
-            ValueError: if `rollouts.row_length` does not suit the attention kernel of the trainer's platform.
+            ValueError: if the attention kernel of the trainer's platform does not support `rollouts.row_length`.
         """
         assert self.model is not None
         kernel = self._kernel(trainer)

@@ -1,15 +1,15 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""From plain YAML values to config dataclasses and back, naming every key that does not fit.
+"""Decode plain YAML values to config dataclasses, and encode them again.
 
-The types are draccus's: dataclasses, choice registries and whatever has a decoder registered with it
-(`jmp.Policy`, `timedelta`, …). Three things differ from `draccus.decode`, and are why this file exists:
+Supports the types of draccus: dataclasses, choice registries and types with a registered decoder
+(`jmp.Policy`, `timedelta`, …). Differences from `draccus.decode`:
 
-- every wrong key is reported at once, under its full dotted name and with the nearest valid ones;
-- in a union the member that has the value's own type wins, where draccus takes the first that can be
-  built (`str | bool` reads `true` as `"True"`, so levanter's `jax_config` would not survive a file);
-- a section that is given in part keeps its field's default for the rest, instead of its class's.
+- Errors report all invalid keys at once, with their full dotted names and the nearest valid keys.
+- In a union, the member with the value's exact type is preferred. Draccus uses the first member that accepts the
+  value: it decodes `true` as `"True"` for `str | bool`, which changes levanter's `jax_config`.
+- Keys missing in a section are taken from the default of the section's field, not from the defaults of its class.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
 SHOWN_CHARACTERS = 200
-"""Most characters of a wrong value that a message shows."""
+"""Maximum characters of an invalid value in an error message."""
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be read; each problem names its key, the value and the remedy."""
+    """Invalid configuration. Each problem names the key, the value and the remedy."""
 
     def __init__(self, *problems: str):
         self.problems = problems
@@ -39,7 +39,7 @@ class ConfigError(ValueError):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """The end of an error message: what was probably meant, and what else there is.
+    """Suggestion for an error message: the nearest valid names, and the list of all valid names.
 
     >>> nearest("sede", ["seed", "steps"])
     "did you mean 'seed'? Valid here: seed, steps"
@@ -52,17 +52,17 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def dotted(path: Sequence[str]) -> str:
-    """The full name of a key."""
+    """Join the parts of a key's name."""
     return ".".join(path) or "the config"
 
 
 def _plain_type(annotation: Any) -> Any:
-    """A type without its arguments."""
+    """Strip the arguments of a generic type."""
     return typing.get_origin(annotation) or annotation
 
 
 def is_section(annotation: Any) -> bool:
-    """Whether values of this type are written as a mapping with fixed keys."""
+    """Return whether values of this type are written as a mapping with fixed keys."""
     plain = _plain_type(annotation)
     return is_choice_type(plain) or (
         isinstance(plain, type)
@@ -72,7 +72,7 @@ def is_section(annotation: Any) -> bool:
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """The types that a union offers, None left out; a type that is no union is its own only member.
+    """Members of a union without None, flattened; `(annotation,)` if it is not a union.
 
     >>> members(int | None)
     (<class 'int'>,)
@@ -85,12 +85,12 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 
 def section_of(annotation: Any) -> Any:
-    """The one section type among a union's members, or None where there is none."""
+    """First section type among a union's members, or None."""
     return next((member for member in members(annotation) if is_section(member)), None)
 
 
 def _choice(registry: Any, raw: Mapping[str, Any], path: Sequence[str], base: Any = None) -> tuple[Any, dict[str, Any]]:
-    """The class that a choice's mapping selects, and the mapping without its `type`."""
+    """Class selected by the mapping of a choice, and the mapping without its `type`."""
     fields = {key: value for key, value in raw.items() if key != CHOICE_TYPE_KEY}
     options = _option_names(registry)
     name = raw.get(CHOICE_TYPE_KEY)
@@ -108,10 +108,10 @@ def _choice(registry: Any, raw: Mapping[str, Any], path: Sequence[str], base: An
 
 
 def resolve_section(section: Any, raw: Mapping[str, Any], path: Sequence[str], base: Any = None) -> tuple[Any, dict]:
-    """The concrete dataclass behind a section, and the values given for its fields.
+    """Concrete dataclass of a section, and the given values of its fields.
 
     Raises:
-        ConfigError: if it is a choice and its `type` is missing or unknown.
+        ConfigError: if the section is a choice and its `type` is missing or unknown.
     """
     if is_choice_type(_plain_type(section)):
         return _choice(_plain_type(section), raw, path, base)
@@ -120,7 +120,7 @@ def resolve_section(section: Any, raw: Mapping[str, Any], path: Sequence[str], b
 
 @functools.cache
 def field_types(section: Any) -> dict[str, Any]:
-    """The type of each field that a section's dataclass takes, its type variables filled in."""
+    """Type of each constructor argument of a section's dataclass, with type variables resolved."""
     origin = _plain_type(section)
     known = dict(zip(getattr(origin, "__parameters__", ()), typing.get_args(section), strict=False))
     hints = typing.get_type_hints(origin)
@@ -132,7 +132,7 @@ def field_types(section: Any) -> dict[str, Any]:
 
 
 def default_of(section: Any, name: str, base: Any = None) -> Any:
-    """A field's value where nothing is given: `base`'s, else its default; MISSING where it has none."""
+    """Default value of a field: that of `base` if given, else the declared default, else `MISSING`."""
     if isinstance(base, _plain_type(section)):
         return getattr(base, name)
     field = next(field for field in dataclasses.fields(_plain_type(section)) if field.name == name)
@@ -140,16 +140,20 @@ def default_of(section: Any, name: str, base: Any = None) -> Any:
 
 
 def decode(annotation: Any, raw: Any, path: Sequence[str] = (), base: Any = None) -> Any:
-    """Build a value of a type from what YAML gave.
+    """Build a value of a type from plain YAML values.
 
     Args:
-        annotation: the type: a dataclass, a choice registry, a container, a union or a scalar.
-        raw: mappings, lists and scalars.
-        path: the key's name, part by part, for messages.
-        base: a value of the type, or None; a section takes from it whatever `raw` leaves out.
+        annotation: target type: a dataclass, choice registry, container, union or scalar type.
+        raw: nested mappings, lists and scalars.
+        path: parts of the key's name, for error messages.
+        base: value of the type with the defaults for keys that a section in `raw` does not contain; None for the
+            defaults of the class.
+
+    Returns:
+        A value of type `annotation`.
 
     Raises:
-        ConfigError: naming every key that is unknown, missing or of the wrong type.
+        ConfigError: if keys are unknown, missing or of the wrong type; the message names all of them.
     """
     options = members(annotation)
     if raw is None and _allows_none(annotation):
@@ -226,7 +230,7 @@ def _decode_union(annotation: Any, raw: Any, path: Sequence[str], base: Any) -> 
 
 
 def _has_form(annotation: Any, raw: Any) -> bool:
-    """Whether a value is written the way values of a type are: as a mapping, a list or a scalar."""
+    """Return whether a raw value has the same form (mapping, list or scalar) as values of a type."""
     plain = _plain_type(annotation)
     is_class = isinstance(plain, type)
     if isinstance(raw, Mapping):
@@ -294,9 +298,9 @@ def _decode_scalar(plain: Any, raw: Any, path: Sequence[str]) -> Any:
 
 def _scalar_hint(plain: type, raw: Any) -> str:
     if plain is str and isinstance(raw, bool):
-        return "YAML reads yes, no, on, off, true and false as booleans; put quotes around a word"
+        return "YAML reads yes, no, on, off, true and false as booleans; quote the word"
     if raw != raw:
-        return "NaN compares as false with everything"
+        return "NaN is not allowed"
     return ""
 
 
@@ -311,7 +315,7 @@ _WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or fals
 
 
 def describe(annotation: Any) -> str:
-    """A type in words, for messages and help.
+    """Description of a type, for error messages and help.
 
     >>> describe(int | None)
     'an integer or null'
@@ -353,11 +357,14 @@ def _describe_items(plain: type, arguments: tuple[Any, ...]) -> str:
 
 
 def encode(value: Any, annotation: Any = Any) -> Any:
-    """A config as mappings, lists and scalars that YAML can hold; the inverse of `decode`.
+    """Convert a config to plain YAML values; the inverse of `decode`.
 
     Args:
         value: a config dataclass or one of its values.
-        annotation: its declared type; where that is a choice, the mapping says which `type` it is.
+        annotation: declared type; if it is a choice, the mapping contains the selected `type`.
+
+    Returns:
+        Nested mappings, lists and scalars.
     """
     plain = type(value)
     if plain is int and float in members(annotation) and int not in members(annotation):
@@ -367,7 +374,7 @@ def encode(value: Any, annotation: Any = Any) -> Any:
     if isinstance(value, enum.Enum):
         return encode(value.value)
     if dataclasses.is_dataclass(plain):
-        # What levanter registers as encoder of a dataclass returns it unchanged, so fields come first.
+        # Levanter registers encoders that return a dataclass unchanged; its fields are encoded then.
         registered = cast(Any, draccus.encode).dispatch(plain)
         encoded = value if registered is None else draccus.encode(value)
         return encode(encoded) if encoded is not value else _encode_fields(value, annotation)
@@ -388,7 +395,7 @@ def _encode_fields(value: Any, annotation: Any) -> dict[str, Any]:
 
 
 def _arguments(annotation: Any, container: type) -> tuple[Any, ...]:
-    """The type arguments of the member of a union that is a container like the given one."""
+    """Type arguments of the first union member that is a subtype or supertype of `container`."""
     for option in members(annotation):
         plain = _plain_type(option)
         if isinstance(plain, type) and (issubclass(container, plain) or issubclass(plain, container)):

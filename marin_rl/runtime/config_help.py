@@ -1,11 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The `--help` text: every field of a config with its type, default and meaning.
+"""The `--help` text: every field of a config with its type, default and description.
 
-Meanings come from where they are written: the docstring beneath a field, the comment beside or above it,
-or the `Args` of the class. Choices made here are shown with all their options; levanter's, which has
-hundreds of fields between them, with the selected option, and any other on request (`--help model.gemma`).
+Descriptions are read from the source, see `field_docs`. Choices of this project are shown with all options. Levanter's
+choices, which have hundreds of fields, are shown with the selected option; `--help model.gemma` shows another one.
 """
 
 import dataclasses
@@ -32,23 +31,23 @@ from marin_rl.runtime.config_decoding import (
 from marin_rl.runtime.field_docs import field_doc, section_doc
 
 MAX_WIDTH = 110
-"""Lines longer than this are hard to read, however wide the terminal."""
+"""Maximum characters in a line, for readability on wide terminals."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """One entry of the text: a field, a section's heading, or an option's."""
+    """Entry of the help text: a field, or the heading of a section or of an option of a choice."""
 
     key: str
     note: str
     """Type and default of a field; empty for a heading."""
-    meaning: str
+    doc: str
     depth: int = 0
-    """Options of choices that it lies within."""
+    """Number of enclosing options of choices."""
     is_key: bool = True
-    """Whether it can be set; False for an option's heading."""
+    """Whether the entry is a key of the config; False for the heading of an option."""
     registry: Any = None
-    """Where its value is a choice, what it chooses from."""
+    """Choice registry of the field, or None."""
 
 
 def help_text(
@@ -58,42 +57,45 @@ def help_text(
     section: str = "",
     width: int | None = None,
 ) -> str:
-    """Describe every field of a config.
+    """Describe the fields of a config.
 
     Args:
-        config_class: the config's dataclass.
-        defaults: nested plain values that replace the class's own defaults.
-        flags: the command's flags, and what each does.
-        section: a key, or a key and an option (`model.qwen3`), to describe that alone; empty for everything.
-        width: characters in a line; None takes the terminal's.
+        config_class: dataclass of the config.
+        defaults: nested plain values that replace the defaults of the class.
+        flags: flags of the command, with their descriptions.
+        section: key of a section or field, or a key and an option (`model.qwen3`); empty for all fields.
+        width: characters per line; None for the terminal's width, at most `MAX_WIDTH`.
+
+    Returns:
+        The text, ending with a newline.
 
     Raises:
-        ConfigError: if there is no such section.
+        ConfigError: if the section does not exist.
     """
     width = width or min(shutil.get_terminal_size((100, 24)).columns, MAX_WIDTH)
     if section:
         return _render(_entries_of(section, config_class, defaults), width)
     options = {
-        "config FILE": "YAML file with the config; --config_path is accepted too.",
-        "KEY VALUE": "Sets a key of those below, over the file. VALUE is YAML: lists and mappings work too.",
-        "help [SECTION]": "This text, or a section of it: --help trainer, --help model.qwen3.",
+        "config FILE": "YAML file with the config; --config_path is a synonym.",
+        "KEY VALUE": "Override a key of the file. VALUE is YAML: a scalar, a list or a mapping.",
+        "help [SECTION]": "Show this text, or one section: --help trainer, --help model.qwen3.",
         **(flags or {}),
     }
-    listed = [_Entry(f"--{name}", "", meaning, is_key=False) for name, meaning in options.items()]
+    listed = [_Entry(f"--{name}", "", doc, is_key=False) for name, doc in options.items()]
     return f"Options\n{_render(listed, width)}\nKeys\n{_render(_walk(config_class, '', defaults, None), width)}"
 
 
 def all_keys(config_class: Any, raw: Mapping[str, Any]) -> list[str]:
-    """The dotted name of every key that a config knows, under the choices that `raw` makes."""
+    """Dotted names of all keys of a config with the choices selected in `raw`."""
     return list(dict.fromkeys(entry.key for entry in _walk(config_class, "", raw, None) if entry.is_key))
 
 
 def _entries_of(section: str, config_class: Any, defaults: Mapping[str, Any]) -> list[_Entry]:
-    """What the whole text says about one section, or about one option of a choice."""
+    """Entries of one section, or of one option of a choice."""
     entries = list(_walk(config_class, "", defaults, None))
-    wanted = [entry for entry in entries if entry.key == section or entry.key.startswith(f"{section}.")]
-    if wanted:
-        return wanted
+    selected = [entry for entry in entries if entry.key == section or entry.key.startswith(f"{section}.")]
+    if selected:
+        return selected
     options = {
         f"{entry.key}.{name}": (entry, name)
         for entry in entries
@@ -104,18 +106,18 @@ def _entries_of(section: str, config_class: Any, defaults: Mapping[str, Any]) ->
         entry, name = options[section]
         return list(_walk_option(entry.registry, name, entry.key, None, None, 0, (entry.registry,)))
     close = difflib.get_close_matches(section, [*(entry.key for entry in entries), *options], n=3, cutoff=0.6)
-    hint = f"did you mean {' or '.join(close)}?" if close else "--help alone lists them all"
-    raise ConfigError(f"--help {section}: there is no such key or option; {hint}")
+    hint = f"did you mean {' or '.join(close)}?" if close else "--help lists all of them"
+    raise ConfigError(f"--help {section}: this key or option does not exist; {hint}")
 
 
 def _walk(
     section: Any, prefix: str, raw: Mapping[str, Any], base: Any, depth: int = 0, within: tuple[Any, ...] = ()
 ) -> Iterator[_Entry]:
-    """The entries of a section's fields and of the sections within it."""
+    """Entries of a section's fields and of nested sections."""
     for name, annotation in field_types(section).items():
         default = default_of(section, name, base)
         given = raw.get(name, default)
-        key, meaning = f"{prefix}{name}", field_doc(section, name)
+        key, doc = f"{prefix}{name}", field_doc(section, name)
         inner, place = _section_within(annotation)
         registry = inner if _is_choice(inner) else None
         note = (
@@ -123,7 +125,7 @@ def _walk(
             if inner is annotation and registry is None
             else f"{_kind(annotation)}{_default(given if name in raw else _encoded(default, annotation))}"
         )
-        yield _Entry(key, note, meaning, depth, registry=registry)
+        yield _Entry(key, note, doc, depth, registry=registry)
         if inner is None or inner in within:
             continue
         value, value_default = (None, None) if place else (given, default)
@@ -144,7 +146,7 @@ def _walk_section(
 def _walk_choice(
     registry: Any, key: str, given: Any, default: Any, depth: int, within: tuple[Any, ...]
 ) -> Iterator[_Entry]:
-    """Every option of a choice of this project's or a user's, and the selected one of levanter's."""
+    """Entries of all options of a choice; of a choice of levanter, those of the selected option."""
     selected = _selected(registry, given, default)
     for name in registry.get_known_choices():
         if name == selected:
@@ -168,7 +170,7 @@ def _is_choice(section: Any) -> bool:
 
 
 def _section_within(annotation: Any) -> tuple[Any, str]:
-    """The section that a field holds, and `.N` where it holds a list or mapping of them."""
+    """Section type in a field's annotation, or None, and `.N` if the field is a list or mapping of sections."""
     inner = section_of(annotation)
     if inner is not None:
         return inner, ""
@@ -181,7 +183,7 @@ def _section_within(annotation: Any) -> tuple[Any, str]:
 
 
 def _selected(registry: Any, given: Any, default: Any) -> str | None:
-    """The option that a choice's value selects, or None where nothing does."""
+    """Option selected by the value of a choice, or None."""
     if isinstance(given, registry):
         return registry.get_choice_name(type(given))
     if not isinstance(given, Mapping):
@@ -193,7 +195,7 @@ def _selected(registry: Any, given: Any, default: Any) -> str | None:
 
 
 def _kind(annotation: Any) -> str:
-    """A type in words, short where its fields follow anyway."""
+    """Description of a type; short for sections, because their fields are listed below."""
     inner, _ = _section_within(annotation)
     if inner is None:
         return describe(annotation)
@@ -214,7 +216,7 @@ def _default(value: Any) -> str:
 
 
 def _render(entries: Iterable[_Entry], width: int) -> str:
-    """The entries as text, each line at most `width` characters where its words allow."""
+    """Format entries as text, in lines of at most `width` characters; long words are not broken."""
     lines: list[str] = []
     for entry in entries:
         if lines and entry.is_key and "." not in entry.key:
@@ -230,5 +232,5 @@ def _render(entries: Iterable[_Entry], width: int) -> str:
             break_on_hyphens=False,
         )
         body = f"{indent}    "
-        lines += textwrap.wrap(entry.meaning, width, initial_indent=body, subsequent_indent=body)
+        lines += textwrap.wrap(entry.doc, width, initial_indent=body, subsequent_indent=body)
     return "".join(f"{line}\n" for line in lines)

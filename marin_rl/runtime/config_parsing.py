@@ -1,13 +1,13 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Command lines and YAML files into a checked config object, before any device is touched.
+"""Parse command lines and YAML files to validated configs, before any device is used.
 
 ```
 python -m marin_rl.train --config experiments/rloo.yaml --rollouts.group_size 16 --model '{num_layers: 2}'
 ```
 
-Layers, later ones on top: the class's defaults, the caller's `defaults`, the file, the overrides.
+Precedence, lowest first: defaults of the class, `defaults` of the caller, the file, overrides on the command line.
 """
 
 import ast
@@ -39,21 +39,21 @@ from marin_rl.runtime.config_help import all_keys, help_text
 ConfigT = TypeVar("ConfigT")
 
 CONFIG_OPTIONS = ("config", "config_path")
-"""Names of the option that takes the file; the second is levanter's."""
+"""Names of the option for the config file; `config_path` is levanter's name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ParsedConfig(Generic[ConfigT]):
-    """What a command line said."""
+    """Parsed command line."""
 
     config: ConfigT
-    """The checked config."""
+    """The validated config."""
     raw: Mapping[str, Any]
-    """Defaults, file and overrides merged, as plain values, before anything was filled in from the class."""
+    """The caller's defaults, the file and the overrides, merged, as plain values."""
     flags: frozenset[str]
-    """The flags that were given, without dashes."""
+    """The given flags, without dashes."""
     config_path: Path | None
-    """The file, where one was named."""
+    """The config file, or None if `--config` was not given."""
 
 
 def parse_config(
@@ -62,17 +62,20 @@ def parse_config(
     defaults: Mapping[str, Any],
     flags: Mapping[str, str] | None = None,
 ) -> ParsedConfig[ConfigT]:
-    """Read a config from a command line.
+    """Parse a command line to a config.
 
     Args:
-        config_class: the dataclass to build.
-        argv: the arguments, without the program's name: `--config FILE`, `--a.b value`, `--a.b=value`,
-            flags, and `--help`, alone or followed by a section (`--help model.qwen3`).
-        defaults: nested plain values beneath the file's.
-        flags: options without a value that the command knows, and what each does.
+        config_class: dataclass of the config.
+        argv: arguments without the program's name: `--config FILE`, `--a.b value`, `--a.b=value`, flags, and
+            `--help`, optionally followed by a section (`--help model.qwen3`).
+        defaults: nested plain values that the file overrides.
+        flags: options without a value, with their descriptions.
+
+    Returns:
+        The validated config with the command line's flags.
 
     Raises:
-        ConfigError: naming every key that does not fit, the file or the argument.
+        ConfigError: if an argument, the file or a key is invalid; the message names all invalid keys.
         SystemExit: with status 0, after `--help` has printed its text.
     """
     flags = flags or {}
@@ -84,24 +87,24 @@ def parse_config(
     raw: Mapping[str, Any] = dict(defaults)
     for layer in [*layers, arguments.overrides]:
         raw = merge(config_class, raw, layer)
-    return ParsedConfig(_decode_or_explain(config_class, raw), raw, arguments.flags, arguments.config_path)
+    return ParsedConfig(_decode_with_suggestions(config_class, raw), raw, arguments.flags, arguments.config_path)
 
 
 def check_command_line(argv: Sequence[str], flags: Mapping[str, str], module: str, class_name: str) -> None:
-    """Find mistakes in a command line without importing the config class, which takes seconds.
+    """Validate a command line without importing the config class, which takes seconds.
 
-    Covers the arguments themselves, the config file (present, valid YAML, a mapping) and misspelt top-level keys.
-    `parse_config` checks everything else. A top-level key that resembles no valid one is left to `parse_config`
-    too, because it may belong to a section, which only the classes of the sections show.
+    Checks the arguments, the config file (exists, is valid YAML and a mapping) and misspelt top-level keys.
+    `parse_config` checks the rest, including top-level keys that are not similar to a valid one: they may be keys of
+    a section, and finding it requires the classes.
 
     Args:
-        argv: the arguments, as `parse_config` takes them.
-        flags: the command's flags, as `parse_config` takes them.
-        module: the module that defines the config class.
-        class_name: the config class.
+        argv: arguments of `parse_config`.
+        flags: flags of `parse_config`.
+        module: module that defines the config class.
+        class_name: name of the config class.
 
     Raises:
-        ConfigError: naming every mistake found.
+        ConfigError: if the command line is invalid; the message names every problem.
     """
     arguments = _read_arguments(list(argv), frozenset(flags))
     if arguments.help_section is not None:
@@ -116,7 +119,7 @@ def check_command_line(argv: Sequence[str], flags: Mapping[str, str], module: st
 
 
 def _declared_fields(module: str, class_name: str) -> list[str]:
-    """The annotated names in a class body, read from its source."""
+    """Annotated names in a class body, read from the source."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None
@@ -126,24 +129,30 @@ def _declared_fields(module: str, class_name: str) -> list[str]:
 
 
 def to_yaml(config: Any) -> str:
-    """The complete config as YAML, every default written out; reads back to an equal config.
+    """Convert a config with all its defaults to YAML; `from_yaml` restores an equal config.
 
     Args:
         config: a config dataclass.
+
+    Returns:
+        YAML text.
     """
     return yaml.dump(encode(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def from_yaml(config_class: type[ConfigT], text: str, source: str) -> ConfigT:
-    """The config that `to_yaml` wrote.
+    """Restore a config from the YAML of `to_yaml`.
 
     Args:
-        config_class: the dataclass to build.
-        text: the YAML.
-        source: where it came from, for messages.
+        config_class: dataclass of the config.
+        text: YAML text.
+        source: name of the text's source, for error messages.
+
+    Returns:
+        The validated config.
 
     Raises:
-        ConfigError: if it is not YAML, or does not describe this class.
+        ConfigError: if the text is not valid YAML, or a key is invalid.
     """
     try:
         return decode(config_class, parse_yaml(text, source))
@@ -152,11 +161,11 @@ def from_yaml(config_class: type[ConfigT], text: str, source: str) -> ConfigT:
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
+    """Load the mapping in a YAML file.
 
     Raises:
-        ConfigError: if there is no such file (naming the nearest one), it is not YAML (naming the line), it
-            repeats a key, or it holds no mapping.
+        ConfigError: if the file does not exist (the message names the nearest one), is not valid YAML (the message
+            names the line), repeats a key, or does not contain a mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -168,36 +177,42 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
-    """The mapping that YAML text holds; empty text is an empty mapping.
+    """Parse YAML text that contains a mapping; empty text is an empty mapping.
 
     Args:
-        text: the YAML.
-        source: where it came from, for messages.
+        text: YAML text.
+        source: name of the text's source, for error messages.
+
+    Raises:
+        ConfigError: if the text is not valid YAML, repeats a key, or does not contain a mapping.
     """
     try:
         value = _load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
-        raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}") from error
+        position = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+        raise ConfigError(f"{position}: not valid YAML: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {error}") from error
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{source} holds a {type(value).__name__}; a config is a mapping of keys to values")
+        raise ConfigError(f"{source} contains a {type(value).__name__}; a config must be a mapping of keys to values")
     return value
 
 
 def merge(annotation: Any, lower: Any, upper: Any) -> Any:
-    """Lay one layer of raw values over another, key by key.
+    """Merge two layers of raw values, key by key.
 
-    Where the upper layer selects another `type` of a choice, the lower layer's keys for the old one go.
+    If the upper layer selects another `type` of a choice, the lower layer's keys of that choice are dropped.
 
     Args:
-        annotation: the type that both describe, or Any.
-        lower: the values beneath.
-        upper: the values on top; they win.
+        annotation: type of both values, or Any.
+        lower: values with lower precedence.
+        upper: values with higher precedence.
+
+    Returns:
+        The merged values.
     """
     if not isinstance(lower, Mapping) or not isinstance(upper, Mapping):
         return upper
@@ -206,7 +221,7 @@ def merge(annotation: Any, lower: Any, upper: Any) -> Any:
     if section is not None:
         is_choice = is_choice_type(typing.get_origin(section) or section)
         if is_choice and lower.get(CHOICE_TYPE_KEY) != upper.get(CHOICE_TYPE_KEY, lower.get(CHOICE_TYPE_KEY)):
-            # Keys given without any type stay: where they do not fit the new one, decoding says so.
+            # Keys given without a type are kept; decoding reports those that the new type does not have.
             lower = {} if CHOICE_TYPE_KEY in lower else lower
         known = _types_if_known(section, {**lower, **upper})
     merged = dict(lower)
@@ -216,7 +231,7 @@ def merge(annotation: Any, lower: Any, upper: Any) -> Any:
 
 
 def _types_if_known(section: Any, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The field types of a section; nothing where its type is wrong, which decoding will report."""
+    """Field types of a section; empty if its `type` is invalid, which decoding will report."""
     try:
         return field_types(resolve_section(section, raw, ())[0])
     except ConfigError:
@@ -242,7 +257,7 @@ def _read_arguments(argv: list[str], known_flags: frozenset[str]) -> _Arguments:
             section = rest[0] if rest and not rest[0].startswith("-") else ""
             return _Arguments(None, {}, frozenset(), section)
         if not argument.startswith("--") or argument == "--":
-            raise ConfigError(f"unexpected argument {argument!r}; overrides are written --key value, see --help")
+            raise ConfigError(f"unexpected argument {argument!r}; write overrides as --key value, see --help")
         name, equals, value = argument[2:].partition("=")
         if name.replace("-", "_") in known_flags:
             if equals:
@@ -276,34 +291,32 @@ def _override_value(name: str, text: str) -> Any:
         return _load(text)
     except yaml.YAMLError as error:
         problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
-        raise ConfigError(
-            f"--{name}: {text!r} is not valid YAML: {problem}; quote it as text if it is meant so"
-        ) from error
+        raise ConfigError(f"--{name}: {text!r} is not valid YAML: {problem}; quote it to pass it as text") from error
 
 
 def _put(overrides: dict[str, Any], name: str, value: Any) -> None:
-    """Store a dotted override in the nested mapping of all of them; the last one for a key wins."""
+    """Store a dotted override in the nested mapping of all overrides; the last value of a key is used."""
     *sections, leaf = name.split(".")
     if not all([*sections, leaf]):
-        raise ConfigError(f"--{name} is not a key: between dots there must be a name")
-    place = overrides
+        raise ConfigError(f"--{name} is not a key: a name is missing before or after a dot")
+    parent = overrides
     for section in sections:
-        inner = place.get(section)
-        place[section] = dict(inner) if isinstance(inner, dict) else {}
-        place = place[section]
-    place[leaf] = merge(Any, place[leaf], value) if leaf in place else value
+        inner = parent.get(section)
+        parent[section] = dict(inner) if isinstance(inner, dict) else {}
+        parent = parent[section]
+    parent[leaf] = merge(Any, parent[leaf], value) if leaf in parent else value
 
 
-def _decode_or_explain(config_class: type[ConfigT], raw: Mapping[str, Any]) -> ConfigT:
-    """Decode, and tell where in the config a misplaced key would have been right."""
+def _decode_with_suggestions(config_class: type[ConfigT], raw: Mapping[str, Any]) -> ConfigT:
+    """Decode; errors suggest the right section for a key in the wrong one."""
     try:
         return decode(config_class, raw)
     except ConfigError as error:
         known = all_keys(config_class, raw)
-        raise ConfigError(*(_with_place(problem, known) for problem in error.problems)) from error
+        raise ConfigError(*(_suggest_section(problem, known) for problem in error.problems)) from error
 
 
-def _with_place(problem: str, known: Sequence[str]) -> str:
+def _suggest_section(problem: str, known: Sequence[str]) -> str:
     match = re.match(r"unknown key (\S+);", problem)
     if match is None or "did you mean" in problem:
         return problem
@@ -320,21 +333,21 @@ def _with_place(problem: str, known: Sequence[str]) -> str:
 def _nearest_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f"neither does its folder {str(path.parent)!r}"
-    found = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml"))
-    if not found:
+    names = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml"))
+    if not names:
         return f"there is no YAML file in {str(path.parent)!r}"
-    return nearest(path.name, found).replace("Valid here", f"In {str(path.parent)!r}")
+    return nearest(path.name, names).replace("Valid here", f"In {str(path.parent)!r}")
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML without repeated keys and dates, in which `1e-4` is a number."""
+    """Safe YAML loader that rejects repeated keys, does not convert dates, and reads `1e-4` as a number."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """The value of a node; one that its tag does not take is an error with a place."""
+        """Construct the value of a node; raise a `ConstructorError` with its position if its tag does not accept it."""
         try:
             value = yaml.SafeLoader.construct_object(self, node, deep)
             if isinstance(value, str):
-                # An escape can name half of a surrogate pair, which no file can hold.
+                # Escapes can encode half of a surrogate pair, which cannot be written to a file.
                 value.encode()
         except (ValueError, KeyError, IndexError, TypeError) as error:
             problem = f"the value does not fit its tag {node.tag!r}: {type(error).__name__}: {error}"
@@ -343,18 +356,19 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text so that both `_Loader` and a plain YAML reader take it for text."""
+    """YAML dumper that quotes text which `_Loader` or a plain YAML loader would read as another type."""
 
 
 MAX_VALUES = 100_000
-"""Most values in a config once its aliases are written out; the largest of levanter's has a few hundred."""
+"""Maximum values in a config with expanded aliases; the largest config of levanter has a few hundred."""
 
 
 def _load(text: str) -> Any:
-    """The value that YAML text holds.
+    """Parse YAML text.
 
     Raises:
-        yaml.YAMLError: if it is not valid, nested too deeply, or grows beyond `MAX_VALUES` through its aliases.
+        yaml.YAMLError: if the text is not valid YAML, is nested too deeply, or has more than `MAX_VALUES` values with
+            expanded aliases.
     """
     loader = _Loader(text)
     try:
@@ -362,7 +376,9 @@ def _load(text: str) -> Any:
         if node is None:
             return None
         if _expanded_size(node, {}) > MAX_VALUES:
-            raise yaml.YAMLError(f"its aliases expand to more than {MAX_VALUES:,} values; write out those you need")
+            raise yaml.YAMLError(
+                f"its aliases expand to more than {MAX_VALUES:,} values; write out the values that you need"
+            )
         return loader.construct_document(node)
     except RecursionError as error:
         raise yaml.YAMLError("it is nested too deeply") from error
@@ -373,11 +389,11 @@ def _load(text: str) -> Any:
 
 
 def _expanded_size(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Number of values below a node. A node that several aliases share counts each time, but is visited once."""
+    """Number of values in a node. A node with several aliases counts each time, but is visited once."""
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if id(node) not in sizes:
-        # Found again below itself, the node would expand without end.
+        # A node that contains itself would expand forever.
         sizes[id(node)] = MAX_VALUES + 1
         pairs = isinstance(node, yaml.MappingNode)
         inner = [item for pair in node.value for item in pair] if pairs else node.value

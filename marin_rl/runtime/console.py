@@ -1,9 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a run shows while it works, and the table it closes with.
+"""Progress display of a run, and the summary at its end.
 
-On a terminal, two live lines at the bottom; in a pipe or under CI, plain lines, at most about fifty a run.
+On a terminal, two lines at the bottom are redrawn. In a pipe or under CI, plain lines are printed, about
+`MAX_PLAIN_LINES` per run.
 """
 
 import collections
@@ -25,29 +26,29 @@ from rich.text import Text
 from marin_rl.escaping import escape, escape_line
 
 MAX_PLAIN_LINES = 50
-"""About how many lines of progress a run prints where there is no terminal."""
+"""Approximate number of progress lines of a run without a terminal."""
 
 SHOWN = ("reward", "KL", "length", "tok/s", "held-out", "greedy", "rollouts/s", "entropy")
-"""What progress shows, the most important first: what does not fit on the line is left out."""
+"""Labels of the displayed metrics, most important first. Those that do not fit on the line are omitted."""
 
 EVALUATED = {"held-out": "/accuracy_sampled", "greedy": "/accuracy_greedy"}
-"""What of it comes from evaluation, and the ends of the metrics' names."""
+"""Suffixes of the evaluation metrics, by label."""
 
 SEPARATOR = "   "
 
 
 def is_live(stream: TextIO, environment: Mapping[str, str]) -> bool:
-    """Whether lines can be redrawn: on a terminal that is not dumb and not a CI job's.
+    """Return whether lines can be redrawn: on a terminal that is not dumb, and not in a CI job.
 
     Args:
-        stream: where output goes.
+        stream: output stream.
         environment: environment variables.
     """
     return stream.isatty() and environment.get("TERM") != "dumb" and not environment.get("CI")
 
 
 class Progress:
-    """Shows how far a run is, used as a context manager."""
+    """Progress display of a run. Used as a context manager."""
 
     def __init__(
         self,
@@ -58,14 +59,14 @@ class Progress:
         width: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Prepare; nothing is shown before the first update or message.
+        """Create the display without printing anything.
 
         Args:
-            total_steps: updates in the whole run.
-            stream: where to write.
-            live: whether to redraw; None decides by the stream and the environment.
-            width: characters in a line; None takes the terminal's.
-            clock: seconds, for the remaining time.
+            total_steps: number of steps of the run.
+            stream: output stream.
+            live: whether to redraw lines; None: detected by `is_live`.
+            width: characters per line; None: the terminal's width.
+            clock: returns seconds, for the remaining time.
         """
         self._live_lines = is_live(stream, os.environ) if live is None else live
         self.console = Console(file=stream, width=width, highlight=False)
@@ -88,15 +89,15 @@ class Progress:
             self._live.stop()
 
     def say(self, message: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         self.console.print(Text(escape(message)), soft_wrap=True)
 
     def update(self, step: int, metrics: Mapping[str, int | float]) -> None:
-        """Show one update.
+        """Display a finished step.
 
         Args:
-            step: its number, from 1.
-            metrics: its record.
+            step: number of the step, starting at 1.
+            metrics: metrics of the step.
         """
         self._step = step
         self._times.append(self._clock())
@@ -112,10 +113,9 @@ class Progress:
             self.say(SEPARATOR.join([f"step {step}/{self._total}", *parts, f"left {self._remaining()}"]))
 
     def _remaining(self) -> str:
-        """Expected remaining time at the pace of the last updates.
+        """Expected remaining time, estimated from the last steps.
 
-        After one update only its own duration is known. It includes compilation, so the estimate is an upper bound,
-        marked `<`.
+        After the first step, the estimate is an upper bound, marked `<`, because its duration includes compilation.
         """
         left = self._total - self._step
         if len(self._times) >= 2:
@@ -141,7 +141,7 @@ class Progress:
 
 
 def _shown_metrics(metrics: Mapping[str, int | float]) -> dict[str, str]:
-    """What progress shows of a record, by the names in `SHOWN`."""
+    """Formatted values of the displayed metrics, by the labels in `SHOWN`."""
     shown = {}
     for name, key, form in (
         ("reward", "train/rewards", format_fraction),
@@ -161,24 +161,24 @@ def _shown_metrics(metrics: Mapping[str, int | float]) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class ClosingSummary:
-    """What the closing table says."""
+    """Content of the summary at the end of a run."""
 
     run_directory: Path
-    """Where everything lies."""
+    """The run directory."""
     evaluations: Mapping[str, Mapping[str, int | float]]
-    """Metrics by moment (`before RL`, …), in order; their accuracies and pass@k are shown."""
+    """Evaluation metrics by time (`before RL`, …), in order; accuracies and pass@k are displayed."""
     seconds: Mapping[str, int | float]
-    """Time by phase, over the whole run."""
+    """Total seconds by phase."""
     totals: Mapping[str, int | float]
-    """What was counted, by name: updates, episodes, tokens."""
+    """Total counts by name: updates, episodes, tokens."""
     next_commands: Mapping[str, str]
-    """Commands to go on with, by what each does."""
+    """Suggested next commands, by their purpose."""
 
 
 def print_closing_table(console: Console, summary: ClosingSummary) -> None:
-    """Show the run in one look: accuracy before and after, where the time went, what to do next.
+    """Print the summary of a run: accuracy before and after, time by phase, next commands.
 
-    Commands are never broken into lines, so that they can be copied.
+    Commands are not wrapped, so that they can be copied.
     """
     console.print()
     if summary.evaluations:
@@ -210,9 +210,9 @@ def _accuracy_table(evaluations: Mapping[str, Mapping[str, int | float]]) -> Tab
         table.add_column(
             Text(escape_line(f"{environment} {label}" if len(environments) > 1 else label)), justify="right"
         )
-    for moment, metrics in evaluations.items():
+    for time_name, metrics in evaluations.items():
         cells = [format_fraction(metrics[name]) if name in metrics else "" for name in names]
-        table.add_row(moment, *cells)
+        table.add_row(time_name, *cells)
     if len(evaluations) > 1:
         *_, before, after = evaluations.values()
         changes = [f"{after[name] - before[name]:+.3f}" if name in before and name in after else "" for name in names]
@@ -222,19 +222,19 @@ def _accuracy_table(evaluations: Mapping[str, Mapping[str, int | float]]) -> Tab
 
 
 def _time_table(seconds: Mapping[str, int | float]) -> Table:
-    whole = sum(seconds.values())
+    total = sum(seconds.values())
     table = Table(title="Time", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("phase", "time", "share"):
         table.add_column(name, justify="left" if name == "phase" else "right")
     for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
-        table.add_row(name, format_seconds(value), f"{value / whole:.0%}")
+        table.add_row(name, format_seconds(value), f"{value / total:.0%}")
     table.add_section()
-    table.add_row("together", format_seconds(whole), "", style="bold")
+    table.add_row("total", format_seconds(total), "", style="bold")
     return table
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration as people write it.
+    """Format a duration.
 
     >>> format_seconds(7.4), format_seconds(83.0), format_seconds(7384.0)
     ('7.4s', '1:23', '2:03:04')
@@ -247,7 +247,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(value: float) -> str:
-    """A count in three digits or so.
+    """Format a count with two or three significant digits.
 
     >>> format_count(950.0), format_count(8123.0), format_count(1.25e6)
     ('950', '8.1k', '1.2M')
@@ -259,7 +259,7 @@ def format_count(value: float) -> str:
 
 
 def format_rate(value: float) -> str:
-    """Rollouts per second: one decimal below 10, two below 1.
+    """Format rollouts per second: one decimal below 10, two below 1.
 
     >>> format_rate(0.123), format_rate(4.56), format_rate(245.6), format_rate(12345.0)
     ('0.12', '4.6', '246', '12.3k')
@@ -270,7 +270,7 @@ def format_rate(value: float) -> str:
 
 
 def format_fraction(value: float) -> str:
-    """A reward, probability or nats: three decimals, or the exponent where these would be zeros.
+    """Format a reward, probability or nats with three decimals, or in exponent form if they would be zeros.
 
     >>> format_fraction(0.53125), format_fraction(0.00021), format_fraction(0.0)
     ('0.531', '2.1e-04', '0.000')

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""`curves.png`: a run's most telling metrics over its updates."""
+"""`curves.png`: plots of the most important metrics of a run over its steps."""
 
 import dataclasses
 import io
@@ -23,14 +23,15 @@ GRID = "#e4e4e4"
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One plot: the metrics in it, and what it is called."""
+    """Definition of one plot."""
 
     title: str
     names: Mapping[str, str]
-    """Metric to label; those without a single value are left out."""
+    """Labels by metric name; metrics without values are omitted."""
     smooth: bool = True
-    """Whether noise from one update to the next is drawn faintly behind a running mean."""
+    """Whether to draw a running mean over the values, which are then drawn faintly."""
     unit: str = ""
+    """Unit of the vertical axis."""
 
 
 PANELS = (
@@ -46,18 +47,18 @@ PANELS = (
 
 
 def plot_curves(metrics_path: Path, out_png: Path, title: str = "") -> bool:
-    """Draw the curves of a run; metrics that it does not have are left out.
+    """Plot the metrics of a run. Panels without values are omitted.
 
     Args:
-        metrics_path: `metrics.jsonl`.
-        out_png: the picture, replaced whole.
-        title: above it all; the run's name, say.
+        metrics_path: the run's `metrics.jsonl`.
+        out_png: output image, replaced atomically.
+        title: title of the figure, such as the name of the run.
 
     Returns:
-        Whether there was anything to draw; without a record no picture is written.
+        Whether an image was written; it is not if no metric has a value.
 
     Raises:
-        RunDirectoryError: if a line is not a record, or the picture cannot be written.
+        RunDirectoryError: if a line is not a record, or the image cannot be written.
     """
     records = read_records(metrics_path)
     panels = [
@@ -67,26 +68,26 @@ def plot_curves(metrics_path: Path, out_png: Path, title: str = "") -> bool:
         return False
     columns = min(len(panels), 3 if len(panels) > 4 else 2)
     rows = -(-len(panels) // columns)
-    # Figure without pyplot: nothing global, so nothing stays open.
+    # A Figure without pyplot has no global state that must be closed.
     figure = Figure(figsize=(4.4 * columns, 3.1 * rows + (0.4 if title else 0)), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
     for index, panel in enumerate(panels):
         _draw(figure.add_subplot(rows, columns, index + 1), panel, records, is_lowest=index + columns >= len(panels))
     if title:
         figure.suptitle(title, fontsize=12, fontweight="bold")
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    write_atomically(out_png, picture.getvalue())
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    write_atomically(out_png, image.getvalue())
     return True
 
 
 def _accuracy_panel(records: Sequence[Mapping[str, int | float]]) -> Panel:
-    found = dict.fromkeys(
+    names = dict.fromkeys(
         name for record in records for name in record if name.startswith("eval/") and "/accuracy_" in name
     )
-    several = len({name.split("/")[1] for name in found}) > 1
+    several = len({name.split("/")[1] for name in names}) > 1
     labels = {}
-    for name in found:
+    for name in names:
         _, environment, kind = name.split("/", 2)
         kind = kind.removeprefix("accuracy_")
         labels[name] = f"{environment}, {kind}" if several else kind
@@ -98,7 +99,7 @@ def _has(records: Sequence[Mapping[str, int | float]], name: str) -> bool:
 
 
 def _series(records: Sequence[Mapping[str, int | float]], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a metric, where it is finite."""
+    """Steps and finite values of a metric."""
     points = [(record["step"], record[name]) for record in records if np.isfinite(record.get(name, np.nan))]
     steps, values = np.array(points, dtype=float).reshape(-1, 2).T
     return steps, values
@@ -130,8 +131,11 @@ def running_mean(values: np.ndarray, half_width: int) -> np.ndarray:
     """Mean over the neighbours within `half_width` positions, fewer at the ends.
 
     Args:
-        values: `[length]`.
-        half_width: neighbours on either side; at least 1 is used.
+        values: values, shape `[length]`.
+        half_width: neighbours on each side; values below 1 count as 1.
+
+    Returns:
+        Running mean, shape `[length]`.
 
     >>> running_mean(np.array([0.0, 3.0, 6.0, 9.0]), 1).tolist()
     [1.5, 3.0, 6.0, 7.5]

@@ -1,11 +1,11 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a config class says about its fields, read from its source.
+"""Descriptions of config fields, read from the source of their classes.
 
-In this order: the docstring beneath a field, the comment beside it, the comment directly above it (unless
-that heads several fields), the `Args` of the class's docstring; then the same for the classes it extends.
-Fields that levanter leaves undescribed are described here.
+The first of these is used: the docstring below the field, the comment on its line, the comment directly above it
+(unless further fields follow without a blank line), the `Args` of the class's docstring, the same of its base classes,
+and, for fields that levanter does not describe, `LEVANTER_FIELD_DOCS`.
 """
 
 import ast
@@ -22,22 +22,22 @@ from marin_rl.runtime.levanter_field_docs import LEVANTER_FIELD_DOCS
 
 
 def field_doc(section: Any, name: str) -> str:
-    """What a field means, in one paragraph; empty where nobody wrote it down.
+    """Description of a field as one paragraph; empty if the field is not described.
 
     Args:
         section: the dataclass.
-        name: the field.
+        name: name of the field.
     """
     plain = typing.get_origin(section) or section
     for ancestor in plain.__mro__:
-        meaning = _field_docs(ancestor).get(name) or _args_of(ancestor).get(name)
-        if meaning:
-            return meaning
+        doc = _field_docs(ancestor).get(name) or _args_of(ancestor).get(name)
+        if doc:
+            return doc
     return LEVANTER_FIELD_DOCS.get(name, "") if plain.__module__.split(".")[0] in ("levanter", "haliax") else ""
 
 
 def section_doc(section: Any) -> str:
-    """The first paragraph of a class's docstring; empty where it has only the one that dataclasses make up."""
+    """First paragraph of a class's docstring; empty if it is the one that `dataclass` generates."""
     plain = typing.get_origin(section) or section
     text = inspect.cleandoc(plain.__dict__.get("__doc__") or "")
     return "" if text.startswith(f"{plain.__name__}(") else _paragraph(text.split("\n\n")[0])
@@ -48,20 +48,20 @@ def _field_docs(cls: type) -> dict[str, str]:
     try:
         source = textwrap.dedent(inspect.getsource(cls))
     except (OSError, TypeError):
-        # Built-in classes, and those made in a session without a file.
+        # Built-in classes, and classes defined interactively.
         return {}
     lines, comments = source.splitlines(), _comments(source)
     body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
-    meanings: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for index, node in enumerate(body):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             below = _docstring(body[index + 1]) if index + 1 < len(body) else ""
             end = node.end_lineno or node.lineno
-            beside = " ".join(comments[number] for number in range(node.lineno, end + 1) if number in comments)
+            inline = " ".join(comments[number] for number in range(node.lineno, end + 1) if number in comments)
             alone = end >= len(lines) or not lines[end].strip()
             above = _comment_above(node.lineno, lines, comments) if alone else ""
-            meanings[node.target.id] = _paragraph(below or beside or above)
-    return meanings
+            docs[node.target.id] = _paragraph(below or inline or above)
+    return docs
 
 
 def _docstring(node: ast.stmt) -> str:
@@ -71,7 +71,7 @@ def _docstring(node: ast.stmt) -> str:
 
 
 def _comments(source: str) -> dict[int, str]:
-    """Each comment by its line number, from 1."""
+    """Comments by line number, starting at 1."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return {
         token.start[0]: token.string.lstrip("# ").strip()
@@ -92,19 +92,19 @@ _ARGUMENT = re.compile(r"^(\w+)(?: \([^)]*\))?: *(.*)$")
 
 @functools.cache
 def _args_of(cls: type) -> dict[str, str]:
-    """The `Args` section of a class's docstring."""
+    """Descriptions in the `Args` section of a class's docstring, by name."""
     _, _, text = inspect.cleandoc(cls.__dict__.get("__doc__") or "").partition("Args:\n")
-    found: dict[str, list[str]] = {}
+    parts_by_name: dict[str, list[str]] = {}
     current: list[str] | None = None
     for line in textwrap.dedent(text).splitlines():
         match = _ARGUMENT.match(line)
         if match:
-            current = found.setdefault(match[1], [match[2]])
+            current = parts_by_name.setdefault(match[1], [match[2]])
         elif current is not None and line.startswith(" "):
             current.append(line)
         else:
             current = None
-    return {name: _paragraph(" ".join(parts)) for name, parts in found.items()}
+    return {name: _paragraph(" ".join(parts)) for name, parts in parts_by_name.items()}
 
 
 def _paragraph(text: str) -> str:

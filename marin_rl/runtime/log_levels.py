@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Levels of the messages in log files, for the whole package and per module."""
+"""Log levels of the package and of single modules."""
 
 import enum
 import logging
@@ -14,32 +14,35 @@ PACKAGE = "marin_rl"
 
 
 class LogLevel(enum.StrEnum):
-    """The least severe messages that a log file keeps."""
+    """Minimum level of the messages in a log file."""
 
     DEBUG = "debug"
-    """Every step of every episode with its tokens, tool calls, rewards and advantages."""
+    """Every turn of every episode with its tokens, tool calls, rewards and advantages."""
     INFO = "info"
-    """Progress, and a line per rollout."""
+    """Progress, and one line per rollout."""
     WARNING = "warning"
-    """What went wrong and was dealt with."""
+    """Problems that the run handled."""
     ERROR = "error"
-    """What went wrong and was not."""
+    """Problems that the run could not handle."""
 
     @property
     def number(self) -> int:
-        """The level of the standard library."""
+        """The corresponding level of Python's `logging`."""
         return logging.getLevelNamesMapping()[self.name]
 
 
 def module_levels(levels: Mapping[str, str]) -> dict[str, int]:
-    """The configured levels of modules and packages, as numbers of the standard library.
+    """Convert the configured log levels to levels of Python's `logging`.
 
     Args:
-        levels: `logging` of the config: by module name as in the log's lines, such as `marin_rl.rollouts`, which covers
-            the modules in it.
+        levels: `logging` of the config: level by module or package name, such as `marin_rl.rollouts`. A package
+            covers its modules.
+
+    Returns:
+        Numeric level by module or package name.
 
     Raises:
-        ValueError: if there is no such module or level; the message names the key.
+        ValueError: if a module or level does not exist; the message names the key.
 
     >>> module_levels({"marin_rl.rollouts.rollout_builder": "debug"})
     {'marin_rl.rollouts.rollout_builder': 10}
@@ -47,11 +50,11 @@ def module_levels(levels: Mapping[str, str]) -> dict[str, int]:
     for name, level in levels.items():
         if not _exists(name):
             raise ValueError(
-                f"logging names {name!r}, which is no module of {PACKAGE}; copy a name from the lines of log.txt, such "
-                "as marin_rl.rollouts.rollout_builder, or one of its packages, such as marin_rl.rollouts"
+                f"logging.{name} does not name a module of {PACKAGE}; use a name from log.txt, such as "
+                "marin_rl.rollouts.rollout_builder, or a package, such as marin_rl.rollouts"
             )
         if level not in tuple(LogLevel):
-            raise ValueError(f"logging.{name} is {level!r}; it takes one of {', '.join(LogLevel)}")
+            raise ValueError(f"logging.{name} is {level!r}; it must be one of {', '.join(LogLevel)}")
     return {name: LogLevel(level).number for name, level in levels.items()}
 
 

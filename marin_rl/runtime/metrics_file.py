@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""`metrics.jsonl`: one JSON object per training step, in the order of `step`.
+"""`metrics.jsonl`: one JSON object per training step, sorted by `step`.
 
-JSON has no numbers for NaN and the infinities; they are written as the texts `"NaN"`, `"Infinity"` and
-`"-Infinity"`, so that any JSON reader takes the file and none of them is lost.
+NaN and infinities, which JSON numbers cannot represent, are written as the strings `"NaN"`, `"Infinity"` and
+`"-Infinity"`.
 """
 
 import json
@@ -18,7 +18,7 @@ from marin_rl.runtime.run_directory import RunDirectoryError, write_atomically, 
 
 
 def format_record(step: int, metrics: Mapping[str, int | float]) -> str:
-    """One line of the file, without its newline.
+    """Format the record of a step as one line, without the newline.
 
     >>> format_record(3, {"train/rewards": 0.5, "loss/policy_avg": float("nan")})
     '{"step": 3, "train/rewards": 0.5, "loss/policy_avg": "NaN"}'
@@ -35,10 +35,15 @@ def _writable(value: float) -> float | str:
 
 
 def append_record(path: Path, step: int, metrics: Mapping[str, int | float]) -> None:
-    """Add the record of one step; it is on the disk when this returns.
+    """Append the record of a step, and flush it to disk.
+
+    Args:
+        path: the file.
+        step: the training step.
+        metrics: values by name.
 
     Raises:
-        RunDirectoryError: if it cannot be written.
+        RunDirectoryError: if the file cannot be written.
     """
     with writing(path), path.open("ab", buffering=0) as file:
         rest = f"{format_record(step, metrics)}\n".encode()
@@ -48,25 +53,24 @@ def append_record(path: Path, step: int, metrics: Mapping[str, int | float]) -> 
 
 
 def read_records(path: Path) -> list[dict[str, int | float]]:
-    """All complete records; none where there is no file.
+    """Read all records; empty if the file does not exist.
 
-    A last line that was cut off while it was written is left out.
+    An incomplete last line, which was cut off by a crash, is ignored.
 
     Raises:
-        RunDirectoryError: if any other line is not a record; the message names it.
+        RunDirectoryError: if another line is not a record; the message names the line.
     """
     return [record for _, record in _complete_lines(path)]
 
 
 def truncate_records(path: Path, after_step: int) -> None:
-    """Drop the records of steps after `after_step`, and a last line that was cut off.
+    """Drop the records of steps after `after_step`, and an incomplete last line.
 
-    A run that is taken up at a checkpoint makes those steps again; this way its file becomes that of a run
-    that was never interrupted.
+    A run that resumes from a checkpoint repeats these steps. Its file becomes equal to that of an uninterrupted run.
 
     Args:
-        path: the file; it may be absent.
-        after_step: the checkpoint's step.
+        path: the file; it may be missing.
+        after_step: step of the checkpoint.
 
     Raises:
         RunDirectoryError: if a line is not a record, or the file cannot be written.
@@ -95,5 +99,5 @@ def _parse(line: bytes, path: Path, number: int) -> dict[str, int | float]:
     except (ValueError, TypeError, KeyError) as error:
         raise RunDirectoryError(
             f"{path}:{number} is not the record of a step ({error}); restore the line, or delete the file to "
-            "go on without the records of earlier steps"
+            "continue without the records of earlier steps"
         ) from error

@@ -1,16 +1,16 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The folder that holds everything about a run, and what protects it.
+"""Files of a run, in one folder, with a lock.
 
 ```
-config.yaml     the resolved config, every default written out
-metrics.jsonl   one JSON object per update
-rollouts/       what was sampled
-checkpoints/    what a resume needs
-hf/             the trained model in Hugging Face format
-log.txt         what was said
-curves.png      reward, accuracy and the like over updates
+config.yaml     resolved config with all defaults
+metrics.jsonl   one JSON object per step
+rollouts/       sampled rollouts
+checkpoints/    training state for resuming
+hf/             trained model in Hugging Face format
+log.txt         log messages
+curves.png      plots of reward, accuracy and other metrics
 ```
 """
 
@@ -32,18 +32,18 @@ from marin_rl.runtime.config_parsing import parse_yaml
 
 
 class RunDirectoryError(RuntimeError):
-    """A run directory cannot be used; the message names it and the remedy."""
+    """A run directory cannot be used. The message names the directory and the remedy."""
 
 
 def local_path(value: str, key: str) -> Path:
-    """A path of a mounted file system.
+    """Validate that a user's path is on a mounted file system.
 
     Args:
-        value: as the user gave it.
-        key: of the setting, for the error.
+        value: the path.
+        key: key of the setting, for the error message.
 
     Raises:
-        ValueError: if it is an address, such as `gs://bucket/run`, which `pathlib` would take for a folder `gs:`.
+        ValueError: if the value is an address such as `gs://bucket/run`, which `pathlib` would read as a folder `gs:`.
 
     >>> local_path("runs/rloo", "run_dir")
     PosixPath('runs/rloo')
@@ -51,74 +51,75 @@ def local_path(value: str, key: str) -> Path:
     scheme, separator, _ = value.partition("://")
     if separator:
         raise ValueError(
-            f"{key} is {value!r}, but it must be a path of a mounted file system: {scheme}:// is not supported there. "
-            "Mount the bucket or share (gcsfuse, rclone, NFS) and give the folder's path, or copy the files here"
+            f"{key} is {value!r}, but it must be a path on a mounted file system: {scheme}:// is not supported here. "
+            "Mount the bucket or share (gcsfuse, rclone, NFS) and use its path, or copy the files to this machine"
         )
     return Path(value)
 
 
 @dataclasses.dataclass(frozen=True)
 class RunDirectory:
-    """The paths of a run, relative to one folder."""
+    """Paths of the files of a run."""
 
     path: Path
-    """The folder itself."""
+    """The run directory."""
 
     @property
     def config(self) -> Path:
-        """The resolved config."""
+        """Resolved config."""
         return self.path / "config.yaml"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per update."""
+        """Metrics, one JSON object per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is anything that another config could not go on with: a record or a checkpoint."""
+        """Whether the run has metrics or a checkpoint, so that its config must not change."""
         return self.metrics.exists() or any(self.checkpoints.glob("step-*"))
 
     @property
     def rollouts(self) -> Path:
-        """What was sampled."""
+        """Folder of sampled rollouts."""
         return self.path / "rollouts"
 
     @property
     def checkpoints(self) -> Path:
-        """What a resume needs."""
+        """Folder of checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def hf(self) -> Path:
-        """The trained model in Hugging Face format."""
+        """Folder of the trained model in Hugging Face format."""
         return self.path / "hf"
 
     @property
     def log(self) -> Path:
-        """What was said."""
+        """Log messages."""
         return self.path / "log.txt"
 
     @property
     def curves(self) -> Path:
-        """Reward, accuracy and the like over updates."""
+        """Plots of the metrics."""
         return self.path / "curves.png"
 
 
 def create_or_open(path: Path, config_yaml: str, may_differ: Sequence[str] = ()) -> RunDirectory:
-    """Make a run directory, or open the one of an earlier start of the same run.
+    """Create a run directory, or open the directory of the same run.
 
-    A start that came to nothing, as with a config that did not fit the devices, leaves no mark: the corrected
-    config takes its place.
+    If an earlier start has neither metrics nor a checkpoint, for example because its config did not fit the devices,
+    its config is replaced.
 
     Args:
-        path: the folder.
-        config_yaml: the resolved config.
-        may_differ: dotted keys, or sections, that do not change what the run computes; where they differ, the
-            new values are written.
+        path: the run directory.
+        config_yaml: resolved config.
+        may_differ: dotted keys or sections that do not affect the results of the run. New values are accepted and
+            written to the directory.
 
     Raises:
-        RunDirectoryError: if the folder belongs to another config, holds something else, or cannot be written.
+        RunDirectoryError: if the directory belongs to a run with another config, contains a run without a config, or
+            cannot be written.
     """
     directory = RunDirectory(path)
     with writing(path):
@@ -128,8 +129,8 @@ def create_or_open(path: Path, config_yaml: str, may_differ: Sequence[str] = ())
                 _require_same_config(directory, config_yaml, may_differ)
         elif directory.metrics.exists() or directory.checkpoints.exists():
             raise RunDirectoryError(
-                f"run directory {str(path)!r} holds a run but no config.yaml, so it cannot be told whose it is; "
-                "choose another run_dir, or delete it"
+                f"run directory {str(path)!r} contains a run without config.yaml, so its config is unknown; "
+                "choose another run_dir, or delete the directory"
             )
         for folder in (directory.rollouts, directory.checkpoints):
             folder.mkdir(exist_ok=True)
@@ -139,10 +140,10 @@ def create_or_open(path: Path, config_yaml: str, may_differ: Sequence[str] = ())
 
 
 def open_existing(path: Path) -> RunDirectory:
-    """The run directory of an earlier run.
+    """Open the directory of an earlier run.
 
     Raises:
-        RunDirectoryError: if it is none.
+        RunDirectoryError: if the path is not a run directory.
     """
     directory = RunDirectory(path)
     if not directory.config.is_file():
@@ -151,31 +152,34 @@ def open_existing(path: Path) -> RunDirectory:
 
 
 def _require_same_config(directory: RunDirectory, config_yaml: str, may_differ: Sequence[str]) -> None:
-    there = directory.config.read_text(encoding="utf-8")
-    if differences := config_differences(there, config_yaml, may_differ, str(directory.config)):
+    old_yaml = directory.config.read_text(encoding="utf-8")
+    if differences := config_differences(old_yaml, config_yaml, may_differ, str(directory.config)):
         raise RunDirectoryError(
             f"run directory {str(directory.path)!r} belongs to a run with another config:\n"
             + "\n".join(differences)
-            + "\nchoose another run_dir, make these keys equal to go on with that run, or delete the directory"
+            + "\nchoose another run_dir, make these keys equal to resume that run, or delete the directory"
         )
 
 
 def config_differences(
-    there_yaml: str, here_yaml: str, may_differ: Sequence[str], name: str = "the config of the main process"
+    old_yaml: str, new_yaml: str, may_differ: Sequence[str], name: str = "the config of the main process"
 ) -> list[str]:
-    """A line for each key in which two resolved configs differ.
+    """List the differences between two resolved configs.
 
     Args:
-        there_yaml: one config.
-        here_yaml: the other.
-        may_differ: dotted keys, or sections, that are left out.
-        name: of the first, for the error if it is no YAML.
+        old_yaml: the existing config.
+        new_yaml: the new config.
+        may_differ: dotted keys or sections to ignore.
+        name: name of the existing config, for the error message if it is not valid YAML.
+
+    Returns:
+        A line for each key that differs.
     """
-    there, here = _flatten(parse_yaml(there_yaml, name)), _flatten(parse_yaml(here_yaml, "the new config"))
+    old, new = _flatten(parse_yaml(old_yaml, name)), _flatten(parse_yaml(new_yaml, "the new config"))
     return [
-        f"  {key}: {_shown(there, key)} there, {_shown(here, key)} now"
-        for key in dict.fromkeys([*there, *here])
-        if (key not in there or key not in here or there[key] != here[key])
+        f"  {key}: {_shown(old, key)} there, {_shown(new, key)} now"
+        for key in dict.fromkeys([*old, *new])
+        if (key not in old or key not in new or old[key] != new[key])
         and not any(key == free or key.startswith(f"{free}.") for free in may_differ)
     ]
 
@@ -196,12 +200,12 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 
 @contextlib.contextmanager
 def lock(directory: RunDirectory) -> Iterator[None]:
-    """Keep a second process out of the run directory; released when the process ends, however it ends.
+    """Lock the run directory against other processes. The lock is released when the process ends for any reason.
 
-    The folder is made where there is none.
+    Creates the directory if it does not exist.
 
     Raises:
-        RunDirectoryError: if a process holds it already; the message names its id.
+        RunDirectoryError: if another process holds the lock; the message contains its id.
     """
     path = directory.path / ".lock"
     with contextlib.ExitStack() as stack:
@@ -228,12 +232,12 @@ def _take(file: TextIO, directory: RunDirectory) -> None:
 
 @contextlib.contextmanager
 def log_to(file: Path, level: int = logging.INFO, modules: Mapping[str, int] | None = None) -> Iterator[None]:
-    """Append the messages of this package's loggers to a file, whose folder is made.
+    """Append the log messages of this package to a file. Creates its folder.
 
     Args:
-        file: the file.
-        level: the least severe messages to keep.
-        modules: levels of single modules or packages, by name; None for none.
+        file: the log file.
+        level: minimum level of messages.
+        modules: levels of single modules or packages, by name.
     """
     logger, modules = logging.getLogger("marin_rl"), modules or {}
     with writing(file):
@@ -243,37 +247,37 @@ def log_to(file: Path, level: int = logging.INFO, modules: Mapping[str, int] | N
     handler.setLevel(min(level, *modules.values(), level))
     former = {name: logging.getLogger(name).level for name in ("marin_rl", *modules)}
     logger.setLevel(min(level, logger.level or level))
-    for name, own in modules.items():
-        logging.getLogger(name).setLevel(own)
+    for name, module_level in modules.items():
+        logging.getLogger(name).setLevel(module_level)
     logger.addHandler(handler)
     try:
         yield
     finally:
         logger.removeHandler(handler)
-        for name, before in former.items():
-            logging.getLogger(name).setLevel(before)
+        for name, former_level in former.items():
+            logging.getLogger(name).setLevel(former_level)
         handler.close()
 
 
 class LogFormatter(logging.Formatter):
-    """Escapes control characters, and indents every further line of a message: no name or text forges a log line."""
+    """Escapes control characters and indents further lines of a message, so that texts cannot imitate a log line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as text without control characters other than newlines."""
+        """Format a record as text without control characters other than newlines."""
         return escape(super().format(record)).replace("\n", "\n    ")
 
 
 class _LogFile(logging.FileHandler):
-    """A log whose own trouble, such as a full disk, is told once and ends nothing: the run has its own words for it."""
+    """Log file that reports write errors, such as a full disk, once on stderr and does not stop the run."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(file, encoding="utf-8")
-        self._told = False
+        self._has_warned = False
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exception()
         if isinstance(error, OSError):
-            self._tell(error)
+            self._warn(error)
         else:
             super().handleError(record)
 
@@ -281,23 +285,23 @@ class _LogFile(logging.FileHandler):
         try:
             super().close()
         except OSError as error:
-            self._tell(error)
+            self._warn(error)
 
-    def _tell(self, error: OSError) -> None:
-        if not self._told:
-            self._told = True
-            print(f"warning: {self.baseFilename} cannot be written ({error}); lines are missing in it", file=sys.stderr)
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            print(f"warning: {self.baseFilename} cannot be written ({error}); lines are missing", file=sys.stderr)
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:
-    """Write a file so that at every moment it is absent, the old one or the new one, and never a part.
+    """Write a file atomically: after a crash, the file is either the old one or complete.
 
     Args:
         path: the file.
-        data: its complete content; text is written as UTF-8.
+        data: complete content; text is encoded as UTF-8.
 
     Raises:
-        RunDirectoryError: if it cannot be written; an old file is untouched.
+        RunDirectoryError: if the file cannot be written; an existing file is not changed.
     """
     partial = path.with_name(f".{path.name}.partial")
     with writing(path):
@@ -315,7 +319,7 @@ def write_atomically(path: Path, data: str | bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename in the folder survive a power cut."""
+    """Flush a folder to disk, so that renames survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -325,20 +329,21 @@ def _sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an operating system's refusal to write into an error that says what to do.
+    """Convert an `OSError` on writing to a `RunDirectoryError`.
+
+    Args:
+        path: the file or folder that is written.
 
     Raises:
-        RunDirectoryError: naming the path, the reason and the remedy.
+        RunDirectoryError: if an `OSError` is raised; the message names the path, the reason and the remedy.
     """
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            reason = (
-                "the disk is full; free some space and rerun the same command, which goes on from the last checkpoint"
-            )
+            reason = "the disk is full; free some space and rerun the same command to resume from the last checkpoint"
         elif error.errno in (errno.ENOTDIR, errno.EEXIST):
-            reason = f"{error.filename or path} is a file and not a folder; choose another run_dir"
+            reason = f"{error.filename or path} is a file, not a folder; choose another run_dir"
         else:
-            reason = f"{error.strerror or error}; choose a run_dir on a disk that you may write to"
+            reason = f"{error.strerror or error}; choose a run_dir on a writable disk"
         raise RunDirectoryError(f"cannot write {str(path)!r}: {reason}") from error

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One record per training step, to every place that keeps them."""
+"""Write the metrics of each training step to `metrics.jsonl` and to trackers."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,43 +15,43 @@ from marin_rl.runtime.metrics_file import append_record, read_records
 
 
 class StepRecords:
-    """Writes each step's record to `metrics.jsonl`, and to trackers such as TensorBoard and wandb.
+    """Writes the metrics of each step to `metrics.jsonl` and to trackers such as TensorBoard and wandb.
 
-    A tracker's failure stops the run like any other error: a record is in all places or the run says why not.
+    Errors of trackers are not caught: they stop the run.
     """
 
     def __init__(self, path: Path, tracker: Tracker):
-        """Begin, or go on after the step that the file has last.
+        """Open the metrics file; recording continues after its last step.
 
         Args:
-            path: `metrics.jsonl`, already without records of steps that will be made again.
-            tracker: what else gets the records; see `make_tracker`.
+            path: `metrics.jsonl`, without records of steps that will be repeated.
+            tracker: tracker that also receives the metrics; see `make_tracker`.
         """
         self._path = path
         self._tracker = tracker
         self._last_step = max((int(record["step"]) for record in read_records(path)), default=-1)
 
     def record(self, step: int, metrics: Mapping[str, int | float]) -> None:
-        """Write the complete record of one step.
+        """Write the metrics of one step.
 
         Args:
-            step: the step's number; greater than that of every record before it.
-            metrics: name to value.
+            step: number of the step, greater than that of the last record.
+            metrics: values by name.
 
         Raises:
-            ValueError: if the step has a record already.
+            ValueError: if the step is not greater than that of the last record.
             RunDirectoryError: if the file cannot be written.
         """
         if step <= self._last_step:
             raise ValueError(
-                f"step {step} cannot be recorded: step {self._last_step} has been, and each has one record"
+                f"step {step} cannot be recorded: steps must increase, and step {self._last_step} is recorded already"
             )
         append_record(self._path, step, metrics)
         self._tracker.log(metrics, step=step)
         self._last_step = step
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Hand the trackers the run's summary, and close them."""
+        """Send the run's summary to the trackers, and close them."""
         self._tracker.log_summary(dict(summary))
         self._tracker.finish()
 
@@ -62,17 +62,19 @@ def make_tracker(
     hyperparameters: Mapping[str, Any],
     last_step: int = 0,
 ) -> Tracker:
-    """Start the configured trackers; none at all is fine.
+    """Start the configured trackers.
 
     Args:
-        configs: levanter's tracker section: one, or several.
-        run_id: under which a resumed run goes on in the same place.
-        hyperparameters: the resolved config, as plain values.
-        last_step: the step that the run goes on after; TensorBoard then hides what it was told of later
-            ones before the interruption.
+        configs: levanter's tracker section: one config or a sequence, which may be empty.
+        run_id: id of the run; trackers use it to continue a resumed run.
+        hyperparameters: resolved config, as plain values.
+        last_step: last step before a resume; TensorBoard then hides events of later steps. 0 for a new run.
+
+    Returns:
+        A tracker that forwards to all configured trackers.
 
     Raises:
-        ImportError: if a tracker's package is missing; the message names the extra to install.
+        ImportError: if a package of a tracker is missing; the message names the extra to install.
     """
     trackers = []
     for config in [configs] if isinstance(configs, TrackerConfig) else configs:
@@ -91,7 +93,7 @@ def make_tracker(
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Dotted names and scalars, which is all that TensorBoard takes."""
+    """Flatten to scalars by dotted name, as TensorBoard requires."""
     flat: dict[str, bool | int | float | str] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A run as one self-contained page: no network, no library, nothing in it but what the run wrote.
+"""Export a run as one self-contained HTML page, without network access or libraries.
 
-Texts of models are data and stay data: they travel as JSON that cannot end its element, the script puts them on the
-page with `textContent` alone, and the page's policy lets no other script run and nothing be loaded.
+Texts of models cannot become markup or code: they are embedded as JSON that cannot close its element, the script
+inserts them with `textContent` only, and the content security policy blocks other scripts and all requests.
 """
 
 import base64
@@ -18,22 +18,22 @@ from typing import Any
 
 from marin_rl.runtime.run_directory import write_atomically
 from marin_rl.viewing.page_data import page_data
-from marin_rl.viewing.selection import RolloutSource, Selection
+from marin_rl.viewing.selection import Selection, StoredRollouts
 
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
-def write_page(source: RolloutSource, target: Path, selection: Selection, max_rollouts: int) -> int:
+def write_page(source: StoredRollouts, target: Path, selection: Selection, max_rollouts: int) -> int:
     """Write the page of a run.
 
     Args:
         source: the run, or one file of rollouts.
-        target: the file, replaced whole.
-        selection: which rollouts are on it.
-        max_rollouts: most of them.
+        target: output file, replaced atomically.
+        selection: filter of the rollouts.
+        max_rollouts: maximum rollouts on the page.
 
     Returns:
-        How many rollouts it holds.
+        Number of rollouts on the page.
 
     Raises:
         RunDirectoryError: if the file cannot be written, or metrics.jsonl is damaged.
@@ -45,10 +45,13 @@ def write_page(source: RolloutSource, target: Path, selection: Selection, max_ro
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """The page's text.
+    """Render the page.
 
     Args:
-        data: what it shows, as `page_data` gives it.
+        data: content of the page, from `page_data`.
+
+    Returns:
+        The HTML text.
     """
     style, script = _asset("page.css"), _asset("page.js")
     policy = (
@@ -67,7 +70,7 @@ def render(data: Mapping[str, Any]) -> str:
 
 
 def escaped_json(value: Any) -> str:
-    r"""JSON that means the same inside a script element, whatever texts it holds.
+    r"""Encode a value as JSON that is safe inside a script element.
 
     >>> escaped_json("</script>")
     '"\\u003c/script\\u003e"'

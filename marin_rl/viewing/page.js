@@ -2,27 +2,27 @@
 // SPDX-License-Identifier: Apache-2.0
 "use strict";
 
-// Texts of the run reach the page through textContent and attributes of fixed names, never as markup.
+// Texts of the run are inserted through textContent and attributes with fixed names, never as markup.
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 const MINUS = "\u2212";
 
 function element(name, properties = {}, ...children) {
-  const made = document.createElement(name);
+  const node = document.createElement(name);
   for (const [key, value] of Object.entries(properties)) {
-    if (key === "text") made.textContent = value;
-    else if (key === "class") made.className = value;
-    else made.setAttribute(key, value);
+    if (key === "text") node.textContent = value;
+    else if (key === "class") node.className = value;
+    else node.setAttribute(key, value);
   }
-  made.append(...children);
-  return made;
+  node.append(...children);
+  return node;
 }
 
 function drawn(name, properties = {}, text = "") {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(properties)) made.setAttribute(key, value);
-  if (text) made.textContent = text;
-  return made;
+  const node = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(properties)) node.setAttribute(key, value);
+  if (text) node.textContent = text;
+  return node;
 }
 
 function number(value, digits = 4) {
@@ -38,14 +38,14 @@ function number(value, digits = 4) {
 
 const WIDTH = 320, HEIGHT = 170, LEFT = 50, RIGHT = 16, TOP = 8, BOTTOM = 22;
 
-function ticks(low, high, wanted) {
-  const rough = (high - low) / wanted, power = 10 ** Math.floor(Math.log10(rough));
+function ticks(low, high, count) {
+  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999);
-  const found = [];
+  const values = [];
   for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-6; index++) {
-    found.push(Number((index * step).toPrecision(12)));
+    values.push(Number((index * step).toPrecision(12)));
   }
-  return found;
+  return values;
 }
 
 function bounds(values) {
@@ -70,7 +70,7 @@ function frame(x, y, xDomain, yDomain, label, width = WIDTH) {
   return svg;
 }
 
-// Moves a cursor over the places of a plot, by pointer or arrow keys, and tells which one it is at.
+// Moves a cursor over the points of a plot by pointer or arrow keys, and reports the index of the current point.
 function follow(svg, places, tell) {
   const cursor = drawn("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
   svg.append(cursor);
@@ -110,9 +110,9 @@ function legend(names) {
     list.append(element("span", {}, element("span", { class: `swatch s${index % 9}` }), `${name} `, value));
     return value;
   });
-  const where = element("span", { class: "faint" });
-  list.append(where);
-  return { list, values, where };
+  const position = element("span", { class: "faint" });
+  list.append(position);
+  return { list, values, position };
 }
 
 function plot(panel) {
@@ -136,9 +136,9 @@ function plot(panel) {
       }
     }
   });
-  const { list, values, where } = legend(names);
+  const { list, values, position } = legend(names);
   follow(svg, used.map((at) => x(steps[at])), (at) => {
-    where.textContent = at === null ? "" : `step ${steps[used[at]]}`;
+    position.textContent = at === null ? "" : `step ${steps[used[at]]}`;
     values.forEach((value, index) => { value.textContent = at === null ? "" : number(series[index][used[at]]); });
   });
   const caption = element("figcaption", { text: panel.title });
@@ -166,11 +166,11 @@ function showPhases() {
     place.append(element("p", { class: "faint", text: "No timings yet." }));
     return;
   }
-  // One slow bar, the first with its compilation, must not flatten the others.
+  // The first bar includes compilation; it must not shrink the others.
   const totals = bars.map((bar) => bar.total).sort((one, other) => one - other);
   const usual = totals[Math.floor(totals.length * 0.9)] * 1.5;
   const top = Math.min(totals.at(-1), Math.max(usual, totals[Math.floor(totals.length / 2)] * 2)) * 1.05 || 1;
-  // Drawn at its real size, up to a point, so that its text is neither huge nor tiny.
+  // Drawn at its real size up to a limit, so that its text is neither too large nor too small.
   const whole = Math.max(WIDTH, Math.min(place.clientWidth, 760));
   const width = (whole - LEFT - RIGHT) / bars.length, x = (index) => LEFT + index * width;
   const y = (value) => HEIGHT - BOTTOM - (Math.min(value, top) / top) * (HEIGHT - TOP - BOTTOM);
@@ -187,11 +187,11 @@ function showPhases() {
       svg.append(drawn("text", { x: x(index) + width / 2, y: HEIGHT - 7, "text-anchor": "middle" }, String(bar.first)));
     }
   });
-  const { list, values, where } = legend(names);
+  const { list, values, position } = legend(names);
   follow(svg, bars.map((_, index) => x(index) + width / 2), (at) => {
     const bar = at === null ? null : bars[at];
     const steps = bar && (bar.first === bar.last ? `step ${bar.first}` : `steps ${bar.first}\u2013${bar.last}, mean`);
-    where.textContent = bar ? `${steps}: ${number(bar.total)} s in all` : "";
+    position.textContent = bar ? `${steps}: ${number(bar.total)} s in all` : "";
     values.forEach((value, index) => { value.textContent = bar ? number(bar.seconds[index], 3) : ""; });
   });
   const caption = element("figcaption", { text: "Seconds per step" });
@@ -217,7 +217,7 @@ const COLUMNS = [
   { name: "tokens", value: (rollout) => rollout.num_generated_tokens, number: true },
   { name: "not trained", value: (rollout) => rollout.not_trained || "" },
 ];
-// The newest first.
+// Newest first.
 const table = { sorted: 1, descending: true, shown: PAGE, current: null, rows: [] };
 const filters = {};
 
@@ -240,8 +240,8 @@ const haystacks = new Map();
 function haystack(rollout) {
   if (!haystacks.has(rollout)) {
     const parts = rollout.last_observation ? [...rollout.turns, rollout.last_observation] : rollout.turns;
-    const said = parts.flatMap((part) => part.messages.map((message) => message.content));
-    haystacks.set(rollout, [rollout.id, rollout.group_id, rollout.task_id, rollout.error || "", ...said].join("\n").toLowerCase());
+    const contents = parts.flatMap((part) => part.messages.map((message) => message.content));
+    haystacks.set(rollout, [rollout.id, rollout.group_id, rollout.task_id, rollout.error || "", ...contents].join("\n").toLowerCase());
   }
   return haystacks.get(rollout);
 }
@@ -364,13 +364,13 @@ function facts(rollout) {
 }
 
 function rewards(rollout) {
-  const body = element("tbody"), said = new Map(rollout.evaluations.map((one) => [one.component, one]));
+  const body = element("tbody"), results = new Map(rollout.evaluations.map((one) => [one.component, one]));
   const given = new Map(rollout.rewards);
   const line = (label, values, why, level) => body.append(element("tr", {},
     element(level ? "td" : "th", { scope: "row", class: level ? "faint" : "", text: label }),
     ...values.map((value) => element("td", { class: "number", text: value })), element("td", { text: why })));
-  for (const name of new Set([...given.keys(), ...said.keys()])) {
-    const one = said.get(name);
+  for (const name of new Set([...given.keys(), ...results.keys()])) {
+    const one = results.get(name);
     const more = one ? one.metrics.map(([metric, value]) => `${metric} ${number(value)}`) : [];
     const why = one ? [one.reason, one.lost, one.error, ...more].filter(Boolean).join(" \u00b7 ") : "";
     line(name, [number(given.get(name)), one ? number(one.score) : "", one ? number(one.weight) : ""], why, 0);
@@ -413,7 +413,7 @@ function turnView(turn, index) {
   const shown = turn.messages.at(-1)?.role === "assistant" ? turn.messages.slice(0, -1) : turn.messages;
   view.append(...observation(shown, turn.observed));
   view.append(element("div", { class: "message assistant" }, element("div", { class: "role", text: "assistant" }), tokensOf(turn, index)));
-  if (turn.action !== null) view.append(element("p", { class: "faint", text: `taken as: ${turn.action}` }));
+  if (turn.action !== null) view.append(element("p", { class: "faint", text: `action: ${turn.action}` }));
   if (turn.rewards.length > 1) view.append(element("p", { class: "faint", text: `rewards: ${pairs(turn.rewards)}` }));
   if (turn.info) view.append(element("p", { class: "faint", text: `info: ${turn.info}` }));
   return view;
@@ -421,7 +421,7 @@ function turnView(turn, index) {
 
 function observation(messages, observed) {
   const shown = messages.map((message) => element("div", { class: "message" },
-    element("div", { class: "role", text: message.role }), element("div", { class: "said", text: message.content })));
+    element("div", { class: "role", text: message.role }), element("div", { class: "content", text: message.content })));
   return [...shown, element("details", {}, element("summary", { text: "exact observation tokens" }),
     element("div", { class: "tokens", text: observed }))];
 }
@@ -521,9 +521,9 @@ function showPage() {
   showCurves();
   showPhases();
   makeTable();
-  const wanted = decodeAddress(location.hash);
-  const asked = data.rollouts.find((one) => `${one.step}/${one.purpose}/${one.id}` === wanted);
-  if (asked) openRollout(asked, true);
+  const address = decodeAddress(location.hash);
+  const selected = data.rollouts.find((one) => `${one.step}/${one.purpose}/${one.id}` === address);
+  if (selected) openRollout(selected, true);
 }
 
 function decodeAddress(hash) {

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the page of a run shows, as plain values: curves, phase timings, rollouts with their tokens."""
+"""Data of the HTML page as plain values: curves, phase timings, rollouts with their tokens."""
 
 import codecs
 import dataclasses
@@ -12,30 +12,30 @@ from typing import Any
 from marin_rl.escaping import escape
 from marin_rl.rollouts.store import StoredFile, read_file
 from marin_rl.runtime.metrics_file import read_records
-from marin_rl.viewing.selection import RolloutSource, Row, Selection
+from marin_rl.viewing.selection import Row, Selection, StoredRollouts
 
-MOMENTS = 10
-"""Of a long run, the page holds rollouts of so many steps, evenly spaced."""
+MAX_STEPS = 10
+"""Maximum number of steps with rollouts; they are evenly spaced over the run."""
 MAX_TOKENS = 1_000_000
-"""Tokens in all rollouts of a page together."""
+"""Maximum tokens in all rollouts of a page together."""
 MAX_RECORDS = 1000
-"""Points of a curve."""
+"""Maximum points of a curve, not counting evaluations."""
 MAX_BARS = 60
-"""Bars of the phase timings; each is the mean of neighbouring steps where there are more."""
+"""Maximum bars of the phase timings; in longer runs each bar is the mean of consecutive steps."""
 
 Record = Mapping[str, int | float]
 
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One plot of the page."""
+    """Definition of one plot."""
 
     title: str
-    """Above it."""
+    """Title of the plot."""
     names: tuple[str, ...]
-    """Metrics in it; a name that ends in `*` stands for all that begin so."""
+    """Metric names; a trailing `*` matches any suffix."""
     unit: str = ""
-    """Of the vertical axis."""
+    """Unit of the vertical axis."""
 
 
 PANELS = (
@@ -50,16 +50,19 @@ PANELS = (
     Panel("Gradient norm", ("grad_norm",)),
     Panel("Groups without signal", ("groups/all_good_share", "groups/all_bad_share"), "share"),
 )
-"""The plots that every page has, as far as the run has their metrics; any other metric can be chosen on the page."""
+"""Plots of every page, if the run has their metrics; other metrics can be selected on the page."""
 
 
-def page_data(source: RolloutSource, selection: Selection, max_rollouts: int) -> dict[str, Any]:
-    """Everything the page shows.
+def page_data(source: StoredRollouts, selection: Selection, max_rollouts: int) -> dict[str, Any]:
+    """Collect the data of the page.
 
     Args:
         source: the run, or one file of rollouts, which has no curves.
-        selection: which rollouts.
-        max_rollouts: most of them.
+        selection: filter of the rollouts.
+        max_rollouts: maximum rollouts on the page.
+
+    Returns:
+        Nested plain values that JSON can represent.
 
     Raises:
         RunDirectoryError: if metrics.jsonl is damaged.
@@ -82,7 +85,7 @@ def page_data(source: RolloutSource, selection: Selection, max_rollouts: int) ->
 
 
 def _thinned(records: Sequence[Record]) -> list[Record]:
-    """At most `MAX_RECORDS` records, the first and the last among them, and all with an evaluation."""
+    """At most `MAX_RECORDS` evenly spaced records with the first and the last, and all records with an evaluation."""
     if len(records) <= MAX_RECORDS:
         return list(records)
     chosen = set(_evenly(len(records), MAX_RECORDS))
@@ -93,17 +96,17 @@ def _thinned(records: Sequence[Record]) -> list[Record]:
     ]
 
 
-def _evenly(count: int, wanted: int) -> list[int]:
-    """Indices of `wanted` of `count` things, evenly spaced, both ends among them; of one, the last.
+def _evenly(count: int, selected: int) -> list[int]:
+    """Evenly spaced indices of `selected` of `count` items, including both ends; a single index is the last.
 
     >>> _evenly(9, 3), _evenly(2, 5), _evenly(9, 1)
     ([0, 4, 8], [0, 1], [8])
     """
-    if wanted >= count:
+    if selected >= count:
         return list(range(count))
-    if wanted == 1:
+    if selected == 1:
         return [count - 1]
-    return [round(index * (count - 1) / (wanted - 1)) for index in range(wanted)]
+    return [round(index * (count - 1) / (selected - 1)) for index in range(selected)]
 
 
 def _curves(records: Sequence[Record]) -> dict[str, Any]:
@@ -115,7 +118,7 @@ def _curves(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _phases(records: Sequence[Record]) -> dict[str, Any]:
-    """Seconds by phase, a bar per step or per run of neighbouring steps."""
+    """Seconds by phase, with a bar for each step or for several consecutive steps."""
     prefix = "seconds/"
     timed = [record for record in records if f"{prefix}total" in record]
     measured = dict.fromkeys(name for record in timed for name in record)
@@ -136,30 +139,32 @@ def _phases(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _rollouts(source: RolloutSource, selection: Selection, max_rollouts: int) -> tuple[list[dict[str, Any]], list[str]]:
+def _rollouts(
+    source: StoredRollouts, selection: Selection, max_rollouts: int
+) -> tuple[list[dict[str, Any]], list[str]]:
     files = selection.files(source)
-    chosen = [files[index] for index in _evenly(len(files), MOMENTS)]
+    chosen = [files[index] for index in _evenly(len(files), MAX_STEPS)]
     notes = []
     if len(chosen) < len(files):
         steps = ", ".join(str(file.step) for file in chosen)
-        notes.append(f"Rollouts are shown of {len(chosen)} of {len(files)} stored steps: {steps}.")
+        notes.append(f"The page shows rollouts of {len(chosen)} of {len(files)} stored steps: {steps}.")
     shown: list[dict[str, Any]] = []
-    found = 0
+    matching = 0
     tokens = 0
     for index, file in enumerate(chosen):
-        # What a step leaves of its share goes to the later ones.
-        room = (max_rollouts - len(shown)) // (len(chosen) - index)
+        # Later steps use the capacity that earlier steps leave.
+        capacity = (max_rollouts - len(shown)) // (len(chosen) - index)
         rows = list(_selected(file, selection))
-        found += len(rows)
-        for row in rows[:room]:
+        matching += len(rows)
+        for row in rows[:capacity]:
             tokens += sum(len(turn["token_ids"]) + len(turn["observation_tokens"]) for turn in row["turns"])
             tokens += len((row["last_observation"] or {}).get("observation_tokens", ()))
             if tokens <= MAX_TOKENS:
                 shown.append(_rollout(row))
-    if len(shown) < found:
+    if len(shown) < matching:
         notes.append(
-            f"The page holds {len(shown)} of their {found} rollouts (at most {max_rollouts} rollouts and "
-            f"{MAX_TOKENS:,} tokens); choose others with --step or a filter, or raise --max_rollouts."
+            f"The page contains {len(shown)} of {matching} rollouts of these steps (at most {max_rollouts} rollouts "
+            f"and {MAX_TOKENS:,} tokens); select others with --step or a filter, or raise --max_rollouts."
         )
     return shown, notes
 
@@ -211,7 +216,7 @@ def _evaluation(evaluation: Row) -> dict[str, Any]:
 
 
 def _observation(part: Row) -> dict[str, Any]:
-    """The messages of a turn or of the last observation, and the exact text of the observation's tokens."""
+    """Messages of a turn or of the last observation, and the text of the observation's tokens."""
     return {
         "messages": [
             {"role": escape(message["role"]), "content": escape((message["content"] or "") + (message["more"] or ""))}
@@ -241,7 +246,7 @@ def _turn(turn: Row) -> dict[str, Any]:
         "learner": _numbers(learner),
         "difference": None
         if learner is None
-        else _numbers([policy - own for policy, own in zip(turn["logprobs"], learner, strict=True)]),
+        else _numbers([policy - scored for policy, scored in zip(turn["logprobs"], learner, strict=True)]),
         "reference": _numbers(turn["reference_logprobs"]),
         "advantages": _numbers(turn["advantages"]),
         "values": _numbers(turn["values"]),
@@ -250,7 +255,7 @@ def _turn(turn: Row) -> dict[str, Any]:
 
 
 def texts_of(pieces: Sequence[bytes]) -> list[str]:
-    r"""The text that each token adds; a character that several tokens make up belongs to the last of them.
+    r"""Text of each token; a character that consists of several tokens is part of the last of them.
 
     >>> texts_of([b"a", b"\xc3", b"\xa9", b"\xff"])
     ['a', '', 'é', '\\xff']
@@ -269,5 +274,5 @@ def _numbers(values: Sequence[float] | None) -> list[float | None] | None:
 
 
 def _number(value: float | None) -> float | None:
-    """To six digits; None for what JSON has no number for."""
+    """Round to six significant digits; None for NaN and infinities."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

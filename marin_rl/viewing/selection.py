@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which stored rollouts to look at.
+"""Read and filter stored rollouts.
 
 A rollout is a row of `marin_rl.rollouts.stored_rollout.SCHEMA`, as a mapping of its columns.
 """
@@ -22,23 +22,23 @@ SUMMARY_COLUMNS = (
     *("step", "purpose", "id", "group_id", "environment", "status", "not_trained", "reward", "rewards", "advantage"),
     *("num_turns", "num_generated_tokens"),
 )
-"""What a list shows; reading these alone leaves the tokens on the disk."""
+"""Columns of a list. Reading only these avoids loading the tokens."""
 
 
 class RolloutNotFoundError(ValueError):
-    """No stored rollout is the one that was asked for; the message says what there is."""
+    """A rollout is not stored. The message names the stored steps."""
 
 
 @dataclasses.dataclass(frozen=True)
-class RolloutSource:
-    """Where rollouts are read from: a run directory, or one file."""
+class StoredRollouts:
+    """Source of stored rollouts: a run directory, or one file."""
 
     path: Path
     """The run directory or the file."""
     rollouts: Path
     """The folder of stored rollouts, or the file."""
     metrics: Path | None
-    """The run's metrics.jsonl; None for a single file."""
+    """The run's `metrics.jsonl`; None for a single file."""
 
     @property
     def is_file(self) -> bool:
@@ -46,62 +46,62 @@ class RolloutSource:
         return self.metrics is None
 
 
-def open_source(path: Path) -> RolloutSource:
-    """The source at a path.
+def open_rollouts(path: Path) -> StoredRollouts:
+    """Open a run directory or a file of rollouts.
 
     Args:
-        path: a run directory, or a file of rollouts of any name that ends in `.parquet` or `.jsonl`.
+        path: a run directory, or a file with any name that ends in `.parquet` or `.jsonl`.
 
     Raises:
-        RunDirectoryError: if it is neither.
+        RunDirectoryError: if the path is neither.
     """
     if not path.is_file():
         directory = open_existing(path)
-        return RolloutSource(directory.path, directory.rollouts, directory.metrics)
+        return StoredRollouts(directory.path, directory.rollouts, directory.metrics)
     endings = tuple(f".{kind.value}" for kind in StoredFormat)
     if path.suffix not in endings:
         raise RunDirectoryError(
-            f"{str(path)!r} is neither a run directory nor a file of rollouts, which ends in {' or '.join(endings)}"
+            f"{str(path)!r} is neither a run directory nor a file of rollouts ({' or '.join(endings)})"
         )
-    return RolloutSource(path, path, None)
+    return StoredRollouts(path, path, None)
 
 
 class SortKey(enum.StrEnum):
-    """What a list is sorted by."""
+    """Sort key of a list: the name of a stored column."""
 
     REWARD = "reward"
     """Total reward."""
     ADVANTAGE = "advantage"
     """Mean advantage."""
     TOKENS = "num_generated_tokens"
-    """Tokens sampled."""
+    """Number of sampled tokens."""
     TURNS = "num_turns"
-    """Turns."""
+    """Number of turns."""
     STEP = "step"
-    """Step."""
+    """Step of training or evaluation."""
     ID = "id"
-    """Id."""
+    """Id of the rollout."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """Filters, all of which a rollout must pass; by default all rollouts of training."""
+    """Filters of rollouts, combined by AND. The default selects all rollouts of training."""
 
     steps: range | None = None
-    """Steps; None for all."""
+    """Selected steps; None: all."""
     evaluation: bool = False
-    """Those of evaluations instead of those of training; of a single file, which may hold either, those alone."""
+    """Whether to select rollouts of evaluations. If false: rollouts of training, or all rollouts of a single file."""
     environment: str | None = None
-    """Name of the environment."""
+    """Name of the environment; None: all."""
     status: RolloutStatus | None = None
-    """How they ended."""
+    """Final status; None: all."""
     min_reward: float | None = None
-    """Least total reward; leaves out those that have none."""
+    """Minimum total reward; if set, rollouts without a reward are excluded."""
     max_reward: float | None = None
-    """Greatest total reward; leaves out those that have none."""
+    """Maximum total reward; if set, rollouts without a reward are excluded."""
 
-    def files(self, source: RolloutSource) -> list[StoredFile]:
-        """The files that may hold such rollouts, the oldest first."""
+    def files(self, source: StoredRollouts) -> list[StoredFile]:
+        """Files that may contain selected rollouts, oldest first."""
         files = list_files(source.rollouts)
         if source.is_file:
             return files
@@ -110,7 +110,7 @@ class Selection:
         return [file for file in files if self.steps is None or file.step in self.steps]
 
     def accepts(self, row: Row) -> bool:
-        """Whether a rollout of such a file passes the filters."""
+        """Return whether a rollout in one of `files` passes the filters."""
         reward = row["reward"]
         return (
             (self.steps is None or row["step"] in self.steps)
@@ -123,19 +123,19 @@ class Selection:
 
 
 class Listing(NamedTuple):
-    """What a list shows."""
+    """Rollouts of a list."""
 
     rows: list[Row]
-    """The rollouts, sorted."""
-    found: int
-    """How many there are without the limit."""
+    """The rollouts in sorted order, at most `limit`."""
+    total: int
+    """Number of selected rollouts without the limit."""
 
 
 def parse_steps(text: str) -> range:
-    """Steps as a user writes them: `12`, `10-20`, `10-`, `-20`; both ends are included.
+    """Parse a range of steps: `12`, `10-20`, `10-` or `-20`; both ends are included.
 
     Raises:
-        ValueError: if it is none of these.
+        ValueError: if the text has another form.
 
     >>> parse_steps("10-12")
     range(10, 13)
@@ -143,24 +143,27 @@ def parse_steps(text: str) -> range:
     first, dash, last = text.strip().partition("-")
     ends = [end.strip() for end in (first, last if dash else first)]
     if not any(ends) or not all(end == "" or end.isdecimal() for end in ends):
-        raise ValueError(f"{text!r} names no steps; write 12, 10-20, 10- (and later) or -20 (and earlier)")
+        raise ValueError(f"{text!r} is not a range of steps; write 12, 10-20, 10- (and later) or -20 (and earlier)")
     return range(int(ends[0] or 0), int(ends[1]) + 1 if ends[1] else 10**12)
 
 
 def list_rollouts(
-    source: RolloutSource, selection: Selection, *, sort: SortKey | None = None, descending: bool = False, limit: int
+    source: StoredRollouts, selection: Selection, *, sort: SortKey | None = None, descending: bool = False, limit: int
 ) -> Listing:
-    """Summaries of the selected rollouts.
+    """List the selected rollouts.
 
     Args:
-        source: where they are stored.
-        selection: which ones.
-        sort: by what; None keeps the order in which they were stored. Those without a value come last.
-        descending: the greatest first.
-        limit: most rows.
+        source: source of the rollouts.
+        selection: filter.
+        sort: sort key; None for the stored order. Rollouts without a value are last.
+        descending: whether to sort in descending order.
+        limit: maximum number of rows.
+
+    Returns:
+        The first `limit` rows with the columns `SUMMARY_COLUMNS`, and the number of all selected rollouts.
 
     Raises:
-        RolloutStoreError: if a file is damaged, naming it.
+        RolloutStoreError: if a file is damaged; the message names it.
     """
     tables = [read_file(file.path, SUMMARY_COLUMNS) for file in selection.files(source)]
     rows = [row for table in tables if table is not None for row in table.to_pylist() if selection.accepts(row)]
@@ -174,31 +177,34 @@ def _sorted(rows: Sequence[Row], key: str, descending: bool) -> list[Row]:
     return known + [row for row in rows if row[key] is None]
 
 
-def newest_step(source: RolloutSource, *, evaluation: bool) -> int | None:
-    """The last step of which there are rollouts; None where there are none."""
+def newest_step(source: StoredRollouts, *, evaluation: bool) -> int | None:
+    """Last step with stored rollouts; None if no rollouts are stored."""
     files = Selection(evaluation=evaluation).files(source)
     return files[-1].step if files else None
 
 
-def find_rollout(source: RolloutSource, id: str, steps: range | None = None) -> Row:
-    """One rollout in full; of several evaluations that hold it, the newest.
+def find_rollout(source: StoredRollouts, id: str, steps: range | None = None) -> Row:
+    """Load one rollout with all columns. If several evaluations contain the id, the newest rollout is returned.
 
     Args:
-        source: where it is stored.
-        id: its id.
-        steps: where to look; None for everywhere.
+        source: source of the rollouts.
+        id: id of the rollout.
+        steps: steps to search; None for all.
+
+    Returns:
+        The rollout's row.
 
     Raises:
-        RolloutNotFoundError: if there is none.
-        RolloutStoreError: if a file is damaged, naming it.
+        RolloutNotFoundError: if the rollout is not stored.
+        RolloutStoreError: if a file is damaged; the message names it.
     """
     files = [file for file in list_files(source.rollouts) if source.is_file or steps is None or file.step in steps]
     for file in reversed(files):
         table = read_file(file.path, ["id", "step"])
         rows = [] if table is None else table.to_pylist()
-        places = [at for at, row in enumerate(rows) if row["id"] == id and (steps is None or row["step"] in steps)]
-        whole = read_file(file.path) if places else None
-        if whole is not None:
-            return whole.slice(places[-1], 1).to_pylist()[0]
-    there = f"steps {files[0].step} to {files[-1].step} are stored" if files else "nothing is stored there"
-    raise RolloutNotFoundError(f"no stored rollout has the id {id!r}; {there}. List some with --steps, without --id")
+        indices = [at for at, row in enumerate(rows) if row["id"] == id and (steps is None or row["step"] in steps)]
+        full_table = read_file(file.path) if indices else None
+        if full_table is not None:
+            return full_table.slice(indices[-1], 1).to_pylist()[0]
+    stored = f"steps {files[0].step} to {files[-1].step} are stored" if files else "no rollouts are stored"
+    raise RolloutNotFoundError(f"no stored rollout has the id {id!r}; {stored}. List ids with --steps, without --id")

@@ -1,9 +1,9 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Stored rollouts in a terminal: a list, one in full, two side by side.
+"""Print stored rollouts to the terminal: a list, one rollout in full, or several side by side.
 
-All text of models, environments and rewards passes through `escape` and reaches rich as `Text`, never as markup.
+Texts of models, environments and rewards are escaped and passed to rich as `Text`, never as markup.
 """
 
 import itertools
@@ -23,13 +23,13 @@ from marin_rl.viewing.selection import Listing, Row
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 MISSING = "–"
 ANCHOR_CHARACTERS = 12
-"""Characters of an anchor state's hash that are shown."""
+"""Displayed characters of an anchor state's hash."""
 MAX_NAME = 24
-"""Characters of a component's name in one line of a list's head."""
+"""Maximum characters per line of a component's name in a table header."""
 
 
 def print_listing(console: Console, listing: Listing) -> None:
-    """Show a line for each rollout."""
+    """Print one line for each rollout."""
     components = list(dict.fromkeys(name for row in listing.rows for name, _ in row["rewards"]))
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for name in ("id", "step", "environment", "status"):
@@ -53,27 +53,27 @@ def print_listing(console: Console, listing: Listing) -> None:
         )
     console.print(table)
     shown = len(listing.rows)
-    console.print(Text(f"{shown} of {listing.found} rollouts" if shown < listing.found else f"{shown} rollouts", "dim"))
+    console.print(Text(f"{shown} of {listing.total} rollouts" if shown < listing.total else f"{shown} rollouts", "dim"))
 
 
 def print_rollout(console: Console, row: Row, *, tokens: bool) -> None:
-    """Show one rollout in full.
+    """Print one rollout in full.
 
     Args:
-        console: where to.
+        console: output console.
         row: the rollout.
-        tokens: whether to list every sampled token with its numbers.
+        tokens: whether to list every sampled token with its values.
     """
     console.print(Group(*_rollout(row, tokens=tokens)))
 
 
 def print_side_by_side(console: Console, rows: Sequence[Row], *, tokens: bool) -> None:
-    """Show rollouts in columns, turn beside turn.
+    """Print rollouts in columns with aligned turns.
 
     Args:
-        console: where to.
-        rows: the rollouts; two, as a rule.
-        tokens: whether to list every sampled token with its numbers.
+        console: output console.
+        rows: the rollouts, usually two.
+        tokens: whether to list every sampled token with its values.
     """
     table = Table.grid(expand=True, padding=(0, 1))
     for _ in rows:
@@ -84,7 +84,7 @@ def print_side_by_side(console: Console, rows: Sequence[Row], *, tokens: bool) -
 
 
 def _rollout(row: Row, *, tokens: bool) -> Iterator[RenderableType]:
-    """Summary, task, rewards, then a part for each turn."""
+    """Summary, rewards and turns of a rollout."""
     yield Rule(Text(escape_line(row["id"]), "bold"), align="left")
     yield _summary(row)
     yield _rewards(row)
@@ -130,11 +130,11 @@ def _rewards(row: Row) -> RenderableType:
     table.add_column("reason", overflow="fold")
     rewards = dict(row["rewards"])
     for name in dict.fromkeys([*rewards, *evaluations]):
-        said = evaluations.get(name, {})
-        why = " · ".join(part for part in (said.get("reason"), said.get("lost"), said.get("error")) if part)
-        values = (rewards.get(name), said.get("score"), said.get("weight"))
-        table.add_row(Text(escape_line(name)), *map(number, values), Text(escape(why)))
-        for step in said.get("steps", ()):
+        result = evaluations.get(name, {})
+        reason = " · ".join(part for part in (result.get("reason"), result.get("lost"), result.get("error")) if part)
+        values = (rewards.get(name), result.get("score"), result.get("weight"))
+        table.add_row(Text(escape_line(name)), *map(number, values), Text(escape(reason)))
+        for step in result.get("steps", ()):
             label = Text(f"  turn {step['turn']}", "dim")
             table.add_row(label, "", number(step["base_reward"]), "", Text(escape(step["reason"] or ""), "dim"))
     table.add_row(Text("total", "bold"), number(row["reward"]), "", "", "")
@@ -144,7 +144,7 @@ def _rewards(row: Row) -> RenderableType:
 def _turn(index: int, turn: Row, *, tokens: bool) -> RenderableType:
     parts: list[RenderableType] = [_turn_title(index, turn), *_messages(turn)]
     facts = {
-        "taken as": turn["action"],
+        "action": turn["action"],
         "rewards": _named_numbers(turn["rewards"]) if len(turn["rewards"]) > 1 else None,
         "info": turn["info"],
     }
@@ -156,7 +156,7 @@ def _turn(index: int, turn: Row, *, tokens: bool) -> RenderableType:
 
 
 def _messages(part: Row) -> Iterator[RenderableType]:
-    """The messages of a turn or of the last observation."""
+    """Messages of a turn or of the last observation."""
     for message in part["messages"]:
         yield Text(escape_line(message["role"]), f"bold {ROLE_STYLES.get(message['role'], 'white')}")
         yield Padding(Text(escape((message["content"] or "") + (message["more"] or "")), overflow="fold"), (0, 0, 0, 2))
@@ -200,15 +200,15 @@ def _token_table(turn: Row) -> RenderableType:
 
 
 def differences(turn: Row) -> list[float] | None:
-    """Log-probability when sampled minus the learner's, per token; None where the learner was not asked."""
+    """Log-probability of the sampler minus that of the learner, per token; None if the learner did not score it."""
     learner = turn["learner_logprobs"]
     if learner is None:
         return None
-    return [policy - own for policy, own in zip(turn["logprobs"], learner, strict=True)]
+    return [policy - scored for policy, scored in zip(turn["logprobs"], learner, strict=True)]
 
 
 def number(value: float | None) -> str:
-    """A number as lists show it.
+    """Format a number for display.
 
     >>> number(0.25), number(-0.0), number(None)
     ('0.25', '0', '–')

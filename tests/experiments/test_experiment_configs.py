@@ -21,28 +21,28 @@ def read(name: str) -> TrainConfig:
 
 
 @pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.yaml")), ids=lambda path: path.name)
-def test_every_experiment_file_is_a_valid_config_with_a_run_directory_of_its_own(path):
+def test_every_experiment_is_valid_and_has_its_own_run_directory(path):
     config = read(path.name)
     assert config.run_dir == f"runs/{path.stem}"
 
 
-def test_the_experiment_in_code_is_the_one_in_yaml():
+def test_experiment_in_code_equals_the_yaml_file():
     assert to_yaml(rloo()) == to_yaml(read("rloo.yaml"))
 
 
-def test_ppo_in_code_is_the_one_in_yaml():
+def test_ppo_in_code_equals_the_yaml_file():
     assert to_yaml(dataclasses.replace(ppo(rloo()), run_dir="runs/ppo")) == to_yaml(read("ppo.yaml"))
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_all_objectives_take_as_many_samples_from_the_same_start(name, tmp_path):
+def test_all_objectives_use_equal_samples_and_initial_weights(name, tmp_path):
     config, plain = objective(name, 1, tmp_path), rloo(1)
     assert config.rollouts.rollouts_per_step * config.num_steps == plain.rollouts.rollouts_per_step * plain.num_steps
     assert config.initialize_from == objective("rloo", 1, tmp_path).initialize_from
     assert (config.environment, config.model, config.sampling) == (plain.environment, plain.model, plain.sampling)
 
 
-def test_the_controls_differ_from_the_experiment_in_what_they_control():
+def test_controls_differ_only_in_the_controlled_settings():
     control = random_reward(rloo(), 1)
     assert isinstance(control.environment, RandomRewardConfig)
     assert control.environment.environment == rloo(1).environment

@@ -107,13 +107,13 @@ def error(capfd: Capture) -> str:
         ),
         (["--num_steps", "many"], "num_steps"),
         (["--rollouts.group_size", "2.5"], "rollouts.group_size"),
-        (["--rollouts.group_size", "1"], "rollouts.group_size is 1, but advantage 'rloo' compares the attempts"),
+        (["--rollouts.group_size", "1"], "rollouts.group_size is 1, but advantage 'rloo' compares the rollouts"),
         (["--environment.type", "jsnol"], "did you mean 'jsonl'?"),
         (["--rollouts.max_length", "17"], "rollouts.max_length is 17, but the model's context has 16 tokens"),
         (["--sampling.temperature", "0"], "sampling.temperature is 0"),
         (["--sampling.top_p", "0.9"], "set sampling.top_p: 1.0 and change sampling.temperature instead"),
-        (["--advantage", "{type: gae}"], "advantage 'gae' needs a critic's values; add critic: {shared_trunk: true}"),
-        (["--updates.epochs", "2"], "updates asks for 2 updates per step, but policy_loss 'reinforce' ignores"),
+        (["--advantage", "{type: gae}"], "advantage 'gae' needs a critic; add critic: {shared_trunk: true}"),
+        (["--updates.epochs", "2"], "updates sets 2 updates per step, but policy_loss 'reinforce' does"),
     ],
 )
 def test_a_config_that_cannot_be_touches_nothing(

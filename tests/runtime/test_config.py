@@ -67,7 +67,7 @@ def config(**changes) -> TrainConfig:
     return TrainConfig(**{**settings, **changes})
 
 
-def test_a_run_starts_on_a_laptop_by_default():
+def test_defaults_need_no_accelerator_tracker_or_cluster():
     trainer = config().trainer
     assert trainer == default_trainer()
     assert not trainer.require_accelerator
@@ -79,7 +79,7 @@ def test_a_run_starts_on_a_laptop_by_default():
     assert trainer.jax_compilation_cache_dir == compilation_cache()
 
 
-def test_compiled_programs_are_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_compilation_cache_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert compilation_cache() == str(tmp_path / "marin_rl" / "jax")
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -87,19 +87,19 @@ def test_compiled_programs_are_kept_in_the_users_cache(monkeypatch: pytest.Monke
     assert compilation_cache() == str(tmp_path / ".cache" / "marin_rl" / "jax")
 
 
-def test_what_the_trainer_needs_follows_from_the_run():
+def test_trainer_config_has_steps_seed_and_id_of_the_run():
     trainer = config(seed=7, num_steps=30).trainer_config()
     assert (trainer.num_train_steps, trainer.seed, trainer.id) == (30, 7, "test")
     named = dataclasses.replace(default_trainer(), id="mine")
     assert config(trainer=named).trainer_config().id == "mine"
 
 
-def test_a_config_survives_its_own_file():
-    made = config(advantage=GrpoConfig(), seed=5)
-    assert from_yaml(TrainConfig, to_yaml(made), "test") == made
+def test_config_round_trips_through_yaml():
+    built = config(advantage=GrpoConfig(), seed=5)
+    assert from_yaml(TrainConfig, to_yaml(built), "test") == built
 
 
-def test_the_command_line_and_code_make_the_same_config(tmp_path: Path):
+def test_command_line_and_code_build_the_same_config(tmp_path: Path):
     file = tmp_path / "a.yaml"
     file.write_text(
         "run_dir: runs/test\nenvironment: {type: arithmetic}\n"
@@ -111,7 +111,7 @@ def test_the_command_line_and_code_make_the_same_config(tmp_path: Path):
     assert parsed.config == config()
 
 
-def test_reinforce_takes_groups_of_one():
+def test_reinforce_accepts_groups_of_one():
     alone = RolloutConfig(group_size=1)
     assert config(rollouts=alone, advantage=ReinforceConfig(), model=None, initialize_from="x").rollouts is alone
 
@@ -122,7 +122,7 @@ def test_reinforce_takes_groups_of_one():
         ({"rollouts": RolloutConfig(group_size=1, max_length=8)}, r"rollouts\.group_size is 1, but advantage 'rloo'"),
         (
             {"rollouts": RolloutConfig(group_size=1, max_length=8), "advantage": GrpoConfig()},
-            "advantage 'grpo' compares the attempts .* needs at least 2; raise it, or use advantage: {type: reinforce}",
+            "advantage 'grpo' compares the rollouts .* needs at least 2; raise it, or use advantage: {type: reinforce}",
         ),
         ({"model": None}, "neither model nor initialize_from is set"),
         ({"num_steps": -1}, "num_steps is -1"),
@@ -160,7 +160,7 @@ def test_reinforce_takes_groups_of_one():
         ),
     ],
 )
-def test_impossible_combinations_are_refused(changes: dict, message: str):
+def test_invalid_settings_are_refused(changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
         config(**changes)
 
@@ -172,17 +172,17 @@ def test_sizes_are_at_least_one(name: str):
 
 
 @pytest.mark.parametrize("name", ["epochs", "minibatches"])
-def test_there_is_at_least_one_update(name: str):
+def test_update_counts_are_at_least_one(name: str):
     with pytest.raises(ValueError, match=rf"updates\.{name} is 0; it must be at least 1"):
         UpdateConfig(**{name: 0})
     assert UpdateConfig(epochs=3, minibatches=4).per_step == 12
 
 
-# Objectives, as a YAML file has them.
+# Objectives, configured in YAML.
 
 
 def from_lines(**sections: str) -> TrainConfig:
-    """A config from YAML, section by section."""
+    """Decode a config from YAML text by section."""
     settings = {
         "run_dir": "runs/test",
         "environment": "{type: arithmetic}",
@@ -219,11 +219,11 @@ CHOICES: dict[str, tuple[type, dict[str, dict[str, str]]]] = {
     "truncation": (TruncationConfig, {name: {} for name in ("keep", "mask", "reward")}),
     "filter": (FilterConfig, {name: {} for name in ("keep", "drop", "resample")}),
 }
-"""By section: its registry, and its choices, each with what else has to be set, in others or ("") in its own."""
+"""Registry and choices by section. Each choice has the other sections that it needs; its own keys are under ""."""
 
 
 @pytest.mark.parametrize("section", CHOICES)
-def test_the_choices_of_a_section_are_these(section: str):
+def test_registry_contains_exactly_these_choices(section: str):
     registry, choices = CHOICES[section]
     assert set(registry.get_known_choices()) == set(choices)
 
@@ -232,40 +232,40 @@ def test_the_choices_of_a_section_are_these(section: str):
     ("section", "name", "more"),
     [(section, name, more) for section, (_, choices) in CHOICES.items() for name, more in choices.items()],
 )
-def test_every_choice_is_reachable_by_its_name(section: str, name: str, more: dict[str, str]):
+def test_every_choice_can_be_selected_by_name(section: str, name: str, more: dict[str, str]):
     registry, _ = CHOICES[section]
     others = {other: value for other, value in more.items() if other}
     inside = f", {more['']}" if "" in more else ""
-    made = from_lines(**{**others, section: f"{{type: {name}{inside}}}"})
-    assert type(getattr(made, section)) is registry.get_choice_class(name)
-    assert from_yaml(TrainConfig, to_yaml(made), "again") == made
+    built = from_lines(**{**others, section: f"{{type: {name}{inside}}}"})
+    assert type(getattr(built, section)) is registry.get_choice_class(name)
+    assert from_yaml(TrainConfig, to_yaml(built), "again") == built
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3_plus"])
-def test_every_estimator_of_the_kl_is_reachable_by_its_name(estimator: str):
-    made = from_lines(kl=f"{{type: in_loss, beta: 0.1, estimator: {estimator}}}")
-    assert isinstance(made.kl, LossKlConfig)
-    assert made.kl.estimator is KlEstimator(estimator)
+def test_every_kl_estimator_can_be_selected_by_name(estimator: str):
+    built = from_lines(kl=f"{{type: in_loss, beta: 0.1, estimator: {estimator}}}")
+    assert isinstance(built.kl, LossKlConfig)
+    assert built.kl.estimator is KlEstimator(estimator)
     assert {known.value for known in KlEstimator} == {"k1", "k2", "k3", "k3_plus"}
 
 
 @pytest.mark.parametrize("advantage", ["rloo", "dr_grpo"])
 @pytest.mark.parametrize("normalize", ["none", "group", "batch"])
-def test_every_normalization_is_reachable_by_its_name(advantage: str, normalize: str):
-    made = from_lines(advantage=f"{{type: {advantage}, normalize: {normalize}}}")
-    assert isinstance(made.advantage, RlooConfig | DrGrpoConfig)
-    assert made.advantage.normalize is Normalization(normalize)
+def test_every_normalization_can_be_selected_by_name(advantage: str, normalize: str):
+    built = from_lines(advantage=f"{{type: {advantage}, normalize: {normalize}}}")
+    assert isinstance(built.advantage, RlooConfig | DrGrpoConfig)
+    assert built.advantage.normalize is Normalization(normalize)
 
 
 @pytest.mark.parametrize("normalize", ["none", "std"])
-def test_every_normalization_of_gigpo_is_reachable_by_its_name(normalize: str):
-    made = from_lines(advantage=f"{{type: gigpo, normalize: {normalize}}}", **SEVERAL_TURNS)
-    assert isinstance(made.advantage, GigpoConfig)
-    assert made.advantage.normalize is GigpoNormalization(normalize)
+def test_every_gigpo_normalization_can_be_selected_by_name(normalize: str):
+    built = from_lines(advantage=f"{{type: gigpo, normalize: {normalize}}}", **SEVERAL_TURNS)
+    assert isinstance(built.advantage, GigpoConfig)
+    assert built.advantage.normalize is GigpoNormalization(normalize)
 
 
-def test_ppo_with_everything_that_belongs_to_it():
-    made = from_lines(
+def test_ppo_with_all_of_its_sections():
+    built = from_lines(
         advantage="{type: gae, gamma: 0.99, lam: 0.9, whiten: false}",
         critic="{shared_trunk: false, coefficient: 0.25, clip: null}",
         policy_loss="{type: ppo_clip, clip_low: 0.1, clip_high: 0.3, dual_clip: 3.0}",
@@ -275,12 +275,12 @@ def test_ppo_with_everything_that_belongs_to_it():
         off_policy_correction="{type: tis, cap: 3.0}",
         rollouts="{prompts_per_step: 4, group_size: 1, max_length: 32}",
     )
-    assert made.critic == CriticConfig(shared_trunk=False, coefficient=0.25, clip=None)
-    assert made.advantage == GaeConfig(gamma=0.99, lam=0.9, whiten=False)
-    assert (made.updates.per_step, made.overlong.buffer) == (8, 4)
+    assert built.critic == CriticConfig(shared_trunk=False, coefficient=0.25, clip=None)
+    assert built.advantage == GaeConfig(gamma=0.99, lam=0.9, whiten=False)
+    assert (built.updates.per_step, built.overlong.buffer) == (8, 4)
 
 
-# What cannot be combined says what to do instead.
+# Combinations that are refused; messages contain a remedy.
 
 GSPO, RLOO_SEQUENCE = "{type: gspo}", "{type: rloo_sequence}"
 
@@ -290,47 +290,47 @@ GSPO, RLOO_SEQUENCE = "{type: gspo}", "{type: rloo_sequence}"
     [
         (
             {"advantage": "{type: gae}"},
-            "advantage 'gae' needs a critic's values",
+            "advantage 'gae' needs a critic; ",
             r"add critic: {shared_trunk: true}, or use an advantage .* advantage: {type: rloo}",
         ),
         (
             {"critic": "{}"},
-            "critic is set, but advantage 'rloo' uses no values",
+            "critic is set, but advantage 'rloo' does not use it",
             "set advantage: {type: gae}, or critic: null",
         ),
         (
             {"policy_loss": GSPO, "off_policy_correction": "{type: tis}"},
-            "off_policy_correction 'tis' weighs single tokens, but policy_loss 'gspo' has one ratio per rollout",
+            "off_policy_correction 'tis' weights single tokens, but policy_loss 'gspo' has one ratio per rollout",
             "use off_policy_correction: {type: mask}",
         ),
         (
             {"policy_loss": GSPO, "advantage": "{type: gae}", "critic": "{shared_trunk: true}"},
-            "advantage 'gae' credits single tokens or turns, but policy_loss 'gspo' has one ratio per rollout",
+            "advantage 'gae' differs between the tokens of a rollout, but policy_loss 'gspo' has one ratio",
             r"set policy_loss: \{type: ppo_clip\}",
         ),
         (
             {"policy_loss": RLOO_SEQUENCE, "advantage": "{type: reinforce, gamma: 0.9}"},
-            "advantage 'reinforce' credits single tokens or turns",
+            "advantage 'reinforce' differs between the tokens of a rollout",
             r"set policy_loss: \{type: ppo_clip\}",
         ),
         (
             {"policy_loss": GSPO, "off_policy_correction": "{type: icepop}"},
-            "'icepop' weighs single tokens, but policy_loss 'gspo' .* cannot leave out some of its tokens",
+            "'icepop' weights single tokens, but policy_loss 'gspo' has one ratio per rollout",
             "use off_policy_correction: {type: mask}",
         ),
         (
             {"policy_loss": RLOO_SEQUENCE, "off_policy_correction": "{type: tis}"},
-            "off_policy_correction 'tis' weighs single tokens, but policy_loss 'rloo_sequence'",
+            "off_policy_correction 'tis' weights single tokens, but policy_loss 'rloo_sequence'",
             "use off_policy_correction: {type: mask}",
         ),
         (
             {"policy_loss": RLOO_SEQUENCE, "off_policy_correction": "{type: icepop}"},
-            "off_policy_correction 'icepop' weighs single tokens, but policy_loss 'rloo_sequence'",
+            "off_policy_correction 'icepop' weights single tokens, but policy_loss 'rloo_sequence'",
             "use off_policy_correction: {type: mask}",
         ),
         (
             {"replay": "{keep_sampling_weights: true}"},
-            r"replay.keep_sampling_weights is true, but off_policy_correction: \{type: none\} scores nothing with them",
+            r"replay.keep_sampling_weights is true, but off_policy_correction: \{type: none\} does not use them",
             r"set off_policy_correction: \{type: tis\}, or keep_sampling_weights: false",
         ),
         (
@@ -340,17 +340,17 @@ GSPO, RLOO_SEQUENCE = "{type: gspo}", "{type: rloo_sequence}"
                 "policy_loss": "{type: ppo_clip}",
                 "workers": "{refresh: in_flight}",
             },
-            "replay.keep_sampling_weights is true and workers.refresh in_flight, but an answer that several weights ",
+            "replay.keep_sampling_weights is true and workers.refresh is in_flight, but an answer sampled with ",
             "set workers.refresh: between_groups, or keep_sampling_weights: false",
         ),
         (
             {"updates": "{epochs: 2}"},
-            "updates asks for 2 updates per step, but policy_loss 'reinforce' ignores that the policy has moved",
+            "updates sets 2 updates per step, but policy_loss 'reinforce' does not correct for changes",
             "use policy_loss: {type: ppo_clip}, or one update",
         ),
         (
             {"updates": "{epochs: 2, minibatches: 4}"},
-            "updates asks for 8 updates per step, but policy_loss 'reinforce'",
+            "updates sets 8 updates per step, but policy_loss 'reinforce'",
             "use policy_loss: {type: ppo_clip}, or one update",
         ),
         (
@@ -360,17 +360,17 @@ GSPO, RLOO_SEQUENCE = "{type: gspo}", "{type: rloo_sequence}"
         ),
         (
             {"advantage": "{type: gigpo}"},
-            "advantage 'gigpo' compares steps of a rollout, but rollouts.max_turns is 1",
-            r"Raise it, .* or use advantage: {type: rloo}",
+            "advantage 'gigpo' compares the turns of a rollout, but rollouts.max_turns is 1",
+            r"raise it .* or use advantage: {type: rloo}",
         ),
         (
             {"filter": "{type: drop}", "rollouts": "{group_size: 1, max_length: 32}", **GAE},
-            "filter 'drop' leaves out groups whose rewards are all equal, and with rollouts.group_size 1 every",
+            "filter 'drop' drops groups with equal rewards, which is every group if rollouts.group_size is 1",
             "raise it, or use filter: {type: keep}",
         ),
         (
             {"filter": "{type: resample}", "rollouts": "{group_size: 1, max_length: 32}", **GAE},
-            "filter 'resample' leaves out groups whose rewards are all equal",
+            "filter 'resample' drops groups with equal rewards",
             "raise it, or use filter: {type: keep}",
         ),
         (
@@ -391,40 +391,42 @@ GSPO, RLOO_SEQUENCE = "{type: gspo}", "{type: rloo_sequence}"
         (
             {"overlong": "{buffer: 65}"},
             "overlong.buffer is 65, but an answer has at most sampling.max_new_tokens = 64 tokens",
-            "lower the one or raise the other",
+            "lower overlong.buffer or raise sampling.max_new_tokens",
         ),
     ],
 )
-def test_objectives_that_cannot_be_combined_say_what_to_do(sections: dict[str, str], problem: str, remedy: str):
+def test_invalid_combinations_of_objectives_are_refused_with_a_remedy(
+    sections: dict[str, str], problem: str, remedy: str
+):
     with pytest.raises(ConfigError, match=f"(?s){problem}.*{remedy}"):
         from_lines(**sections)
 
 
-OUTSIDE = (
+OPENAI_SAMPLER = (
     "{type: openai, base_url: http://localhost:8000/v1, model: policy, "
     "reload: {folder: served, path: hook.py, function: reload}}"
 )
 
 
-def test_one_worker_has_a_server_outside_sample():
-    assert from_lines(sampler=OUTSIDE, mode="sync", workers="{num_workers: 2}").workers.num_workers == 2
-    assert from_lines(sampler=OUTSIDE, mode="async").workers.num_workers == 1
+def test_openai_sampler_needs_a_single_worker_and_no_in_flight_refresh():
+    assert from_lines(sampler=OPENAI_SAMPLER, mode="sync", workers="{num_workers: 2}").workers.num_workers == 2
+    assert from_lines(sampler=OPENAI_SAMPLER, mode="async").workers.num_workers == 1
     with pytest.raises(ConfigError, match=r"(?s)workers.num_workers is 2, .*set workers.num_workers: 1"):
-        from_lines(sampler=OUTSIDE, mode="async", workers="{num_workers: 2}")
+        from_lines(sampler=OPENAI_SAMPLER, mode="async", workers="{num_workers: 2}")
     with pytest.raises(ConfigError, match=r"(?s)workers.refresh is in_flight, .*workers.refresh: between_groups"):
-        from_lines(sampler=OUTSIDE, mode="async", workers="{refresh: in_flight}")
+        from_lines(sampler=OPENAI_SAMPLER, mode="async", workers="{refresh: in_flight}")
 
 
-def test_every_type_of_weights_reaches_other_processes():
+def test_in_process_weight_transfer_cannot_be_configured():
     with pytest.raises(ConfigError, match=r"weights.type is 'in_process'.*Valid here: arrow_flight, shared_files"):
         from_lines(weights="{type: in_process}", mode="sync")
 
 
-def test_a_section_of_the_sampler_that_lacks_something_says_what():
+def test_invalid_sampler_section_names_the_key():
     with pytest.raises(ConfigError, match=r"sampler.*reload"):
         from_lines(sampler="{type: openai, base_url: http://localhost:8000/v1, model: policy}")
     with pytest.raises(ConfigError, match=r"sampler.base_url is 'localhost'"):
-        from_lines(sampler=OUTSIDE.replace("http://localhost:8000/v1", "localhost"))
+        from_lines(sampler=OPENAI_SAMPLER.replace("http://localhost:8000/v1", "localhost"))
 
 
 @pytest.mark.parametrize(
@@ -442,7 +444,7 @@ def test_a_section_of_the_sampler_that_lacks_something_says_what():
         {"sampling": "{top_p: 1.0, top_k: null}"},
     ],
 )
-def test_what_can_be_combined_is_accepted(sections: dict[str, str]):
+def test_valid_combinations_of_objectives_are_accepted(sections: dict[str, str]):
     assert from_lines(**sections).run_dir == "runs/test"
 
 
@@ -450,20 +452,22 @@ def test_what_can_be_combined_is_accepted(sections: dict[str, str]):
 
 
 @pytest.mark.parametrize("length", [0, 512, 600])
-def test_a_limit_of_prompts_leaves_room_for_an_answer(length: int):
+def test_max_prompt_length_must_be_below_max_length(length: int):
     with pytest.raises(ValueError, match=f"rollouts.max_prompt_length is {length}; .* below rollouts.max_length"):
         RolloutConfig(max_prompt_length=length)
     assert RolloutConfig(max_prompt_length=511, long_prompts=LongPrompts.SKIP).long_prompts is LongPrompts.SKIP
 
 
 @pytest.mark.parametrize("seconds", [0.0, float("nan"), float("inf"), 1e10])
-def test_the_time_of_a_rollout_is_one_that_threads_can_wait(seconds: float):
+def test_max_seconds_must_be_positive_and_at_most_1e9(seconds: float):
     with pytest.raises(ValueError, match=r"rollouts.max_seconds is .* above 0 and at most 1e9"):
         RolloutConfig(max_seconds=seconds)
 
 
-def test_prompts_are_cut_to_a_length_that_is_given():
-    with pytest.raises(ValueError, match=r"truncate_left, but rollouts.max_prompt_length is null; .* which is 24"):
+def test_truncate_left_requires_max_prompt_length():
+    with pytest.raises(
+        ValueError, match=r"truncate_left, but rollouts.max_prompt_length is null; .* sampling.max_new_tokens = 24"
+    ):
         config(
             rollouts=RolloutConfig(max_length=32, long_prompts=LongPrompts.TRUNCATE_LEFT),
             sampling=SamplingConfig(max_new_tokens=8),
@@ -473,7 +477,7 @@ def test_prompts_are_cut_to_a_length_that_is_given():
 # Rows of a batch.
 
 
-def test_rollouts_of_a_step():
+def test_rollouts_per_step():
     assert RolloutConfig(prompts_per_step=3, group_size=5).rollouts_per_step == 15
 
 
@@ -492,12 +496,12 @@ def test_rollouts_of_a_step():
         ({"max_length": 12, "row_length": 32, "packing": False}, 32, 32),
     ],
 )
-def test_rows_have_about_a_thousand_tokens_together(settings: dict, positions: int, rows: int):
-    made = RolloutConfig(**settings)
-    assert (made.positions(attention_kernel(MODEL, "cpu")), made.rows_per_device) == (positions, rows)
+def test_default_microbatch_has_about_a_thousand_tokens(settings: dict, positions: int, rows: int):
+    built = RolloutConfig(**settings)
+    assert (built.positions(attention_kernel(MODEL, "cpu")), built.rows_per_device) == (positions, rows)
 
 
-def test_a_row_length_that_no_attention_kernel_takes_is_refused_with_the_nearest_that_one_does():
+def test_row_length_that_no_attention_kernel_supports_is_refused():
     for settings in ({"model": MODEL}, {"model": None, "initialize_from": "nowhere"}):
         settings["model"] = settings["model"] and dataclasses.replace(settings["model"], seq_len=2048)
         with pytest.raises(ValueError, match=r"rollouts.row_length is 1300, .*set rollouts.row_length: 1536, or null"):
@@ -506,23 +510,23 @@ def test_a_row_length_that_no_attention_kernel_takes_is_refused_with_the_nearest
     assert config(rollouts=RolloutConfig(max_length=1100, row_length=1300), model=vanilla)
 
 
-def test_a_row_length_that_the_platform_does_not_take_is_refused_before_anything_is_sampled():
-    asked = config(rollouts=RolloutConfig(max_length=32, row_length=640))
+def test_row_length_that_the_platform_does_not_support_is_refused():
+    built = config(rollouts=RolloutConfig(max_length=32, row_length=640))
     trainer = dataclasses.replace(default_trainer(), train_batch_size=6)
-    assert asked.row_layout(trainer).row_length == 640
+    assert built.row_layout(trainer).row_length == 640
     with pytest.raises(ValueError, match=r"rollouts.row_length is 640, but splash .* set rollouts.row_length: 1024"):
-        asked.rollouts.positions(attention_kernel(MODEL, "tpu"))
+        built.rollouts.positions(attention_kernel(MODEL, "tpu"))
 
 
-def test_the_trained_model_differs_in_its_attention_blocks_alone():
+def test_trained_model_sets_only_the_attention_block_size():
     trainer = dataclasses.replace(default_trainer(), train_batch_size=6)
     assert config().trained_model(trainer) is MODEL
     long = dataclasses.replace(MODEL, seq_len=2048)
-    found = config(model=long, rollouts=RolloutConfig(max_length=1100)).trained_model(trainer)
-    assert found == dataclasses.replace(long, flash_attention_block_size=640)
+    trained = config(model=long, rollouts=RolloutConfig(max_length=1100)).trained_model(trainer)
+    assert trained == dataclasses.replace(long, flash_attention_block_size=640)
 
 
-def test_the_layout_of_a_pass():
+def test_layout_of_a_microbatch():
     trainer = dataclasses.replace(default_trainer(), train_batch_size=6)
     layout = config().row_layout(trainer)
     assert layout == RowLayout(row_length=128, rows_per_microbatch=6, packed=True, whole_rollouts=False)
@@ -541,11 +545,11 @@ def test_the_layout_of_a_pass():
         ("auto", SharedFilesConfig(folder="/shared/weights")),
     ],
 )
-def test_weights_that_workers_can_reach_are_fine(ray_address: str | None, weights: WeightTransferConfig):
+def test_reachable_weight_servers_are_accepted(ray_address: str | None, weights: WeightTransferConfig):
     assert config(mode=Mode.ASYNC, ray_address=ray_address, weights=weights).weights is weights
 
 
-LOCAL = "must be a path of a mounted file system: {} is not supported there. Mount the bucket"
+LOCAL = "must be a path on a mounted file system: {} is not supported here. Mount the bucket"
 DATA = JsonlConfig(path="gs://data/train.jsonl")
 
 
@@ -574,18 +578,18 @@ DATA = JsonlConfig(path="gs://data/train.jsonl")
         ),
     ],
 )
-def test_an_address_in_place_of_a_path_is_refused_by_name(changes: dict, message: str):
+def test_address_instead_of_a_path_is_refused_by_key(changes: dict, message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
         config(**changes)
 
 
-def test_addresses_that_are_understood_are_fine():
+def test_settings_that_accept_addresses():
     trainer = dataclasses.replace(default_trainer(), jax_compilation_cache_dir="gs://cache/jax")
     weights = SharedFilesConfig(folder="memory://weights")
     sampler = OpenAiSamplerConfig(base_url="http://host:8000/v1", model="m", reload=ReloadConfig("w", "f.py", "f"))
     assert config(trainer=trainer, weights=weights, sampler=sampler).trainer is trainer
 
 
-def test_a_kind_of_address_that_nothing_reads_is_refused():
+def test_unsupported_kind_of_address_is_refused():
     with pytest.raises(ValueError, match=r"weights\.folder is 'gss://bucket/w', whose kind of address cannot be used"):
         SharedFilesConfig(folder="gss://bucket/w")

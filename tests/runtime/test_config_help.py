@@ -15,7 +15,7 @@ from marin_rl.runtime.config_help import all_keys, help_text
 
 @dataclasses.dataclass(frozen=True)
 class Advantage(draccus.ChoiceRegistry):
-    """How rewards become advantages."""
+    """Advantage estimator."""
 
 
 @Advantage.register_subclass("rloo")
@@ -27,7 +27,7 @@ class Rloo(Advantage):
     """
 
     normalize: str = "none"
-    """What advantages are divided by."""
+    """Divisor of the advantages."""
 
 
 @Advantage.register_subclass("mixed")
@@ -36,9 +36,9 @@ class Mixed(Advantage):
     """A mixture of others."""
 
     parts: tuple[Advantage, ...] = ()
-    """What is mixed."""
+    """Parts of the mixture."""
     share: float = 0.5
-    """How much of the first."""
+    """Share of the first part."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Limits:
     """Bounds."""
 
     length: int = 7
-    """Most tokens, a long explanation that has to be broken into several lines where the terminal is narrow."""
+    """Maximum tokens, with a long explanation that must be wrapped to several lines on narrow terminals."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RunConfig:
     stages: tuple[Limits, ...] = ()
     """Bounds by stage."""
     advantage: Advantage = Rloo("group")
-    """How advantages are made."""
+    """Advantage estimator of the run."""
     model: LmConfig | None = None
     """The architecture."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamConfig)
@@ -74,37 +74,39 @@ def indent(line: str) -> int:
 
 
 def entry(text: str, key: str) -> str:
-    """The lines of help from one key to the next."""
+    """Lines of the help text from one key to the next."""
     lines = text.splitlines()
     start = next(index for index, line in enumerate(lines) if line.strip().split(" (")[0] == key)
     end = next((i for i in range(start + 1, len(lines)) if indent(lines[i]) <= indent(lines[start])), len(lines))
     return " ".join(line.strip() for line in lines[start:end])
 
 
-def test_every_field_has_name_type_default_and_meaning():
+def test_every_field_has_name_type_default_and_description():
     text = help_text(RunConfig, {}, width=100)
     assert entry(text, "name") == "name (text; required) Name of the run."
     assert entry(text, "limits") == "limits Bounds on rollouts."
-    assert entry(text, "limits.length").startswith("limits.length (an integer; default: 9) Most tokens")
+    assert entry(text, "limits.length").startswith("limits.length (an integer; default: 9) Maximum tokens")
     assert entry(text, "extra") == "extra (a section or null; default: null) More bounds."
     assert entry(text, "extra.length").startswith("extra.length (an integer; default: 7)")
     assert entry(text, "stages.N.length").startswith("stages.N.length (an integer; default: 7)")
-    assert entry(text, "advantage") == "advantage (type: rloo, mixed; default type: rloo) How advantages are made."
-    assert entry(text, "advantage.normalize") == (
-        'advantage.normalize (text; default: "group") What advantages are divided by.'
+    assert (
+        entry(text, "advantage") == "advantage (type: rloo, mixed; default type: rloo) Advantage estimator of the run."
     )
-    assert entry(text, "advantage.share") == "advantage.share (a number; default: 0.5) How much of the first."
+    assert entry(text, "advantage.normalize") == (
+        'advantage.normalize (text; default: "group") Divisor of the advantages.'
+    )
+    assert entry(text, "advantage.share") == "advantage.share (a number; default: 0.5) Share of the first part."
     assert "advantage.type rloo\n      Leave-one-out baseline.\n" in text
 
 
-def test_the_callers_defaults_are_shown():
+def test_defaults_of_the_caller_are_shown():
     text = help_text(RunConfig, {"name": "a", "limits": {"length": 3}, "trainer": {"seed": 5}}, width=100)
     assert entry(text, "name").startswith('name (text; default: "a")')
     assert entry(text, "limits.length").startswith("limits.length (an integer; default: 3)")
     assert entry(text, "trainer.seed").startswith("trainer.seed (an integer; default: 5)")
 
 
-def test_levanters_sections_are_there_field_by_field():
+def test_all_fields_of_levanters_sections_are_listed():
     text = help_text(RunConfig, {"model": {"type": "llama"}}, width=100)
     for section, config in (("trainer", TrainerConfig), ("optimizer", AdamConfig)):
         for name in field_types(config):
@@ -114,7 +116,7 @@ def test_levanters_sections_are_there_field_by_field():
     assert "model.n_embd" not in text
 
 
-def test_no_field_of_the_default_sections_lacks_a_meaning():
+def test_every_field_of_the_default_sections_has_a_description():
     lines = help_text(RunConfig, {"model": {"type": "qwen3"}}, width=1000).splitlines()
     fields = [index for index, line in enumerate(lines) if "; default" in line or "; required" in line]
     assert len(fields) > 100
@@ -128,7 +130,7 @@ def test_lines_fit_the_terminal(width):
     assert [line for line in lines if len(line) > width and " " in line.strip()] == []
 
 
-def test_a_section_or_an_option_alone():
+def test_help_of_a_section_or_an_option():
     assert help_text(RunConfig, {}, section="limits", width=100).splitlines()[0] == "  limits"
     assert "limits" not in help_text(RunConfig, {}, section="trainer.ray", width=100)
     text = help_text(RunConfig, {}, section="model.gemma", width=100)
@@ -140,8 +142,8 @@ def test_a_section_or_an_option_alone():
     ("section", "hint"),
     [("limit", "did you mean limits"), ("model.lama", "did you mean model.llama"), ("zzz", "lists")],
 )
-def test_help_of_what_is_not_there(section, hint):
-    with pytest.raises(ConfigError, match=f"--help {section}: there is no such key or option; .*{hint}"):
+def test_help_of_an_unknown_section_suggests_another(section, hint):
+    with pytest.raises(ConfigError, match=f"--help {section}: this key or option does not exist; .*{hint}"):
         help_text(RunConfig, {}, section=section)
 
 
@@ -149,7 +151,7 @@ def test_flags_are_listed():
     assert "  --dry_run\n      Only check.\n" in help_text(RunConfig, {}, flags={"dry_run": "Only check."}, width=80)
 
 
-def test_all_keys_follow_the_choices_that_were_made():
+def test_all_keys_depend_on_the_selected_choices():
     keys = all_keys(RunConfig, {"model": {"type": "gpt2"}})
     assert {"name", "limits.length", "advantage.share", "optimizer.beta1", "model.embed_pdrop"} <= set(keys)
     assert "model.rope" not in keys

@@ -23,7 +23,7 @@ from marin_rl.runtime.config_parsing import ConfigError, from_yaml, merge, parse
 
 @dataclasses.dataclass(frozen=True)
 class Advantage(draccus.ChoiceRegistry):
-    """How rewards become advantages."""
+    """Advantage estimator."""
 
 
 @Advantage.register_subclass("rloo")
@@ -63,7 +63,7 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_layers_lie_in_order(tmp_path):
+def test_precedence_of_defaults_file_and_overrides(tmp_path):
     path = write(tmp_path, "name: file\nsteps: 20\ntrainer: {seed: 3, num_train_steps: 7}\n")
     parsed = parse("--config", path, "--steps", "30", "--trainer.seed=4")
     assert (parsed.config.name, parsed.config.steps) == ("file", 30)
@@ -78,7 +78,7 @@ def test_layers_lie_in_order(tmp_path):
     assert parsed.config_path == Path(path)
 
 
-def test_the_callers_defaults_stay_as_they_were(tmp_path):
+def test_defaults_of_the_caller_are_not_modified(tmp_path):
     parse("--name", "a", "--trainer.require_accelerator", "true")
     assert DEFAULTS == {"trainer": {"tracker": [], "require_accelerator": False}}
 
@@ -117,26 +117,26 @@ def test_overrides(arguments, key, value):
     assert getattr(parse("--name", "x", *arguments).config, key) == value
 
 
-def test_flags_are_told_apart_from_keys():
+def test_flags_and_keys_are_distinguished():
     assert parse("--dry_run", "--name", "x").flags == {"dry_run"}
     assert parse("--name", "x", "--dry-run").flags == {"dry_run"}
     assert parse("--name", "x").flags == frozenset()
 
 
-def test_another_type_drops_the_old_ones_keys(tmp_path):
+def test_another_type_drops_the_keys_of_the_old_one(tmp_path):
     path = write(tmp_path, "name: a\nadvantage: {type: rloo, normalize: batch}\n")
     assert parse("--config", path, "--advantage.type", "grpo").config.advantage == Grpo()
     assert parse("--config", path, "--advantage.type", "rloo").config.advantage == Rloo("batch")
 
 
-def test_keys_given_without_a_type_are_never_dropped_silently(tmp_path):
+def test_keys_given_without_a_type_are_not_dropped(tmp_path):
     path = write(tmp_path, "name: a\nadvantage: {normalize: batch}\n")
     assert parse("--config", path, "--advantage.type", "rloo").config.advantage == Rloo("batch")
     with pytest.raises(ConfigError, match=r"unknown key advantage\.normalize"):
         parse("--config", path, "--advantage.type", "grpo")
 
 
-def test_a_key_named_type_outside_of_choices_is_an_ordinary_key():
+def test_type_is_an_ordinary_key_outside_of_choices():
     assert merge(dict[str, int], {"type": 1, "a": 2}, {"type": 3}) == {"type": 3, "a": 2}
 
 
@@ -164,17 +164,17 @@ def test_a_key_named_type_outside_of_choices_is_an_ordinary_key():
         (["--name", "x", "--dryrun"], r"--dryrun needs a value; did you mean --dry_run\?"),
         (["--name", "x", "--dry_run=1"], r"--dry_run is a flag and takes no value, but '1' was given"),
         (["--name", "x", "--a..b", "1"], r"--a\.\.b is not a key"),
-        (["name=x"], r"unexpected argument 'name=x'; overrides are written --key value"),
+        (["name=x"], r"unexpected argument 'name=x'; write overrides as --key value"),
         (["--config", "a.yaml", "--config", "b.yaml"], r"two config files were given, 'a.yaml' and 'b.yaml'"),
         ([], r"name is missing"),
     ],
 )
-def test_arguments_that_do_not_fit_are_named(arguments, message):
+def test_invalid_arguments_are_named(arguments, message):
     with pytest.raises(ConfigError, match=message):
         parse(*arguments)
 
 
-def test_a_missing_file_names_the_nearest_one(tmp_path):
+def test_missing_file_names_the_nearest_one(tmp_path):
     write(tmp_path, "name: a")
     with pytest.raises(ConfigError, match=r"rnu\.yaml' does not exist; did you mean 'run\.yaml'"):
         parse("--config", str(tmp_path / "rnu.yaml"))
@@ -185,7 +185,7 @@ def test_a_missing_file_names_the_nearest_one(tmp_path):
         parse("--config", str(tmp_path / "empty" / "run.yaml"))
 
 
-def test_what_cannot_be_read_is_named(tmp_path):
+def test_unreadable_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot be read: .*[Ii]s a directory"):
         parse("--config", str(tmp_path))
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
@@ -200,11 +200,11 @@ def test_what_cannot_be_read_is_named(tmp_path):
         ("name: a\n  steps: 1\n", r"run\.yaml:2:8: not valid YAML"),
         ("name: a\nsteps: 1\nname: b\n", r"run\.yaml:3:1: .*key 'name' is given twice, first in line 1"),
         ("trainer:\n  seed: 1\n  seed: 2\n", r"run\.yaml:3:3: .*key 'seed' is given twice, first in line 2"),
-        ("- a\n", r"run\.yaml holds a list; a config is a mapping"),
+        ("- a\n", r"run\.yaml contains a list; a config must be a mapping"),
         ("name: !!python/object:os.system {}\n", r"run\.yaml:1:7: not valid YAML"),
         ("name: !!timestamp a\n", r"run\.yaml:1:7: not valid YAML"),
         ("name: !!float a\n", r"run\.yaml:1:7: .*not fit its tag .*:float': ValueError: could not convert .* 'a'"),
-        # PyYAML leaves these as errors of other kinds.
+        # PyYAML raises errors of other types for these.
         ("name: !!int ''\n", r"run\.yaml:1:7: .*the value does not fit its tag .*:int': IndexError"),
         ("name: !!bool maybe\n", r"run\.yaml:1:7: .*the value does not fit its tag .*:bool': KeyError: 'maybe'"),
         ("name: !!map [a]\n", r"run\.yaml:1:7: not valid YAML: the tag !!map needs keys and values"),
@@ -221,7 +221,7 @@ def test_broken_yaml_names_file_and_line(tmp_path, text, message):
 
 
 @pytest.mark.parametrize("line", ["[{}]", "{{<<: [{}]}}"], ids=["lists", "merges"])
-def test_aliases_that_multiply_are_refused(line):
+def test_exponential_aliases_are_refused(line):
     bomb = ["a: &a {x: 1}"]
     bomb += [
         f"{name}: &{name} " + line.format(", ".join([f"*{below}"] * 9))
@@ -232,12 +232,12 @@ def test_aliases_that_multiply_are_refused(line):
 
 
 @pytest.mark.parametrize("text", ["a: &a [*a]", "a: &a {<<: *a}", "a: &a {b: {c: *a}}"])
-def test_an_alias_to_what_contains_it_is_refused(text):
+def test_recursive_alias_is_refused(text):
     with pytest.raises(ConfigError, match="its aliases expand"):
         parse_yaml(text, "x")
 
 
-def test_a_long_value_is_cut_in_the_message(tmp_path):
+def test_long_value_is_shortened_in_the_message(tmp_path):
     with pytest.raises(ConfigError) as refused:
         parse("--config", write(tmp_path, f"name: a\nsteps: {'x' * 100_000}\n"))
     assert str(refused.value) == f"steps is '{'x' * 199}... (str), but it takes an integer"
@@ -258,13 +258,13 @@ def test_numbers_dates_and_anchors():
 
 
 @pytest.mark.parametrize("name", ["1e-4", "no", "2024-01-01", "null", "12", "a: b", "ä\n b", ""])
-def test_text_stays_text_in_the_resolved_config(name):
+def test_text_remains_text_in_the_resolved_config(name):
     text = to_yaml(RunConfig(name))
     assert from_yaml(RunConfig, text, "x").name == name
     assert yaml.safe_load(text)["name"] == name
 
 
-def test_the_resolved_config_reads_back_equal_levanters_sections_included(tmp_path):
+def test_resolved_config_round_trips_with_levanters_sections(tmp_path):
     config = RunConfig(
         "a",
         model=Qwen3Config(hidden_dim=64, num_layers=2, num_heads=4, num_kv_heads=2),
@@ -277,13 +277,13 @@ def test_the_resolved_config_reads_back_equal_levanters_sections_included(tmp_pa
     assert to_yaml(from_yaml(RunConfig, text, "x")) == text
 
 
-def test_a_resolved_config_that_does_not_fit_names_its_file():
+def test_invalid_resolved_config_names_its_file():
     with pytest.raises(ConfigError, match=r"runs/a/config\.yaml: unknown key nmae"):
         from_yaml(RunConfig, "name: a\nnmae: b\n", "runs/a/config.yaml")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--config", "absent.yaml", "--help"]])
-def test_help_prints_and_ends(capsys, arguments):
+def test_help_prints_and_exits(capsys, arguments):
     with pytest.raises(SystemExit) as caught:
         parse(*arguments)
     assert caught.value.code == 0
@@ -300,7 +300,7 @@ def test_help_of_a_section(capsys):
     assert "advantage" not in printed
 
 
-def test_no_device_is_touched():
+def test_parsing_uses_no_device():
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from test_config_parsing import parse, to_yaml, ConfigError\n"

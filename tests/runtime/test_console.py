@@ -19,7 +19,7 @@ from marin_rl.runtime.console import (
 
 
 class Stream(io.StringIO):
-    """Has the attributes that the type checker wants of a text stream."""
+    """Text stream with the attributes that the type checker requires."""
 
     mode, name, buffer = "w", "stream", None
 
@@ -70,24 +70,24 @@ def plain(total: int, steps, metrics=METRICS, clock=None) -> list[str]:
         (Stream(), {"TERM": "xterm"}, False),
     ],
 )
-def test_where_lines_can_be_redrawn(stream, environment, expected):
+def test_lines_are_redrawn_only_on_capable_terminals(stream, environment, expected):
     assert is_live(stream, environment) is expected
 
 
-def test_a_plain_line_says_it_all():
+def test_plain_line_contains_all_metrics():
     assert plain(10, [1, 2]) == [
         "step 1/10   reward 0.250   KL 0.013   length 5.2   tok/s 8.1k   rollouts/s 12   entropy 0.500   left <45.0s",
         "step 2/10   reward 0.250   KL 0.013   length 5.2   tok/s 8.1k   rollouts/s 12   entropy 0.500   left 16.0s",
     ]
 
 
-def test_metrics_that_are_missing_are_left_out():
+def test_missing_metrics_are_omitted():
     assert plain(10, [1], {"train/rewards": 1.0}) == ["step 1/10   reward 1.000   left ?"]
     assert plain(10, [1], {}) == ["step 1/10   left ?"]
 
 
 @pytest.mark.parametrize("total", [1, 7, 50, 51, 200, 10_000])
-def test_a_run_prints_about_fifty_lines_first_and_last_among_them(total):
+def test_run_prints_about_fifty_lines_with_the_first_and_last(total):
     lines = plain(total, range(1, total + 1))
     assert len(lines) <= MAX_PLAIN_LINES + 2
     assert len(lines) >= min(total, MAX_PLAIN_LINES // 2)
@@ -95,7 +95,7 @@ def test_a_run_prints_about_fifty_lines_first_and_last_among_them(total):
     assert lines[-1].startswith(f"step {total}/{total} ")
 
 
-def test_evaluations_always_get_a_line_and_are_not_repeated():
+def test_evaluations_are_always_printed_and_not_repeated():
     stream = Stream()
     with Progress(1000, stream) as progress:
         progress.update(7, METRICS | ACCURACY)
@@ -107,14 +107,14 @@ def test_evaluations_always_get_a_line_and_are_not_repeated():
     assert "held-out" not in second
 
 
-def test_time_left_follows_the_pace_without_the_first_update():
+def test_remaining_time_excludes_the_first_update():
     times = iter([100.0, 101.0, 102.0, 103.0])
     lines = plain(10, [1, 2, 3, 4], clock=times.__next__)
     assert lines[0].endswith("left <45.0s")
     assert lines[-1].endswith("left 6.0s")
 
 
-def test_no_time_is_left_after_the_only_update():
+def test_remaining_time_is_zero_after_the_last_update():
     assert plain(1, [1])[-1].endswith("left 0.0s")
 
 
@@ -130,8 +130,8 @@ def test_plain_output_has_no_control_characters():
 
 
 @pytest.mark.parametrize("width", [20, 60, 80, 120])
-def test_the_live_lines_fit_and_keep_what_matters(width):
-    # Not a terminal for rich, so that it draws the lines once, at the end, without control characters.
+def test_live_lines_fit_and_keep_the_most_important_metrics(width):
+    # Rich does not detect a terminal, so it draws the lines once, at the end, without control characters.
     stream = Stream()
     with Progress(10, stream, live=True, width=width, clock=itertools.count(0, 2).__next__) as progress:
         progress.update(1, METRICS | ACCURACY)
@@ -148,7 +148,7 @@ def test_the_live_lines_fit_and_keep_what_matters(width):
         assert "held-out 0.625" in line
 
 
-def test_lines_that_stay_are_printed_above_those_that_are_redrawn():
+def test_permanent_lines_are_printed_above_live_lines():
     stream = Terminal()
     with Progress(10, stream, live=True, width=100) as progress:
         progress.update(1, METRICS)
@@ -157,7 +157,7 @@ def test_lines_that_stay_are_printed_above_those_that_are_redrawn():
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_closing_table(width):
+def test_closing_table(width):
     stream = Stream()
     print_closing_table(Console(file=stream, width=width, highlight=False), SUMMARY)
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
@@ -167,33 +167,33 @@ def test_the_closing_table(width):
     assert rows["after RL"][-3:] == ["0.625", "0.750", "0.900"]
     assert rows["change"] == ["change", "+0.375", "+0.250"]
     assert rows["sample"] == ["sample", "3:00", "75%"]
-    assert rows["together"] == ["together", "4:00"]
+    assert rows["total"] == ["total", "4:00"]
     assert rows["tokens sampled"][-1] == "5,123,456"
     assert f"run directory   {SUMMARY.run_directory}" in lines
-    # A command that is broken into lines cannot be copied.
+    # A wrapped command could not be copied.
     assert "  " + SUMMARY.next_commands["train on"] in lines
     assert max(len(line) for line in lines if "marin_rl.train" not in line and "runs/" not in line) <= width
 
 
-def test_a_run_without_evaluation_and_time_closes_too():
+def test_closing_table_without_evaluation_and_time():
     stream = Stream()
     print_closing_table(Console(file=stream, width=80), ClosingSummary(Path("runs/a"), {}, {}, {}, {}))
     assert stream.getvalue().split() == ["run", "directory", "runs/a"]
 
 
-def test_several_environments_are_told_apart():
+def test_closing_table_names_environments_if_there_are_several():
     stream = Stream()
     evaluations = {"after RL": {"eval/a/accuracy_sampled": 0.1, "eval/b/accuracy_sampled": 0.2}}
     print_closing_table(Console(file=stream, width=80), ClosingSummary(Path("x"), evaluations, {}, {}, {}))
     assert "a sampled   b sampled" in stream.getvalue()
 
 
-def test_seconds_round_up_into_minutes():
+def test_seconds_round_up_to_minutes():
     assert format_seconds(59.96) == "1:00"
     assert format_seconds(3599.7) == "1:00:00"
 
 
-def test_names_and_messages_cannot_act_on_the_terminal():
+def test_names_and_messages_are_escaped():
     stream = Stream()
     progress = Progress(10, stream, live=False, width=200)
     progress.say("warming up on '\x1b]0;title\x07ascii'\nand more")

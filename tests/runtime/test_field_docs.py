@@ -44,7 +44,7 @@ class Derived(Base):
     """Its own."""
 
 
-def test_where_meanings_are_read():
+def test_order_of_sources():
     assert field_doc(Base, "below") == "The docstring wins."
     assert field_doc(Base, "beside") == "the comment beside it"
     assert field_doc(Base, "above") == "the comment above it, # with a sign in two lines"
@@ -54,25 +54,25 @@ def test_where_meanings_are_read():
         assert field_doc(Base, name) == ""
 
 
-def test_ancestors_are_asked_too():
+def test_base_classes_are_searched():
     assert field_doc(Derived, "own") == "Its own."
     assert field_doc(Derived, "below") == "The docstring wins."
     assert field_doc(Derived, "beside") == "the comment beside it"
 
 
-def test_a_class_without_a_source_has_no_meanings():
-    made = dataclasses.make_dataclass("Made", [("a", int)])
-    assert field_doc(made, "a") == ""
-    assert section_doc(made) == ""
+def test_class_without_source_has_no_descriptions():
+    built = dataclasses.make_dataclass("Made", [("a", int)])
+    assert field_doc(built, "a") == ""
+    assert section_doc(built) == ""
 
 
-def test_levanters_undescribed_fields_are_described_here_and_only_these():
+def test_fallback_covers_only_undescribed_fields_of_levanter():
     assert field_doc(LlamaConfig, "rope") == "Rotary position embedding."
     assert field_doc(TrainerConfig, "seed") == "random seed"
-    made = dataclasses.make_dataclass("Made", [("rope", int)])
-    assert field_doc(made, "rope") == ""
+    built = dataclasses.make_dataclass("Made", [("rope", int)])
+    assert field_doc(built, "rope") == ""
 
 
-def test_summary_is_the_first_paragraph():
+def test_section_doc_is_the_first_paragraph():
     assert section_doc(Base) == "First paragraph in two lines."
     assert section_doc(Derived) == ""

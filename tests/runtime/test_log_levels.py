@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Levels of log messages, and the lines that a run writes at each of them."""
+"""Log levels, and the lines that a run logs at each level."""
 
 import dataclasses
 import logging
@@ -37,7 +37,7 @@ from tests.runtime.bare_run import ASSISTANT, END, MODEL, bare_run, make_config,
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
 
 
-class CallsWell:
+class ConstantReward:
     """A reward component with step rewards: 0.25 for each reply."""
 
     name, weight, scope = "calls", 2.0, RewardScope.POINTWISE
@@ -62,22 +62,22 @@ class CallsWell:
         pass
 
 
-class Judged(RewardFunctions):
-    """Has the component judge each rollout, without a sandbox."""
+class ConstantScorer(RewardFunctions):
+    """Scores each rollout with the component, without a sandbox."""
 
-    pipeline = RewardPipeline([CallsWell()])
+    pipeline = RewardPipeline([ConstantReward()])
 
     async def score_rollout(self, builder: RolloutBuilder) -> None:
         builder.add_rewards(await self.pipeline.score_rollout(builder.reward_request()))
 
 
-def says(request: SampleRequest) -> Sequence[int]:
-    """A call of a tool; then an answer."""
+def sampled_tokens(request: SampleRequest) -> Sequence[int]:
+    """A tool call, then an answer."""
     return (*(CALL if request.prompt_tokens.count(ASSISTANT) == 1 else "42").encode(), END)
 
 
-def play(file: Path, advantage: AdvantageConfig, **logged: Any) -> tuple[list[str], list[str]]:
-    """The messages that a step of one group of two rollouts leaves in its log, and the anchor hashes of the turns."""
+def log_step(file: Path, advantage: AdvantageConfig, **logged: Any) -> tuple[list[str], list[str]]:
+    """Log lines of a step with one group of two rollouts, and the anchor hashes of the turns."""
     config = make_config(
         model=dataclasses.replace(MODEL, seq_len=512),
         rollouts=RolloutConfig(prompts_per_step=1, group_size=2, max_length=512, max_turns=2, row_length=512),
@@ -90,7 +90,7 @@ def play(file: Path, advantage: AdvantageConfig, **logged: Any) -> tuple[list[st
     questions = ArithmeticConfig(size=50)
     environment = ToolUseConfig(questions=questions, describe=ToolDescription.NONE).build()
     run = bare_run(config, environment, values=lambda made: np.full(made.input_ids.shape, 0.5))
-    runner = dataclasses.replace(make_runner(run, says, environment), reward_functions=Judged())
+    runner = dataclasses.replace(make_runner(run, sampled_tokens, environment), reward_functions=ConstantScorer())
     with log_to(file, config.log_level.number, module_levels(config.logging)):
         [group] = run_groups(
             runner, environment.tasks(Split.TRAIN)[:1], group_size=2, temperature=1.0, seed_parts=(0, "train", 1)
@@ -107,24 +107,24 @@ def question() -> str:
     return task.messages[-1]["content"]
 
 
-def test_at_debug_every_step_of_an_episode_is_in_the_log(tmp_path: Path, question: str):
-    lines, anchors = play(tmp_path / "log.txt", GigpoConfig(), log_level=LogLevel.DEBUG)
+def test_debug_logs_every_turn_of_an_episode(tmp_path: Path, question: str):
+    lines, anchors = log_step(tmp_path / "log.txt", GigpoConfig(), log_level=LogLevel.DEBUG)
     asked = [{"role": "user", "content": question}]
     tokens = [*CALL.encode(), END]
     first = "rollout train-1-0-0 turn 0: "
     expected = [
-        # The observation, and the action raw and structured, with the policy's log-probability of every token.
+        # The observation, and the raw and structured action with log-probabilities.
         f"{first}observation {asked}",
         f"{first}action {CALL!r}, stop reason stop, tokens {tokens}, log-probs [{', '.join(['-0.25'] * len(tokens))}]",
         f"{first}structured action {CALL!r}, rewards {{'tools': 0.0}}, done False, "
         "next [{'role': 'tool', 'content': '42'}]",
-        # What GiGPO compares.
+        # The anchor states that GiGPO groups by.
         f"{first}anchor state {asked}, hash {anchors[0]}",
         f"rollout train-1-0-0 turn 1: anchor state [{{'role': 'tool', 'content': '42'}}], hash {anchors[1]}",
-        # Both rollouts are the same, so nothing is better than the rest: 0.5 for each step reward, 0.95 per turn.
+        # Both rollouts are equal, so advantages are 0. Each step reward is 0.5; the discount per turn is 0.95.
         f"{first}anchor hash {anchors[0]}, return 0.975, A_E 0, A_S 0, advantage [0]",
         f"rollout train-1-0-1 turn 1: anchor hash {anchors[1]}, return 0.5, A_E 0, A_S 0, advantage [0]",
-        # The aligner.
+        # The alignment of step rewards.
         "rollout train-1-0-0: reward 'calls', aligner input (message, reward) [(1, 0.25), (3, 0.25)], "
         "output (turn, reward) [(0, 0.25), (1, 0.25)]",
     ]
@@ -138,26 +138,26 @@ def test_at_debug_every_step_of_an_episode_is_in_the_log(tmp_path: Path, questio
     assert not any("values" in line for line in lines)
 
 
-def test_at_debug_the_values_of_a_critic_are_in_the_log(tmp_path: Path):
-    lines, _ = play(tmp_path / "log.txt", GaeConfig(gamma=1.0, lam=1.0, whiten=False), log_level=LogLevel.DEBUG)
-    # A return of 2 for the score and 0 for the answer, of which the second turn has 1.5, less 0.5.
+def test_debug_logs_the_values_of_a_critic(tmp_path: Path):
+    lines, _ = log_step(tmp_path / "log.txt", GaeConfig(gamma=1.0, lam=1.0, whiten=False), log_level=LogLevel.DEBUG)
+    # The return is 2, of which the second turn has 1.5; its value is 0.5.
     assert "rollout train-1-0-1 turn 1: values [0.5, 0.5, 0.5]" in lines
     assert "rollout train-1-0-1 turn 1: advantages [1, 1, 1]" in lines
     assert sum(": values [" in line for line in lines) == 4
 
 
-def test_the_default_level_has_none_of_these_lines(tmp_path: Path):
-    lines, _ = play(tmp_path / "log.txt", GigpoConfig())
+def test_default_level_logs_one_line_per_rollout(tmp_path: Path):
+    lines, _ = log_step(tmp_path / "log.txt", GigpoConfig())
     assert [line.split(" of task")[0] for line in lines] == ["rollout train-1-0-0", "rollout train-1-0-1"]
 
 
-def test_one_module_may_be_at_debug(tmp_path: Path):
-    lines, _ = play(tmp_path / "log.txt", GigpoConfig(), logging={"marin_rl.environments": "debug"})
+def test_log_level_of_a_single_package(tmp_path: Path):
+    lines, _ = log_step(tmp_path / "log.txt", GigpoConfig(), logging={"marin_rl.environments": "debug"})
     assert len(lines) == 4
     assert sum("tool calculator called" in line for line in lines) == 2
 
 
-def test_levels_come_from_the_config():
+def test_log_levels_are_read_from_the_config():
     base = {"environment": {"type": "arithmetic"}, "run_dir": "r", "initialize_from": "m"}
     assert (decode(TrainConfig, base).log_level, decode(TrainConfig, base).logging) == (LogLevel.INFO, {})
     config = decode(
@@ -173,17 +173,17 @@ def test_levels_come_from_the_config():
         ({"log_level": "loud"}, "log_level.*debug, info, warning, error"),
         (
             {"logging": {"marin_rl.rolouts": "debug"}},
-            "logging names 'marin_rl.rolouts', which is no module of marin_rl",
+            "logging.marin_rl.rolouts does not name a module of marin_rl",
         ),
-        ({"logging": {"levanter": "debug"}}, "logging names 'levanter'"),
-        ({"logging": {"marin_rl/../x": "debug"}}, "logging names 'marin_rl/../x'"),
+        ({"logging": {"levanter": "debug"}}, "logging.levanter does not name"),
+        ({"logging": {"marin_rl/../x": "debug"}}, "logging.marin_rl/../x does not name"),
         (
             {"logging": {"marin_rl.rollouts": "loud"}},
-            "logging.marin_rl.rollouts is 'loud'; it takes one of debug, info",
+            "logging.marin_rl.rollouts is 'loud'; it must be one of debug, info",
         ),
     ],
 )
-def test_levels_that_do_not_exist_are_refused_by_name(changes: dict[str, Any], message: str):
+def test_unknown_levels_and_modules_are_refused_by_key(changes: dict[str, Any], message: str):
     base = {"environment": {"type": "arithmetic"}, "run_dir": "r", "initialize_from": "m"}
     with pytest.raises(ConfigError, match=message):
         decode(TrainConfig, {**base, **changes})

@@ -20,14 +20,14 @@ def write_run(path, steps):
         append_record(path, step, metrics_of(step))
 
 
-def test_records_read_back_as_they_were(tmp_path):
+def test_records_round_trip(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_run(path, [1, 2])
     assert read_records(path) == [{"step": 1, **metrics_of(1)}, {"step": 2, **metrics_of(2)}]
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
-def test_values_that_json_does_not_know(tmp_path):
+def test_nan_and_infinities_round_trip_as_strings(tmp_path):
     path = tmp_path / "metrics.jsonl"
     append_record(path, 1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": float(np.float32(0.1))})
 
@@ -40,7 +40,7 @@ def test_values_that_json_does_not_know(tmp_path):
     assert (record["b"], record["c"], record["d"]) == (math.inf, -math.inf, float(np.float32(0.1)))
 
 
-def test_scalars_of_arrays_are_numbers(tmp_path):
+def test_array_scalars_are_written_as_numbers(tmp_path):
     path = tmp_path / "metrics.jsonl"
     append_record(path, 1, {"a": np.float64(0.5), "b": 3})
     assert read_records(path) == [{"step": 1, "a": 0.5, "b": 3.0}]
@@ -48,7 +48,7 @@ def test_scalars_of_arrays_are_numbers(tmp_path):
 
 @pytest.mark.parametrize("killed_after", [0, 4, 5, 7])
 @pytest.mark.parametrize("torn", ["", '{"step": 8, "train/rew', '{"step": 8}'])
-def test_a_killed_and_resumed_run_has_the_file_of_an_uninterrupted_one(tmp_path, killed_after, torn):
+def test_resumed_run_has_the_file_of_an_uninterrupted_run(tmp_path, killed_after, torn):
     whole, resumed = tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl"
     write_run(whole, range(1, 11))
     write_run(resumed, range(1, killed_after + 1))
@@ -60,7 +60,7 @@ def test_a_killed_and_resumed_run_has_the_file_of_an_uninterrupted_one(tmp_path,
     assert resumed.read_bytes() == whole.read_bytes()
 
 
-def test_a_torn_last_line_is_not_read(tmp_path):
+def test_incomplete_last_line_is_ignored(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_run(path, [1])
     with path.open("a") as file:
@@ -68,7 +68,7 @@ def test_a_torn_last_line_is_not_read(tmp_path):
     assert [record["step"] for record in read_records(path)] == [1]
 
 
-def test_truncating_nothing(tmp_path):
+def test_truncating_a_missing_or_short_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     truncate_records(path, after_step=3)
     assert not path.exists()
@@ -80,7 +80,7 @@ def test_truncating_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["nonsense", "3", '{"a": 1}', '{"step": 2, "a": "x"}', '{"step": 2, "a": null}'])
-def test_a_broken_line_is_named_and_nothing_is_lost(tmp_path, line):
+def test_invalid_line_is_named_and_the_file_is_kept(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     write_run(path, [1])
     with path.open("a") as file:
@@ -93,7 +93,7 @@ def test_a_broken_line_is_named_and_nothing_is_lost(tmp_path, line):
     assert path.read_bytes() == before
 
 
-def test_a_full_disk_is_named(tmp_path):
+def test_full_disk_is_reported(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl': the disk is full; free some space and rerun"):

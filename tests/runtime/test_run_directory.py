@@ -24,7 +24,7 @@ CONFIG = "name: a\nseed: 0\ntrainer:\n  seed: 1\n  tracker: []\n"
 
 
 def begin(path: Path, config: str = CONFIG) -> RunDirectory:
-    """The directory of a run that has made something."""
+    """Run directory with a record of a step."""
     directory = create_or_open(path, config)
     directory.metrics.write_text("")
     return directory
@@ -40,14 +40,14 @@ def test_layout(tmp_path):
     assert [path.name for path in names] == ["metrics.jsonl", "hf", "log.txt", "curves.png"]
 
 
-def test_the_same_config_opens_it_again_however_it_is_written(tmp_path):
+def test_equal_config_with_other_formatting_opens_the_directory(tmp_path):
     create_or_open(tmp_path, CONFIG)
     (tmp_path / "metrics.jsonl").write_text("kept")
     create_or_open(tmp_path, "seed: 0\nname: 'a'\ntrainer: {tracker: [], seed: 1.0}\n")
     assert (tmp_path / "metrics.jsonl").read_text() == "kept"
 
 
-def test_another_config_is_refused_key_by_key(tmp_path):
+def test_differing_config_is_refused_by_key(tmp_path):
     begin(tmp_path)
     with pytest.raises(RunDirectoryError) as caught:
         create_or_open(tmp_path, "name: b\nseed: 0\ntrainer:\n  seed: 2\n  tracker: []\nsteps: 3\n")
@@ -62,7 +62,7 @@ def test_another_config_is_refused_key_by_key(tmp_path):
     assert (tmp_path / "config.yaml").read_text() == CONFIG
 
 
-def test_a_config_under_which_nothing_was_made_can_be_corrected(tmp_path):
+def test_config_without_results_can_be_replaced(tmp_path):
     corrected = CONFIG.replace("seed: 1", "seed: 2")
     create_or_open(tmp_path, CONFIG)
     directory = create_or_open(tmp_path, corrected)
@@ -72,7 +72,7 @@ def test_a_config_under_which_nothing_was_made_can_be_corrected(tmp_path):
         create_or_open(tmp_path, CONFIG)
 
 
-def test_what_may_differ_is_written_anew(tmp_path):
+def test_keys_that_may_differ_are_rewritten(tmp_path):
     begin(tmp_path)
     changed = "name: a\nseed: 0\ntrainer:\n  seed: 1\n  tracker:\n    type: tensorboard\n"
     with pytest.raises(RunDirectoryError, match=r"trainer\.tracker"):
@@ -81,40 +81,40 @@ def test_what_may_differ_is_written_anew(tmp_path):
     assert (tmp_path / "config.yaml").read_text() == changed
 
 
-def test_a_key_that_only_begins_like_one_that_may_differ_may_not(tmp_path):
+def test_key_with_the_prefix_of_a_key_that_may_differ_is_refused(tmp_path):
     begin(tmp_path, "name: a\nname_of_it: b\n")
     with pytest.raises(RunDirectoryError, match="name_of_it"):
         create_or_open(tmp_path, "name: a\nname_of_it: c\n", may_differ=["name"])
 
 
-def test_a_run_without_its_config_is_refused(tmp_path):
+def test_run_without_config_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(RunDirectoryError, match=r"holds a run but no config\.yaml"):
+    with pytest.raises(RunDirectoryError, match=r"contains a run without config\.yaml"):
         create_or_open(tmp_path, CONFIG)
 
 
-def test_a_folder_that_is_no_run_directory(tmp_path):
+def test_folder_that_is_not_a_run_directory_is_refused(tmp_path):
     with pytest.raises(RunDirectoryError, match=r"is not a run directory: it has no config\.yaml"):
         open_existing(tmp_path)
     assert open_existing(create_or_open(tmp_path, CONFIG).path) == RunDirectory(tmp_path)
 
 
 @pytest.mark.parametrize("below", ["file", "file/runs/a"])
-def test_a_file_in_the_way_is_named(tmp_path, below):
+def test_file_instead_of_a_folder_is_named(tmp_path, below):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match=r"cannot write .*file.* is a file and not a folder; choose another"):
+    with pytest.raises(RunDirectoryError, match=r"cannot write .*file.* is a file, not a folder; choose another"):
         create_or_open(tmp_path / below, CONFIG)
 
 
-def test_a_place_that_cannot_be_written_is_named():
-    with pytest.raises(RunDirectoryError, match=r"cannot write '/proc/runs/a': .*; choose a run_dir on a disk"):
+def test_unwritable_path_is_named():
+    with pytest.raises(RunDirectoryError, match=r"cannot write '/proc/runs/a': .*; choose a run_dir on a writable"):
         create_or_open(Path("/proc/runs/a"), CONFIG)
 
 
-def test_a_full_disk_is_named_and_the_old_file_stays(tmp_path):
+def test_full_disk_is_reported_and_the_old_file_is_kept(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("old")
-    # The partial file goes to a device that is always full.
+    # The partial file is on a device that is always full.
     (tmp_path / ".config.yaml.partial").symlink_to("/dev/full")
     with pytest.raises(RunDirectoryError, match=r"cannot write .*config\.yaml': the disk is full; free some space"):
         write_atomically(path, "new")
@@ -132,7 +132,7 @@ def test_atomic_writes_replace_the_whole_file(tmp_path, data):
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-def test_two_processes_cannot_have_one_run_directory(tmp_path):
+def test_two_processes_cannot_lock_one_run_directory(tmp_path):
     directory = create_or_open(tmp_path, CONFIG)
     with lock(directory):
         with (
@@ -140,14 +140,14 @@ def test_two_processes_cannot_have_one_run_directory(tmp_path):
             lock(directory),
         ):
             pass
-        # The refused attempt has not taken the lock away.
+        # The failed attempt does not release the lock.
         with pytest.raises(RunDirectoryError, match="in use"), lock(directory):
             pass
     with lock(directory):
         pass
 
 
-def test_a_killed_process_leaves_no_lock(tmp_path):
+def test_killed_process_releases_the_lock(tmp_path):
     directory = create_or_open(tmp_path, CONFIG)
     code = (
         "import pathlib, sys, time\n"
@@ -169,13 +169,13 @@ def test_a_killed_process_leaves_no_lock(tmp_path):
         pass
 
 
-def test_locking_makes_the_folder(tmp_path):
+def test_lock_creates_the_folder(tmp_path):
     directory = RunDirectory(tmp_path / "runs" / "a")
     with lock(directory):
         assert create_or_open(directory.path, CONFIG) == directory
 
 
-def test_errors_inside_a_locked_run_are_its_own(tmp_path):
+def test_lock_does_not_change_errors_of_the_run(tmp_path):
     directory = create_or_open(tmp_path, CONFIG)
     with pytest.raises(FileNotFoundError), lock(directory):
         (tmp_path / "absent").read_text()
@@ -183,7 +183,7 @@ def test_errors_inside_a_locked_run_are_its_own(tmp_path):
         pass
 
 
-def test_the_log_is_appended_to_and_let_go(tmp_path):
+def test_log_is_appended_and_closed(tmp_path):
     directory = create_or_open(tmp_path, CONFIG)
     logger = logging.getLogger("marin_rl.somewhere")
     for message in ("first", "second"):
@@ -199,7 +199,7 @@ def test_the_log_is_appended_to_and_let_go(tmp_path):
     assert logging.getLogger("marin_rl").handlers == []
 
 
-def test_modules_have_levels_of_their_own(tmp_path):
+def test_modules_can_have_separate_levels(tmp_path):
     directory = create_or_open(tmp_path, CONFIG)
     modules = {
         "marin_rl.rollouts": logging.DEBUG,
@@ -218,12 +218,12 @@ def test_modules_have_levels_of_their_own(tmp_path):
         "ERROR marin_rl.view",
         *(f"{level} marin_rl.somewhere" for level in ("INFO", "ERROR")),
     ]
-    # Afterwards everything is as it was.
+    # The former levels are restored.
     assert [logging.getLogger(name).level for name in ("marin_rl", *modules)] == [logging.NOTSET] * 4
 
 
-def test_text_of_others_forges_no_line_of_the_log(tmp_path, monkeypatch):
-    # Pytest would hand the record to another process, in which the half of a surrogate pair cannot be encoded.
+def test_text_cannot_imitate_a_log_line(tmp_path, monkeypatch):
+    # Pytest would send the record to another process, which cannot encode half of a surrogate pair.
     monkeypatch.setattr(logging.getLogger("marin_rl"), "propagate", False)
     directory = create_or_open(tmp_path, CONFIG)
     with log_to(directory.log):
@@ -235,7 +235,7 @@ def test_text_of_others_forges_no_line_of_the_log(tmp_path, monkeypatch):
     assert rest == r"    2026-01-01 INFO marin_rl: forged\r2\ud800"
 
 
-def test_a_log_on_a_full_disk_is_told_once_and_hides_no_error(tmp_path, capfd):
+def test_full_disk_of_the_log_is_reported_once_and_hides_no_error(tmp_path, capfd):
     directory = create_or_open(tmp_path, CONFIG)
     directory.log.symlink_to("/dev/full")
     logger = logging.getLogger("marin_rl.somewhere")
@@ -255,16 +255,16 @@ def test_a_log_on_a_full_disk_is_told_once_and_hides_no_error(tmp_path, capfd):
     assert logging.getLogger("marin_rl").handlers == []
 
 
-def test_a_log_line_that_makes_no_sense_is_not_taken_for_a_full_disk(tmp_path, monkeypatch, capfd):
+def test_invalid_log_call_is_not_reported_as_a_full_disk(tmp_path, monkeypatch, capfd):
     directory = create_or_open(tmp_path, CONFIG)
-    # Pytest's own handler would raise the error.
+    # Pytest's handler would raise the error.
     monkeypatch.setattr(logging.getLogger("marin_rl"), "propagate", False)
     with log_to(directory.log):
         logging.getLogger("marin_rl.somewhere").error("%d", "no number")
     assert "TypeError" in capfd.readouterr().err
 
 
-def test_a_log_that_cannot_be_opened_is_named(tmp_path):
+def test_log_that_cannot_be_opened_is_named(tmp_path):
     directory = create_or_open(tmp_path, CONFIG)
     directory.log.mkdir()
     with pytest.raises(RunDirectoryError, match=r"cannot write .*log\.txt'"), log_to(directory.log):

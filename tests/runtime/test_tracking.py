@@ -45,7 +45,7 @@ class ListTrackerConfig(TrackerConfig):
         return self.tracker
 
 
-def test_every_place_gets_every_record_once(tmp_path):
+def test_file_and_trackers_receive_every_record_once(tmp_path):
     path, first, second = tmp_path / "metrics.jsonl", ListTracker(), ListTracker()
     tracker = make_tracker((ListTrackerConfig(first), ListTrackerConfig(second)), "a", {"x": {"y": 1, "z": None}})
     records = StepRecords(path, tracker)
@@ -65,24 +65,24 @@ def test_every_place_gets_every_record_once(tmp_path):
 
 
 @pytest.mark.parametrize("step", [2, 1])
-def test_an_update_is_recorded_once(tmp_path, step):
+def test_step_cannot_be_recorded_twice(tmp_path, step):
     records = StepRecords(tmp_path / "metrics.jsonl", NoopTracker())
     records.record(2, {})
-    with pytest.raises(ValueError, match=f"step {step} cannot be recorded: step 2 has been"):
+    with pytest.raises(ValueError, match=f"step {step} cannot be recorded: steps must increase, and step 2"):
         records.record(step, {})
     assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [2]
 
 
-def test_a_resumed_run_goes_on_after_its_last_record(tmp_path):
+def test_resumed_run_continues_after_its_last_record(tmp_path):
     path = tmp_path / "metrics.jsonl"
     append_record(path, 4, {})
     records = StepRecords(path, NoopTracker())
-    with pytest.raises(ValueError, match="step 4 has been"):
+    with pytest.raises(ValueError, match="step 4 is recorded already"):
         records.record(4, {})
     records.record(5, {})
 
 
-def test_a_record_that_is_not_on_the_disk_goes_nowhere_else(tmp_path):
+def test_trackers_do_not_receive_a_record_that_was_not_written(tmp_path):
     path, tracker = tmp_path / "metrics.jsonl", ListTracker()
     records = StepRecords(path, tracker)
     path.symlink_to("/dev/full")
@@ -91,14 +91,14 @@ def test_a_record_that_is_not_on_the_disk_goes_nowhere_else(tmp_path):
     assert tracker.calls == []
 
 
-def test_no_tracker_and_a_single_one(tmp_path):
+def test_zero_or_one_tracker(tmp_path):
     StepRecords(tmp_path / "metrics.jsonl", make_tracker((), "a", {})).record(1, {"a": 1.0})
     single = ListTracker()
     make_tracker(ListTrackerConfig(single), "a", {}).log({"a": 1}, step=1)
     assert single.calls[-1] == ("step 1", {"a": 1})
 
 
-def test_a_missing_package_names_what_to_install(monkeypatch):
+def test_missing_package_names_the_extra_to_install(monkeypatch):
     def fail(config, run_id):
         raise ModuleNotFoundError("No module named 'absent'")
 
@@ -109,7 +109,7 @@ def test_a_missing_package_names_what_to_install(monkeypatch):
         make_tracker((TensorboardConfig(),), "a", {})
 
 
-def test_tensorboard_hides_what_the_run_makes_again(monkeypatch):
+def test_tensorboard_hides_steps_that_are_repeated(monkeypatch):
     seen = []
     monkeypatch.setattr(TensorboardConfig, "init", lambda config, run_id: (seen.append(config), NoopTracker())[1])
     make_tracker(TensorboardConfig(), "a", {}, last_step=7)

@@ -9,7 +9,7 @@ from marin_rl.runtime.config_decoding import ConfigError, decode
 from marin_rl.runtime.workers_config import Refresh, WorkersConfig
 
 
-def test_both_ways_to_refresh_can_be_named() -> None:
+def test_refresh_modes_are_selected_by_name() -> None:
     assert decode(WorkersConfig, {}).refresh is Refresh.BETWEEN_GROUPS
     assert decode(WorkersConfig, {"refresh": "in_flight"}).refresh is Refresh.IN_FLIGHT
     with pytest.raises(ConfigError, match="between_groups, in_flight"):
@@ -23,10 +23,13 @@ def test_both_ways_to_refresh_can_be_named() -> None:
         ({"decode_steps_per_weight_poll": 0}, "workers.decode_steps_per_weight_poll is 0; it must be at least 1"),
         ({"gpus_per_worker": -1.0}, "workers.gpus_per_worker is -1.0; it must be at least 0"),
         ({"gpus_per_worker": math.nan}, "workers.gpus_per_worker is nan"),
-        ({"heartbeat_timeout": 0.0}, "workers.heartbeat_timeout is 0.0; it is a number of seconds above 0"),
-        ({"no_progress_timeout": math.inf}, "workers.no_progress_timeout is inf; it is a number of seconds above 0"),
+        ({"heartbeat_timeout": 0.0}, "workers.heartbeat_timeout is 0.0; it must be a number of seconds above 0"),
+        (
+            {"no_progress_timeout": math.inf},
+            "workers.no_progress_timeout is inf; it must be a number of seconds above 0",
+        ),
     ],
 )
-def test_what_cannot_be_is_refused(changes: dict[str, float], message: str) -> None:
+def test_invalid_settings_are_refused(changes: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         WorkersConfig(**changes)

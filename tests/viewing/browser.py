@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-"""The browser's command; None where there is none."""
+"""Command of the browser; None if it is not installed."""
 
 _OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
@@ -27,7 +27,7 @@ _OPTIONS = (
 
 
 class Browser:
-    """One tab. Everything that its pages say or ask for is kept."""
+    """One tab. Records the messages and requests of its pages."""
 
     def __init__(self, write: int, read: int):
         self._write, self._read = write, read
@@ -42,7 +42,7 @@ class Browser:
         self.call("Page.setLifecycleEventsEnabled", enabled=True)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Send a command and wait for its answer."""
+        """Send a command and wait for its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
@@ -64,7 +64,7 @@ class Browser:
         return json.loads(message)
 
     def open(self, page: Path, *, width: int = 1200, height: int = 900, dark: bool = False, address: str = "") -> None:
-        """Load a page and wait until its script has run."""
+        """Load a page and wait until its script has finished."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -92,7 +92,7 @@ class Browser:
 
     def point_at(self, selector: str) -> None:
         """Move the pointer to the middle of an element's first line."""
-        # What was off the screen is laid out only once it is scrolled to, which moves it.
+        # Elements off the screen are laid out when they are scrolled to, which moves them.
         box = self.run(
             f"(async () => {{ const found = document.querySelector({json.dumps(selector)}); "
             "for (let frame = 0; frame < 3; frame++) { found.scrollIntoView({block: 'center'}); "
@@ -102,13 +102,13 @@ class Browser:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
 
     def complaints(self) -> list[str]:
-        """Errors and console messages of the page so far, broken policies among them."""
+        """Errors and console messages of the page so far, including policy violations."""
         self.run("1")
         told = {"Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"}
         return [json.dumps(event["params"]) for event in self._events if event["method"] in told]
 
     def requests(self) -> list[str]:
-        """Addresses that were really asked for, the page's own among them, without what its policy blocked."""
+        """Requested addresses, including the page itself, without those that its policy blocked."""
         self.run("1")
         network = [event for event in self._events if event["method"].startswith("Network.")]
         blocked = {event["params"]["requestId"] for event in network if event["params"].get("blockedReason") == "csp"}
@@ -116,17 +116,17 @@ class Browser:
         return [one["request"]["url"] for one in sent if one["requestId"] not in blocked]
 
     def picture(self, *, whole: bool = False) -> bytes:
-        """What can be seen, or the whole page, as PNG."""
+        """Screenshot of the visible part or of the whole page, as PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"])
 
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Browser]:
-    """A browser with an empty profile, for as long as the block lasts."""
+    """Run a browser with an empty profile."""
     assert CHROMIUM is not None
     command_read, command_write = os.pipe()
     answer_read, answer_write = os.pipe()
-    # Chromium reads commands from descriptor 3 and answers on 4; the shell puts them there.
+    # Chromium reads commands from descriptor 3 and writes results to descriptor 4; the shell redirects them.
     plumbing = f'exec "$@" 3<&{command_read} 4>&{answer_write}'
     process = subprocess.Popen(
         ["bash", "-c", plumbing, "bash", CHROMIUM, *_OPTIONS, f"--user-data-dir={profile}", "about:blank"],

@@ -10,7 +10,7 @@ from tests.viewing.browser import CHROMIUM, Browser, browser
 
 @pytest.fixture(scope="session")
 def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """A browser's tab; every test opens its own page in it."""
+    """A browser tab, shared by all tests; each test opens its own page."""
     if CHROMIUM is None:
         pytest.skip("there is no Chromium here (Debian: apt-get install chromium)")
     with browser(tmp_path_factory.mktemp("profile")) as opened:

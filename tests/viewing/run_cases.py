@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Run directories to look at, made without training."""
+"""Run directories for the tests of viewing, created without training."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.rollouts.rollout_cases import group_of, rich_rollout, rich_signal, ro
 
 
 def empty_run(folder: Path) -> Path:
-    """A run that has only just begun."""
+    """A run without records and rollouts."""
     (folder / "rollouts").mkdir(parents=True)
     (folder / "config.yaml").write_text("seed: 0\n")
     return folder
@@ -43,5 +43,5 @@ def small_run(folder: Path) -> Path:
 
 
 def write_records(run: Path, records: list[dict]) -> None:
-    """The run's metrics.jsonl."""
+    """Write the run's metrics.jsonl."""
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from marin_rl.runtime.run_directory import RunDirectoryError
 from marin_rl.viewing.html_page import escaped_json, render, write_page
 from marin_rl.viewing.page_data import page_data
-from marin_rl.viewing.selection import Selection, open_source
+from marin_rl.viewing.selection import Selection, open_rollouts
 from tests.viewing.run_cases import small_run
 
 
 class Elements(HTMLParser):
-    """The elements of a page, with what stands in its scripts and styles."""
+    """Elements of a page, with the content of its scripts and styles."""
 
     def __init__(self, page):
         super().__init__()
@@ -45,7 +45,7 @@ class Elements(HTMLParser):
 
 @pytest.fixture
 def run(tmp_path):
-    return open_source(small_run(tmp_path / "run"))
+    return open_rollouts(small_run(tmp_path / "run"))
 
 
 @given(
@@ -53,14 +53,14 @@ def run(tmp_path):
         st.text() | st.integers() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
     )
 )
-def test_json_survives_its_element(value):
+def test_embedded_json_round_trips(value):
     text = escaped_json(value)
     assert json.loads(text) == value
     assert not set(text) & set("<>&\u2028\u2029")
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=40))
-def test_whatever_the_texts_the_page_has_the_same_elements(text):
+def test_texts_do_not_change_the_elements_of_the_page(text):
     plain = {"run": "", "steps": 0, "notes": [], "curves": {}, "panels": [], "phases": {}, "rollouts": []}
     evil = {**plain, "run": text, "notes": [text, f"</script>{text}<script>", f"<!--{text}-->", "<!--<script>"]}
     page = Elements(render(evil))
@@ -68,7 +68,7 @@ def test_whatever_the_texts_the_page_has_the_same_elements(text):
     assert json.loads(page.inside["script application/json"]) == evil
 
 
-def test_the_page_is_one_file_with_nothing_from_elsewhere(run, tmp_path):
+def test_page_is_self_contained(run, tmp_path):
     target = tmp_path / "page.html"
     assert write_page(run, target, Selection(), 500) == 7
     text = target.read_text(encoding="utf-8")
@@ -84,7 +84,7 @@ def test_the_page_is_one_file_with_nothing_from_elsewhere(run, tmp_path):
     )
 
 
-def test_the_policy_names_exactly_the_script_and_the_style(run, tmp_path):
+def test_policy_allows_only_the_script_and_the_style(run, tmp_path):
     text = render(page_data(run, Selection(), 500))
     page = Elements(text)
     [policy] = [value for name, value in page.attributes if name == "content" and "default-src" in (value or "")]
@@ -95,7 +95,7 @@ def test_the_policy_names_exactly_the_script_and_the_style(run, tmp_path):
     assert "unsafe" not in policy
 
 
-def test_the_script_makes_no_markup():
+def test_script_does_not_create_markup_from_text():
     from marin_rl.viewing.html_page import _asset
 
     script = _asset("page.js")
@@ -112,6 +112,6 @@ def test_the_script_makes_no_markup():
         assert word not in script, word
 
 
-def test_a_page_that_cannot_be_written_says_why(run, tmp_path):
+def test_unwritable_page_is_named(run, tmp_path):
     with pytest.raises(RunDirectoryError, match="cannot write"):
         write_page(run, tmp_path / "missing" / "page.html", Selection(), 500)

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from marin_rl.runtime.run_directory import RunDirectoryError
 from marin_rl.viewing import page_data
-from marin_rl.viewing.selection import Selection, open_source
+from marin_rl.viewing.selection import Selection, open_rollouts
 from tests.rollouts.rollout_cases import group_of, write
 from tests.viewing.run_cases import empty_run, small_run, write_records
 
 
-def made(run, *, selection=None, max_rollouts=500):
-    return page_data.page_data(open_source(run), selection or Selection(), max_rollouts)
+def data_of(run, *, selection=None, max_rollouts=500):
+    return page_data.page_data(open_rollouts(run), selection or Selection(), max_rollouts)
 
 
 @given(st.lists(st.binary(max_size=6), max_size=12))
-def test_texts_of_tokens_add_up_to_the_text_of_their_bytes(pieces):
+def test_token_texts_concatenate_to_the_text_of_their_bytes(pieces):
     texts = page_data.texts_of(pieces)
     assert len(texts) == len(pieces)
     whole = b"".join(pieces).decode("utf-8", "backslashreplace")
@@ -29,19 +29,19 @@ def test_texts_of_tokens_add_up_to_the_text_of_their_bytes(pieces):
 
 
 @given(st.integers(1, 500), st.integers(1, 500))
-def test_evenly_spaced_with_both_ends(count, wanted):
-    found = page_data._evenly(count, wanted)
+def test_evenly_spaced_with_both_ends(count, selected):
+    found = page_data._evenly(count, selected)
     assert found == sorted(set(found))
-    assert len(found) == min(count, wanted)
+    assert len(found) == min(count, selected)
     assert found[-1] == count - 1
-    if wanted > 1:
+    if selected > 1:
         assert found[0] == 0
         steps = [after - before for before, after in itertools.pairwise(found)]
         assert max(steps, default=1) - min(steps, default=1) <= 1
 
 
-def test_a_page_of_a_small_run_leaves_nothing_out(tmp_path):
-    data = made(small_run(tmp_path / "run"))
+def test_page_of_a_small_run_is_complete(tmp_path):
+    data = data_of(small_run(tmp_path / "run"))
     assert (data["run"], data["steps"], data["notes"]) == ("run", 3, [])
     assert [rollout["id"] for rollout in data["rollouts"]] == ["s1-0", "s1-1", "s2-0", "s2-1", "g-0", "g-1", "g-2"]
     assert data["curves"]["steps"] == [0, 1, 2, 3]
@@ -49,45 +49,45 @@ def test_a_page_of_a_small_run_leaves_nothing_out(tmp_path):
     json.dumps(data, allow_nan=False)
 
 
-def test_filters_choose_the_rollouts(tmp_path):
-    data = made(small_run(tmp_path / "run"), selection=Selection(steps=range(2, 9), min_reward=0.5))
+def test_filters_select_the_rollouts(tmp_path):
+    data = data_of(small_run(tmp_path / "run"), selection=Selection(steps=range(2, 9), min_reward=0.5))
     assert [rollout["id"] for rollout in data["rollouts"]] == ["s2-0", "g-0"]
 
 
-def test_of_a_long_run_some_steps_and_their_shares(tmp_path):
+def test_long_run_is_sampled_at_evenly_spaced_steps(tmp_path):
     run = empty_run(tmp_path / "run")
     for step in range(1, 26):
-        # The first has less than its share, which leaves more for the others.
+        # The first step has fewer rollouts than its share, so the others get more.
         write(run / "rollouts", step, [group_of(f"s{step}", *[1.0] * (1 if step == 1 else 8))])
-    data = made(run, max_rollouts=30)
+    data = data_of(run, max_rollouts=30)
     steps = [rollout["step"] for rollout in data["rollouts"]]
     assert len(steps) == 30
     assert sorted(set(steps)) == [1, 4, 6, 9, 12, 14, 17, 20, 22, 25]
     assert [steps.count(step) for step in (1, 4, 25)] == [1, 3, 4]
     assert data["notes"] == [
-        "Rollouts are shown of 10 of 25 stored steps: 1, 4, 6, 9, 12, 14, 17, 20, 22, 25.",
-        "The page holds 30 of their 73 rollouts (at most 30 rollouts and 1,000,000 tokens); choose others with --step "
-        "or a filter, or raise --max_rollouts.",
+        "The page shows rollouts of 10 of 25 stored steps: 1, 4, 6, 9, 12, 14, 17, 20, 22, 25.",
+        "The page contains 30 of 73 rollouts of these steps (at most 30 rollouts and 1,000,000 tokens); select others "
+        "with --step or a filter, or raise --max_rollouts.",
     ]
 
 
 def test_tokens_are_bounded(tmp_path, monkeypatch):
     run = empty_run(tmp_path / "run")
     write(run / "rollouts", 1, [group_of("g", *[1.0] * 8)])
-    # Eight tokens each: six of the prompt, and two of the answer.
+    # Eight tokens per rollout: six of the prompt and two of the answer.
     monkeypatch.setattr(page_data, "MAX_TOKENS", 30)
-    data = made(run)
+    data = data_of(run)
     assert len(data["rollouts"]) == 3
-    assert "holds 3 of their 8 rollouts" in data["notes"][0]
+    assert "contains 3 of 8 rollouts" in data["notes"][0]
 
 
-def test_many_records_are_thinned_and_every_evaluation_stays(tmp_path):
+def test_records_are_thinned_except_evaluations(tmp_path):
     run = empty_run(tmp_path / "run")
     records = [{"step": step, "loss": float(step), "seconds/total": 1.0, "seconds/step": 0.5} for step in range(2500)]
     for record in records[::7]:
         record["eval/a"] = 1.0
     write_records(run, records)
-    data = made(run)
+    data = data_of(run)
     curves = data["curves"]
     assert {0, 2499} <= set(curves["steps"])
     assert sum(value is not None for value in curves["series"]["eval/a"]) == len(records[::7])
@@ -100,16 +100,16 @@ def test_many_records_are_thinned_and_every_evaluation_stays(tmp_path):
     assert data["phases"]["names"] == ["step"]
 
 
-def test_what_json_has_no_number_for_is_left_out(tmp_path):
+def test_nan_and_infinities_are_null(tmp_path):
     run = empty_run(tmp_path / "run")
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": "NaN"}\n{"step": 2, "loss": "Infinity"}\n')
-    assert made(run)["curves"]["series"] == {"loss": [None, None]}
+    assert data_of(run)["curves"]["series"] == {"loss": [None, None]}
     assert page_data._number(math.nan) is None
     assert page_data._number(-0.123456789) == -0.123457
 
 
-def test_damaged_metrics_are_named(tmp_path):
+def test_damaged_metrics_file_is_named(tmp_path):
     run = empty_run(tmp_path / "run")
     (run / "metrics.jsonl").write_text("{}\n{}\n")
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:1 is not the record of a step"):
-        made(run)
+        data_of(run)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The page as a reader has it: in a browser, with pointer and keyboard, light and dark, wide and narrow."""
+"""The page in a browser: pointer and keyboard, light and dark, wide and narrow."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ def choose(tab: Browser, selector: str, value: str) -> None:
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [360, 1200])
-def test_the_page_loads_nothing_breaks_nothing_and_never_scrolls_sideways(tab, small, dark, width):
+def test_page_loads_nothing_has_no_errors_and_fits_the_width(tab, small, dark, width):
     tab.open(small, width=width, height=700, dark=dark, address=FIRST)
     assert tab.requests() == [small.resolve().as_uri()]
     assert tab.complaints() == []
@@ -74,7 +74,7 @@ def test_the_table_sorts_filters_and_opens(tab, small):
     sorts = "[...document.querySelectorAll('#rollouts thead th')].map((head) => head.getAttribute('aria-sort'))"
     tab.run("document.querySelectorAll('#rollouts thead button')[4].click()")
     assert tab.run(sorts)[1:5] == ["none", "none", "none", "descending"]
-    # One without a reward is last, whichever way.
+    # A rollout without a reward is last in both orders.
     assert ids(tab) == ["g-0", "s1-0", "s2-0", "g-2", "s1-1", "s2-1", "g-1"]
     tab.run("document.querySelectorAll('#rollouts thead button')[4].click()")
     assert tab.run(sorts)[4] == "ascending"
@@ -91,7 +91,7 @@ def test_the_table_sorts_filters_and_opens(tab, small):
     assert tab.run("location.hash") == FIRST
 
 
-def test_a_rollout_shows_all_there_is_to_it(tab, small):
+def test_rollout_shows_all_of_its_data(tab, small):
     tab.open(small, address=FIRST)
     [shown] = texts(tab, "#one")
     for text in (
@@ -105,7 +105,7 @@ def test_a_rollout_shows_all_there_is_to_it(tab, small):
         ),
         *("rewards: correct 0.5, style −0.25", 'info: {"tries": [1, null]}', '{"map": "\\u00fc 4x4"}'),
         *("last observation · not answered", "46 ü", "<|261|>46 ü<|end|>"),
-        *("taken as: say", "step return 1.2", "step advantage −0.5", "episode advantage 0.25", "retries 1", "length 3"),
+        *("action: say", "step return 1.2", "step advantage −0.5", "episode advantage 0.25", "retries 1", "length 3"),
     ):
         assert text in shown, text
     assert texts(tab, "#one .tokens[data-turn='0'] span") == ["", "é", "<|end|>"]
@@ -138,15 +138,15 @@ def test_tokens_have_the_colour_of_their_value(tab, small):
 
 
 def luminance(channels: list[float]) -> float:
-    """Relative luminance as the Web Content Accessibility Guidelines define it; channels from 0 to 1."""
+    """Relative luminance of the Web Content Accessibility Guidelines; channels from 0 to 1."""
     linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_text_can_be_read_on_the_strongest_colours(tab, small, dark):
+def test_text_has_contrast_on_the_strongest_colours(tab, small, dark):
     tab.open(small, dark=dark, address=FIRST)
-    # A canvas says what a colour comes to on the page's own ground.
+    # A canvas blends a colour with the page's background.
     painted = """((selector) => {
         const style = getComputedStyle(document.querySelector(selector));
         const context = document.createElement("canvas").getContext("2d");
@@ -165,7 +165,7 @@ def test_text_can_be_read_on_the_strongest_colours(tab, small, dark):
         assert (max(under, text) + 0.05) / (min(under, text) + 0.05) >= 4.5, name
 
 
-def test_values_show_under_the_pointer_and_by_keyboard(tab, small):
+def test_values_are_shown_by_pointer_and_keyboard(tab, small):
     tab.open(small, address=FIRST)
     assert tip(tab) is None
     tab.point_at("#one .tokens[data-turn='0'] span:nth-child(3)")
@@ -188,7 +188,7 @@ def test_values_show_under_the_pointer_and_by_keyboard(tab, small):
     assert tip(tab) is None
 
 
-def test_curves_and_bars_tell_their_values(tab, small):
+def test_values_of_curves_and_bars_are_shown(tab, small):
     tab.open(small)
     tab.run("document.querySelector('#curves svg').focus({focusVisible: true})")
     legend = "#curves figure:first-child .legend"
@@ -204,7 +204,7 @@ def test_curves_and_bars_tell_their_values(tab, small):
 
 
 def evil_run(folder: Path) -> Path:
-    """A run whose every text tries to become markup."""
+    """A run in which every text is an injection attempt."""
     run = empty_run(folder)
     task = Task(EVIL, EVIL, ({"role": "user", "content": EVIL},), EVIL)
     said = (
@@ -242,7 +242,7 @@ def test_no_text_of_a_run_becomes_markup_or_code(tab, tmp_path):
             assert shown.count(SHOWN_EVIL) >= 12
     assert SHOWN_EVIL in ids(tab)
     assert texts(tab, "#run") == ["<img src=x onerror=window.ran=7>"]
-    # Whatever would load or run does so after the page's own script at the latest.
+    # An injection would load or run after the page's script at the latest.
     tab.run("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)))")
     assert tab.run("typeof window.ran") == "undefined"
     assert tab.run("document.querySelectorAll('img, a, iframe, object, embed, form').length") == 0
@@ -251,7 +251,7 @@ def test_no_text_of_a_run_becomes_markup_or_code(tab, tmp_path):
     assert tab.requests() == [page.resolve().as_uri()]
 
 
-def test_the_policy_stops_what_the_script_would_miss(tab, small, tmp_path):
+def test_policy_blocks_scripts_and_requests(tab, small, tmp_path):
     page = tmp_path / "broken.html"
     injected = (
         "<script>window.ran = 1</script><img src=x onerror='window.ran = 2'><style>h1 { color: rgb(1, 2, 3) }</style>"
@@ -262,11 +262,11 @@ def test_the_policy_stops_what_the_script_would_miss(tab, small, tmp_path):
     assert tab.run("getComputedStyle(document.querySelector('h1')).color") != "rgb(1, 2, 3)"
     assert any("Content Security Policy" in complaint for complaint in tab.complaints())
     assert tab.requests() == [page.resolve().as_uri()]
-    # The page's own script is the one that the policy knows.
+    # The policy allows the page's script.
     assert texts(tab, "#run") == ["run"]
 
 
-def test_a_very_long_rollout_is_whole_and_answers(tab, tmp_path):
+def test_very_long_rollout_is_complete_and_responsive(tab, tmp_path):
     run = empty_run(tmp_path / "run")
     made = rollout_of("long", reply="word " * 4000)
     tokens = made.num_generated_tokens
@@ -280,7 +280,7 @@ def test_a_very_long_rollout_is_whole_and_answers(tab, tmp_path):
     assert tab.run("document.documentElement.scrollWidth") == 360
 
 
-def test_an_empty_run_has_a_page_too(tab, tmp_path):
+def test_page_of_an_empty_run(tab, tmp_path):
     tab.open(page_of(empty_run(tmp_path / "run")))
     assert texts(tab, "#about") == ["0 steps recorded · 0 rollouts on this page"]
     assert texts(tab, "#curves p") == ["No records yet."]

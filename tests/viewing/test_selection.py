@@ -16,7 +16,7 @@ from marin_rl.viewing.selection import (
     find_rollout,
     list_rollouts,
     newest_step,
-    open_source,
+    open_rollouts,
     parse_steps,
 )
 from tests.rollouts.rollout_cases import group_of, write
@@ -25,16 +25,16 @@ from tests.viewing.run_cases import empty_run, small_run
 
 @pytest.fixture
 def folder(tmp_path):
-    return open_source(small_run(tmp_path / "run"))
+    return open_rollouts(small_run(tmp_path / "run"))
 
 
 @pytest.fixture
 def mixed(tmp_path):
-    """One file with rollouts of two steps and of an evaluation, under a name of its own."""
+    """A renamed file with rollouts of two steps and of an evaluation."""
     run = small_run(tmp_path / "run")
     tables = [read_file(file.path) for file in list_files(run / "rollouts")]
     pq.write_table(pa.concat_tables(tables), tmp_path / "all of them.parquet")
-    return open_source(tmp_path / "all of them.parquet")
+    return open_rollouts(tmp_path / "all of them.parquet")
 
 
 @pytest.mark.parametrize(
@@ -45,23 +45,23 @@ def mixed(tmp_path):
         (Selection(evaluation=True), ["held-0"]),
     ],
 )
-def test_the_rows_of_one_file_are_filtered_one_by_one(mixed, selection, expected):
+def test_rows_of_a_file_are_filtered(mixed, selection, expected):
     assert [row["id"] for row in list_rollouts(mixed, selection, limit=99).rows] == expected
     assert [rollout["id"] for rollout in page_data(mixed, selection, 99)["rollouts"]] == expected
 
 
-def test_one_rollout_of_a_file_is_found_by_its_id(mixed):
+def test_rollout_of_a_file_is_found_by_id(mixed):
     assert find_rollout(mixed, "g-0")["turns"][1]["reward"] == 1.0
     assert find_rollout(mixed, "s2-1", range(2, 3))["step"] == 2
     with pytest.raises(RolloutNotFoundError, match="no stored rollout has the id 's2-1'"):
         find_rollout(mixed, "s2-1", range(1, 2))
 
 
-def test_a_file_of_another_kind_is_refused(tmp_path):
+def test_file_of_another_type_is_refused(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("no rollouts")
     with pytest.raises(RunDirectoryError, match=r"notes.txt' is neither a run directory nor a file of rollouts"):
-        open_source(path)
+        open_rollouts(path)
 
 
 @pytest.mark.parametrize(
@@ -76,19 +76,19 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
         (Selection(max_reward=0.25), ["s1-1", "s2-1", "g-2"]),
     ],
 )
-def test_every_filter_counts(folder, selection, expected):
+def test_filters_are_combined(folder, selection, expected):
     assert [row["id"] for row in list_rollouts(folder, selection, limit=99).rows] == expected
 
 
-def test_a_list_is_sorted_and_cut_and_says_how_many_there_are(folder):
+def test_list_is_sorted_and_limited_with_the_total_count(folder):
     found = list_rollouts(folder, Selection(), sort=SortKey.REWARD, descending=True, limit=3)
-    assert ([row["id"] for row in found.rows], found.found) == (["g-0", "s1-0", "s2-0"], 7)
+    assert ([row["id"] for row in found.rows], found.total) == (["g-0", "s1-0", "s2-0"], 7)
     rising = list_rollouts(folder, Selection(), sort=SortKey.REWARD, limit=99).rows
     assert [row["reward"] for row in rising] == [0.0, 0.0, 0.25, 1.0, 1.0, 1.5, None]
 
 
 @pytest.mark.parametrize("key", SortKey)
-def test_every_key_sorts(folder, key):
+def test_every_sort_key(folder, key):
     rows = list_rollouts(folder, Selection(), sort=key, limit=99).rows
     values = [row[key.value] for row in rows if row[key.value] is not None]
     assert len(rows) == 7
@@ -104,34 +104,34 @@ def test_steps(text, first, last):
 
 
 @pytest.mark.parametrize("text", ["", "-", "x", "1-x", "1-2-3", "1.5", "--"])
-def test_what_names_no_steps_is_an_error(text):
-    with pytest.raises(ValueError, match="names no steps; write 12, 10-20"):
+def test_invalid_range_of_steps_is_refused(text):
+    with pytest.raises(ValueError, match="is not a range of steps; write 12, 10-20"):
         parse_steps(text)
 
 
-def test_a_rollout_is_found_whole(folder):
+def test_rollout_is_loaded_with_all_columns(folder):
     row = find_rollout(folder, "g-0")
     assert (row["step"], len(row["turns"]), row["turns"][0]["token_ids"]) == (3, 2, [0xC3, 0xA9, 257])
 
 
-def test_of_several_evaluations_the_newest_or_the_one_that_is_named(folder):
+def test_rollout_of_the_newest_or_the_given_evaluation(folder):
     write(folder.rollouts, 5, [group_of("held", 0.0)], purpose="evaluation")
     assert [find_rollout(folder, "held-0", steps)["step"] for steps in (None, range(3, 4))] == [5, 3]
 
 
-def test_a_missing_rollout_says_what_there_is(folder, tmp_path):
+def test_missing_rollout_names_the_stored_steps(folder, tmp_path):
     with pytest.raises(RolloutNotFoundError, match="no stored rollout has the id 'nobody'; steps 1 to 3 are stored"):
         find_rollout(folder, "nobody")
-    with pytest.raises(RolloutNotFoundError, match="nothing is stored there"):
-        find_rollout(open_source(empty_run(tmp_path / "empty")), "nobody")
+    with pytest.raises(RolloutNotFoundError, match="no rollouts are stored"):
+        find_rollout(open_rollouts(empty_run(tmp_path / "empty")), "nobody")
 
 
 def test_newest_step(folder, tmp_path):
     assert newest_step(folder, evaluation=False) == 3
-    assert newest_step(open_source(empty_run(tmp_path / "empty")), evaluation=True) is None
+    assert newest_step(open_rollouts(empty_run(tmp_path / "empty")), evaluation=True) is None
 
 
-def test_a_damaged_file_is_an_error_that_names_it(folder):
+def test_damaged_file_is_named(folder):
     (folder.rollouts / "step-00000002.parquet").write_bytes(b"PAR1")
     with pytest.raises(RolloutStoreError, match="step-00000002"):
         list_rollouts(folder, Selection(), limit=1)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a terminal is shown of single rows; `tests/test_view.py` has whole runs, and texts that would act on it."""
+"""Output for single rows; `tests/test_view.py` tests whole runs and escaping."""
 
 import dataclasses
 import io
@@ -19,7 +19,7 @@ from tests.rollouts.rollout_cases import piece, rich_rollout, rich_signal, rollo
 
 
 def row_of(rollout: Rollout, signal: StoredAdvantages | None = None) -> dict[str, Any]:
-    """The row as it is read back: what it lacks is null."""
+    """Row of a rollout as it is read back, with null for missing columns."""
     [row] = pa.Table.from_pylist([as_row(rollout, 3, "training", signal, piece)], SCHEMA).to_pylist()
     return row
 
@@ -38,14 +38,14 @@ def test_numbers(value: float | None, text: str):
     assert number(value) == text
 
 
-def test_differences_are_policy_minus_learner_where_the_learner_was_asked():
+def test_differences_are_policy_minus_learner():
     first, second = row_of(rich_rollout(), rich_signal())["turns"]
     assert differences(first) == [-0.125 + 0.125, -0.25 + 0.25, -0.375 + 0.5]
     assert differences(second) == [-0.125 + 0.125, -0.25 + 0.5]
     assert differences(row_of(rich_rollout())["turns"][0]) is None
 
 
-def test_what_a_run_did_not_compute_has_no_column():
+def test_missing_values_have_no_column():
     def head(signal: StoredAdvantages | None) -> list[str]:
         lines = shown(print_rollout, row_of(rich_rollout(), signal), tokens=True)
         return next(line.split() for line in lines if line.split()[:3] == ["#", "id", "token"])
@@ -57,7 +57,7 @@ def test_what_a_run_did_not_compute_has_no_column():
     ]
 
 
-def test_a_list_has_a_column_for_every_component_and_a_dash_where_a_rollout_lacks_it():
+def test_list_has_a_column_per_component_with_a_dash_if_missing():
     rows = [row_of(rollout_of("a")), row_of(rollout_of("b", reward=0.5, rewards={"style": 0.5}))]
     lines = [line.split() for line in shown(print_listing, Listing(rows, 7))]
     head, first, second = (next(line for line in lines if line[:1] == [start]) for start in ("id", "a", "b"))
@@ -68,17 +68,17 @@ def test_a_list_has_a_column_for_every_component_and_a_dash_where_a_rollout_lack
     assert lines[-1] == ["2", "of", "7", "rollouts"]
 
 
-def test_the_last_observation_stands_behind_the_turns():
+def test_last_observation_follows_the_turns():
     lines = [line.strip() for line in shown(print_rollout, row_of(rich_rollout()), tokens=False)]
     assert lines[-3:] == ["last observation · not answered", "tool", "46 ü"]
     assert not any("not answered" in line for line in shown(print_rollout, row_of(rollout_of("a")), tokens=False))
 
 
-def test_side_by_side_the_shorter_one_ends_first():
+def test_shorter_rollout_ends_first_side_by_side():
     long, short = row_of(rich_rollout()), row_of(rollout_of("short", reply="7"))
     lines = shown(print_side_by_side, [short, long], tokens=False)
     turns = [line for line in lines if "turn 1" in line and "turn 10" not in line]
-    # The second turn stands alone, in the right half.
+    # The second turn is in the right column only.
     assert any(line.strip().startswith("turn 1") and line.index("turn 1") >= 100 for line in turns)
     assert any(line.startswith("turn 0") and "turn 0" in line[100:] for line in lines)
 
@@ -93,7 +93,7 @@ def test_anchor_states_rewards_by_name_and_metadata_are_shown():
     assert "anchor" not in "\n".join(shown(print_rollout, row_of(rollout_of("r")), tokens=False))
 
 
-def test_what_a_message_holds_besides_its_text_is_shown():
+def test_further_fields_of_a_message_are_shown():
     offered: Message = {"role": "system", "content": "Be brief.", "tools": [{"type": "function"}]}
     turn = turn_of("2+3", "5", reward=1.0)
     rollout = rollout_of("r", turns=(dataclasses.replace(turn, messages=(offered, *turn.messages)),))
