@@ -1,12 +1,12 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""experiments/gigpo_frozenlake.yaml and its twins, which differ from it in the advantage and in nothing else.
+"""Comparison of GiGPO, GRPO and RLOO on FrozenLake: experiments/gigpo_frozenlake.yaml with different advantages.
 
     python -m experiments.frozenlake start --seed 1
     python -m experiments.frozenlake grpo --seed 1
 
-`start` is the warm start of that seed, which all its twins begin from.
+`start` runs the warm start of a seed, from which all runs with that seed are initialized.
 """
 
 import argparse
@@ -23,12 +23,12 @@ CONFIG = Path(__file__).parent / "gigpo_frozenlake.yaml"
 
 
 def gigpo(seed: int) -> TrainConfig:
-    """The config of the file, with another seed."""
+    """Return the config of the file with the given seed."""
     arguments = ["--config", str(CONFIG), "--seed", str(seed)]
     return parse_config(TrainConfig, arguments, levanter_defaults()).config
 
 
-TWINS: dict[str, AdvantageConfig] = {
+VARIANTS: dict[str, AdvantageConfig] = {
     "gigpo": gigpo(0).advantage,
     "grpo": GrpoConfig(),
     "rloo": RlooConfig(),
@@ -36,33 +36,35 @@ TWINS: dict[str, AdvantageConfig] = {
 
 
 def start(seed: int, folder: Path) -> TrainConfig:
-    """The warm start of a seed, and no RL."""
+    """Return the config of the warm start of a seed, without RL."""
     return dataclasses.replace(gigpo(seed), run_dir=str(folder / f"start-seed{seed}"), num_steps=0)
 
 
-def twin(name: str, seed: int, folder: Path) -> TrainConfig:
-    """The run of an advantage from the start of its seed."""
+def variant(name: str, seed: int, folder: Path) -> TrainConfig:
+    """Return the config of an advantage, initialized from the warm start of its seed."""
     config = gigpo(seed)
     return dataclasses.replace(
         config,
         run_dir=str(folder / f"{name}-seed{seed}"),
-        advantage=TWINS[name],
+        advantage=VARIANTS[name],
         initialize_from=str(folder / f"start-seed{seed}"),
         warm_start=dataclasses.replace(config.warm_start, max_steps=0),
     )
 
 
 def main() -> None:
-    """Run one of them."""
-    parser = argparse.ArgumentParser(description="GiGPO, GRPO and RLOO on FrozenLake from the same start.")
-    parser.add_argument("run", choices=["start", *TWINS])
+    """Run one config."""
+    parser = argparse.ArgumentParser(description="GiGPO, GRPO and RLOO on FrozenLake from the same warm start.")
+    parser.add_argument("run", choices=["start", *VARIANTS])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=Path("runs/frozenlake"), help="where the runs lie")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/frozenlake"), help="parent folder of the run directories"
+    )
     arguments = parser.parse_args()
     if arguments.run == "start":
         config = start(arguments.seed, arguments.folder)
     else:
-        config = twin(arguments.run, arguments.seed, arguments.folder)
+        config = variant(arguments.run, arguments.seed, arguments.folder)
     run_session(config, sys.stdout)
 
 

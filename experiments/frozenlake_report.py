@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The runs of experiments/frozenlake.py as a table and a picture.
+"""Table and plot of the runs of experiments/frozenlake.py.
 
 python -m experiments.frozenlake_report runs/frozenlake experiments/curves/frozenlake.png
 """
@@ -14,27 +14,27 @@ from matplotlib.axes import Axes
 
 from experiments.report import SEEDS, curve, plot_seeds
 
-TWINS = ("gigpo", "grpo", "rloo")
+VARIANTS = ("gigpo", "grpo", "rloo")
 LAST = 20
-"""Steps at the end of a run over which its training reward is averaged: 20 steps of 128 rollouts."""
+"""Number of final steps, of 128 rollouts each, over which the training reward is averaged."""
 SMOOTHING = 10
-"""Steps that a point of a drawn curve of the reward is the mean of."""
+"""Number of steps in the moving average of the plotted reward."""
 
 
 def last_reward(run: Path) -> float:
-    """Share of games won in training at the end of a run, on maps that it had not seen."""
+    """Return the share of training games won at the end of a run, on new maps."""
     return float(np.mean(curve(run, "train/rewards").values[-LAST:]))
 
 
 def table(folder: Path) -> str:
-    """Success before and after, for every seed and advantage, in Markdown."""
+    """Return a Markdown table of the success rates before and after RL by seed and advantage."""
     lines = [
         "| seed | advantage | held-out, sampled | at step 50 | held-out, greedy | "
         f"training, last {LAST} steps | mean of all steps |",
         "|---|---|---|---|---|---|---|",
     ]
     for seed in SEEDS:
-        for name in TWINS:
+        for name in VARIANTS:
             run = folder / f"{name}-seed{seed}"
             sampled, greedy = curve(run, "/accuracy_sampled"), curve(run, "/accuracy_greedy")
             half = dict(zip(sampled.steps, sampled.values, strict=True))[50]
@@ -47,8 +47,8 @@ def table(folder: Path) -> str:
 
 
 def draw(axes: Axes, folder: Path, seed: int) -> None:
-    """A line for each advantage in training, points for what was held out."""
-    for number, name in enumerate(TWINS):
+    """Plot training reward as lines and held-out accuracy as points, by advantage."""
+    for number, name in enumerate(VARIANTS):
         run = folder / f"{name}-seed{seed}"
         reward, held_out = curve(run, "train/rewards"), curve(run, "/accuracy_sampled")
         smooth = np.convolve(reward.values, np.ones(SMOOTHING) / SMOOTHING, mode="valid")
@@ -57,12 +57,12 @@ def draw(axes: Axes, folder: Path, seed: int) -> None:
 
 
 def main() -> None:
-    """Print the table and draw the picture."""
+    """Print the table and save the plot."""
     folder = Path(sys.argv[1])
     print(table(folder))
-    for name in TWINS:
+    for name in VARIANTS:
         ends = [last_reward(folder / f"{name}-seed{seed}") for seed in SEEDS]
-        print(f"{name}: {np.mean(ends):.3f} (least {min(ends):.3f}, most {max(ends):.3f})")
+        print(f"{name}: {np.mean(ends):.3f} (min {min(ends):.3f}, max {max(ends):.3f})")
     plot_seeds(Path(sys.argv[2]), lambda axes, seed: draw(axes, folder, seed), "games won")
 
 

@@ -1,11 +1,11 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""From raw steps to GiGPO's advantages, as tables: one group of three rollouts on a lake of two by two.
+"""Tables from raw steps to GiGPO advantages, for one group of three rollouts on a lake of two by two.
 
     python -m experiments.gigpo_rewards
 
-Every stage calls the function that training calls; no model is loaded. experiments/gigpo_rewards.yaml trains with the
+Every stage calls the same function as training; no model is loaded. experiments/gigpo_rewards.yaml trains with the
 same reward function and the same estimator.
 """
 
@@ -26,35 +26,35 @@ from marin_rl.types import Message, RewardResult
 WEIGHT = 0.5
 """Weight of the reward function `wasted_moves`."""
 GIGPO = GigpoConfig(gamma=0.5, omega=1.0)
-"""The estimator; a small γ keeps the numbers short."""
+"""The estimator; a small γ gives short numbers."""
 
 START, RIGHT, BELOW = "A.\n.G", ".A\n.G", "..\nAG"
-"""The three maps in which a move can be made: A is the player, G the goal."""
+"""The three nonterminal maps: A is the player, G the goal."""
 NAMES = {START: "start", RIGHT: "right", BELOW: "below"}
 """Names of the maps in the tables."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One raw turn."""
+    """A raw turn."""
 
     observation: str
-    """The map that the policy was shown."""
+    """Map shown to the policy."""
     move: str
-    """Its reply: l, r, u or d."""
+    """Reply of the policy: l, r, u or d."""
     reward: float
     """The environment's reward: 1 on the goal."""
 
 
 class Example(NamedTuple):
-    """All stages of the example, one entry a rollout."""
+    """All stages of the example, with one entry per rollout."""
 
     steps: list[list[Step]]
     """Raw turns."""
     results: list[EvaluateResult]
-    """Answers of the reward function."""
+    """Results of the reward function."""
     evaluations: list[RewardResult]
-    """The same with step rewards aligned to turns, as a rollout stores them."""
+    """Results with step rewards aligned to turns, in the format of stored rollouts."""
     rewards: list[dict[str, float]]
     """Reward by component, weights included."""
     turn_rewards: list[list[float]]
@@ -66,16 +66,16 @@ class Example(NamedTuple):
 ROLLOUTS = {
     # One move into the border, then two to the goal.
     "T0": [Step(START, "l", 0.0), Step(START, "r", 0.0), Step(RIGHT, "d", 1.0)],
-    # Down, into the border, and back: the turns run out.
+    # Down, into the border, and back up; then the turn limit is reached.
     "T1": [Step(START, "d", 0.0), Step(BELOW, "l", 0.0), Step(BELOW, "u", 0.0)],
     # The shortest way.
     "T2": [Step(START, "d", 0.0), Step(BELOW, "r", 1.0)],
 }
-"""The group, by rollout."""
+"""Steps of the group by rollout."""
 
 
 def conversation(steps: Sequence[Step]) -> tuple[Message, ...]:
-    """The messages that reward functions see: a map, a move, the next map, and so on."""
+    """Return the conversation for reward functions: alternating maps and moves."""
     messages: list[Message] = []
     for step in steps:
         messages.append({"role": "user", "content": step.observation})
@@ -83,7 +83,7 @@ def conversation(steps: Sequence[Step]) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def work_out(rollouts: dict[str, list[Step]]) -> Example:
+def compute_stages(rollouts: dict[str, list[Step]]) -> Example:
     """Compute all stages for a group.
 
     Args:
@@ -107,47 +107,49 @@ def work_out(rollouts: dict[str, list[Step]]) -> Example:
         )
         for request, result in zip(requests, results, strict=True)
     ]
-    rewards, of_turns, signals = [], [], []
+    rewards, rewards_by_turn, inputs = [], [], []
     for (name, steps), evaluation in zip(rollouts.items(), evaluations, strict=True):
         rewards.append({"correct": sum(step.reward for step in steps), **weighted_rewards([evaluation])})
-        given = turn_rewards([evaluation], len(steps))
-        of_turns.append([step.reward + sum(by_name.values()) for step, by_name in zip(steps, given, strict=True)])
-        signals.append(
+        by_component = turn_rewards([evaluation], len(steps))
+        rewards_by_turn.append(
+            [step.reward + sum(by_name.values()) for step, by_name in zip(steps, by_component, strict=True)]
+        )
+        inputs.append(
             AdvantageInputs(
                 id=name,
                 score=sum(rewards[-1].values()),
-                turn_rewards=np.array(of_turns[-1]),
+                turn_rewards=np.array(rewards_by_turn[-1]),
                 anchors=tuple(anchor_of(step.observation) for step in steps),
                 turn_ids=np.arange(len(steps), dtype=np.int32),
                 penalties=np.zeros(len(steps)),
                 values=np.zeros(len(steps)),
             )
         )
-    [token_advantages_list] = GIGPO.compute([signals])
-    return Example(list(rollouts.values()), results, evaluations, rewards, of_turns, token_advantages_list)
+    [token_advantages_list] = GIGPO.compute([inputs])
+    return Example(list(rollouts.values()), results, evaluations, rewards, rewards_by_turn, token_advantages_list)
 
 
 def report(rollouts: dict[str, list[Step]]) -> str:
-    """The stages as tables.
+    """Format the stages as tables.
 
     Args:
         rollouts: the raw turns of each rollout, by its id.
     """
-    found = work_out(rollouts)
+    example = compute_stages(rollouts)
     raw, aligned, advantages = [], [], []
     for row, name in enumerate(rollouts):
-        by_turn = {step.turn: step for step in found.evaluations[row].steps}
-        token_advantages = found.token_advantages_list[row]
+        by_turn = {step.turn: step for step in example.evaluations[row].steps}
+        token_advantages = example.token_advantages_list[row]
         assert token_advantages.of_turns is not None
-        for index, step in enumerate(found.steps[row]):
+        for index, step in enumerate(example.steps[row]):
             raw.append([name, index, NAMES[step.observation], step.move, step.reward])
             base = by_turn[index].base_reward
-            aligned.append([name, 2 * index + 1, index, base, WEIGHT * base, found.turn_rewards[row][index]])
+            aligned.append([name, 2 * index + 1, index, base, WEIGHT * base, example.turn_rewards[row][index]])
             episode, returns, steps = token_advantages.of_turns
             total = token_advantages.advantages[index]
             advantages.append([name, index, NAMES[step.observation], returns[index], episode, steps[index], total])
     scores = [
-        [name, found.results[row].total_score, *found.rewards[row].values(), sum(found.rewards[row].values())]
+        [name, example.results[row].total_score, *example.rewards[row].values(), sum(example.rewards[row].values())]
         for row, name in enumerate(rollouts)
     ]
     return "\n\n".join(

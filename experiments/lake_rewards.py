@@ -1,16 +1,16 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Reward functions for FrozenLake in the compact view, used by experiments/gigpo_rewards.yaml and gigpo_rewards.py."""
+"""Reward functions for FrozenLake in the compact view, for experiments/gigpo_rewards.yaml and gigpo_rewards.py."""
 
 from marin_rl.rewards import EvaluateResult, StepOutput, reward_function
 
 
 @reward_function
 def wasted_moves(messages, ground_truth, penalty=0.2, num_prompt_messages=0, **kwargs):
-    """Give `-penalty` to each move after which the map is the same, as after a move into the border.
+    """Reward each move that does not change the map, such as a move into the border, with `-penalty`.
 
-    The move that ends the game is followed by no map and is never wasted.
+    The move that ends the game has no map after it and is never penalized.
     """
     steps = []
     for index, message in enumerate(messages):

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""An environment whose answers take their time and no processor, as those of tools and services do."""
+"""Environment with steps that wait without CPU use, like calls of external tools and services."""
 
 import asyncio
 import dataclasses
@@ -20,30 +20,30 @@ class WaitingEpisode:
     """One attempt."""
 
     seconds: float
-    """How long its answer takes."""
+    """Duration of a step in seconds."""
 
     async def step(self, reply: str) -> Step:
-        """Wait; a reply of an odd number of characters is right."""
+        """Wait; a reply with an odd number of characters is right."""
         await asyncio.sleep(self.seconds)
         return Step(rewards={"correct": float(len(reply) % 2)})
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing; there are no resources."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WaitingEnvironment:
-    """All attempts at a task take equally long; tasks differ."""
+    """Steps have a log-normal duration, which is equal for all attempts at a task."""
 
     seconds: float
-    """Mean over the tasks."""
+    """Mean duration over the tasks."""
     spread: float
-    """σ of the logarithm."""
+    """Standard deviation of the logarithm of the duration."""
     name: str = "waiting"
-    """Name in metrics."""
+    """Name for metrics."""
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """Numbered tasks, the splits one after the other."""
+        """Return numbered tasks; the splits have consecutive numbers."""
         first = list(Split).index(split) * TASKS
         return [
             Task(str(number), self.name, ({"role": "user", "content": str(number)},), "")
@@ -51,11 +51,11 @@ class WaitingEnvironment:
         ]
 
     async def start(self, task: Task, seed: int) -> WaitingEpisode:
-        """Begin an attempt."""
+        """Start an attempt."""
         chance = random.Random(int(task.id))
         return WaitingEpisode(self.seconds * math.exp(chance.gauss(0, self.spread) - self.spread**2 / 2))
 
 
 def make_waiting(seconds: float, spread: float = 0.0) -> WaitingEnvironment:
-    """For `environment: {type: file, path: …, name: make_waiting, options: {seconds: 1.0, spread: 0.5}}`."""
+    """Build from `environment: {type: file, path: …, name: make_waiting, options: {seconds: 1.0, spread: 0.5}}`."""
     return WaitingEnvironment(seconds, spread)

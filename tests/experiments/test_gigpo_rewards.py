@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.gigpo_rewards import ROLLOUTS, Example, report, work_out
+from experiments.gigpo_rewards import ROLLOUTS, Example, compute_stages, report
 from experiments.lake_rewards import wasted_moves
 from marin_rl.environments.base import Split
 from marin_rl.objectives.gigpo import GigpoConfig
@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "pages" / "from_steps_to_advantages.md"
 
 @pytest.fixture(scope="module")
 def example() -> Example:
-    return work_out(ROLLOUTS)
+    return compute_stages(ROLLOUTS)
 
 
 def test_every_stage_is_what_one_finds_by_hand(example: Example) -> None:
