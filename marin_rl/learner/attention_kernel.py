@@ -11,13 +11,13 @@ from levanter.layers.attention import AttentionBackend
 from levanter.models.lm_model import LmConfig
 
 PLATFORMS = ("cpu", "gpu", "tpu")
-"""Platforms that a run may have."""
+"""Supported platforms."""
 LANES = 128
-"""Block and row lengths of kernels are multiples of this."""
+"""Block and row lengths of the kernels are multiples of this number."""
 FLASH_BLOCK = 1024
 """Positions in a block of `jax_flash` if the model does not set `flash_attention_block_size`."""
 SHORTEST_FLASH_BLOCK = 512
-"""Shortest block that `fit` chooses: with shorter ones, `jax_flash` spends its time in its loops."""
+"""Shortest block that `fit` chooses; with shorter blocks the loop overhead of `jax_flash` dominates."""
 SPLASH_BLOCK = 512
 """Positions in a block of `splash` if the model does not set `flash_attention_block_size`."""
 
@@ -31,9 +31,9 @@ class AttentionKernel:
     """
 
     backend: AttentionBackend
-    """`nvte` has the rules of `jax_flash`, which levanter runs where Transformer Engine is missing."""
+    """Levanter's kernel. `nvte` follows the rules of `jax_flash`, its fallback without Transformer Engine."""
     block_size: int | None = None
-    """The model's own `flash_attention_block_size`, in positions; None if it does not set one."""
+    """The model's `flash_attention_block_size`, in positions; None if it does not set one."""
 
     def __post_init__(self) -> None:
         if self.block_size is not None and self.block_size < 1:
@@ -45,7 +45,7 @@ class AttentionKernel:
             )
 
     def takes(self, row_length: int) -> bool:
-        """Whether the kernel runs on rows of this many positions.
+        """Return whether the kernel supports rows of this many positions.
 
         >>> flash, splash = AttentionKernel(AttentionBackend.JAX_FLASH), AttentionKernel(AttentionBackend.SPLASH)
         >>> [flash.takes(length) for length in (1000, 1100, 1152)]
@@ -63,13 +63,13 @@ class AttentionKernel:
                 return row_length <= (self.block_size or FLASH_BLOCK) or row_length % (self.block_size or LANES) == 0
 
     def block(self, row_length: int) -> int | None:
-        """The model's `flash_attention_block_size` for rows of this many positions.
+        """Return the model's `flash_attention_block_size` for rows of this many positions.
 
-        It changes no result beyond rounding.
+        The block size changes results only by rounding.
 
         Returns:
-            The configured one. Without one: for `jax_flash` rows above 1,024 positions, the largest multiple of 128 up
-            to 1,024 that divides them; otherwise None, the kernel's own.
+            The configured size. Without one: for `jax_flash` rows above 1,024 positions, the largest multiple of 128 up
+            to 1,024 that divides them; otherwise None, the kernel's default.
 
         >>> [AttentionKernel(AttentionBackend.JAX_FLASH).block(length) for length in (1024, 1536, 2560)]
         [None, 768, 640]
@@ -80,7 +80,7 @@ class AttentionKernel:
         return next((size for size in range(FLASH_BLOCK, 0, -LANES) if row_length % size == 0), None)
 
     def fit(self, length: int) -> int:
-        """The shortest row of at least `length` positions that the kernel takes in blocks of a good size.
+        """Return the shortest supported row length of at least `length` positions with an efficient block size.
 
         >>> [AttentionKernel(AttentionBackend.JAX_FLASH).fit(length) for length in (200, 1100, 1536, 2560)]
         [200, 1280, 1536, 2560]
@@ -90,14 +90,14 @@ class AttentionKernel:
         return next(row for row in itertools.count(length) if self.takes(row) and self._is_efficient(row))
 
     def configure(self, model: LmConfig, row_length: int) -> LmConfig:
-        """The model with the settings that make levanter run this kernel on rows of this many positions."""
+        """Return the model configuration with the settings that select this kernel for rows of this many positions."""
         changes: dict[str, object] = {}
         if (block := self.block(row_length)) != self.block_size:
             changes["flash_attention_block_size"] = block
         if self.backend is AttentionBackend.VANILLA:
             changes["attn_backend"] = self.backend
             if getattr(model, "use_flash_attention", None) is not None:
-                # Most architectures ignore it, and the others refuse `true` together with `vanilla`.
+                # Most architectures ignore this field; the others reject `true` together with `vanilla`.
                 changes["use_flash_attention"] = None
         return dataclasses.replace(cast(Any, model), **changes) if changes else model
 
@@ -107,13 +107,13 @@ class AttentionKernel:
 
 
 def attention_kernel(model: LmConfig | None, platform: str) -> AttentionKernel:
-    """The kernel that a model is trained with.
+    """Select the kernel that trains a model.
 
     Levanter's choice for the platform, or `vanilla` if the model sets `use_flash_attention: false`, or if it caps its
     attention logits off TPU: the gradient of `jax_flash` lacks the derivative of the cap, and `nvte` has no cap.
 
     Args:
-        model: its architecture; None for one that sets nothing about attention.
+        model: the architecture; None if it has no attention settings.
         platform: `cpu`, `gpu` or `tpu`.
 
     Raises:
@@ -146,5 +146,5 @@ def attention_kernel(model: LmConfig | None, platform: str) -> AttentionKernel:
 
 
 def round_up(length: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `length`."""
+    """Round `length` up to a multiple of `multiple`."""
     return -(-length // multiple) * multiple

@@ -10,12 +10,12 @@ checkpoints/
     manifest.json   format, step, host-side progress, shape and dtype of every array, size and checksum of every file
 ```
 
-The manifest lists every chunk of every array of the state. A save in which a chunk is absent fails, and a checkpoint
-in which one is absent is not opened: TensorStore would read an absent chunk as zeros.
+The manifest lists every chunk of every array of the state. A save with a missing chunk fails, and a checkpoint with a
+missing chunk is not opened: TensorStore would read the missing chunk as zeros.
 
-A checkpoint is written into a folder whose name starts with a dot, then synced to disk and renamed. A
-process that dies on the way leaves such a folder behind, which the next save removes. Of several training processes
-each writes its own shards and the main one does the rest, in a folder that all of them see.
+A checkpoint is written into a folder with a leading dot, synced to disk and then renamed. If the process dies before
+the rename, the next save removes the partial folder. In a multi-host run every process writes its own shards and the
+main process writes the rest, into a folder that all processes share.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from levanter.utils.jax_utils import leaf_key_paths
 from marin_rl import processes
 
 logger = logging.getLogger(__name__)
-# Levanter warns about every leaf that is None, and an optimizer's state has one for each static field.
+# Levanter warns about every leaf with the value None; each static field of an optimizer's state is such a leaf.
 logging.getLogger("levanter.tensorstore_serialization").addFilter(
     lambda record: "Unknown leaf type <class 'NoneType'>" not in record.getMessage()
 )
@@ -60,20 +60,19 @@ ARRAY_METADATA = ".zarray"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read; names the folder and what is wrong with it."""
+    """A checkpoint cannot be written or read; the message names the folder and the problem."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save, and what to keep."""
+    """When to save checkpoints, and which ones to keep."""
 
     every: int = 50
-    """Save after every so many steps, and at the end. 0 saves at the end alone."""
+    """Steps between checkpoints; the last step is always saved. 0 saves only the last step."""
     keep_last: int = 2
-    """How many of the newest checkpoints to keep; at least 2, so that one that turns out to be damaged
-    leaves another."""
+    """Number of newest checkpoints to keep; at least 2, so that an undamaged one remains if the newest is damaged."""
     keep_every: int = 0
-    """Keep the checkpoints of steps divisible by this for good; 0 keeps none beyond `keep_last`."""
+    """Keep the checkpoints of all steps divisible by this number; 0 keeps only the last `keep_last`."""
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.keep_every < 0:
@@ -87,11 +86,11 @@ class Checkpoints:
     """The checkpoints of one run."""
 
     folder: Path
-    """Where they lie."""
+    """Folder of the checkpoints."""
     config: CheckpointConfig
-    """What to keep."""
+    """Retention settings."""
     keep_first: bool = False
-    """Whether to keep the checkpoint of step 0 for good, because its weights are the KL reference."""
+    """Whether to always keep the checkpoint of step 0, because its weights are the KL reference."""
 
     def save(
         self,
@@ -100,17 +99,17 @@ class Checkpoints:
         progress: Mapping[str, Any],
         add_files: Callable[[Path], object] = lambda folder: None,
     ) -> Path:
-        """Save a checkpoint and delete those that need not be kept.
+        """Save a checkpoint and delete the ones that are no longer kept.
 
         Args:
-            state: the training state; written whole.
+            state: the training state.
             step: updates done so far; names the checkpoint.
-            progress: the host's share of the state, as JSON.
-            add_files: puts further files into the checkpoint's folder.
+            progress: the host's part of the state, serializable as JSON.
+            add_files: writes additional files into the checkpoint's folder.
 
         Raises:
-            CheckpointError: if it cannot be written (disk full, no permission), or the main process does not see all
-                that the others wrote; earlier ones are untouched.
+            CheckpointError: if it cannot be written (disk full, no permission), or if the main process does not see
+                every file that the other processes wrote. Earlier checkpoints are untouched.
         """
         target = self._path(step)
         arrays = _array_folders(state)
@@ -133,8 +132,8 @@ class Checkpoints:
         return target
 
     def _begin(self, target: Path) -> str:
-        """Make the folder that is written into, and name it."""
-        # A name of its own: after a failed save, TensorStore's threads may still be writing into the old one.
+        """Create the partial folder and return its name."""
+        # A unique name: after a failed save, TensorStore's threads may still be writing into the old folder.
         partial = self.folder / f".{target.name}.{uuid.uuid4().hex}.partial"
         self._remove_partials()
         partial.mkdir(parents=True)
@@ -148,7 +147,7 @@ class Checkpoints:
         arrays: Collection[str],
         add_files: Callable[[Path], object],
     ) -> str:
-        """Add what is missing and give the folder its name, which it says."""
+        """Write the manifest, rename the folder to its final name and return that name."""
         add_files(partial)
         files = _describe(partial)
         if absent := _absent_files(partial, files, arrays):
@@ -157,7 +156,7 @@ class Checkpoints:
                 f"{absent[0]}. Every training process writes its own shards, so all of them must see one folder: put "
                 "run_dir on a file system that all training hosts share"
             )
-        (partial / MANIFEST).write_text(_seal({**manifest, "files": files}))
+        (partial / MANIFEST).write_text(_dump_manifest({**manifest, "files": files}))
         _sync_tree(partial)
         _remove(target)
         partial.rename(target)
@@ -165,15 +164,15 @@ class Checkpoints:
         return target.name
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints there are, oldest first, damaged ones included.
+        """Return the steps of all checkpoints, damaged ones included, oldest first.
 
-        A folder with another name than `save` gives, such as `step-1`, is no checkpoint.
+        Folders with other names than those that `save` assigns, such as `step-1`, are ignored.
         """
         steps = (_step_of(path) for path in self.folder.glob("step-*"))
         return sorted(step for step in steps if step is not None)
 
     def open(self, step: int) -> "Checkpoint":
-        """The checkpoint of one step.
+        """Open the checkpoint of one step.
 
         Raises:
             CheckpointError: if it is missing or damaged.
@@ -181,12 +180,12 @@ class Checkpoints:
         return open_checkpoint(self._path(step))
 
     def newest_good(self) -> "Checkpoint | None":
-        """The newest checkpoint whose files are all as they were written, or None where there is none.
+        """Open the newest undamaged checkpoint, or return None if there are no checkpoints.
 
-        Damaged ones are passed over with a warning that names the damage.
+        Damaged checkpoints are skipped with a warning that names the damage.
 
         Raises:
-            CheckpointError: if there are checkpoints and every one is damaged.
+            CheckpointError: if all checkpoints are damaged.
         """
         damages = []
         for path in sorted(self.folder.glob("step-*")):
@@ -207,10 +206,10 @@ class Checkpoints:
 
     def _remove_partials(self) -> None:
         for leftover in self.folder.glob(".step-*.partial"):
-            shutil.rmtree(leftover, ignore_errors=True)  # what cannot go now goes with the next save
+            shutil.rmtree(leftover, ignore_errors=True)  # the next save removes any remaining files
 
     def _prune(self, newest: int) -> None:
-        # Later ones were damaged, or the run would have gone on from them; they must not count as kept.
+        # Newer checkpoints are damaged, or the run would have resumed from them; they must not count as kept.
         steps = [step for step in self.steps() if step <= newest]
         kept = set(steps[-self.config.keep_last :])
         if self.keep_first:
@@ -230,14 +229,14 @@ def _name(step: int) -> str:
 
 
 def _step_of(path: Path) -> int | None:
-    """The step of a checkpoint's folder; None if its name is another."""
+    """Parse the step from a checkpoint folder's name; None if the name has another format."""
     digits = path.name.removeprefix("step-")
     is_name = digits.isascii() and digits.isdecimal() and path.name == _name(int(digits))
     return int(digits) if is_name else None
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, or a file of its name, if it is there; of one that is a symbolic link, the link alone."""
+    """Remove a checkpoint's folder, or a file or symbolic link with its name, if it exists."""
     if checkpoint.is_symlink() or checkpoint.is_file():
         checkpoint.unlink()
     elif checkpoint.exists():
@@ -246,54 +245,54 @@ def _remove(checkpoint: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """One complete checkpoint, its files verified."""
+    """A complete checkpoint with verified files."""
 
     path: Path
-    """Its folder."""
+    """Folder of the checkpoint."""
     step: int
     """Updates done when it was saved."""
     progress: Mapping[str, Any]
-    """The host's share of the state."""
+    """The host's part of the state."""
     arrays: Mapping[str, str]
-    """Dtype and shape of every array of the state, by its path."""
+    """Dtype and shape of every array of the state, by path."""
 
     def restore(self, like: TrainerState, *, axis_mapping: ResourceMapping, mesh: Mesh) -> TrainerState:
-        """The training state, sharded for `mesh` whatever mesh it was saved from.
+        """Load the training state, sharded for `mesh`; the mesh may differ from the one it was saved from.
 
         Args:
-            like: a state, or its shapes, of the same structure.
-            axis_mapping: where parameters are sharded.
+            like: a state of the same structure, or its shapes.
+            axis_mapping: maps parameter axes to mesh axes.
             mesh: the mesh to load onto.
 
         Raises:
-            CheckpointError: if it holds another model or optimizer than `like`.
+            CheckpointError: if the checkpoint holds another model or optimizer than `like`.
         """
         self._require_same_arrays(self.arrays, like)
         return self._load(like, None, axis_mapping, mesh)
 
     def restore_model(
-        self, like: LmHeadModel, where: str = "model", *, axis_mapping: ResourceMapping, mesh: Mesh
+        self, like: LmHeadModel, subpath: str = "model", *, axis_mapping: ResourceMapping, mesh: Mesh
     ) -> LmHeadModel:
-        """A model's weights alone; arguments and errors as `restore`.
+        """Load only a model's weights; see `restore` for arguments and errors.
 
         Args:
-            like: a model, or its shapes, of the same structure.
-            where: the model's place in the state, with slashes.
-            axis_mapping: where parameters are sharded.
+            like: a model of the same structure, or its shapes.
+            subpath: path of the model in the state, with slashes.
+            axis_mapping: maps parameter axes to mesh axes.
             mesh: the mesh to load onto.
         """
-        prefix = f".{where.replace('/', '.')}"
+        prefix = f".{subpath.replace('/', '.')}"
         of_model = {name.removeprefix(prefix): t for name, t in self.arrays.items() if name.startswith(f"{prefix}.")}
         self._require_same_arrays(of_model, like)
-        return self._load(like, where, axis_mapping, mesh)
+        return self._load(like, subpath, axis_mapping, mesh)
 
     def _require_same_arrays(self, saved: Mapping[str, str], like: object) -> None:
-        wanted = _array_types(like)
-        for name in {**saved, **wanted}:
-            if saved.get(name) != wanted.get(name):
+        expected = _array_types(like)
+        for name in {**saved, **expected}:
+            if saved.get(name) != expected.get(name):
                 raise CheckpointError(
                     f"checkpoint {self.path} does not fit the configured model and optimizer: {name} is "
-                    f"{saved.get(name, 'absent')} in the checkpoint and {wanted.get(name, 'absent')} as configured"
+                    f"{saved.get(name, 'absent')} in the checkpoint and {expected.get(name, 'absent')} as configured"
                 )
 
     def _load(self, like: T, subpath: str | None, axis_mapping: ResourceMapping, mesh: Mesh) -> T:
@@ -313,7 +312,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: if it is incomplete, altered, or of an unknown format.
     """
     try:
-        manifest = _unseal((path / MANIFEST).read_text())
+        manifest = _load_manifest((path / MANIFEST).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path} has no readable {MANIFEST}: {error}") from error
     if manifest.get("format") != FORMAT:
@@ -327,13 +326,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{_name(manifest['step'])}; rename it, or delete it"
         )
     try:
-        found = _describe(path)
+        actual = _describe(path)
     except OSError as error:
-        # A bad block, or no permission: the checkpoint before this one may be readable.
+        # A bad block or missing permission; the previous checkpoint may still be readable.
         raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
     for name, expected in manifest["files"].items():
-        if found.get(name) != expected:
-            state = "is missing" if name not in found else "differs from what was written"
+        if actual.get(name) != expected:
+            state = "is missing" if name not in actual else "differs from what was written"
             raise CheckpointError(f"checkpoint {path} is damaged: {name} {state}")
     arrays = [str(Path(name).parent) for name in manifest["files"] if Path(name).name == ARRAY_METADATA]
     if absent := _absent_files(path, manifest["files"], arrays):
@@ -345,15 +344,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest["step"], manifest["progress"], manifest["arrays"])
 
 
-def _seal(manifest: dict[str, Any]) -> str:
-    """The manifest as text that holds its own checksum."""
+def _dump_manifest(manifest: dict[str, Any]) -> str:
+    """Serialize the manifest together with its checksum."""
     return json.dumps({**manifest, "sha256": _text_checksum(manifest)}, indent=1)
 
 
-def _unseal(text: str) -> dict[str, Any]:
+def _load_manifest(text: str) -> dict[str, Any]:
     manifest = json.loads(text)
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _text_checksum(manifest):
-        raise ValueError("it differs from what was written")
+        raise ValueError("its checksum does not match")
     return manifest
 
 
@@ -368,17 +367,17 @@ def _array_types(tree: object) -> dict[str, str]:
 
 
 def _array_folders(state: object) -> list[str]:
-    """Folders of the arrays of a training state in a checkpoint."""
+    """Return the folder of every array of a training state, relative to the checkpoint."""
     names = leaf_key_paths(state, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
     return [str(Path(STATE, *name.split("."))) for name in jax.tree.leaves(names)]
 
 
 def _absent_files(folder: Path, files: Collection[str], arrays: Collection[str]) -> list[str]:
-    """Files that the arrays of a checkpoint consist of and that are not there.
+    """List the missing files of a checkpoint's arrays.
 
     Args:
-        folder: of the checkpoint.
-        files: those that are there, relative to the folder.
+        folder: folder of the checkpoint.
+        files: existing files, relative to the folder.
         arrays: folders of the arrays, relative to the folder.
     """
     absent = []
@@ -393,7 +392,7 @@ def _absent_files(folder: Path, files: Collection[str], arrays: Collection[str])
 
 
 def _chunk_names(metadata: Mapping[str, Any]) -> Iterator[str]:
-    """Names of the chunk files of an array in the zarr format, version 2.
+    """Yield the chunk file names of an array in zarr format, version 2.
 
     >>> list(_chunk_names({"shape": [4, 3], "chunks": [2, 3], "dimension_separator": "."}))
     ['0.0', '1.0']

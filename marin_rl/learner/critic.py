@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A critic beside the policy: one more output on its trunk, or a trunk of its own."""
+"""Critic: a value head on the policy's trunk, or on a separate trunk."""
 
 import dataclasses
 import math
@@ -21,15 +21,16 @@ from marin_rl.learner.logprobs import policy_activations
 
 @dataclasses.dataclass(frozen=True)
 class CriticConfig:
-    """A critic, which estimates the return of what is yet to be said. `advantage: {type: gae}` needs one."""
+    """Configuration of a critic, which estimates the return from each token on. `advantage: {type: gae}` needs one."""
 
     shared_trunk: bool = True
-    """True: one more output on the policy's trunk, which costs nothing, and whose loss moves the trunk too. False: a
-    trunk of its own, which begins as a copy of the policy's: twice the memory and time, and no interference."""
+    """True: the value head shares the policy's trunk, at no extra cost, and the value loss also updates the trunk.
+    False: the critic has a separate trunk, initialized as a copy of the policy's. It doubles time and memory, and the
+    value loss does not affect the policy."""
     coefficient: float = 0.5
-    """Weight of the value loss beside the policy term, above 0."""
+    """Weight of the value loss relative to the policy term, above 0."""
     clip: float | None = 0.2
-    """ε_v, above 0: how far a value may move from its old one before its loss stops falling; null for no bound."""
+    """ε_v, above 0: bound on the change of a value from its old value in the clipped value loss; null for no bound."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.coefficient) and self.coefficient > 0):
@@ -39,44 +40,44 @@ class CriticConfig:
 
 
 class ActorCritic(eqx.Module):
-    """A policy and what estimates its return; trained, saved and restored as one model."""
+    """A policy and its critic; trained, saved and restored as one model."""
 
     policy: LmHeadModel
     """The policy."""
     value_weight: NamedArray
-    """`{embed}`, from the trunk's activations to one number."""
+    """`{embed}`, weight of the linear value head."""
     value_bias: NamedArray
-    """`{}`, what is added to it."""
+    """`{}`, bias of the value head."""
     trunk: LmHeadModel | None
-    """The critic's own trunk; None where it shares the policy's."""
+    """The critic's separate trunk; None if it shares the policy's."""
 
     def values(self, batch: RlExample, policy_trunk: NamedArray) -> NamedArray:
-        """The estimated return before each action token is chosen: `V_t = w · h_{t-1} + b`.
+        """Estimate the return before each action token is chosen: `V_t = w · h_{t-1} + b`.
 
         Args:
             batch: the tokens.
-            policy_trunk: `{batch, position, embed}`, the policy's activations `h` on them.
+            policy_trunk: `{batch, position, embed}`, activations `h` of the policy's trunk.
 
         Returns:
             `{batch, position}` float32, aligned with the tokens; 0 off the loss mask.
         """
         activations = policy_trunk if self.trunk is None else policy_activations(self.trunk, batch)
-        # What stands where nothing is asked may overflow, and 0 · inf is NaN in the gradient of the weight.
+        # Activations off the mask may overflow, and 0 · inf is NaN in the gradient of the weight.
         activations = hax.where(to_predictors(batch.loss_mask), activations, 0).astype(jnp.float32)
         values = hax.dot(activations, self.value_weight.astype(jnp.float32), axis=self.policy.Embed) + self.value_bias
         return hax.where(batch.loss_mask, to_tokens(values.rearrange(batch.input_ids.axes)), 0.0)
 
 
 def policy_of(model: LmHeadModel | ActorCritic) -> LmHeadModel:
-    """The policy inside what is trained."""
+    """Return the policy of a model with or without a critic."""
     return model.policy if isinstance(model, ActorCritic) else model
 
 
 def with_critic(config: CriticConfig, policy: LmHeadModel) -> ActorCritic:
-    """A critic beside the policy; it says 0 until it is trained.
+    """Add a critic to a policy. Its values are 0 until it is trained.
 
     Args:
-        config: which one.
+        config: whether the critic shares the policy's trunk.
         policy: its arrays become part of the result.
     """
     trunk = None
@@ -88,11 +89,11 @@ def with_critic(config: CriticConfig, policy: LmHeadModel) -> ActorCritic:
 def attach_critic(
     config: CriticConfig | None, policy: LmHeadModel, trainer: TrainerConfig
 ) -> LmHeadModel | ActorCritic:
-    """What is trained: the policy alone or with a critic, in parameter precision, sharded like the policy.
+    """Return the trainable model: the policy alone or with a critic, in parameter precision, sharded like the policy.
 
     Args:
-        config: which critic; None for none.
-        policy: its arrays are taken over.
+        config: configuration of the critic; None trains the policy alone.
+        policy: its arrays become part of the result.
         trainer: mesh, axis mapping and parameter precision.
     """
     if config is None:
@@ -106,7 +107,7 @@ def attach_critic(
 
 
 def _without_lm_head(policy: LmHeadModel) -> LmHeadModel:
-    # Levanter's models mark tied embeddings by having no head of their own; an unused head would cost its moments too.
+    # Levanter's models with tied embeddings have no separate head; an unused head would need optimizer moments too.
     names = {field.name for field in dataclasses.fields(policy)}
     if "lm_head" not in names:
         return policy

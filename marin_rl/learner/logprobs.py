@@ -1,11 +1,11 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Per-token log-probabilities and entropy, computed blockwise and only where there is loss.
+"""Per-token log-probabilities and entropy, computed in blocks and only on the loss mask.
 
-`[batch, position, vocab]` is never made. The positions that predict a token with loss are moved to the front of their
-row, and the head runs over them a block at a time, for as many blocks as the fullest row needs; the backward pass
-computes a block's logits again instead of keeping them. Prompts and padding cost the head nothing.
+`[batch, position, vocab]` is never materialized. Positions that predict a token on the loss mask are gathered at the
+front of their row. The head runs over them in blocks, as many as the fullest row needs. The backward pass recomputes
+the logits of each block instead of storing them. The head skips prompts and padding.
 """
 
 import functools
@@ -26,17 +26,17 @@ from marin_rl.batching.rl_example import RlExample
 
 
 def policy_activations(model: LmHeadModel, batch: RlExample) -> NamedArray:
-    """What the model's trunk makes of every token, before the head.
+    """Run the model's trunk, without the head.
 
     Args:
         model: a language model; its head is not used.
         batch: the tokens, their segments and their positions.
 
     Returns:
-        `{batch, position, embed}` in the model's precision, aligned with the predicting positions: entry `t` speaks
-        about token `t + 1`.
+        `{batch, position, embed}` in the model's precision, aligned with the predicting positions: entry `t` predicts
+        token `t + 1`.
     """
-    # Mixture-of-experts models log their routing, by a callback that cannot be differentiated unless it is deferred.
+    # Mixture-of-experts models log their routing with a callback that cannot be differentiated unless it is deferred.
     with levanter.tracker.defer_tracker_for_jit():
         activations = model.activations(batch.input_ids, batch.attention_mask, key=None, pos_ids=batch.position_ids)
     # They also return a balancing loss.
@@ -46,7 +46,7 @@ def policy_activations(model: LmHeadModel, batch: RlExample) -> NamedArray:
 def token_logprobs(
     activations: NamedArray, lm_head: NamedArray, batch: RlExample, *, temperature: float, block_size: int
 ) -> tuple[NamedArray, NamedArray]:
-    """Log-probability of every loss token given those before it, and the entropy of what was predicted there.
+    """Compute the log-probability of every loss token and the entropy of its predictive distribution.
 
     ```
     log π(x_t | x_<t)  = z[x_t] - logsumexp(z)
@@ -54,12 +54,12 @@ def token_logprobs(
     ```
 
     Args:
-        activations: `{batch, position, embed}`, as [`policy_activations`][marin_rl.learner.logprobs.policy_activations]
-            gives them.
+        activations: `{batch, position, embed}`, from
+            [`policy_activations`][marin_rl.learner.logprobs.policy_activations].
         lm_head: `{embed, vocab}`, the model's head.
         batch: the tokens and their loss mask.
         temperature: divides the logits, above 0; the temperature at which the rollouts were sampled.
-        block_size: positions of a row whose logits exist at the same time, at least 1.
+        block_size: positions per row with logits in memory at the same time, at least 1.
 
     Returns:
         Log-probabilities and entropies (nats), both `{batch, position}` float32, aligned with the tokens
@@ -68,7 +68,7 @@ def token_logprobs(
     Batch, Pos = batch.input_ids.axes
     (Embed,) = (axis for axis in activations.axes if axis not in (Batch, Pos))
     (Vocab,) = (axis for axis in lm_head.axes if axis != Embed)
-    # As parameters, heads may be split along their embedding; gathered here, once, and not by every block.
+    # The head may be sharded along its embedding axis. Gather it here once instead of in every block.
     lm_head = hax.auto_sharded(lm_head)
     logprobs, entropies = blockwise_logprobs(
         activations.rearrange((Batch, Pos, Embed)).array,
@@ -92,26 +92,27 @@ def blockwise_logprobs(
     block_size: int,
     shards: int = 1,
 ) -> tuple[Float32[Array, "batch position"], Float32[Array, "batch position"]]:
-    """Log-probabilities of `targets` and entropies where `mask` asks for them, a block of positions at a time.
+    """Compute log-probabilities of `targets` and entropies on `mask`, one block of positions at a time.
 
-    The head runs on `batch · block_size · ceil(n / block_size)` positions, `n` being the most that any one row asks
-    for; that number of blocks is found at run time, and no mask makes anything compile again. The logits that exist at
-    a time are `batch · block_size · vocab` floats, forward and backward. Products are accumulated, and logits reduced,
-    in float32 whatever the inputs are; the head's gradient is rounded to the head's dtype once, after the last block.
+    The head runs on `batch · block_size · ceil(n / block_size)` positions, with `n` the largest number of masked
+    positions in a row. The number of blocks is computed at run time, so a new mask never triggers compilation.
+    `batch · block_size · vocab` logits are in memory at a time, forward and backward. Products are accumulated and
+    logits reduced in float32 for every input dtype. The gradient of the head is rounded to the head's dtype once,
+    after the last block.
 
     Args:
-        activations: `[batch, position, embed]`; where nothing is asked, anything, NaN included.
+        activations: `[batch, position, embed]`; off the mask any value, NaN included.
         lm_head: `[embed, vocab]`.
         targets: `[batch, position]`, ids below `vocab`.
-        mask: `[batch, position]`, True where a log-probability is asked for.
+        mask: `[batch, position]`, True at positions to score.
         temperature: divides the logits; above 0.
         block_size: positions in a block, at least 1.
-        shards: over how many devices the rows are split; a divisor of `batch`. It changes no result: every shard sums
-            its own gradient of the head, and only the totals travel.
+        shards: number of devices over which the rows are split; a divisor of `batch`. It does not change results:
+            every shard sums its own gradient of the head, and only the totals are communicated.
 
     Returns:
-        Log-probabilities and entropies (nats), `[batch, position]` float32; 0 off the mask. The log-probabilities can
-        be differentiated once, in reverse mode; entropies count as constants.
+        Log-probabilities and entropies (nats), `[batch, position]` float32; 0 off the mask. The log-probabilities
+        support one reverse-mode differentiation; entropies are constants.
     """
 
     def split(array: Array) -> Array:
@@ -123,7 +124,7 @@ def blockwise_logprobs(
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass needs of the forward pass."""
+    """Values that the forward pass saves for the backward pass."""
 
     activations: Float[Array, "shard row position embed"]
     lm_head: Float[Array, "embed vocab"]
@@ -152,41 +153,41 @@ def _forward(
     temperature: float,
     block_size: int,
 ) -> tuple[tuple[Float32[Array, "shard row position"], Float32[Array, "shard row position"]], _Residuals]:
-    slots = _asked_positions(mask, block_size)
+    slots = _masked_positions(mask, block_size)
 
-    def score(block: Int32[Array, ""], found: tuple[Array, ...]) -> tuple[Array, ...]:
-        here = _get_block(slots, block, block_size)
-        logits = _logits(_read(activations, here), lm_head, temperature)
+    def score(block: Int32[Array, ""], results: tuple[Array, ...]) -> tuple[Array, ...]:
+        block_slots = _get_block(slots, block, block_size)
+        logits = _logits(_gather(activations, block_slots), lm_head, temperature)
         normalizers = jax.nn.logsumexp(logits, axis=-1)
-        chosen = jnp.take_along_axis(logits, _read(targets, here)[..., None], axis=-1)[..., 0]
-        # Not logsumexp(z) - Σ p z, which for logits far from 0 is the small difference of two large numbers.
+        chosen = jnp.take_along_axis(logits, _gather(targets, block_slots)[..., None], axis=-1)[..., 0]
+        # Not logsumexp(z) - Σ p z: for logits far from 0 that is the small difference of two large numbers.
         logs = logits - normalizers[..., None]
         scored = (chosen - normalizers, -jnp.sum(jnp.exp(logs) * logs, axis=-1), normalizers)
-        return tuple(_set_block(all_, part, block, block_size) for all_, part in zip(found, scored, strict=True))
+        return tuple(_set_block(result, part, block, block_size) for result, part in zip(results, scored, strict=True))
 
-    nothing = jnp.zeros(slots.shape, jnp.float32)
-    logprobs, entropies, normalizers = jax.lax.fori_loop(0, _count_blocks(mask, block_size), score, (nothing,) * 3)
+    zeros = jnp.zeros(slots.shape, jnp.float32)
+    logprobs, entropies, normalizers = jax.lax.fori_loop(0, _count_blocks(mask, block_size), score, (zeros,) * 3)
     residuals = _Residuals(activations, lm_head, targets, mask, normalizers)
-    return (_spread(logprobs, mask), _spread(entropies, mask)), residuals
+    return (_scatter(logprobs, mask), _scatter(entropies, mask)), residuals
 
 
 def _backward(
     temperature: float, block_size: int, residuals: _Residuals, cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None, None]:
     activations, lm_head, targets, mask, normalizers = residuals
-    slots = _asked_positions(mask, block_size)
-    pulls = cotangents[0] / temperature
+    slots = _masked_positions(mask, block_size)
+    scaled_cotangents = cotangents[0] / temperature
 
     def add(block: Int32[Array, ""], gradients: tuple[Array, Array]) -> tuple[Array, Array]:
         of_activations, of_head = gradients
-        here = _get_block(slots, block, block_size)
-        inputs = _read(activations, here)
+        block_slots = _get_block(slots, block, block_size)
+        inputs = _gather(activations, block_slots)
         logits = _logits(inputs, lm_head, temperature)
         probabilities = jnp.exp(logits - _flatten(_get_block(normalizers, block, block_size))[..., None])
-        # Compared instead of scattered to, so that devices which share the vocabulary need not exchange logits.
-        is_target = _read(targets, here)[..., None] == jnp.arange(lm_head.shape[1])
-        slopes = (is_target - probabilities) * _read(pulls, here)[..., None]
-        # As every factor of a product in mixed precision; what has to be float32 is the sums.
+        # A comparison instead of a scatter, so that devices that shard the vocabulary need not exchange logits.
+        is_target = _gather(targets, block_slots)[..., None] == jnp.arange(lm_head.shape[1])
+        slopes = (is_target - probabilities) * _gather(scaled_cotangents, block_slots)[..., None]
+        # Mixed precision: factors of a product are in the head's dtype, sums are in float32.
         slopes = slopes.astype(lm_head.dtype)
         to_inputs = jnp.einsum("stv,ev->ste", slopes, lm_head, preferred_element_type=jnp.float32)
         to_head = jnp.einsum("ste,stv->sev", inputs, slopes, preferred_element_type=jnp.float32)
@@ -197,7 +198,7 @@ def _backward(
         jnp.zeros((mask.shape[0], *lm_head.shape), jnp.float32),
     )
     of_activations, of_head = jax.lax.fori_loop(0, _count_blocks(mask, block_size), add, start)
-    return _spread(of_activations, mask), jnp.sum(of_head, axis=0).astype(lm_head.dtype), None, None
+    return _scatter(of_activations, mask), jnp.sum(of_head, axis=0).astype(lm_head.dtype), None, None
 
 
 _logprobs.defvjp(_forward, _backward)
@@ -214,17 +215,17 @@ def _count_blocks(mask: Bool[Array, "shard row position"], block_size: int) -> I
     return (fullest + block_size - 1) // block_size
 
 
-def _asked_positions(mask: Bool[Array, "shard row position"], block_size: int) -> Int32[Array, "shard row slot"]:
-    """The positions on the mask, in order, at the front of each row; filled up to whole blocks with one off the end."""
+def _masked_positions(mask: Bool[Array, "shard row position"], block_size: int) -> Int32[Array, "shard row slot"]:
+    """Return the positions on the mask in order, padded with an out-of-range position to whole blocks."""
     positions = mask.shape[-1]
-    asked = jnp.sort(jnp.where(mask, jnp.arange(positions, dtype=jnp.int32), positions), axis=-1)
-    return jnp.pad(asked, ((0, 0), (0, 0), (0, -positions % block_size)), constant_values=positions)
+    masked = jnp.sort(jnp.where(mask, jnp.arange(positions, dtype=jnp.int32), positions), axis=-1)
+    return jnp.pad(masked, ((0, 0), (0, 0), (0, -positions % block_size)), constant_values=positions)
 
 
-def _read(
+def _gather(
     per_position: Shaped[Array, "shard row position *rest"], slots: Int32[Array, "shard row block"]
 ) -> Shaped[Array, "shard token *rest"]:
-    """What stands at these positions, all rows in one; 0 for the position off the end. What nobody asks is not read."""
+    """Gather values at `slots`, with the rows flattened; out-of-range slots read 0."""
     indices = jax.lax.expand_dims(slots, range(3, per_position.ndim))
     return _flatten(jnp.take_along_axis(per_position, indices, axis=2, mode="fill", fill_value=0))
 
@@ -251,10 +252,10 @@ def _set_block(
     return jax.lax.dynamic_update_slice_in_dim(per_slot, part, block * block_size, axis=2)
 
 
-def _spread(
+def _scatter(
     per_slot: Shaped[Array, "shard row slot *rest"], mask: Bool[Array, "shard row position"]
 ) -> Shaped[Array, "shard row position *rest"]:
-    """Back from the front of each row to the positions on the mask; 0 off it."""
+    """Move values from the front of each row back to the positions on the mask; 0 off it."""
     slot = jnp.maximum(jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
     extra = range(3, per_slot.ndim)
     values = jnp.take_along_axis(per_slot, jax.lax.expand_dims(slot, extra), axis=2, mode="clip")
@@ -262,7 +263,7 @@ def _spread(
 
 
 def _shards_of(Batch: Axis) -> int:
-    """Over how many devices the current axis mapping splits the rows; 1 where there is none."""
+    """Return the number of devices over which the current axis mapping splits the rows; 1 without a mapping."""
     if current_thread_local_mapping() is None:
         return 1
     return math.gcd(physical_axis_size(Batch) or 1, Batch.size)

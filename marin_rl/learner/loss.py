@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The device loss: a plain sum over tokens, and what it measures on the way."""
+"""The training loss: a plain sum over tokens, with metrics."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ _LOG_RATIO = "log_ratio/"
 
 @dataclasses.dataclass(frozen=True)
 class RlLoss:
-    """A loss function as levanter's `Trainer` takes it.
+    """Loss function for levanter's `Trainer`.
 
     ```
     L = Σ_{rows, t} w_t · [ c_t · term(log π_t, log π_old_t, A_t) + β · kl(log π_t, log π_ref_t)
@@ -41,26 +41,26 @@ class RlLoss:
     policy_loss: PolicyLossConfig
     """The policy term."""
     kl: KlConfig
-    """Whether, and how, the distance to the reference is part of the loss."""
+    """Weight and estimator of the KL penalty to the reference."""
     temperature: float
-    """The sampling temperature; log-probabilities are taken at it."""
+    """Sampling temperature; log-probabilities are computed at this temperature."""
     block_size: int
-    """Positions whose logits exist at the same time."""
+    """Positions per row with logits in memory at the same time."""
     critic: CriticConfig | None = None
-    """The critic's share of the loss; None without one."""
+    """Configuration of the value loss; None without a critic."""
 
     def __call__(
         self, model: LmHeadModel | ActorCritic, batch: RlExample, *, key: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, Metric]]:
-        """Loss and metrics of one microbatch.
+        """Compute loss and metrics of one microbatch.
 
         Args:
-            model: what is trained, in compute precision.
-            batch: the rows of this pass.
-            key: unused; the forward pass is deterministic, as the sampler's is.
+            model: the trained model, in compute precision.
+            batch: the rows of this microbatch.
+            key: unused; the forward pass is deterministic, like the sampler's.
 
         Returns:
-            This pass's share of the loss, and metrics that carry their own reduction.
+            The microbatch's part of the loss, and metrics with their reductions.
         """
         policy_model = policy_of(model)
         trunk = policy_activations(policy_model, batch)
@@ -102,11 +102,11 @@ def _value_part(values: NamedArray, batch: RlExample, critic: CriticConfig) -> t
 
 
 def loss_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """The metrics of a step under their published names, from what [`RlLoss`][marin_rl.learner.loss.RlLoss] measured.
+    """Compute the published metrics of a step from those of [`RlLoss`][marin_rl.learner.loss.RlLoss].
 
     Args:
-        updates: what each update of the step measured, in order. Losses are averaged over updates, everything else
-            over all their tokens; `objective/entropy` is of the first alone, whose weights are those before the step.
+        updates: metrics of each update of the step, in order. Losses are averaged over updates, all other metrics over
+            all tokens. `objective/entropy` comes from the first update alone, which uses the weights before the step.
     """
     folded = fold_metrics([_of_update(update) for update in updates])
     ratios = _ratios(folded)
@@ -121,24 +121,24 @@ def loss_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
 
 
 def first_log_ratios(updates: Sequence[Mapping[str, Metric]]) -> LogRatioStatistics:
-    """The log-ratios of a step's first update, the only one that meets the weights from before the step.
+    """Return the log-ratios of a step's first update, the only one that uses the weights before the step.
 
     Args:
-        updates: what each update of the step measured, in order.
+        updates: metrics of each update of the step, in order.
     """
     return _ratios(updates[0])
 
 
-def _ratios(measured: Mapping[str, Metric]) -> LogRatioStatistics:
-    sums = {name.removeprefix(_LOG_RATIO): m for name, m in measured.items() if name.startswith(_LOG_RATIO)}
+def _ratios(metrics: Mapping[str, Metric]) -> LogRatioStatistics:
+    sums = {name.removeprefix(_LOG_RATIO): m for name, m in metrics.items() if name.startswith(_LOG_RATIO)}
     return LogRatioStatistics(**{name: jnp.float32(metric.value()) for name, metric in sums.items()})
 
 
-def _of_update(measured: Mapping[str, Metric]) -> dict[str, Metric]:
-    # Over the microbatches of an update the parts of the loss add up; over the updates of a step they do not.
+def _of_update(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    # The parts of the loss add up over the microbatches of an update, and are averaged over the updates of a step.
     return {
         name: Metric.from_value(metric.value(), ReductionType.MEAN) if name.startswith("loss/") else metric
-        for name, metric in measured.items()
+        for name, metric in metrics.items()
     }
 
 

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The policy as a model: from scratch, from and to the Hugging Face format."""
+"""Policy models: random initialization, import from and export to the Hugging Face format."""
 
 import contextlib
 import json
@@ -36,7 +36,7 @@ from marin_rl.tokenization.chat import ChatTokenizer
 def initialize_policy(
     config: LmConfig, tokenizer: ChatTokenizer, trainer: TrainerConfig, *, key: jax.Array
 ) -> LmHeadModel:
-    """A policy with random weights, sharded as the trainer wants its parameters.
+    """Initialize a policy with random weights, sharded like the trainer's parameters.
 
     Args:
         config: levanter's model configuration.
@@ -54,7 +54,7 @@ def initialize_policy(
 
 
 def model_shape(config: LmConfig, Vocab: Axis, trainer: TrainerConfig) -> LmHeadModel:
-    """The shapes and dtypes of a policy's parameters, without making any."""
+    """Return the shapes and dtypes of a policy's parameters without allocating them."""
 
     def build() -> LmHeadModel:
         return trainer.mp.cast_to_param(config.build(Vocab, key=jax.random.PRNGKey(0)))
@@ -65,13 +65,13 @@ def model_shape(config: LmConfig, Vocab: Axis, trainer: TrainerConfig) -> LmHead
 def load_hf_policy(
     checkpoint: str, tokenizer: ChatTokenizer, trainer: TrainerConfig, config: LmConfig | None
 ) -> LmHeadModel:
-    """A policy from a folder, or a hub name, in Hugging Face format.
+    """Load a policy from a folder or hub name in Hugging Face format.
 
     Args:
         checkpoint: folder with `config.json` and safetensors, or a hub name.
-        tokenizer: must not know more tokens than the checkpoint.
+        tokenizer: its vocabulary must not exceed the checkpoint's.
         trainer: mesh, axis mapping and parameter precision.
-        config: overrides the architecture in the checkpoint's own `config.json`; None takes that.
+        config: overrides the architecture in the checkpoint's `config.json`; None uses the checkpoint's.
 
     Raises:
         PolicyModelError: if the checkpoint is missing, damaged or of an unknown architecture, has settings or tensors
@@ -118,11 +118,11 @@ def load_hf_policy(
 
 
 def save_hf_policy(model: LmHeadModel, tokenizer: ChatTokenizer, folder: Path, trainer: TrainerConfig) -> None:
-    """Write a policy in Hugging Face format: weights, configs of model and generation, tokenizer, chat template.
+    """Write a policy in Hugging Face format: weights, model and generation configs, tokenizer, chat template.
 
-    `generation_config.json` lists every token that ends a generation here, so that transformers and inference servers
-    stop where training and evaluation did. It has no sampling settings; its `max_length` is the model's context,
-    because without one transformers stops after 20 tokens.
+    `generation_config.json` lists every stop token, so that transformers and inference servers end generations as
+    training and evaluation did. It has no sampling settings. Its `max_length` is the model's context, because without
+    one transformers stops after 20 tokens.
 
     Raises:
         PolicyModelError: if levanter cannot export this architecture.
@@ -153,7 +153,7 @@ def _config_json(hf_config: PretrainedConfig, model: LmHeadModel) -> dict[str, A
 def _export(
     model: LmHeadModel, hf_config: PretrainedConfig, tokenizer: ChatTokenizer, folder: Path, trainer: TrainerConfig
 ) -> None:
-    # The converter copies some keys from a reference; this checkpoint's own config is that reference.
+    # The converter copies some keys from a reference checkpoint; use this checkpoint's own config as the reference.
     hf_config.save_pretrained(folder)
     converter = HFCheckpointConverter(
         type(cast(HFCompatConfig, model.config)),
@@ -167,7 +167,7 @@ def _export(
 
 @contextlib.contextmanager
 def _system_errors(folder: Path) -> Iterator[None]:
-    """Give the system's refusals one type: safetensors and tokenizers, which are Rust, have errors of their own."""
+    """Convert operating system errors of the Rust libraries (safetensors, tokenizers) to `OSError`."""
     try:
         yield
     except Exception as error:
@@ -178,11 +178,11 @@ def _system_errors(folder: Path) -> Iterator[None]:
 
 
 def read_hf_architecture(checkpoint: str, override: LmConfig | None = None) -> LmConfig:
-    """Levanter's configuration of a checkpoint in Hugging Face format.
+    """Read levanter's configuration of a checkpoint in Hugging Face format.
 
     Args:
         checkpoint: a folder or hub name.
-        override: the `model` section of a run, returned if it computes the same as the checkpoint; None for none.
+        override: the `model` section of a run, returned if it is equivalent to the checkpoint's; or None.
 
     Raises:
         PolicyModelError: if the checkpoint is missing, of an unknown architecture, has settings that are not
@@ -206,5 +206,5 @@ def _check_override(hf_config: PretrainedConfig, config: LmConfig, checkpoint: s
 
 
 def _absolute_folder(checkpoint: str) -> str:
-    # Levanter asks the hub for any file that it does not see; a relative folder would pass for a hub name there.
+    # Levanter queries the hub for any file that it does not find; it would take a relative folder for a hub name.
     return str(Path(checkpoint).absolute()) if Path(checkpoint).is_dir() else checkpoint

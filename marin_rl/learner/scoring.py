@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rollouts under given weights, without a gradient: log-probabilities and a critic's values."""
+"""Log-probabilities and values of rollouts under given weights, without a gradient."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,19 +23,18 @@ from marin_rl.learner.train_step import place
 
 
 class Scores(NamedTuple):
-    """What some weights say of a rollout."""
+    """Log-probabilities and values of one rollout under some weights."""
 
     logprobs: Float32[np.ndarray, "batch position"]
-    """Log-probabilities (nats) of its tokens, 0 off the loss mask."""
+    """Log-probabilities (nats) of the tokens, 0 off the loss mask."""
     values: Float32[np.ndarray, "batch position"]
     """The critic's values, 0 off the loss mask and without a critic."""
 
 
 class Scorer:
-    """Runs models over rollouts, in microbatches of one shape.
+    """Computes log-probabilities and values of rollouts, in microbatches of one shape.
 
-    Used for the frozen reference, for the policy's own log-probabilities before an update, and for the critic's
-    values; none of these needs a gradient.
+    Used for the frozen reference, for the policy's log-probabilities before an update, and for the critic's values.
     """
 
     def __init__(
@@ -59,14 +58,14 @@ class Scorer:
         self._score = hax.named_jit(score, axis_resources=trainer.parameter_axis_mapping)
 
     def score(self, model: LmHeadModel | ActorCritic, rollouts: Sequence[ProcessedRollout]) -> list[Scores]:
-        """Log-probabilities and values of every token with loss.
+        """Compute log-probabilities and values of every token on the loss mask.
 
         Args:
             model: the weights; unchanged.
             rollouts: any number.
 
         Returns:
-            One for each rollout, shaped like its arrays.
+            One entry per rollout, with the shape of its arrays.
         """
         packed = pack_to_score(rollouts, self._layout, pad_token_id=self._pad_token_id)
         with self._trainer.use_device_mesh():
@@ -74,7 +73,7 @@ class Scorer:
             scored = [self._score(model, place(batch, mesh, mapping)) for batch in packed.microbatches]
         logprobs = _on_host(packed, [part[0] for part in scored])
         values = _on_host(packed, [part[1] for part in scored])
-        # Rounding may lift the log-probability of a certain token above 0.
+        # Rounding may lift the log-probability of a near-certain token above 0.
         return [Scores(np.minimum(a, 0.0), b) for a, b in zip(logprobs, values, strict=True)]
 
 

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""An optimizer that never lets a broken gradient touch the weights."""
+"""An optimizer wrapper that skips updates with non-finite gradients."""
 
 from typing import NamedTuple, cast
 
@@ -14,18 +14,18 @@ class SkipState(NamedTuple):
     """State of [`skip_nonfinite_updates`][marin_rl.learner.skip_nonfinite_updates.skip_nonfinite_updates]."""
 
     inner: optax.OptState
-    """State of the guarded optimizer."""
+    """State of the wrapped optimizer."""
     grad_norm: jax.Array
     """Global L2 norm of the last gradient, before clipping."""
     finite: jax.Array
-    """Whether the last gradient and loss were finite; if not, neither weights nor `inner` moved."""
+    """Whether the last gradient and loss were finite; if not, the weights and `inner` are unchanged."""
 
 
 def skip_nonfinite_updates(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Wrap `optimizer` so that a step whose gradient or loss is NaN or infinite changes nothing.
+    """Wrap `optimizer` so that a step with a NaN or infinite gradient or loss changes nothing.
 
-    The caller reads `finite` and `grad_norm` off the new state and decides what to do; here the only
-    promise is that weights and moments are those from before the step.
+    Weights and moments keep their values from before the step. The caller reads `finite` and `grad_norm` from the new
+    state and decides how to proceed.
 
     Args:
         optimizer: any optax transformation.

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The learner: sharded gradients, summed over microbatches, and one update from their sum."""
+"""The learner: sharded gradients summed over microbatches, and one optimizer update from the sum."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -29,26 +29,26 @@ LossFunction = Callable[..., tuple[jax.Array, dict[str, Metric]]]
 T = TypeVar("T")
 
 START = {ReductionType.MAX: -jnp.inf, ReductionType.MIN: jnp.inf}
-"""What a metric is before anything was observed; 0 for sums and means."""
+"""Initial values of metrics by reduction; 0 for sums and means."""
 
 
 class NonFiniteUpdateError(RuntimeError):
-    """A loss or gradient was NaN or infinite; the weights are those from before the step."""
+    """A loss or gradient was NaN or infinite; the weights are unchanged."""
 
 
 class MicrobatchSums(NamedTuple):
-    """What the microbatches of one update add up to."""
+    """Sums over the microbatches of one update."""
 
     gradient: Any
-    """Of the whole batch's loss, shaped and sharded like the trainable part of the model."""
+    """Gradient of the batch's loss, with the shapes and sharding of the trainable parameters."""
     loss: jax.Array
-    """Of the whole batch."""
+    """Loss of the batch."""
     metrics: dict[str, Metric]
-    """Folded by their own reductions."""
+    """Metrics of the batch, each folded by its reduction."""
 
 
 class _Structures(NamedTuple):
-    """How the arrays of a microbatch go together again; hashable, so that a program is found by it."""
+    """Tree structures of a microbatch's inputs; hashable, as a static argument of the compiled program."""
 
     model: jax.tree_util.PyTreeDef
     constants: Hashable
@@ -56,7 +56,7 @@ class _Structures(NamedTuple):
     sums: jax.tree_util.PyTreeDef
 
 
-def _take_apart(
+def _flatten(
     model: eqx.Module, batch: RlExample, sums: MicrobatchSums
 ) -> tuple[_Structures, list[jax.Array], list[jax.Array], list[jax.Array]]:
     arrays, constants = hashable_partition(model, eqx.is_array)
@@ -65,12 +65,12 @@ def _take_apart(
 
 
 class Learner:
-    """Turns batches into new weights.
+    """Computes gradients and updates the weights.
 
-    Levanter's `Trainer` gives mesh, precision and sharding. A batch comes as microbatches of one shape: the same
-    program adds each microbatch's gradient to a sum, and another updates the weights from it. The loss is a plain
-    sum over tokens, so neither the number of microbatches nor what lies in which of them changes the gradient, and a
-    batch may need any number of microbatches without anything being compiled again.
+    Levanter's `Trainer` provides mesh, precision and sharding. A batch consists of microbatches of one shape. One
+    compiled program adds each microbatch's gradient to a sum; another updates the weights from the sum. The loss is a
+    plain sum over tokens, so the split into microbatches does not change the gradient, and the number of microbatches
+    may vary without recompilation.
 
     Attributes:
         trainer: levanter's trainer.
@@ -89,25 +89,25 @@ class Learner:
         self._update = hax.named_jit(self._take_step, axis_resources=mapping, donate_args=(True, False))
 
     def initial_state(self, model: eqx.Module, key: jax.Array) -> TrainerState:
-        """A fresh state around `model`, with zeroed optimizer moments.
+        """Create a training state from `model`, with zeroed optimizer moments.
 
         Args:
-            model: its arrays are taken over; use the state's model from here on.
+            model: its arrays become part of the state; use the state's model from here on.
             key: random key of the training state.
         """
         with self.trainer:
             return self.place(eqx.filter_jit(self._init)(model, key))
 
     def state_shape(self, model: eqx.Module) -> TrainerState:
-        """Shapes and dtypes of the state around a model of these shapes."""
+        """Return shapes and dtypes of the training state of a model with these shapes."""
         with self.trainer:
             return eqx.filter_eval_shape(self._init, model, jax.random.PRNGKey(0))
 
     def place(self, state: TrainerState) -> TrainerState:
-        """Put every array of a state where an update would leave it.
+        """Shard every array of a state as an update does.
 
-        A state that was just made and one that was read from a checkpoint then run the same compiled program, which
-        is what makes a resumed run equal to one that was never stopped, bit for bit.
+        A new state and a state restored from a checkpoint then run the same compiled program, so a resumed run is
+        bit-identical to an uninterrupted one.
         """
         return place(state, self.mesh, self.parameter_mapping)
 
@@ -118,48 +118,48 @@ class Learner:
         return hax.shard(state, trainer.parameter_axis_mapping)
 
     def step(self, state: TrainerState, microbatches: Sequence[RlExample]) -> tuple[TrainerState, dict[str, Metric]]:
-        """One update.
+        """Run one update.
 
         Args:
-            state: **donated**; use the returned one.
-            microbatches: the whole batch, in parts of one shape; at least one.
+            state: **donated**; use the returned state.
+            microbatches: the batch, split into microbatches of one shape; at least one.
 
         Returns:
-            The new state, and what the update measured: the loss function's metrics under their own names,
+            The new state and the metrics of the update: the loss function's metrics under their own names,
             `loss/total`, `grad_norm` (global L2, before clipping) and `lr`.
 
         Raises:
-            NonFiniteUpdateError: if the loss or the gradient is not finite. The weights did not move.
+            NonFiniteUpdateError: if the loss or the gradient is not finite. The weights are unchanged.
         """
         with self.trainer:
             batches = [place(batch, self.mesh, self.trainer.compute_axis_mapping) for batch in microbatches]
             sums = self._sum_microbatches(state.model, batches)
             state, loss, metrics = self._update(state, sums)
-        guard = cast(SkipState, state.opt_state)
+        optimizer_state = cast(SkipState, state.opt_state)
         update = int(state.step)
         rate = jnp.asarray(self._learning_rate(update - 1))
-        measured = {
+        metrics = {
             **metrics,
             "loss/total": Metric.from_value(loss, ReductionType.MEAN),
-            "grad_norm": Metric.from_value(guard.grad_norm, ReductionType.MEAN),
+            "grad_norm": Metric.from_value(optimizer_state.grad_norm, ReductionType.MEAN),
             "lr": Metric.from_value(rate, ReductionType.LAST),
         }
-        if not bool(guard.finite):
+        if not bool(optimizer_state.finite):
             raise NonFiniteUpdateError(
-                f"update {update}: loss {float(loss)}, gradient norm {float(guard.grad_norm)}; "
-                "the weights were left as they were. Lower the learning rate, or look at the last rollouts"
+                f"update {update}: loss {float(loss)}, gradient norm {float(optimizer_state.grad_norm)}; "
+                "the weights are unchanged. Lower the learning rate, or inspect the last rollouts"
             )
-        return state, measured
+        return state, metrics
 
     def lower_microbatch(self, model: eqx.Module, batch: RlExample) -> jax.stages.Lowered:
-        """The program that every microbatch runs, lowered and not compiled: what to ask for its memory and its cost."""
+        """Lower the microbatch program without compiling it, for analysis of its memory and cost."""
         with self.trainer:
             placed = place(batch, self.mesh, self.trainer.compute_axis_mapping)
-            return self._add.lower(*_take_apart(model, placed, self._zeros(model, placed)))
+            return self._add.lower(*_flatten(model, placed, self._zeros(model, placed)))
 
     def _sum_microbatches(self, model: eqx.Module, batches: Sequence[RlExample]) -> MicrobatchSums:
-        # Trees are taken apart once for all microbatches: that costs more than starting a program does.
-        structures, leaves, _, sums = _take_apart(model, batches[0], self._zeros(model, batches[0]))
+        # Flatten the model once for all microbatches: flattening costs more than dispatching a program.
+        structures, leaves, _, sums = _flatten(model, batches[0], self._zeros(model, batches[0]))
         for batch in batches:
             sums = self._add(structures, leaves, jax.tree.leaves(batch), sums)
         return jax.tree.unflatten(structures.sums, sums)
@@ -177,7 +177,7 @@ class Learner:
 
     def _make_zeros(self, model: eqx.Module, batch: RlExample) -> MicrobatchSums:
         def shapes(model: eqx.Module, batch: RlExample) -> MicrobatchSums:
-            return self._pass(model, batch)
+            return self._gradient(model, batch)
 
         like = eqx.filter_eval_shape(shapes, model, batch)
         metrics = {
@@ -189,40 +189,40 @@ class Learner:
         gradient = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like.gradient)
         return MicrobatchSums(gradient, jnp.zeros(()), metrics)
 
-    def _pass(self, model: eqx.Module, batch: RlExample) -> MicrobatchSums:
+    def _gradient(self, model: eqx.Module, batch: RlExample) -> MicrobatchSums:
         with hax.axis_mapping(self.trainer.compute_axis_mapping):
             differentiate = eqx.filter_value_and_grad(self.trainer.loss_fn, has_aux=True)
             (loss, metrics), gradient = differentiate(model, batch, key=None)
         return MicrobatchSums(hax.shard(gradient, self.trainer.parameter_axis_mapping), jnp.asarray(loss), metrics)
 
     def _add_microbatch(self, model: eqx.Module, batch: RlExample, sums: MicrobatchSums) -> MicrobatchSums:
-        here = self._pass(model, batch)
+        part = self._gradient(model, batch)
         return MicrobatchSums(
-            jax.tree.map(jnp.add, sums.gradient, here.gradient),
-            sums.loss + here.loss,
-            fold_metrics([sums.metrics, here.metrics]),
+            jax.tree.map(jnp.add, sums.gradient, part.gradient),
+            sums.loss + part.loss,
+            fold_metrics([sums.metrics, part.metrics]),
         )
 
     def _take_step(
         self, state: TrainerState, sums: MicrobatchSums
     ) -> tuple[TrainerState, jax.Array, dict[str, Metric]]:
-        # The forward pass is deterministic, so the key stays as it is.
+        # The forward pass is deterministic, so the key does not change.
         new_state, _ = state.take_step(sums.gradient, loss=cast(float, sums.loss), key=state.training_key)
         return new_state, sums.loss, sums.metrics
 
     @property
     def mesh(self) -> Mesh:
-        """Mesh(replica, data, model)."""
+        """Device mesh with axes replica, data and model."""
         return self.trainer.device_mesh
 
     @property
     def parameter_mapping(self) -> ResourceMapping:
-        """Where parameters and optimizer moments are sharded."""
+        """Mapping of parameter and optimizer axes to mesh axes."""
         return self.trainer.parameter_axis_mapping
 
 
 def place(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
-    """Put every array of a tree on the mesh: named ones as `mapping` says, all others whole on every device."""
+    """Put every array of a tree on the mesh: named arrays sharded by `mapping`, all others replicated."""
 
     def put(leaf: Any) -> Any:
         if isinstance(leaf, NamedArray):
@@ -230,14 +230,14 @@ def place(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
             return NamedArray(processes.put(leaf.array, sharding), leaf.axes)
         if not eqx.is_array(leaf):
             return leaf
-        # Spelled as a jitted step spells it: P() and P(None) mean the same to an array, but are different keys.
+        # A jitted step returns P(None, ...). P() is equivalent, but would be another key of the compilation cache.
         return processes.put(leaf, NamedSharding(mesh, PartitionSpec(*[None] * leaf.ndim)))
 
     return jax.tree.map(put, tree, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
 
 
 def fold_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge what several microbatches or updates measured, each metric by its own reduction.
+    """Merge the metrics of several microbatches or updates, each by its reduction.
 
     Args:
         parts: at least one; all with the same names.
@@ -249,6 +249,6 @@ def fold_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def _fold(left: Metric, right: Metric) -> Metric:
-    # Levanter's fold makes the unused count of a sum a Python number, which changes the structure of a carried tree.
+    # Levanter's fold turns the unused count of a sum into a Python number, which changes the tree structure.
     merged = fold(left, right)
     return Metric(jnp.asarray(merged._value), jnp.asarray(merged._count, jnp.float32), reduction=merged.reduction)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The policy's weights of the last few versions, in host memory."""
+"""Policy weights of the most recent versions, in host memory."""
 
 from typing import Generic, TypeVar
 
@@ -16,22 +16,22 @@ _KIND = "pinned_host"
 
 
 class WeightHistory(Generic[Weights]):
-    """Keeps copies of weights that the learner has moved on from.
+    """Keeps copies of earlier versions of the weights.
 
-    Every process keeps the shards of its own devices, in memory that they reach directly.
+    Every process keeps the shards of its devices, in pinned host memory.
     """
 
     def __init__(self, versions: int) -> None:
-        """Keep nothing yet.
+        """Create an empty history.
 
         Args:
-            versions: how many to keep, at least 1; the oldest goes when another comes.
+            versions: number of versions to keep, at least 1; a new version evicts the oldest.
 
         Raises:
-            ValueError: if it is none.
+            ValueError: if `versions` is below 1.
         """
         if versions < 1:
-            raise ValueError(f"versions is {versions}; a history keeps at least 1")
+            raise ValueError(f"versions must be at least 1, got {versions}")
         self._versions = versions
         self._kept: dict[WeightVersion, Weights] = {}
 
@@ -39,24 +39,24 @@ class WeightHistory(Generic[Weights]):
         return version in self._kept
 
     def keep(self, policy: Weights, version: WeightVersion) -> None:
-        """Start the copy; when this returns, the weights may be donated.
+        """Start copying weights; when this returns, they may be donated.
 
         Args:
-            policy: on devices.
-            version: steps of training behind it.
+            policy: weights on devices.
+            version: number of training steps that produced the weights.
         """
         self._kept[version] = _moved(policy, _KIND)
-        for over in sorted(self._kept)[: -self._versions]:
-            del self._kept[over]
+        for evicted in sorted(self._kept)[: -self._versions]:
+            del self._kept[evicted]
 
     def get(self, version: WeightVersion) -> Weights:
-        """Weights of a version that is kept, on the devices and in the shards that they had.
+        """Return the weights of a version, on their original devices and with their original sharding.
 
         Raises:
-            KeyError: if it is not kept.
+            KeyError: if the history does not hold the version.
         """
         if version not in self._kept:
-            raise KeyError(f"weights of version {version} are not kept; there are those of {sorted(self._kept)}")
+            raise KeyError(f"weights of version {version} are not kept; kept versions are {sorted(self._kept)}")
         return _moved(self._kept[version], None)
 
 

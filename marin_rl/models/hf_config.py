@@ -1,12 +1,12 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Hugging Face configs: reading them, converting them to levanter's, and checking that nothing is lost.
+"""Hugging Face configs: read them, convert them to levanter's, and verify that the conversion is lossless.
 
-A config.json may hold settings that levanter's model does not implement, or does not even read. Such a model would
-load, train and export without an error, and compute something other than the checkpoint. So every conversion is
-reversed and compared ([`check_same_function`][marin_rl.models.hf_config.check_same_function]), and settings that
-survive the conversion but change nothing in levanter's model are refused by name
+A config.json may hold settings that levanter's model does not implement or does not read. Such a model would load,
+train and export without an error, but compute another function than the checkpoint. Every conversion is therefore
+reversed and compared ([`check_same_function`][marin_rl.models.hf_config.check_same_function]). Settings that survive
+the conversion but have no effect in levanter's model are rejected by name
 ([`check_implemented`][marin_rl.models.hf_config.check_implemented]).
 """
 
@@ -50,11 +50,11 @@ MODEL_TYPES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
 }
-"""`model.type` in a run's config, by the `model_type` in a Hugging Face `config.json`."""
+"""`model.type` in a run's config, by `model_type` in a Hugging Face `config.json`."""
 
 _GEMMA3 = "its layers alternate between two rotary bases and between local and global attention"
 _UNSUPPORTED = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
-"""Why a well-known `model_type` cannot be loaded."""
+"""Reasons for unsupported values of `model_type` that are well known."""
 
 
 class PolicyModelError(ValueError):
@@ -62,14 +62,14 @@ class PolicyModelError(ValueError):
 
 
 def read_hf_config(checkpoint: str) -> PretrainedConfig:
-    """The Hugging Face config of a checkpoint, in the form of the installed transformers.
+    """Read the Hugging Face config of a checkpoint, in the form of the installed transformers.
 
     Configs written by transformers 5 keep the rotary settings in `rope_parameters`. Transformers 4 ignores that key
     and falls back to a base of 10000 without scaling, so it is translated to `rope_theta` and `rope_scaling`.
 
-    Keys that the config class does not declare do not take part in the forward pass of the installed transformers.
-    Checkpoints carry many of them, left by training tools, so they are only logged. If a newer transformers wrote the
-    file, though, such a key may be a setting that the installed version does not know, and it is refused.
+    Keys that the config class does not declare do not affect the forward pass of the installed transformers. Training
+    tools leave many of them in checkpoints, so they are only logged. If a newer transformers wrote the file, such a key
+    may be a new setting, and it is rejected.
 
     Args:
         checkpoint: a folder with `config.json`, or a hub name.
@@ -93,7 +93,7 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
         )
     if raw.get("auto_map"):
         raise PolicyModelError(
-            f"config.json of {checkpoint!r} names model code of its own (auto_map), which is never run; if the model "
+            f"config.json of {checkpoint!r} names custom model code (auto_map), which is never run; if the model "
             f"is a plain {model_type!r}, remove auto_map from a copy of the folder"
         )
     values = _translate_rope_parameters(raw, checkpoint)
@@ -107,10 +107,10 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
 
 
 def levanter_config(hf_config: PretrainedConfig, checkpoint: str) -> LmConfig:
-    """Levanter's config of the model that a Hugging Face config describes.
+    """Convert a Hugging Face config to levanter's model config.
 
     Raises:
-        PolicyModelError: naming each setting that levanter's model does not implement.
+        PolicyModelError: if levanter's model lacks a setting; the message names each one.
     """
     try:
         config = _convert(hf_config)
@@ -127,7 +127,7 @@ def levanter_config(hf_config: PretrainedConfig, checkpoint: str) -> LmConfig:
 
 def _convert(hf_config: PretrainedConfig) -> LmConfig:
     plain = copy.deepcopy(hf_config)
-    # Levanter reads `rope_scaling` wrongly or not at all, depending on the architecture; it is added below.
+    # Levanter ignores or misreads `rope_scaling`, depending on the architecture; it is added below.
     plain.rope_scaling = None
     scaling = canonical_rope_scaling(hf_config)
     fields = _settings_not_read(hf_config)
@@ -138,18 +138,18 @@ def _convert(hf_config: PretrainedConfig) -> LmConfig:
 
 
 def check_same_function(hf_config: PretrainedConfig, config: LmConfig, problem: str) -> None:
-    """Refuse a levanter config that computes something other than a Hugging Face config.
+    """Raise an error if a levanter config computes another function than a Hugging Face config.
 
     The levanter config is converted back, and the two are compared on every setting that the Hugging Face class
-    declares, other than those in `NOT_THE_FUNCTION`.
+    declares, except those in `NOT_THE_FUNCTION`.
 
     Args:
-        hf_config: of the checkpoint.
-        config: of the model that its weights are loaded into.
-        problem: begins the error message.
+        hf_config: config of the checkpoint.
+        config: config of the model that loads the checkpoint's weights.
+        problem: first part of the error message.
 
     Raises:
-        PolicyModelError: naming each setting that differs, with both values.
+        PolicyModelError: if settings differ; the message names each one with both values.
     """
     back = to_hf_config(config, hf_config.vocab_size)
     if type(back) is not type(hf_config):
@@ -162,10 +162,10 @@ def check_same_function(hf_config: PretrainedConfig, config: LmConfig, problem: 
 
 
 def check_implemented(hf_config: PretrainedConfig) -> None:
-    """Refuse settings that levanter's configs carry but its models ignore.
+    """Raise an error for settings that levanter's configs accept but its models ignore.
 
     Raises:
-        PolicyModelError: naming the setting, its value and the value that is implemented.
+        PolicyModelError: naming the setting, its value and the implemented value.
     """
     model_type, values = hf_config.model_type, hf_config.to_dict()
     head_size = values.get("hidden_size", 0) // (values.get("num_attention_heads") or 1)
@@ -186,7 +186,7 @@ def check_implemented(hf_config: PretrainedConfig) -> None:
 
 
 def to_hf_config(config: LmConfig, vocab_size: int) -> PretrainedConfig:
-    """The Hugging Face config that an export of this model gets.
+    """Convert a levanter model config to the Hugging Face config of its export.
 
     Raises:
         PolicyModelError: if the model has no Hugging Face form.
@@ -203,16 +203,16 @@ def to_hf_config(config: LmConfig, vocab_size: int) -> PretrainedConfig:
 
 
 def check_export(config: LmConfig) -> PretrainedConfig:
-    """Refuse a model whose export in Hugging Face format would fail, or compute something else than was trained.
+    """Raise an error for a model whose Hugging Face export would fail or compute another function.
 
     Args:
         config: the `model` section of a run.
 
     Returns:
-        The Hugging Face config of the export, without the size of the vocabulary.
+        The Hugging Face config of the export, with a placeholder for the vocabulary size.
 
     Raises:
-        PolicyModelError: naming each setting that has no Hugging Face form.
+        PolicyModelError: if settings have no Hugging Face form; the message names each one.
     """
     name = LmConfig.get_choice_name(type(config))
     rope = getattr(config, "rope", None)
@@ -266,7 +266,7 @@ def _exported_fields(config: LmConfig) -> dict[str, Any]:
 
 
 def attention_window(hf_config: PretrainedConfig) -> int | None:
-    """The most recent positions, the own included, that some layer attends to; None if all layers attend to all."""
+    """Return the width of the narrowest attention window of any layer, own position included; None without windows."""
     if hf_config.model_type in ("mistral", "mixtral"):
         return hf_config.sliding_window
     if "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
@@ -275,7 +275,7 @@ def attention_window(hf_config: PretrainedConfig) -> int | None:
 
 
 def canonical_rope_scaling(hf_config: PretrainedConfig) -> dict[str, Any] | None:
-    """`rope_scaling` with every default filled in, as transformers fills it in; None if there is no scaling.
+    """Return `rope_scaling` with transformers' defaults filled in; None if there is no scaling.
 
     Raises:
         PolicyModelError: if its type, or a key in it, is not supported.
@@ -353,7 +353,7 @@ NOT_THE_FUNCTION = frozenset(
         *_TRAINING_ONLY,
         *_OTHER_HEADS,
         *_WINDOWS,
-        # Lengths beyond it are refused by other means, and scaled rotary embeddings state the original length.
+        # Longer rows are rejected elsewhere, and scaled rotary embeddings carry the original length.
         "max_position_embeddings",
         "use_cache",
         "output_router_logits",
@@ -373,7 +373,7 @@ _SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
 
 
 def _function_settings(hf_config: PretrainedConfig) -> dict[str, Any]:
-    """The settings that change the logits, in a form in which equal values mean equal functions."""
+    """Return the settings that affect the logits, normalized so that equal functions have equal settings."""
     declared = _declared(type(hf_config)) - NOT_THE_FUNCTION
     settings = {name: getattr(hf_config, name) for name in sorted(declared) if hasattr(hf_config, name)}
     settings["tie_word_embeddings"] = hf_config.tie_word_embeddings
@@ -385,20 +385,20 @@ def _function_settings(hf_config: PretrainedConfig) -> dict[str, Any]:
     settings["sliding_window"] = attention_window(hf_config)
     settings["layer_types"] = settings["sliding_window"] and getattr(hf_config, "layer_types", None)
     if hf_config.model_type == "gemma":
-        # Transformers' Gemma reads `hidden_act` alone.
+        # Transformers' Gemma reads only `hidden_act`.
         del settings["hidden_activation"]
     if hf_config.model_type == "gpt2":
         settings["n_inner"] = hf_config.n_inner or 4 * hf_config.n_embd
     for name in _ACTIVATIONS:
         if name in settings:
-            # Levanter writes members of an enumeration of strings.
+            # Levanter writes members of a string enumeration.
             value = getattr(settings[name], "value", settings[name])
             settings[name] = _SAME_ACTIVATION.get(value, value)
     return settings
 
 
 def _settings_not_read(hf_config: PretrainedConfig) -> dict[str, Any]:
-    """Fields of levanter's config that its conversion leaves at their default, or sets to a dropout rate."""
+    """Return levanter fields that its conversion does not set, or sets to a dropout rate."""
     match hf_config.model_type:
         case "gemma2":
             names = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
@@ -456,7 +456,7 @@ _NULLABLE = (
 
 
 def _check_values(values: Mapping[str, Any], checkpoint: str) -> None:
-    """Refuse settings of the wrong type, and sizes that are not positive; transformers accepts both."""
+    """Raise an error for settings of the wrong type and for sizes that are not positive; transformers accepts both."""
     kinds: dict[str, tuple[Callable[[Any], bool], str]] = {
         **dict.fromkeys(_SIZES, (lambda value: type(value) is int and value > 0, "a positive integer")),
         **dict.fromkeys(_NUMBERS, (_is_positive, "a positive number")),
@@ -488,7 +488,7 @@ def _is_positive(value: object) -> bool:
 
 
 def _translate_rope_parameters(raw: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:
-    """The config with `rope_parameters` of transformers 5, if any, as `rope_theta` and `rope_scaling`."""
+    """Translate `rope_parameters` of transformers 5, if any, to `rope_theta` and `rope_scaling`."""
     values = dict(raw)
     parameters = values.pop("rope_parameters", None)
     if parameters is None:
@@ -516,7 +516,7 @@ def _declared(hf_class: type[PretrainedConfig]) -> set[str]:
 
 
 def _check_undeclared(values: Mapping[str, Any], hf_class: type[PretrainedConfig], checkpoint: str) -> None:
-    # Read by transformers' models of every architecture, although not every config class declares them.
+    # Transformers reads these for every architecture, although not every config class declares them.
     read_anyway = {"rope_scaling", "partial_rotary_factor", "head_dim", "model_type", "dtype", "torch_dtype"}
     known = _declared(hf_class) | read_anyway | PretrainedConfig().to_dict().keys()
     known |= hf_class.attribute_map.keys()
@@ -530,8 +530,8 @@ def _check_undeclared(values: Mapping[str, Any], hf_class: type[PretrainedConfig
     if _is_newer(written_by):
         raise PolicyModelError(
             f"config.json of {checkpoint!r}, written by transformers {written_by}, has settings that transformers "
-            f"{transformers.__version__} does not know: {listing}. They may change the model; if you know that they do "
-            "not, remove them from a copy of the folder"
+            f"{transformers.__version__} does not support: {listing}. They may change the model; if you are sure that "
+            "they do not, remove them from a copy of the folder"
         )
     logger.warning("config.json of %r has settings that transformers does not use: %s", checkpoint, listing)
 
@@ -544,5 +544,5 @@ def _is_newer(written_by: object) -> bool:
 
 
 def _message(error: BaseException) -> str:
-    """The first line of an error, or its type if it has no text."""
+    """Return the first line of an error message, or the error's type if it has no text."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__

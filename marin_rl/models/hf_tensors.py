@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Names and shapes of the tensors in a Hugging Face checkpoint, compared with those that a model takes."""
+"""Compares names and shapes of the tensors in a Hugging Face checkpoint with those of a model."""
 
 import json
 from collections.abc import Mapping
@@ -17,42 +17,42 @@ from transformers.utils.hub import cached_file
 from marin_rl.models.hf_config import PolicyModelError
 
 BASE_PREFIX = "transformer"
-"""Begins the names in checkpoints of GPT-2 that were saved with their head; other architectures have none."""
+"""Prefix of tensor names in GPT-2 checkpoints that were saved with their head; other architectures have none."""
 
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Ends of the names of constants that older transformers saved along with the weights."""
+"""Suffixes of constants that older versions of transformers saved with the weights."""
 _WEIGHT_TYPES = ("BF16", "F16", "F32", "F64")
 _MOST_NAMED = 5
 
 
 def check_tensors(checkpoint: str, model: LmHeadModel) -> None:
-    """Refuse a checkpoint whose tensors are not exactly those of a model; only file headers are read.
+    """Raise an error unless a checkpoint's tensors match a model's exactly; reads only file headers.
 
-    A tensor that the model does not take (a bias, a normalization, an adapter) changes what the checkpoint computes,
-    and would be dropped without an error. With tied embeddings `lm_head.weight` may be in the files or not, as in
-    transformers; it is not used.
+    A tensor that the model does not use (a bias, a normalization, an adapter) changes the checkpoint's function, and
+    would be dropped without an error. With tied embeddings `lm_head.weight` is optional and unused, as in
+    transformers.
 
     Args:
         checkpoint: a folder with safetensors files, or a hub name.
         model: the model, or its shapes.
 
     Raises:
-        PolicyModelError: naming the tensors that are missing, not used, or of another shape, or the file that is
-            missing or damaged.
+        PolicyModelError: if tensors are missing, unused or of another shape, or a file is missing or damaged; the
+            message names them.
     """
-    found = read_tensor_shapes(checkpoint)
+    shapes = read_tensor_shapes(checkpoint)
     expected = tensor_shapes(model)
     tied = {"lm_head.weight"} - expected.keys()
-    unused = [name for name in found if name not in expected | dict.fromkeys(tied) and not name.endswith(_BUFFERS)]
+    unused = [name for name in shapes if name not in expected | dict.fromkeys(tied) and not name.endswith(_BUFFERS)]
     misshapen = [
-        f"{name} {found[name]}, not {shape}"
+        f"{name} {shapes[name]}, not {shape}"
         for name, shape in expected.items()
-        if name in found and found[name] != shape
+        if name in shapes and shapes[name] != shape
     ]
     problems = [
         f"{problem} {_listing(names)}"
         for problem, names in {
-            "the files lack": [name for name in expected if name not in found],
+            "the files lack": [name for name in expected if name not in shapes],
             "the model does not use": unused,
             "of another shape than in the model are": misshapen,
         }.items()
@@ -66,7 +66,7 @@ def check_tensors(checkpoint: str, model: LmHeadModel) -> None:
 
 
 def tensor_shapes(model: LmHeadModel) -> dict[str, tuple[int, ...]]:
-    """Shapes of a model's tensors under their Hugging Face names."""
+    """Return the shapes of a model's tensors by their Hugging Face names."""
 
     def export(model: LmHeadModel) -> dict:
         return to_state_dict(flatten_modules_for_export(eqx.filter(model, eqx.is_array)))
@@ -75,7 +75,7 @@ def tensor_shapes(model: LmHeadModel) -> dict[str, tuple[int, ...]]:
 
 
 def read_tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors in a checkpoint's safetensors files, without the prefix of GPT-2.
+    """Read the shapes of the tensors in a checkpoint's safetensors files; drops the prefix of GPT-2's names.
 
     Raises:
         PolicyModelError: if a file is missing or damaged, or in PyTorch's pickle format, or a tensor does not hold
@@ -121,7 +121,7 @@ def _refuse_pickled(checkpoint: str) -> None:
         if (folder / name).exists():
             raise PolicyModelError(
                 f"the weights in {checkpoint!r} are in {name}, PyTorch's pickle format, which is not read; convert "
-                "them to safetensors where torch is installed: "
+                "them to safetensors on a machine with torch: "
                 f"AutoModelForCausalLM.from_pretrained({checkpoint!r}).save_pretrained(NEW_FOLDER)"
             )
 

@@ -25,11 +25,11 @@ class Qwen2Config(LlamaConfig):
     """
 
     def attention_config(self) -> AttentionConfig:
-        """Llama's, with biases on the query, key and value projections and none on the output projection."""
+        """Return Llama's configuration with biases on the query, key and value projections but not on the output."""
         return dataclasses.replace(LlamaConfig.attention_config(self), use_bias=True, use_output_bias=False)
 
     def hf_checkpoint_converter(self, ref_checkpoint: str | None = None) -> HFCheckpointConverter:
-        """Levanter's converter between this architecture and its Hugging Face format."""
+        """Return levanter's converter between this architecture and its Hugging Face format."""
         reference = self.reference_checkpoint if ref_checkpoint is None else ref_checkpoint
         return HFCheckpointConverter(
             type(self), reference_checkpoint=reference, tokenizer=self.tokenizer, HfConfigClass=HfQwen2Config
@@ -37,14 +37,14 @@ class Qwen2Config(LlamaConfig):
 
     @classmethod
     def from_hf_config(cls, hf_config: PretrainedConfig) -> "Qwen2Config":
-        """Build it from a Hugging Face config."""
+        """Build the configuration from a Hugging Face config."""
         llama = LlamaConfig.from_hf_config(hf_config)
         return cls(**{field.name: getattr(llama, field.name) for field in dataclasses.fields(llama)})
 
     def to_hf_config(  # pyrefly: ignore[bad-override]
         self, vocab_size: int, config_overrides: dict[str, Any] | None = None
     ) -> HfQwen2Config:
-        """The Hugging Face config of this architecture.
+        """Return the Hugging Face config of this architecture.
 
         Raises:
             ValueError: if a setting has no Hugging Face form.

@@ -3,8 +3,8 @@
 
 """Linear and YaRN scaling of rotary position embeddings, equal to those of transformers.
 
-Levanter registers types `linear` and `yarn` of its own. Its `linear` has no Hugging Face form. Its `yarn` divides the
-positions by the factor in addition to the frequencies, and takes the square root of the attention factor.
+Levanter also registers `linear` and `yarn`. Its `linear` has no Hugging Face form. Its `yarn` divides the positions by
+the factor in addition to the frequencies, and takes the square root of the attention factor.
 """
 
 import math
@@ -23,16 +23,16 @@ from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, RotaryEmbeddin
 @RotaryEmbeddingsConfig.register_subclass("hf_linear")
 @dataclass(frozen=True)
 class LinearRotaryConfig(DefaultRotaryEmbeddingsConfig):
-    """Rotary embeddings whose frequencies are divided by `factor` (position interpolation, arXiv:2306.15595)."""
+    """Rotary embeddings with frequencies divided by `factor` (position interpolation, arXiv:2306.15595)."""
 
     @classmethod
     def make_from_hf_config(cls, rope_theta: float, config: Mapping[str, Any]) -> "LinearRotaryConfig":
-        """Build it from `rope_theta` and `rope_scaling` of a Hugging Face config."""
+        """Build the configuration from `rope_theta` and `rope_scaling` of a Hugging Face config."""
         return cls(theta=rope_theta, factor=config["factor"])
 
     def to_hf_config(self) -> tuple[float, dict[str, Any] | None]:
-        """`rope_theta` and `rope_scaling` of a Hugging Face config."""
-        # The older name of `rope_type`, which every config class accepts; that of OLMo 2 accepts no other.
+        """Return `rope_theta` and `rope_scaling` of a Hugging Face config."""
+        # `type` is the older name of `rope_type`; every config class accepts it, and OLMo 2's accepts no other.
         return float(self.theta), {"type": "linear", "factor": self.factor}
 
 
@@ -41,9 +41,9 @@ class LinearRotaryConfig(DefaultRotaryEmbeddingsConfig):
 class YarnRotaryConfig(RotaryEmbeddingsConfig):
     """Rotary embeddings with YaRN scaling (arXiv:2309.00071), as in transformers.
 
-    Dimensions that make more than `beta_fast` rotations over the original context keep their frequency; those that
-    make fewer than `beta_slow` have it divided by `factor`; a linear ramp lies between. Queries and keys are multiplied
-    by the attention factor.
+    Dimensions that make more than `beta_fast` rotations over the original context keep their frequency. Dimensions
+    that make fewer than `beta_slow` have it divided by `factor`. In between, the divisor follows a linear ramp. Queries
+    and keys are multiplied by the attention factor.
     """
 
     theta: float = 10000.0
@@ -67,20 +67,20 @@ class YarnRotaryConfig(RotaryEmbeddingsConfig):
 
     @property
     def scale(self) -> float:
-        """The attention factor in use."""
+        """The effective attention factor."""
         return yarn_attention_factor(self.factor) if self.attention_factor is None else self.attention_factor
 
     def build(self, HeadSize: Axis) -> "YarnRotary":
-        """The rotary embedding for heads of this size."""
+        """Build the rotary embedding for heads of this size."""
         return YarnRotary(HeadSize, self)
 
     @classmethod
     def make_from_hf_config(cls, rope_theta: float, config: Mapping[str, Any]) -> "YarnRotaryConfig":
-        """Build it from `rope_theta` and a complete `rope_scaling`, as `canonical_rope_scaling` returns it."""
+        """Build the configuration from `rope_theta` and a complete `rope_scaling` from `canonical_rope_scaling`."""
         return cls(theta=rope_theta, **{name: value for name, value in config.items() if name != "rope_type"})
 
     def to_hf_config(self) -> tuple[float, dict[str, Any]]:
-        """`rope_theta` and `rope_scaling` of a Hugging Face config."""
+        """Return `rope_theta` and `rope_scaling` of a Hugging Face config."""
         return float(self.theta), {
             "rope_type": "yarn",
             "factor": self.factor,
@@ -92,7 +92,7 @@ class YarnRotaryConfig(RotaryEmbeddingsConfig):
         }
 
     def inverse_frequencies(self, head_size: int) -> np.ndarray:
-        """Radians per position, `[head_size / 2]`, float32."""
+        """Return radians per position, `[head_size / 2]`, float32."""
         frequencies = self.theta ** (-np.arange(0, head_size, 2) / head_size)
         low = self._ramp_end(self.beta_fast, head_size)
         high = self._ramp_end(self.beta_slow, head_size)
@@ -128,7 +128,7 @@ class YarnRotary(RotaryEmbeddings):
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """YaRN's attention factor where a config does not state it.
+    """Compute YaRN's attention factor for a config that does not set it.
 
     Args:
         factor: ratio of the extended context to the original one.

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Architectures that train, and those of them that the built-in sampler can sample."""
+"""Supported architectures, for training and for sampling with the built-in sampler."""
 
 from levanter.models.lm_model import LmConfig
 
@@ -10,22 +10,22 @@ from marin_rl.models.hf_config import MODEL_TYPES, PolicyModelError, attention_w
 TRAINED = tuple(MODEL_TYPES.values())
 """Values of `model.type` that can be trained, imported and exported."""
 SAMPLED = ("llama", "qwen2", "qwen3")
-"""Values of `model.type` that the built-in sampler (`sampler: {type: levanter}`) can sample."""
+"""Values of `model.type` that the built-in sampler (`sampler: {type: levanter}`) supports."""
 _DROPOUT = ("embed_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout")
 _SIZES = ("hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads")
-"""Fields of the `model` section that count something."""
+"""Fields of the `model` section that are sizes, at least 1."""
 
 
 def check_model(config: LmConfig, *, built_in_sampler: bool, max_length: int) -> None:
-    """Refuse a model that a run could not sample, train and export exactly.
+    """Raise an error for a model that the run cannot sample, train and export exactly.
 
     Args:
         config: the `model` section of a run.
-        built_in_sampler: whether the run samples in its own processes, instead of a server.
-        max_length: most tokens in a sequence.
+        built_in_sampler: whether the run samples in its own processes instead of on a server.
+        max_length: longest sequence, in tokens.
 
     Raises:
-        PolicyModelError: naming the setting and the remedy.
+        PolicyModelError: if a setting is unsupported; the message names the setting and the remedy.
     """
     name = LmConfig.get_choice_name(type(config))
     if name not in TRAINED:

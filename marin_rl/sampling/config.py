@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a user says about sampling: how it is done, and by which engine."""
+"""Configuration of sampling and of the sampler."""
 
 import dataclasses
 import math
@@ -12,34 +12,32 @@ import draccus
 from marin_rl.retry import RetryConfig
 
 _DEFAULT_PREFILL_TOKENS = 4096
-"""Cap on the default of `max_prefill_tokens`: the engine makes logits for every one of them."""
+"""Cap on the default of `max_prefill_tokens`: the engine computes logits for every prefill token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """How training data is sampled, and how large the engine is."""
+    """Sampling settings of the training data, and sizes of the engine."""
 
     max_new_tokens: int = 64
-    """Most tokens that any request may ask for, the stop token included. At least 1."""
+    """Maximum number of new tokens per request, the stop token included. At least 1."""
     temperature: float = 1.0
-    """Temperature of the training samples, above 0."""
+    """Temperature of training samples, above 0."""
     top_p: float = 1.0
-    """1.0, which is no truncation, and nothing else: every objective is made of log-ratios of the whole
-    distribution."""
+    """Must be 1.0 (no truncation): the log-ratios in every objective need the full distribution."""
     top_k: int | None = None
-    """null, which is no truncation, and nothing else; as `top_p`."""
+    """Must be null (no truncation), like `top_p`."""
     max_seqs: int = 64
-    """Sequences that are decoded together. The KV cache holds `max_seqs` times the maximal context, and
-    every round costs as much as a full one; more requests than this are answered in several rounds."""
+    """Number of sequences that are decoded together. The KV cache holds `max_seqs` times the maximum context. Every
+    decode step costs as much as a full one; additional requests wait for free slots."""
     page_size: int = 16
-    """Tokens in a page of the KV cache. 128 on TPU; elsewhere small pages keep short contexts cheap."""
+    """Tokens per page of the KV cache. Use 128 on TPU; on other devices small pages make short contexts cheaper."""
     max_prefill_tokens: int | None = None
-    """Prompt tokens that are read together; the engine always pays for this many. At least the maximal
-    context. By default as many as `max_seqs` prompts that leave room for `max_new_tokens` can have, at
-    most 4096."""
+    """Number of prompt tokens that are processed together; every prefill costs as much as a full one. At least the
+    maximum context. By default enough for `max_seqs` prompts that leave room for `max_new_tokens`, at most 4096."""
     kv_cache_dtype: str = "float32"
-    """Floating-point type of the KV cache. float32 makes log-probabilities agree with the learner's to
-    float32 rounding (a mean of 1e-7 to 1e-5, by model), bfloat16 to about 1e-2 at half the memory."""
+    """Floating-point type of the KV cache. With float32, log-probabilities agree with the learner's to float32
+    rounding (a mean of 1e-7 to 1e-5, depending on the model); with bfloat16 to about 1e-2, at half the memory."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_seqs", "page_size"):
@@ -51,14 +49,14 @@ class SamplingConfig:
             if getattr(self, name) != neutral:
                 raise ValueError(
                     f"sampling.{name} is {getattr(self, name)}, but truncated sampling leaves out part of the "
-                    "distribution, which biases every log-ratio of the objectives, and the sampler has no truncation; "
+                    "distribution, which biases every log-ratio of the objectives, so the sampler does not support it; "
                     f"set sampling.{name}: {written} and change sampling.temperature instead"
                 )
         if self.kv_cache_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"sampling.kv_cache_dtype is {self.kv_cache_dtype!r}; use float32 or bfloat16")
 
     def prefill_tokens(self, max_context: int) -> int:
-        """Prompt tokens read together, for a model whose context holds `max_context` tokens.
+        """Return the number of prompt tokens per prefill for a context of `max_context` tokens.
 
         Raises:
             ValueError: if the longest prompt would not fit.
@@ -79,29 +77,29 @@ class SamplingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig(draccus.ChoiceRegistry):
-    """Chooses an engine by `type`."""
+    """Sampler selected by `type`."""
 
 
 @SamplerConfig.register_subclass("levanter")
 @dataclasses.dataclass(frozen=True)
 class LevanterSamplerConfig(SamplerConfig):
-    """Levanter's engine, in this process and on the learner's own arrays."""
+    """Levanter's engine, in this process and on the learner's arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReloadConfig:
-    """How an engine outside gets new weights: they are written into a folder, and a function of one's own is called."""
+    """Reload of weights by an external server: weights are written to a folder and a user function is called."""
 
     folder: str
-    """Folder that the engine reads, for this run alone. Version 7 is written to `version-7` in it, in Hugging Face
-    format: complete, or not there."""
+    """Folder that the server reads, dedicated to this run. Version 7 is written atomically to `version-7` in it, in
+    Hugging Face format."""
     path: str
-    """The Python file that has the function; relative paths start at the working directory."""
+    """Python file with the function; relative paths are relative to the working directory."""
     function: str
-    """Its name. It takes the folder of the weights (a `pathlib.Path`), their version and `base_url`, has the engine
-    load them, and returns when the engine has; an error that it raises ends the run."""
+    """Name of the function. Its arguments are the folder of the weights (a `pathlib.Path`), their version and
+    `base_url`. It makes the server load the weights and returns when they are loaded. An error ends the run."""
     keep: int = 2
-    """Newest versions that stay in the folder; at least 1."""
+    """Number of newest versions to keep in the folder; at least 1."""
 
     def __post_init__(self) -> None:
         if not self.folder:
@@ -113,20 +111,21 @@ class ReloadConfig:
 @SamplerConfig.register_subclass("openai")
 @dataclasses.dataclass(frozen=True)
 class OpenAiSamplerConfig(SamplerConfig):
-    """A server that speaks OpenAI's completions protocol, and answers with token ids and log-probs, as vLLM does."""
+    """A server with OpenAI's completions protocol that returns token ids and log-probs, such as vLLM."""
 
     base_url: str
-    """Where the server is, `/completions` left out: `http://localhost:8000/v1`."""
+    """Address of the server without `/completions`, such as `http://localhost:8000/v1`."""
     model: str
-    """The model's name there."""
+    """Name of the model on the server."""
     reload: ReloadConfig
-    """How the server gets new weights."""
+    """How the server loads new weights."""
     api_key_env: str | None = None
-    """Environment variable that holds the key, sent as a bearer token; null for a server without keys."""
+    """Environment variable with the API key, sent as a bearer token; null for a server without keys."""
     timeout: float = 600.0
-    """Seconds that the server may stay silent in one request, which is the time of the longest answer; above 0."""
+    """Seconds without data from the server before a request fails, above 0. It must exceed the time of the longest
+    generation."""
     retry: RetryConfig = RetryConfig()
-    """How long to go on when the server does not answer, or says that it cannot now."""
+    """Retries when the server does not respond, or responds that it is temporarily unavailable."""
 
     def __post_init__(self) -> None:
         address = urllib.parse.urlsplit(self.base_url)
@@ -136,13 +135,13 @@ class OpenAiSamplerConfig(SamplerConfig):
             )
         if address.username is not None or address.password is not None:
             raise ValueError(
-                "sampler.base_url holds a user or a password, which would stand in the run's files; "
+                "sampler.base_url holds a user or a password, which would be written to the run's files; "
                 "name the environment variable that holds the key in sampler.api_key_env"
             )
         if not self.model:
-            raise ValueError("sampler.model is empty; give the name under which the server knows the model")
+            raise ValueError("sampler.model is empty; give the name of the model on the server")
         if not (self.timeout > 0 and math.isfinite(self.timeout)):
-            raise ValueError(f"sampler.timeout is {self.timeout}; it is a number of seconds above 0")
+            raise ValueError(f"sampler.timeout is {self.timeout}; it must be a finite number of seconds above 0")
 
 
 def _has_good_port(address: urllib.parse.SplitResult) -> bool:

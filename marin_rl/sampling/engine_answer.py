@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a call of levanter's engine answered: checked, and with the weights that sampled it."""
+"""Validated outputs of levanter's engine, with the versions of the weights that sampled them."""
 
 import itertools
 from collections.abc import Collection, Sequence
@@ -15,42 +15,42 @@ from marin_rl.types import Generation, StopReason, WeightVersion
 
 
 class Swap(NamedTuple):
-    """Newer weights that came while sequences were being decoded."""
+    """An update of the weights during decoding."""
 
     version: WeightVersion
     lengths: list[int]
-    """Tokens that each sequence had by then."""
+    """Length of each sequence, in tokens, at the time of the update."""
 
 
 class EngineAnswer(NamedTuple):
-    """What a call of the engine gave."""
+    """Output of one call of the engine."""
 
     result: GenerationResult
     first_version: WeightVersion
-    """Of the weights that read the prompts, and so sampled every first token."""
+    """Version of the weights that processed the prompts and sampled every first token."""
     swaps: Sequence[Swap]
-    """In the order in which they came."""
+    """Weight updates in order."""
 
     def last_version(self, index: int) -> WeightVersion:
-        """Of the weights that sampled the last token of a sequence."""
+        """Return the version of the weights that sampled the last token of a sequence."""
         length = len(self.result.tokens[index])
-        behind = [swap.version for swap in self.swaps if swap.lengths[index] < length]
-        return behind[-1] if behind else self.first_version
+        versions = [swap.version for swap in self.swaps if swap.lengths[index] < length]
+        return versions[-1] if versions else self.first_version
 
 
 def read_answer(
     answer: EngineAnswer, first: int, allowed: Sequence[int], stop_ids: Collection[int]
 ) -> list[Generation]:
-    """The sequences of an answer as generations, checked.
+    """Convert the engine's output to generations, and validate them.
 
     Args:
-        answer: what the engine gave.
-        first: number of its first request among all that were asked; named in errors.
-        allowed: most tokens of each sequence.
-        stop_ids: each of them alone ends a sequence.
+        answer: output of the engine.
+        first: index of its first request among all requests, for error messages.
+        allowed: maximum number of new tokens of each sequence.
+        stop_ids: tokens that end a sequence.
 
     Raises:
-        SamplerError: if a sequence is incomplete, or a log-probability is none.
+        SamplerError: if a sequence is incomplete, or a log-probability is not finite or above 0.
     """
     result = answer.result
     if result.logprobs is None:
@@ -61,8 +61,8 @@ def read_answer(
         stopped = bool(tokens) and tokens[-1] in stop_ids
         if not (stopped and len(tokens) <= allowed[offset]) and len(tokens) != allowed[offset]:
             raise SamplerError(
-                f"request {first + offset}: the engine returned {len(tokens)} tokens that end in no stop token, "
-                f"where {allowed[offset]} were allowed; it dropped or cut the request"
+                f"request {first + offset}: the engine returned {len(tokens)} tokens without a final stop token, "
+                f"of {allowed[offset]} allowed; it dropped or cut the request"
             )
         generations.append(
             Generation(
@@ -78,13 +78,13 @@ def read_answer(
 
 def _check_logprobs(logprobs: Sequence[Sequence[float]], first: int) -> None:
     flat = np.fromiter(itertools.chain.from_iterable(logprobs), dtype=np.float64)
-    good = flat <= LOGPROB_ROUNDING
-    good &= flat > -np.inf
-    if good.all():
+    valid = flat <= LOGPROB_ROUNDING
+    valid &= flat > -np.inf
+    if valid.all():
         return
     owners = np.repeat(np.arange(len(logprobs)), [len(values) for values in logprobs])
-    bad = int(np.argmin(good))
+    invalid = int(np.argmin(valid))
     raise SamplerError(
-        f"request {first + int(owners[bad])}: the engine returned log-probability {flat[bad]}; it must be finite and "
-        "at most 0. Check the weights for NaN"
+        f"request {first + int(owners[invalid])}: the engine returned log-probability {flat[invalid]}; it must be "
+        "finite and at most 0. Check the weights for NaN"
     )

@@ -1,12 +1,12 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A sampler on levanter's inference engine, in the learner's process and on the learner's own arrays.
+"""A sampler on levanter's inference engine, in the learner's process and on the learner's arrays.
 
-The engine is fast but has sharp edges: it answers short without an error when it is asked for too
-much, gives clones of a long prompt a wrong cache, and cannot be used again after `reset` or after
-an exception. [`LevanterSampler`][marin_rl.sampling.levanter_sampler.LevanterSampler] keeps every
-call inside what works, and checks every answer all the same.
+The engine has undocumented limits: it returns short generations without an error if a call exceeds its sizes, gives
+clones of a long prompt a wrong cache, and cannot be reused after `reset` or after an exception.
+[`LevanterSampler`][marin_rl.sampling.levanter_sampler.LevanterSampler] keeps every call within these limits, and
+validates every output.
 """
 
 import logging
@@ -31,12 +31,12 @@ from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.weight_poll import WeightPoll
 from marin_rl.types import Generation, WeightVersion
 
-# The engine writes a line with every slot's number at each call.
+# The engine logs the ids of all slots at each call.
 logging.getLogger("levanter.inference.engine").setLevel(logging.WARNING)
 
 
 class _DecodeParams(NamedTuple):
-    """What the engine reads of a `SeqDecodingParams`, without the cost of 512 equinox modules a call."""
+    """The fields of `SeqDecodingParams` that the engine reads, without creating 512 equinox modules per call."""
 
     max_num_tokens: int
     stop_tokens: NamedArray | None
@@ -47,8 +47,8 @@ class _DecodeParams(NamedTuple):
 class LevanterSampler:
     """Continues prompts with levanter's paged, batched inference engine.
 
-    Generations are equal to the bit for equal requests, weights and `SamplingConfig`, whatever was
-    sampled before. Call it inside the mesh and axis-mapping contexts that the model was made in.
+    Equal requests, weights and `SamplingConfig` give bit-identical generations, independent of earlier calls. Call it
+    within the mesh and axis-mapping contexts in which the model was created.
     """
 
     def __init__(
@@ -61,23 +61,23 @@ class LevanterSampler:
         version: WeightVersion = 0,
         weight_poll: WeightPoll | None = None,
     ) -> None:
-        """Make the engine and its KV cache; nothing is compiled yet.
+        """Create the engine and its KV cache, without compiling.
 
         Args:
-            model: weights to start with. They are shared, not copied: after the learner donates
-                them, call `update_weights` before the next `sample`.
-            config: sizes.
-            stop_token_ids: each of them alone ends a generation. May be empty.
-            max_context: most tokens of prompt and answer together, at least 2.
-            version: steps of training behind `model`.
-            weight_poll: when newer weights may come while sequences are being decoded; None for never. Without newer
-                weights, generations are the same.
+            model: initial weights. They are shared, not copied: after the learner donates them, call `update_weights`
+                before the next `sample`.
+            config: sizes of the engine.
+            stop_token_ids: tokens that end a generation. May be empty.
+            max_context: maximum number of prompt and new tokens of a sequence, at least 2.
+            version: number of training steps that produced `model`.
+            weight_poll: polls for newer weights during decoding; None disables polling. Polling without newer weights
+                does not change generations.
 
         Raises:
-            ValueError: if the sizes contradict one another.
+            ValueError: if the sizes are inconsistent.
         """
         if max_context < 2:
-            raise ValueError(f"max_context is {max_context}; a prompt token and a new one need at least 2")
+            raise ValueError(f"max_context is {max_context}; it must be at least 2, one prompt token and one new token")
         stop_ids = sorted(set(stop_token_ids))
         vocab_size = model.Vocab.size
         if stop_ids and not 0 <= stop_ids[0] <= stop_ids[-1] < vocab_size:
@@ -87,7 +87,7 @@ class LevanterSampler:
         self._max_context = max_context
         self._stop_ids = frozenset(stop_ids)
         self._stop_tokens = _stop_sequences(stop_ids)
-        self._looks = weight_poll
+        self._weight_poll = weight_poll
         self._engine_config = _engine_config(config, max_context, len(stop_ids), weight_poll)
         self._model = _for_this_backend(model)
         self._version = version
@@ -95,33 +95,33 @@ class LevanterSampler:
 
     @property
     def version(self) -> WeightVersion:
-        """Version of the weights that the next call samples from."""
+        """Version of the weights that the next call uses."""
         return self._version
 
     @property
     def batch_size(self) -> int:
-        """Sequences that are decoded together."""
+        """Number of sequences that are decoded together."""
         return self._config.max_seqs
 
     def update_weights(self, model: LmHeadModel, version: WeightVersion) -> None:
-        """Sample from `model` from now on; nothing is copied and nothing is compiled.
+        """Replace the weights, without copying or compiling.
 
-        Called from a look, in the middle of sequences, it leaves their KV cache as the former weights made it, as
-        PipelineRL does (Piché et al. 2025). The log-probabilities are those of the distribution that each token was
-        really sampled from: of these weights over that cache.
+        If the weight poll calls this during decoding, the KV cache keeps the entries of the former weights, as in
+        PipelineRL (Piché et al. 2025). The recorded log-probabilities are those of the distribution that each token
+        was sampled from: the new weights over that cache.
 
         Args:
             model: same structure, shapes and dtypes as before.
-            version: steps of training behind it.
+            version: number of training steps that produced it.
 
         Raises:
-            ValueError: if the model has another structure, or a shape or dtype differs.
+            ValueError: if the structure, a shape or a dtype differs.
         """
         model = _for_this_backend(model)
         if _signature(model) != _signature(self._model):
             raise ValueError(
                 f"update_weights to version {version}: the model's structure, shapes or dtypes differ from those "
-                "that the sampler was made with; make a new LevanterSampler for it"
+                "of the sampler's; create a new LevanterSampler for it"
             )
         self._model = model
         self._version = version
@@ -129,22 +129,22 @@ class LevanterSampler:
             self._engine.model = model
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
-        """Continue every prompt; the answers come in the order of the requests.
+        """Continue every prompt; generations are in the order of the requests.
 
         Raises:
-            PromptTooLongError: if a prompt leaves no room for a single new token; nothing was sampled.
+            PromptTooLongError: if a prompt leaves no room for a new token; nothing was sampled.
             ValueError: if a request is malformed; nothing was sampled.
-            SamplerError: if the engine returned an incomplete answer or a log-probability that is
-                none (the weights may hold NaN).
+            SamplerError: if the engine returned an incomplete generation or an invalid log-probability (the weights
+                may contain NaN).
         """
         allowed = [self._allowed_tokens(index, request) for index, request in enumerate(requests)]
         generations: list[Generation] = []
         for start, stop in self._chunks(requests):
-            if self._looks is not None:
-                self._looks.look()
+            if self._weight_poll is not None:
+                self._weight_poll.poll()
             engine = self._engine or self._build_engine()
-            # Whatever raises below, an interrupt included, may leave donated buffers, held slots or NaN in the
-            # cache behind: the engine is then dropped, and the next call makes another (its programs stay compiled).
+            # An exception below, including KeyboardInterrupt, may leave donated buffers, occupied slots or NaN in the
+            # cache. The engine is then dropped, and the next call creates a new one (compiled programs are reused).
             self._engine = None
             answer = self._generate(engine, requests[start:stop], allowed[start:stop])
             generations += read_answer(answer, start, allowed[start:stop], self._stop_ids)
@@ -164,10 +164,10 @@ class LevanterSampler:
         )
 
     def _chunks(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[int, int]]:
-        """Spans of requests that the engine can take with one prefill and without queueing.
+        """Yield spans of requests that fit one prefill without queueing.
 
-        The engine reads prompts once per call of its decode loop, and gives up on what is still
-        queued after `max_seq_len` rounds. So nothing is ever left to its queue.
+        The engine processes prompts once per call of its decode loop, and drops requests that are still queued after
+        `max_seq_len` rounds. So its queue must stay empty.
         """
         start, tokens = 0, 0
         for index, request in enumerate(requests):
@@ -182,17 +182,17 @@ class LevanterSampler:
     def _generate(
         self, engine: InferenceEngine, requests: Sequence[SampleRequest], allowed: Sequence[int]
     ) -> EngineAnswer:
-        # The engine takes slots from the end and gives them back in the order in which sequences end.
-        # Request i always gets slot i, so that no earlier call can show in a result.
+        # The engine takes slots from the end of the list and returns them in the order in which sequences end.
+        # Sorting gives request i always slot i, so that earlier calls cannot affect a result.
         engine.free_slots.sort(reverse=True)
         seeds = np.array([request.seed for request in requests], dtype=np.uint64)
         keys = np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32)
         first_version, swaps = self._version, list[Swap]()
 
-        def look(iteration: int) -> None:
+        def poll_weights(iteration: int) -> None:
             before = self._version
-            if self._looks is not None:
-                self._looks.look()
+            if self._weight_poll is not None:
+                self._weight_poll.poll()
             if self._version != before:
                 engine.model = self._model
                 lengths = [len(engine.results[index][0].token_list) for index in range(len(requests))]
@@ -203,7 +203,7 @@ class LevanterSampler:
                 Request(
                     prompt_tokens=list(request.prompt_tokens),
                     request_id=index,
-                    # The engine counts the prompt among the tokens that it limits.
+                    # The engine's limit includes the prompt.
                     decode_params=cast(
                         SeqDecodingParams,
                         _DecodeParams(
@@ -213,18 +213,18 @@ class LevanterSampler:
                             key=keys[index],
                         ),
                     ),
-                    # More than one would clone the prompt's cache, wrongly if it is longer than a page.
+                    # With more than one, the engine clones the prompt's cache, incorrectly for prompts over a page.
                     n_generations=1,
                 )
                 for index, request in enumerate(requests)
             ],
-            step_callback=look,
+            step_callback=poll_weights,
         )
         return EngineAnswer(result, first_version, swaps)
 
 
 def _stop_sequences(stop_ids: Sequence[int]) -> NamedArray | None:
-    """One stop sequence of one token each: as one sequence, all would have to follow one another."""
+    """Return stop sequences of one token each; a single sequence would require all tokens in a row."""
     if not stop_ids:
         return None
     return NamedArray(
@@ -241,18 +241,18 @@ def _engine_config(
     return InferenceEngineConfig(
         max_seq_len=max_context,
         page_size=config.page_size,
-        # Every slot can reach the full context; without a number the engine would ask the device for
-        # its free memory, which a CPU does not tell.
+        # Every slot can hold the full context. Without an explicit number the engine queries the device's free memory,
+        # which is not available on CPU.
         max_pages=config.max_seqs * pages_per_seq,
         max_seqs=config.max_seqs,
         max_tokens_per_round=config.max_seqs,
         max_queued_tokens=config.max_seqs,
-        # All prompts of a call are read at once, and its first token comes with that ...
+        # All prompts of a call are processed in one prefill, which also samples the first token ...
         max_seqs_in_prefill=config.max_seqs,
         max_prefill_size=config.prefill_tokens(max_context),
-        # ... so that one call of the decode loop (which ends early when all have ended) does the rest, or as many as
-        # it takes with looks in between.
-        max_rounds=max_rounds if weight_poll is None else min(weight_poll.rounds, max_rounds),
+        # ... so that one call of the decode loop (which ends early when all sequences have ended) does the rest, or
+        # as many decode steps as fit between two weight polls.
+        max_rounds=max_rounds if weight_poll is None else min(weight_poll.decode_steps, max_rounds),
         max_stop_seqs=num_stop_ids,
         max_stop_tokens=min(num_stop_ids, 1),
         compute_dtype=jnp.dtype(config.kv_cache_dtype),
@@ -260,7 +260,7 @@ def _engine_config(
 
 
 def _for_this_backend(model: LmHeadModel) -> LmHeadModel:
-    """The model with attention that is fast here: on TPU levanter's own kernel."""
+    """Replace attention by the batched implementation, except on TPU, which has levanter's kernel."""
     return model if jax.default_backend() == "tpu" else with_batched_attention(model)
 
 

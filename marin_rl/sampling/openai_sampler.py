@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A sampler whose engine is a server outside, such as vLLM, behind OpenAI's completions protocol."""
+"""A sampler that uses an external server, such as vLLM, through OpenAI's completions protocol."""
 
 import asyncio
 import functools
@@ -22,15 +22,15 @@ from marin_rl.sampling.sampler import SampleRequest, SamplerError
 from marin_rl.types import Generation, WeightVersion
 
 logger = logging.getLogger(__name__)
-# It writes a line for each request.
+# httpx logs a line for each request.
 logging.getLogger("httpx").setLevel(logging.WARNING)
 
 T = TypeVar("T")
 
-_MAY_WORK_LATER = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS})
-"""Refusals that say nothing about the request; what the server calls its own error (5xx) may work later too."""
+_RETRIED_STATUSES = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS})
+"""Client error statuses that are retried, in addition to all server errors (5xx)."""
 _REMEDIES: dict[int, str] = {
-    HTTPStatus.BAD_REQUEST: "its limits (of vLLM: --max-model-len, --max-logprobs) must allow what this run asks for",
+    HTTPStatus.BAD_REQUEST: "raise the server's limits (vLLM: --max-model-len, --max-logprobs) to this run's settings",
     HTTPStatus.UNAUTHORIZED: "name the environment variable that holds the key in sampler.api_key_env",
     HTTPStatus.FORBIDDEN: "name the environment variable that holds the key in sampler.api_key_env",
     HTTPStatus.NOT_FOUND: "correct sampler.model, or sampler.base_url, which ends in /v1 for most servers",
@@ -38,19 +38,19 @@ _REMEDIES: dict[int, str] = {
 
 _PROBE_TEMPERATURE = 2.0
 _SAME = 1e-3
-"""Nats: less than this apart, two log-probabilities are the same one."""
+"""Nats; two log-probabilities that differ by less are considered equal."""
 _EXTREME = 1e-2
-"""Nats: so close to certain or to uniform, a distribution is hardly another at another temperature."""
+"""Nats; a distribution this close to deterministic or to uniform hardly changes with the temperature."""
 
 
 class ServerLostError(SamplerError):
-    """The server did not answer, or cannot now. Retried."""
+    """The server did not respond, or is temporarily unavailable. The request is retried."""
 
 
 class OpenAiSampler:
-    """Continues prompts at a server, many at a time.
+    """Continues prompts on a server, with many concurrent requests.
 
-    Call it from a thread that runs no event loop.
+    Call it from a thread without a running event loop.
     """
 
     def __init__(
@@ -63,43 +63,43 @@ class OpenAiSampler:
         vocab_size: int,
         version: WeightVersion = 0,
     ) -> None:
-        """Read the key; nothing is sent yet.
+        """Read the API key, without sending a request.
 
         Args:
-            server: where it is.
-            config: limits, and how many requests are under way at a time (`max_seqs`).
-            stop_token_ids: each of them alone ends a generation. May be empty.
-            max_context: most tokens of prompt and answer together.
-            vocab_size: of the model.
-            version: steps of training behind the weights that the server has.
+            server: address, model name and retries.
+            config: limits, and the number of concurrent requests (`max_seqs`).
+            stop_token_ids: tokens that end a generation. May be empty.
+            max_context: maximum number of prompt and new tokens of a sequence.
+            vocab_size: vocabulary size of the model.
+            version: number of training steps that produced the server's weights.
 
         Raises:
-            ValueError: if the environment variable that should hold the key does not.
+            ValueError: if the environment variable for the API key is not set.
         """
         self.version = version
-        """Steps of training behind the weights that the server has; written by whoever has it load others."""
+        """Number of training steps that produced the server's weights; set by the code that reloads them."""
         self._server = server
         self._config = config
         self._stop_ids = frozenset(stop_token_ids)
         self._max_context = max_context
         self._vocab_size = vocab_size
         self._key = _read_key(server.api_key_env)
-        # Made once: it reads the machine's certificates.
+        # Created once, because it reads the system's certificates.
         self._tls = httpx.create_ssl_context()
 
     @property
     def batch_size(self) -> int:
-        """Requests under way at a time."""
+        """Number of concurrent requests."""
         return self._config.max_seqs
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
-        """Continue every prompt; the answers come in the order of the requests.
+        """Continue every prompt; generations are in the order of the requests.
 
         Raises:
-            PromptTooLongError: if a prompt leaves no room for a single new token; nothing was sent.
+            PromptTooLongError: if a prompt leaves no room for a new token; nothing was sent.
             ValueError: if a request is malformed; nothing was sent.
-            SamplerError: if the server refuses a request, answers something that cannot be, or is lost for longer
-                than `retry` allows. What else was under way is given up.
+            SamplerError: if the server rejects a request, returns an invalid response, or does not respond within the
+                limits of `retry`. All other requests of the call are cancelled.
         """
         allowed = [
             allowed_tokens(
@@ -114,10 +114,15 @@ class OpenAiSampler:
         version = self.version
 
         async def continue_one(client: httpx.AsyncClient, index: int) -> Generation:
-            request, most = requests[index], allowed[index]
-            answer = await self._ask(client, index, completion_body(self._server.model, request, most, self._stop_ids))
+            request, limit = requests[index], allowed[index]
+            body = completion_body(self._server.model, request, limit, self._stop_ids)
             completion = read_completion(
-                answer, index, request, allowed=most, stop_token_ids=self._stop_ids, vocab_size=self._vocab_size
+                await self._post(client, index, body),
+                index,
+                request,
+                allowed=limit,
+                stop_token_ids=self._stop_ids,
+                vocab_size=self._vocab_size,
             )
             return Generation(
                 token_ids=completion.token_ids,
@@ -127,17 +132,16 @@ class OpenAiSampler:
                 last_version=version,
             )
 
-        return self._all(continue_one, len(requests))
+        return self._run_all(continue_one, len(requests))
 
     def check_server(self) -> None:
-        """Ask for one token, to see that the server answers with token ids and with log-probs of what it samples from.
+        """Verify that the server returns token ids and log-probs at the sampling temperature, with one-token requests.
 
-        Training samples have the configured temperature, and so must their log-probs. A server that tells those of
-        another temperature (vLLM's `raw_logprobs`, its default) is found out where the temperature is not 1: the most
-        likely token then has the same log-prob at any temperature.
+        If the temperature is not 1, the log-prob of the most likely token must depend on it. A server that reports
+        log-probs of the unscaled logits (vLLM's `raw_logprobs`, its default) returns the same value at any temperature.
 
         Raises:
-            SamplerError: if it does not.
+            SamplerError: if the server fails a check.
         """
         self.sample([SampleRequest((0,), seed=0, max_new_tokens=1)])
         if self._config.temperature == 1.0:
@@ -146,35 +150,35 @@ class OpenAiSampler:
         async def most_likely(client: httpx.AsyncClient, index: int) -> float | None:
             request = SampleRequest((0,), seed=0, max_new_tokens=1, temperature=(1.0, _PROBE_TEMPERATURE)[index])
             body = completion_body(self._server.model, request, 1, self._stop_ids)
-            return most_likely_logprob(await self._ask(client, index, body), index)
+            return most_likely_logprob(await self._post(client, index, body), index)
 
-        plain, warm = self._all(most_likely, 2)
+        plain, warm = self._run_all(most_likely, 2)
         if plain is None or warm is None or plain > -_EXTREME or abs(plain + math.log(self._vocab_size)) < _EXTREME:
             logger.warning(
-                "whether the log-probs of %s are those at the sampling temperature could not be seen; the metrics "
-                "mismatch/* of the first step tell",
+                "could not verify that the log-probs of %s are those at the sampling temperature; check the metrics "
+                "mismatch/* of the first step",
                 self._server.base_url,
             )
         elif abs(plain - warm) < _SAME:
             raise SamplerError(
-                f"the server at {self._server.base_url} tells the same log-prob ({plain:.6g}) at temperature 1 and at "
+                f"the server at {self._server.base_url} returns the same log-prob ({plain:.6g}) at temperature 1 and "
                 f"{_PROBE_TEMPERATURE:g}, but sampling.temperature is {self._config.temperature}, and log-probs must "
-                "be those of what is sampled from; start vLLM with --logprobs-mode processed_logprobs, or set "
+                "be those of the sampled distribution; start vLLM with --logprobs-mode processed_logprobs, or set "
                 "sampling.temperature: 1.0"
             )
 
-    def _all(self, ask: Callable[[httpx.AsyncClient, int], Awaitable[T]], number: int) -> list[T]:
-        """Ask for each number, a bounded number at a time."""
+    def _run_all(self, call: Callable[[httpx.AsyncClient, int], Awaitable[T]], count: int) -> list[T]:
+        """Run `call` for indices below `count`, with at most `batch_size` calls at a time."""
 
         async def run() -> list[T]:
             slots = asyncio.Semaphore(self.batch_size)
 
             async def one(client: httpx.AsyncClient, index: int) -> T:
                 async with slots:
-                    return await ask(client, index)
+                    return await call(client, index)
 
             async with self._connect() as client, asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(client, index)) for index in range(number)]
+                tasks = [group.create_task(one(client, index)) for index in range(count)]
             return [task.result() for task in tasks]
 
         try:
@@ -190,30 +194,30 @@ class OpenAiSampler:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
 
-    async def _ask(self, client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> object:
-        attempt = functools.partial(self._ask_once, client, index, body)
+    async def _post(self, client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> object:
+        attempt = functools.partial(self._post_once, client, index, body)
         return await retrying_async(self._server.retry, (ServerLostError,), attempt)
 
-    async def _ask_once(self, client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> object:
+    async def _post_once(self, client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> object:
         base_url = self._server.base_url.rstrip("/")
         try:
             response = await client.post(f"{base_url}/completions", json=body)
         except httpx.RequestError as error:
             raise ServerLostError(
-                f"request {index}: the server at {base_url} does not answer ({type(error).__name__}: {error}); see "
-                "whether it runs, and sampler.base_url and sampler.timeout"
+                f"request {index}: the server at {base_url} does not respond ({type(error).__name__}: {error}); check "
+                "that it is running, and check sampler.base_url and sampler.timeout"
             ) from error
-        status, said = response.status_code, self._without_key(response.text[:500])
-        if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status in _MAY_WORK_LATER:
-            raise ServerLostError(f"request {index}: the server at {base_url} answered with status {status}: {said}")
+        status, text = response.status_code, self._without_key(response.text[:500])
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status in _RETRIED_STATUSES:
+            raise ServerLostError(f"request {index}: the server at {base_url} returned status {status}: {text}")
         if status != HTTPStatus.OK:
-            remedy = _REMEDIES.get(status, "see its log")
-            raise SamplerError(f"request {index}: {base_url} refused it with status {status}: {said}; {remedy}")
+            remedy = _REMEDIES.get(status, "see the server's log")
+            raise SamplerError(f"request {index}: {base_url} rejected it with status {status}: {text}; {remedy}")
         try:
             return response.json()
         except ValueError as error:
             raise ServerLostError(
-                f"request {index}: the server at {base_url} answered something else than JSON: {said[:200]!r}"
+                f"request {index}: the response of the server at {base_url} is not JSON: {text[:200]!r}"
             ) from error
 
     def _without_key(self, text: str) -> str:
@@ -224,5 +228,5 @@ def _read_key(variable: str | None) -> str | None:
     if variable is None:
         return None
     if not os.environ.get(variable):
-        raise ValueError(f"sampler.api_key_env: the environment variable {variable} holds no key; set it")
+        raise ValueError(f"sampler.api_key_env: the environment variable {variable} is not set; set it to the API key")
     return os.environ[variable]

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What every engine asks of a request."""
+"""Validation of sample requests."""
 
 import math
 
@@ -11,17 +11,17 @@ from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 def allowed_tokens(
     index: int, request: SampleRequest, *, max_context: int, vocab_size: int, max_new_tokens: int
 ) -> int:
-    """Most tokens that a request can get, after checking it.
+    """Validate a request and return the maximum number of new tokens.
 
     Args:
-        index: where it stands among the requests; named in errors.
-        request: what is checked.
-        max_context: most tokens of prompt and answer together.
-        vocab_size: of the model.
-        max_new_tokens: most tokens that any request may ask for.
+        index: index of the request, for error messages.
+        request: the request.
+        max_context: maximum number of prompt and new tokens of a sequence.
+        vocab_size: vocabulary size of the model.
+        max_new_tokens: maximum value of `request.max_new_tokens`.
 
     Raises:
-        PromptTooLongError: if the prompt leaves no room for a single new token.
+        PromptTooLongError: if the prompt leaves no room for a new token.
         ValueError: if the request is malformed.
     """
     length = len(request.prompt_tokens)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What every sampler offers: prompts of token ids in, generations of token ids out."""
+"""The sampler interface: prompts of token ids as input, generations of token ids as output."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,22 +10,22 @@ from typing import Protocol, runtime_checkable
 from marin_rl.types import Generation
 
 LOGPROB_ROUNDING = 1e-5
-"""Nats by which rounding may push the log-probability of a near-certain token above 0."""
+"""Rounding error, in nats, by which the log-probability of a near-certain token may exceed 0."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleRequest:
-    """One prompt to be continued once."""
+    """One prompt to continue."""
 
     prompt_tokens: tuple[int, ...]
     """`[length]`, the exact tokens that the policy sees. At least one."""
     seed: int
-    """Non-negative, below 2**63. Equal requests with equal seeds and equal weights give equal generations,
-    whatever else is in the batch."""
+    """Non-negative, below 2**63. Equal requests with equal seeds and weights give equal generations, independent of the
+    rest of the batch."""
     max_new_tokens: int
-    """Most tokens to sample, the stop token included. At least one."""
+    """Maximum number of tokens to sample, the stop token included. At least one."""
     temperature: float = 1.0
-    """0 is greedy. Log-probabilities are those at this temperature (at 1 where greedy)."""
+    """0 is greedy. Log-probabilities are computed at this temperature (at 1 if greedy)."""
 
 
 @runtime_checkable
@@ -34,14 +34,14 @@ class Sampler(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """Requests that are answered together; with more, some wait for the others."""
+        """Number of requests that are processed together; additional ones wait."""
         ...
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
-        """Continue every prompt; the answers come in the order of the requests.
+        """Continue every prompt; generations are in the order of the requests.
 
         Raises:
-            PromptTooLongError: if a prompt leaves no room for a single new token.
+            PromptTooLongError: if a prompt leaves no room for a new token.
         """
         ...
 
@@ -51,4 +51,4 @@ class PromptTooLongError(ValueError):
 
 
 class SamplerError(RuntimeError):
-    """The engine answered something it should not have; the message names the request."""
+    """The engine or server returned an invalid output; the message names the request."""

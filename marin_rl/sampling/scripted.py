@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A sampler that says what it is told to, for tests of what is built on samplers."""
+"""A sampler with scripted replies, for tests."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,11 +9,11 @@ from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.types import Generation, StopReason, WeightVersion
 
 Script = Mapping[tuple[int, ...], Sequence[int]] | Callable[[SampleRequest], Sequence[int]]
-"""Reply tokens by prompt tokens, or a function that makes them from the request."""
+"""Reply tokens by prompt tokens, or a function from the request to the reply tokens."""
 
 
 class ScriptedSampler:
-    """Answers every prompt from a script, and keeps the requests it was asked.
+    """Answers prompts from a script and records the requests.
 
     >>> sampler = ScriptedSampler({(1, 2): (3, 0)}, stop_token_ids=[0])
     >>> [generation] = sampler.sample([SampleRequest((1, 2), seed=0, max_new_tokens=8)])
@@ -30,14 +30,14 @@ class ScriptedSampler:
         version: WeightVersion = 0,
         batch_size: int = 1_000_000,
     ) -> None:
-        """Take the script.
+        """Create the sampler.
 
         Args:
-            script: replies; they are cut behind their first stop token and at `max_new_tokens`.
-            stop_token_ids: each of them alone ends a reply.
+            script: replies; they are cut after their first stop token and at `max_new_tokens`.
+            stop_token_ids: tokens that end a reply.
             logprob: log-probability (nats) of every token, at most 0.
-            version: weight version that the generations carry.
-            batch_size: requests answered together.
+            version: weight version of the generations.
+            batch_size: number of requests that are answered together.
         """
         self.version = version
         self.batch_size = batch_size

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""When newer weights may come while sequences are being decoded."""
+"""Polling for newer weights during decoding."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True)
 class WeightPoll:
-    """Moments between two rounds of decoding at which newer weights may be handed over."""
+    """Polls for newer weights between decode steps."""
 
-    look: Callable[[], None]
-    """Called before prompts are read and then between rounds, in the thread that samples. It may call
-    `update_weights`; what it raises ends the call of `sample`."""
-    rounds: int
-    """Rounds of decoding between two looks, each a token for every sequence. At least 1."""
+    poll: Callable[[], None]
+    """Called before each prefill and then between decode steps, in the thread that samples. It may call
+    `update_weights`; an exception ends the call of `sample`."""
+    decode_steps: int
+    """Number of decode steps between two polls; each samples one token per sequence. At least 1."""
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise ValueError(f"rounds is {self.rounds}; there is at least 1 between two looks")
+        if self.decode_steps < 1:
+            raise ValueError(f"decode_steps must be at least 1, got {self.decode_steps}")

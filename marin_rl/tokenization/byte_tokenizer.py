@@ -16,11 +16,11 @@ SPECIAL_TOKENS = (
     "<|user|>",
     "<|assistant|>",
     "<|tool|>",
-    # Reserved: they make the vocabulary a multiple of 8, which meshes and kernels divide.
+    # Reserved tokens make the vocabulary a multiple of 8, divisible by meshes and kernels.
     "<|reserved_0|>",
     "<|reserved_1|>",
 )
-"""Special tokens in the order of their ids, the first of which is 256."""
+"""Special tokens in the order of their ids, from 256."""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -44,7 +44,7 @@ CHAT_TEMPLATE = """\
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Make the byte-level tokenizer: id b is the byte b, and ids 256 to 263 are special tokens.
+    """Create the byte-level tokenizer: id b is the byte b, and ids 256 to 263 are special tokens.
 
     Any text that UTF-8 can encode survives encoding and decoding unchanged.
 

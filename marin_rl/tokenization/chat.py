@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Conversations to tokens and back: prompts, assistant masks, exact-token continuation of sampled rollouts."""
+"""Tokenization of conversations: prompts, assistant masks, exact-token continuation of sampled rollouts."""
 
 import dataclasses
 import functools
@@ -26,13 +26,12 @@ from marin_rl.types import Message
 class ChatTokenizer:
     """A Hugging Face tokenizer and its chat template.
 
-    Text that spells out a special token, in whatever message, stays text: only the template makes special
-    tokens. Tools that a message brings along, and messages of the role `tool`, are put as the template can show
-    them. Safe to share between threads.
+    Special tokens come only from the template: text that spells out a special token stays text. Tools of a message and
+    messages with the role `tool` are converted to a form that the template renders. Thread-safe.
 
     Raises:
-        ChatTemplateError: if the tokenizer has no chat template, or one that cannot render a plain exchange.
-        ValueError: if the tokenizer is not a fast one, or nothing could end a generation.
+        ChatTemplateError: if the tokenizer has no chat template, or its template cannot render a plain exchange.
+        ValueError: if the tokenizer is not a fast one, or has no token that ends a generation.
 
     >>> from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
     >>> chat = ChatTokenizer(byte_tokenizer())
@@ -43,16 +42,15 @@ class ChatTokenizer:
     """
 
     tokenizer: PreTrainedTokenizerBase
-    """The wrapped tokenizer; its chat template is the one in force."""
+    """The wrapped tokenizer, with its chat template."""
     more_stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a generation besides eos and the template's end of turn, as a model's
-    `generation_config.json` may list."""
+    """Additional tokens that end a generation, for example from a model's `generation_config.json`."""
 
     def __post_init__(self) -> None:
         if not self.tokenizer.is_fast:
             raise ValueError(
-                f"{self.name} is a slow tokenizer ({type(self.tokenizer).__name__}), which cannot say which "
-                "characters a token stands for; load it with use_fast=True, or convert it to a tokenizer.json"
+                f"{self.name} is a slow tokenizer ({type(self.tokenizer).__name__}), which does not report the "
+                "characters of a token; load it with use_fast=True, or convert it to a tokenizer.json"
             )
         if not self.tokenizer.chat_template:
             raise ChatTemplateError(
@@ -66,13 +64,13 @@ class ChatTokenizer:
             )
         if not self.stop_token_ids:
             raise ValueError(
-                f"{self.name} has no eos token and its chat template ends a reply with no special token, so nothing "
-                "would end a generation; set the tokenizer's eos_token"
+                f"{self.name} has no eos token, and its chat template ends a reply without a special token, so "
+                "generations would never end; set the tokenizer's eos_token"
             )
 
     @property
     def name(self) -> str:
-        """The folder or hub name, as error messages give it."""
+        """Folder or hub name, for error messages."""
         return self.tokenizer.name_or_path or type(self.tokenizer).__name__
 
     @functools.cached_property
@@ -82,9 +80,9 @@ class ChatTokenizer:
 
     @functools.cached_property
     def pad_token_id(self) -> int:
-        """The padding token; where the tokenizer has none, the first stop token (eos, if there is one).
+        """The padding token; if the tokenizer has none, the first stop token.
 
-        That is harmless: padding is known by segment id 0, never by its token.
+        The choice does not matter: padding is identified by segment id 0, not by its token.
         """
         pad = self.tokenizer.pad_token_id
         return self.stop_token_ids[0] if pad is None else pad
@@ -93,35 +91,35 @@ class ChatTokenizer:
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a generation: eos, the template's end of turn, and `more_stop_token_ids`."""
         eos = self.tokenizer.eos_token_id
-        found = (*(() if eos is None else (eos,)), *self._end_of_turn(), *self.more_stop_token_ids)
-        return tuple(dict.fromkeys(found))
+        ids = (*(() if eos is None else (eos,)), *self._end_of_turn(), *self.more_stop_token_ids)
+        return tuple(dict.fromkeys(ids))
 
     def prompt_tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Tokens that ask for the next reply: the conversation, then the template's generation prompt.
+        """Tokenize a conversation with the template's generation prompt.
 
         Raises:
-            ChatTemplateError: if the template refuses the conversation.
+            ChatTemplateError: if the template rejects the conversation.
         """
         self._require_messages(messages)
         mark = self._mark(messages)
-        return tuple(self._encoder.encode(self._text_of(messages, mark), mark)[0])
+        return tuple(self._encoder.encode(self._render(messages, mark), mark)[0])
 
     def encode_conversation(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Tokens of a finished conversation, and which of them the assistant wrote.
+        """Tokenize a finished conversation, with a mask of the assistant's tokens.
 
-        For text that came without tokens only: tokens that were sampled are never encoded again.
+        Only for text without tokens; sampled tokens are never re-encoded.
 
         Args:
             messages: at least one.
 
         Returns:
-            Token ids `[length]`, and a mask `[length]` that is True where a generation block of the template
-            wrote at least one of the token's characters. No token has characters on both sides of a block's start,
-            where a prompt would have ended.
+            Token ids `[length]`, and a mask `[length]` that is True for tokens with at least one character from a
+            generation block of the template. No token crosses the start of a generation block, as a prompt would end
+            there.
 
         Raises:
             ChatTemplateError: if the template has no generation blocks, marks none of the assistant's text, or
-                refuses the conversation.
+                rejects the conversation.
         """
         self._require_messages(messages)
         mark = self._mark(messages)
@@ -134,29 +132,29 @@ class ChatTokenizer:
         if not any(mask) and any(message["role"] == "assistant" and message["content"] for message in messages):
             raise ChatTemplateError(
                 f"the generation blocks in the chat template of {self.name} marked no token of a conversation with "
-                "assistant messages; they must stand directly around the assistant's content, not inside a macro or "
-                "a set block"
+                "assistant messages; put them directly around the assistant's content, not inside a macro or a set "
+                "block"
             )
         return tuple(ids), mask
 
     def encode_replies(
         self, messages: Sequence[Message], num_prompt_messages: int
     ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Tokens of a finished conversation as an episode would have had them, and which of them are replies.
+        """Tokenize a finished conversation as a sampled episode, with a mask of the replies.
 
-        The prompt asks for the first reply, each reply is its text and the token that ends a turn, and observations
-        follow it as in `observation_tokens`. Unlike `encode_conversation` it needs no generation blocks. Where the
-        template rewrites the history, the conversation ends with the reply before.
+        The prompt ends with the generation prompt, each reply is its text and the end-of-turn token, and observations
+        are those of `observation_tokens`. Unlike `encode_conversation` it needs no generation blocks. If the template
+        rewrites the history, the result ends with the last reply before the rewrite.
 
         Args:
             messages: the prompt, a reply, and further observations and replies.
-            num_prompt_messages: messages of the prompt, at least 1; assistant messages among them are no replies.
+            num_prompt_messages: number of messages in the prompt, at least 1; its assistant messages are not replies.
 
         Returns:
             Token ids `[length]`, and a mask `[length]` that is True on replies.
 
         Raises:
-            ChatTemplateError: if the template refuses the conversation.
+            ChatTemplateError: if the template rejects the conversation.
         """
         end_token = (*self._end_of_turn(), *self.stop_token_ids)[0]
         roles = [message["role"] for message in messages]
@@ -165,8 +163,8 @@ class ChatTokenizer:
         mask = [False] * len(ids)
         for index, following in itertools.zip_longest(replies, replies[1:]):
             mark = self._mark(messages[index : index + 1])
-            [said] = self._encoder.escape(messages[index : index + 1], mark)
-            reply = [*self._encoder.encode(said["content"], mark, continues=True)[0], end_token]
+            [escaped] = self._encoder.escape(messages[index : index + 1], mark)
+            reply = [*self._encoder.encode(escaped["content"], mark, continues=True)[0], end_token]
             ids += reply
             mask += [True] * len(reply)
             if following is not None:
@@ -181,25 +179,25 @@ class ChatTokenizer:
     def observation_tokens(
         self, history: Sequence[Message], sequence: Sequence[int], observation: Sequence[Message]
     ) -> tuple[tuple[int, ...], bool]:
-        """Tokens that put an observation before the policy, after exactly the tokens that it saw and sampled.
+        """Tokenize an observation so that it continues exactly the tokens that the policy saw and sampled.
 
-        The template is rendered up to the last reply, and with everything. Where the second text is the first
-        plus the reply plus a rest, the rest is tokenized and continues the sequence: it starts with the end
-        token if the reply was cut before it was sampled, and without it if it was. Otherwise the template
-        rewrote something that the policy saw or said (earlier thinking, stripped spaces, another end token).
+        The template is rendered up to the last reply, and with all messages. If the second text is the first text plus
+        the reply plus a rest, the rest is tokenized and continues the sequence. It starts with the end token only if
+        the reply was cut before its end token was sampled. Otherwise the template rewrote part of the history (for
+        example earlier thinking, stripped spaces or another end token).
 
         Args:
-            history: all messages so far; the last is the reply that the sequence ends with.
+            history: all messages so far; the last one is the reply that the sequence ends with.
             sequence: exact tokens so far, prompt and generations, sampled stop tokens included. At least one.
-            observation: the messages that answer the reply. At least one.
+            observation: the messages that follow the reply. At least one.
 
         Returns:
-            `(tokens to append to sequence, False)`, or `(the complete new context, True)` where the template
-            rewrote the history, so that a new sequence starts.
+            `(tokens to append to sequence, False)`, or `(the complete new context, True)` if the template rewrote the
+            history, so that a new sequence starts.
 
         Raises:
-            ChatTemplateError: if the template refuses the conversation.
-            ValueError: if the history does not end with a reply, or one of the arguments is empty.
+            ChatTemplateError: if the template rejects the conversation.
+            ValueError: if the history does not end with a reply, or an argument is empty.
         """
         self._require_messages(observation)
         if not history or history[-1]["role"] != "assistant":
@@ -207,21 +205,21 @@ class ChatTokenizer:
             raise ValueError(f"history must end with the assistant's reply, but its last role is {last!r}")
         if not sequence:
             raise ValueError("sequence is empty; it holds the prompt and the reply that history ends with")
-        everything = [*history, *observation]
-        mark = self._mark(everything)
-        before, after = self._text_of(history[:-1], mark), self._text_of(everything, mark)
-        [said] = self._encoder.escape(history[-1:], mark)
-        kept = before + said["content"]
-        if not after.startswith(kept) and self._sampled(sequence, " " + history[-1]["content"]):
-            # Sentencepiece's decoder drops the space of a reply's first word, and templates made for it put it back.
-            kept = before + " " + said["content"]
-        rest = self._rest(after, kept, sequence[-1], mark)
+        messages = [*history, *observation]
+        mark = self._mark(messages)
+        before, after = self._render(history[:-1], mark), self._render(messages, mark)
+        [reply] = self._encoder.escape(history[-1:], mark)
+        prefix = before + reply["content"]
+        if not after.startswith(prefix) and self._sampled(sequence, " " + history[-1]["content"]):
+            # Sentencepiece's decoder drops the leading space of a reply, and templates made for it restore the space.
+            prefix = before + " " + reply["content"]
+        rest = self._rest(after, prefix, sequence[-1], mark)
         if rest is None:
             return tuple(self._encoder.encode(after, mark)[0]), True
         return rest, False
 
     def decode_reply(self, token_ids: Sequence[int]) -> str:
-        """Text of a generation, without its stop token and without special tokens sampled on the way.
+        """Decode a generation without its stop token and other special tokens.
 
         Bytes that are not valid UTF-8 become U+FFFD.
         """
@@ -237,7 +235,7 @@ class ChatTokenizer:
 
     @functools.cached_property
     def _tool_template(self) -> ChatTemplate:
-        """The template for conversations with tools: some tokenizers have one of its own for them."""
+        """The template for conversations with tools; some tokenizers have a separate one."""
         source = self.tokenizer.get_chat_template(tools=[])
         if source == self._template.source:
             return self._template
@@ -249,13 +247,13 @@ class ChatTokenizer:
     def _fitted(
         self, messages: Sequence[Message], mark: str
     ) -> tuple[ChatTemplate, list[dict[str, str]], list[ToolSchema]]:
-        """The template for a conversation, and messages and tools as it can show them, escaped."""
+        """Return the template of a conversation, with escaped messages and tools that the template renders."""
         template = self._tool_template if any("tools" in message for message in messages) else self._template
         fitted = fit_conversation(messages, template)
         return template, self._encoder.escape(fitted.messages, mark), self._encoder.escape_tools(fitted.tools, mark)
 
-    def _text_of(self, messages: Sequence[Message], mark: str) -> str:
-        """The conversation as text that asks for the next reply."""
+    def _render(self, messages: Sequence[Message], mark: str) -> str:
+        """Render the conversation with the generation prompt."""
         template, shown, tools = self._fitted(messages, mark)
         return template.render(shown, add_generation_prompt=True, tools=tools)
 
@@ -265,18 +263,18 @@ class ChatTokenizer:
         return template_encoder(self.tokenizer.backend_tokenizer, stop_tokens)
 
     def _end_of_turn(self) -> tuple[int, ...]:
-        """The added token that the template puts right after a reply, if it puts one."""
+        """Return the added token that the template puts directly after a reply, if any."""
         reply = "probe-reply"
         messages = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": reply}]
         text = self._template.render(messages, add_generation_prompt=False)
-        _, found, rest = text.rpartition(reply)
-        if not found:
+        _, separator, rest = text.rpartition(reply)
+        if not separator:
             raise ChatTemplateError(f"the chat template of {self.name} leaves out the assistant's content")
         ids = self.tokenizer(rest, add_special_tokens=False)["input_ids"]
         return tuple(ids[:1]) if ids and ids[0] in self.tokenizer.added_tokens_decoder else ()
 
     def _rest(self, text: str, prefix: str, last_token: int, mark: str) -> tuple[int, ...] | None:
-        """Tokens of the text after the prefix that follow `last_token`; None where they cannot."""
+        """Tokenize the text after `prefix` as a continuation of `last_token`; None if it cannot continue it."""
         if not text.startswith(prefix):
             return None
         ids, _ = self._encoder.encode(text[len(prefix) :], mark, continues=True)
@@ -285,7 +283,7 @@ class ChatTokenizer:
         return tuple(ids[1:]) if ids[:1] == [last_token] else None
 
     def _sampled(self, sequence: Sequence[int], text: str) -> bool:
-        """Whether the sequence ends with the text, its stop token aside."""
+        """Return whether the sequence ends with the text, ignoring its stop tokens."""
         ids = list(sequence[: self._reply_length(sequence)])
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False).endswith(text)
 
@@ -297,25 +295,25 @@ class ChatTokenizer:
 
     def _require_messages(self, messages: Sequence[Message]) -> None:
         if not messages:
-            raise ValueError("there are no messages; a conversation needs at least one")
+            raise ValueError("messages is empty; a conversation needs at least one message")
 
 
 def truncate_at_reply(
     token_ids: Sequence[int], assistant_mask: Sequence[bool], max_length: int
 ) -> tuple[tuple[int, ...], tuple[bool, ...]] | None:
-    """Fit a conversation into a length by dropping whole replies from its end, never part of one.
+    """Truncate a conversation to a length by dropping whole replies from its end.
 
-    A conversation that fits is kept as it is. One that does not is cut after the last reply (run of True in the
-    mask) that ends within the limit, so that no reply loses its end and the policy never learns to stop short.
+    A conversation that fits is unchanged. Otherwise it is cut after the last reply (run of True in the mask) that ends
+    within the limit. A partial reply would train the policy to stop early.
 
     Args:
         token_ids: `[length]`.
-        assistant_mask: `[length]`, True where the assistant wrote the token.
-        max_length: most tokens to keep, at least one.
+        assistant_mask: `[length]`, True on tokens of the assistant.
+        max_length: maximum number of tokens, at least one.
 
     Returns:
-        Token ids and mask of equal length, at most `max_length`, with at least one True; or None where no
-        complete reply fits, so that nothing is left to train on.
+        Token ids and mask of equal length, at most `max_length`, with at least one True; or None if no complete reply
+        fits.
 
     Raises:
         ValueError: if the lengths differ, or `max_length` is not positive.
@@ -337,7 +335,7 @@ def truncate_at_reply(
 
 
 def _overlapping(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> tuple[bool, ...]:
-    """Which tokens share a character with a span; both in ascending order."""
+    """Return which tokens share a character with a span; both in ascending order."""
     mask = []
     current = 0
     for start, end in offsets:

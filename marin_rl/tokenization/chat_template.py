@@ -1,14 +1,14 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""From messages to template text, and from template text to tokens, safe against injected control tokens.
+"""Rendering of chat templates and tokenization of the result, safe against injected control tokens.
 
-A template joins trusted text (its own) with untrusted text (what users, tools and models wrote). If an
-untrusted text spells out a control token, say `<|end|>`, tokenizing the joined text would make it one. So
-contents are *escaped* before they enter the template: an occurrence of a control token's text is broken after
-its first character by a mark that occurs nowhere else. The rendered text is then cut at the marks, which
-vanish, and the pieces are tokenized one by one: no piece holds the control token's text.
-Texts without control tokens, that is nearly all, contain no mark and are tokenized in one piece.
+A rendered conversation joins trusted text (from the template) with untrusted text (from users, tools and models). If
+untrusted text spells out a control token, such as `<|end|>`, tokenization of the joined text would create that token.
+So contents are *escaped* before rendering: a mark that the text does not contain is inserted after the first character
+of every control token's text. The rendered text is split at the marks, and the pieces are tokenized separately, so no
+piece contains the control token's text. Texts without control tokens, the common case, contain no mark and are
+tokenized in one piece.
 """
 
 import dataclasses
@@ -26,19 +26,19 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from marin_rl.types import Message
 
-# A piece that continues earlier text is tokenized behind this token, which is dropped afterwards: some
-# tokenizers put a space before whatever they are given first.
+# A piece that continues earlier text is tokenized after this token, which is then dropped, because some tokenizers add
+# a space at the start of their input.
 _BOUNDARY = "\ufdd0boundary\ufdd1"
 
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
-# transformers compiles each template once per process and tracks generation blocks in the compiled template,
-# so that two threads rendering the same template would corrupt one another's masks.
+# transformers caches compiled templates per process and tracks generation blocks in the compiled template, so
+# concurrent renderings of one template would corrupt each other's masks.
 _RENDER_LOCK = threading.Lock()
 
 
 ToolSchema = Mapping[str, Any]
-"""A tool as chat templates take it: `{"type": "function", "function": {"name": …, "parameters": …}}`."""
+"""A tool in the format of chat templates: `{"type": "function", "function": {"name": …, "parameters": …}}`."""
 
 _PROBE_TOOL: ToolSchema = {
     "type": "function",
@@ -56,7 +56,7 @@ _PROBE = [{"role": "user", "content": "probe"}]
 
 
 class ChatTemplateError(ValueError):
-    """A chat template is missing, refuses a conversation, or cannot do what was asked of it."""
+    """A chat template is missing, rejects a conversation, or lacks a required feature."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,66 +64,66 @@ class ChatTemplate:
     """A Jinja chat template."""
 
     source: str
-    """The Jinja text."""
+    """Source of the Jinja template."""
     variables: Mapping[str, Any]
-    """What the template may refer to besides the messages: `bos_token`, `eos_token`, …"""
+    """Template variables in addition to the messages: `bos_token`, `eos_token`, …"""
     owner: str
-    """The tokenizer that it belongs to, as error messages name it."""
+    """Name of the tokenizer, for error messages."""
 
     @property
     def marks_generations(self) -> bool:
-        """Whether it has `{% generation %}` blocks, which tell the assistant's text from the template's."""
+        """Whether the template has `{% generation %}` blocks, which mark the assistant's text."""
         return _GENERATION_BLOCK.search(self.source) is not None
 
     @functools.cached_property
-    def tells_of_tools(self) -> bool:
-        """Whether it has words for the schemas of tools, seen by rendering one."""
-        return self._shows("probe-tool", _PROBE, tools=[_PROBE_TOOL])
+    def renders_tools(self) -> bool:
+        """Whether the template renders tool schemas; determined by rendering one."""
+        return self._renders("probe-tool", _PROBE, tools=[_PROBE_TOOL])
 
     @functools.cached_property
-    def shows_tool_role(self) -> bool:
-        """Whether it renders messages of the role `tool` behind a reply; others leave them out, or refuse them."""
+    def renders_tool_role(self) -> bool:
+        """Whether the template renders messages with the role `tool`; other templates drop or reject them."""
         reply = {"role": "assistant", "content": "probe-reply"}
-        return self._shows("probe-answer", [*_PROBE, reply, {"role": "tool", "content": "probe-answer"}])
+        return self._renders("probe-answer", [*_PROBE, reply, {"role": "tool", "content": "probe-answer"}])
 
-    def _shows(self, text: str, messages: Sequence[dict[str, str]], tools: Sequence[ToolSchema] = ()) -> bool:
+    def _renders(self, text: str, messages: Sequence[dict[str, str]], tools: Sequence[ToolSchema] = ()) -> bool:
         try:
             return text in self.render(messages, add_generation_prompt=True, tools=tools)
         except ChatTemplateError:
-            # What it refuses it does not show. Whatever else is wrong with it, a conversation will tell.
+            # Other problems of the template raise an error when a conversation is rendered.
             return False
 
     def render(
         self, messages: Sequence[dict[str, str]], add_generation_prompt: bool, tools: Sequence[ToolSchema] = ()
     ) -> str:
-        """The conversation as text.
+        """Render a conversation.
 
         Args:
-            messages: of role and content.
-            add_generation_prompt: whether the text asks for the next reply.
-            tools: the template's `tools`; only one that `tells_of_tools` shows them.
+            messages: dictionaries with role and content.
+            add_generation_prompt: whether to append the generation prompt.
+            tools: the template's `tools`; rendered only if `renders_tools`.
 
         Raises:
-            ChatTemplateError: if the template refuses the conversation.
+            ChatTemplateError: if the template rejects the conversation.
         """
         return self._render(messages, add_generation_prompt, tools, track=False)[0]
 
     def render_with_spans(
         self, messages: Sequence[dict[str, str]], tools: Sequence[ToolSchema] = ()
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and the `[start, end)` characters that its generation blocks wrote.
+        """Render a conversation and return the `[start, end)` character spans of its generation blocks.
 
         Args:
-            messages: of role and content.
+            messages: dictionaries with role and content.
             tools: the template's `tools`.
 
         Raises:
-            ChatTemplateError: if the template refuses the conversation, or has no generation blocks.
+            ChatTemplateError: if the template rejects the conversation, or has no generation blocks.
         """
         if not self.marks_generations:
             raise ChatTemplateError(
                 f"the chat template of {self.owner} has no {{% generation %}} blocks, so the assistant's tokens "
-                "cannot be told from the template's; put {% generation %} and {% endgeneration %} around the "
+                "cannot be distinguished from the template's; put {% generation %} and {% endgeneration %} around the "
                 "assistant's content and its end token in a copy of the template, and point chat_template at it"
             )
         return self._render(messages, False, tools, track=True)
@@ -148,7 +148,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             roles = [message["role"] for message in messages]
             raise ChatTemplateError(
-                f"the chat template of {self.owner} refuses a conversation with roles {roles}: {error}"
+                f"the chat template of {self.owner} rejects a conversation with roles {roles}: {error}"
             ) from error
         texts, spans = rendered
         return texts[0], spans[0] if track else []
@@ -156,12 +156,12 @@ class ChatTemplate:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TemplateEncoder:
-    """Tokenizes rendered templates, keeping control tokens in contents mere text."""
+    """Tokenizes rendered templates; control tokens in contents stay plain text."""
 
     backend: Tokenizer
-    """A private copy that also knows the boundary token; neither truncates nor pads."""
+    """A private copy with the boundary token added; neither truncates nor pads."""
     control_tokens: tuple[str, ...]
-    """Texts that only the template may turn into tokens."""
+    """Texts of control tokens, which only the template may produce."""
 
     @functools.cached_property
     def _control_start(self) -> re.Pattern[str]:
@@ -169,11 +169,11 @@ class TemplateEncoder:
         return re.compile(f"(?=(?:{alternatives})).", re.DOTALL)
 
     def escape(self, messages: Iterable[Message], mark: str) -> list[dict[str, str]]:
-        """Break every control token's text in the messages with the mark."""
+        """Insert the mark into every control token's text in the messages."""
         return [{key: self._escape_text(str(text), mark) for key, text in message.items()} for message in messages]
 
     def escape_tools(self, tools: Iterable[ToolSchema], mark: str) -> list[ToolSchema]:
-        """Break every control token's text in the names and texts of schemas with the mark."""
+        """Insert the mark into every control token's text in the names and descriptions of schemas."""
         return [self._escape_json(tool, mark) for tool in tools]
 
     def _escape_text(self, text: str, mark: str) -> str:
@@ -183,22 +183,22 @@ class TemplateEncoder:
         if isinstance(value, str):
             return self._escape_text(value, mark)
         if isinstance(value, Mapping):
-            return {self._escape_text(str(key), mark): self._escape_json(one, mark) for key, one in value.items()}
-        return [self._escape_json(one, mark) for one in value] if isinstance(value, list | tuple) else value
+            return {self._escape_text(str(key), mark): self._escape_json(item, mark) for key, item in value.items()}
+        return [self._escape_json(item, mark) for item in value] if isinstance(value, list | tuple) else value
 
     def encode(
         self, text: str, mark: str, continues: bool = False, cuts: Sequence[int] = ()
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokenize rendered text, the control tokens of the template included.
+        """Tokenize rendered text, with the template's control tokens.
 
         Args:
             text: rendered from escaped messages.
             mark: the mark that they were escaped with.
-            continues: whether the tokens will be put behind others.
-            cuts: ascending indices of characters that begin a token.
+            continues: whether the tokens continue earlier ones.
+            cuts: ascending character indices at which a token must start.
 
         Returns:
-            Token ids, and the `[start, end)` characters of `text` that each of them stands for.
+            Token ids, and the `[start, end)` characters of `text` of each token.
         """
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
@@ -213,7 +213,7 @@ class TemplateEncoder:
 
 
 def _pieces(text: str, mark: str, cuts: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """Each piece of the text between marks and cuts, and where it begins."""
+    """Yield each piece of the text between marks and cuts with its start."""
     position = 0
     for part in text.split(mark):
         end = position + len(part)
@@ -223,26 +223,26 @@ def _pieces(text: str, mark: str, cuts: Sequence[int]) -> Iterator[tuple[int, st
 
 
 def template_encoder(backend: Tokenizer, stop_tokens: Iterable[str]) -> TemplateEncoder:
-    """Make an encoder from a tokenizer, which stays as it is.
+    """Create an encoder from a tokenizer, which is not modified.
 
     Args:
         backend: the tokenizer.
-        stop_tokens: texts to guard besides those of the tokens flagged as special.
+        stop_tokens: texts to escape in addition to those of the tokens flagged as special.
     """
     copy = Tokenizer.from_str(backend.to_str())
     copy.no_truncation()
     copy.no_padding()
-    # Templates bring their own special tokens. A post-processor could only trim spaces off the offsets.
+    # Templates contain their own special tokens; a post-processor would only trim spaces from the offsets.
     copy.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
     copy.add_tokens([AddedToken(_BOUNDARY, normalized=False, special=False)])
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    # A text of one character cannot be broken.
+    # A text of one character cannot be split.
     control = {text for text in {*special, *stop_tokens} if len(text) > 1}
     return TemplateEncoder(copy, (*sorted(control), _BOUNDARY))
 
 
 def unused_mark(messages: Iterable[Message], *templates: ChatTemplate) -> str:
-    """A private-use character that neither the messages, with what they bring along, nor the templates contain.
+    """Return a private-use character that occurs neither in the messages, tools included, nor in the templates.
 
     Raises:
         ValueError: if a message is not valid Unicode text.
@@ -250,8 +250,8 @@ def unused_mark(messages: Iterable[Message], *templates: ChatTemplate) -> str:
     text = "".join(template.source for template in templates)
     for index, message in enumerate(messages):
         for key, value in message.items():
-            written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            text += _checked(written, f"the {key} of message {index}")
+            text_value = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            text += _checked(text_value, f"the {key} of message {index}")
     return next(mark for mark in map(chr, range(0x10FFFD, 0xF0000, -1)) if mark not in text)
 
 
@@ -260,7 +260,7 @@ def _checked(text: str, name: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{name} has a lone surrogate (half a character) at position {error.start}, which no tokenizer takes; "
+            f"{name} has a lone surrogate (half a character) at position {error.start}, which cannot be tokenized; "
             "repair the text, for example with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
         ) from error
     return text

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which tokenizer to use: the built-in one, a folder's, or one from the Hugging Face hub."""
+"""Loading of tokenizers: the built-in one, or one from a folder or the Hugging Face hub."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 PLAIN = "plain"
-"""The value of `tokenizer.chat_template` for messages one after another."""
+"""Value of `tokenizer.chat_template` for plain concatenation of messages."""
 _PLAIN_TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message['role'] == 'assistant' -%}
@@ -36,25 +36,25 @@ _PLAIN_TEMPLATE = """\
 
 
 class TokenizerLoadError(ValueError):
-    """A tokenizer cannot be loaded; the message names it and what to do."""
+    """A tokenizer cannot be loaded; the message names the tokenizer and the remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerConfig:
-    """Chooses the tokenizer and its chat template."""
+    """Configuration of the tokenizer and its chat template."""
 
     path: str | None = None
-    """A folder with a Hugging Face tokenizer, or a name on the Hugging Face hub. None: the built-in
-    byte-level tokenizer of 264 tokens, which needs no download."""
+    """Folder with a Hugging Face tokenizer, or a name on the Hugging Face hub. None: the built-in byte-level tokenizer
+    of 264 tokens, which needs no download."""
     chat_template: str | None = None
-    """Path of a Jinja file that replaces the tokenizer's chat template, or `plain`: the contents of the messages one
-    after another, without roles or separators, and eos behind each reply. None: the tokenizer's own."""
+    """Path of a Jinja file that replaces the tokenizer's chat template, or `plain`: concatenated message contents,
+    without roles or separators, with eos after each reply. None: the tokenizer's chat template."""
 
     def build(self) -> ChatTokenizer:
         """Load the tokenizer.
 
         Raises:
-            TokenizerLoadError: if the folder, the hub or the template's file cannot be read.
+            TokenizerLoadError: if the folder, the hub or the template file cannot be read.
             ChatTemplateError: if there is no chat template.
 
         >>> TokenizerConfig().build().vocab_size
@@ -75,13 +75,13 @@ class TokenizerConfig:
 
 
 def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A chat template for tokenizers without one, such as those of base models.
+    """Return a chat template for tokenizers without one, such as those of base models.
 
-    The contents of the messages follow one another; nothing marks their roles. Each reply ends with eos. The text
-    begins with bos if the tokenizer puts it before any text.
+    It concatenates the contents of the messages, without roles. Each reply ends with eos. The text begins with bos if
+    the tokenizer adds bos to plain text.
 
     Args:
-        tokenizer: decides about bos.
+        tokenizer: determines whether bos is added.
 
     >>> tokenizer = byte_tokenizer()
     >>> tokenizer.chat_template = plain_template(tokenizer)
@@ -103,17 +103,17 @@ def _load(path: str) -> PreTrainedTokenizerBase:
     except TokenizerLoadError:
         raise
     except Exception as error:
-        # Of any type: the Rust library raises a bare Exception for a damaged tokenizer.json, and transformers whatever
-        # an unexpected value in the other files leads to.
+        # Any exception type: the Rust library raises a plain Exception for a damaged tokenizer.json, and transformers
+        # raises various types for unexpected values in the other files.
         if folder.is_dir():
             raise TokenizerLoadError(
-                f"the folder {path} holds no loadable tokenizer: {_problem(folder, error)}; it needs the files that a "
-                "Hugging Face tokenizer's save_pretrained writes, tokenizer_config.json and tokenizer.json among them"
+                f"the folder {path} holds no loadable tokenizer: {_problem(folder, error)}; it needs the files that "
+                "save_pretrained of a Hugging Face tokenizer writes, such as tokenizer_config.json and tokenizer.json"
             ) from error
         raise TokenizerLoadError(
-            f"the tokenizer {path!r} is neither a folder here nor available from the Hugging Face hub: "
-            f"{_first_line(error)}; check the name and the network (and HF_TOKEN, where it is gated), or download it "
-            "elsewhere and give its folder, or leave tokenizer.path out for the built-in byte-level tokenizer"
+            f"the tokenizer {path!r} is neither a local folder nor available from the Hugging Face hub: "
+            f"{_first_line(error)}; check the name and the network (and HF_TOKEN, if it is gated), or download it "
+            "elsewhere and give its folder, or omit tokenizer.path for the built-in byte-level tokenizer"
         ) from error
 
 
@@ -123,11 +123,11 @@ def _problem(folder: Path, error: Exception) -> str:
 
 
 def _from_files(source: str) -> PreTrainedTokenizerBase:
-    """Load from a folder or hub name; never runs code that comes with the files."""
+    """Load from a folder or hub name; never runs code from the files."""
     config = get_tokenizer_config(source)
     extra = config.get("extra_special_tokens")
     if config.get("tokenizer_class") == "TokenizersBackend" or isinstance(extra, list):
-        # Written by transformers 5: a class and a list that transformers 4 does not have.
+        # Written by transformers 5, with a class and a list that transformers 4 does not support.
         cached_file(source, "tokenizer.json")
         tokens = extra if isinstance(extra, list) else []
         loaded = PreTrainedTokenizerFast.from_pretrained(
@@ -142,8 +142,8 @@ def _from_files(source: str) -> PreTrainedTokenizerBase:
         if "trust_remote_code" not in str(error):
             raise
         raise TokenizerLoadError(
-            f"the tokenizer {source} is Python code that comes with its files (auto_map in tokenizer_config.json), "
-            "and such code is never run here. If you trust it, load it with transformers and save it as a fast "
+            f"the tokenizer {source} is Python code in its files (auto_map in tokenizer_config.json), and such code is "
+            "never run here. If you trust it, load it with transformers and save it as a fast "
             "tokenizer (a tokenizer.json), and give that folder as tokenizer.path"
         ) from error
 
@@ -158,17 +158,17 @@ def _read_template(path: Path) -> str:
 
 
 def _stop_ids(path: str) -> tuple[int, ...]:
-    """Stop tokens of a model, besides the tokenizer's own eos.
+    """Read the stop tokens of a model, in addition to the tokenizer's eos.
 
-    As in transformers, those of generation_config.json, or those of config.json if there is no such file.
+    Like transformers, read generation_config.json, or config.json if there is no such file.
 
     Raises:
-        TokenizerLoadError: if the file is damaged, or lists something that is not a token id.
+        TokenizerLoadError: if the file is damaged, or contains an invalid token id.
     """
     folder = Path(path).expanduser()
     source = str(folder) if folder.is_dir() else path
     for name in ("generation_config.json", "config.json"):
-        # Both are optional: a tokenizer may have a folder of its own. Other trouble with the hub has been reported.
+        # Both are optional: a tokenizer may be in a separate folder. Other hub errors have been reported already.
         with contextlib.suppress(OSError):
             if (file := cached_file(source, name, _raise_exceptions_for_missing_entries=False)) is not None:
                 return _read_stop_ids(Path(file), f"{name} of {path}")
@@ -182,10 +182,10 @@ def _read_stop_ids(file: Path, where: str) -> tuple[int, ...]:
         raise TokenizerLoadError(f"{where} cannot be read: {_first_line(error)}; repair or delete the file") from error
     if not isinstance(config, dict):
         raise TokenizerLoadError(f"{where} is not a JSON object; repair or delete the file")
-    found = config.get("eos_token_id")
-    ids = found if isinstance(found, list) else [] if found is None else [found]
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token) is not int or token < 0 for token in ids):
-        raise TokenizerLoadError(f"eos_token_id in {where} is {found!r}; it must be a token id or a list of token ids")
+        raise TokenizerLoadError(f"eos_token_id in {where} is {value!r}; it must be a token id or a list of token ids")
     return tuple(ids)
 
 

@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tools and their answers in a conversation, put as a chat template can show them.
+"""Conversion of tools and tool messages to a form that a chat template renders.
 
-Templates differ: some have words of their own for the schemas of tools, some for messages of the role `tool`, many for
-neither. What a template lacks is said in words that all of them have.
+Some templates render tool schemas, some render messages with the role `tool`, many render neither. Content that a
+template does not support is written as text of other messages.
 """
 
 import dataclasses
@@ -17,36 +17,36 @@ from marin_rl.types import Message
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """What a template is given."""
+    """Messages and tools as input of a template."""
 
     messages: tuple[Message, ...]
-    """Messages without tools of their own, in roles that the template shows."""
+    """Messages without tools, in roles that the template renders."""
     tools: tuple[ToolSchema, ...]
-    """The schemas that it tells of itself; empty where it does not, or there are none."""
+    """Tool schemas for the template; empty without tools or if the template does not render them."""
 
 
 def fit_conversation(messages: Sequence[Message], template: ChatTemplate) -> Conversation:
-    """Put a conversation as a template can show it.
+    """Convert a conversation to a form that a template renders.
 
-    Tools that messages bring along become the template's `tools` where it tells of them, and a message that brought
-    nothing else is left out; elsewhere they are told in words, behind the message's content. Messages of the role
-    `tool` stay where the template shows them; elsewhere those that follow one another become one message of the user,
-    in the words of Qwen's template.
+    If the template renders tools, the tools of all messages become the template's `tools`, and messages without other
+    content are dropped. Otherwise they are described in the text of their message, after its content. If the template
+    does not render the role `tool`, consecutive messages of that role become one user message, in the format of Qwen's
+    template.
 
-    Fitting what stands before and what stands behind a reply gives the same as fitting all of it.
+    Converting the messages before and after a reply separately gives the same result as converting all at once.
 
     Args:
         messages: the conversation.
-        template: what will render it.
+        template: the template that renders it.
     """
     carried = [message for message in messages if "tools" in message]
-    tools = tuple(tool for message in carried for tool in message["tools"]) if template.tells_of_tools else ()
-    told = list(itertools.chain.from_iterable(_told(message, bool(tools)) for message in messages))
-    return Conversation(tuple(told if template.shows_tool_role else _as_users(told)), tools)
+    tools = tuple(tool for message in carried for tool in message["tools"]) if template.renders_tools else ()
+    plain = list(itertools.chain.from_iterable(_without_tools(message, bool(tools)) for message in messages))
+    return Conversation(tuple(plain if template.renders_tool_role else _as_users(plain)), tools)
 
 
-def _told(message: Message, by_template: bool) -> list[Message]:
-    """A message without the tools that it brought along."""
+def _without_tools(message: Message, by_template: bool) -> list[Message]:
+    """Return a message without its tools, which are described in its content unless the template renders them."""
     if "tools" not in message:
         return [message]
     words = "" if by_template else message.get("tools_in_words", "")
@@ -55,7 +55,7 @@ def _told(message: Message, by_template: bool) -> list[Message]:
 
 
 def _as_users(messages: Iterable[Message]) -> list[Message]:
-    """The messages, with answers of tools in the user's role."""
+    """Return the messages with tool responses in the user's role."""
     fitted: list[Message] = []
     for is_answer, run in itertools.groupby(messages, lambda message: message["role"] == "tool"):
         if is_answer:

@@ -202,7 +202,7 @@ def alter_progress(folder: Path) -> str:
     path = folder / "manifest.json"
     assert '"episodes": 16' in path.read_text()
     path.write_text(path.read_text().replace('"episodes": 16', '"episodes": 17'))
-    return "has no readable manifest.json: it differs from what was written"
+    return "has no readable manifest.json: its checksum does not match"
 
 
 def nest_manifest(folder: Path) -> str:

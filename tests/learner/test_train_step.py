@@ -159,7 +159,7 @@ def test_a_broken_update_is_an_error_and_leaves_the_weights(tiny, learner, monke
     monkeypatch.setattr(learner, "_update", lambda *args: after.append(update(*args)) or after[-1])
     weights = np.array(tiny.make_example().loss_weights.array)
     weights[weights > 0] = np.nan
-    with pytest.raises(NonFiniteUpdateError, match=r"update 2: loss nan, gradient norm nan; the weights were left"):
+    with pytest.raises(NonFiniteUpdateError, match=r"update 2: loss nan, gradient norm nan; the weights are unchanged"):
         learner.step(state, [tiny.replace_arrays(tiny.make_example(), loss_weights=weights)])
     broken = after[0][0]
     for name, array in tiny.arrays_by_path((broken.model, broken.opt_state.inner)).items():

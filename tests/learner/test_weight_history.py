@@ -47,7 +47,7 @@ def test_the_oldest_goes_when_another_comes() -> None:
     for version in (4, 5, 9):
         history.keep(policy(version), version)
     assert [version in history for version in (4, 5, 9)] == [False, True, True]
-    with pytest.raises(KeyError, match=r"weights of version 4 are not kept; there are those of \[5, 9\]"):
+    with pytest.raises(KeyError, match=r"weights of version 4 are not kept; kept versions are \[5, 9\]"):
         history.get(4)
     assert float(history.get(5).bias[0]) == 5.0
     history.keep(policy(50.0), 9)
@@ -56,5 +56,5 @@ def test_the_oldest_goes_when_another_comes() -> None:
 
 
 def test_one_that_keeps_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="versions is 0; a history keeps at least 1"):
+    with pytest.raises(ValueError, match="versions must be at least 1, got 0"):
         WeightHistory(0)

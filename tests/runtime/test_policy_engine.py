@@ -230,7 +230,7 @@ def test_a_server_without_weights_is_told_of_before_anything_is_trained(
         run = new_run(initialize_from=str(finished_run.path), sampler=sampler, **SHORT)
         assert run.train() == 1
     error = capfd.readouterr().err
-    assert "answered with status 503" in error
+    assert "returned status 503" in error
     assert "weights are not loaded yet" in error
     assert "Traceback" not in error
 

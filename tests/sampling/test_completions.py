@@ -76,7 +76,7 @@ def test_an_aborted_request_keeps_the_tokens_that_it_got_to(tokens: list[int]):
     choice = {"token_ids": [1, 4], "logprobs": {"token_logprobs": [-1.0] * 2}, "finish_reason": "abort"}
     assert read({"choices": [choice]}).stop_reason is StopReason.STOP
     choice = {"token_ids": [1] * 5, "logprobs": {"token_logprobs": [-1.0] * 5}, "finish_reason": "abort"}
-    assert "returned 5 tokens that end in no stop token" in outcome(read, {"choices": [choice]})
+    assert "returned 5 tokens without a final stop token" in outcome(read, {"choices": [choice]})
 
 
 JSON = st.recursive(

@@ -42,7 +42,7 @@ def test_a_sequence_ends_with_a_stop_token_or_at_its_limit(tokens: list[int], re
 
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2], [1, 2, 3, 4], [1, 2, 3, STOP]])
 def test_any_other_length_is_an_error(tokens: list[int]):
-    said = f"request 8: the engine returned {len(tokens)} tokens that end in no stop token, where 3 were allowed"
+    said = f"request 8: the engine returned {len(tokens)} tokens without a final stop token, of 3 allowed"
     with pytest.raises(SamplerError, match=said):
         read(tokens)
 

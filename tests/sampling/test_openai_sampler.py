@@ -179,12 +179,12 @@ LOST = [
     (error(503, "loading"), "status 503: .*loading"),
     (error(429, "slow down"), "status 429: .*slow down"),
     (error(408, "too slow"), "status 408: .*too slow"),
-    (Raw(0, b""), "does not answer .RemoteProtocolError"),
-    (Raw(200, b'{"choices": [', 4000), "does not answer .RemoteProtocolError: peer closed connection"),
-    (Raw(200, b"{}", encoding="gzip"), "does not answer .DecodingError"),
-    (Raw(200, b'{"choices": ['), "something else than JSON"),
-    (Raw(200, b"<html>"), "something else than JSON: '<html>'"),
-    (Raw(200, b"\xff\xfe\x00"), "something else than JSON"),
+    (Raw(0, b""), "does not respond .RemoteProtocolError"),
+    (Raw(200, b'{"choices": [', 4000), "does not respond .RemoteProtocolError: peer closed connection"),
+    (Raw(200, b"{}", encoding="gzip"), "does not respond .DecodingError"),
+    (Raw(200, b'{"choices": ['), "is not JSON"),
+    (Raw(200, b"<html>"), "is not JSON: '<html>'"),
+    (Raw(200, b"\xff\xfe\x00"), "is not JSON"),
 ]
 
 
@@ -230,13 +230,13 @@ def test_time_runs_out(server: CompletionsServer, monkeypatch: pytest.MonkeyPatc
 def test_nobody_listens():
     with CompletionsServer() as closed:
         sampler = sampler_of(closed)
-    with pytest.raises(SamplerError, match=r"does not answer \(ConnectError: .*see whether it runs"):
+    with pytest.raises(SamplerError, match=r"does not respond \(ConnectError: .*check that it is running"):
         sampler.sample([REQUEST])
 
 
 def test_an_answer_that_never_comes(server: CompletionsServer):
     server.hold = threading.Barrier(2)
-    with pytest.raises(SamplerError, match=r"does not answer \(ReadTimeout: .*sampler.timeout"):
+    with pytest.raises(SamplerError, match=r"does not respond \(ReadTimeout: .*sampler.timeout"):
         sampler_of(server, timeout=0.2).sample([REQUEST])
     server.hold.abort()
 
@@ -247,17 +247,17 @@ def test_an_answer_that_never_comes(server: CompletionsServer):
 @pytest.mark.parametrize(
     ("status", "remedy"),
     [
-        (400, "its limits"),
+        (400, "raise the server's limits"),
         (403, "name the environment variable that holds the key in sampler.api_key_env"),
         (404, "correct sampler.model, or sampler.base_url"),
-        (422, "see its log"),
-        (302, "see its log"),
-        (499, "see its log"),
+        (422, "see the server's log"),
+        (302, "see the server's log"),
+        (499, "see the server's log"),
     ],
 )
 def test_a_refusal_is_not_tried_again(server: CompletionsServer, status: int, remedy: str):
     server.fault = lambda count, body: error(status, "I would rather not")
-    with pytest.raises(SamplerError, match=f"refused it with status {status}: .*I would rather not.*; {remedy}"):
+    with pytest.raises(SamplerError, match=f"rejected it with status {status}: .*I would rather not.*; {remedy}"):
         sampler_of(server, retry=QUICK).sample([REQUEST])
     assert len(server.received) == 1
 
@@ -307,7 +307,10 @@ def logprobs(values: Any) -> Callable[[dict[str, Any]], Any]:
         (changed_choice(token_ids=[-1]), "returned token -1, which"),
         (changed_choice(token_ids=[True]), "returned token True, which"),
         (changed_choice(token_ids=[1.0]), r"returned token 1\.0, which"),
-        (changed_choice(prompt_token_ids=[0, 1, 2, 3]), r"read the prompt as \[0, 1, 2, 3\], but it was sent \[1, 2"),
+        (
+            changed_choice(prompt_token_ids=[0, 1, 2, 3]),
+            r"read the prompt as \[0, 1, 2, 3\], but the request has \[1, 2",
+        ),
         (changed_choice(logprobs=None), "token_logprobs is None .*must honour logprobs, with one number for each"),
         (changed_choice(logprobs=[-1.0]), "token_logprobs is None"),
         (logprobs([-1.0]), r"token_logprobs is \[-1\.0\] .*for each of the 2 tokens"),
@@ -332,11 +335,11 @@ def test_an_answer_that_cannot_be_is_refused(
 @pytest.mark.parametrize(
     ("tokens", "problem"),
     [
-        ([1, 1], "returned 2 tokens that end in no stop token, where 8 were allowed, with finish_reason 'length'"),
+        ([1, 1], "returned 2 tokens without a final stop token, of 8 allowed, with finish_reason 'length'"),
         ([], "returned 0 tokens"),
         ([1] * 9, "returned 9 tokens"),
         ([1] * 8 + [5], "returned 9 tokens"),
-        ([5, 1, 5], "went on after stop token 5"),
+        ([5, 1, 5], "continued after stop token 5"),
     ],
 )
 def test_answers_of_an_impossible_length_are_refused(server: CompletionsServer, tokens: list[int], problem: str):
@@ -380,7 +383,7 @@ def test_a_missing_key_is_told_at_once(server: CompletionsServer, monkeypatch: p
     monkeypatch.delenv("ENGINE_KEY", raising=False)
     if value is not None:
         monkeypatch.setenv("ENGINE_KEY", value)
-    with pytest.raises(ValueError, match=r"sampler.api_key_env: the environment variable ENGINE_KEY holds no key"):
+    with pytest.raises(ValueError, match=r"sampler.api_key_env: the environment variable ENGINE_KEY is not set"):
         sampler_of(server, api_key_env="ENGINE_KEY")
 
 
@@ -396,7 +399,7 @@ def test_a_server_that_tells_log_probs_at_the_temperature_is_fine(
     server: CompletionsServer, temperature: float, caplog: pytest.LogCaptureFixture
 ):
     check(server, temperature)
-    assert "could not be seen" not in caplog.text
+    assert "could not verify" not in caplog.text
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
@@ -415,7 +418,7 @@ def test_what_cannot_be_seen_is_said(
     """A uniform or a certain distribution is the same at all temperatures."""
     server.engine = TableEngine(logits, raw=raw)
     check(server, 0.6)
-    assert "could not be seen" in caplog.text
+    assert "could not verify" in caplog.text
 
 
 @pytest.mark.parametrize("top", [None, [], [None], [{}]])
@@ -428,7 +431,7 @@ def test_a_server_without_top_logprobs_is_not_refused(
 
     server.change = change
     check(server, 0.6)
-    assert "could not be seen" in caplog.text
+    assert "could not verify" in caplog.text
 
 
 def test_what_every_answer_lacks_is_found_by_the_check(server: CompletionsServer):

@@ -397,7 +397,7 @@ def test_tokenizer_that_nothing_would_stop_is_an_error():
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    with pytest.raises(ValueError, match="nothing would end a generation; set the tokenizer's eos_token"):
+    with pytest.raises(ValueError, match="generations would never end; set the tokenizer's eos_token"):
         ChatTokenizer(tokenizer)
 
 

@@ -58,7 +58,7 @@ def template(source: str) -> ChatTemplate:
 )
 def test_what_a_template_knows_is_seen_by_rendering(source: str, tells: bool, shows: bool):
     made = template(source)
-    assert (made.tells_of_tools, made.shows_tool_role) == (tells, shows)
+    assert (made.renders_tools, made.renders_tool_role) == (tells, shows)
 
 
 def test_tools_go_to_a_template_that_tells_of_them_and_elsewhere_into_words():
