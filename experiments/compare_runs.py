@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Held-out accuracy of several runs in one picture.
+"""Plot the held-out accuracy of several runs.
 
 python -m experiments.compare_runs experiments/curves/rloo.png runs/rloo-seed1 runs/rloo-seed2
 """
@@ -16,11 +16,11 @@ from marin_rl.runtime.metrics_file import read_records
 
 
 def plot(runs: list[Path], picture: Path) -> None:
-    """Draw sampled and greedy accuracy against the number of steps.
+    """Plot sampled and greedy accuracy against the number of steps.
 
     Args:
         runs: run directories.
-        picture: PNG to write.
+        picture: output file, PNG.
     """
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)

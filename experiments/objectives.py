@@ -1,14 +1,13 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Six objectives on the task of experiments/rloo.yaml: the same start, tasks, number of samples and optimizer.
+"""Six objectives on the task of experiments/rloo.yaml, with the same start, tasks, sample count and optimizer.
 
     python -m experiments.objectives start --seed 1
     python -m experiments.objectives gspo --seed 1
 
-`start` is the warm start of that seed, which all its objectives begin from. Each then takes 150 steps
-of 512 rollouts; the ratio-based ones train on them in four minibatches, at a third of the learning rate, and RLOO in
-one update.
+`start` is the warm start of that seed, which all its objectives start from. Each then takes 150 steps of 512 rollouts.
+The ratio-based objectives train on them in four minibatches, at a third of the learning rate, and RLOO in one update.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from marin_rl.runtime.session import run_session
 
 
 def in_minibatches(config: TrainConfig, policy_loss: PolicyLossConfig) -> TrainConfig:
-    """Four updates in each step, each a third as large, with a term that knows how far the policy has moved."""
+    """Four updates per step, each a third as large, with a term that depends on the change of the policy."""
     optimizer = dataclasses.replace(config.optimizer, learning_rate=1e-4)
     return dataclasses.replace(
         config, policy_loss=policy_loss, updates=UpdateConfig(minibatches=4), optimizer=optimizer
@@ -37,7 +36,7 @@ def in_minibatches(config: TrainConfig, policy_loss: PolicyLossConfig) -> TrainC
 
 
 def grpo(config: TrainConfig) -> TrainConfig:
-    """Group-standardised advantages, the clipped term, the mean over rollouts of their token mean."""
+    """Group-standardised advantages, the clipped term, and the mean over rollouts of their token mean."""
     return dataclasses.replace(
         in_minibatches(config, PpoClipLossConfig()),
         advantage=GrpoConfig(),
@@ -46,7 +45,7 @@ def grpo(config: TrainConfig) -> TrainConfig:
 
 
 def dr_grpo(config: TrainConfig) -> TrainConfig:
-    """Centred advantages, and a constant in place of every length and spread."""
+    """Centred advantages, and a constant instead of every length and standard deviation."""
     return dataclasses.replace(
         in_minibatches(config, PpoClipLossConfig()),
         advantage=DrGrpoConfig(),
@@ -55,7 +54,7 @@ def dr_grpo(config: TrainConfig) -> TrainConfig:
 
 
 def gspo(config: TrainConfig) -> TrainConfig:
-    """One ratio per rollout. Its bounds are those of answers of three tokens, wider than the paper's of thousands."""
+    """One ratio per rollout. The bounds are for answers of three tokens, wider than the paper's for thousands."""
     return dataclasses.replace(
         in_minibatches(config, GspoLossConfig(clip_low=0.1, clip_high=0.1)),
         advantage=GrpoConfig(),
@@ -73,7 +72,7 @@ def cispo(config: TrainConfig) -> TrainConfig:
 
 
 def ppo(config: TrainConfig) -> TrainConfig:
-    """A critic on the policy's trunk instead of groups: as experiments/ppo.yaml."""
+    """A critic on the policy's trunk instead of groups, as in experiments/ppo.yaml."""
     return dataclasses.replace(
         in_minibatches(config, PpoClipLossConfig()),
         rollouts=dataclasses.replace(config.rollouts, prompts_per_step=512, group_size=1),
@@ -84,12 +83,12 @@ def ppo(config: TrainConfig) -> TrainConfig:
 
 
 def rloo_kl(config: TrainConfig) -> TrainConfig:
-    """RLOO with a penalty in the reward for leaving the start."""
+    """RLOO with a KL penalty in the reward."""
     return dataclasses.replace(config, kl=RewardKlConfig(beta=0.1))
 
 
 def rloo_watched(config: TrainConfig) -> TrainConfig:
-    """RLOO whose distance from the start is measured, by a penalty too small to be felt: what rloo_kl compares with."""
+    """RLOO that measures the KL divergence with a negligible penalty, as a baseline for rloo_kl."""
     return dataclasses.replace(config, kl=RewardKlConfig(beta=1e-7))
 
 
@@ -106,12 +105,12 @@ OBJECTIVES: dict[str, Callable[[TrainConfig], TrainConfig]] = {
 
 
 def start(seed: int, folder: Path) -> TrainConfig:
-    """The warm start of a seed, and no RL."""
+    """Return the config of a seed's warm start without RL."""
     return dataclasses.replace(rloo(seed), run_dir=str(folder / f"start-seed{seed}"), num_steps=0)
 
 
 def objective(name: str, seed: int, folder: Path) -> TrainConfig:
-    """The run of an objective from the start of its seed."""
+    """Return the config of an objective's run from the start of its seed."""
     config = OBJECTIVES[name](rloo(seed))
     return dataclasses.replace(
         config,
@@ -123,7 +122,7 @@ def objective(name: str, seed: int, folder: Path) -> TrainConfig:
 
 
 def main() -> None:
-    """Run one of them."""
+    """Run the warm start or one objective."""
     parser = argparse.ArgumentParser(description="Six objectives on the task of experiments/rloo.yaml.")
     parser.add_argument("objective", choices=["start", *OBJECTIVES])
     parser.add_argument("--seed", type=int, default=1)

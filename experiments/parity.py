@@ -5,8 +5,8 @@
 
     python -m experiments.parity models/smollm2-135m-instruct
 
-If both deviate from float64 as much as a plain float32 forward pass does, their difference is rounding. The forward
-pass is written in numpy, for llama checkpoints without rope scaling.
+If both deviate from float64 as much as a plain float32 forward pass, their difference is rounding. The forward pass is
+written in numpy, for llama checkpoints without rope scaling.
 """
 
 import argparse
@@ -66,16 +66,16 @@ class Sampled:
     start: int
     """Position of the first generated token."""
     sampler: Float[np.ndarray, " new"]
-    """From the sampler."""
+    """Log-probabilities from the sampler."""
     learner: Float[np.ndarray, " new"]
-    """From the learner's scoring pass."""
+    """Log-probabilities from the learner's scoring pass."""
 
 
 def sample_and_score(config: TrainConfig, prompts: Sequence[str]) -> list[Sampled]:
-    """Answer prompts at temperature 1 and score the answers with the same weights.
+    """Sample answers at temperature 1 and score them with the same weights.
 
     Args:
-        config: names the checkpoint and the tokenizer.
+        config: run config with the checkpoint and the tokenizer.
         prompts: user messages.
     """
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device, alone=True)
@@ -134,13 +134,13 @@ def _rollout(tokens: tuple[int, ...], start: int) -> ProcessedRollout:
 def llama_logprobs(
     config: LlamaConfig, weights: Weights, tokens: Sequence[int], dtype: Any
 ) -> Float[np.ndarray, " rest"]:
-    """Log-probability of every token after the first, from a forward pass in numpy.
+    """Compute the log-probability of every token after the first with a forward pass in numpy.
 
     Args:
-        config: the model.
-        weights: by Hugging Face name, in `dtype`.
+        config: model config.
+        weights: arrays by Hugging Face name, in `dtype`.
         tokens: one sequence.
-        dtype: of the trunk and the logits; the softmax over the vocabulary is float64 always.
+        dtype: type of the trunk and the logits; the softmax over the vocabulary is always float64.
     """
     ids: Int[np.ndarray, " position"] = np.asarray(tokens)
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.hidden_dim // config.num_heads
@@ -184,24 +184,24 @@ def llama_logprobs(
 
 
 def measure(folder: str, prompts: Sequence[str] = PROMPTS, max_new_tokens: int = 12) -> dict[str, np.ndarray]:
-    """Absolute differences of log-probabilities (nats), one for each sampled token.
+    """Compute absolute differences of log-probabilities (nats), one per sampled token.
 
     Args:
         folder: a llama checkpoint in Hugging Face format, with one safetensors file.
         prompts: user messages.
-        max_new_tokens: most tokens of an answer.
+        max_new_tokens: maximum number of new tokens per answer.
 
     Returns:
-        Differences by name of what is compared.
+        Differences by name of the comparison.
 
     Raises:
         ValueError: if the checkpoint is not a llama without rope scaling in one file.
     """
     architecture = read_hf_architecture(folder)
     if type(architecture) is not LlamaConfig:
-        raise ValueError(f"{folder} holds a {type(architecture).__name__}; the numpy forward pass is a llama's")
+        raise ValueError(f"{folder} holds a {type(architecture).__name__}; the numpy forward pass supports llama only")
     if type(architecture.rope) is not DefaultRotaryEmbeddingsConfig:
-        raise ValueError(f"{folder} has rope_scaling in config.json; the numpy forward pass is without it")
+        raise ValueError(f"{folder} has rope_scaling in config.json; the numpy forward pass does not support it")
     if architecture.activation_function not in (ActivationFunctionEnum.silu, ActivationFunctionEnum.swish):
         raise ValueError(f"{folder} has the hidden_act {architecture.activation_function.value!r}, expected 'silu'")
     if not Path(folder, "model.safetensors").exists():

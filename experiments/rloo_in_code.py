@@ -5,7 +5,7 @@
 
     python -m experiments.rloo_in_code
 
-Use this form where an experiment computes its settings, sweeps over them, or lives in a larger code base.
+Use this form if an experiment computes its settings, sweeps over them, or is part of a larger code base.
 """
 
 import sys
@@ -22,10 +22,10 @@ from marin_rl.sampling.config import SamplingConfig
 
 
 def rloo(seed: int = 0) -> TrainConfig:
-    """RLOO on verified two-term sums, from scratch.
+    """Return the config of RLOO on verified two-term sums, from scratch.
 
     Args:
-        seed: of weights, task order and sampling; each has a run directory of its own.
+        seed: seed of weights, task order and sampling; each has a separate run directory.
     """
     return TrainConfig(
         run_dir="runs/rloo" if seed == 0 else f"runs/rloo-seed{seed}",

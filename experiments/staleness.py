@@ -1,14 +1,14 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What staleness costs in learning: experiments/rloo_async.yaml with groups that are all exactly so many steps old.
+"""The effect of staleness on learning: experiments/rloo_async.yaml with groups of one fixed staleness, in steps.
 
     python -m experiments.staleness start --seed 1
     python -m experiments.staleness 4 --seed 1
 
-`start` is the warm start of that seed, which all its runs begin from. With workers, how old a group is depends on how
-fast they are, up to `replay.max_staleness`. Here every group is as old as the bound allows, which is the worst case,
-and everything happens in one process, so that a run is the same to the bit wherever it is repeated.
+`start` is the warm start of that seed, which all its runs start from. With workers, the staleness of a group depends on
+their speed, up to `replay.max_staleness`. Here every group has the maximum staleness, which is the worst case, and
+everything runs in one process, so that runs are bit-identical.
 """
 
 import argparse
@@ -38,18 +38,18 @@ from marin_rl.types import WeightVersion
 
 CONFIG = Path(__file__).parent / "rloo_async.yaml"
 LAGS = (0, 1, 4)
-"""Steps between the weights that sampled and those that are updated."""
+"""Steps between the weights that sample and the weights that are updated."""
 
 
 class LaggingCrew:
-    """A `RolloutSource` that samples each group with the oldest weights allowed for it."""
+    """A `RolloutSource` that samples each group with the oldest allowed weights."""
 
     def __init__(self, run: TrainingRun, lag: int) -> None:
-        """Have no order yet, and the run's present weights.
+        """Start without requests, with the run's current weights.
 
         Args:
-            run: plays, with its own sampler.
-            lag: steps that weights are kept for.
+            run: samples with its sampler.
+            lag: staleness, in steps.
         """
         self._run = run
         self._history: WeightHistory[Any] = WeightHistory(lag + 1)
@@ -61,7 +61,7 @@ class LaggingCrew:
         self._orders += orders
 
     def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> list[FinishedGroup]:
-        """Play what was ordered for the next step; see `RolloutSource`. A stop takes effect after the step."""
+        """Sample the groups requested for the next step; see `RolloutSource`. A stop takes effect after the step."""
         run, step = self._run, min(order.number.step for order in self._orders)
         now = [order for order in self._orders if order.number.step == step]
         self._orders = [order for order in self._orders if order.number.step != step]
@@ -76,12 +76,12 @@ class LaggingCrew:
         self._history.keep(model, version)
 
     def metrics(self) -> dict[str, float]:
-        """Nothing."""
+        """Do nothing; there are no workers."""
         return {}
 
     @property
     def counts(self) -> dict[str, int]:
-        """Nothing."""
+        """Do nothing; there are no workers."""
         return {}
 
 
@@ -97,14 +97,14 @@ class _Records:
 
 
 def train_with_lag(config: TrainConfig, lag: int) -> None:
-    """Train on groups that are `lag` steps old, in the first steps as old as they can be.
+    """Train on groups that are `lag` steps old, or as old as possible in the first steps.
 
     Args:
-        config: in `mode: sync`.
-        lag: 0 is the run that the config describes.
+        config: a config with `mode: sync`.
+        lag: staleness in steps; 0 is the run of the config.
 
     Raises:
-        FileExistsError: if there is its run directory; such a run is not taken up again.
+        FileExistsError: if the run directory exists; such a run cannot be resumed.
     """
     folder = Path(config.run_dir)
     folder.mkdir(parents=True)
@@ -120,13 +120,13 @@ def train_with_lag(config: TrainConfig, lag: int) -> None:
 
 
 def study(seed: int) -> TrainConfig:
-    """The config of the file with another seed, in one process, measured more often."""
+    """Return the file's config with another seed, in one process, with more frequent measurements."""
     arguments = ["--config", str(CONFIG), "--seed", str(seed), "--mode", "sync", "--evaluation.every", "25"]
     return parse_config(TrainConfig, arguments, levanter_defaults()).config
 
 
 def main() -> None:
-    """Run one of them."""
+    """Run the warm start or one lag."""
     parser = argparse.ArgumentParser(description="Learning from groups that are all equally old.")
     parser.add_argument("run", choices=["start", *map(str, LAGS)], help="the warm start, or how many steps old")
     parser.add_argument("--seed", type=int, default=1)

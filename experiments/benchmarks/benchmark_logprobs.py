@@ -1,15 +1,15 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Memory and time of blockwise log-probabilities at a large vocabulary, and what is saved where there is no loss.
+"""Memory and time of blockwise log-probabilities at a large vocabulary, and the gain from skipping masked positions.
 
     python -m experiments.benchmarks.benchmark_logprobs
     python -m experiments.benchmarks.benchmark_logprobs --embed 256 --block_sizes 8 32 128
 
-Measured is value and gradient of a weighted sum of log-probabilities, with the entropy beside it, for
-activations `[batch, position, embed]` and a head `[embed, vocab]`: with loss everywhere against full logits, which are
-1 GB at the default sizes and whose gradient needs several of that at a time; and, for several shares of positions with
-loss, against blocks that cover every position.
+Measures value and gradient of a weighted sum of log-probabilities, with the entropy, for activations
+`[batch, position, embed]` and a head `[embed, vocab]`. With loss on every position the baseline is full logits, which
+take 1 GB at the default sizes, with a gradient of several times that. For several shares of positions with loss, the
+baseline is blocks that cover every position.
 """
 
 import functools
@@ -42,7 +42,7 @@ def materialised_logprobs(
     targets: Int[Array, "batch position"],
     mask: Bool[Array, "batch position"],
 ) -> tuple[Float[Array, "batch position"], Float[Array, "batch position"]]:
-    """Log-probabilities of the targets and entropies, from all logits at once; 0 off the mask."""
+    """Compute log-probabilities of the targets and entropies from all logits at once; 0 off the mask."""
     everything = jax.nn.log_softmax(jnp.einsum("bpe,ev->bpv", activations, lm_head), axis=-1)
     chosen = jnp.take_along_axis(everything, targets[..., None], axis=-1)[..., 0]
     frozen = jax.lax.stop_gradient(everything)
@@ -57,13 +57,13 @@ def every_position_logprobs(
     *,
     block_size: int,
 ) -> tuple[Float[Array, "batch position"], Float[Array, "batch position"]]:
-    """The same in blocks that cover every position, differentiated by jax; what this project did before.
+    """Compute the same in blocks that cover every position, differentiated by jax (an earlier implementation).
 
     Args:
         activations: `[batch, position, embed]`.
         lm_head: `[embed, vocab]`.
         targets: `[batch, position]`.
-        mask: `[batch, position]`, applied to what was found everywhere.
+        mask: `[batch, position]`, applied to the results of all positions.
         block_size: positions in a block; a divisor of `position`.
     """
 
@@ -95,7 +95,7 @@ def _value_and_gradient(logprobs: LogprobFunction) -> Callable[..., Any]:
 
 
 def random_inputs(batch: int, position: int, embed: int, vocab: int) -> tuple[Array, Array, Array, Array]:
-    """Activations, head, targets and weights; logits have a standard deviation of about 2."""
+    """Return activations, head, targets and weights; logits have a standard deviation of about 2."""
     rng = np.random.default_rng(0)
     return (
         jnp.asarray(rng.normal(size=(batch, position, embed)), jnp.float32),
@@ -106,7 +106,7 @@ def random_inputs(batch: int, position: int, embed: int, vocab: int) -> tuple[Ar
 
 
 def random_mask(batch: int, position: int, share: float) -> Bool[np.ndarray, "batch position"]:
-    """Each position has loss with probability `share`, so that some rows have more than others."""
+    """Return a mask that is True with probability `share`, so that rows have different counts."""
     return np.random.default_rng(1).random((batch, position)) < share
 
 
@@ -114,9 +114,9 @@ def measure_logprobs(inputs: tuple[Array, ...], block_sizes: Sequence[int], repe
     """Compare each block size with the materialised computation, with loss everywhere.
 
     Args:
-        inputs: as of `random_inputs`.
-        block_sizes: positions whose logits exist at the same time.
-        repeats: timed calls of each, after one that is not timed.
+        inputs: arrays from `random_inputs`.
+        block_sizes: positions with logits in memory at the same time.
+        repeats: timed calls of each variant, after a warm-up call.
 
     Returns:
         Figures as in docs/pages/benchmarks.md.
@@ -139,10 +139,10 @@ def measure_loss_shares(
     """Compare the head on the positions with loss with the head on every position.
 
     Args:
-        inputs: as of `random_inputs`.
-        shares: of positions that have loss, each in (0, 1].
-        block_size: for both; a divisor of `position`.
-        repeats: rounds, in each of which both are timed one after the other, after one that is not timed.
+        inputs: arrays from `random_inputs`.
+        shares: shares of positions with loss, each in (0, 1].
+        block_size: block size of both; a divisor of `position`.
+        repeats: timed rounds, after a warm-up round; each runs both in turn.
 
     Returns:
         Figures as in docs/pages/benchmarks.md.
@@ -152,7 +152,7 @@ def measure_loss_shares(
         "every_position": functools.partial(every_position_logprobs, block_size=block_size),
         "where_there_is_loss": functools.partial(blockwise_logprobs, temperature=1.0, block_size=block_size),
     }
-    # One program each: no mask compiles anything again.
+    # One program each; a new mask does not trigger compilation.
     example = (*inputs, jnp.ones((batch, position), bool))
     programs = {name: _compile(function, example) for name, function in functions.items()}
     by_share: dict[str, Any] = {}
@@ -170,7 +170,7 @@ def measure_loss_shares(
 
 
 def _compare(programs: Mapping[str, jax.stages.Compiled], inputs: tuple[Array, ...], repeats: int) -> dict[str, Any]:
-    """Time two programs round by round."""
+    """Time two programs in alternating rounds."""
     expected, found = (jax.block_until_ready(program(*inputs)) for program in programs.values())
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(repeats):
@@ -200,7 +200,7 @@ def _compile(function: LogprobFunction, inputs: tuple[Array, ...]) -> jax.stages
 
 
 def _differences(found: Any, expected: Any) -> dict[str, float]:
-    """Largest absolute difference of each result."""
+    """Return the largest absolute difference of each result."""
     names = ("logprobs", "entropies", "gradient_of_activations", "gradient_of_head")
 
     def parts(result: Any) -> tuple[Array, ...]:
@@ -212,7 +212,7 @@ def _differences(found: Any, expected: Any) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, and print one JSON object."""
+    """Run the benchmark and print one JSON object."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = benchmark_parser("Blockwise log-probabilities against full logits, and by share of positions with loss")
     parser.add_argument("--batch", type=int, default=4)

@@ -6,7 +6,7 @@
     python -m experiments.benchmarks.benchmark_sampling
     python -m experiments.benchmarks.benchmark_sampling --calls 5 --sampling.max_seqs 512
 
-The weights are random and so are the prompts, which changes nothing about the time of a token.
+Weights and prompts are random, which does not affect the time per token.
 """
 
 import dataclasses
@@ -37,28 +37,28 @@ from marin_rl.sampling.sampler import SampleRequest
 
 @dataclasses.dataclass(frozen=True)
 class SamplingShape:
-    """What one call asks for."""
+    """The requests of one call."""
 
     requests: int
     """Prompts, each continued once."""
     prompt_tokens: int
     """Tokens of every prompt."""
     new_tokens: int
-    """Most tokens of every answer."""
+    """Maximum number of new tokens per request."""
 
 
 def shape_of(config: TrainConfig) -> SamplingShape:
-    """What one update of a run asks for: all its rollouts, with the longest prompts that leave room to answer."""
+    """Return the requests of one update: all its rollouts, with the longest prompts that leave room for an answer."""
     new_tokens = config.sampling.max_new_tokens
     return SamplingShape(config.rollouts.rollouts_per_step, config.rollouts.max_length - new_tokens, new_tokens)
 
 
 def measure_sampling(config: TrainConfig, calls: int) -> dict[str, Any]:
-    """Time `calls` calls of the run's sampler, after a first one that compiles.
+    """Time `calls` calls of the run's sampler, after a warm-up call that compiles.
 
     Args:
         config: model, rollouts per update, lengths and the sampler's sizes.
-        calls: timed calls, each with other seeds.
+        calls: timed calls, each with different seeds.
 
     Returns:
         Figures as in docs/pages/benchmarks.md.
@@ -97,7 +97,7 @@ def measure_sampling(config: TrainConfig, calls: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, and print one JSON object."""
+    """Run the benchmark and print one JSON object."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = benchmark_parser("Sampled tokens per second; other flags are those of marin_rl.train")
     parser.add_argument("--calls", type=int, default=10, help="timed calls of each shape")

@@ -1,13 +1,13 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the sandbox costs: a reward function called directly, and through the pool at every isolation offered.
+"""The cost of the sandbox: a reward function called directly, and through the pool at every isolation level.
 
     python -m experiments.benchmarks.benchmark_sandbox
     python -m experiments.benchmarks.benchmark_sandbox --calls 2000 --workers 4 --imports numpy sympy
 
-The function compares two strings, so what is measured is the pool. `--imports` adds one round a module with a file
-that imports it: a call forks the process that has loaded the file, and the more that holds the longer a fork takes.
+The function compares two strings, so the benchmark measures the pool. `--imports` adds a round per module with a file
+that imports it: each call forks the process that has loaded the file, and a larger process takes longer to fork.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ def exact(messages, ground_truth, **kwargs):
 """
 
 DIRECT_CALLS = 1000
-"""Direct calls that are timed together: one alone is too short for the clock."""
+"""Direct calls that are timed together, because a single call is too short for the clock."""
 
 
 def request_of_length(characters: int) -> RewardRequest:
-    """A rollout whose reply has a given length."""
+    """Return a rollout with a reply of the given length."""
     return RewardRequest(
         rollout_id="rollout",
         messages=({"role": "user", "content": "Repeat."}, {"role": "assistant", "content": "x" * characters}),
@@ -53,7 +53,7 @@ def request_of_length(characters: int) -> RewardRequest:
 
 
 def measure_direct(file: Path, request: RewardRequest, repeats: int) -> dict[str, float | int]:
-    """Milliseconds of one call in this process."""
+    """Return milliseconds of one call in this process."""
     spec = importlib.util.spec_from_file_location("benchmarked_rewards", file)
     assert spec is not None
     assert spec.loader is not None
@@ -72,13 +72,13 @@ def measure_direct(file: Path, request: RewardRequest, repeats: int) -> dict[str
 async def measure_pool(
     file: Path, request: RewardRequest, level: Isolation, calls: int, workers: int
 ) -> dict[str, Any] | None:
-    """What calls through the pool take; None where the machine does not offer the isolation.
+    """Time calls through the pool; None if the machine does not support the isolation level.
 
     Args:
-        file: holds the function `exact`.
-        request: what is judged.
-        level: the isolation.
-        calls: how many are timed one after the other, and then again as a batch.
+        file: file with the function `exact`.
+        request: request to score.
+        level: isolation level.
+        calls: number of sequential calls, and of concurrent calls.
         workers: processes of the pool.
     """
     start = time.perf_counter()
@@ -95,7 +95,7 @@ async def measure_pool(
             start = time.perf_counter()
             await call()
             milliseconds.append(1000 * (time.perf_counter() - start))
-        # Every worker has loaded the file before the batch is timed.
+        # Let every worker load the file before the batch is timed.
         await asyncio.gather(*(call() for _ in range(2 * workers)))
         start = time.perf_counter()
         results = await asyncio.gather(*(call() for _ in range(calls)))
@@ -111,7 +111,7 @@ async def measure_pool(
 
 
 def measure_file(imports: str, arguments: Any) -> dict[str, Any]:
-    """All figures for one file."""
+    """Return all figures for one file."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rewards.py"
         file.write_text(FILE.format(imports=imports), encoding="utf-8")
@@ -126,7 +126,7 @@ def measure_file(imports: str, arguments: Any) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, and print one JSON object."""
+    """Run the benchmark and print one JSON object."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = benchmark_parser("A reward function called directly and through the sandbox")
     parser.add_argument("--calls", type=int, default=500, help="calls of each kind, at least 2")

@@ -1,13 +1,13 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""How long until something happens: imports, `--dry_run`, and the first update, without and with compiled programs.
+"""Start-up times: imports, `--dry_run`, and the first update, without and with cached programs.
 
     python -m experiments.benchmarks.benchmark_startup
     python -m experiments.benchmarks.benchmark_startup --config experiments/jsonl_start.yaml --repeats 5
 
-Every measurement is a process of its own. A run gets a fresh run directory and a fresh compilation cache, and
-then a second one gets another run directory and the same cache. The user's own cache is not touched.
+Every measurement uses a separate process. A run gets a fresh run directory and a fresh compilation cache; a second run
+gets another run directory and the same cache. The user's compilation cache is not used.
 """
 
 import os
@@ -25,23 +25,23 @@ from marin_rl.runtime.metrics_file import read_records
 MODULES = ("jax", "levanter", "marin_rl.train")
 
 SHORT_RUN = (
-    # Straight to RL, and no evaluation between the start of RL and the first update's record.
+    # Start with RL, without an evaluation between the start of RL and the first update's record.
     "--warm_start.max_steps=0",
     "--num_steps=2",
     "--evaluation.every=0",
     "--evaluation.tasks=64",
 )
-"""What makes a run short that is made only to be started; later arguments win over these."""
+"""Settings of a short run for timing its start; later arguments override these."""
 
 POLL_SECONDS = 0.02
 
 
 class BenchmarkedRunError(RuntimeError):
-    """A run that was to be timed failed; the message holds what it printed."""
+    """A timed run failed; the message contains its output."""
 
 
 def measure_imports(repeats: int) -> dict[str, Any]:
-    """Seconds that `import` of each module takes in a fresh interpreter, after one that is not counted."""
+    """Return the seconds of `import` of each module in a fresh interpreter, after a warm-up import."""
     seconds: dict[str, list[float]] = {module: [] for module in MODULES}
     for repeat in range(repeats + 1):
         for module, values in seconds.items():
@@ -53,17 +53,17 @@ def measure_imports(repeats: int) -> dict[str, Any]:
 
 
 def measure_dry_run(train_arguments: Sequence[str], repeats: int) -> dict[str, Any]:
-    """Wall-clock seconds of `marin_rl.train --dry_run`, interpreter start included."""
+    """Return wall-clock seconds of `marin_rl.train --dry_run`, interpreter start included."""
     command = [sys.executable, "-m", "marin_rl.train", *train_arguments, "--dry_run"]
     return spread([timed(lambda: _run(command)) for _ in range(repeats)])
 
 
 def measure_first_update(train_arguments: Sequence[str], repeats: int) -> dict[str, Any]:
-    """Seconds from process start to the record of the first update, with an empty and with a filled cache.
+    """Time the start of a process until the record of the first update, with an empty and with a filled cache.
 
     Args:
         train_arguments: a command line of `marin_rl.train` for a short run; run directory and cache are added.
-        repeats: pairs of runs, each pair with a cache of its own.
+        repeats: pairs of runs, each pair with a fresh cache.
     """
     cold: list[float] = []
     warm: list[float] = []
@@ -108,12 +108,12 @@ def _run(command: Sequence[str]) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, without settings that would bring another compilation cache in."""
+    """Return this process's environment without settings of another compilation cache."""
     return {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, and print one JSON object."""
+    """Run the benchmark and print one JSON object."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = benchmark_parser("Imports, dry run and time to the first update; other flags are those of marin_rl.train")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each kind")

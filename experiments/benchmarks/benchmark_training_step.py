@@ -1,16 +1,15 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""An RLOO update against plain language-model updates of levanter, and what packing gains.
+"""An RLOO update compared with plain language-model updates of levanter, and the gain from packing.
 
     python -m experiments.benchmarks.benchmark_training_step
     python -m experiments.benchmarks.benchmark_training_step --steps 20 --long_length 1024 --long_rollouts 32
 
-Two batches of rollouts: one of the config's size, all as long as they may be, and one of longer rollouts with
-log-normal lengths, whose mean is a quarter of the longest. On each, four kinds of update of the same model, with the
-same optimizer, mesh and precision, take turns, so that whatever else the machine does falls on all of them, and each
-round gives one ratio: RLOO on packed microbatches, as a run makes it, and on a row for each rollout; levanter's on both
-too.
+There are two batches of rollouts: one of the config's size with rollouts of maximal length, and one of longer rollouts
+with log-normal lengths, with a mean of a quarter of the maximum. On each, four kinds of update of the same model, with
+the same optimizer, mesh and precision, alternate, so that other load affects all of them equally, and each round gives
+one ratio: RLOO on packed microbatches, as in a run, and with one row per rollout; levanter's update on both layouts.
 """
 
 import dataclasses
@@ -59,11 +58,11 @@ class Update(Protocol):
     """One kind of update."""
 
     def step(self) -> float:
-        """One update; returns its loss."""
+        """Run one update and return its loss."""
         ...
 
     def program_bytes(self) -> dict[str, int | None]:
-        """Memory of the program with the forward and backward pass, as the compiler plans it."""
+        """Return the memory of the forward and backward program, from the compiler's memory analysis."""
         ...
 
 
@@ -76,20 +75,20 @@ class RlooStep:
         self._microbatches = packed.microbatches
 
     def step(self) -> float:
-        """One update; returns its loss."""
+        """Run one update and return its loss."""
         self._state, measured = self._learner.step(self._state, self._microbatches)
-        # A run reads every metric back.
+        # A run reads every metric.
         return {name: float(metric) for name, metric in measured.items()}["loss/total"]
 
     def program_bytes(self) -> dict[str, int | None]:
-        """Of one microbatch."""
+        """Return the memory of the program of one microbatch."""
         return program_bytes(self._learner.lower_microbatch(self._state.model, self._microbatches[0]).compile())
 
 
 class LmStep:
-    """The update that levanter makes when it trains a language model on the same loss tokens.
+    """Levanter's language-model update on the same loss tokens.
 
-    Several microbatches are its microbatches.
+    The microbatches of the RLOO update are its microbatches too.
     """
 
     def __init__(self, config: TrainConfig, trainer: TrainerConfig, model: LmHeadModel, packed: PackedBatch) -> None:
@@ -97,7 +96,8 @@ class LmStep:
 
         def loss(model: LmHeadModel, example: LmExample, *, key: jax.Array | None = None) -> jax.Array:
             per_token = cast(hax.NamedArray, compute_next_token_loss(model, example, key=key, reduction=None))
-            # Its default mean fails on a current jax. Microbatches are averaged, so their number makes a sum of it.
+            # Levanter's default mean fails with current jax. It averages microbatches; multiplying by their number
+            # gives the sum.
             return jnp.sum(per_token.array) * (microbatches / tokens)
 
         quiet = dataclasses.replace(
@@ -114,20 +114,20 @@ class LmStep:
         self._trainer = Trainer(quiet, optimizer, cast(ComputeLossFunction, loss), add_default_hooks=False)
         with self._trainer:
             self._state: TrainerState = self._trainer.initial_state(jax.random.PRNGKey(1), model=model)
-        # The run's batch comes from the host; this one does too.
+        # The batch is on the host, as in a run.
         self._batch = jax.tree.map(np.asarray, _join(packed.microbatches).to_lm_example())
 
     def step(self) -> float:
-        """One update; returns its loss."""
+        """Run one update and return its loss."""
         with self._trainer:
             info = self._trainer.train_step(self._state, self._batch)
         self._state = info.state
         return float(info.loss)
 
     def program_bytes(self) -> dict[str, int | None]:
-        """Of the whole update, which is one program."""
+        """Return the memory of the update, which is one program."""
         with self._trainer:
-            # The trainer has no public handle on its jitted step.
+            # The trainer has no public handle of its jitted step.
             lowered = cast(Any, self._trainer._jit_train_step_fn_no_hook).lower(self._state, (self._batch,), {})
         return program_bytes(lowered.compile())
 
@@ -140,7 +140,7 @@ MAKERS: dict[str, tuple[Callable[..., Update], bool]] = {
     "lm_unpacked": (LmStep, False),
 }
 RATIOS = {
-    # ratio of seconds: over which kind, of which
+    # ratio of seconds: numerator and denominator
     "rloo_over_lm_unpacked": ("rloo", "lm_unpacked"),
     "rloo_over_lm_packed": ("rloo", "lm_packed"),
     "rloo_packing_gain": ("rloo_unpacked", "rloo"),
@@ -149,13 +149,13 @@ RATIOS = {
 
 
 def log_normal_lengths(count: int, longest: int) -> Int64[np.ndarray, " rollouts"]:
-    """Lengths of rollouts in tokens, at least 2: log-normal, cut off at `longest`, with a mean of a quarter of it."""
+    """Draw log-normal rollout lengths in tokens, from 2 to `longest`, with a mean of a quarter of `longest`."""
     drawn = np.random.default_rng(0).lognormal(0, SIGMA, count)
 
     def cut(scale: float) -> Int64[np.ndarray, " rollouts"]:
         return np.clip(np.round(scale * drawn), 2, longest).astype(np.int64)
 
-    # Cutting off lowers the mean: scale up until it is back.
+    # Truncation lowers the mean; rescale until it is restored.
     scale = longest / 4 / drawn.mean()
     while cut(scale).mean() < longest / 4:
         scale *= 1.005
@@ -165,7 +165,7 @@ def log_normal_lengths(count: int, longest: int) -> Int64[np.ndarray, " rollouts
 def random_rollouts(
     lengths: Int64[np.ndarray, " rollouts"], vocab_size: int, loss_tokens: int, positions: int
 ) -> list[ProcessedRollout]:
-    """Rollouts of random tokens, the last `loss_tokens` of each with loss, the first token never."""
+    """Return rollouts of random tokens, with loss on the last `loss_tokens` of each but never on the first token."""
     rng = np.random.default_rng(0)
     rollouts = []
     for index, length in enumerate(lengths.tolist()):
@@ -196,7 +196,7 @@ def pack(
     *,
     packed: bool,
 ) -> PackedBatch:
-    """The batch as a run lays it out, with packing or without, in microbatches of about as many tokens."""
+    """Return the batch in a run's layout, with or without packing, in microbatches of about equal token counts."""
     sections = dataclasses.replace(config.rollouts, packing=packed)
     whole = dataclasses.replace(config, rollouts=sections)
     rows = microbatch_rows(config.trainer, sections.rows_per_device) * trainer.data_axis_size
@@ -209,7 +209,7 @@ def pack(
 
 
 def _join(microbatches: Sequence[RlExample]) -> RlExample:
-    """All microbatches as one batch."""
+    """Join all microbatches into one batch."""
     rows, positions = microbatches[0].input_ids.axes
     axes = (Axis(rows.name, rows.size * len(microbatches)), positions)
     arrays = {name: [np.asarray(getattr(example, name).array) for example in microbatches] for name in PER_TOKEN_DTYPES}
@@ -219,11 +219,11 @@ def _join(microbatches: Sequence[RlExample]) -> RlExample:
 def measure_training_step(
     config: TrainConfig, trainer: TrainerConfig, lengths: Int64[np.ndarray, " rollouts"], steps: int
 ) -> dict[str, Any]:
-    """Time `steps` updates of each kind, in turns, after a first one that compiles.
+    """Time `steps` updates of each kind in alternation, after a warm-up update that compiles.
 
     Args:
         config: model, row length, loss, optimizer and mesh.
-        trainer: as `start_devices` completed it.
+        trainer: trainer config from `start_devices`.
         lengths: tokens of each rollout, the last `sampling.max_new_tokens` of them with loss.
         steps: timed updates of each kind.
 
@@ -240,14 +240,14 @@ def measure_training_step(
     figures: dict[str, Any] = {}
     for name, (make, is_packed) in MAKERS.items():
         packed = pack(config, trainer, rollouts, advantages, packed=is_packed)
-        # Each takes its weights over, so each needs its own.
+        # Each update donates its weights, so each kind needs a copy.
         model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
         start = time.perf_counter()
         updates[name] = make(config, trainer, model, packed)
         state_seconds = time.perf_counter() - start
         figures[name] = {
             "microbatches": len(packed.microbatches),
-            "pass_shape": [packed.layout.rows_per_microbatch, packed.layout.row_length],
+            "microbatch_shape": [packed.layout.rows_per_microbatch, packed.layout.row_length],
             "packing_efficiency": packed.efficiency,
             "initial_state_seconds": state_seconds,
             "first_step_seconds": timed(updates[name].step),
@@ -266,7 +266,7 @@ def measure_training_step(
 
 
 def _take_turns(updates: Mapping[str, Update], steps: int, figures: dict[str, Any]) -> dict[str, list[float]]:
-    """Seconds of every update after the first; who begins moves on from round to round."""
+    """Return the seconds of every update after the first; the order rotates from round to round."""
     seconds: dict[str, list[float]] = {name: [] for name in updates}
     order = list(updates)
     for name in order:
@@ -281,7 +281,7 @@ def _take_turns(updates: Mapping[str, Update], steps: int, figures: dict[str, An
 
 
 def lengthened(config: TrainConfig, longest: int) -> TrainConfig:
-    """The same run with rollouts of up to `longest` tokens, three quarters of which may have loss."""
+    """Return the run with rollouts of up to `longest` tokens, of which three quarters may have loss."""
     assert config.model is not None
     return dataclasses.replace(
         config,
@@ -292,7 +292,7 @@ def lengthened(config: TrainConfig, longest: int) -> TrainConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, and print one JSON object."""
+    """Run the benchmark and print one JSON object."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = benchmark_parser("RLOO update against levanter's plain one; other flags are those of marin_rl.train")
     parser.add_argument("--steps", type=int, default=30, help="timed updates of each kind")

@@ -1,18 +1,18 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""How fast weights reach a worker, beside a plain socket and a copy in memory, and what publishing costs a step.
+"""Throughput of weight transfer to a worker, compared with a plain socket and a copy, and the cost of publishing.
 
     python -m experiments.benchmarks.benchmark_weight_transfer
     python -m experiments.benchmarks.benchmark_weight_transfer --sizes_mb 4000 --servers 1 4 --streams 8
 
-Servers are processes of their own on this machine, with equal shares of the rows of every array. In each round the
-transfer, one plain socket for each server and a copy take turns, all into fresh memory, as a worker needs it; so each
-round gives one ratio, and whatever else the machine does falls on all of them. The transfer ends with arrays on the
-device, each checksum verified. Publishing is measured in the training step of the config.
+Servers are separate processes on this machine, with equal shares of the rows of every array. In each round the
+transfer, one plain socket per server and a copy alternate, all into fresh memory as in a worker, so that other load
+affects all of them equally and each round gives one ratio. The transfer ends with arrays on the device and verified
+checksums. Publishing is measured in the training step of the config.
 
-For the model of the config, the whole way of a new version is measured too: from its announcement to the coordinator,
-an actor under Ray, until the sampler of a rollout worker has the weights. The worker is a thread of this process.
+For the config's model, the whole path of a new version is measured too: from its announcement to the coordinator, an
+actor under Ray, until the sampler of a rollout worker has the weights. The worker is a thread of this process.
 """
 
 import contextlib
@@ -66,22 +66,22 @@ from marin_rl.weights.snapshot import TrainingHost
 from marin_rl.weights.tree import named_leaves
 
 ARRAYS, COLUMNS = 16, 1024
-"""Arrays of synthetic weights, and columns of each."""
+"""Number of arrays of synthetic weights, and columns of each."""
 
 
 def synthetic_shapes(rows: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of synthetic weights, by name."""
+    """Return shapes of synthetic weights by name."""
     return {f"['{number}']": (rows, COLUMNS) for number in range(ARRAYS)}
 
 
 class Server:
-    """A weight server in a process of its own."""
+    """A weight server in a separate process."""
 
     def __init__(self, share: Share) -> None:
         """Start the process.
 
         Args:
-            share: what it holds; version 1 is published.
+            share: weights of the server; version 1 is published.
         """
         command = [sys.executable, "-m", "experiments.benchmarks.weight_servers", json.dumps(dataclasses.asdict(share))]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -103,8 +103,8 @@ class Server:
                 memory = memory[connection.recv_into(memory) :]
 
     def publish(self, version: int) -> None:
-        """Offer the same weights as another version; returns when they can be fetched."""
-        # The ports come first.
+        """Publish the same weights as another version; returns when they are available."""
+        # The process prints its ports first.
         assert self._ports
         assert self.process.stdin is not None
         self.process.stdin.write(f"{version}\n")
@@ -118,7 +118,7 @@ class Server:
 
 @contextlib.contextmanager
 def weight_servers(token: str, shapes: dict[str, tuple[int, ...]], count: int, chunk_mb: int) -> Iterator[list[Server]]:
-    """Processes that hold the weights together."""
+    """Server processes that hold the weights together."""
     servers: list[Server] = []
     try:
         servers += [Server(Share(token, host, count, shapes, chunk_mb)) for host in range(count)]
@@ -129,18 +129,18 @@ def weight_servers(token: str, shapes: dict[str, tuple[int, ...]], count: int, c
 
 
 def read_all_plainly(servers: Sequence[Server]) -> None:
-    """Read from every server at the same time."""
+    """Read from every server concurrently."""
     with ThreadPoolExecutor(len(servers)) as threads:
         list(threads.map(Server.read_plainly, servers))
 
 
 def measure_transfer(rows: int, servers: int, rounds: int, config: ArrowFlightConfig) -> dict[str, Any]:
-    """Gigabytes a second (1e9) of one size from some servers.
+    """Return the throughput in gigabytes (1e9) per second for one size and number of servers.
 
     Args:
-        rows: of each array.
-        servers: how many share the rows.
-        rounds: timed rounds, after one that is not.
+        rows: rows of each array.
+        servers: number of servers that share the rows.
+        rounds: timed rounds, after a warm-up round.
         config: streams and chunks.
     """
     token = make_secret()
@@ -165,7 +165,7 @@ def measure_transfer(rows: int, servers: int, rounds: int, config: ArrowFlightCo
 
 
 def _take_turns(kinds: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each kind in every round but the first; who begins moves on from round to round."""
+    """Return the seconds of each kind in every round but the first; the order rotates from round to round."""
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     order = list(kinds)
     for round_number in range(rounds + 1):
@@ -178,7 +178,7 @@ def _take_turns(kinds: dict[str, Callable[[], object]], rounds: int) -> dict[str
 
 
 def measure_files(rows: int, rounds: int) -> dict[str, Any]:
-    """Gigabytes a second to and from files in the temporary folder, one training host."""
+    """Return gigabytes per second to and from files in the temporary folder, for one training host."""
     weights = {str(number): np.ones((rows, COLUMNS), np.float32) for number in range(ARRAYS)}
     like = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in weights.items()}
     num_bytes = sum(array.nbytes for array in weights.values())
@@ -201,17 +201,17 @@ def measure_files(rows: int, rounds: int) -> dict[str, Any]:
 
 
 class TimedPolicy:
-    """A worker's policy that reports when its sampler has new weights."""
+    """A worker's policy that records when its sampler gets new weights."""
 
     def __init__(self, policy: WorkerPolicy) -> None:
-        """Report nothing yet.
+        """Start without records.
 
         Args:
-            policy: fetches and plays.
+            policy: fetches weights and samples.
         """
         self._policy = policy
         self.arrivals: queue.Queue[float | None] = queue.Queue()
-        """Moments, as `time.perf_counter` has them; None when the worker has ended."""
+        """Times of weight updates, in the clock of `time.perf_counter`; None at the end of the worker."""
 
     @property
     def version(self) -> WeightVersion | None:
@@ -244,20 +244,20 @@ class TimedPolicy:
 
 @contextlib.contextmanager
 def coordinator(silence: float) -> Iterator[CoordinatorClient]:
-    """A run's coordinator: an actor under Ray on this machine."""
+    """The coordinator of a run: an actor under Ray on this machine."""
     with connected_to_local_node(num_cpus=1):
-        # The worker waits for news, calls its heartbeat, and must not keep the trainer from being heard.
+        # The worker's long poll and heartbeat must not block the trainer's calls.
         coordinator_actor = cast(Any, ray.remote(CoordinatorActor)).options(num_cpus=0, max_concurrency=8)
         yield CoordinatorClient(coordinator_actor.remote(silence), silence)
 
 
 def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFlightConfig) -> dict[str, Any]:
-    """Seconds from the announcement of a version until a worker samples with it, beside the transfer alone.
+    """Time the announcement of a version until a worker samples with it, and the transfer alone.
 
     Args:
         config: model and sampler.
-        servers: training hosts.
-        rounds: timed rounds, after one that is not.
+        servers: number of training hosts.
+        rounds: timed rounds, after a warm-up round.
         way: streams and chunks.
     """
     config, token = dataclasses.replace(config, weights=way), make_secret()
@@ -302,7 +302,7 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFl
             seconds = _take_turns(kinds, rounds)
         finally:
             desk.stop()
-    # Publishing by the servers comes before the announcement; the first round is not timed.
+    # Servers publish before the announcement; the first round is not timed.
     seconds["arrival"] = arrivals[1:]
     ratios = [whole / alone for whole, alone in zip(seconds["arrival"], seconds["transfer"], strict=True)]
     return {
@@ -313,15 +313,15 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFl
 
 
 def measure_publishing(config: TrainConfig, steps: int, way: WeightTransferConfig) -> dict[str, Any]:
-    """What publishing after every step costs the learner.
+    """Measure the cost of publishing after every step for the learner.
 
-    Steps with and without publishing take turns. The call itself holds the learner up; what goes on in the background
-    may slow the step that follows.
+    Steps with and without publishing alternate. The call itself blocks the learner; its background work may slow down
+    the next step.
 
     Args:
         config: model, batch and optimizer.
         steps: timed steps of each kind.
-        way: how weights are published.
+        way: configuration of publishing.
     """
     assert config.model is not None
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
@@ -340,7 +340,7 @@ def measure_publishing(config: TrainConfig, steps: int, way: WeightTransferConfi
     def step() -> None:
         nonlocal state
         state, measured = learner.step(state, passes)
-        # A run reads every metric back.
+        # A run reads every metric.
         for metric in measured.values():
             float(metric)
 
@@ -366,7 +366,7 @@ def measure_publishing(config: TrainConfig, steps: int, way: WeightTransferConfi
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, and print one JSON object."""
+    """Run the benchmark and print one JSON object."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = benchmark_parser("Weights to a worker, and what publishing costs; other flags are those of marin_rl.train")
     parser.add_argument("--sizes_mb", type=int, nargs="+", default=[100, 400, 1000], help="megabytes (1e6) of weights")
@@ -387,7 +387,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(f"announcement to arrival from {servers}: {measured['arrival_seconds']['median']:.3f} s")
     for size in arguments.sizes_mb:
         for servers in arguments.servers:
-            # Every server holds as many rows.
+            # Every server holds the same number of rows.
             rows = servers * max(1, round(size * 1e6 / (ARRAYS * COLUMNS * 4) / servers))
             measured = measure_transfer(rows, servers, arguments.rounds, way)
             figures[f"{size}_mb_from_{servers}"] = measured

@@ -1,14 +1,14 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rollouts per second and idle shares against the number of rollout workers, beside what the simulator says of them.
+"""Rollouts per second and idle shares for several numbers of rollout workers, compared with the simulator.
 
     python -m experiments.benchmarks.benchmark_workers
     python -m experiments.benchmarks.benchmark_workers --workers 1 2 4 --steps 40 --seconds 2 --spread 0.5
 
-Every number of workers is a run of `mode: async` of its own, with a tiny model and an environment whose answers take
-their time and no processor, so that more workers are faster on a machine of few cores too. The simulator is given the
-durations that the run itself has measured: seconds of a step less those of waiting, and seconds of a group.
+Every number of workers is a separate run with `mode: async`, a tiny model and an environment that responds after a
+delay without using the CPU, so that more workers are faster even on a machine with few cores. The simulator uses the
+durations that the run measured: seconds of a step without waiting, and seconds of a group.
 """
 
 import collections
@@ -32,11 +32,11 @@ GROUPS, MEMBERS = 8, 4
 
 
 class BenchmarkedRunError(RuntimeError):
-    """A run that failed; the message is its output."""
+    """A run failed; the message is its output."""
 
 
 def settings_of(arguments: Any, workers: int, run_dir: Path) -> dict[str, Any]:
-    """What is changed in experiments/rloo_async.yaml."""
+    """Changes to experiments/rloo_async.yaml."""
     options = {"seconds": arguments.seconds, "spread": arguments.spread}
     return {
         **TINY,
@@ -58,7 +58,7 @@ def settings_of(arguments: Any, workers: int, run_dir: Path) -> dict[str, Any]:
 
 
 def run(settings: Mapping[str, Any]) -> None:
-    """Train with these settings in a process of its own.
+    """Train with these settings in a separate process.
 
     Raises:
         BenchmarkedRunError: if it fails.
@@ -78,11 +78,11 @@ def run(settings: Mapping[str, Any]) -> None:
 
 
 def measured(run_dir: Path, skip: int) -> dict[str, Any]:
-    """What a run says of its steps after the first ones, in which programs are compiled and workers start.
+    """Return the figures of a run without its first steps, in which programs are compiled and workers start.
 
     Args:
-        run_dir: of a run that has ended.
-        skip: steps that are left out.
+        run_dir: directory of a finished run.
+        skip: steps to exclude.
     """
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines][1 + skip :]
@@ -103,7 +103,7 @@ def measured(run_dir: Path, skip: int) -> dict[str, Any]:
 
 
 def group_seconds(run_dir: Path, skip: int) -> list[float]:
-    """How long each group took, which is as long as its slowest attempt."""
+    """Return the seconds of each group, which are those of its slowest attempt."""
     slowest: dict[str, float] = collections.defaultdict(float)
     for table in read_rollouts(run_dir / "rollouts", None, purposes=["training"]):
         for row in table.select(["step", "group_id", "seconds"]).to_pylist():
@@ -114,7 +114,7 @@ def group_seconds(run_dir: Path, skip: int) -> list[float]:
 
 
 def simulated(arguments: Any, workers: int, found: Mapping[str, Any]) -> dict[str, Any]:
-    """The simulator's word on the same pipeline, with the durations that were measured."""
+    """Simulate the same pipeline with the measured durations."""
     pipeline = Pipeline(
         workers=workers,
         step_seconds=found["step_seconds"]["median"],
@@ -131,7 +131,7 @@ def simulated(arguments: Any, workers: int, found: Mapping[str, Any]) -> dict[st
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure each number of workers."""
+    """Run the benchmark for each number of workers."""
     parser = benchmark_parser(__doc__ or "")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=40)

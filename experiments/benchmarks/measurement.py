@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the benchmarks share: settings from a command line, spread, compile counts, and the JSON they print."""
+"""Shared parts of the benchmarks: command-line settings, statistics, compile counts and JSON reports."""
 
 import argparse
 import contextlib
@@ -27,25 +27,25 @@ from marin_rl.runtime.config_parsing import parse_config
 DEFAULT_CONFIG = Path(__file__).parents[1] / "rloo.yaml"
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-"""What jax reports for every program that it compiles or takes from the persistent cache."""
+"""jax's event for every program that is compiled or loaded from the persistent cache."""
 
 PACKAGES = ("marin_rl", "jax", "jaxlib", "levanter", "haliax", "equinox", "optax", "numpy")
 
 
 def benchmark_parser(description: str) -> argparse.ArgumentParser:
-    """A parser for a benchmark's own flags."""
+    """Return a parser for a benchmark's flags."""
     return argparse.ArgumentParser(description=description, allow_abbrev=False)
 
 
 def config_arguments(rest: Sequence[str]) -> list[str]:
-    """A command line of `marin_rl.train`: what was given, with `experiments/rloo.yaml` as the default config."""
+    """Return the arguments for `marin_rl.train`, with `experiments/rloo.yaml` as the default config."""
     if any(argument.partition("=")[0] in ("--config", "--config_path") for argument in rest):
         return list(rest)
     return ["--config", str(DEFAULT_CONFIG), *rest]
 
 
 def load_config(rest: Sequence[str]) -> TrainConfig:
-    """The config that `marin_rl.train` would run with these arguments.
+    """Return the config that `marin_rl.train` would run with these arguments.
 
     Args:
         rest: `--config FILE` and `--a.b value` overrides; without `--config`, experiments/rloo.yaml.
@@ -54,14 +54,14 @@ def load_config(rest: Sequence[str]) -> TrainConfig:
 
 
 def timed(function: Callable[[], Any]) -> float:
-    """Wall-clock seconds of one call. The function must wait for the device itself."""
+    """Return wall-clock seconds of one call. The function must wait for the device."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int]:
-    """A series of measurements as a report gives it: median, extremes and how many there were.
+    """Summarize a series of measurements: median, extremes and count.
 
     >>> spread([3.0, 1.0, 2.0])
     {'median': 2.0, 'min': 1.0, 'max': 3.0, 'count': 3}
@@ -71,7 +71,7 @@ def spread(values: Sequence[float]) -> dict[str, float | int]:
 
 @dataclasses.dataclass
 class CompileCount:
-    """Programs compiled so far."""
+    """Counter of compiled programs."""
 
     programs: int = 0
 
@@ -93,12 +93,12 @@ def counted_compiles() -> Iterator[CompileCount]:
 
 
 def without_compilation_cache() -> None:
-    """Make first calls compile, whatever earlier processes left in the persistent cache."""
+    """Disable the persistent compilation cache, so that first calls compile."""
     jax.config.update("jax_enable_compilation_cache", False)
 
 
 def program_bytes(compiled: jax.stages.Compiled) -> dict[str, int | None]:
-    """Memory of one program on each device, as the compiler plans it; None where the backend does not tell."""
+    """Return the memory of one program on each device from the compiler's analysis; None if it is not available."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         return {"arguments": None, "outputs": None, "temporaries": None}
@@ -110,13 +110,13 @@ def program_bytes(compiled: jax.stages.Compiled) -> dict[str, int | None]:
 
 
 def device_peak_bytes() -> int | None:
-    """Most memory in use on the first device since the process began; None where it is not counted (CPU)."""
+    """Return the peak memory use of the first device; None if the platform does not track it (CPU)."""
     statistics_of_device = jax.local_devices()[0].memory_stats()
     return None if statistics_of_device is None else statistics_of_device.get("peak_bytes_in_use")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Devices, cores and versions behind the figures. Brings up jax, so call it after measuring."""
+    """Return devices, cores and versions. Initializes jax, so call it after measuring."""
     return {
         "platform": jax.default_backend(),
         "device_kind": jax.devices()[0].device_kind,
@@ -129,13 +129,13 @@ def describe_machine() -> dict[str, Any]:
 
 
 def make_report(name: str, arguments: Sequence[str], settings: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
-    """The JSON object that a benchmark prints.
+    """Return the JSON report of a benchmark.
 
     Args:
         name: the benchmark's module name.
-        arguments: its command line.
-        settings: the sizes that it ran with.
-        figures: what it measured; units stand in the names.
+        arguments: command line.
+        settings: sizes of the measured problem.
+        figures: measurements; their names contain the units.
     """
     report = {
         "benchmark": name,
@@ -148,5 +148,5 @@ def make_report(name: str, arguments: Sequence[str], settings: Mapping[str, Any]
 
 
 def say(message: str) -> None:
-    """Tell whoever watches how far the benchmark is; standard output holds the JSON alone."""
+    """Print progress to standard error; standard output contains only the JSON report."""
     print(message, file=sys.stderr, flush=True)

@@ -1,14 +1,14 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""How many rollout workers a trainer needs: the loop of `mode: async` played with the times that you measured.
+"""How many rollout workers a trainer needs: a simulation of `mode: async` with measured durations.
 
     python -m experiments.benchmarks.simulate_pipeline --step_seconds 2.5 --group_seconds 1.2
     python -m experiments.benchmarks.simulate_pipeline --step_seconds 30 --group_seconds 40 --spread 0.8 \
         --groups_per_step 256 --groups_together 4 --workers 16 64 256 1024 --max_staleness 4
 
-Orders, coordinator and replay buffer are the ones that a run has; only sampling and training are replaced by their
-durations, so thousands of workers take seconds. It prints one JSON line for each number of workers.
+Scheduler, coordinator and replay buffer are those of a run; only sampling and training are replaced by their
+durations, so thousands of workers take seconds. Prints one JSON line per number of workers.
 """
 
 import argparse
@@ -32,25 +32,25 @@ from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, Sto
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """What is played."""
+    """Parameters of the simulation."""
 
     workers: int
-    """Rollout workers."""
+    """Number of rollout workers."""
     step_seconds: float
-    """Seconds in which the trainer makes a batch and updates the weights: `seconds/step`, `/batch`, `/reference`."""
+    """Seconds of the trainer per batch and update: `seconds/step`, `/batch`, `/reference`."""
     group_seconds: float
-    """Mean seconds that a worker takes for a group, alone or together with those that it plays at the same time."""
+    """Mean seconds of a group on a worker, including other groups that run concurrently."""
     spread: float = 0.0
-    """σ of the logarithm of that; 0 for groups that all take equally long."""
+    """σ of the logarithm of the group's duration; 0 for equal durations."""
     groups_together: int = 1
-    """Groups that a worker plays at the same time; one that is whole makes place for another."""
+    """Groups that run concurrently on a worker; a finished group is replaced."""
     refresh: str = "between_groups"
-    """`workers.refresh`: `between_groups`, where a worker goes over to newer weights when all that it plays has ended,
-    or `in_flight`."""
+    """`workers.refresh`: `between_groups` (a worker updates its weights when all its groups have finished) or
+    `in_flight`."""
     fetch_seconds: float = 0.0
-    """Seconds in which a worker fetches weights."""
+    """Seconds of a worker to fetch weights."""
     publish_seconds: float = 0.0
-    """Seconds after an update until workers hear of its weights."""
+    """Seconds from an update until workers are notified of its weights."""
     groups_per_step: int = 64
     """`rollouts.prompts_per_step`."""
     max_staleness: int = 1
@@ -58,17 +58,17 @@ class Pipeline:
     max_uses: int = 1
     """`replay.max_uses`."""
     failures_per_hour: float = 0.0
-    """How often an hour a worker dies, and is back after `silence` seconds."""
+    """Failures per hour of a worker; it restarts after `silence` seconds."""
     silence: float = 30.0
     """`workers.heartbeat_timeout`."""
     steps: int = 50
-    """Steps to play; the first fifth, in which the pipeline fills, is not counted."""
+    """Steps to simulate; the first fifth, in which the pipeline fills, is not counted."""
     seed: int = 0
-    """Of durations and failures."""
+    """Seed of durations and failures."""
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether workers go over to newer weights while they play."""
+        """Whether workers update their weights while groups are running."""
         return Refresh(self.refresh) is Refresh.IN_FLIGHT
 
 
@@ -84,10 +84,10 @@ class _Worker:
 
 
 class Simulation:
-    """Plays a pipeline, event by event."""
+    """A discrete-event simulation of the pipeline."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        """Begin with weights of version 0 and nothing ordered."""
+        """Start with weights of version 0 and no requests."""
         self.pipeline = pipeline
         self.now = 0.0
         self.idle = 0.0
@@ -110,7 +110,7 @@ class Simulation:
         self._counted_from = 0.0
 
     def run(self) -> dict[str, Any]:
-        """Play all steps; shares are of the time after the first fifth."""
+        """Simulate all steps; shares are of the time after the first fifth."""
         for worker in self._workers:
             self._join(worker)
         self._begin_step()
@@ -159,7 +159,7 @@ class Simulation:
         self._wake()
 
     def _train_if_ready(self) -> None:
-        # All groups are of one environment, so the number of those that have come says whether there are enough.
+        # All groups are from one environment, so their number determines whether there are enough.
         if self._waiting_since is None or len(self._replay) < self.pipeline.groups_per_step:
             return
         mix = self._replay.mix(self.pipeline.groups_per_step, ())
@@ -217,7 +217,7 @@ class Simulation:
                 self._ask(worker)
 
     def _ask(self, worker: _Worker) -> None:
-        """As a worker asks: for its empty places while it plays, and for anything when it does not."""
+        """Request work like a worker: for free slots while groups are running, and for anything when idle."""
         newest = self._coordinator.announced.version
         if worker.playing and not self.pipeline.is_in_flight and worker.version != newest:
             return
@@ -245,7 +245,7 @@ class Simulation:
         return self.pipeline.group_seconds * math.exp(self._chance.gauss(0, spread) - spread**2 / 2)
 
     def _count_time(self, worker: _Worker) -> None:
-        """Add the time that a worker has played since this was last done."""
+        """Add a worker's busy time since the last call."""
         if worker.playing:
             worker.busy += self.now - max(worker.since, self._counted_from)
             worker.since = self.now
@@ -277,7 +277,7 @@ def _group(order: GroupRequest, version: WeightVersion) -> RolloutGroup:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Play the pipeline with each number of workers."""
+    """Simulate the pipeline with each number of workers."""
     parser = argparse.ArgumentParser(description="The asynchronous loop, played with measured durations.")
     for field in dataclasses.fields(Pipeline):
         needed = field.default is dataclasses.MISSING

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Environment with steps that wait without CPU use, like calls of external tools and services."""
+"""An environment that responds after a delay without using the CPU, like tools and remote services."""
 
 import asyncio
 import dataclasses
@@ -20,10 +20,10 @@ class WaitingEpisode:
     """One attempt."""
 
     seconds: float
-    """Duration of a step in seconds."""
+    """Delay of the response, in seconds."""
 
     async def step(self, reply: str) -> Step:
-        """Wait; a reply with an odd number of characters is right."""
+        """Wait; a reply with an odd number of characters is correct."""
         await asyncio.sleep(self.seconds)
         return Step(rewards={"correct": float(len(reply) % 2)})
 
@@ -33,17 +33,17 @@ class WaitingEpisode:
 
 @dataclasses.dataclass(frozen=True)
 class WaitingEnvironment:
-    """Steps have a log-normal duration, which is equal for all attempts at a task."""
+    """An environment with a fixed delay per task; delays differ between tasks."""
 
     seconds: float
-    """Mean duration over the tasks."""
+    """Mean delay over the tasks, in seconds."""
     spread: float
-    """Standard deviation of the logarithm of the duration."""
+    """σ of the logarithm of the delay."""
     name: str = "waiting"
-    """Name for metrics."""
+    """Name in metrics."""
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """Return numbered tasks; the splits have consecutive numbers."""
+        """Return numbered tasks, one split after the other."""
         first = list(Split).index(split) * TASKS
         return [
             Task(str(number), self.name, ({"role": "user", "content": str(number)},), "")
@@ -57,5 +57,5 @@ class WaitingEnvironment:
 
 
 def make_waiting(seconds: float, spread: float = 0.0) -> WaitingEnvironment:
-    """Build from `environment: {type: file, path: …, name: make_waiting, options: {seconds: 1.0, spread: 0.5}}`."""
+    """For `environment: {type: file, path: …, name: make_waiting, options: {seconds: 1.0, spread: 0.5}}`."""
     return WaitingEnvironment(seconds, spread)

@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One training host of benchmark_weight_transfer.py, in a process of its own.
+"""One training host of benchmark_weight_transfer.py, in a separate process.
 
-It holds an equal share of the rows of every array, and serves it as a run does and as plain bytes over a socket. It
-prints both ports, publishes each version that it reads from standard input, and ends when that is closed.
+It holds an equal share of the rows of every array, and serves it like a run and as plain bytes over a socket. It prints
+both ports, publishes each version that it reads from standard input, and exits when standard input is closed.
 """
 
 import dataclasses
@@ -24,22 +24,22 @@ from marin_rl.weights.version_cache import VersionCache
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What one server holds."""
+    """The weights of one server."""
 
     token: str
-    """The run's secret."""
+    """Secret of the run."""
     host: int
-    """Which training host."""
+    """Index of the training host."""
     hosts: int
-    """How many there are."""
+    """Number of training hosts."""
     shapes: dict[str, tuple[int, ...]]
-    """Shape of each array of float32, by name. All but scalars are divided along their first axis."""
+    """Shape of each float32 array by name. All but scalars are split along their first axis."""
     chunk_mb: int
-    """Mebibytes of a chunk."""
+    """Chunk size in mebibytes."""
 
 
 def make_snapshot(share: Share) -> Snapshot:
-    """The share's rows, filled with noise."""
+    """Return the share's rows, filled with noise."""
     chunk_bytes = share.chunk_mb * 2**20
     noise = np.random.default_rng(share.host)
     pieces, data = [], []
@@ -58,7 +58,7 @@ def make_snapshot(share: Share) -> Snapshot:
 
 
 def serve_plainly(snapshot: Snapshot, listener: socket.socket) -> None:
-    """Send everything to whoever connects, one after the other, until the socket is closed."""
+    """Send all bytes to each client, sequentially, until the socket is closed."""
     while True:
         try:
             connection, _ = listener.accept()

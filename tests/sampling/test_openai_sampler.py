@@ -295,8 +295,8 @@ def logprobs(values: Any) -> Callable[[dict[str, Any]], Any]:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda answer: [], r"answered \[\], which is not one completion"),
-        (lambda answer: {"object": "error"}, "answered {'object': 'error'}, which is not one completion"),
+        (lambda answer: [], r"returned \[\], which is not one completion"),
+        (lambda answer: {"object": "error"}, "returned {'object': 'error'}, which is not one completion"),
         (lambda answer: {**answer, "choices": []}, "not one completion"),
         (lambda answer: {**answer, "choices": answer["choices"] * 2}, "not one completion"),
         (lambda answer: {**answer, "choices": ["text"]}, "not one completion"),

@@ -127,7 +127,7 @@ def test_a_folder_of_transformers_5_gives_the_same_tokens(tmp_path: Path, tokeni
 def test_a_folder_of_transformers_5_without_tokenizer_json_is_named(tmp_path: Path):
     folder = as_transformers_5_writes(tmp_path / "five")
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(TokenizerLoadError, match=r"five holds no loadable tokenizer.*such as tokenizer_config.json and"):
+    with pytest.raises(TokenizerLoadError, match=r"five holds no loadable tokenizer.*such as tokenizer_config"):
         TokenizerConfig(path=str(folder)).build()
 
 
@@ -251,7 +251,7 @@ def test_a_template_that_is_not_text_is_named(tmp_path: Path):
 
 def test_an_unreachable_hub_is_an_error_with_the_remedy(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(TokenizerLoadError, match=r"'some-org/some-model' is neither a local folder.*network.*its folder"):
+    with pytest.raises(TokenizerLoadError, match=r"'some-org/some-model' is neither a local folder.*network"):
         TokenizerConfig(path="some-org/some-model").build()
 
 
