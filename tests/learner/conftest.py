@@ -36,7 +36,7 @@ from marin_rl.objectives.policy_loss import PpoClipLossConfig
 
 ROWS, POSITIONS, VOCAB = 8, 12, 264
 MESH_ROWS = 32
-# A wide initial range, so that probabilities are far from uniform and mistakes show.
+# A wide initialization, so that probabilities are far from uniform and errors are visible.
 LLAMA = LlamaConfig(
     seq_len=16,
     hidden_dim=16,
@@ -54,7 +54,7 @@ QWEN3 = Qwen3Config(
 
 
 def make_trainer(rows: int = ROWS, *, model_axis: int = 1, policy: str = "f32") -> TrainerConfig:
-    """Levanter's section as a run completes it, for the devices at hand; `rows` is those of a microbatch."""
+    """Return levanter's section as a run completes it for the available devices, with microbatches of `rows` rows."""
     config = TrainerConfig(
         id="test",
         train_batch_size=rows,
@@ -74,7 +74,7 @@ def make_trainer(rows: int = ROWS, *, model_axis: int = 1, policy: str = "f32") 
 
 
 def make_model(trainer: TrainerConfig, config: LmConfig = LLAMA, *, seed: int = 0) -> LmHeadModel:
-    """A policy filled by numpy, which saves compiling its initializers."""
+    """Return a policy initialized by numpy, which avoids compiling its initializers."""
     rng = np.random.default_rng(seed)
 
     def fill(leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -86,7 +86,7 @@ def make_model(trainer: TrainerConfig, config: LmConfig = LLAMA, *, seed: int = 
 
 
 def make_example(rows: int = ROWS, positions: int = POSITIONS, vocab: int = VOCAB, *, seed: int = 0) -> RlExample:
-    """Random rows of prompt, answer and padding, the last row all padding."""
+    """Return random rows of prompt, answer and padding; the last row is padding only."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(positions // 2, positions + 1, rows)
     lengths[-1] = 0
@@ -117,7 +117,7 @@ def replace_arrays(example: RlExample, **arrays: np.ndarray) -> RlExample:
 
 
 def split_rows(example: RlExample, parts: int) -> list[RlExample]:
-    """The same rows in several microbatches. Rollout ids need not start at 0 in each."""
+    """Split the rows into microbatches. Rollout ids need not start at 0 in each."""
     rows = example.input_ids.axis_size("batch") // parts
 
     def rows_from(start: int) -> RlExample:
@@ -131,13 +131,13 @@ def split_rows(example: RlExample, parts: int) -> list[RlExample]:
 
 
 def make_loss(*, block_size: int = 5) -> RlLoss:
-    """A loss in which every part counts."""
+    """Return a loss with all parts enabled."""
     return RlLoss(PpoClipLossConfig(), LossKlConfig(0.1, KlEstimator.K3), 0.8, block_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class SgdConfig(OptimizerConfig):
-    """Plain gradient descent with learning rate 1: weights before minus weights after are the gradient."""
+    """Plain gradient descent with learning rate 1: the difference of the weights is the gradient."""
 
     def build(self, num_train_steps: int) -> optax.GradientTransformation:
         return optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
@@ -152,7 +152,7 @@ def make_learner(trainer: TrainerConfig, *, optimizer: OptimizerConfig | None = 
 
 
 def fresh_state(learner: Learner, *, seed: int = 0) -> TrainerState:
-    """A state around weights of its own, which steps may donate."""
+    """Return a state with new weights, which steps may donate."""
     model = make_model(learner.trainer.config, seed=seed)
     return learner.initial_state(model, jax.random.PRNGKey(1))
 
@@ -160,7 +160,7 @@ def fresh_state(learner: Learner, *, seed: int = 0) -> TrainerState:
 def loss_and_gradient(
     learner: Learner, microbatches: int = 1
 ) -> tuple[dict[str, float], dict[str, np.ndarray], TrainerState]:
-    """What one step of gradient descent measures, its gradient by parameter, and the state after it."""
+    """Return metrics of one step of gradient descent, its gradient by parameter, and the new state."""
     state = fresh_state(learner)
     before = arrays_by_path(state.model)
     state, measures = learner.step(state, split_rows(make_example(MESH_ROWS), microbatches))
@@ -170,7 +170,7 @@ def loss_and_gradient(
 
 
 def arrays_by_path(tree: object) -> dict[str, np.ndarray]:
-    """Every array of a tree on the host, by its path."""
+    """Return every array of a tree on the host, by path."""
     return {
         jax.tree_util.keystr(path): np.array(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(tree, eqx.is_array))
@@ -178,7 +178,7 @@ def arrays_by_path(tree: object) -> dict[str, np.ndarray]:
 
 
 def placements(tree: object) -> dict[str, tuple[object, bool]]:
-    """Sharding of every array, and whether it is committed to it: what decides which compiled program runs."""
+    """Return the sharding of every array and whether it is committed, which select the compiled program."""
     return {
         jax.tree_util.keystr(path): (leaf.sharding, leaf.committed)
         for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(tree, eqx.is_array))
@@ -187,7 +187,7 @@ def placements(tree: object) -> dict[str, tuple[object, bool]]:
 
 @contextlib.contextmanager
 def counted_compiles() -> Iterator[list[str]]:
-    """An event for every program that is compiled, or read from the cache, inside the `with` block."""
+    """Collect an event for every program that is compiled or loaded from the cache within the `with` block."""
     compiled: list[str] = []
 
     def listen(event: str, _seconds: float, **_: str | int) -> None:
@@ -211,13 +211,13 @@ def assert_same_bits(found: object, expected: object) -> None:
 
 @pytest.fixture(scope="session")
 def tiny() -> ModuleType:
-    """The functions of this file; test modules cannot import it."""
+    """Return the functions of this file, which test modules cannot import."""
     return sys.modules[__name__]
 
 
 @pytest.fixture(scope="module")
 def compiled_quickly() -> Iterator[None]:
-    """Programs without most optimizations: where there are many of them, compiling takes longer than running."""
+    """Compile without most optimizations: for many small programs compilation takes longer than execution."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -231,7 +231,7 @@ def trainer() -> TrainerConfig:
 
 @pytest.fixture(scope="session")
 def model(trainer: TrainerConfig) -> LmHeadModel:
-    """Shared: never hand it to a learner, which would donate its arrays."""
+    """Shared model; do not pass it to a learner, which would donate its arrays."""
     return make_model(trainer)
 
 

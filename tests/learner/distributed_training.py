@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Run by test_distributed.py, once for each process: `distributed_training.py FOLDER INDEX COUNT PORT`.
+"""Run by test_distributed.py, once per process: `distributed_training.py FOLDER INDEX COUNT PORT`.
 
-All processes together have four fake CPU devices. They make a few updates, score some rollouts, save a checkpoint and
-read it again, and serve the weights, each its own shards, until their input ends. One line of JSON says what each saw.
+All processes together have four fake CPU devices. They make a few updates, score some rollouts, save and load a
+checkpoint, and serve the weights, each its own shards, until their input ends. Each prints its results as a JSON line.
 """
 
 import dataclasses

@@ -1,13 +1,13 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The same rollouts in many arrangements, and what a learner makes of them under every objective.
+"""The same rollouts in many arrangements, with a learner's update under every objective.
 
-Used by test_invariance.py, which also runs it on 8 fake CPU devices, in a process of its own:
+Used by test_invariance.py, which also runs it on 8 fake CPU devices in a separate process:
 `python -m tests.learner.invariance_cases FOLDER`.
 
-All objectives are compiled together, one program for each shape of a microbatch: the model is repeated once for each,
-and the objective of each copy is chosen by its number. Aggregation and KL in the reward are data and need no program.
+All objectives are compiled together, one program per shape of a microbatch: the model is repeated once per objective,
+and an index selects the objective of each copy. Aggregation and KL in the reward are data and need no program.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ AGGREGATIONS = {
     "sequence_sum": SequenceSumConfig(),
     "constant": ConstantConfig(5),
 }
-# Bounds such that some rollouts and tokens are clipped, and others are not.
+# Bounds that clip some rollouts and tokens but not others.
 TERMS: dict[str, PolicyLossConfig] = {
     "reinforce": ReinforceLossConfig(),
     "importance": ImportanceLossConfig(),
@@ -79,7 +79,7 @@ COMBINATIONS = list(itertools.product(AGGREGATIONS, TERMS, KLS))
 
 
 class PrefixMean(LmHeadModel[LlamaConfig]):
-    """The least of a language model: each token sees the mean of its segment so far, its own position, and one MLP."""
+    """A minimal language model: each token sees the mean of its segment so far, its position, and one MLP."""
 
     embedding: NamedArray
     positions: NamedArray
@@ -125,7 +125,7 @@ def make_prefix_mean(trainer: TrainerConfig) -> PrefixMean:
 
 
 def make_actor_critic(trainer: TrainerConfig) -> ActorCritic:
-    """A real llama with a value head on its trunk."""
+    """A llama with a value head on its trunk."""
     policy = tiny.make_model(trainer)
     weight = np.random.default_rng(1).normal(scale=0.5, size=policy.Embed.size).astype(np.float32)
     return ActorCritic(policy, hax.named(jnp.asarray(weight), policy.Embed), hax.named(jnp.float32(0.25), ()), None)
@@ -136,15 +136,14 @@ OBJECTIVES = list(itertools.product(TERMS, KLS))
 
 
 class EveryObjective(eqx.Module):
-    """One copy of a model for each objective. As no two share a parameter, each copy gets the gradient of its own."""
+    """One copy of a model per objective. The copies share no parameters, so each gets its own gradient."""
 
     models: LmHeadModel | ActorCritic
-    """With the axis `objective` on every array."""
+    """Models with the axis `objective` on every array."""
     losses: NamedArray
-    """`{objective}` zeros, whose gradient is the loss of each: what a program measures costs it more time to compile
-    than another parameter does."""
+    """`{objective}` zeros; their gradient is the loss of each objective. A parameter compiles faster than a metric."""
     clipped: NamedArray
-    """`{objective}` zeros, whose gradient is the number of tokens that were clipped."""
+    """`{objective}` zeros; their gradient is the number of clipped tokens."""
 
     @staticmethod
     def start(model: LmHeadModel | ActorCritic) -> "EveryObjective":
@@ -188,7 +187,7 @@ class ChosenKl(KlConfig):
 
 
 def every_loss(every: EveryObjective, batch: RlExample, *, key=None) -> tuple[jax.Array, dict[str, Metric]]:
-    """The sum of the losses of all objectives."""
+    """Return the sum of the losses of all objectives."""
 
     def loss(model: LmHeadModel | ActorCritic, term: NamedArray, kl: NamedArray) -> tuple[jax.Array, jax.Array]:
         total, metrics = RlLoss(ChosenTerm(term.array), ChosenKl(kl.array), TEMPERATURE, BLOCK_SIZE, CRITIC)(
@@ -203,19 +202,19 @@ def every_loss(every: EveryObjective, batch: RlExample, *, key=None) -> tuple[ja
 
 
 class Episode(NamedTuple):
-    """A rollout in tokens."""
+    """Token counts of a rollout."""
 
     group: int
     observations: tuple[tuple[int, ...], ...]
     actions: tuple[tuple[int, ...], ...]
     rewritten: tuple[int, ...]
-    """Turns before which the history was rewritten: what was said until then is not seen any more."""
+    """Turns before which the history was rewritten; earlier tokens are no longer visible."""
     score: float
     has_loss: bool
 
 
 GROUPS = [
-    # turns of each rollout, and the turns at which it starts over; the issue's group of 1, 2, 6 and 3 turns comes first
+    # turns of each rollout, and the turns at which a new sequence starts; the first group has 1, 2, 6 and 3 turns
     [(1, ()), (2, ()), (6, ()), (3, (2,))],
     [(1, ()), (1, ()), (2, (1,)), (1, ())],
     [(1, ()), (2, ()), (2, (1,)), (1, ()), (1, ())],
@@ -224,7 +223,7 @@ SEQUENCES = 16
 
 
 def make_episodes() -> list[Episode]:
-    """Thirteen rollouts of three groups, in 16 sequences; the last has no loss."""
+    """Return thirteen rollouts of three groups, in 16 sequences; the last has no loss."""
     rng = np.random.default_rng(2)
 
     def tokens(at_least: int, at_most: int) -> tuple[int, ...]:
@@ -242,7 +241,7 @@ def make_episodes() -> list[Episode]:
 
 
 class PerAction(NamedTuple):
-    """What each rollout's action tokens carry, one array a rollout."""
+    """Values of each rollout's action tokens, one array per rollout."""
 
     policy_logprobs: list[np.ndarray]
     reference_logprobs: list[np.ndarray]
@@ -253,19 +252,19 @@ class PerAction(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Arrangement:
-    """One way to lay the rollouts out; none of this may change an update."""
+    """A layout of the rollouts; it must not change an update."""
 
     rows: int
     row_length: int = POSITIONS
     packed: bool = False
     microbatches: int = 1
-    """How many that takes: a check on the case itself."""
+    """Expected number of microbatches, to verify the case itself."""
     own_positions: int = POSITIONS
-    """Row length of a rollout's own arrays."""
+    """Row length of a rollout's arrays."""
     order: int | None = None
     """Seed of a permutation of the rollouts."""
     each_turn_apart: bool = False
-    """Every turn is a sequence of its own, which repeats what came before without loss."""
+    """Split every turn into a separate sequence that repeats earlier tokens without loss."""
     whole_rollouts: bool = True
 
     @property
@@ -274,7 +273,7 @@ class Arrangement:
 
 
 BASE = Arrangement(SEQUENCES)
-# Four shapes of a microbatch, and so four programs.
+# Four shapes of a microbatch, hence four programs.
 ARRANGEMENTS = {
     "permuted": Arrangement(16, order=5),
     "two passes": Arrangement(8, microbatches=2),
@@ -289,16 +288,16 @@ ARRANGEMENTS = {
     "packed in longer rows, four microbatches": Arrangement(2, 17, packed=True, microbatches=4),
 }
 OF_LLAMA = ("packed", "each turn apart", "longer rows of their own")
-"""Of these, what the program of "two passes" can run."""
+"""Arrangements that the program of "two passes" can run."""
 ON_MESHES = ARRANGEMENTS["each turn apart"]
 SCATTERED = Arrangement(4, packed=True, microbatches=3, each_turn_apart=True, whole_rollouts=False)
-"""Rollouts whose sequences lie in different microbatches, which only terms without a ratio per rollout allow."""
+"""Arrangements with a rollout's sequences in different microbatches; only for terms without a ratio per rollout."""
 MESHES = {"data8": 1, "data4-model2": 2}
-"""Size of the model axis; the others share 8 devices."""
+"""Size of the model axis; the other axes share 8 devices."""
 
 
 def arrange(episode: Episode, name: str, arrangement: Arrangement) -> ProcessedRollout:
-    """The arrays of one rollout, through the same code as a sampled one."""
+    """Build the arrays of one rollout with the code for sampled rollouts."""
     turns, seen = [], ()
     for index, (observation, action) in enumerate(zip(episode.observations, episode.actions, strict=True)):
         anew = index == 0 or index in episode.rewritten
@@ -320,17 +319,17 @@ def spread_actions(rollout: ProcessedRollout, values: np.ndarray) -> np.ndarray:
 
 
 class Update(NamedTuple):
-    """What one step of gradient descent came to."""
+    """The result of one step of gradient descent."""
 
     loss: float
     clipped: float
     """Number of tokens."""
     gradient: dict[str, np.ndarray]
-    """By parameter."""
+    """Gradient by parameter."""
 
 
 class Matrix:
-    """One model under every objective and arrangement."""
+    """Updates of one model under every objective and arrangement."""
 
     def __init__(self, trainer: TrainerConfig, model: LmHeadModel | ActorCritic):
         self.trainer = trainer
@@ -345,12 +344,12 @@ class Matrix:
         self._steps = functools.cache(self._run)
 
     def update(self, arrangement: Arrangement, aggregation: str, term: str, kl: str) -> Update:
-        """One objective's part of a step, which is run once for all of them."""
+        """Return one objective's part of a step; the step runs once for all objectives."""
         return self._steps(arrangement, aggregation, kl == "in_reward")[OBJECTIVES.index((term, kl))]
 
     def step(self, microbatches: Sequence[RlExample]) -> list[Update]:
-        """One step of gradient descent from the same weights, by objective."""
-        state = jax.tree.map(jnp.copy, self._start)  # steps take their state over
+        """Run one step of gradient descent from the same weights and return the update of each objective."""
+        state = jax.tree.map(jnp.copy, self._start)  # steps donate their state
         state, _ = self.learner.step(state, microbatches)
         after = arrays_by_name(state.model)
         gradient = {name: array - after[name] for name, array in self._before.items()}
@@ -366,7 +365,7 @@ class Matrix:
         return self.step(packed.microbatches)
 
     def pack(self, arrangement: Arrangement, aggregation: str, in_reward: bool) -> PackedBatch:
-        """The batch, and in it whatever the host has to say."""
+        """Return the batch with all inputs from the host."""
         actions, token_advantages_list = self.per_action, self._credits(in_reward)
         order = list(range(len(self.episodes)))
         if arrangement.order is not None:
@@ -389,13 +388,13 @@ class Matrix:
         )
 
     def _score(self, model: LmHeadModel | ActorCritic) -> PerAction:
-        """Old and reference log-probs near those of the model, and the rest at random."""
+        """Return old and reference log-probs near the model's, and random values for the rest."""
         rng = np.random.default_rng(3)
         layout = ARRANGEMENTS["packed"].layout
         scorer = Scorer(self.trainer, layout, pad_token_id=0, temperature=TEMPERATURE, block_size=BLOCK_SIZE)
         rollouts = [arrange(episode, str(index), BASE) for index, episode in enumerate(self.episodes)]
         scored = scorer.score(model, rollouts)
-        # Rounded, so that they are the same numbers on every mesh.
+        # Rounded, so that the numbers are equal on every mesh.
         own = [scores.logprobs[r.loss_mask].round(3) for scores, r in zip(scored, rollouts, strict=True)]
         values = [scores.values[r.loss_mask].round(3) for scores, r in zip(scored, rollouts, strict=True)]
 
@@ -411,7 +410,7 @@ class Matrix:
         )
 
     def _compute_credits(self, in_reward: bool) -> list[np.ndarray]:
-        """Advantages with or without a KL penalty in the reward."""
+        """Return advantages with or without a KL penalty in the reward."""
         kl = KLS["in_reward"] if in_reward else KLS["none"]
         groups: dict[int, list[AdvantageInputs]] = {}
         for index, episode in enumerate(self.episodes):
@@ -435,7 +434,7 @@ def arrays_by_name(model: EveryObjective) -> dict[str, np.ndarray]:
 
 
 def assert_same(found: Update, expected: Update, what: str) -> None:
-    """To 1e-5 throughout."""
+    """Compare with a tolerance of 1e-5."""
     np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-5, atol=1e-5, err_msg=f"{what}: loss")
     assert found.clipped == expected.clipped, what
     assert found.gradient.keys() == expected.gradient.keys()

@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Run by test_logprobs.py on 8 fake CPU devices, in a process of its own: `logprobs_on_meshes.py FOLDER`.
+"""Run by test_logprobs.py on 8 fake CPU devices in a separate process: `logprobs_on_meshes.py FOLDER`.
 
-Reads `FOLDER/inputs.npz`; writes what each mesh makes of it to `FOLDER/CASE.npz`, and to `FOLDER/facts.json` what the
-devices exchange inside the loops over blocks.
+Reads `FOLDER/inputs.npz`; writes the results of each mesh to `FOLDER/CASE.npz`, and the sizes of exchanges between
+devices within the loops over blocks to `FOLDER/facts.json`.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 
 BLOCK_SIZE, TEMPERATURE = 4, 0.7
 CASES = {
-    # name: size of the model axis, which splits the vocabulary
+    # name: size of the model axis, which shards the vocabulary
     "data8": 1,
     "data4-model2": 2,
 }
@@ -23,7 +23,7 @@ COLLECTIVE = re.compile(r" = (.*?) (?:all-reduce|all-gather|all-to-all|reduce-sc
 
 
 def collectives_in_loops(program: str) -> list[int]:
-    """Elements of the largest array of every exchange between devices that a compiled program makes inside a loop."""
+    """Return the sizes of the largest array of every exchange between devices within a loop of a compiled program."""
     computations: dict[str, list[str]] = {}
     for line in program.splitlines():
         if opened := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):

@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Run by test_train_step.py on 8 fake CPU devices, in a process of its own: `mesh_cases.py FOLDER`.
+"""Run by test_train_step.py on 8 fake CPU devices in a separate process: `mesh_cases.py FOLDER`.
 
-Writes the loss, metrics and gradient of every case to `FOLDER/CASE.npz`, and a checkpoint that one
-mesh saved and another loaded.
+Writes the loss, metrics and gradient of every case to `FOLDER/CASE.npz`, and a checkpoint that one mesh saved and
+another loaded.
 """
 
 import json

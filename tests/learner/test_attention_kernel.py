@@ -26,7 +26,7 @@ VANILLA, NVTE = AttentionBackend.VANILLA, AttentionBackend.NVTE
 
 
 def levanter_takes(kernel: AttentionKernel, length: int) -> bool:
-    """Whether levanter can trace this attention on rows of a length; compiles nothing."""
+    """Return whether levanter can trace this attention on rows of a length, without compiling."""
     Head, Queries, Keys = Axis("head_size", 128), Axis("position", length), Axis("key_position", length)
     others = (Axis("batch", 1), Axis("kv_head", 1))
 
@@ -72,12 +72,12 @@ def test_the_row_lengths_are_those_that_levanter_takes(backend: AttentionBackend
 @pytest.mark.parametrize(
     ("backend", "length", "row", "block"),
     [
-        # Up to 1,024 positions nothing changes.
+        # Up to 1,024 positions the length is unchanged.
         (FLASH, 12, 12, None),
         (FLASH, 1024, 1024, None),
         (FLASH, 1025, 1280, 640),
         (FLASH, 1100, 1280, 640),
-        # 1,408 positions would have blocks of 128 only.
+        # 1,408 positions would require blocks of 128.
         (FLASH, 1408, 1536, 768),
         (FLASH, 2560, 2560, 640),
         (FLASH, 4096, 4096, 1024),
@@ -201,7 +201,7 @@ def test_the_gradient_of_capped_attention_equals_finite_differences() -> None:
 
 @pytest.mark.parametrize("model", [Olmo2Config(), Gpt2Config(), MistralConfig(use_flash_attention=False), GEMMA2])
 def test_a_kernel_is_configured_as_levanter_accepts_it(model: LmConfig) -> None:
-    """Levanter refuses `use_flash_attention: true` with `vanilla`, and most models read `attn_backend` only."""
+    """Levanter rejects `use_flash_attention: true` with `vanilla`, and most models read only `attn_backend`."""
     vanilla = dataclasses.replace(cast(Any, model), attn_backend=VANILLA)
     for given in (vanilla, *((model,) if attention_kernel(model, "cpu").backend is VANILLA else ())):
         configured = cast(Any, attention_kernel(given, "cpu").configure(given, 1100))

@@ -25,7 +25,7 @@ PROGRESS = {"step": 2, "episodes": 16, "evaluations": {"before RL": {"eval/accur
 
 @pytest.fixture(scope="module")
 def state(tiny, learner):
-    """A state with moments that are not zero; never stepped, so never donated."""
+    """A state with nonzero moments; it is never stepped, so never donated."""
     fresh = tiny.fresh_state(learner)
     return dataclasses.replace(
         fresh, opt_state=jax.tree.map(lambda leaf: leaf + jnp.asarray(1, leaf.dtype), fresh.opt_state)
@@ -34,7 +34,7 @@ def state(tiny, learner):
 
 @pytest.fixture(scope="module")
 def saved_folder(state, tmp_path_factory) -> Path:
-    """Checkpoints of steps 1 and 2; copy it, do not touch it."""
+    """Checkpoints of steps 1 and 2; copy them before modifying them."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoints"
     checkpoints = Checkpoints(folder, CheckpointConfig())
     checkpoints.save(state, 1, {"step": 1})
@@ -101,7 +101,7 @@ def test_no_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_state(state):
-    """A state that is saved quickly, for tests in which only the folders matter."""
+    """A small state, for tests of the folders."""
     return dataclasses.replace(state, model={"weights": jnp.arange(3)}, opt_state=())
 
 
@@ -198,7 +198,7 @@ def empty_manifest(folder: Path) -> str:
 
 
 def alter_progress(folder: Path) -> str:
-    """A flip that leaves the manifest good JSON: 16 episodes become 17."""
+    """Flip a bit so that the manifest is still valid JSON: 16 episodes become 17."""
     path = folder / "manifest.json"
     assert '"episodes": 16' in path.read_text()
     path.write_text(path.read_text().replace('"episodes": 16', '"episodes": 17'))
@@ -211,7 +211,7 @@ def nest_manifest(folder: Path) -> str:
 
 
 def make_unreadable(folder: Path) -> str:
-    """A file that opens and cannot be read, as on a disk with a bad block."""
+    """Simulate a file that can be opened but not read, as on a disk with a bad block."""
     path = largest_file(folder)
     path.unlink()
     path.symlink_to("/proc/self/mem")
@@ -241,7 +241,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(saved: Checkpoints, 
 
 
 def seal_without(folder: Path, name: str) -> None:
-    """Remove a file from a checkpoint and from its manifest, which then describes the files that are left."""
+    """Remove a file from a checkpoint and from its manifest, so that the manifest describes the remaining files."""
     manifest = checkpoint_module._unseal((folder / "manifest.json").read_text())
     del manifest["files"][name]
     (folder / name).unlink()
@@ -259,7 +259,7 @@ def test_a_checkpoint_without_the_shards_of_another_host_is_refused(saved: Check
 
 
 def keep_own_shards(monkeypatch: pytest.MonkeyPatch, foreign: str) -> None:
-    """Let a save lose the files that match a pattern, as when another host writes them to a disk of its own."""
+    """Drop the files that match a pattern during a save, as if another host wrote them to its local disk."""
     levanter_save = checkpoint_module.levanter_save
 
     def write(state, step, path, **settings) -> None:
@@ -292,7 +292,7 @@ def test_a_bit_flipped_anywhere_in_the_manifest_is_noticed(saved: Checkpoints) -
     for part in range(40):
         flip_a_bit(path, part / 40)
         unharmed = b"".join(path.read_bytes().split()) == b"".join(original.split())
-        if not unharmed:  # a flipped blank between the values says nothing
+        if not unharmed:  # a flipped space between values does not change the content
             with pytest.raises(CheckpointError, match=r"step-00000002"):
                 saved.open(2)
         path.write_bytes(original)
@@ -307,7 +307,7 @@ def test_if_all_are_damaged_it_is_an_error_that_names_them(saved: Checkpoints) -
 
 
 def reseal(folder: Path, **changes: object) -> None:
-    """Change entries of a manifest, None to remove one, and give it a valid checksum."""
+    """Change entries of a manifest (None removes one) and update its checksum."""
     manifest = checkpoint_module._unseal((folder / "manifest.json").read_text()) | changes
     present = {name: value for name, value in manifest.items() if value is not None}
     (folder / "manifest.json").write_text(checkpoint_module._seal(present))

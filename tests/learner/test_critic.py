@@ -32,7 +32,7 @@ SHARED, SEPARATE = CriticConfig(shared_trunk=True), CriticConfig(shared_trunk=Fa
 
 
 def trained(critic: ActorCritic, seed: int = 5) -> ActorCritic:
-    """One that no longer says 0, and whose own trunk, if any, is no longer the policy's."""
+    """A critic with nonzero values and, if its trunk is separate, with a trunk that differs from the policy's."""
     rng = np.random.default_rng(seed)
 
     def move(leaf: jax.Array) -> jax.Array:
@@ -86,7 +86,7 @@ def test_values_are_a_linear_function_of_the_activations_before_each_token(
 def test_the_value_of_a_token_is_that_of_the_tokens_before_it(
     tiny: ModuleType, critic: ActorCritic, batch: RlExample
 ) -> None:
-    """A baseline that has seen the action would bias the gradient."""
+    """A baseline that depends on the action would bias the gradient."""
     mask, ids = np.asarray(batch.loss_mask.array), np.array(batch.input_ids.array)
     row = int(mask.sum(axis=1).argmax())
     own = np.flatnonzero(mask[row])
@@ -131,10 +131,10 @@ def test_a_trunk_of_its_own_begins_as_a_copy(tiny: ModuleType, model: LmHeadMode
     assert critic.trunk is not None
     tiny.assert_same_bits(critic.trunk.transformer, model.transformer)
     tiny.assert_same_bits(critic.trunk.embeddings, model.embeddings)
-    # Steps take their state over: an array that stood in it twice could not be.
+    # Steps donate their state, which fails if an array occurs in it twice.
     held = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(eqx.filter(critic, eqx.is_array))]
     assert len(set(held)) == len(held)
-    # It does not listen to what the policy's trunk says.
+    # The values do not depend on the policy's trunk.
     silence = hax.zeros_like(policy_activations(model, batch))
     moved = trained(critic)
     np.testing.assert_allclose(moved.values(batch, silence).array, values_of(moved, batch).array, atol=1e-6)
@@ -148,7 +148,7 @@ def test_a_trunk_of_its_own_has_no_unused_head(tiny: ModuleType, trainer: Traine
     tied = tiny.make_model(trainer, dataclasses.replace(tiny.LLAMA, tie_word_embeddings=True))
     assert tied.lm_head is None
     tiny.assert_same_bits(with_critic(SEPARATE, tied).trunk, tied)
-    # Where the head is always the embedding, there is no field for it.
+    # Models with permanently tied embeddings have no field for the head.
     gpt2 = model_shape(Gpt2Config(seq_len=16, hidden_dim=16, num_layers=1, num_heads=2), model.Vocab, trainer)
     trunk = eqx.filter_eval_shape(with_critic, SEPARATE, gpt2).trunk
     assert jax.tree.structure(trunk) == jax.tree.structure(gpt2)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Two processes that share a mesh of four devices compute what one process with four devices does."""
+"""Two processes that share a mesh of four devices compute the same as one process with four devices."""
 
 import contextlib
 import dataclasses
@@ -29,12 +29,12 @@ pytestmark = pytest.mark.slow
 
 TOKEN = "0123456789abcdef" * 4
 SECONDS = 900.0
-"""After which a process is ended that has not come to its end."""
+"""Seconds after which a hanging process is killed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """One of the processes, which serves its weights while it is looked at."""
+    """One of the processes, which serves its weights until it is closed."""
 
     facts: dict[str, Any]
     arrays: dict[str, np.ndarray]
@@ -55,7 +55,7 @@ def start(folder: Path, index: int, count: int, port: int) -> subprocess.Popen[s
 
 
 def read_facts(process: subprocess.Popen[str]) -> str:
-    """The line of JSON, or nothing where the process ends without; gloo says things on the same stream."""
+    """Return the line of JSON, or an empty string if the process fails; gloo writes to the same stream."""
     assert process.stdout is not None
     return next((line for line in process.stdout if line.startswith("{")), "")
 
@@ -77,7 +77,7 @@ def training(folder: Path, count: int) -> Iterator[list[Process]]:
             Process(json.loads(line), dict(np.load(folder / f"process-{index}.npz")))
             for index, line in enumerate(lines)
         ]
-        # All of them: each waits at its end for the others.
+        # Close all of them: each waits for the others at its end.
         for process in running:
             assert process.stdin is not None
             process.stdin.close()
@@ -138,7 +138,7 @@ def test_a_batch_that_differs_in_one_process_is_an_error_in_all(alone: Process, 
 
 
 def test_losses_and_weights_are_those_of_one_process(alone: Process, two: list[Process]) -> None:
-    # Not the same bits: the sums over devices are added up in another order.
+    # Not bit-identical: the sums over devices are added in another order.
     for process in two:
         assert len(process.facts["measured"]) == 3
         for found, expected in zip(process.facts["measured"], alone.facts["measured"], strict=True):
@@ -196,5 +196,5 @@ def test_each_server_serves_its_own_shards_and_a_worker_assembles_them(
         assert (manifest.host, manifest.hosts) == (host, 2)
         served.append(sum(piece.num_bytes for piece in manifest.pieces))
     assert sum(served) == total  # each byte once
-    # What is not split, such as the norms' weights, is served by the first.
+    # The first process serves the arrays that are not sharded, such as the norms' weights.
     assert 0.45 * total < served[1] <= served[0] < 0.55 * total

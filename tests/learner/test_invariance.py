@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""How rollouts are laid out changes neither loss nor gradient, to 1e-5, under every objective there is."""
+"""The layout of rollouts changes neither loss nor gradient, to 1e-5, under every objective."""
 
 import dataclasses
 import os
@@ -75,7 +75,7 @@ def test_a_rollout_may_be_scattered_over_passes_where_it_has_no_ratio_of_its_own
 
 @pytest.mark.slow
 def test_no_mesh_changes_an_update(matrix: Matrix, tmp_path: Path) -> None:
-    """Every combination on 8 devices, rows split eight ways, and four ways with the model split in two."""
+    """All combinations on 8 devices: rows split eight ways, and four ways with the model split in two."""
     command = [sys.executable, "-m", "tests.learner.invariance_cases", str(tmp_path)]
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -93,7 +93,7 @@ def test_no_mesh_changes_an_update(matrix: Matrix, tmp_path: Path) -> None:
     assert_same(matrix.update(ON_MESHES, *COMBINATIONS[0]), matrix.update(BASE, *COMBINATIONS[0]), "one device")
 
 
-# What follows shows that the tests above can fail.
+# These tests verify that the tests above can fail.
 
 
 def largest_difference(found: Update, expected: Update) -> float:
@@ -102,7 +102,7 @@ def largest_difference(found: Update, expected: Update) -> float:
 
 def test_no_two_objectives_come_to_the_same(matrix: Matrix) -> None:
     updates = [matrix.update(BASE, *combination) for combination in COMBINATIONS]
-    # The loss too: k3_plus has the gradient of k2.
+    # Compare the loss too: k3_plus has the gradient of k2.
     flat = np.stack([np.concatenate([[u.loss], *(array.ravel() for array in u.gradient.values())]) for u in updates])
     for index, combination in enumerate(COMBINATIONS):
         apart = np.abs(flat - flat[index]).max(axis=1)

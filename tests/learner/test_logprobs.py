@@ -40,7 +40,7 @@ def inputs(positions: int = POSITIONS, seed: int = 0, *, batch: int = BATCH, emb
 
 
 def oracle(activations, head, targets, pull, temperature, mask=None):
-    """Log-probs, entropies, and the gradient of Σ pull · logprob, from full logits in float64; zeros off the mask."""
+    """Return log-probs, entropies, and the gradient of Σ pull·logprob, from full logits in float64; 0 off the mask."""
     mask = np.ones(targets.shape, bool) if mask is None else np.asarray(mask)
     activations, head, pull = (np.asarray(array, np.float64) for array in (activations, head, pull))
     activations, pull = np.where(mask[..., None], activations, 0), np.where(mask, pull, 0)
@@ -81,7 +81,7 @@ def assert_close(found, expected, tolerance=1e-5) -> None:
 
 
 def test_the_gradient_of_the_oracle_is_the_slope_of_its_value() -> None:
-    """Central differences in float64, in a random direction of activations and head together."""
+    """Compare with central differences in float64, in a random direction of activations and head."""
     activations, head, targets, pull = (np.asarray(array) for array in inputs())
     mask = np.random.default_rng(1).random(targets.shape) < 0.6
     along = [np.random.default_rng(2).normal(size=array.shape) for array in (activations, head)]
@@ -113,7 +113,7 @@ MASKED_BATCH, MASKED_POSITIONS = 4, 9
 
 @st.composite
 def masks(draw: st.DrawFn) -> np.ndarray:
-    """Any mask: each row empty, full, one stretch, or whatever."""
+    """Draw any mask: each row empty, full, one contiguous range, or arbitrary."""
     rows = []
     for _ in range(MASKED_BATCH):
         start, end = sorted(draw(st.tuples(*[st.integers(0, MASKED_POSITIONS)] * 2)))
@@ -187,7 +187,7 @@ def test_the_head_runs_on_as_many_blocks_as_the_fullest_row_fills(
 
     jax.block_until_ready(jax.jit(jax.grad(total, argnums=(0, 1)))(activations, head))
     jax.effects_barrier()
-    assert runs == [(1, MASKED_BATCH * 3, EMBED)] * (2 * blocks)  # forward, and again backward
+    assert runs == [(1, MASKED_BATCH * 3, EMBED)] * (2 * blocks)  # forward and backward
 
 
 @pytest.mark.parametrize("block_size", [2, POSITIONS])
@@ -200,7 +200,7 @@ def test_logits_too_large_for_exp_are_no_problem(block_size: int) -> None:
 @pytest.mark.parametrize("block_size", [2, POSITIONS])
 def test_an_offset_common_to_all_logits_changes_nothing(block_size: int) -> None:
     activations, head, targets, pull = inputs(seed=3)
-    # One more embedding adds 1000 to every logit, for which float32 has steps of 6e-5.
+    # One additional embedding adds 1000 to every logit; float32 then has steps of 6e-5.
     lifted = jnp.pad(activations, ((0, 0), (0, 0), (0, 1)), constant_values=1000.0)
     found = measured(lifted, jnp.pad(head, ((0, 1), (0, 0)), constant_values=1.0), targets, pull, 1.0, block_size)
     logprobs, entropies, _ = oracle(activations, head, targets, pull, 1.0)
@@ -259,7 +259,7 @@ def test_batch_position_vocab_is_never_materialised(block_size: int) -> None:
     found = compiled_shapes(block_size)
     full = WIDE["batch"] * WIDE["positions"] * WIDE["vocab"]
     assert max(np.prod(shape) for shape in found) < full
-    # The logits of one block are there: the text is that of the program.
+    # The logits of one block are present, so the text is that of the program.
     assert any(np.prod(shape) == WIDE["batch"] * block_size * WIDE["vocab"] for shape in found)
 
 
@@ -269,7 +269,7 @@ def test_the_search_for_materialised_logits_finds_them() -> None:
 
 
 def compiled_shapes(block_size: int) -> set[tuple[int, ...]]:
-    """Shapes of all arrays in the program of loss and gradient, as compiled and as traced."""
+    """Return the shapes of all arrays in the program of loss and gradient, compiled and traced."""
     batch, positions, embed, vocab = WIDE.values()
 
     def total(activations, head, targets, mask):
@@ -331,10 +331,10 @@ def test_any_mesh_gives_the_same_and_only_reductions_over_the_vocabulary_travel_
         aligned = (np.roll(found[name], -1, axis=1) for name in ("logprobs", "entropies"))
         assert_close((*aligned, (found["of_activations"], found["of_head"])), expected, 2e-5)
     assert facts["devices"] == 8
-    assert facts["data8"] == {"in_loops": [], "gathers": 1}  # of the head, which arrives split along its embedding
+    assert facts["data8"] == {"in_loops": [], "gathers": 1}  # of the head, which is sharded along its embedding
     split = facts["data4-model2"]
     assert split["gathers"] == 1
-    assert split["in_loops"]  # the normalizers, at least: the search finds what there is
+    assert split["in_loops"]  # at least the normalizers, so the search works
     assert max(split["in_loops"]) <= batch // 4 * 4 * embed  # no logits, and no gradient of the head
 
 
@@ -348,7 +348,7 @@ LLAMA = LlamaConfig(
     gradient_checkpointing=False,
     attn_backend=AttentionBackend.VANILLA,
 )
-# Learned positions: unlike rotary ones, they do not cancel where all of a sequence moves.
+# Learned positions: unlike rotary ones, they do not cancel if a whole sequence moves.
 GPT2 = Gpt2Config(
     seq_len=16,
     hidden_dim=16,
@@ -362,7 +362,7 @@ MODEL_VOCAB = Axis("vocab", 40)
 
 @functools.cache
 def make_model(config: LmConfig) -> LmHeadModel:
-    """Random weights by numpy, which saves compiling initializers; wide, so that mistakes show."""
+    """Return random weights from numpy, which avoids compiling initializers; wide, so that errors are visible."""
     rng = np.random.default_rng(0)
     shape = eqx.filter_eval_shape(lambda: config.build(MODEL_VOCAB, key=jax.random.PRNGKey(0)))
 
@@ -375,7 +375,7 @@ def make_model(config: LmConfig) -> LmHeadModel:
 
 
 def make_batch(sequences: list[list[tuple[np.ndarray, np.ndarray]]], positions: int = 14) -> RlExample:
-    """Rows of sequences, each of tokens and where they have loss."""
+    """Return rows of sequences, each with tokens and a loss mask."""
     arrays = {name: np.zeros((len(sequences), positions), dtype) for name, dtype in PER_TOKEN_DTYPES.items()}
     for row, own in enumerate(sequences):
         start = 0
@@ -410,7 +410,7 @@ def scored(model: LmHeadModel, batch: RlExample, temperature: float = 1.0) -> tu
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_the_model_is_asked_at_the_right_positions(config: LmConfig) -> None:
-    """Log-probs against the model's own logits, one token at a time."""
+    """Compare log-probs with the model's logits, one token at a time."""
     model, batch = make_model(config), make_batch([[pair] for pair in random_sequences(14, 9, 11)] + [[]])
     logits = eqx.filter_jit(lambda m, e: m(e.input_ids, e.attention_mask))(model, batch)
     logits = np.asarray(logits.rearrange(("batch", "position", "vocab")).array, np.float64) / 0.8
@@ -453,7 +453,7 @@ def test_levanters_own_loss_means_the_same_tokens() -> None:
 
 
 class WithBalancingLoss(LmHeadModel[LlamaConfig]):
-    """What levanter's mixture-of-experts models look like from outside."""
+    """The interface of levanter's mixture-of-experts models."""
 
     inner: LmHeadModel
 

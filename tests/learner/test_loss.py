@@ -70,7 +70,7 @@ CRITIC = CriticConfig(coefficient=0.7, clip=0.4)
 
 
 class TableModel(LmHeadModel[LlamaConfig]):
-    """A language model whose activations are its parameters, one vector a position."""
+    """A language model with its activations as parameters, one vector per position."""
 
     table: NamedArray
     head: NamedArray
@@ -105,7 +105,7 @@ def make_model(table: np.ndarray, head: np.ndarray) -> TableModel:
 
 @dataclasses.dataclass
 class Case:
-    """Numbers in float64, and the batch made of them."""
+    """Inputs in float64, and the batch made from them."""
 
     table: np.ndarray
     head: np.ndarray
@@ -143,7 +143,7 @@ class Case:
 
 
 def make_case(seed: int = 0) -> Case:
-    """Three rollouts, whose tokens have advantages of their own; the second has two rows."""
+    """Return three rollouts with different advantages per token; the second has two rows."""
     rng = np.random.default_rng(seed)
     table, head = rng.normal(size=(ROWS, POSITIONS, EMBED)), rng.normal(size=(EMBED, VOCAB))
     ids = rng.integers(0, VOCAB, (ROWS, POSITIONS))
@@ -167,7 +167,7 @@ def make_case(seed: int = 0) -> Case:
 
 
 def token_values(table: np.ndarray, head: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Log-prob of each token and entropy where it was predicted, by loops over full logits."""
+    """Compute the log-prob of each token and the entropy of its prediction with loops over full logits."""
     logprobs, entropies = np.zeros(ids.shape), np.zeros(ids.shape)
     for row in range(ids.shape[0]):
         for position in range(1, ids.shape[1]):
@@ -183,7 +183,7 @@ def clipped_term(ratio: float, advantage: float, low: float = 0.9, high: float =
 
 
 def policy_term(name: str, case: Case, at: tuple[int, int], logprobs: np.ndarray, frozen: np.ndarray) -> float:
-    """One token's term; `frozen` are the log-probs through which no gradient flows."""
+    """Compute one token's term; no gradient flows through the log-probs in `frozen`."""
     advantage, ratio = case.advantages[at], np.exp(logprobs[at] - case.policy[at])
     if name == "reinforce":
         return -advantage * logprobs[at]
@@ -204,7 +204,7 @@ def policy_term(name: str, case: Case, at: tuple[int, int], logprobs: np.ndarray
 def kl_term(name: str, logprob: float, reference: float, frozen: float) -> float:
     d = reference - logprob
     k2, k3 = d * d / 2, np.exp(d) - 1 - d
-    # The value of k3, the slope of k2.
+    # The value of k3, the gradient of k2.
     d_frozen = reference - frozen
     k3_plus = np.exp(d_frozen) - 1 - d_frozen + k2 - d_frozen**2 / 2
     return 0.3 * {"none": 0.0, "in_reward": 0.0, "k1": -d, "k2": k2, "k3": k3, "k3_plus": k3_plus}[name]
@@ -223,7 +223,7 @@ def token_weight(name: str, case: Case, rollout: int) -> float:
 def oracle(
     case: Case, policy: str, kl: str, aggregation: str, table: np.ndarray, head: np.ndarray
 ) -> tuple[float, float]:
-    """The policy's part and the KL part of the loss, by loops in float64."""
+    """Compute the policy part and the KL part of the loss with loops in float64."""
     logprobs, _ = token_values(table, head, case.ids)
     frozen, _ = token_values(case.table, case.head, case.ids)
     policy_part = kl_part = 0.0
@@ -248,7 +248,7 @@ COMBINATIONS = [
     *(("reinforce", kl, "sequence_mean") for kl in KLS if kl != "k3"),
     *((policy, "k2", name) for policy in ("ppo_clip", "rloo_sequence") for name in AGGREGATIONS),
 ]
-"""The two parts add up; test_invariance.py runs them in every combination."""
+"""Combinations of the two parts; test_invariance.py tests all of them."""
 
 
 @pytest.mark.parametrize(("policy", "kl", "aggregation"), COMBINATIONS)
@@ -281,7 +281,7 @@ def make_critic(case: Case, weight: np.ndarray, bias: float, trunk: np.ndarray |
 
 
 def value_oracle(case: Case, weight: np.ndarray, bias: float, trunk: np.ndarray, clip: float | None):
-    """The value part of the loss under sequence_mean, and which tokens are clipped, by loops in float64."""
+    """Compute the value part of the loss under sequence_mean, and the clipped tokens, with loops in float64."""
     part, clipped = 0.0, []
     for row, position in np.argwhere(case.mask):
         value = trunk[row, position - 1] @ weight + bias
@@ -317,7 +317,7 @@ def test_the_critics_loss_agrees_with_loops_in_float64(shared: bool, clip: float
         value_oracle(case, weight + s * along[0], bias + s * along[1], trunk + s * along[2], clip)[0]
         for s in (step, -step)
     )
-    # A separate trunk is moved by the critic alone, and then the policy only by its own loss.
+    # Only the critic's loss updates a separate trunk, and only the policy's loss updates the policy.
     moved = gradient.policy.table.array - policy_gradient.table.array if shared else gradient.trunk.table.array
     slope = (
         np.sum(gradient.value_weight.array * along[0]) + gradient.value_bias.array * along[1] + np.sum(moved * along[2])
@@ -347,7 +347,7 @@ def test_the_block_size_does_not_matter() -> None:
 
 
 def rows_of(tree, rows: slice):
-    """One pass: some rows of a batch or of the table of a model."""
+    """Return one microbatch: some rows of a batch, or of the table of a model."""
     return jax.tree.map(
         lambda leaf: leaf["batch", rows] if isinstance(leaf, NamedArray) and leaf.has_axis("batch") else leaf,
         tree,
@@ -356,9 +356,9 @@ def rows_of(tree, rows: slice):
 
 
 def in_microbatches(count: int) -> tuple[float, dict[str, Metric]]:
-    """The sum of the losses of `count` microbatches, and their metrics folded."""
+    """Return the sum of the losses of `count` microbatches, and their folded metrics."""
     case = make_case(seed=3)
-    case.mask[0] = False  # microbatches of different weight; of four, one has no loss at all
+    case.mask[0] = False  # microbatches of different weight; one of four has no loss tokens
     batch, model = case.batch(SequenceMeanConfig()), make_critic(case, np.ones(EMBED), 0.1, None)
     loss = eqx.filter_jit(rl_loss("ppo_clip", "k3", critic=CRITIC))
     size = ROWS // count
@@ -381,7 +381,7 @@ def test_passes_change_neither_loss_nor_metrics(count: int) -> None:
 
 
 def expected_metrics(case: Case) -> dict[str, float]:
-    """Of ppo_clip with k3 under token_mean and a critic with weight 1 and bias 0.1."""
+    """Metrics of ppo_clip with k3 under token_mean and a critic with weight 1 and bias 0.1."""
     logprobs, entropies = token_values(case.table, case.head, case.ids)
     difference = (logprobs - case.policy)[case.mask]
     ratio, advantage = np.exp(difference), case.advantages[case.mask]
@@ -437,7 +437,7 @@ def test_metrics_are_what_their_names_say() -> None:
 
 
 def test_metrics_of_several_updates() -> None:
-    """Losses are averaged over updates, the rest over tokens; entropy before the step and mismatch are of the first."""
+    """Losses are averaged over updates, other metrics over tokens; entropy and mismatch are of the first update."""
     cases = [make_case(seed) for seed in (0, 1, 2)]
     counts = np.array([case.mask.sum() for case in cases])
     assert len(set(counts.tolist())) > 1
@@ -464,7 +464,7 @@ def test_what_the_model_finds_off_the_mask_does_not_leak(poison: float, block_si
     loss = rl_loss("ppo_clip", "k3", block_size=block_size, critic=CRITIC)
     batch, weight = case.batch(SequenceSumConfig()), np.ones(EMBED)
     (value, metrics), gradient = differentiate(loss, make_critic(case, weight, 0.1, None), batch)
-    # A position is off the mask where the token after it carries no loss.
+    # Mask positions that predict a token without loss.
     silent = ~np.concatenate([case.mask[:, 1:], np.zeros((ROWS, 1), bool)], axis=1)
     case.table = np.where(silent[..., None], poison, case.table)
     (found_value, found_metrics), found = differentiate(loss, make_critic(case, weight, 0.1, None), batch)

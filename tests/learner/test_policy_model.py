@@ -44,7 +44,7 @@ from tests.models.hf_checkpoint import record, write_checkpoint
 from tests.models.hf_oracle.make_oracle import CASES, VOCAB, loss_weights, summarize_gradient, token_ids
 
 ARCHITECTURES = ("gemma", "gemma2", "gpt2", "llama_yarn", "mistral", "mixtral", "olmo2", "qwen2", "qwen3")
-"""A case of the oracle for each architecture."""
+"""One oracle case per architecture."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def chat() -> ChatTokenizer:
 
 @pytest.fixture(scope="module")
 def exports(tiny, trainer, chat, tmp_path_factory):
-    """Weights and folder of each architecture, exported."""
+    """Return weights and exported folder of each architecture."""
     made = {}
     for name, config in {"llama": tiny.LLAMA, "qwen3": tiny.QWEN3}.items():
         model = tiny.make_model(trainer, config, seed=7)
@@ -92,7 +92,7 @@ def test_the_exported_folder_is_hugging_faces(tiny, exports, name: str) -> None:
         assert tensors.get_tensor("model.embed_tokens.weight").shape == (tiny.VOCAB, 16)
 
 
-# Where generations end.
+# Stop tokens.
 
 EOS, END_OF_TURN, ONE_MORE = 262, 257, 263
 CONTEXT, NEW_TOKENS = 64, 40
@@ -100,7 +100,7 @@ CONTEXT, NEW_TOKENS = 64, 40
 
 @pytest.fixture(scope="module")
 def several_stops() -> ChatTokenizer:
-    """Turns end with a token that is not eos, and the source's generation config listed one more."""
+    """A tokenizer with an end of turn other than eos, and one more stop token in the generation config."""
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = "<|reserved_0|>"
     return ChatTokenizer(tokenizer, (ONE_MORE,))
@@ -108,7 +108,7 @@ def several_stops() -> ChatTokenizer:
 
 @pytest.fixture(scope="module")
 def speakers(tiny, trainer, several_stops, tmp_path_factory) -> dict[str, tuple[LmHeadModel, Path]]:
-    """Weights and exported folder of models whose greedy generations end with any of the stop tokens."""
+    """Return weights and exported folder of models with greedy generations that end with each of the stop tokens."""
     made = {}
     for name, config in {"llama": tiny.LLAMA, "qwen3": tiny.QWEN3}.items():
         model = tiny.make_model(trainer, dataclasses.replace(config, seq_len=CONTEXT), seed=7)
@@ -128,7 +128,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 
 def greedy(model: LmHeadModel, stop_token_ids: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Greedy generations as evaluation makes them."""
+    """Return greedy generations as in evaluation."""
     config = SamplingConfig(max_new_tokens=NEW_TOKENS, max_seqs=len(prompts()), page_size=8)
     sampler = LevanterSampler(model, config=config, stop_token_ids=stop_token_ids, max_context=CONTEXT)
     generations = sampler.sample([SampleRequest(prompt, 0, NEW_TOKENS, 0.0) for prompt in prompts()])
@@ -181,7 +181,7 @@ def test_the_export_names_its_precision(tiny, chat, tmp_path, policy: str, dtype
 
 
 def test_the_exported_files_alone_give_the_same_greedy_generations(speakers, chat, trainer, spoken) -> None:
-    """With a loop over full forward passes that stops at what generation_config.json lists."""
+    """Compare with a loop over full forward passes that stops at the tokens in generation_config.json."""
     _, folder = speakers["llama"]
     model = load_hf_policy(str(folder), chat, trainer, None)
     stops = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
@@ -217,7 +217,7 @@ def test_transformers_makes_the_same_greedy_generations(name: str, speakers, sev
         for prompt in prompts()
     ]
     assert found == expected
-    # Without a limit of its own, a generation ends at a stop token or with the context, not after 20 tokens.
+    # Without an explicit limit a generation ends at a stop token or with the context, not after 20 tokens.
     unlimited = theirs.generate(torch.tensor([prompts()[0]]))[0, 1:].tolist()
     assert unlimited[-1] in several_stops.stop_token_ids or len(unlimited) == CONTEXT - 1
     assert max(map(len, found)) > 20
@@ -254,10 +254,10 @@ def test_a_folder_named_relative_to_here_is_not_looked_up_on_the_hub(tiny, train
         asked.append(repo_id)
         return hf_hub_download(repo_id, *arguments, **options)
 
-    # What levanter asks while loading goes through this name.
+    # Levanter's requests during loading go through this name.
     monkeypatch.setattr(hub, "hf_hub_download", download)
     tiny.assert_same_bits(load_hf_policy("hf", chat, trainer, None), model)
-    # Where it is asked for files that may be there, the name is none that a hub could know.
+    # Requests for optional files must not use a name that is valid on the hub.
     assert asked
     assert all(Path(repo_id).is_absolute() for repo_id in asked)
 
@@ -360,7 +360,7 @@ def test_a_policy_from_scratch_has_the_shapes_that_were_foretold(tiny, chat) -> 
 
 
 def oracle_batch(tiny):
-    """The tokens of the oracle; all but the first of a row have loss."""
+    """Return the tokens of the oracle; all but the first of a row have loss."""
     ids = token_ids()
     rows, positions = ids.shape
     at = np.broadcast_to(np.arange(positions, dtype=np.int32), ids.shape)
@@ -381,7 +381,7 @@ def score(model: LmHeadModel, batch: RlExample) -> NamedArray:
 
 @pytest.fixture(scope="module")
 def loaded_logprobs(tiny, trainer, chat):
-    """Loads a checkpoint as a run does, and computes the log-probability of every token of the oracle but the first."""
+    """Load a checkpoint like a run, and compute the log-probability of every token of the oracle but the first."""
 
     def compute(checkpoint: str) -> np.ndarray:
         assert chat.vocab_size == VOCAB
@@ -405,7 +405,7 @@ def test_log_probabilities_equal_those_of_transformers(tmp_path, loaded_logprobs
 @pytest.mark.filterwarnings("ignore:`_get_mesh` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("case", ARCHITECTURES)
 def test_log_probabilities_and_gradients_equal_those_of_transformers(tmp_path, tiny, trainer, chat, case: str) -> None:
-    """The gradient of a weighted sum of log-probabilities: for each tensor its norm, and its slope in one direction."""
+    """Compare the gradient of a weighted sum of log-probabilities: norm and directional derivative per tensor."""
     factors = np.pad(loss_weights(), ((0, 0), (1, 0)))
 
     def loss(model: LmHeadModel, batch: RlExample) -> tuple[jax.Array, NamedArray]:
@@ -413,7 +413,7 @@ def test_log_probabilities_and_gradients_equal_those_of_transformers(tmp_path, t
         return jnp.sum(scored.array * factors), scored
 
     model = load_hf_policy(write_checkpoint(tmp_path, case), chat, trainer, None)
-    # A run has a tracker of levanter's too, to which a mixture of experts logs its routing.
+    # As in a run, levanter's tracker is set; a mixture of experts logs its routing to it.
     with trainer.use_device_mesh(), levanter.tracker.current_tracker(NoopTracker()):
         differentiate = hax.named_jit(eqx.filter_grad(loss, has_aux=True), axis_resources=trainer.compute_axis_mapping)
         gradient, scored = differentiate(model, oracle_batch(tiny))
@@ -452,7 +452,7 @@ def test_an_export_has_the_tensors_of_the_checkpoint(trainer, chat, tmp_path, ca
     save_hf_policy(load_hf_policy(source, chat, trainer, None), chat, tmp_path / "hf", trainer)
     expected = load_file(tmp_path / "model.safetensors")
     found = load_file(tmp_path / "hf" / "model.safetensors")
-    # Checkpoints of GPT-2 may have the prefix or not.
+    # GPT-2 checkpoints may have the prefix or not.
     expected = {name.removeprefix(f"{BASE_PREFIX}."): array for name, array in expected.items()}
     assert found.keys() == expected.keys()
     for name, array in expected.items():

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 TEMPERATURE = 0.8
 LENGTHS = [(9,), (12, 5, 7), (), (2,), (11,), (6, 6), (3,)]
-"""Of the sequences of each rollout; the last rollout has no loss."""
+"""Lengths of the sequences of each rollout; the last rollout has no loss."""
 LAYOUTS = {
     "one microbatch": RowLayout(12, 10, packed=False),
     "unpacked, three microbatches": RowLayout(12, 4, packed=False),
@@ -35,7 +35,7 @@ PASSES = {
 
 
 def make_rollouts(vocab: int) -> list[ProcessedRollout]:
-    """Rollouts of any number of sequences, with loss on about half of the tokens."""
+    """Return rollouts with any number of sequences, with loss on about half of the tokens."""
     rng = np.random.default_rng(0)
     rollouts = []
     for index, lengths in enumerate(LENGTHS):
@@ -78,7 +78,7 @@ def critic(model: LmHeadModel) -> ActorCritic:
 
 @pytest.fixture(scope="module")
 def expected(critic: ActorCritic, rollouts: list[ProcessedRollout]) -> list[Scores]:
-    """From full logits, a sequence at a time."""
+    """Compute scores from full logits, one sequence at a time."""
     Pos = Axis("position", 12)
 
     @jax.jit

@@ -20,7 +20,7 @@ from marin_rl.objectives.kl import KlEstimator
 
 @pytest.fixture(scope="module")
 def one_device(tiny):
-    """Metrics and gradients on one device, by number of microbatches."""
+    """Return metrics and gradients on one device, by number of microbatches."""
 
     def run(microbatches: int):
         trainer = tiny.make_trainer(tiny.MESH_ROWS // microbatches)
@@ -44,7 +44,7 @@ def test_passes_change_neither_loss_nor_gradient_nor_metrics(one_device) -> None
 
 
 def test_the_gradient_is_that_of_the_textbook_formula(tiny, one_device) -> None:
-    """PPO's clipped term plus k3, from full logits, differentiated by jax."""
+    """Compute PPO's clipped term plus k3 from full logits, differentiated by jax."""
     trainer = tiny.make_trainer(tiny.MESH_ROWS)
     example = tiny.make_example(tiny.MESH_ROWS)
     settings = tiny.make_loss()
@@ -110,7 +110,7 @@ def test_nothing_is_compiled_after_the_first_step_however_many_passes(tiny, lear
     assert compiled == []
     with tiny.counted_compiles() as compiled:
         jax.jit(lambda x: x + 17)(jnp.ones(3)).block_until_ready()
-    assert compiled  # the listener does hear
+    assert compiled  # the listener works
 
 
 MEASURED_BY_THE_LOSS = ("loss/policy", "loss/kl", "policy/", "log_ratio/")
@@ -164,7 +164,7 @@ def test_a_broken_update_is_an_error_and_leaves_the_weights(tiny, learner, monke
     broken = after[0][0]
     for name, array in tiny.arrays_by_path((broken.model, broken.opt_state.inner)).items():
         assert array.tobytes() == before[name].tobytes(), name
-    # The learner itself is none the worse.
+    # The learner is still usable.
     learner.step(tiny.fresh_state(learner), [tiny.make_example()])
 
 

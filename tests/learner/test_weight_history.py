@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Old weights: kept as they were, so many of them, and back on the device as they lay there."""
+"""The history of weights: unchanged, limited in number, and restored to the device with their sharding."""
 
 import equinox as eqx
 import haliax as hax
@@ -37,7 +37,7 @@ def test_kept_weights_outlive_their_donation() -> None:
     np.testing.assert_array_equal(found.weight.array, np.full((2, 3), 3.0))
     np.testing.assert_array_equal(found.bias, [3.0, -3.0])
     assert found.weight.axes == policy(0.0).weight.axes
-    # A program that takes weights takes these too, without a transfer of its own.
+    # Programs accept the restored weights without another transfer.
     assert {array.sharding for array in jax.tree.leaves(found)} == {policy(0.0).bias.sharding}
     np.testing.assert_array_equal(plus_one(jax.tree.leaves(found))[1], [4.0, -2.0])
 

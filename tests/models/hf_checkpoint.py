@@ -17,25 +17,25 @@ from tests.models.hf_oracle.make_oracle import FOLDER, weights
 
 @functools.cache
 def record(case: str) -> dict[str, Any]:
-    """What transformers recorded for a case: `config`, `config_version5`, `tensors` (shapes) and `logprobs`."""
+    """Return the record of a case: `config`, `config_version5`, `tensors` (shapes) and `logprobs` of transformers."""
     return json.loads((FOLDER / f"{case}.json").read_text())
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> str:
-    """A folder with this config.json and no weights."""
+    """Create a folder with this config.json and without weights."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
 
 def write_checkpoint(folder: Path, case: str, tensors: Mapping[str, np.ndarray] | None = None, **changes: Any) -> str:
-    """A folder with the config and weights of a case.
+    """Create a folder with the config and weights of a case.
 
     Args:
-        folder: made if it does not exist.
+        folder: created if it does not exist.
         case: name of the record.
-        tensors: instead of the recorded case's own.
-        changes: of keys in config.json.
+        tensors: replaces the recorded tensors of the case.
+        changes: changes of keys in config.json.
     """
     save_file(
         dict(weights(record(case)["tensors"]) if tensors is None else tensors),

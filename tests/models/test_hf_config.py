@@ -154,7 +154,7 @@ def test_a_setting_that_is_not_implemented_is_refused_by_name(tmp_path: Path, ca
 def test_settings_that_change_nothing_are_accepted(tmp_path: Path, case: str, changes: dict[str, Any]):
     found = read(tmp_path, {**record(case)["config"], **changes})
     expected = read(tmp_path, record(case)["config"])
-    # Two names of one activation stay two names.
+    # Two names of one activation are still accepted.
     assert dataclasses.replace(found, activation_function=expected.activation_function) == expected
 
 

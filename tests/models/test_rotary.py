@@ -15,7 +15,7 @@ HeadSize, Position = Axis("head_size", 16), Axis("position", 40)
 
 
 def rotated(config: RotaryEmbeddingsConfig) -> np.ndarray:
-    """Unit vectors along the first half of the head, rotated: `[position, head_size]`."""
+    """Return rotated unit vectors along the first half of the head: `[position, head_size]`."""
     start = np.concatenate([np.ones((Position.size, 8)), np.zeros((Position.size, 8))], axis=1).astype(np.float32)
     query = hax.named(start, (Position, HeadSize))
     return np.asarray(config.build(HeadSize)(query, hax.arange(Position)).rearrange((Position, HeadSize)).array)

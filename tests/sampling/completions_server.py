@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A server on loopback that speaks vLLM's completions protocol over HTTP, and its calls for new weights."""
+"""A local server with vLLM's completions protocol over HTTP, and its calls to reload weights."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from marin_rl.sampling.sampler import Sampler, SampleRequest
 
 @dataclasses.dataclass(frozen=True)
 class Continued:
-    """What an engine says to a request."""
+    """An engine's answer to a request."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -27,7 +27,7 @@ class Continued:
 
 
 class Engine(Protocol):
-    """What answers behind the protocol."""
+    """An engine behind the protocol."""
 
     vocab_size: int
     max_model_len: int
@@ -36,7 +36,7 @@ class Engine(Protocol):
 
 
 class SamplerEngine:
-    """A sampler, one request at a time: what it answers does not depend on who shares a round."""
+    """A sampler with one request at a time: answers do not depend on other requests."""
 
     def __init__(self, sampler: Sampler, vocab_size: int, max_model_len: int, stop_token_ids: list[int]) -> None:
         self.vocab_size = vocab_size
@@ -55,7 +55,7 @@ class SamplerEngine:
 
 
 class TableEngine:
-    """The same distribution for every token, by seed and prompt."""
+    """The same distribution for every token, determined by seed and prompt."""
 
     def __init__(self, logits: list[float], *, raw: bool = False, eos: int | None = None, max_model_len: int = 64):
         self.vocab_size = len(logits)
@@ -85,24 +85,24 @@ class TableEngine:
 
 @dataclasses.dataclass(frozen=True)
 class Raw:
-    """A reply as it goes over the wire."""
+    """A raw HTTP response."""
 
     status: int
     body: bytes
     length: int | None = None
-    """The length that is declared; None for the true one."""
+    """The declared length; None for the true length."""
     encoding: str | None = None
-    """The encoding that is declared."""
+    """The declared encoding."""
 
 
 def error(status: int, message: str) -> Raw:
-    """An error as vLLM words it."""
+    """Return an error in vLLM's format."""
     told = {"error": {"message": message, "type": "Error", "param": None, "code": status}}
     return Raw(status, json.dumps(told).encode())
 
 
 class CompletionsServer(ThreadingHTTPServer):
-    """Answers what its engine says, or what a test has laid out instead."""
+    """Returns the engine's answers, or the responses that a test configures."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -114,11 +114,11 @@ class CompletionsServer(ThreadingHTTPServer):
         self.model = model
         self.key = key
         self.load: Callable[[], Engine] | None = None
-        """Loads the weights that lie where the server looks for them, for `reload_weights`."""
+        """Loads the weights in the served folder, for `reload_weights`."""
         self.fault: Callable[[int, dict[str, Any]], Raw | None] = lambda count, body: None
-        """What is replied to the request of this number, from 1, instead of an answer."""
+        """Replaces the response to a request, by request number from 1."""
         self.change: Callable[[dict[str, Any]], Any] = lambda answer: answer
-        """What becomes of a good answer."""
+        """Changes a correct response."""
         self.received: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.most_at_once = 0
@@ -131,7 +131,7 @@ class CompletionsServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is no error."""
+        """Ignore disconnecting clients."""
 
     def reply(self, path: str, key: str | None, body: dict[str, Any]) -> Raw:
         if path == "/collective_rpc":
@@ -219,7 +219,7 @@ def _answer(body: Mapping[str, Any], said: Continued) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def serving(server: CompletionsServer) -> Iterator[CompletionsServer]:
-    """The server, answering."""
+    """A running server."""
     with server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Run by test_levanter_sampler.py on 8 fake CPU devices, in a process of its own; prints one line of JSON."""
+"""Run by test_levanter_sampler.py on 8 fake CPU devices in a separate process; prints one line of JSON."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ import sys
 
 
 def measure(model_axis_size: int) -> dict[str, float]:
-    """Sample three times from a model sharded like the learner's, and compare with its full forward pass."""
+    """Sample three times from a model with the learner's sharding, and compare with its full forward pass."""
     import haliax as hax
     import jax
     import numpy as np

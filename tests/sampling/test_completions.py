@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What an answer must hold. Answers over a real connection are in test_openai_sampler.py."""
+"""Validation of responses. Tests over a real connection are in test_openai_sampler.py."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def read(answer: object, allowed: int = 4) -> Any:
 
 
 def outcome(reading: Callable[[object], Any], answer: object) -> Any:
-    """What comes out of an answer; the message where it is refused."""
+    """Return the result for a response, or the error message if it is rejected."""
     try:
         return reading(answer)
     except SamplerError as error:
@@ -72,7 +72,7 @@ def test_an_aborted_request_keeps_the_tokens_that_it_got_to(tokens: list[int]):
     choice = {"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}, "finish_reason": "abort"}
     expected = Completion(tuple(tokens), (-1.0,) * len(tokens), StopReason.ABORT)
     assert outcome(read, {"choices": [choice]}) == expected
-    # What ended with a stop token is whole, whatever the server calls it; five tokens were never allowed.
+    # A generation that ends with a stop token is complete for any finish reason; five tokens exceed the limit.
     choice = {"token_ids": [1, 4], "logprobs": {"token_logprobs": [-1.0] * 2}, "finish_reason": "abort"}
     assert read({"choices": [choice]}).stop_reason is StopReason.STOP
     choice = {"token_ids": [1] * 5, "logprobs": {"token_logprobs": [-1.0] * 5}, "finish_reason": "abort"}

@@ -20,7 +20,7 @@ def answer_of(tokens: list[list[int]], logprobs: list[list[float]] | None) -> En
 
 
 def read(tokens: list[int], logprobs: list[float] | None = None, allowed: int = 3) -> Generation:
-    """The second of two sequences, as request 8; the first is in order."""
+    """Return the second of two sequences, as request 8; the first one is valid."""
     given = [-1.0] * len(tokens) if logprobs is None else logprobs
     answer = answer_of([[1, STOP], tokens], [[-1.0, -1.0], given])
     return read_answer(answer, 7, [3, allowed], {STOP, 60})[1]
@@ -71,7 +71,7 @@ def test_an_answer_without_logprobs_is_an_error():
 )
 def test_the_last_token_is_of_the_weights_that_sampled_it(lengths: list[int], swaps_after: set[int]):
     version, swaps, sampled_by = 4, [], [[] for _ in lengths]
-    # As the engine goes: every round gives each sequence that has not ended a token, and weights come in between.
+    # As in the engine: every decode step adds a token to each active sequence, with weight updates in between.
     for rounds in range(1, 10):
         for length, versions in zip(lengths, sampled_by, strict=True):
             if len(versions) < length:

@@ -65,7 +65,7 @@ def model() -> LmHeadModel:
 
 @pytest.fixture(scope="module")
 def used_sampler(model: LmHeadModel) -> LevanterSampler:
-    """A sampler that all tests share, so that the engine compiles once and has a history."""
+    """A sampler that all tests share, so that the engine compiles once and has processed earlier calls."""
     return make_sampler(model)
 
 
@@ -81,7 +81,7 @@ def forward(model: LmHeadModel, tokens: NamedArray) -> NamedArray:
 
 
 def full_logits(model: LmHeadModel, sequences: list[tuple[int, ...]]) -> np.ndarray:
-    """`[sequence, position, vocab]` in float64, from the forward pass that the learner uses."""
+    """Return `[sequence, position, vocab]` in float64, from the learner's forward pass."""
     tokens = np.zeros((-(-len(sequences) // SLOTS) * SLOTS, CONTEXT), dtype=np.int32)
     for row, sequence in zip(tokens, sequences, strict=False):
         row[: len(sequence)] = sequence
@@ -117,7 +117,7 @@ def make_requests(lengths: list[int], temperature: float = 1.0, max_new_tokens: 
     ]
 
 
-# Shorter than a page, a page to the token, longer; so long that the context ends first; more than there are slots.
+# Shorter than a page, exactly a page, longer than a page, limited by the context; more requests than slots.
 LENGTHS = [1, 2, 5, 7, 8, 9, 15, 16, 17, 23, 24, 31, 33, 38, 39, 3, 8, 12, 20, 26]
 
 
@@ -144,7 +144,7 @@ def test_qwen3_logprobs_are_those_of_the_full_forward_pass():
 
 @pytest.fixture
 def compiled_quickly() -> Iterator[None]:
-    """Programs without most optimizations, which take longer to compile than to run here."""
+    """Compile without most optimizations, as compilation takes longer than execution here."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -153,7 +153,7 @@ def compiled_quickly() -> Iterator[None]:
 
 @pytest.mark.usefixtures("compiled_quickly")
 def test_qwen2_logprobs_with_yarn_are_those_of_the_full_forward_pass():
-    """With biases, and with positions beyond the context that YaRN extends."""
+    """A model with biases, and with positions beyond the context that YaRN extends."""
     rope = YarnRotaryConfig(factor=4.0, original_max_position_embeddings=10)
     model = build(Qwen2Config(**{**SIZES, "num_layers": 1}, rope=rope))
     rng = np.random.default_rng(0)
@@ -193,7 +193,7 @@ def test_first_tokens_follow_the_softmax(sampler: LevanterSampler, model: LmHead
     expected = np.append(expected[~rare], expected[rare].sum())
     degrees = len(expected) - 1
     assert degrees >= 10
-    # The mean of the chi-square distribution and five of its standard deviations.
+    # The mean of the chi-square distribution plus five of its standard deviations.
     assert ((drawn - expected) ** 2 / expected).sum() < degrees + 5 * (2 * degrees) ** 0.5
 
 
@@ -234,7 +234,7 @@ def test_request_i_always_gets_slot_i(sampler: LevanterSampler, monkeypatch: pyt
 
 
 def test_duplicates_of_a_prompt_longer_than_a_page(sampler: LevanterSampler, model: LmHeadModel):
-    """The engine's own `n_generations` gives these a wrong cache (off by nats) and leaks pages until it dies."""
+    """The engine's `n_generations` uses a wrong cache for these (off by nats) and leaks pages."""
     prompt = make_requests([19])[0].prompt_tokens
     requests = [SampleRequest(prompt, seed, MAX_NEW) for seed in range(SLOTS)]
     for _ in range(6):
@@ -261,7 +261,7 @@ def assert_complete(generation: Generation, allowed: int) -> None:
 
 
 def test_every_slot_can_fill_the_whole_context(sampler: LevanterSampler):
-    """All pages are in use at once, and the decode loop runs for as many rounds as it ever has to."""
+    """All pages are in use at the same time, and the decode loop runs for its maximum number of steps."""
     generations = []
     for seed in range(4):
         requests = [
@@ -275,7 +275,7 @@ def test_every_slot_can_fill_the_whole_context(sampler: LevanterSampler):
 
 
 def test_prompts_beyond_one_prefill_are_all_answered(model: LmHeadModel, monkeypatch: pytest.MonkeyPatch):
-    """Four prompts of 30 tokens fill a prefill of 128; left to the engine's queue the others would be dropped."""
+    """Four prompts of 30 tokens fill a prefill of 128; the engine would drop further requests in its queue."""
     calls = spy_on_generate(monkeypatch)
     sampler = make_sampler(model)
     assert CONFIG.prefill_tokens(CONTEXT) == SLOTS * (CONTEXT - MAX_NEW)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Weights that change while sequences are being decoded: which token is whose, and from which distribution."""
+"""Weight updates during decoding: the version and the distribution of each token."""
 
 import dataclasses
 import math
@@ -37,11 +37,11 @@ from tests.sampling.test_levanter_sampler import (
 
 ROUNDS = 3
 BEFORE = 1 + 2 * ROUNDS
-"""Tokens that a sequence has by look 3: one with its prompt, and those of two calls of the decode loop."""
+"""Tokens of a sequence at poll 3: one from the prefill, and those of two calls of the decode loop."""
 
 
 class Watch:
-    """A sampler with something to do at its looks."""
+    """A sampler with an action at each weight poll."""
 
     def __init__(self, model: LmHeadModel) -> None:
         self.model = model
@@ -60,7 +60,7 @@ class Watch:
         self.weight_poll += 1
 
     def sample(self, requests: Sequence[SampleRequest], **at: Callable[[], None]) -> list[Generation]:
-        """Sample under the first weights, version 0, and do something at look 0, 1, ..."""
+        """Sample under the first weights, version 0, with actions at polls 0, 1, ..."""
         self.sampler.update_weights(self.model, 0)
         self.weight_poll = 0
         self.at = {int(name.removeprefix("look")): action for name, action in at.items()}
@@ -82,7 +82,7 @@ def watch(model: LmHeadModel) -> Watch:
 
 @pytest.fixture(scope="module")
 def alone(model: LmHeadModel) -> list[Generation]:
-    """What the first weights alone answer to `REQUESTS`, in one call of the decode loop."""
+    """Return the generations of `REQUESTS` under the first weights, from one call of the decode loop."""
     return make_sampler(model).sample(REQUESTS)
 
 
@@ -91,7 +91,7 @@ def other() -> LmHeadModel:
     return build(LLAMA, seed=1)
 
 
-# They end on their own, or by their limits: before the swap, with it, and after it.
+# Sequences end at stop tokens or at their limits: before, at and after the weight update.
 REQUESTS = [
     dataclasses.replace(request, max_new_tokens=limit)
     for request, limit in zip(
@@ -141,7 +141,7 @@ def test_of_several_swaps_the_last_that_a_sequence_lived_to_see_counts(
 ) -> None:
     found = watch.sample(REQUESTS, look1=watch.swap(other, 2), look2=watch.swap(model, 3), look4=watch.swap(other, 5))
     for one in found:
-        # WeightPoll 1, 2 and 4 come after 1, 4 and 10 tokens.
+        # Polls 1, 2 and 4 come after 1, 4 and 10 tokens.
         wanted = 5 if len(one.token_ids) > 10 else 3 if len(one.token_ids) > 4 else 2 if len(one.token_ids) > 1 else 0
         assert (one.first_version, one.last_version) == (0, wanted)
     assert {one.last_version for one in found} == {0, 2, 3, 5}
@@ -150,7 +150,7 @@ def test_of_several_swaps_the_last_that_a_sequence_lived_to_see_counts(
 def test_after_a_swap_of_the_head_alone_tokens_are_those_of_the_full_forward_pass(
     watch: Watch, model: LmHeadModel, other: LmHeadModel
 ) -> None:
-    """The cache is the same under both, so the learner's forward pass under the new weights is the oracle."""
+    """Both weights produce the same cache, so the oracle is the learner's forward pass under the new weights."""
     changed = eqx.tree_at(lambda m: m.lm_head.weight, model, other.lm_head.weight)
     found = watch.sample(REQUESTS, look2=watch.swap(changed, 1))
     sequences = [request.prompt_tokens + one.token_ids[:-1] for request, one in zip(REQUESTS, found, strict=True)]
@@ -172,7 +172,7 @@ def layers_of(model: LmHeadModel) -> list:
 
 
 def attend(query: NamedArray, keys: np.ndarray, values: np.ndarray, first: int) -> NamedArray:
-    """Causal attention in float64; the queries stand at positions from `first` on."""
+    """Compute causal attention in float64; the queries are at positions from `first` on."""
     query = query.rearrange(("position", "kv_head", "q_heads_per_group", "head_size"))
     scores = np.einsum("qhgd,khd->hgqk", np.asarray(query.array, np.float64), keys) / math.sqrt(keys.shape[-1])
     past = np.arange(len(keys)) <= first + np.arange(scores.shape[2])[:, None]
@@ -184,8 +184,8 @@ def attend(query: NamedArray, keys: np.ndarray, values: np.ndarray, first: int) 
 
 
 def mixed_logprobs(tokens: Sequence[int], parts: Sequence[tuple[LmHeadModel, int, int]]) -> np.ndarray:
-    """`[position, vocab]`: each model reads its part of the positions, over what those before it made of the earlier
-    ones: keys and values of a position are those of the model that read it."""
+    """Return `[position, vocab]` logits; each model processes its range of positions over the cache of the earlier
+    models, so keys and values of a position come from the model that processed it."""
     order = ("position", "kv_head", "head_size")
     kept: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(LLAMA.num_layers)]
     found = []
@@ -209,7 +209,7 @@ def test_after_a_swap_of_all_weights_tokens_are_those_over_the_old_cache(
     length = 16
     requests = make_requests([length] * SLOTS)
     found = watch.sample(requests, look3=watch.swap(other, 1))
-    # Token BEFORE - 1 was sampled by the old weights, and is read by the new ones.
+    # Token BEFORE - 1 was sampled by the old weights, and is processed by the new ones.
     swap, end = length + BEFORE - 1, length + MAX_NEW - 1
     errors, differences = [], []
     for request, one in zip(requests, found, strict=True):

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The sampler against a real HTTP server on loopback."""
+"""The sampler with a real HTTP server on loopback."""
 
 import dataclasses
 import itertools
@@ -72,7 +72,7 @@ def test_tokens_and_log_probs_are_what_the_engine_drew(server: CompletionsServer
         assert stopped or len(generation.token_ids) == 8
         assert (generation.first_version, generation.last_version) == (3, 3)
     assert {generation.stop_reason for generation in generations} == {StopReason.STOP, StopReason.LENGTH}
-    # The server's own end token is one like any other.
+    # The server treats its eos token like any other token.
     assert any(2 in generation.token_ids[:-1] for generation in generations)
 
 
@@ -139,7 +139,7 @@ def served() -> Iterator[CompletionsServer]:
 
 
 def test_as_many_requests_as_configured_are_under_way(server: CompletionsServer):
-    # Each reply waits for two others: fewer at a time would never end, and more would be seen.
+    # Each response waits for two others: fewer concurrent requests would never finish, and more are detected.
     server.hold = threading.Barrier(3, timeout=300)
     sampler = sampler_of(server, config=SamplingConfig(max_new_tokens=16, max_seqs=3))
     assert sampler.batch_size == 3
@@ -147,7 +147,7 @@ def test_as_many_requests_as_configured_are_under_way(server: CompletionsServer)
     assert server.most_at_once == 3
 
 
-# Requests that are not sent.
+# Requests that are rejected before sending.
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_prompt_that_fills_the_context_is_not_sent(server: CompletionsServer):
     assert server.received == []
 
 
-# What may work later.
+# Retried failures.
 
 LOST = [
     (error(500, "engine is busy"), "status 500: .*engine is busy"),
@@ -241,7 +241,7 @@ def test_an_answer_that_never_comes(server: CompletionsServer):
     server.hold.abort()
 
 
-# What will not.
+# Failures without retry.
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_the_servers_own_refusals(server: CompletionsServer):
 
 
 def test_one_refusal_ends_the_call(server: CompletionsServer):
-    """Other requests that would be tried again for a minute are given up."""
+    """Other requests that would be retried for a minute are cancelled."""
     server.fault = lambda count, body: error(400, "no") if body["seed"] == 3 else error(503, "loading")
     requests = [dataclasses.replace(REQUEST, seed=seed) for seed in range(8)]
     with pytest.raises(SamplerError, match=r"request 3: .*status 400"):
@@ -361,7 +361,7 @@ def test_rounding_above_zero_is_forgiven(server: CompletionsServer):
     assert generation.logprobs == (0.0, 0.0)
 
 
-# The key.
+# The API key.
 
 
 def test_the_key_is_sent_and_told_nobody(
@@ -415,7 +415,7 @@ def test_a_server_that_tells_raw_log_probs_is_found_out(server: CompletionsServe
 def test_what_cannot_be_seen_is_said(
     server: CompletionsServer, logits: list[float], raw: bool, caplog: pytest.LogCaptureFixture
 ):
-    """A uniform or a certain distribution is the same at all temperatures."""
+    """A uniform or deterministic distribution is the same at all temperatures."""
     server.engine = TableEngine(logits, raw=raw)
     check(server, 0.6)
     assert "could not verify" in caplog.text
@@ -443,7 +443,7 @@ def test_what_every_answer_lacks_is_found_by_the_check(server: CompletionsServer
 @given(st.lists(st.floats(-4.0, 4.0), min_size=2, max_size=8), st.booleans())
 @settings(max_examples=40)
 def test_raw_and_processed_log_probs_are_never_confused(served: CompletionsServer, logits: list[float], raw: bool):
-    """Raw ones never pass unseen, and processed ones are never refused, save where both are the same anyway."""
+    """Raw log-probs are always detected, and processed ones never rejected, unless both are equal."""
     engine = TableEngine(logits, raw=raw)
     plain, warm = np.max(engine.logprobs(1.0)), np.max(engine.logprobs(2.0))
     before, served.engine = served.engine, engine

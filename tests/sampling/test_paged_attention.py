@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Batched attention over the paged cache, against a plain loop in float64 and against levanter's reference."""
+"""Batched attention over the paged cache, compared with a loop in float64 and with levanter's reference."""
 
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ HEAD_SIZE = 8
 
 
 class Batch(NamedTuple):
-    """Sequences in a cache, some of whose last tokens ask."""
+    """Sequences in a cache, with queries for some of their last tokens."""
 
     queries: Float[np.ndarray, "tokens kv_heads group head_size"]
     kv_pages: Float[np.ndarray, "pages page_size two_kv_heads head_size"]
@@ -47,7 +47,7 @@ def make_batch(
     group: int,
     seed: int,
 ) -> Batch:
-    """A batch with so many new and cached tokens in each sequence; what is not used is NaN or out of range."""
+    """Return a batch with these new and cached token counts per sequence; unused entries are NaN or out of range."""
     rng = np.random.default_rng(seed)
     num_pages = seqs * pages_per_seq
     free = list(rng.permutation(num_pages))
@@ -63,7 +63,7 @@ def make_batch(
             filled = min(page_size, total - index * page_size)
             pages[page, :filled] = rng.normal(size=(filled, 2 * kv_heads, HEAD_SIZE))
     starts = np.concatenate([[0], np.cumsum([new for new, _ in lengths])])
-    # The engine counts what stands behind the real tokens as a sequence.
+    # The engine treats padding after the real tokens as a sequence.
     starts = np.concatenate([starts, np.full(seqs - len(lengths), tokens)]).astype(np.int32)
     queries = np.full((tokens, kv_heads, group, HEAD_SIZE), np.nan)
     queries[: starts[len(lengths)]] = rng.normal(size=(starts[len(lengths)], kv_heads, group, HEAD_SIZE))
@@ -71,7 +71,7 @@ def make_batch(
 
 
 def by_loop(batch: Batch, soft_cap: float | None) -> Float[np.ndarray, "tokens kv_heads group head_size"]:
-    """One query and one head after another."""
+    """Attend with one query and one head at a time."""
     result = np.zeros_like(batch.queries)
     page_size = batch.kv_pages.shape[1]
     for seq in range(batch.num_seqs):
@@ -93,7 +93,7 @@ def by_loop(batch: Batch, soft_cap: float | None) -> Float[np.ndarray, "tokens k
 
 
 def attend(batch: Batch, soft_cap: float | None) -> Float[np.ndarray, "tokens kv_heads group head_size"]:
-    """The function under test, compiled."""
+    """Return the compiled function under test."""
     arrays = [jnp.asarray(part, jnp.float32) for part in batch[:2]] + [jnp.asarray(part) for part in batch[2:5]]
     function = jax.jit(paged_attention, static_argnames=("scale", "soft_cap"))
     return np.asarray(function(*arrays, jnp.int32(batch.num_seqs), scale=SCALE, soft_cap=soft_cap))
@@ -158,7 +158,7 @@ def test_agrees_with_levanters_reference() -> None:
 
 
 def test_a_row_does_not_depend_on_its_company() -> None:
-    # Resuming to the bit rests on this: who shares a round is a matter of timing.
+    # Bit-identical resume depends on this: which requests share a batch depends on timing.
     sizes = {"tokens": 96, "seqs": 6, "page_size": 4, "pages_per_seq": 10, "kv_heads": 2, "group": 2}
     together = make_batch([(9, 4), (17, 20), (3, 0)], **sizes, seed=3)
     alone = Batch(

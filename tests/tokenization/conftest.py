@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Small tokenizers of the kinds that real models come with, trained on a few sentences."""
+"""Small tokenizers similar to those of real models, trained on a few sentences."""
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -34,7 +34,7 @@ CHATML = """\
 {%- endif %}
 """
 
-# Qwen3's rule: replies after the last user message show their thinking, in one layout; earlier ones do not.
+# Like Qwen3: replies after the last user message keep their thinking, in one layout; earlier replies do not.
 THINKING = """\
 {%- set ns = namespace(last_user=-1) %}
 {%- for message in messages %}
@@ -58,7 +58,7 @@ THINKING = """\
 {%- endif %}
 """
 
-# Phi-3's habit: the end token swallows the newline after it.
+# Like Phi-3: the end token absorbs the newline after it.
 PHI = """\
 {%- for message in messages %}
 {{- '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}
@@ -66,7 +66,7 @@ PHI = """\
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}
 """
 
-# Mistral's habit: the end token of a reply is eos, and turns are set in ordinary words.
+# Like Mistral: the end token of a reply is eos, and turns are delimited by plain text.
 INSTRUCT = """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -101,9 +101,9 @@ def _special(*texts: str, rstrip: bool = False) -> list[AddedToken]:
 
 
 def chatml_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
-    """Qwen's kind: eos is not the token that ends a turn, and thinking tags are ordinary added tokens."""
+    """A tokenizer like Qwen's: eos does not end a turn, and thinking tags are ordinary added tokens."""
     backend = _trained(_special("<|endoftext|>", "<|im_start|>", "<|im_end|>"), byte_level=True)
-    # As GPT-2's family has it; trimmed offsets would hide tokens of spaces from the mask.
+    # As in GPT-2's family; trimmed offsets would exclude tokens of spaces from the mask.
     backend.post_processor = processors.ByteLevel(trim_offsets=True)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -117,7 +117,7 @@ def chatml_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
 
 
 def llama_tokenizer(template: str = LLAMA) -> PreTrainedTokenizerFast:
-    """Llama 3's kind: bos in the template, headers of special tokens, and an end of turn that is eos."""
+    """A tokenizer like Llama 3's: bos in the template, headers of special tokens, and an end of turn that is eos."""
     special = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
     return PreTrainedTokenizerFast(
         tokenizer_object=_trained(_special(*special), byte_level=True),
@@ -129,14 +129,14 @@ def llama_tokenizer(template: str = LLAMA) -> PreTrainedTokenizerFast:
 
 
 def phi_tokenizer() -> PreTrainedTokenizerFast:
-    """Phi's kind: special tokens that swallow the space after them."""
+    """A tokenizer like Phi's: special tokens absorb the space after them."""
     special = ("<|user|>", "<|assistant|>", "<|tool|>", "<|system|>", "<|end|>")
     backend = _trained(_special("<|endoftext|>") + _special(*special, rstrip=True), byte_level=True)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", chat_template=PHI)
 
 
 def instruct_tokenizer() -> PreTrainedTokenizerFast:
-    """Mistral's and Llama 2's kind: spaces as a letter, one put before the first word, bos, eos, no pad."""
+    """A tokenizer like Mistral's and Llama 2's: spaces as a letter, with a leading space, bos, eos, no pad."""
     backend = _trained(_special("<unk>", "<s>", "</s>"), byte_level=False)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=INSTRUCT

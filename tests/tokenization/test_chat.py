@@ -20,13 +20,13 @@ BYTE_CHAT = ChatTokenizer(byte_tokenizer())
 ROLE_IDS = {"system": 258, "user": 259, "assistant": 260, "tool": 261}
 END = 257
 
-# Any text, with special tokens and pieces of them among it.
+# Arbitrary text, including special tokens and parts of them.
 HOSTILE = st.lists(
     st.text(st.characters(exclude_categories=("Cs",)), max_size=5)
     | st.sampled_from([*SPECIAL_TOKENS, "<|", "|>", "<"]),
     max_size=6,
 ).map("".join)
-# Text that BPE cannot merge with what stands before it.
+# Text that BPE cannot merge with preceding text.
 PLAIN = st.lists(st.sampled_from(["hello", "the answer is five", "x", "é😀", "two\nlines"]), min_size=1).map(" ".join)
 
 
@@ -41,7 +41,7 @@ def conversations(texts: st.SearchStrategy[str]) -> st.SearchStrategy[list[dict[
 
 
 def byte_oracle(messages: list[dict[str, str]]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """What the built-in template means, written out without a template or a tokenizer."""
+    """Render and tokenize like the built-in template, without a template or a tokenizer."""
     ids: list[int] = []
     mask: list[bool] = []
     for one in messages:
@@ -96,7 +96,7 @@ def test_chatml_masks_match_rendering_of_prefixes(chatml: ChatTokenizer, message
 
 
 def test_mask_where_the_template_starts_with_a_generation_block_marks_nothing_silently():
-    # transformers tracks no block that comes before all other text.
+    # transformers does not track a block at the very start of the text.
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{% generation %}{{ m.content }}<|end|>{% endgeneration %}{% endfor %}"
@@ -150,9 +150,9 @@ def test_ordinary_added_tokens_in_a_message_are_still_tokens(chatml: ChatTokeniz
 
 
 def test_no_messages_is_an_error(byte_chat: ChatTokenizer):
-    with pytest.raises(ValueError, match="no messages"):
+    with pytest.raises(ValueError, match="messages is empty"):
         byte_chat.prompt_tokens([])
-    with pytest.raises(ValueError, match="no messages"):
+    with pytest.raises(ValueError, match="messages is empty"):
         byte_chat.encode_conversation([])
 
 
@@ -341,7 +341,7 @@ def test_history_must_end_with_a_reply(byte_chat: ChatTokenizer):
 
 def test_empty_arguments_are_errors(byte_chat: ChatTokenizer):
     history = [*PROMPT, message("assistant", "a")]
-    with pytest.raises(ValueError, match="no messages"):
+    with pytest.raises(ValueError, match="messages is empty"):
         byte_chat.observation_tokens(history, (1,), [])
     with pytest.raises(ValueError, match="sequence is empty"):
         byte_chat.observation_tokens(history, (), OBSERVATION)
@@ -461,7 +461,7 @@ def test_truncation_checks_its_arguments():
 
 
 def merging(template: str | None) -> ChatTokenizer:
-    """A byte-level BPE tokenizer with two merges, of `12` and of two newlines; by default its template is `plain`."""
+    """Return a byte-level BPE tokenizer with two merges, of `12` and of two newlines."""
     alphabet = [*pre_tokenizers.ByteLevel.alphabet()]
     newline = "\u010a"
     pieces = [*alphabet, "12", newline * 2]

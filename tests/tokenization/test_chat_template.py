@@ -42,7 +42,7 @@ def test_other_uses_of_the_word_are_no_generation_blocks():
 
 def test_overlapping_control_texts_are_all_broken():
     tokenizer = byte_tokenizer()
-    # One special token's text is the end of another's: breaking only the longer one would leave the shorter.
+    # One special token's text is a suffix of another's; splitting only the longer one would leave the shorter one.
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["|end|>", "d|>"]}, replace_additional_special_tokens=False
     )

@@ -38,7 +38,7 @@ def test_stop_tokens_of_the_generation_config_are_added(tmp_path, eos, expected)
 
 
 def save_with(folder: Path, **files: object) -> str:
-    """The built-in tokenizer's folder, with JSON files (or text, as it is) beside or instead of its own."""
+    """Return the built-in tokenizer's folder with additional or replaced JSON (or text) files."""
     byte_tokenizer().save_pretrained(folder)
     for name, content in files.items():
         (folder / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
@@ -48,10 +48,10 @@ def save_with(folder: Path, **files: object) -> str:
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        # As in transformers, config.json counts only without a generation config.
+        # As in transformers, config.json is only used without a generation config.
         ({"config": {"model_type": "llama", "eos_token_id": [257, 263]}}, (257, 263)),
         ({"config": {"model_type": "llama", "eos_token_id": 263}, "generation_config": {}}, (257,)),
-        # Settings of sampling are not read.
+        # Sampling settings are ignored.
         ({"generation_config": {"eos_token_id": 263, "max_new_tokens": -1, "cache_implementation": "?"}}, (257, 263)),
     ],
 )
@@ -87,11 +87,11 @@ def test_a_template_file_replaces_the_tokenizers_and_is_saved_with_it(tmp_path):
     assert TokenizerConfig(path=str(tmp_path / "saved")).build().tokenizer.chat_template == template
 
 
-# Folders that transformers 5 wrote.
+# Folders written by transformers 5.
 
 
 def as_transformers_5_writes(folder: Path, *, tokenizer_class: str = "TokenizersBackend") -> Path:
-    """The built-in tokenizer's files in the form of transformers 5."""
+    """Write the built-in tokenizer's files in the format of transformers 5."""
     byte_tokenizer().save_pretrained(folder)
     config = {
         "backend": "tokenizers",
@@ -117,7 +117,7 @@ def test_a_folder_of_transformers_5_gives_the_same_tokens(tmp_path: Path, tokeni
     assert chat.encode_conversation(messages) == expected.encode_conversation(messages)
     assert (chat.stop_token_ids, chat.pad_token_id, chat.vocab_size) == ((257,), 256, 264)
     assert {"<|system|>", "<|user|>", "<|assistant|>"} <= set(chat.tokenizer.all_special_tokens)
-    # And it can be saved, and loaded again.
+    # The tokenizer can be saved and loaded again.
     chat.tokenizer.save_pretrained(tmp_path / "saved")
     again = TokenizerConfig(path=str(tmp_path / "saved")).build()
     assert again.encode_conversation(messages) == expected.encode_conversation(messages)
@@ -131,7 +131,7 @@ def test_a_folder_of_transformers_5_without_tokenizer_json_is_named(tmp_path: Pa
         TokenizerConfig(path=str(folder)).build()
 
 
-# Code that comes with a tokenizer.
+# Code in a tokenizer's files.
 
 
 @pytest.mark.parametrize("declared_in", ["tokenizer_config.json", "config.json"])

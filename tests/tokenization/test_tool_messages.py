@@ -47,7 +47,7 @@ def template(source: str) -> ChatTemplate:
         (SILENT, False, False),
         (STRICT, False, False),
         (CHAT_TEMPLATE, False, True),
-        # Names tools, and does nothing with them.
+        # Mentions tools without rendering them.
         (
             "{% if tools is none %}{% endif %}{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}",
             False,
@@ -197,7 +197,7 @@ def test_a_turn_adds_what_hugging_face_renders_behind_the_reply(chat: ChatTokeni
 
 
 def test_a_template_of_its_own_for_tools_that_come_later_continues_nothing_that_another_rendered():
-    """The two put a reply's context differently, and only the first one's was seen."""
+    """The two templates render a reply's context differently, and the policy saw only the first one's."""
     tokenizer = chatml_tokenizer()
     tokenizer.chat_template = {"default": "{{ 'hello ' }}" + SILENT, "tool_use": SILENT}
     chat = ChatTokenizer(tokenizer)

@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Chat templates made for tests, in the manner of well-known ones that know tools, or do not."""
+"""Chat templates for tests, modelled on well-known ones with and without tools."""
 
-# In the manner of Qwen3's: tools in the system message, answers of tools in the user's turn, and the thinking of
-# replies before the last question left out.
+# Like Qwen3's: tools in the system message, tool responses in the user's turn, and no thinking in replies before the
+# last question.
 QWEN3 = """\
 {%- if tools %}
 {{- '<|im_start|>system\\n' }}
@@ -50,8 +50,8 @@ and not (content.startswith('<tool_response>') and content.endswith('</tool_resp
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 
-# In the manner of Llama 3.1's: tools in the first question, answers of tools as JSON in a role of another name, and
-# every content trimmed.
+# Like Llama 3.1's: tools in the first question, tool responses as JSON in a role with another name, and trimmed
+# contents.
 LLAMA = """\
 {{- bos_token }}
 {%- if messages[0].role == 'system' %}
@@ -81,7 +81,7 @@ function name, "parameters": dictionary of argument name and its value}. Do not 
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
 """
 
-# In the manner of Zephyr's: what is of another role is left out without a word.
+# Like Zephyr's: messages with other roles are dropped.
 SILENT = """\
 {%- for message in messages %}
 {%- if message.role in ['system', 'user', 'assistant'] %}
@@ -91,7 +91,7 @@ SILENT = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 
-# In the manner of Mistral's first ones and Gemma's: user and assistant take turns, or it refuses.
+# Like the first ones of Mistral and Gemma: user and assistant must alternate.
 STRICT = """\
 {%- if messages[0].role == 'system' %}
 {%- set system = messages[0].content + '\\n\\n' %}{%- set messages = messages[1:] %}

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Record what transformers computes for tiny checkpoints: `python make_oracle.py`, with torch, in two steps.
+"""Record the outputs of transformers for tiny checkpoints: `python make_oracle.py`, with torch, in two steps.
 
 The records in this folder were made with torch 2.15.0 and transformers 4.57.6 in float64 (step `logprobs`), then with
 transformers 5.23.0 (step `version5`, which needs no torch). Neither is needed to run the tests.
@@ -77,22 +77,22 @@ CASES: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
 }
-"""What each case sets in config.json, beside `SIZES` for all but GPT-2, whose keys have other names."""
+"""Settings of each case in config.json, in addition to `SIZES` (except GPT-2, which uses other key names)."""
 
 
 def config_json(case: str) -> dict[str, Any]:
-    """The config of a case, as transformers 4 writes it."""
+    """Return the config of a case as transformers 4 writes it."""
     sizes = {} if case == "gpt2" else SIZES
     return {**sizes, **CASES[case], "transformers_version": "4.57.6"}
 
 
 def token_ids() -> np.ndarray:
-    """Two rows of tokens, `[2, LENGTH]`."""
+    """Return two rows of tokens, `[2, LENGTH]`."""
     return np.random.default_rng(0).integers(3, VOCAB, (2, LENGTH)).astype(np.int32)
 
 
 def weights(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
-    """The tensors of a case, float32: scales of normalizations around 1, the rest around 0."""
+    """Return the tensors of a case, float32: scales of normalizations around 1, the rest around 0."""
     tensors = {}
     for name, shape in shapes.items():
         draw = np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
@@ -102,18 +102,18 @@ def weights(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
 
 
 def loss_weights() -> np.ndarray:
-    """Factors of the log-probabilities in the loss whose gradient is recorded, `[2, LENGTH - 1]`."""
+    """Return the coefficients of the log-probabilities in the loss with a recorded gradient, `[2, LENGTH - 1]`."""
     return np.random.default_rng(1).normal(size=(2, LENGTH - 1)).astype(np.float32)
 
 
 def direction(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A random direction of length 1 in the space of a tensor, float64."""
+    """Return a random unit vector in the space of a tensor, float64."""
     draw = np.random.default_rng(zlib.crc32(f"direction of {name}".encode())).normal(size=shape)
     return draw / np.linalg.norm(draw)
 
 
 def summarize_gradient(name: str, gradient: np.ndarray) -> tuple[float, float]:
-    """Norm of a tensor's gradient, and its slope along the tensor's `direction`."""
+    """Return the norm of a tensor's gradient, and its derivative along the tensor's `direction`."""
     exact = gradient.astype(np.float64)
     return float(np.linalg.norm(exact)), float(np.sum(exact * direction(name, exact.shape)))
 
