@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""All checks and tests: `python -m tests.check`. Stops at the first that fails."""
+"""Run all checks and tests: `python -m tests.check`. Stops at the first failure."""
 
 import subprocess
 import sys
@@ -14,10 +14,10 @@ BIN = Path(sys.executable).parent
 
 
 def commands(site: str) -> list[tuple[str, list[str]]]:
-    """Name and command of every check, the quick ones first."""
+    """Name and command of each check, fastest first."""
     python = sys.executable
-    # xdist would run the files with the fewest tests last, which are the slowest; tests/conftest.py orders them. A
-    # worker that dies ends the tests: xdist would wait for ever for what it was to run.
+    # xdist would run the files with the fewest tests last, but these are the slowest; tests/conftest.py sorts them. A
+    # worker that dies must end the tests, because xdist would wait forever for its tests.
     scheduling = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "0"]
     pytest = [python, "-m", "pytest", "-q", *scheduling]
     return [
@@ -31,10 +31,10 @@ def commands(site: str) -> list[tuple[str, list[str]]]:
 
 
 def main() -> int:
-    """Run them all.
+    """Run all checks.
 
     Returns:
-        The exit status of the first that failed, or 0.
+        The exit status of the first failed check, or 0.
     """
     with tempfile.TemporaryDirectory() as site:
         for name, command in commands(site):

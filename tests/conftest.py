@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What every test needs: jax on the CPU, no network, and programs compiled once per session."""
+"""Settings of all tests: jax on the CPU, no network, and a compilation cache per session."""
 
 import os
 import shutil
@@ -12,24 +12,24 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# How long an example takes says nothing about the code on a machine that does other things too.
+# The duration of an example depends on the load of the machine.
 hypothesis.settings.register_profile("no deadlines", deadline=None)
 hypothesis.settings.load_profile("no deadlines")
 
-# Set before anything imports jax, and in the environment, so that subprocesses and workers inherit them.
+# Set before jax is imported, and as environment variables, so that subprocesses and workers inherit them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# As the package does, which tests do not always import first.
+# The package sets it too, but tests may import other modules first.
 os.environ.setdefault("EQX_ON_ERROR", "off")
-# Compiling takes longer than running in almost every test. "0" runs the tests with the programs of a real run.
+# Almost every test spends more time compiling than running. "0" tests the programs of a real run.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 pytest_plugins = ["tests.tiny_run"]
 
-_OWN_CACHE = None
+_TEMPORARY_CACHE = None
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _OWN_CACHE = tempfile.mkdtemp(prefix="marin_rl_jax_cache_")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _OWN_CACHE
+    _TEMPORARY_CACHE = tempfile.mkdtemp(prefix="marin_rl_jax_cache_")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _TEMPORARY_CACHE
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 
@@ -37,37 +37,37 @@ _XLA_FLAGS = os.environ.get("XLA_FLAGS")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Refuse modules that change the devices of every process started after them.
+    """Refuse modules that set XLA_FLAGS, which changes the devices of all later processes.
 
-    Collecting doctests imports every file, the scripts among the tests too.
+    The collection of doctests imports every file, including scripts.
     """
-    found = os.environ.get("XLA_FLAGS")
-    if found != _XLA_FLAGS:
-        raise pytest.UsageError(f"a module set XLA_FLAGS={found} when it was imported; do so under __main__ alone")
+    flags = os.environ.get("XLA_FLAGS")
+    if flags != _XLA_FLAGS:
+        raise pytest.UsageError(f"a module set XLA_FLAGS={flags} when it was imported; set it only under __main__")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files with slow tests first, so that no worker begins one when the others have nothing left to run."""
+    """Run files with slow tests first, so that no worker starts one when the other workers are idle."""
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     items.sort(key=lambda item: item.path not in slow)
 
 
 _MAPS = Path("/proc/self/maps")
-_MOST_MAPS = 20_000
-"""Of the 65,530 pieces of memory that Linux lets a process map by default. Each compiled program takes some for good,
-and where there are none left, threads cannot be started and XLA crashes."""
+_MAX_MAPS = 20_000
+"""Linux limits a process to 65,530 memory maps by default. Each compiled program keeps some, and at the limit threads
+cannot start and XLA crashes."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_programs() -> Iterator[None]:
-    """Forget compiled programs between modules when there are many; the cache on disk has most of them."""
+    """Clear compiled programs between modules if there are many; the cache on disk has most of them."""
     yield
-    if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:
+    if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MAX_MAPS:
         import jax
 
         jax.clear_caches()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if _OWN_CACHE is not None:
-        shutil.rmtree(_OWN_CACHE, ignore_errors=True)
+    if _TEMPORARY_CACHE is not None:
+        shutil.rmtree(_TEMPORARY_CACHE, ignore_errors=True)

@@ -5,6 +5,6 @@ import socket
 
 
 def free_port() -> int:
-    """A port of the loopback interface on which nobody listens."""
+    """Find a free port of the loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]

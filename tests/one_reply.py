@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Plays a single reply, outside of any event loop."""
+"""Runs an episode with a single reply, without an event loop of the caller."""
 
 import asyncio
 
@@ -10,13 +10,13 @@ from marin_rl.types import Task
 
 
 def answer(environment: Environment, task: Task, reply: str, seed: int = 0) -> Step:
-    """The environment's answer to the first reply of an episode."""
+    """Return the environment's step after the first reply of an episode."""
 
-    async def play() -> Step:
+    async def run() -> Step:
         episode = await environment.start(task, seed)
         try:
             return await episode.step(reply)
         finally:
             await episode.close()
 
-    return asyncio.run(play())
+    return asyncio.run(run())

@@ -111,7 +111,7 @@ def test_texts_of_an_edited_file_are_escaped(tmp_path, capsys):
     assert r"\\x1b[2J" in (tmp_path / "page.html").read_text(encoding="utf-8")
     file.write_text(json.dumps({**row, "version": "\x1b[2J"}) + "\n", encoding="utf-8")
     assert main([str(file)]) == 1
-    assert "its columns are of version \\x1b[2J, and" in capsys.readouterr().err
+    assert "its schema version is \\x1b[2J, this" in capsys.readouterr().err
 
 
 def test_empty_run_explains_missing_rollouts(tmp_path, capsys):

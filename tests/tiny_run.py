@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A complete training run that takes seconds, and what tests compare of it.
+"""A complete training run of a few seconds, and functions that compare its results.
 
-The policy is hardly larger than its vocabulary, but the task suits it: after a warm start on numbers, a reply is right
-where it contains a 1. So rewards differ within groups, every update moves the weights, and accuracy moves with them.
+The policy is hardly larger than its vocabulary, but the task is easy: after a warm start on numbers, a reply is correct
+if it contains a 1. So rewards differ within groups, and every update changes the weights and the accuracy.
 """
 
 import copy
@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-# Jaxtyping's import hook does not find the compiled form of what is first imported from within a module that it
-# checks, and compiles it anew, slowly and with its warnings. So what marin_rl imports is imported before it.
+# Jaxtyping's import hook recompiles modules that are first imported by a module that it checks, slowly and with
+# warnings. So the imports of marin_rl come first.
 import levanter.compat.hf_checkpoints
 import levanter.inference.engine
 import levanter.trainer  # noqa: F401
@@ -72,19 +72,19 @@ TINY: dict[str, Any] = {
     },
     "trainer": {"jax_compilation_cache_dir": os.environ.get("JAX_COMPILATION_CACHE_DIR")},
 }
-"""The config, as it would stand in a YAML file; `run_dir` and `environment.path` are missing."""
+"""The config as in a YAML file, without `run_dir` and `environment.path`."""
 
 PROBLEMS = [
     {"prompt": f"{a}x{b}", "answer": "1", "worked_answer": str(a * b)} for a in range(2, 10) for b in range(2, 10)
 ]
-"""What the tiny run trains on, and is measured on."""
+"""Problems for training and evaluation of the tiny run."""
 
 TIMINGS = re.compile(r"eps|mfu|seconds/.*|tokens/.*_per_second")
-"""Names of the metrics that no two runs share."""
+"""Names of the metrics that differ between equal runs."""
 
 
 def changed(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with some dotted keys set to other values."""
+    """Copy a config and set some dotted keys."""
     result = copy.deepcopy(dict(values))
     for name, value in changes.items():
         *sections, leaf = name.split(".")
@@ -97,7 +97,7 @@ def changed(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 @dataclasses.dataclass(frozen=True)
 class TinyRun:
-    """A run directory and the command that belongs to it."""
+    """A run directory and its command."""
 
     path: Path
     """The run directory."""
@@ -110,7 +110,7 @@ class TinyRun:
 
     def train(self, *more: str) -> int:
         """Run the command in this process."""
-        # Imported late: pytest imports this file before jaxtyping's import hook is there.
+        # Imported late, because pytest imports this file before it installs jaxtyping's import hook.
         from marin_rl.train import main
 
         return main([*self.argv, *more])
@@ -123,7 +123,7 @@ class TinyRun:
         return self.checkpoints / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints."""
+        """Steps of all complete checkpoints."""
         return sorted(int(path.name.removeprefix("step-")) for path in self.checkpoints.glob("step-*"))
 
     def records(self) -> list[dict[str, Any]]:
@@ -131,23 +131,26 @@ class TinyRun:
 
 
 def make_run(folder: Path, **changes: Any) -> TinyRun:
-    """A run that has not begun, in a folder of its own.
+    """Create a run that has not started.
 
     Args:
         folder: an existing folder.
-        changes: dotted keys and their values, with `__` for the dots.
+        changes: config values by dotted key, with `__` for dots.
+
+    Returns:
+        The run.
     """
     problems = folder / "problems.jsonl"
     problems.write_text("".join(f"{json.dumps(problem)}\n" for problem in PROBLEMS))
     run = TinyRun(folder / "run", folder / "tiny.yaml")
-    given = {name.replace("__", "."): value for name, value in changes.items()}
-    config = changed(TINY, {"run_dir": str(run.path), "environment.path": str(problems), **given})
+    settings = {name.replace("__", "."): value for name, value in changes.items()}
+    config = changed(TINY, {"run_dir": str(run.path), "environment.path": str(problems), **settings})
     run.config.write_text(yaml.safe_dump(config, sort_keys=False))
     return run
 
 
 def copy_of(run: TinyRun, folder: Path) -> TinyRun:
-    """The same run, to be changed without harm; its config.yaml names the new place."""
+    """Copy a run to another folder; its config.yaml contains the new path."""
     folder.mkdir(exist_ok=True)
     copied = TinyRun(folder / "run", folder / "tiny.yaml")
     shutil.copytree(run.path, copied.path)
@@ -158,7 +161,7 @@ def copy_of(run: TinyRun, folder: Path) -> TinyRun:
 
 
 def interrupted_after(run: TinyRun, step: int, folder: Path) -> TinyRun:
-    """A run as it stands when its process dies right after saving update `step`."""
+    """Copy a run in the state of a process that died right after it saved update `step`."""
     copied = copy_of(run, folder)
     shutil.rmtree(copied.path / "hf")
     for later in copied.steps():
@@ -181,7 +184,7 @@ def without_losses(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def outcome(run: TinyRun) -> dict[str, Any]:
-    """Everything about a run that must not depend on how often it was interrupted."""
+    """Results of a run that must not depend on interruptions."""
     newest = run.checkpoint(run.steps()[-1])
     manifest = json.loads((newest / "manifest.json").read_text())
     return {
@@ -197,7 +200,7 @@ def outcome(run: TinyRun) -> dict[str, Any]:
 
 
 def stored(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The rows of every file of rollouts, without their timings; fails over a file that is something else."""
+    """The rows of all rollout files without timings; fails if the folder has other files."""
     from marin_rl.rollouts.store import list_files, read_file
 
     files = list_files(folder)
@@ -207,13 +210,13 @@ def stored(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
+    """Contents of all files of a folder, by path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    """An uninterrupted run that keeps every checkpoint. Tests read it and change nothing."""
+    """An uninterrupted run that keeps all checkpoints. Tests must not change it."""
     run = make_run(tmp_path_factory.mktemp("finished"), checkpoint__keep_every=1, checkpoint__every=1)
     assert run.train() == 0
     return run
@@ -221,13 +224,13 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 @pytest.fixture
 def new_run(tmp_path: Path) -> Callable[..., TinyRun]:
-    """Makes runs that have not begun; changes to the config are given with `__` for the dots."""
-    made = 0
+    """Creates runs that have not started; config changes have `__` for dots."""
+    count = 0
 
     def make(**changes: Any) -> TinyRun:
-        nonlocal made
-        made += 1
-        folder = tmp_path / f"tiny{made}"
+        nonlocal count
+        count += 1
+        folder = tmp_path / f"tiny{count}"
         folder.mkdir()
         return make_run(folder, **changes)
 

@@ -1,15 +1,15 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rollouts at rest: a file per step in the run directory, one row a rollout, readable while the run goes on.
+"""Rollout files in the run directory: one file per step and one row per rollout, readable while the run continues.
 
 ```
 rollouts/
-  step-00000012.parquet    the rollouts that update 12 was made of
+  step-00000012.parquet    the rollouts of update 12
   eval-00000050.parquet    the rollouts of the evaluation after update 50
 ```
 
-Every file is whole or absent. The columns are those of `marin_rl.rollouts.stored_rollout.SCHEMA`.
+Files are written atomically. Their columns are defined by `marin_rl.rollouts.stored_rollout.SCHEMA`.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ from marin_rl.types import Rollout, RolloutGroup, RolloutStatus
 logger = logging.getLogger(__name__)
 
 TRAINING, EVALUATION = "training", "evaluation"
-"""What rollouts were played for; the `purpose` column."""
+"""The purpose of rollouts; values of the `purpose` column."""
 
 _PREFIX = {TRAINING: "step", EVALUATION: "eval"}
 _NAME = re.compile(r"(step|eval)-(\d{8,})\.(parquet|jsonl)")
@@ -57,59 +57,58 @@ _NO_VERSION = "none"
 
 
 class RolloutStoreError(RuntimeError):
-    """A file of rollouts cannot be read; the message names it and the remedy."""
+    """A rollout file cannot be read; the message names the file and the remedy."""
 
 
 class _OtherVersionError(ValueError):
-    """A file whose columns are those of another version."""
+    """A file has another schema version."""
 
 
 class StoredFormat(enum.StrEnum):
-    """How rollouts are written."""
+    """File format of stored rollouts."""
 
     PARQUET = "parquet"
-    """Columns, compressed."""
+    """Compressed columns."""
     JSONL = "jsonl"
-    """The same columns, one JSON object a line; some ten times larger."""
+    """The same columns, one JSON object per line; about ten times larger."""
 
 
 class Keep(enum.StrEnum):
     """Which rollouts of a step are stored."""
 
     ALL = "all"
-    """All of them."""
+    """All rollouts."""
     NOT_COMPLETED = "not_completed"
-    """Those that were truncated, failed, timed out or aborted."""
+    """Rollouts that were truncated, failed, timed out or aborted."""
     BEST_AND_WORST = "best_and_worst"
-    """Of every group the one with the highest reward and the one with the lowest, the first where several are; and
-    all that have no reward."""
+    """From every group the first rollout with the highest reward, the first with the lowest, and all without reward."""
     ONE_PER_GROUP = "one_per_group"
-    """The first of every group."""
+    """The first rollout of every group."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutStoreConfig:
-    """Which rollouts stay in the run directory, and for how long."""
+    """Selection and retention of stored rollouts."""
 
     every: int = 1
-    """Store the rollouts of every so many steps, and of every evaluation. 0: of none."""
+    """Store the rollouts of every `every`-th step and of every evaluation. 0: store nothing."""
     keep: Keep = Keep.ALL
-    """Which of a step's rollouts: `all`, `not_completed`, `best_and_worst` or `one_per_group`."""
+    """Which rollouts of a step to store: `all`, `not_completed`, `best_and_worst` or `one_per_group`."""
     max_per_step: int | None = None
-    """About how many rollouts of one step at most: whole groups, chosen by a hash of their ids, as long as they fit,
-    and at least one. null: no limit."""
+    """Approximate maximum number of rollouts per step. Whole groups are selected by a hash of their ids while they fit,
+    at least one group. null: no limit."""
     format: StoredFormat = StoredFormat.PARQUET
-    """`parquet`, or `jsonl`, which is larger and can be read without a library."""
+    """`parquet`, or `jsonl`, which is larger but readable without a library."""
     max_mb: float = 1000.0
-    """Most megabytes in all files together. The oldest go first; the newest always stays."""
+    """Maximum megabytes of all files together. The oldest files are removed first; the newest file is always kept."""
     learner_logprobs: bool = False
-    """Also store each token's log-probability under the learner's weights before the update, to see where sampler and
-    learner differ. Costs one forward pass over the step's rollouts, unless a critic or a mismatch correction makes
-    that pass anyway."""
+    """Also store each token's log-probability under the learner's weights before the update, to compare sampler and
+    learner. Costs one forward pass over the step's rollouts, unless a critic or an off-policy correction needs it
+    anyway."""
 
     stale: bool = False
-    """Also store groups that were dropped because they had grown too old before any step trained on them
-    (`mode: async`), with the step that dropped them; their `not_trained` is `stale`."""
+    """Also store groups that became too old before any step trained on them (`mode: async`), with the step that dropped
+    them; their `not_trained` is `stale`."""
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
@@ -121,23 +120,23 @@ class RolloutStoreConfig:
                 "(rollout_store.every 0 stores nothing)"
             )
         if not self.max_mb > 0:
-            raise ValueError(f"rollout_store.max_mb is {self.max_mb}; it is a number of megabytes above 0")
+            raise ValueError(f"rollout_store.max_mb is {self.max_mb}; it must be a number of megabytes above 0")
 
     def stores(self, step: int, purpose: str = TRAINING) -> bool:
-        """Whether rollouts of a step are stored."""
+        """Whether to store the rollouts of a step."""
         return self.every > 0 and (purpose == EVALUATION or step % self.every == 0)
 
     def scores_learner(self, step: int) -> bool:
-        """Whether the learner's log-probabilities of a step's rollouts are wanted."""
+        """Whether to compute the learner's log-probabilities of a step's rollouts."""
         return self.learner_logprobs and self.stores(step)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class StoredFile:
-    """One file of rollouts; they sort by age."""
+    """One rollout file. Files are ordered by age."""
 
     step: int
-    """The update they trained, or the one after which they were played for an evaluation."""
+    """The update that was trained on the rollouts, or the update before an evaluation."""
     purpose: str
     """`training` or `evaluation`."""
     path: Path
@@ -145,10 +144,13 @@ class StoredFile:
 
 
 def list_files(source: Path) -> list[StoredFile]:
-    """The files of rollouts in a folder, the oldest first, or one file; none if nothing is there.
+    """List the rollout files of a folder, oldest first, or a single file.
 
     Args:
-        source: a run directory's `rollouts/`, or a file of any name, whose step and purpose are those of its first row.
+        source: a run directory's `rollouts/`, or a file with any name; its first row has the step and purpose.
+
+    Returns:
+        The files; empty if the folder or the file does not exist or is empty.
 
     Raises:
         RolloutStoreError: if a single file is damaged.
@@ -159,7 +161,7 @@ def list_files(source: Path) -> list[StoredFile]:
         return []
     purposes = {prefix: purpose for purpose, prefix in _PREFIX.items()}
     matches = [(match, entry) for entry in source.iterdir() if (match := _NAME.fullmatch(entry.name))]
-    # An evaluation comes after its step.
+    # An evaluation follows its step.
     return sorted(
         (StoredFile(int(match[2]), purposes[match[1]], path) for match, path in matches),
         key=lambda file: (file.step, file.purpose != TRAINING, file.path.name),
@@ -180,18 +182,21 @@ def read_rollouts(
     columns: Sequence[str] | None = None,
     purposes: Container[str] = (TRAINING, EVALUATION),
 ) -> Iterator[pa.Table]:
-    """The stored rollouts, a table per file, the oldest first; each file is read when its turn comes.
+    """Read the stored rollouts lazily, one table per file, oldest first.
 
-    A file that goes while this runs, because the run's store is full, is passed over.
+    A file that is removed meanwhile, because the store is full, is skipped.
 
     Args:
         folder: a run directory's `rollouts/`.
-        steps: which steps; None for all.
-        columns: which columns of `SCHEMA`; None for all.
+        steps: the steps to read; None for all.
+        columns: the columns of `SCHEMA` to read; None for all.
         purposes: `training`, `evaluation`, or both.
 
+    Yields:
+        The rollouts of one file.
+
     Raises:
-        RolloutStoreError: if a file is damaged or of another version, naming it.
+        RolloutStoreError: if a file is damaged or has another version; names the file.
     """
     for file in list_files(folder):
         if (steps is None or file.step in steps) and file.purpose in purposes:
@@ -201,10 +206,17 @@ def read_rollouts(
 
 
 def read_file(path: Path, columns: Sequence[str] | None = None) -> pa.Table | None:
-    """The rollouts of one file; None where there is no such file (any more).
+    """Read the rollouts of one file.
+
+    Args:
+        path: the file.
+        columns: the columns of `SCHEMA` to read; None for all.
+
+    Returns:
+        The rollouts; None if the file does not exist.
 
     Raises:
-        RolloutStoreError: if it is damaged or of another version, naming it.
+        RolloutStoreError: if the file is damaged or has another version; names the file.
     """
     try:
         data = path.read_bytes()
@@ -221,29 +233,29 @@ def read_file(path: Path, columns: Sequence[str] | None = None) -> pa.Table | No
         return table
     except _OtherVersionError as error:
         raise RolloutStoreError(
-            f"{path} is of another version of marin_rl: {error}. Read it with the version that wrote it; to go on with "
-            "this one, choose another run_dir, or move the rollouts/ folder out of this one"
+            f"{path} was written by another version of marin_rl: {error}. Read it with that version; to continue with "
+            "this version, set another run_dir, or move the rollouts/ folder out of the run directory"
         ) from error
     except (pa.ArrowException, ValueError, KeyError, TypeError, OverflowError, RecursionError, OSError) as error:
         raise RolloutStoreError(
-            f"{path} is not a readable file of rollouts ({error}); delete it to go on without it"
+            f"{path} is not a readable rollout file ({error}); delete it to continue without it"
         ) from error
 
 
 class RolloutStore:
-    """Writes a run's rollouts, beside the training.
+    """Writes a run's rollouts in a background thread.
 
-    A thread of its own turns records into files; a call waits for the one before it, so that at most one step is on
-    its way. Errors of the thread come out of the next call.
+    `write` waits for the previous call, so that at most one step is being written. The next call raises errors of the
+    thread.
     """
 
     def __init__(self, folder: Path, config: RolloutStoreConfig, piece: PieceOf):
-        """Take up a folder as it stands.
+        """Open a folder, which may contain files.
 
         Args:
-            folder: where to write; it exists.
-            config: what to write.
-            piece: the bytes of a token id.
+            folder: an existing folder.
+            config: selection, format and retention of rollouts.
+            piece: maps a token id to its bytes.
         """
         self._folder, self._config, self._piece = folder, config, piece
         self._job = BackgroundJob("rollout-store")
@@ -252,52 +264,52 @@ class RolloutStore:
 
     @property
     def folder(self) -> Path:
-        """Where the files lie."""
+        """The folder of the files."""
         return self._folder
 
     def write(
         self,
         step: int,
         groups: Sequence[RolloutGroup],
-        signals: Mapping[str, StoredAdvantages],
+        advantages: Mapping[str, StoredAdvantages],
         purpose: str = TRAINING,
         stale: Sequence[RolloutGroup] = (),
     ) -> None:
-        """Store what the config asks for of a step; a later call or `flush` says so if it could not be written.
+        """Store the configured rollouts of a step in the background; a later call or `flush` raises its errors.
 
         Args:
-            step: the update they are for, or, of an evaluation, the update before it.
-            groups: all of its groups, those that were left out included.
-            signals: by rollout id, what training made of them; one that was not trained on has none.
+            step: the update trained on the rollouts, or the update before an evaluation.
+            groups: all groups of the step, including filtered ones.
+            advantages: advantages by rollout id, for the rollouts that were trained on.
             purpose: `training` or `evaluation`.
-            stale: groups that were dropped because they had grown too old; written if the config asks for them.
+            stale: groups that were dropped for their age; stored only if configured.
 
         Raises:
-            OSError: if an earlier call's file could not be written.
+            OSError: if the file of an earlier call could not be written.
         """
         self.flush()
         dropped = list(stale) if self._config.stale else []
-        chosen = _chosen([*groups, *dropped], self._config) if self._config.stores(step, purpose) else []
-        if chosen:
+        selected = _select([*groups, *dropped], self._config) if self._config.stores(step, purpose) else []
+        if selected:
             stale_ids = frozenset(group.id for group in dropped)
-            self._job.start(self._write, step, chosen, signals, purpose, stale_ids)
+            self._job.start(self._write, step, selected, advantages, purpose, stale_ids)
 
     def flush(self) -> None:
-        """Wait until everything that was handed over is on the disk.
+        """Wait until all rollouts are on disk.
 
         Raises:
-            OSError: if it could not be written.
+            OSError: if a file could not be written.
         """
         self._job.flush()
 
     def close(self) -> None:
-        """Finish what is under way, and end the thread."""
+        """Wait until all rollouts are on disk, and end the thread."""
         self._job.close()
 
     def truncate(self, after_step: int) -> None:
-        """Remove the rollouts of steps after `after_step`, and what was never finished.
+        """Remove the rollouts of steps after `after_step`, and incomplete files.
 
-        A run that is taken up at a checkpoint plays those steps again.
+        A run that resumes from a checkpoint repeats those steps.
         """
         self.flush()
         for partial in self._folder.glob(".*.partial"):
@@ -314,7 +326,7 @@ class RolloutStore:
         self,
         step: int,
         rollouts: Sequence[Rollout],
-        signals: Mapping[str, StoredAdvantages],
+        advantages: Mapping[str, StoredAdvantages],
         purpose: str,
         stale_ids: Collection[str],
     ) -> None:
@@ -323,7 +335,7 @@ class RolloutStore:
                 rollout,
                 step,
                 purpose,
-                signals.get(rollout.id),
+                advantages.get(rollout.id),
                 self._piece,
                 is_stale=rollout.group_id in stale_ids,
             )
@@ -342,25 +354,25 @@ class RolloutStore:
 
     def _make_room(self, newest: Path) -> None:
         limit, total = self._config.max_mb * _BYTES_IN_MB, sum(self._sizes.values())
-        gone: list[StoredFile] = []
+        removed: list[StoredFile] = []
         for file in sorted(self._sizes, key=lambda file: (file.step, file.purpose != TRAINING)):
             if total <= limit or file.path == newest:
                 break
             file.path.unlink(missing_ok=True)
             total -= self._sizes.pop(file)
-            gone.append(file)
-        if gone:
+            removed.append(file)
+        if removed:
             logger.info(
-                "rollouts/: removed %d files (steps %d to %d) to stay within rollout_store.max_mb = %g; %.1f MB left",
-                len(gone),
-                gone[0].step,
-                gone[-1].step,
+                "rollouts/: removed %d files (steps %d to %d) to stay within rollout_store.max_mb = %g; %.1f MB remain",
+                len(removed),
+                removed[0].step,
+                removed[-1].step,
                 self._config.max_mb,
                 total / _BYTES_IN_MB,
             )
 
 
-def _chosen(groups: Sequence[RolloutGroup], config: RolloutStoreConfig) -> list[Rollout]:
+def _select(groups: Sequence[RolloutGroup], config: RolloutStoreConfig) -> list[Rollout]:
     kept = [_KEEPERS[config.keep](group.rollouts) for group in groups]
     if config.max_per_step is None:
         return [rollout for rollouts in kept for rollout in rollouts]
@@ -399,7 +411,7 @@ def _to_parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _to_jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    # Through Arrow, so that both formats hold the same values, rounded alike, in the same form.
+    # The conversion by Arrow gives both formats the same values with the same rounding.
     table = pa.Table.from_pylist(list(rows), schema=SCHEMA)
     stored = table.to_pylist(maps_as_pydicts="strict")
     lines = [json.dumps(_jsonable({"version": SCHEMA_VERSION, **row}), ensure_ascii=False) for row in stored]
@@ -423,7 +435,7 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, bytes):
         return bytes_as_json(value)
     if isinstance(value, float) and not math.isfinite(value):
-        # As in metrics.jsonl: JSON has no such numbers.
+        # JSON has no such numbers; metrics.jsonl uses the same strings.
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
         return {name: _jsonable(inner) for name, inner in value.items()}
@@ -431,21 +443,21 @@ def _jsonable(value: Any) -> Any:
 
 
 def _from_jsonable(row: dict[str, Any]) -> dict[str, Any]:
-    """Undo, object by object, what JSON could not hold."""
+    """Invert `_jsonable` for one object."""
     for name, value in row.items():
-        # A number of such a name is a metric that somebody called so.
+        # A number with such a name is a metric.
         if name in _MAPS and isinstance(value, dict):
             row[name] = [(key, float(number)) for key, number in value.items()]
         elif name in _MAPS and isinstance(value, list):
-            # Arrow ends the process on a map whose items are no pairs.
+            # Arrow aborts the process on a map with items that are not pairs.
             raise ValueError(f"{name!r} is a list, expected an object of numbers")
         elif name in _PIECES and isinstance(value, list):
             row[name] = [bytes_from_json(piece) for piece in value]
     return row
 
 
-def _check_version(found: str) -> None:
-    if found == _NO_VERSION:
-        raise ValueError("it names no version of its columns")
-    if found != str(SCHEMA_VERSION):
-        raise _OtherVersionError(f"its columns are of version {found}, and this program reads version {SCHEMA_VERSION}")
+def _check_version(version: str) -> None:
+    if version == _NO_VERSION:
+        raise ValueError("it has no schema version")
+    if version != str(SCHEMA_VERSION):
+        raise _OtherVersionError(f"its schema version is {version}, this program reads version {SCHEMA_VERSION}")

@@ -1,11 +1,11 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A rollout as a row: what was asked, what was answered, what it earned, and what training made of it.
+"""The schema of stored rollouts, and the conversion of a rollout with its rewards and advantages to a row.
 
-One row is one rollout. Arrays of a turn run over its tokens, in order; those of what the policy sampled
-(`token_ids`, `pieces`, `logprobs`, …) have one length, those of what it was shown another. A column that holds null
-says that the run did not compute it.
+One row is one rollout. Lists of a turn have one item per token: those over the sampled tokens (`token_ids`, `pieces`,
+`logprobs`, …) have one length, those over the observation's tokens another. Null means that the run did not compute
+the value.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from marin_rl.objectives.advantage_inputs import TurnAdvantages
 from marin_rl.types import Info, Observation, RewardResult, Rollout, RolloutStatus, Turn
 
 SCHEMA_VERSION = 2
-"""Raised whenever the columns change; a file of another version is refused."""
+"""Increased with every change of the columns; files of other versions are refused."""
 
 VERSION_KEY = b"marin_rl.rollouts.version"
-"""Where a file's metadata holds the version."""
+"""Key of the version in a file's metadata."""
 
 PieceOf = Callable[[int], bytes]
-"""The exact bytes that a token id stands for."""
+"""Maps a token id to its exact bytes."""
 
 _NUMBERS = pa.map_(pa.string(), pa.float64())
 
@@ -115,7 +115,7 @@ SCHEMA = pa.schema(
     ],
     metadata={VERSION_KEY: str(SCHEMA_VERSION).encode()},
 )
-"""The columns, one row a rollout. `docs/pages/viewing.md` says what each of them means."""
+"""The columns, with one row per rollout. `docs/pages/viewing.md` documents each column."""
 
 _NULLABLE = frozenset(
     [
@@ -125,7 +125,7 @@ _NULLABLE = frozenset(
         *("episode_advantage", "step_return", "step_advantage"),
     ]
 )
-"""Columns and fields that may hold null."""
+"""Columns and fields that may be null."""
 
 _PER_TOKEN = {
     "token_ids": (
@@ -134,26 +134,26 @@ _PER_TOKEN = {
     ),
     "observation_tokens": ("observation_pieces",),
 }
-"""Lists with one item per token, by the list of the tokens."""
+"""Lists with one item per token, by the name of the token list."""
 
 
 def check_columns(table: pa.Table, columns: Sequence[str]) -> None:
-    """Check that a table is what this program writes, in case somebody edited it.
+    """Check a table against the schema, because a user may have edited its file.
 
     Args:
         table: the rollouts.
-        columns: the columns of `SCHEMA` that it must have.
+        columns: the required columns of `SCHEMA`.
 
     Raises:
-        ValueError: naming a column that is absent, has another type, holds null where it must not, or holds lists over
-            the same tokens that differ in length.
+        ValueError: if a column is missing, has another type or a forbidden null, or if lists over the same tokens
+            differ in length; names the column.
     """
     for name in columns:
         if name not in table.column_names:
             raise ValueError(f"it has no column {name!r}")
-        found, expected = table.schema.field(name).type, SCHEMA.field(name).type
-        if found != expected:
-            raise ValueError(f"column {name!r} has the type {found}, expected {expected}")
+        actual, expected = table.schema.field(name).type, SCHEMA.field(name).type
+        if actual != expected:
+            raise ValueError(f"column {name!r} has the type {actual}, expected {expected}")
         for chunk in table[name].chunks:
             _check_nulls(name, name, chunk)
             if name == "turns":
@@ -164,7 +164,7 @@ def check_columns(table: pa.Table, columns: Sequence[str]) -> None:
 
 def _check_nulls(path: str, name: str, array: pa.Array) -> None:
     if array.null_count and name not in _NULLABLE:
-        raise ValueError(f"{path!r} holds null")
+        raise ValueError(f"{path!r} contains null")
     if isinstance(array, pa.MapArray):
         _check_nulls(path, "value", array.items)
     elif isinstance(array, pa.ListArray):
@@ -180,35 +180,31 @@ def _check_per_token(path: str, array: pa.StructArray) -> None:
     for tokens, names in _PER_TOKEN.items():
         expected = lists[tokens].value_lengths().to_pylist() if tokens in lists else []
         for name in names:
-            found = lists[name].value_lengths().to_pylist() if name in lists else []
-            if any(length not in (None, wanted) for length, wanted in zip(found, expected, strict=False)):
+            lengths = lists[name].value_lengths().to_pylist() if name in lists else []
+            if any(length not in (None, other) for length, other in zip(lengths, expected, strict=False)):
                 raise ValueError(f"'{path}.{name}' differs in length from '{path}.{tokens}'")
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredAdvantages:
-    """What training made of one rollout. Arrays run over its sampled tokens, all turns one after the other.
-
-    Raises:
-        ValueError: if arrays over the same thing differ in length.
-    """
+    """Advantages and scores of one rollout. Arrays have one item per sampled token, with all turns concatenated."""
 
     advantages: Float[np.ndarray, " tokens"] | None
-    """What the policy term was multiplied by; None where no token of it was trained on."""
+    """Multipliers of the policy term; None if no token was trained on."""
     learner_logprobs: Float[np.ndarray, " tokens"] | None = None
-    """Log-probabilities (nats) under the learner's weights before the update; None where nobody scored them."""
+    """Log-probabilities (nats) under the learner's weights before the update; None if not computed."""
     reference_logprobs: Float[np.ndarray, " tokens"] | None = None
-    """Log-probabilities (nats) under the frozen reference; None without one."""
+    """Log-probabilities (nats) under the frozen reference; None without a reference."""
     values: Float[np.ndarray, " tokens"] | None = None
     """The critic's values before the update; None without a critic."""
     value_targets: Float[np.ndarray, " tokens"] | None = None
-    """What the critic was trained towards; None without a critic, or if no token was trained on."""
+    """Targets of the critic; None without a critic, or if no token was trained on."""
     of_turns: TurnAdvantages | None = None
-    """What the advantages of its turns are made of (GiGPO)."""
+    """The parts of each turn's advantage (GiGPO)."""
 
     @property
     def mean_advantage(self) -> float | None:
-        """The mean over its tokens; None where none was trained on."""
+        """The mean over the sampled tokens; None if no token was trained on."""
         return None if self.advantages is None else float(self.advantages.mean())
 
 
@@ -216,25 +212,28 @@ def as_row(
     rollout: Rollout,
     step: int,
     purpose: str,
-    signal: StoredAdvantages | None,
+    stored: StoredAdvantages | None,
     piece: PieceOf,
     *,
     is_stale: bool = False,
 ) -> dict[str, Any]:
-    """A rollout as a row of `SCHEMA`, in plain values.
+    """Convert a rollout to a row of `SCHEMA`, in Python values.
 
     Args:
-        rollout: what was sampled.
-        step: the update that it was sampled for, or, of an evaluation, the update after which it was played.
+        rollout: the rollout.
+        step: the update trained on the rollout, or the update before an evaluation.
         purpose: `training` or `evaluation`.
-        signal: what training made of it; None where it was not trained on.
-        piece: the bytes of a token.
-        is_stale: whether it was dropped before training because it had grown too old.
+        stored: advantages of the rollout; None if it was not trained on.
+        piece: maps a token id to its bytes.
+        is_stale: whether the rollout was dropped for its age before training.
+
+    Returns:
+        The values by column.
 
     Raises:
-        ValueError: if the signal's arrays do not fit the rollout, naming both lengths.
+        ValueError: if an array does not have the rollout's length; names both lengths.
     """
-    _check_lengths(rollout, signal)
+    _check_lengths(rollout, stored)
     return {
         "step": step,
         "purpose": purpose,
@@ -245,51 +244,51 @@ def as_row(
         "answer": _text(rollout.task.answer),
         "status": rollout.status.value,
         "error": _text(rollout.error),
-        "not_trained": _why_not_trained(rollout, purpose, signal, is_stale),
+        "not_trained": _why_not_trained(rollout, purpose, stored, is_stale),
         "reward": rollout.total_reward,
         "rewards": list(rollout.rewards.items()),
         "evaluations": [_evaluation_row(evaluation) for evaluation in rollout.evaluations],
-        "advantage": None if signal is None else signal.mean_advantage,
+        "advantage": None if stored is None else stored.mean_advantage,
         "num_turns": len(rollout.turns),
         "num_tokens": rollout.num_tokens,
         "num_generated_tokens": rollout.num_generated_tokens,
         "metrics": _numbers(rollout.metrics),
         "seconds": _numbers(rollout.seconds),
         "info": _info_text(rollout.info),
-        "turns": _turn_rows(rollout.turns, signal, piece),
+        "turns": _turn_rows(rollout.turns, stored, piece),
         "last_observation": _observation_row(rollout.last_observation, piece),
     }
 
 
-def _check_lengths(rollout: Rollout, signal: StoredAdvantages | None) -> None:
-    if signal is None:
+def _check_lengths(rollout: Rollout, stored: StoredAdvantages | None) -> None:
+    if stored is None:
         return
     tokens, turns = rollout.num_generated_tokens, len(rollout.turns)
     expected: list[tuple[str, np.ndarray | None, int]] = [
-        ("advantages", signal.advantages, tokens),
-        ("learner_logprobs", signal.learner_logprobs, tokens),
-        ("reference_logprobs", signal.reference_logprobs, tokens),
-        ("values", signal.values, tokens),
-        ("value_targets", signal.value_targets, tokens),
+        ("advantages", stored.advantages, tokens),
+        ("learner_logprobs", stored.learner_logprobs, tokens),
+        ("reference_logprobs", stored.reference_logprobs, tokens),
+        ("values", stored.values, tokens),
+        ("value_targets", stored.value_targets, tokens),
     ]
-    if signal.of_turns is not None:
-        expected += [("returns", signal.of_turns.returns, turns)]
-        expected += [("step_advantages", signal.of_turns.step_advantages, turns)]
+    if stored.of_turns is not None:
+        expected += [("returns", stored.of_turns.returns, turns)]
+        expected += [("step_advantages", stored.of_turns.step_advantages, turns)]
     for name, array, length in expected:
         if array is not None and len(array) != length:
             raise ValueError(f"rollout {rollout.id}: {name} has length {len(array)}, expected {length}")
 
 
-def _why_not_trained(rollout: Rollout, purpose: str, signal: StoredAdvantages | None, is_stale: bool) -> str | None:
+def _why_not_trained(rollout: Rollout, purpose: str, stored: StoredAdvantages | None, is_stale: bool) -> str | None:
     if purpose != "training":
         return purpose
     if is_stale:
         return "stale"
     if not rollout.status.is_graded:
         return rollout.status.value
-    if signal is None:
+    if stored is None:
         return "filtered"
-    if signal.advantages is None:
+    if stored.advantages is None:
         return "masked" if rollout.status is RolloutStatus.TRUNCATED else "no_tokens"
     return None
 
@@ -319,7 +318,7 @@ def _evaluation_row(evaluation: RewardResult) -> dict[str, Any]:
     }
 
 
-def _turn_rows(turns: Sequence[Turn], signal: StoredAdvantages | None, piece: PieceOf) -> list[dict[str, Any]]:
+def _turn_rows(turns: Sequence[Turn], stored: StoredAdvantages | None, piece: PieceOf) -> list[dict[str, Any]]:
     rows = []
     start = 0
     for index, turn in enumerate(turns):
@@ -342,7 +341,7 @@ def _turn_rows(turns: Sequence[Turn], signal: StoredAdvantages | None, piece: Pi
                 "token_ids": sampled.token_ids,
                 "pieces": [piece(token) for token in sampled.token_ids],
                 "logprobs": sampled.logprobs,
-                **_signal_columns(signal, index, slice(start, end)),
+                **_advantage_columns(stored, index, slice(start, end)),
             }
         )
         start = end
@@ -361,12 +360,12 @@ def _observation_row(observation: Observation | None, piece: PieceOf) -> dict[st
 
 
 def _text(text: str | None) -> str | None:
-    """Text as UTF-8 can hold it: half a character, as a reward function's words may have, is written out."""
+    """Escape lone surrogates, which texts of reward functions may contain, because UTF-8 cannot represent them."""
     return None if text is None else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _info_text(info: Info) -> str | None:
-    """Free metadata as JSON, in ASCII; None if there is none."""
+    """Free metadata as ASCII JSON; None if there is none."""
     return json.dumps(info, sort_keys=True) if info else None
 
 
@@ -379,28 +378,28 @@ def _message_row(message: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _signal_columns(signal: StoredAdvantages | None, turn: int, tokens: slice) -> dict[str, Any]:
-    if signal is None:
+def _advantage_columns(stored: StoredAdvantages | None, turn: int, tokens: slice) -> dict[str, Any]:
+    if stored is None:
         return {"loss_mask": [False] * (tokens.stop - tokens.start)}
-    trained = signal.advantages is not None
+    trained = stored.advantages is not None
     return {
         "loss_mask": [trained] * (tokens.stop - tokens.start),
-        "learner_logprobs": _part(signal.learner_logprobs, tokens),
-        "reference_logprobs": _part(signal.reference_logprobs, tokens),
-        "advantages": _part(signal.advantages, tokens),
-        "values": _part(signal.values, tokens),
-        "value_targets": _part(signal.value_targets, tokens),
-        **_turn_credit_columns(signal.of_turns, turn),
+        "learner_logprobs": _part(stored.learner_logprobs, tokens),
+        "reference_logprobs": _part(stored.reference_logprobs, tokens),
+        "advantages": _part(stored.advantages, tokens),
+        "values": _part(stored.values, tokens),
+        "value_targets": _part(stored.value_targets, tokens),
+        **_turn_advantage_columns(stored.of_turns, turn),
     }
 
 
-def _turn_credit_columns(token_advantages: TurnAdvantages | None, turn: int) -> dict[str, float]:
-    if token_advantages is None:
+def _turn_advantage_columns(advantages: TurnAdvantages | None, turn: int) -> dict[str, float]:
+    if advantages is None:
         return {}
     return {
-        "episode_advantage": token_advantages.episode_advantage,
-        "step_return": float(token_advantages.returns[turn]),
-        "step_advantage": float(token_advantages.step_advantages[turn]),
+        "episode_advantage": advantages.episode_advantage,
+        "step_return": float(advantages.returns[turn]),
+        "step_advantage": float(advantages.step_advantages[turn]),
     }
 
 
@@ -409,7 +408,7 @@ def _part(array: np.ndarray | None, tokens: slice) -> list[float] | None:
 
 
 def bytes_as_json(piece: bytes) -> str | dict[str, str]:
-    """A token's bytes as JSON can hold them: text, or `{"hex": …}` where they are only part of a character.
+    """Convert a token's bytes to JSON: text, or `{"hex": …}` if they are not valid UTF-8.
 
     >>> bytes_as_json(b"5"), bytes_as_json("é".encode()[:1])
     ('5', {'hex': 'c3'})
@@ -421,5 +420,5 @@ def bytes_as_json(piece: bytes) -> str | dict[str, str]:
 
 
 def bytes_from_json(value: str | Mapping[str, str]) -> bytes:
-    """The inverse of [`bytes_as_json`][marin_rl.rollouts.stored_rollout.bytes_as_json]."""
+    """Invert [`bytes_as_json`][marin_rl.rollouts.stored_rollout.bytes_as_json]."""
     return value.encode("utf-8") if isinstance(value, str) else bytes.fromhex(value["hex"])

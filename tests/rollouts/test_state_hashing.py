@@ -40,12 +40,12 @@ def path(tmp_path: Path) -> str:
 
 
 def walk(state_hash: StateHash) -> Rollout:
-    """Right, down, left, up over an empty lake, as it comes out of the rollout runner."""
+    """Run a rollout that walks right, down, left and up on an empty lake."""
     game = TextGameConfig(
         id="FrozenLake-v1", options=LAKE, num_tasks=1, view=View.COMPACT, held_out=0.0, validation=0.0, max_steps=5
     )
-    said = iter("rdluu")
-    sampler = ScriptedSampler(lambda request: (ord(next(said)), END), stop_token_ids=[END])
+    replies = iter("rdluu")
+    sampler = ScriptedSampler(lambda request: (ord(next(replies)), END), stop_token_ids=[END])
     runner = RolloutRunner(
         game.build(), ChatTokenizer(byte_tokenizer()), sampler, Limits(200, 4, 5), state_hash=state_hash
     )
@@ -54,7 +54,7 @@ def walk(state_hash: StateHash) -> Rollout:
     return group.rollouts[0]
 
 
-def test_by_default_equal_states_are_equal_and_others_are_not():
+def test_default_hashes_are_equal_only_for_equal_states():
     anchors = [turn.anchor_state for turn in walk(default_state_hash).turns]
     assert anchors[0] == anchors[4]
     assert len(set(anchors)) == 4
@@ -64,12 +64,12 @@ def test_by_default_equal_states_are_equal_and_others_are_not():
     assert default_state_hash((message,), {"x": 1}) == default_state_hash((), {"x": 1})
 
 
-def test_ones_own_function_decides(path: str):
+def test_a_users_function_is_applied(path: str):
     rollout = walk(StateHashingConfig(path, "column").build())
     assert [turn.anchor_state for turn in rollout.turns] == ["user 0", "user 1", "user 1", "user 0", "user 0"]
 
 
-def test_a_function_that_raises_on_the_way_fails_its_rollout(path: str):
+def test_a_function_that_raises_fails_its_rollout(path: str):
     rollout = walk(StateHashingConfig(path, "fails_later").build())
     assert rollout.status is RolloutStatus.FAILED
     assert "state_hashing: 'fails_later' of" in (rollout.error or "")

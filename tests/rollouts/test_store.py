@@ -44,7 +44,7 @@ def rich_group():
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_a_row_holds_all_there_is_to_a_rollout(tmp_path, kind):
+def test_a_row_contains_all_fields_of_a_rollout(tmp_path, kind):
     write(tmp_path, 7, [rich_group()], {"g-0": rich_signal()}, format=kind)
     assert names(tmp_path) == [f"step-00000007.{kind}"]
     good, bad = rows(tmp_path)
@@ -92,7 +92,7 @@ def test_a_row_holds_all_there_is_to_a_rollout(tmp_path, kind):
     assert bad["last_observation"] is None
 
 
-def test_both_formats_hold_the_same(tmp_path):
+def test_both_formats_store_the_same_values(tmp_path):
     for kind in ("parquet", "jsonl"):
         (tmp_path / kind).mkdir()
         write(tmp_path / kind, 7, [rich_group()], {"g-0": rich_signal()}, format=kind)
@@ -103,9 +103,9 @@ def test_json_lines_are_strict_json(tmp_path):
     odd = rollout_of("g-0", metrics={"worst": -math.inf, "unknown": math.nan})
     write(tmp_path, 7, [RolloutGroup("g", [odd])], format="jsonl")
     [line] = (tmp_path / "step-00000007.jsonl").read_text(encoding="utf-8").splitlines()
-    found = json.loads(line, parse_constant=pytest.fail)
-    assert found["metrics"] == {"worst": "-Infinity", "unknown": "NaN"}
-    assert found["rewards"] == {"correct": 1.0}
+    result = json.loads(line, parse_constant=pytest.fail)
+    assert result["metrics"] == {"worst": "-Infinity", "unknown": "NaN"}
+    assert result["rewards"] == {"correct": 1.0}
     [back] = rows(tmp_path)
     assert back["metrics"][0] == ("worst", -math.inf)
     assert math.isnan(back["metrics"][1][1])
@@ -113,28 +113,28 @@ def test_json_lines_are_strict_json(tmp_path):
 
 @given(st.lists(st.tuples(st.text(), st.binary(max_size=4)), max_size=5), st.sampled_from(["parquet", "jsonl"]))
 @settings(deadline=None, max_examples=30)
-def test_any_text_and_any_bytes_come_back(tmp_path_factory, said, kind):
+def test_any_text_and_any_bytes_are_restored(tmp_path_factory, texts, kind):
     folder = tmp_path_factory.mktemp("any")
-    made = [rollout_of(f"g-{index}", error=text) for index, (text, _) in enumerate(said)]
-    pieces = [data for _, data in said]
+    rollouts = [rollout_of(f"g-{index}", error=text) for index, (text, _) in enumerate(texts)]
+    pieces = [data for _, data in texts]
     store = RolloutStore(
         folder, RolloutStoreConfig(format=StoredFormat(kind)), lambda token: pieces[token % len(pieces)]
     )
-    store.write(1, [RolloutGroup("g", made)], {})
+    store.write(1, [RolloutGroup("g", rollouts)], {})
     store.close()
-    assert [row["error"] for row in rows(folder)] == [text for text, _ in said]
+    assert [row["error"] for row in rows(folder)] == [text for text, _ in texts]
     for row in rows(folder):
         [turn] = row["turns"]
         assert turn["pieces"] == [pieces[token % len(pieces)] for token in turn["token_ids"]]
 
 
-def test_half_a_character_does_not_stop_a_run(tmp_path):
+def test_a_lone_surrogate_is_escaped(tmp_path):
     write(tmp_path, 1, [RolloutGroup("g", [rollout_of("g-0", error="\ud83d")])])
     assert rows(tmp_path)[0]["error"] == "\\ud83d"
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_groups_that_grew_too_old_are_stored_if_asked_for(tmp_path, stale):
+def test_stale_groups_are_stored_if_configured(tmp_path, stale):
     store = RolloutStore(tmp_path, RolloutStoreConfig(stale=stale), piece)
     store.write(7, [group_of("g", 1.0)], {}, stale=[group_of("h", 1.0)])
     store.close()
@@ -143,18 +143,21 @@ def test_groups_that_grew_too_old_are_stored_if_asked_for(tmp_path, stale):
 
 
 def test_why_a_rollout_was_not_trained_on(tmp_path):
-    lost = rollout_of("g-3", reward=None, status=RolloutStatus.TIMED_OUT)
+    late = rollout_of("g-3", reward=None, status=RolloutStatus.TIMED_OUT)
     cut = rollout_of("g-4", status=RolloutStatus.TRUNCATED)
-    made = [rich_rollout(), rollout_of("g-1", reward=None), rollout_of("g-2"), lost, cut]
-    write(tmp_path, 1, [RolloutGroup("g", made)], {"g-0": rich_signal(), "g-4": StoredAdvantages(None)})
+    rollouts = [rich_rollout(), rollout_of("g-1", reward=None), rollout_of("g-2"), late, cut]
+    write(tmp_path, 1, [RolloutGroup("g", rollouts)], {"g-0": rich_signal(), "g-4": StoredAdvantages(None)})
     write(tmp_path, 1, [RolloutGroup("g", [rich_rollout()])], purpose="evaluation")
-    found = [(row["not_trained"], row["advantage"]) for row in rows(tmp_path)]
-    assert found == [(None, 0.2), *((why, None) for why in ("failed", "filtered", "timed_out", "masked", "evaluation"))]
+    stored = [(row["not_trained"], row["advantage"]) for row in rows(tmp_path)]
+    assert stored == [
+        (None, 0.2),
+        *((why, None) for why in ("failed", "filtered", "timed_out", "masked", "evaluation")),
+    ]
     [turn] = rows(tmp_path)[4]["turns"]
     assert (turn["loss_mask"], turn["advantages"]) == ([False, False], None)
 
 
-def test_a_signal_that_does_not_fit_is_an_error_that_names_the_rollout(tmp_path):
+def test_advantages_of_another_length_are_an_error(tmp_path):
     with pytest.raises(ValueError, match="rollout g-0: advantages has length 5, expected 2"):
         write(tmp_path, 1, [group_of("g", 1.0)], {"g-0": rich_signal()})
 
@@ -168,12 +171,12 @@ def test_a_signal_that_does_not_fit_is_an_error_that_names_the_rollout(tmp_path)
         ("one_per_group", ["g-0", "h-0"]),
     ],
 )
-def test_what_is_kept(tmp_path, keep, expected):
+def test_keep_selects_rollouts(tmp_path, keep, expected):
     write(tmp_path, 1, [group_of("g", 0.5, 0.0, None, 0.5), group_of("h", None, None)], keep=Keep(keep))
     assert ids(tmp_path) == expected
 
 
-def test_every_so_many_steps_and_every_evaluation(tmp_path):
+def test_every_selects_steps_and_all_evaluations(tmp_path):
     for step in range(1, 7):
         write(tmp_path, step, [group_of("g", 1.0)], every=3)
         write(tmp_path, step, [group_of("g", 1.0)], every=0)
@@ -183,23 +186,23 @@ def test_every_so_many_steps_and_every_evaluation(tmp_path):
     assert [file.step for file in list_files(tmp_path)] == [3, 4, 6]
 
 
-def test_a_limit_takes_whole_groups_the_same_ones_every_time(tmp_path):
+def test_a_limit_always_selects_the_same_whole_groups(tmp_path):
     groups = [group_of(f"g{index}", 1.0, 0.0, 1.0) for index in range(20)]
-    for folder, order in (("one", groups), ("other", groups[::-1])):
+    for folder, order in (("first", groups), ("second", groups[::-1])):
         (tmp_path / folder).mkdir()
         write(tmp_path / folder, 1, order, max_per_step=10)
-    found = ids(tmp_path / "one")
-    assert len(found) == 9
-    assert sorted(found) == sorted(ids(tmp_path / "other"))
-    assert found == [f"{group}-{member}" for group in dict.fromkeys(id[:-2] for id in found) for member in range(3)]
+    result = ids(tmp_path / "first")
+    assert len(result) == 9
+    assert sorted(result) == sorted(ids(tmp_path / "second"))
+    assert result == [f"{group}-{member}" for group in dict.fromkeys(id[:-2] for id in result) for member in range(3)]
 
 
-def test_one_group_is_stored_even_where_it_is_larger_than_the_limit(tmp_path):
+def test_one_group_is_stored_even_if_it_exceeds_the_limit(tmp_path):
     write(tmp_path, 1, [group_of("g", 1.0, 0.0, 1.0), group_of("h", 1.0, 0.0, 1.0)], max_per_step=2)
     assert len(ids(tmp_path)) == 3
 
 
-def test_the_oldest_files_go_first_and_the_newest_stays(tmp_path, caplog):
+def test_the_oldest_files_are_removed_first(tmp_path, caplog):
     write(tmp_path, 1, [group_of("g", 1.0, 0.0)])
     size = (tmp_path / "step-00000001.parquet").stat().st_size
     store = RolloutStore(tmp_path, RolloutStoreConfig(max_mb=3.5 * size / 1e6), piece)
@@ -213,7 +216,7 @@ def test_the_oldest_files_go_first_and_the_newest_stays(tmp_path, caplog):
     assert names(tmp_path) == ["step-00000006.parquet"]
 
 
-def test_a_resumed_run_begins_after_its_checkpoint(tmp_path):
+def test_truncate_removes_steps_after_the_checkpoint(tmp_path):
     for step in (1, 2, 3, 4):
         write(tmp_path, step, [group_of("g", 1.0)])
         write(tmp_path, step, [group_of("g", 1.0)], purpose="evaluation", format="jsonl")
@@ -226,7 +229,7 @@ def test_a_resumed_run_begins_after_its_checkpoint(tmp_path):
     ]
 
 
-def test_a_write_that_fails_says_so_at_the_next_call_and_leaves_no_file_under_the_name(tmp_path, monkeypatch):
+def test_the_next_call_raises_a_write_error_and_no_file_remains(tmp_path, monkeypatch):
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -242,7 +245,7 @@ def test_a_write_that_fails_says_so_at_the_next_call_and_leaves_no_file_under_th
     assert names(tmp_path) == ["step-00000007.parquet"]
 
 
-def test_writing_goes_on_beside_the_caller_and_close_waits_for_it(tmp_path):
+def test_writing_runs_in_the_background_and_close_waits(tmp_path):
     proceed, begun = threading.Event(), threading.Event()
 
     def slow(token: int) -> bytes:
@@ -259,7 +262,7 @@ def test_writing_goes_on_beside_the_caller_and_close_waits_for_it(tmp_path):
     assert names(tmp_path) == ["step-00000001.parquet"]
 
 
-def test_files_are_read_when_their_turn_comes_and_may_go_meanwhile(tmp_path):
+def test_files_are_read_lazily_and_may_disappear(tmp_path):
     for step in (1, 2, 3):
         write(tmp_path, step, [group_of(f"g{step}", 1.0)])
     tables = read_rollouts(tmp_path, columns=["id"])
@@ -268,14 +271,14 @@ def test_files_are_read_when_their_turn_comes_and_may_go_meanwhile(tmp_path):
     assert [table.to_pylist() for table in tables] == [[{"id": "g3-0"}]]
 
 
-def test_steps_and_columns_are_chosen(tmp_path):
+def test_steps_and_columns_are_selected(tmp_path):
     for step in (1, 2, 3):
         write(tmp_path, step, [group_of(f"g{step}", 1.0)], format="jsonl" if step == 2 else "parquet")
-    found = rows(tmp_path, steps=range(2, 9), columns=["reward", "id"])
-    assert found == [{"reward": 1.0, "id": "g2-0"}, {"reward": 1.0, "id": "g3-0"}]
+    result = rows(tmp_path, steps=range(2, 9), columns=["reward", "id"])
+    assert result == [{"reward": 1.0, "id": "g2-0"}, {"reward": 1.0, "id": "g3-0"}]
 
 
-def test_there_may_be_nothing(tmp_path):
+def test_missing_files_are_empty(tmp_path):
     assert rows(tmp_path) == rows(tmp_path / "missing") == []
     assert read_file(tmp_path / "step-00000001.parquet") is None
 
@@ -300,22 +303,22 @@ def test_a_damaged_file_is_named(tmp_path, kind, harm):
         "deep": b"[" * 100_000,
     }
     path.write_bytes(_with_version(path, None) if harm == "unnamed" else changes[harm])
-    with pytest.raises(RolloutStoreError, match=rf"step-00000001\.{kind} is not a readable file of rollouts") as caught:
+    with pytest.raises(RolloutStoreError, match=rf"step-00000001\.{kind} is not a readable rollout file") as caught:
         rows(tmp_path)
-    assert "delete it to go on without it" in str(caught.value)
+    assert "delete it to continue without it" in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_a_file_of_another_version_is_not_to_be_deleted(tmp_path, kind):
+def test_the_error_for_another_version_does_not_suggest_deletion(tmp_path, kind):
     write(tmp_path, 1, [group_of("g", 1.0)], format=kind)
     path = tmp_path / f"step-00000001.{kind}"
     path.write_bytes(_with_version(path, 1))
     with pytest.raises(RolloutStoreError) as caught:
         rows(tmp_path)
     assert str(caught.value) == (
-        f"{path} is of another version of marin_rl: its columns are of version 1, and this program reads version "
-        f"{SCHEMA_VERSION}. Read it with the version that wrote it; to go on with this one, choose another run_dir, or "
-        "move the rollouts/ folder out of this one"
+        f"{path} was written by another version of marin_rl: its schema version is 1, this program reads version "
+        f"{SCHEMA_VERSION}. Read it with that version; to continue with this version, set another run_dir, or move the "
+        "rollouts/ folder out of the run directory"
     )
 
 
@@ -344,8 +347,8 @@ def with_null_inside(table):
 EDITS = {
     without_column: "it has no column 'status'",
     with_another_type: "column 'step' has the type string, expected int64",
-    with_null: "'id' holds null",
-    with_null_inside: "'turns.token_ids' holds null",
+    with_null: "'id' contains null",
+    with_null_inside: "'turns.token_ids' contains null",
 }
 
 
@@ -356,10 +359,10 @@ def test_an_edited_parquet_file_is_named(tmp_path, edit):
     pq.write_table(edit(pq.read_table(path)), path)
     with pytest.raises(RolloutStoreError) as caught:
         rows(tmp_path)
-    assert str(caught.value).startswith(f"{path} is not a readable file of rollouts ({EDITS[edit]})")
+    assert str(caught.value).startswith(f"{path} is not a readable rollout file ({EDITS[edit]})")
 
 
-def test_columns_that_are_not_asked_for_are_not_checked(tmp_path):
+def test_columns_that_are_not_read_are_not_checked(tmp_path):
     write(tmp_path, 1, [group_of("g", 1.0)])
     path = tmp_path / "step-00000001.parquet"
     pq.write_table(without_column(pq.read_table(path)), path)
@@ -372,14 +375,14 @@ def test_columns_that_are_not_asked_for_are_not_checked(tmp_path):
     ("edit", "problem"),
     [
         (lambda row: row.pop("status"), "line 1 has no column 'status'"),
-        (lambda row: row.update(id=None), "'id' holds null"),
-        (lambda row: row["turns"][0].pop("token_ids"), "'turns.token_ids' holds null"),
-        (lambda row: row.update(turns=[None]), "'turns' holds null"),
-        # Each of these once ended the process or gave a traceback.
+        (lambda row: row.update(id=None), "'id' contains null"),
+        (lambda row: row["turns"][0].pop("token_ids"), "'turns.token_ids' contains null"),
+        (lambda row: row.update(turns=[None]), "'turns' contains null"),
+        # Without checks, each of these ends the process or gives a traceback.
         (lambda row: row.update(rewards=[None]), "'rewards' is a list, expected an object of numbers"),
         (lambda row: row["metrics"].update(a=10**400), "int too large to convert to float"),
         (lambda row: row.update(step=2**70), "Python int too large to convert to C long"),
-        (lambda row: row["turns"][0].update(anchor_state=None), "'turns.anchor_state' holds null"),
+        (lambda row: row["turns"][0].update(anchor_state=None), "'turns.anchor_state' contains null"),
         (
             lambda row: row["turns"][0].update(advantages=[]),
             "'turns.advantages' differs in length from 'turns.token_ids'",
@@ -398,11 +401,11 @@ def test_an_edited_jsonl_file_is_named(tmp_path, edit, problem):
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(RolloutStoreError) as caught:
         rows(tmp_path)
-    assert str(caught.value).startswith(f"{path} is not a readable file of rollouts ({problem})")
+    assert str(caught.value).startswith(f"{path} is not a readable rollout file ({problem})")
 
 
 def _with_version(path, version):
-    """The bytes of a file that states another version of its columns, or none."""
+    """The bytes of a file with another schema version, or with none."""
     if path.suffix == ".jsonl":
         row = json.loads(path.read_text())
         del row["version"]

@@ -29,7 +29,7 @@ def test_pieces_of_the_built_in_tokenizer_are_its_bytes(data):
 
 
 @given(st.text())
-def test_pieces_add_up_to_the_text(text):
+def test_pieces_concatenate_to_the_text(text):
     assert b"".join(map(BYTES, byte_tokenizer_ids(text))) == text.encode()
 
 
@@ -54,7 +54,7 @@ def test_tokenizers_with_a_mark_for_spaces(decoder):
     assert piece(3) == (b"\xc3" if decoder is LLAMA else b"<0xC3>")
 
 
-def test_word_pieces_are_what_the_tokenizer_says_of_them():
+def test_word_pieces_are_decoded_by_the_tokenizer():
     vocab = {"[UNK]": 0, "play": 1, "##ing": 2}
     model = models.WordPiece(vocab=vocab, unk_token="[UNK]")
     piece = TokenPieces(fast(model, decoders.WordPiece(), pre_tokenizers.Whitespace()))

@@ -80,7 +80,7 @@ def test_two_processes_train_as_one_does(shared: TinyRun, tmp_path: Path) -> Non
 
 
 def test_the_first_process_alone_speaks_and_writes(shared: TinyRun) -> None:
-    first, second = ((shared.path.parent / f"said-2-{index}.txt").read_text() for index in range(2))
+    first, second = ((shared.path.parent / f"output-2-{index}.txt").read_text() for index in range(2))
     assert "Evaluate it again" in first
     assert "step 1/3" in first
     assert "Evaluate it again" not in second
