@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the documentation shows works, and what it defines is what runs log."""
+"""Examples of the documentation work, and runs log exactly the metrics that it defines."""
 
 import dataclasses
 import doctest
@@ -44,7 +44,7 @@ CELL = re.compile(r"(?<!\\)\|")
 CODE = re.compile(r"`([^`]+)`")
 
 WHOLE = {"run_dir": "runs/x", "model": {"type": "llama"}, "environment": {"type": "arithmetic"}}
-"""What a config needs beside the section that a page shows."""
+"""Required sections of a config, to which the sections of a page are added."""
 
 
 def blocks(language: str) -> list[Any]:
@@ -61,7 +61,7 @@ def blocks(language: str) -> list[Any]:
 
 @pytest.fixture
 def registries() -> Iterator[None]:
-    """Forgets what a page's example registers."""
+    """Restore the registries that the examples of a page change."""
     changed = (EnvironmentConfig, AdvantageConfig, PolicyLossConfig)
     registered = [registry._choice_registry for registry in changed]
     before = [dict(registry) for registry in registered]
@@ -79,15 +79,15 @@ def table_under(page: str, heading: str) -> list[list[str]]:
 
 
 def whole_config(*layers: str) -> TrainConfig:
-    """The config that sections from a page come to, each laid over the one before."""
+    """Decode a config from layers of sections, later ones on top."""
     raw = merge(TrainConfig, levanter_defaults(), WHOLE)
     for layer in layers:
         raw = merge(TrainConfig, raw, parse_yaml(layer, "the page"))
     return decode(TrainConfig, raw)
 
 
-def what_is_wrong_with(*layers: str) -> str:
-    """The error that a config raises; nothing where it is good."""
+def config_error(*layers: str) -> str:
+    """Error of an invalid config; empty if it is valid."""
     try:
         whole_config(*layers)
     except ConfigError as error:
@@ -117,8 +117,8 @@ def test_python_runs(text: str, registries: None) -> None:
     exec(compile(text, "<docs>", "exec"), {"__name__": "docs_example"})
 
 
-def test_doctests_say_what_is_shown() -> None:
-    """Doctests of a page share their names, as a reader who follows it would have them."""
+def test_doctests_of_the_pages_pass() -> None:
+    """Doctests of a page share their names."""
     runner = doctest.DocTestRunner(verbose=False)
     shown = 0
     for page in PAGES:
@@ -135,7 +135,7 @@ MISSPELT = re.compile("unknown key|is not one of its types|it takes one of")
 
 
 def inline_configs() -> list[Any]:
-    """Every piece of a config that stands within a sentence or a table, such as `kl: {type: none}`."""
+    """Every config fragment in a sentence or a table, such as `kl: {type: none}`."""
     sections = "|".join(TrainConfig.__dataclass_fields__)
     pattern = re.compile(rf"(?:{sections}): \{{.*\}}")
     return [
@@ -150,30 +150,30 @@ REFUSED = table_under("objectives.md", "## Combinations that are refused")
 
 
 @pytest.mark.parametrize("text", inline_configs())
-def test_inline_configs_name_keys_that_there_are(text: str) -> None:
-    """What a sentence names may lack the rest of a good config, or be bad; it must not be misspelt."""
-    assert not MISSPELT.search(what_is_wrong_with(text))
+def test_inline_configs_have_existing_keys(text: str) -> None:
+    """A fragment may be incomplete or an invalid combination, but must not be misspelt."""
+    assert not MISSPELT.search(config_error(text))
 
 
 @pytest.mark.parametrize(("asked", "instead"), [(row[0], row[2]) for row in REFUSED])
-def test_what_is_refused_is_refused_and_the_remedy_is_one(asked: str, instead: str) -> None:
+def test_refused_combinations_are_refused_and_remedies_work(asked: str, instead: str) -> None:
     asked, instead = CODE.findall(asked)[0], CODE.findall(instead)[0]
-    wrong = what_is_wrong_with(asked)
+    wrong = config_error(asked)
     assert any(section in wrong for section in parse_yaml(asked, "the page"))
     assert not MISSPELT.search(wrong)
-    assert what_is_wrong_with(asked, instead) == ""
+    assert config_error(asked, instead) == ""
 
 
 @pytest.fixture
 def extending(registries: None) -> None:
-    """What the page on extending registers."""
+    """Register the examples of the page on extending."""
     page = (ROOT / "docs" / "pages" / "extending.md").read_text(encoding="utf-8")
     for match in FENCE.finditer(page):
         if match[1] == "python":
             exec(compile(match[2], "<docs>", "exec"), {"__name__": "docs_example"})
 
 
-def test_the_example_of_an_environment_can_be_named_in_a_config(extending: None) -> None:
+def test_example_environment_can_be_configured(extending: None) -> None:
     words = ["ant", "bee", "gnu", "heron", "ibex", "jackdaw", "kiwi", "lark", "mole", "newt", "owl", "pike", "quail"]
     config = decode(EnvironmentConfig, {"type": "count_letters", "words": words})
     environment = config.build()
@@ -188,7 +188,7 @@ def signal(score: float | None, tokens: int) -> AdvantageInputs:
     return AdvantageInputs("a", score, np.zeros(1), ("",), np.zeros(tokens, np.int32), zeros, zeros)
 
 
-def test_the_example_of_an_advantage_does_what_it_says(extending: None) -> None:
+def test_example_advantage(extending: None) -> None:
     config = decode(AdvantageConfig, {"type": "best_of_group"})
     assert config.minimum_group_size == 2
     groups = [[signal(1.0, 2), signal(None, 0), signal(3.0, 1), signal(3.0, 3)], [signal(None, 1), signal(None, 0)]]
@@ -198,7 +198,7 @@ def test_the_example_of_an_advantage_does_what_it_says(extending: None) -> None:
     assert computed == [[[0.0, 0.0], [], [1.0], [1.0, 1.0, 1.0]], [[0.0], []]]
 
 
-def test_the_example_of_a_policy_term_does_what_it_says(extending: None) -> None:
+def test_example_policy_loss(extending: None) -> None:
     config = decode(PolicyLossConfig, {"type": "damped_reinforce", "damping": 0.25})
     assert whole_config("policy_loss: {type: damped_reinforce}").policy_loss == type(config)(damping=0.5)
     logprobs, sequences = jnp.array([-1.0, -2.0]), Sequences(jnp.array([True, True]), jnp.array([0, 0]))
@@ -214,9 +214,9 @@ SHOWN = re.compile(r"-m (marin_rl\.(?:train|evaluate)\b[^#\n]*)")
 
 
 def shown_commands() -> list[Any]:
-    """What stands behind every `python -m` of ours in a fenced block; the one with `[OPTIONS]` aside.
+    """Arguments of each `python -m marin_rl...` in a fenced block, except those with `[OPTIONS]`.
 
-    Those of the tutorial are run, in a test of their own.
+    The commands of the tutorial are run by a separate test.
     """
     return [
         pytest.param(shlex.split(command), id=f"{page.name}: {command.strip()}")
@@ -229,8 +229,8 @@ def shown_commands() -> list[Any]:
 
 
 @pytest.mark.parametrize("words", shown_commands())
-def test_commands_are_understood(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their options exist, and the experiments that they name are there; nothing is run."""
+def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their options and the named experiments exist; nothing is run."""
     monkeypatch.chdir(ROOT)
     module, *argv = ["experiments/rloo.yaml" if word == "other.yaml" else word for word in words]
     if "--help" in argv:
@@ -292,11 +292,11 @@ class Definition(NamedTuple):
 
     name: str
     range: str
-    """As the page says it: `≥ 0, at most ln V`."""
+    """Range as written on the page: `≥ 0, at most ln V`."""
 
 
 def defined_metrics() -> list[Definition]:
-    """What the tables on the page of metrics define; `/max` after `a/min` is `a/max`."""
+    """Definitions in the tables of the metrics page; `/max` after `a/min` is `a/max`."""
     found: list[Definition] = []
     for line in (ROOT / "docs" / "pages" / "metrics.md").read_text(encoding="utf-8").splitlines():
         if not line.startswith("| `"):
@@ -320,7 +320,7 @@ ROUNDING = 1e-6
 
 
 def is_within(value: float, range: str) -> bool:
-    """Whether a value is what a range on the page allows."""
+    """Return whether a value is in a range of the page."""
     if range.startswith("any"):
         return math.isfinite(value)
     if interval := INTERVAL.match(range):
@@ -332,7 +332,7 @@ def is_within(value: float, range: str) -> bool:
     return {">": value > limit, "≥": value >= limit - ROUNDING, "≤": value <= limit + ROUNDING}[bound[1]]
 
 
-def test_ranges_are_read_as_they_are_written() -> None:
+def test_ranges_are_parsed() -> None:
     assert [is_within(value, "(0, 1]") for value in (0.0, 0.5, 1.0, 1.1)] == [False, True, True, False]
     assert [is_within(value, "[0, 1], rises with k") for value in (-0.1, 0.0)] == [False, True]
     assert [is_within(value, "≥ 1, at most `x`") for value in (0.9, 1.0)] == [False, True]
@@ -343,7 +343,7 @@ def test_ranges_are_read_as_they_are_written() -> None:
 
 @pytest.fixture(scope="module")
 def everything(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The records of PPO with a critic, several updates per step, and all that looks at a rollout on the way."""
+    """Records of PPO with a critic, several updates per step, a filter, shaping and corrections."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
         run = make_run(
@@ -411,7 +411,7 @@ REWARD = """
 
 @pytest.fixture(scope="module")
 def lessons(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The records of a curriculum in which a user's reward function judges a user's environment."""
+    """Records of a curriculum with a user's environment and reward function."""
     folder = tmp_path_factory.mktemp("lessons")
     for name, text in (("words.py", LESSON), ("shape.py", REWARD)):
         (folder / name).write_text(textwrap.dedent(text))
@@ -444,7 +444,7 @@ def lessons(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def ahead(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The records of a run whose worker samples beside the training."""
+    """Records of an asynchronous run with a worker."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
         patch.setattr("marin_rl.runtime.open_rollout_source.ray_workers", thread_workers)
@@ -464,7 +464,7 @@ NOT_ON_A_CPU = {"mfu"}
 STARTING_POINT = "before_warm_start/"
 
 
-def test_every_metric_is_defined_and_every_definition_is_of_a_metric(
+def test_runs_log_exactly_the_defined_metrics(
     finished_run: TinyRun,
     everything: list[dict[str, Any]],
     lessons: list[dict[str, Any]],
@@ -483,7 +483,7 @@ def test_every_metric_is_defined_and_every_definition_is_of_a_metric(
     assert never_logged == NOT_ON_A_CPU
 
 
-def test_values_lie_in_the_ranges_that_the_page_gives(
+def test_values_are_within_the_defined_ranges(
     finished_run: TinyRun,
     everything: list[dict[str, Any]],
     lessons: list[dict[str, Any]],
@@ -501,8 +501,8 @@ def test_values_lie_in_the_ranges_that_the_page_gives(
     assert outside == []
 
 
-def test_metrics_fold_as_the_page_says(everything: list[dict[str, Any]]) -> None:
-    """What the page claims of several updates, and of what is sampled, kept and trained on."""
+def test_metrics_are_reduced_as_documented(everything: list[dict[str, Any]]) -> None:
+    """Statements of the page about several updates, and about sampled, kept and trained rollouts."""
     _, first, second = everything
     for record in (first, second):
         assert record["loss/total"] == pytest.approx(
@@ -512,7 +512,7 @@ def test_metrics_fold_as_the_page_says(everything: list[dict[str, Any]]) -> None
         # Four updates: the first has the weights from before the step, the average has all of them.
         assert record["objective/entropy"] != record["policy/entropy_avg"]
         assert record["objective/entropy"] == pytest.approx(record["policy/entropy_avg"], rel=0.2)
-        # The policy moves within a step, and the sampler was right about the weights that it had.
+        # The policy changes within a step, and the sampler agrees with the weights that it used.
         assert record["policy/approxkl_avg"] > 1e-4
         assert record["mismatch/logprob_difference_max"] < 1e-5
         if not record["filter/dropped_zero_spread"] + record["filter/dropped_ungraded"]:
@@ -520,12 +520,12 @@ def test_metrics_fold_as_the_page_says(everything: list[dict[str, Any]]) -> None
             assert kept_score == pytest.approx(record["objective/scores"])
     assert (first["updates"], first["batch/microbatches"], second["updates"]) == (4, 4, 8)
     assert first["objective/kl"] == pytest.approx(0.0, abs=1e-5)
-    assert first["critic/explained_variance"] == 0.0  # a new critic says 0
+    assert first["critic/explained_variance"] == 0.0  # a new critic predicts 0
     assert second["critic/explained_variance"] != 0.0
 
 
-def test_episodes_count_what_was_left_out_too(everything: list[dict[str, Any]]) -> None:
-    """Every group has 4 rollouts here."""
+def test_episodes_include_dropped_groups(everything: list[dict[str, Any]]) -> None:
+    """Every group has 4 rollouts."""
     played = 0
     for record in everything[1:]:
         played += sum(record[f"filter/{name}"] for name in ("kept_groups", "dropped_zero_spread", "dropped_ungraded"))
@@ -534,7 +534,7 @@ def test_episodes_count_what_was_left_out_too(everything: list[dict[str, Any]]) 
     assert any(record["filter/replaced"] > 0 for record in everything[1:])
 
 
-def test_types_in_the_table_of_choices_are_those_there_are() -> None:
+def test_table_of_choices_lists_the_registered_types() -> None:
     from marin_rl.objectives.aggregation import AggregationConfig
     from marin_rl.objectives.importance import OffPolicyCorrectionConfig
     from marin_rl.objectives.kl import KlConfig
