@@ -9,7 +9,7 @@ from typing import Any, cast
 import draccus
 
 from marin_rl.environments.base import Environment, EnvironmentConfig
-from marin_rl.environments.user_file import UserFileError, load_from_file
+from marin_rl.user_code import UserFileError, load_from_file
 
 
 @EnvironmentConfig.register_subclass("file")

@@ -12,8 +12,8 @@ import draccus
 
 from marin_rl.environments.base import CodeRunner, NoSandboxError
 from marin_rl.environments.calculator import CalculatorError, calculate
-from marin_rl.environments.user_file import UserFileError, load_from_file
 from marin_rl.rewards.failures import RewardFailure
+from marin_rl.user_code import UserFileError, load_from_file
 
 
 class ToolError(Exception):

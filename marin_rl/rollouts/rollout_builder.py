@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from marin_rl.environments.base import Step
-from marin_rl.environments.user_file import UserFileError
 from marin_rl.rewards.combine import failure, turn_rewards, weighted_rewards
 from marin_rl.rewards.functions import RewardRequest
 from marin_rl.rollouts.shape_rewards import TRUNCATED
@@ -31,6 +30,7 @@ from marin_rl.types import (
     Turn,
     check_info,
 )
+from marin_rl.user_code import UserFileError
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@
 import dataclasses
 from collections.abc import Callable
 
-from marin_rl.environments.user_file import UserFileError, load_from_file
 from marin_rl.objectives.gigpo import anchor_of
 from marin_rl.types import Message
+from marin_rl.user_code import UserFileError, load_from_file
 
 StateHash = Callable[[tuple[Message, ...], object], str]
 """Maps the messages shown to the policy and the environment's `anchor_state` (None if it has none) to a string that is

@@ -9,11 +9,11 @@ from pathlib import Path
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
-from marin_rl.environments.user_file import UserFileError, load_from_file
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.sampling.config import ReloadConfig
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import WeightVersion
+from marin_rl.user_code import UserFileError, load_from_file
 
 
 class WeightReloader:

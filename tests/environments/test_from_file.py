@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from marin_rl.environments import EnvironmentConfig, FileConfig, Split
-from marin_rl.environments.user_file import UserFileError
 from marin_rl.runtime.config_decoding import decode
+from marin_rl.user_code import UserFileError
 
 FILE = '''
 import dataclasses

@@ -18,9 +18,9 @@ from marin_rl.environments.tools import (
     check_arguments,
     tool_schema,
 )
-from marin_rl.environments.user_file import UserFileError
 from marin_rl.rewards.failures import RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox.pool import PythonResult
+from marin_rl.user_code import UserFileError
 
 SCHEMA = {
     "type": "object",

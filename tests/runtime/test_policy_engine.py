@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from marin_rl.environments.user_file import UserFileError
 from marin_rl.runtime.open_run import open_run
 from marin_rl.runtime.policy_engine import OpenAIEngine, PolicyEngine, open_trainer_engine
 from marin_rl.runtime.policy_sampler import PolicySampler
@@ -18,6 +17,7 @@ from marin_rl.runtime.starting_weights import resolve_model
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.sampling.sampler import SampleRequest, SamplerError
 from marin_rl.types import Generation
+from marin_rl.user_code import UserFileError
 from tests.runtime.levanter_server import Loader, config_of, served_by
 from tests.runtime.thread_workers import thread_workers
 from tests.sampling.completions_server import CompletionsServer, serving

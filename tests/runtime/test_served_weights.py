@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from haliax import Axis  # noqa: F401  before marin_rl: see tests/tiny_run.py
 
-from marin_rl.environments.user_file import UserFileError
 from marin_rl.learner.policy_model import initialize_policy, load_hf_policy
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.served_weights import WeightReloader
 from marin_rl.sampling.config import ReloadConfig
+from marin_rl.user_code import UserFileError
 from tests.runtime.levanter_server import config_of
 from tests.tiny_run import TinyRun
 

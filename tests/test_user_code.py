@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.environments.user_file import UserFileError, load_from_file
+from marin_rl.user_code import UserFileError, load_from_file
 
 
 def write(folder: Path, name: str, text: str) -> str:
