@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from marin_rl.environments.base import EnvironmentConfig, Split
+from marin_rl.errors import USER_ERRORS
 from marin_rl.escaping import escape, escape_line
 from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from marin_rl.learner.scoring import Scorer
@@ -24,7 +25,6 @@ from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.rollout_runner import make_runner, open_reward_functions
 from marin_rl.runtime.run_directory import RunDirectory, local_path, open_existing
 from marin_rl.runtime.starting_weights import restore_policy
-from marin_rl.runtime.user_errors import USER_ERRORS
 
 FLAGS = {"json": "Print one JSON object instead of lines."}
 

@@ -22,12 +22,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
+from marin_rl.errors import UserError
 
-class MainProcessError(RuntimeError):
+
+class MainProcessError(UserError):
     """The main process failed, so that the other processes end too."""
 
 
-class ProcessesDifferError(RuntimeError):
+class ProcessesDifferError(UserError):
     """A value differs between training processes that should compute the same; names the processes and values."""
 
 

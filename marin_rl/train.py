@@ -35,11 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     # Imported here because jax and levanter take seconds to import, and most mistakes can be reported without them.
     from marin_rl.environments.base import Split
+    from marin_rl.errors import USER_ERRORS
     from marin_rl.runtime.config import TrainConfig, levanter_defaults
     from marin_rl.runtime.dry_run import describe_run
     from marin_rl.runtime.session import run_session
     from marin_rl.runtime.starting_weights import resolve_model
-    from marin_rl.runtime.user_errors import USER_ERRORS
 
     try:
         parsed = parse_config(TrainConfig, arguments, levanter_defaults(), FLAGS)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from marin_rl.errors import USER_ERRORS
 from marin_rl.escaping import escape
-from marin_rl.rollouts.store import RolloutStoreError
-from marin_rl.runtime.run_directory import RunDirectoryError, local_path
+from marin_rl.runtime.run_directory import local_path
 from marin_rl.types import RolloutStatus
 from marin_rl.viewing.html_page import write_page
 from marin_rl.viewing.selection import (
@@ -26,9 +26,6 @@ from marin_rl.viewing.selection import (
     parse_steps,
 )
 from marin_rl.viewing.terminal import print_listing, print_rollout, print_side_by_side
-
-USER_ERRORS = (ValueError, OSError, RunDirectoryError, RolloutStoreError)
-"""Errors that are reported by their message, without a traceback."""
 
 PIPE_WIDTH = 160
 """Characters per line if the output is not a terminal."""

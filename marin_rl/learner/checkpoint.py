@@ -41,6 +41,7 @@ from levanter.trainer_state import TrainerState
 from levanter.utils.jax_utils import leaf_key_paths
 
 from marin_rl import processes
+from marin_rl.errors import UserError
 
 logger = logging.getLogger(__name__)
 # Levanter warns about every leaf with the value None; each static field of an optimizer's state is such a leaf.
@@ -59,7 +60,7 @@ ARRAY_METADATA = ".zarray"
 """TensorStore's file with the shape and the chunk shape of an array."""
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError):
     """A checkpoint cannot be written or read; the message names the folder and the problem."""
 
 

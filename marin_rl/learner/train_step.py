@@ -23,6 +23,7 @@ from levanter.utils.types import ComputeLossFunction
 
 from marin_rl import processes
 from marin_rl.batching.rl_example import RlExample
+from marin_rl.errors import UserError
 from marin_rl.learner.skip_nonfinite_updates import SkipState, skip_nonfinite_updates
 
 LossFunction = Callable[..., tuple[jax.Array, dict[str, Metric]]]
@@ -32,7 +33,7 @@ START = {ReductionType.MAX: -jnp.inf, ReductionType.MIN: jnp.inf}
 """Initial values of metrics by reduction; 0 for sums and means."""
 
 
-class NonFiniteUpdateError(RuntimeError):
+class NonFiniteUpdateError(UserError):
     """A loss or gradient was NaN or infinite; the weights are unchanged."""
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from marin_rl.environments.base import Environment
+from marin_rl.errors import UserError
 from marin_rl.rollouts.episode import run_episode
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.request_batcher import RequestBatcher
@@ -29,11 +30,11 @@ from marin_rl.types import RolloutGroup, Task
 Result = TypeVar("Result")
 
 
-class AllRolloutsFailedError(RuntimeError):
+class AllRolloutsFailedError(UserError):
     """No rollout of a batch was graded, so there is nothing to train on; names the first error."""
 
 
-class BlockedEventLoopError(RuntimeError):
+class BlockedEventLoopError(UserError):
     """An environment's code blocks the event loop of all episodes."""
 
 

@@ -30,6 +30,7 @@ import pyarrow.parquet as pq
 
 from marin_rl.background_job import BackgroundJob
 from marin_rl.enum_fields import convert_enum_fields
+from marin_rl.errors import UserError
 from marin_rl.rollouts.stored_rollout import (
     SCHEMA,
     SCHEMA_VERSION,
@@ -56,7 +57,7 @@ _BYTES_IN_MB = 1e6
 _NO_VERSION = "none"
 
 
-class RolloutStoreError(RuntimeError):
+class RolloutStoreError(UserError):
     """A rollout file cannot be read; the message names the file and the remedy."""
 
 

@@ -19,6 +19,8 @@ from typing import Any
 
 import ray
 
+from marin_rl.errors import UserError
+
 SETTINGS: dict[str, Any] = {
     "_node_ip_address": "127.0.0.1",
     "log_to_driver": False,
@@ -32,7 +34,7 @@ ATTEMPTS = 3
 """Times to start a node: Ray gives up after 30 s, which a busy machine may exceed."""
 
 
-class RayStartError(RuntimeError):
+class RayStartError(UserError):
     """Ray could not be started on this machine; its own output says why."""
 
 

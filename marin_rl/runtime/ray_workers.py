@@ -17,6 +17,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from marin_rl.closing import Closing
+from marin_rl.errors import UserError
 from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
 from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.config_parsing import from_yaml, to_yaml
@@ -39,11 +40,11 @@ CALLS_AT_ONCE = 64
 """Questions that the coordinator answers at the same time, besides one of each worker, which may wait for orders."""
 
 
-class RayLostError(RuntimeError):
+class RayLostError(UserError):
     """Ray has ended on this machine, and starts nothing anew any more; the message says what to do."""
 
 
-class NoClusterError(RuntimeError):
+class NoClusterError(UserError):
     """There is no Ray cluster where the config says; the message names the place."""
 
 

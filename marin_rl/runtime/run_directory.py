@@ -27,11 +27,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from marin_rl.errors import UserError
 from marin_rl.escaping import escape
 from marin_rl.runtime.config_parsing import parse_yaml
 
 
-class RunDirectoryError(RuntimeError):
+class RunDirectoryError(UserError):
     """A run directory cannot be used. The message names the directory and the remedy."""
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from marin_rl.background_job import BackgroundJob
+from marin_rl.errors import UserError
 from marin_rl.rollouts.group_codec import decode_group
 from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
 from marin_rl.runtime.coordinator import TrainerUpdate
@@ -20,11 +21,11 @@ from marin_rl.weights.protocol import WeightSender
 logger = logging.getLogger(__name__)
 
 
-class WorkerFailedError(RuntimeError):
+class WorkerFailedError(UserError):
     """An error of the run's own ended a rollout worker; it would end the next one too."""
 
 
-class NoWorkersError(RuntimeError):
+class NoWorkersError(UserError):
     """Nothing came from any worker for too long; says what was owed."""
 
 

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from marin_rl.errors import UserError
 from marin_rl.types import Generation
 
 LOGPROB_ROUNDING = 1e-5
@@ -50,5 +51,5 @@ class PromptTooLongError(ValueError):
     """A prompt does not fit into the context; the message names its length and the limit."""
 
 
-class SamplerError(RuntimeError):
+class SamplerError(UserError):
     """The engine or server returned an invalid output; the message names the request."""

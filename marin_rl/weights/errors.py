@@ -3,8 +3,10 @@
 
 """What can go wrong while weights travel, by what a worker does about it."""
 
+from marin_rl.errors import UserError
 
-class WeightTransferError(RuntimeError):
+
+class WeightTransferError(UserError):
     """Weights did not arrive; the message names the server or folder and the reason."""
 
 

@@ -26,6 +26,7 @@ from typing import Any, Self
 
 import pydantic
 
+from marin_rl.errors import UserError
 from marin_rl.rewards.failures import RewardCallError, RewardFailure
 from marin_rl.rewards.functions import (
     EvaluateResult,
@@ -53,7 +54,7 @@ ATTEMPTS = 3
 """How often a call is given to a worker that dies before it begins with it."""
 
 
-class IsolationError(RuntimeError):
+class IsolationError(UserError):
     """A machine that offers less isolation than is required, or a use of the sandbox before it was started."""
 
 
