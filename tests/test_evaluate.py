@@ -30,7 +30,7 @@ def evaluations(record: dict) -> dict[str, float]:
     return {name: value for name, value in record.items() if name.startswith("eval/")}
 
 
-def test_the_newest_checkpoint_is_measured_and_nothing_changes(finished_run: TinyRun, capfd: Capture):
+def test_newest_checkpoint_is_evaluated_without_side_effects(finished_run: TinyRun, capfd: Capture):
     before = contents(finished_run.path)
     assert main(["--run", str(finished_run.path), "--json"]) == 0
     expected = evaluations(finished_run.records()[-1])
@@ -40,7 +40,7 @@ def test_the_newest_checkpoint_is_measured_and_nothing_changes(finished_run: Tin
     assert contents(finished_run.path) == before
 
 
-def test_lines_for_people(finished_run: TinyRun, capfd: Capture):
+def test_text_output(finished_run: TinyRun, capfd: Capture):
     assert main(["--run", str(finished_run.path), "--step", "3"]) == 0
     title, *lines = capfd.readouterr().out.splitlines()
     assert title == f"{finished_run.path}, after step 3"
@@ -49,7 +49,7 @@ def test_lines_for_people(finished_run: TinyRun, capfd: Capture):
     assert without_losses(found) == pytest.approx(evaluations(finished_run.records()[3]), rel=1e-5)
 
 
-def test_other_settings_than_the_runs_own(finished_run: TinyRun, capfd: Capture):
+def test_evaluation_settings_override(finished_run: TinyRun, capfd: Capture):
     argv = ["--run", str(finished_run.path), "--json", "--evaluation", "{tasks: 5, samples: 4, pass_at: [1, 2, 4]}"]
     assert main(argv) == 0
     found = json.loads(capfd.readouterr().out)
@@ -62,7 +62,7 @@ SHARES = ["--environment.held_out", "0.5", "--environment.validation", "0.0"]
 
 
 def sums(folder: Path) -> Path:
-    """Problems of another file, each with a worked answer but one."""
+    """Write problems to another file, all but one with a worked answer."""
     rows = [{"prompt": f"{a}x{a}", "answer": "1", "worked_answer": str(a * a)} for a in range(2, 22)]
     del rows[0]["worked_answer"]
     path = folder / "squares.jsonl"
@@ -70,7 +70,7 @@ def sums(folder: Path) -> Path:
     return path
 
 
-def test_other_data_than_the_runs_own(finished_run: TinyRun, tmp_path: Path, capfd: Capture):
+def test_environment_override(finished_run: TinyRun, tmp_path: Path, capfd: Capture):
     path = sums(tmp_path)
     before = contents(finished_run.path)
     given = ["--environment.type", "jsonl", "--environment.path", str(path), *SHARES]
@@ -80,7 +80,7 @@ def test_other_data_than_the_runs_own(finished_run: TinyRun, tmp_path: Path, cap
     assert (found["environment"]["path"], found["environment"]["held_out"]) == (str(path), 0.5)
     assert found["eval/squares/tasks"] > 1
     assert not any(name.startswith("eval/ones/") for name in found)
-    # The same as a section of a file, and in lines.
+    # The same environment from a file, with text output.
     (tmp_path / "other.yaml").write_text(
         f"environment: {{type: jsonl, path: {path}, held_out: 0.5, validation: 0.0}}\n"
     )
@@ -91,7 +91,7 @@ def test_other_data_than_the_runs_own(finished_run: TinyRun, tmp_path: Path, cap
     assert contents(finished_run.path) == before
 
 
-def test_the_loss_is_that_of_the_worked_answers(finished_run: TinyRun, tmp_path: Path):
+def test_loss_of_worked_answers(finished_run: TinyRun, tmp_path: Path):
     environment = JsonlConfig(str(sums(tmp_path)), held_out=0.5, validation=0.0)
     _, found = run_evaluation(EvaluateConfig(str(finished_run.path), environment=environment))
     config = from_yaml(TrainConfig, (finished_run.path / "config.yaml").read_text(), "the run")
@@ -120,12 +120,12 @@ def test_the_loss_is_that_of_the_worked_answers(finished_run: TinyRun, tmp_path:
     assert found["eval/squares/loss"] == pytest.approx(np.mean(losses), rel=1e-4)
 
 
-def test_temperature_and_split_matter(finished_run: TinyRun):
+def test_temperature_and_split_change_results(finished_run: TinyRun):
     config = EvaluateConfig(str(finished_run.path), step=0)
     _, own = run_evaluation(config)
     _, hot = run_evaluation(dataclasses.replace(config, temperature=50.0))
     _, validation = run_evaluation(dataclasses.replace(config, validation=True))
-    # At that temperature replies are noise; greedy ones do not depend on it.
+    # At this temperature sampled replies are noise; greedy replies do not depend on it.
     assert hot["eval/ones/accuracy_sampled"] < own["eval/ones/accuracy_sampled"]
     assert hot["eval/ones/accuracy_greedy"] == own["eval/ones/accuracy_greedy"]
     assert validation["eval/ones/tasks"] != own["eval/ones/tasks"]
@@ -140,31 +140,29 @@ def test_temperature_and_split_matter(finished_run: TinyRun):
         (["--evaluation", "{samples: 2, pass_at: [4]}"], "k = 4 with evaluation.samples = 2"),
     ],
 )
-def test_bad_arguments(finished_run: TinyRun, capfd: Capture, argv: list[str], message: str):
+def test_invalid_arguments(finished_run: TinyRun, capfd: Capture, argv: list[str], message: str):
     assert main(["--run", str(finished_run.path), *argv]) == 1
     assert message in capfd.readouterr().err
 
 
-def test_an_address_is_no_run_directory(capfd: Capture):
+def test_url_is_not_a_run_directory(capfd: Capture):
     assert main(["--run", "gs://bucket/run"]) == 1
     assert "run is 'gs://bucket/run', but it must be a path on a mounted file system" in capfd.readouterr().err
 
 
-def test_a_folder_without_a_run(tmp_path: Path, capfd: Capture):
+def test_folder_without_run(tmp_path: Path, capfd: Capture):
     assert main(["--run", str(tmp_path)]) == 1
     assert "is not a run directory: it has no config.yaml" in capfd.readouterr().err
 
 
-def test_a_run_that_has_no_checkpoint_yet(finished_run: TinyRun, tmp_path: Path, capfd: Capture):
+def test_run_without_checkpoint(finished_run: TinyRun, tmp_path: Path, capfd: Capture):
     (tmp_path / "config.yaml").write_text((finished_run.path / "config.yaml").read_text())
     (tmp_path / "checkpoints").mkdir()
     assert main(["--run", str(tmp_path)]) == 1
     assert "has no checkpoint yet" in capfd.readouterr().err
 
 
-def test_a_damaged_checkpoint_is_passed_over_unless_it_was_asked_for(
-    finished_run: TinyRun, tmp_path: Path, capfd: Capture
-):
+def test_damaged_checkpoint_is_skipped_unless_selected(finished_run: TinyRun, tmp_path: Path, capfd: Capture):
     copied = copy_of(finished_run, tmp_path / "copy")
     (copied.checkpoint(6) / "manifest.json").unlink()
     assert main(["--run", str(copied.path), "--json"]) == 0

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A run without a model, for the parts of the loop that are plain Python: nothing is compiled."""
+"""A run without a model, for the parts of the loop that are plain Python; no function is compiled."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ MODEL = LlamaConfig(seq_len=64, hidden_dim=16, intermediate_dim=32, num_layers=1
 
 
 def make_config(**changes: Any) -> TrainConfig:
-    """Four prompts of four attempts each, in rows of 64 positions; other settings as given."""
+    """Build a config with four prompts of four attempts each in rows of 64 positions, and the given changes."""
     settings = {
         "environment": ArithmeticConfig(),
         "run_dir": "runs/test",
@@ -47,12 +47,12 @@ def make_config(**changes: Any) -> TrainConfig:
 
 
 Score = Callable[[ProcessedRollout], np.ndarray]
-"""What some weights say of the tokens of a rollout: `[batch, position]`."""
+"""Computes per-token scores of a rollout: `[batch, position]`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FixedScorer:
-    """Scores by formula; what it is asked to run is a pair of formulas, for log-probs and values."""
+    """Scores rollouts with a "model" that is a pair of formulas, for log-probs and values."""
 
     def score(self, model: tuple[Score, Score], rollouts: Sequence[ProcessedRollout]) -> list[Scores]:
         logprobs, values = model

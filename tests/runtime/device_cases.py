@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What `start_devices` makes of rows on eight devices, as a JSON object on stdout. Run by `test_devices.py`."""
+"""Print the results of `start_devices` on eight devices as a JSON object. Run by `test_devices.py`."""
 
 import dataclasses
 import json
@@ -15,14 +15,14 @@ CASES = {
     "data axis": {},
     "model axis": {"model_axis_size": 2},
     "replicas": {"replica_ici_axis_size": 4},
-    "rows that were asked for": {"per_device_parallelism": 5},
+    "configured rows": {"per_device_parallelism": 5},
     "model axis too large": {"model_axis_size": 3},
     "accelerator": {"require_accelerator": True},
 }
 
 
 def outcome(changes: dict) -> str:
-    """How many rows a pass and a device take, or what is wrong."""
+    """Return the rows per microbatch and per device, or the error message."""
     section = dataclasses.replace(default_trainer(), jax_compilation_cache_dir=None, **changes)
     try:
         started = start_devices(section, rows_per_device=3)

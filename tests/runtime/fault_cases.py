@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Short runs that are compared with the same run after something broke in its first step."""
+"""Short runs for fault tests, compared with the same run without the fault."""
 
 import itertools
 import os
@@ -17,7 +17,7 @@ from tests.tiny_run import TinyRun, make_run
 Row = Mapping[str, Any]
 
 GROUPS, SIZE = 4, 4
-"""Groups of a step, and rollouts of a group."""
+"""Groups per step, and rollouts per group."""
 
 SHORT = {
     "num_steps": 2,
@@ -28,11 +28,11 @@ SHORT = {
     "evaluation": {"every": 0, "tasks": 1, "samples": 1, "greedy": False},
     "checkpoint__every": 0,
 }
-"""Two steps from random weights, with next to no evaluation."""
+"""Two steps from random weights, with a minimal evaluation."""
 
 
 class ShortRuns:
-    """Makes runs of one kind, each in a folder of its own."""
+    """Trains runs of one kind, each in a separate folder."""
 
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.folder = folder
@@ -43,11 +43,11 @@ class ShortRuns:
         """Train to the end."""
         folder = self.folder / f"run{next(self._numbers)}"
         folder.mkdir()
-        made = make_run(folder, **{**self._changes, **changes})
+        run = make_run(folder, **{**self._changes, **changes})
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
-            assert made.train() == 0
-        return made
+            assert run.train() == 0
+        return run
 
 
 def written(path: Path, code: str) -> Path:
@@ -64,21 +64,21 @@ def is_alive(pid: int) -> bool:
 
 
 def recorded_sandboxes(patched: pytest.MonkeyPatch) -> list[Any]:
-    """The sandboxes that runs make from now on, in their order."""
+    """Record the sandboxes that runs create from now on, in order of creation."""
     from marin_rl.rewards.sandbox.pool import Sandbox
 
-    made: list[Any] = []
+    sandboxes: list[Any] = []
 
     def make(config: Any) -> Sandbox:
-        made.append(Sandbox(config))
-        return made[-1]
+        sandboxes.append(Sandbox(config))
+        return sandboxes[-1]
 
     patched.setattr("marin_rl.runtime.rollout_runner.Sandbox", make)
-    return made
+    return sandboxes
 
 
 def rows_of(run: TinyRun, step: int) -> dict[str, Row]:
-    """The stored rollouts of a step, by id, in the order of ids; their groups are whole."""
+    """Read the stored rollouts of a step by id, sorted by id, and check that all groups are complete."""
     from marin_rl.rollouts.store import read_rollouts
 
     [table] = read_rollouts(run.path / "rollouts", [step], purposes=["training"])
@@ -89,18 +89,18 @@ def rows_of(run: TinyRun, step: int) -> dict[str, Row]:
 
 
 def groups_of(rows: Mapping[str, Row]) -> list[list[Row]]:
-    """A step's rollouts by group."""
+    """Split the rollouts of a step into groups."""
     return [list(group) for _, group in itertools.groupby(rows.values(), lambda row: row["group_id"])]
 
 
 def sampled(row: Row) -> Any:
-    """Everything about a rollout that was sampled: each turn's tokens and log-probs, what came before, and by whom."""
+    """Sampled data of a rollout: observation, tokens, log-probs, stop reason and weight versions of each turn."""
     names = ("observation_tokens", "token_ids", "logprobs", "stop_reason", "first_version", "last_version")
     return [{name: turn[name] for name in names} for turn in row["turns"]]
 
 
-def judged(row: Row) -> Any:
-    """What came of a rollout before it was compared with others."""
+def scored(row: Row) -> Any:
+    """Status and rewards of a rollout, without its advantages."""
     return {name: row[name] for name in ("task_id", "status", "error", "reward", "rewards", "metrics", "evaluations")}
 
 
@@ -109,30 +109,30 @@ def advantages(row: Row) -> Any:
 
 
 def assert_nothing_else_is_lost(found: Mapping[str, Row], expected: Mapping[str, Row], hit: Collection[str]) -> None:
-    """Of a step that was disturbed, what had nothing to do with that is as in a step that was not, bit for bit.
+    """Check that rollouts not affected by a fault equal those of a step without the fault, bit for bit.
 
     Args:
-        found: the step's rollouts.
-        expected: those of the step that was not disturbed.
-        hit: ids of the rollouts that were.
+        found: rollouts of the step with the fault.
+        expected: rollouts of the step without the fault.
+        hit: ids of the affected rollouts.
     """
     assert list(found) == list(expected)
     assert set(hit) < set(found)
     for id, row in found.items():
         if id not in hit:
             assert sampled(row) == sampled(expected[id]), id
-            assert judged(row) == judged(expected[id]), id
+            assert scored(row) == scored(expected[id]), id
     for before, after in zip(groups_of(expected), groups_of(found), strict=True):
         if not {row["id"] for row in after} & set(hit):
             assert [advantages(row) for row in after] == [advantages(row) for row in before]
 
 
 def assert_trained(run: TinyRun, lost: Sequence[Mapping[str, float]]) -> None:
-    """The run went to its end, and counted what it lost.
+    """Check that the run finished and counted its failed rollouts.
 
     Args:
-        run: that was trained.
-        lost: for each step, the metrics that count rollouts without a reward, and their values.
+        run: finished run.
+        lost: expected metrics of rollouts without a reward, for each step.
     """
     records = run.records()
     assert [record["step"] for record in records] == list(range(len(lost) + 1))

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A tiny run that was trained before, opened again in this process."""
+"""Open an already trained tiny run in this process."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from tests.tiny_run import TinyRun
 
 
 def config_of(run: TinyRun) -> TrainConfig:
-    """What its directory says it is."""
+    """Read the config of a run directory."""
     path = run.path / "config.yaml"
     return from_yaml(TrainConfig, path.read_text(), str(path))
 
 
-def unheard(message: str) -> None:
-    """Nobody listens."""
+def discard(message: str) -> None:
+    """Discard a progress message."""
 
 
-def reopen(run: TinyRun, say: Callable[[str], None] = unheard, **changes: Any) -> TrainingRun:
-    """The run as it stands after its newest checkpoint, with some settings changed."""
-    return open_run(dataclasses.replace(config_of(run), **changes), run.path, say)
+def reopen(run: TinyRun, report: Callable[[str], None] = discard, **changes: Any) -> TrainingRun:
+    """Resume a run from its newest checkpoint, with some settings changed."""
+    return open_run(dataclasses.replace(config_of(run), **changes), run.path, report)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""`mode: async`: rollout workers, weights over Arrow Flight, a replay buffer, and the same training."""
+"""`mode: async`: rollout workers, weight transfer over Arrow Flight, and a replay buffer."""
 
 import functools
 import json
@@ -39,7 +39,7 @@ def comparable(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def trained_groups(run: TinyRun) -> dict[int, list[str]]:
-    """Which groups each step trained on."""
+    """Ids of the groups that each step trained on."""
     found: dict[int, list[str]] = {}
     for table in read_rollouts(run.path / "rollouts", None, purposes=["training"]):
         for row in table.select(["step", "group_id"]).to_pylist():
@@ -50,7 +50,7 @@ def trained_groups(run: TinyRun) -> dict[int, list[str]]:
 
 
 @pytest.mark.parametrize("refresh", ["between_groups", "in_flight"])
-def test_without_staleness_one_worker_does_what_the_trainer_does_alone(
+def test_async_without_staleness_equals_sync(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], refresh: str
 ) -> None:
     run = new_run(
@@ -61,15 +61,15 @@ def test_without_staleness_one_worker_does_what_the_trainer_does_alone(
         workers={"refresh": refresh, "decode_steps_per_weight_poll": 1},
     )
     assert run.train() == 0
-    for record, wanted in zip(run.records(), finished_run.records(), strict=True):
-        assert comparable(record) == comparable(wanted)
-    found, wanted = outcome(run), outcome(finished_run)
-    assert found["rollouts"] == wanted["rollouts"]
-    assert found["hf"] == wanted["hf"]
-    assert found["state"] == wanted["state"]
+    for record, expected in zip(run.records(), finished_run.records(), strict=True):
+        assert comparable(record) == comparable(expected)
+    found, expected = outcome(run), outcome(finished_run)
+    assert found["rollouts"] == expected["rollouts"]
+    assert found["hf"] == expected["hf"]
+    assert found["state"] == expected["state"]
 
 
-def test_sigterm_while_workers_hold_their_groups_saves_the_last_finished_step(
+def test_sigterm_while_workers_are_busy_saves_last_finished_step(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(mode="async", replay__max_staleness=0, checkpoint__keep_every=1, checkpoint__every=1, num_steps=3)
@@ -101,7 +101,7 @@ def test_sigterm_while_workers_hold_their_groups_saves_the_last_finished_step(
     ]
 
 
-def test_with_staleness_workers_run_ahead_and_an_interrupted_run_goes_on(
+def test_workers_sample_ahead_and_interrupted_run_resumes(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(
@@ -134,9 +134,9 @@ def test_with_staleness_workers_run_ahead_and_an_interrupted_run_goes_on(
     progress = json.loads((run.checkpoint(died_after) / "manifest.json").read_text())["progress"]
     waiting = ReplayBuffer(max_staleness=2)
     waiting.load(run.checkpoint(died_after) / "replay.parquet")
-    owed = [f"train-{step}-{index}" for step, index in (one["number"] for one in progress["orders"]["outstanding"])]
-    # What the trainer had ordered and not used: it is there again, to be played or trained on.
-    assert len(owed) + len(waiting) == 8
+    pending = [f"train-{step}-{index}" for step, index in (one["number"] for one in progress["orders"]["outstanding"])]
+    # Requested but unused groups are all restored, to be sampled or trained on.
+    assert len(pending) + len(waiting) == 8
 
     assert run.train() == 0
     groups = trained_groups(run)
@@ -145,16 +145,14 @@ def test_with_staleness_workers_run_ahead_and_an_interrupted_run_goes_on(
     names = [name for step in groups.values() for name in step]
     assert len(set(names)) == len(names)
     later = {name for step, of_step in groups.items() if step > died_after for name in of_step}
-    assert {f"train-{number.step}-{number.index}" for number in waiting._waiting} <= later | set(owed)
+    assert {f"train-{number.step}-{number.index}" for number in waiting._waiting} <= later | set(pending)
     records = run.records()[1:]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
     assert max(record["staleness/max"] for record in records) in (1, 2)
     assert all(record["workers/alive"] == 2 for record in records)
 
 
-def test_with_kept_weights_only_sampler_and_learner_differ_and_not_their_versions(
-    finished_run: TinyRun, new_run: Callable[..., TinyRun]
-) -> None:
+def test_kept_weights_remove_version_mismatch(finished_run: TinyRun, new_run: Callable[..., TinyRun]) -> None:
     run = new_run(
         mode="async",
         num_steps=4,
@@ -168,15 +166,15 @@ def test_with_kept_weights_only_sampler_and_learner_differ_and_not_their_version
     assert run.train() == 0
     records = run.records()[1:]
     assert max(record["staleness/max"] for record in records) >= 1
-    # Both compute in float32: a version off by one would show in the third digit.
+    # Both compute in float32; with the wrong version they would differ in the third digit.
     assert max(record["mismatch/logprob_difference_max"] for record in records) < 1e-4
     assert max(abs(record["val/ratio"] - 1) for record in records) > 1e-4
 
 
-def test_in_flight_answers_go_on_under_the_weights_that_a_step_has_made(
+def test_in_flight_generations_continue_with_new_weights(
     new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A policy that knows nothing hardly ever ends an answer early.
+    # An untrained policy rarely ends an answer early.
     run = new_run(
         mode="async",
         num_steps=3,
@@ -190,8 +188,8 @@ def test_in_flight_answers_go_on_under_the_weights_that_a_step_has_made(
     look = ReceivedPolicy._look
 
     def look_when_the_first_step_is_trained(policy: ReceivedPolicy) -> None:
-        # WeightPoll 1 to 3 are those of the first four groups, which step 1 is made of; look 5 comes after the first
-        # tokens of what is played in their places.
+        # Polls 1 to 3 belong to the first four groups, which step 1 trains on; poll 5 follows the first tokens of the
+        # groups that replace them.
         nonlocal weight_poll
         weight_poll += 1
         if weight_poll == 5:
@@ -224,7 +222,7 @@ def test_in_flight_answers_go_on_under_the_weights_that_a_step_has_made(
         assert 0 <= row["step"] - 1 - min(turn["first_version"] for turn in row["turns"]) <= 2
 
 
-def test_an_error_in_a_worker_is_not_swallowed(
+def test_worker_error_ends_run(
     new_run: Callable[..., TinyRun], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = new_run(
@@ -236,12 +234,12 @@ def test_an_error_in_a_worker_is_not_swallowed(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("marin_rl.runtime.worker_policy.stream_group_requests", lambda *arguments: 1 / 0)
         assert run.train() == 1
-    said = capfd.readouterr().err
-    assert "error: a rollout worker ended with an error: worker-0: ZeroDivisionError: division by zero" in said
+    output = capfd.readouterr().err
+    assert "error: a rollout worker ended with an error: worker-0: ZeroDivisionError: division by zero" in output
     assert not list((tmp_path / "weights").rglob("*.*"))
 
 
-def test_a_trainer_whose_workers_are_silent_gives_up(new_run: Callable[..., TinyRun], capfd) -> None:
+def test_trainer_times_out_on_silent_workers(new_run: Callable[..., TinyRun], capfd) -> None:
     run = new_run(
         mode="async",
         workers__no_progress_timeout=1.0,
@@ -252,5 +250,7 @@ def test_a_trainer_whose_workers_are_silent_gives_up(new_run: Callable[..., Tiny
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("marin_rl.runtime.rollout_worker._work", lambda *arguments: None)
         assert run.train() == 1
-    said = capfd.readouterr().err
-    assert "no group came from any rollout worker in 1 s (workers.no_progress_timeout); 8 are owed (train-1-0, " in said
+    output = capfd.readouterr().err
+    assert (
+        "no group came from any rollout worker in 1 s (workers.no_progress_timeout); 8 are owed (train-1-0, " in output
+    )

@@ -31,7 +31,7 @@ from tests.runtime.bare_run import END, bare_run, make_config, make_runner
 
 @dataclasses.dataclass
 class Exam:
-    """Tasks whose `answer` says how their attempts do: `mixed` (0, 1, 0, 1), `equal` (all 1) or `broken`."""
+    """Tasks with an `answer` that sets the rewards of attempts: `mixed` (0, 1, 0, 1), `equal` (all 1) or `broken`."""
 
     kinds: Sequence[str]
     name: str = "exam"
@@ -64,21 +64,21 @@ class Sitting:
         pass
 
 
-def says_a(request: SampleRequest) -> Sequence[int]:
+def reply_a(request: SampleRequest) -> Sequence[int]:
     return (97, END)
 
 
 def collect(
-    kinds: Sequence[str], steps: int = 1, script=says_a, **changes: Any
+    kinds: Sequence[str], steps: int = 1, script=reply_a, **changes: Any
 ) -> tuple[TrainingRun, RolloutRunner, list[Collected]]:
-    """The first steps of a run on tasks of these kinds."""
+    """Collect the first steps of a run on tasks of these kinds."""
     run = bare_run(make_config(**changes), Exam(kinds))
     runner = make_runner(run, script, run.environment)
-    return run, runner, [further(run, runner) for _ in range(steps)]
+    return run, runner, [next_step(run, runner) for _ in range(steps)]
 
 
-def further(run: TrainingRun, runner: RolloutRunner) -> Collected:
-    """One step more."""
+def next_step(run: TrainingRun, runner: RolloutRunner) -> Collected:
+    """Collect the groups of the next step."""
     runner.sampler.version = run.progress.step
     run.progress.step += 1
     run.rollout_source = LocalRollouts(run.config, runner)
@@ -86,7 +86,7 @@ def further(run: TrainingRun, runner: RolloutRunner) -> Collected:
 
 
 def order(run: TrainingRun, count: int) -> list[Task]:
-    """The tasks that a run begins with; the run stays where it is."""
+    """Draw the first tasks of a run without changing its state."""
     return task_stream(run.environment, run.config.seed).draw({}, count)[0]
 
 
@@ -109,7 +109,7 @@ def counts(found: Collected) -> dict[str, float]:
 # The order of tasks.
 
 
-def test_every_task_comes_once_in_an_epoch_and_every_epoch_has_an_order_of_its_own():
+def test_each_epoch_is_a_different_permutation_of_all_tasks():
     run = bare_run(make_config(), Exam(["mixed"] * 11))
     drawn = [task.id for task in draw_tasks(run, 33)]
     epochs = [drawn[:11], drawn[11:22], drawn[22:]]
@@ -118,7 +118,7 @@ def test_every_task_comes_once_in_an_epoch_and_every_epoch_has_an_order_of_its_o
     assert len({tuple(epoch) for epoch in [*epochs, everything]}) == 4
 
 
-def test_the_order_goes_on_wherever_it_is_taken_up_and_another_seed_has_another():
+def test_task_order_is_resumable_and_depends_on_seed():
     environment = Exam(["mixed"] * 11)
     run, other = bare_run(make_config(), environment), bare_run(make_config(seed=1), environment)
     whole = order(run, 30)
@@ -127,13 +127,13 @@ def test_the_order_goes_on_wherever_it_is_taken_up_and_another_seed_has_another(
     assert order(other, 30) != whole
 
 
-def test_steps_draw_one_after_the_other():
+def test_steps_draw_consecutive_tasks():
     run, _, found = collect(["mixed"] * 11, steps=3)
     assert [name for step in found for name in names(step.groups)] == [task.id for task in order(run, 12)]
     assert run.progress.tasks_drawn == 12
 
 
-# Long prompts. A prompt is its task's name and three tokens of the template: t9 has 5, t10 has 6.
+# Long prompts. A prompt has the name of its task and three template tokens: t9 has 5, t10 has 6.
 
 
 def skipping(longest: int, kinds: Sequence[str] = ("mixed",) * 14, **changes: Any) -> TrainingRun:
@@ -142,7 +142,7 @@ def skipping(longest: int, kinds: Sequence[str] = ("mixed",) * 14, **changes: An
     return bare_run(dataclasses.replace(config, rollouts=rollouts), Exam(kinds))
 
 
-def test_tasks_with_long_prompts_are_skipped_counted_and_replaced_by_the_next():
+def test_tasks_with_long_prompts_are_skipped_and_counted():
     run, everything = skipping(5), bare_run(make_config(), Exam(["mixed"] * 14))
     expected = [task.id for task in draw_tasks(everything, 28) if int(task.id[1:]) < 10]
     assert len(expected) == 20
@@ -151,7 +151,7 @@ def test_tasks_with_long_prompts_are_skipped_counted_and_replaced_by_the_next():
     assert 4 <= run.progress.prompts_skipped <= 8
 
 
-def test_a_run_that_is_taken_up_again_skips_as_one_that_was_never_stopped():
+def test_resumed_run_skips_same_tasks():
     run, whole = skipping(5), skipping(5)
     expected = [task.id for task in draw_tasks(whole, 17)]
     before = [task.id for task in draw_tasks(run, 8)]
@@ -160,25 +160,25 @@ def test_a_run_that_is_taken_up_again_skips_as_one_that_was_never_stopped():
     assert again.progress == whole.progress
 
 
-def test_where_every_prompt_is_too_long_the_run_ends():
+def test_all_prompts_too_long_raises():
     with pytest.raises(
         PromptTooLongError, match=r"14 training tasks in a row have more than 4 tokens.*max_prompt_length"
     ):
         draw_tasks(skipping(4), 14)
 
 
-def test_the_only_fitting_task_may_come_early_in_one_pass_and_late_in_the_next():
+def test_single_fitting_task_is_found_in_every_epoch():
     run = skipping(5)
     run.environment = Exam(["mixed"] * 3, prompts=("a", "too long", "long too"))
     assert {task.id for _ in range(40) for task in draw_tasks(run, 1)} == {"t0"}
-    # 39 whole passes, and the one in which the last task was drawn.
+    # 39 complete epochs, and the one in which the last task was drawn.
     assert 78 <= run.progress.prompts_skipped <= 80
 
 
-def test_a_stream_that_never_draws_a_fitting_task_ends_the_run():
+def test_stream_without_fitting_tasks_raises():
     run = skipping(5)
     parts = [Exam(["mixed"], name="long", prompts=("too long",)), Exam(["mixed"], name="short")]
-    # The part with the task that fits has hardly any weight.
+    # The part with the fitting task has almost no weight.
     weights = {"long": 1.0, "short": 1e-300}
     streams = {part.name: part for part in parts}
     run.environment = CompositeEnvironment("both", streams, lambda seed: MixtureStream(streams, weights, seed))
@@ -186,7 +186,7 @@ def test_a_stream_that_never_draws_a_fitting_task_ends_the_run():
         draw_tasks(run, 1)
 
 
-def test_a_step_has_all_its_groups_and_says_how_many_tasks_were_skipped():
+def test_step_is_complete_and_counts_skipped_tasks():
     _, _, found = collect(["mixed"] * 14, steps=3, rollouts=skipping(5).config.rollouts)
     assert [len(step.groups) for step in found] == [4, 4, 4]
     assert all(int(name[1:]) < 10 for step in found for name in names(step.groups))
@@ -196,7 +196,7 @@ def test_a_step_has_all_its_groups_and_says_how_many_tasks_were_skipped():
 # Filtering.
 
 
-def test_by_default_everything_is_kept():
+def test_default_filter_keeps_all_groups():
     run, _, [found] = collect(["mixed", "equal", "mixed", "broken"])
     assert sorted(kinds(found.groups)) == ["broken", "equal", "mixed", "mixed"]
     assert found.left_out == []
@@ -204,7 +204,7 @@ def test_by_default_everything_is_kept():
     assert run.progress.tasks_drawn == 4
 
 
-def test_groups_that_teach_nothing_are_dropped_and_counted_by_cause():
+def test_uninformative_groups_are_dropped_and_counted_by_reason():
     run, _, [found] = collect(["mixed", "equal", "equal", "broken"], filter=DropGroupsConfig())
     assert kinds(found.groups) == ["mixed"]
     assert sorted(kinds(found.left_out)) == ["broken", "equal", "equal"]
@@ -212,16 +212,16 @@ def test_groups_that_teach_nothing_are_dropped_and_counted_by_cause():
     assert run.progress.tasks_drawn == 4
 
 
-def test_metrics_are_of_everything_that_was_sampled():
+def test_metrics_include_dropped_groups():
     _, _, [found] = collect(["mixed", "equal", "equal", "broken"], filter=DropGroupsConfig())
-    # Of twelve graded rollouts ten are right, and of sixteen four failed.
+    # Ten of twelve scored rollouts are correct, and four of sixteen failed.
     assert found.metrics["objective/scores"].value == pytest.approx(10 / 12)
     assert found.metrics["rollouts/failed"].value == 4
     assert found.metrics["groups/zero_spread_share"].value == pytest.approx(2 / 3)
     assert len(found.sampled) == 4
 
 
-def test_all_groups_may_be_dropped():
+def test_all_groups_dropped():
     _, _, [found] = collect(["equal"] * 4, filter=DropGroupsConfig())
     assert found.groups == []
     assert counts(found) == {"kept_groups": 0, "dropped_zero_spread": 4, "dropped_ungraded": 0, "replaced": 0}
@@ -230,19 +230,19 @@ def test_all_groups_may_be_dropped():
 RESAMPLE = ResampleGroupsConfig(max_batches=5)
 
 
-def test_resampling_plays_the_next_tasks_for_those_that_are_missing():
+def test_resampling_replaces_dropped_groups_with_next_tasks():
     run, runner, [found] = collect(["mixed", "equal"] * 10, filter=RESAMPLE)
-    ordered = [task.answer for task in order(run, 60)]
-    # Each round plays as many as are missing, so the step ends right after the task that completed it.
-    fourth = [index for index, kind in enumerate(ordered) if kind == "mixed"][3]
+    answers = [task.answer for task in order(run, 60)]
+    # Each round requests as many groups as are missing, so the step ends with the task that completes it.
+    fourth = [index for index, kind in enumerate(answers) if kind == "mixed"][3]
     assert kinds(found.groups) == ["mixed"] * 4
     assert run.progress.tasks_drawn == fourth + 1
     assert names(found.groups) == [task.id for task in order(run, fourth + 1) if task.answer == "mixed"]
-    played = list(dict.fromkeys(runner.environment.started))
-    assert played == [task.id for task in order(run, fourth + 1)]
+    started = list(dict.fromkeys(runner.environment.started))
+    assert started == [task.id for task in order(run, fourth + 1)]
 
 
-def test_nothing_is_lost_and_nothing_has_the_name_of_another():
+def test_resampled_rollouts_are_complete_with_unique_ids_and_seeds():
     run, runner, found = collect(["mixed", "equal", "equal", "broken", "mixed"] * 3, steps=3, filter=RESAMPLE)
     rollouts = [rollout for step in found for group in step.sampled for rollout in group.rollouts]
     assert len(rollouts) == 4 * run.progress.tasks_drawn == len(runner.environment.started)
@@ -257,55 +257,55 @@ def test_nothing_is_lost_and_nothing_has_the_name_of_another():
         assert counts(step)["replaced"] > 0
 
 
-def test_resampling_ends_at_its_bound():
+def test_resampling_stops_at_max_batches():
     run, _, [found] = collect(["equal"] * 7, filter=ResampleGroupsConfig(max_batches=3))
     assert found.groups == []
     assert len(found.left_out) == run.progress.tasks_drawn == 12
     assert counts(found) == {"kept_groups": 0, "dropped_zero_spread": 12, "dropped_ungraded": 0, "replaced": 8}
 
 
-def test_nothing_is_replaced_where_all_teach():
+def test_informative_groups_are_not_replaced():
     run, _, [found] = collect(["mixed"] * 7, filter=RESAMPLE)
     assert counts(found) == {"kept_groups": 4, "dropped_zero_spread": 0, "dropped_ungraded": 0, "replaced": 0}
     assert run.progress.tasks_drawn == 4
 
 
-def test_replacements_may_fail_as_a_whole_but_not_the_first_batch():
+def test_only_a_fully_failed_first_batch_raises():
     exam = ["broken"] * 30 + ["mixed"] * 3
     config = make_config(filter=ResampleGroupsConfig(max_batches=2))
     run = bare_run(config, Exam(exam))
     ordered = [task.answer for task in order(run, 30)]
-    # A good task and seven broken ones: three in the first batch, four in place of those.
+    # A good task and seven broken ones: three in the first batch, and four as replacements.
     start = next(i for i in range(25) if ordered[i] == "mixed" and ordered[i + 1 : i + 8] == ["broken"] * 7)
     run.progress.task_stream = {"drawn": start}
-    found = further(run, make_runner(run, says_a, run.environment))
+    found = next_step(run, make_runner(run, reply_a, run.environment))
     assert counts(found) == {"kept_groups": 1, "dropped_zero_spread": 0, "dropped_ungraded": 7, "replaced": 4}
     run.progress.task_stream = {"drawn": start + 1}
     with pytest.raises(AllRolloutsFailedError, match="all 16 rollouts failed; the first, train-2-0-0"):
-        further(run, make_runner(run, says_a, run.environment))
+        next_step(run, make_runner(run, reply_a, run.environment))
 
 
-def test_a_run_that_is_taken_up_again_samples_what_it_would_have_sampled():
+def test_resumed_run_samples_same_groups():
     changes = {"filter": RESAMPLE}
     exam = ["mixed", "equal", "equal", "mixed", "equal", "broken", "mixed"] * 2
     run, runner, first = collect(exam, steps=2, **changes)
     saved = dataclasses.asdict(run.progress)
-    asked = len(runner.sampler.requests)
-    third = further(run, runner)
+    num_requests = len(runner.sampler.requests)
+    third = next_step(run, runner)
     resumed = bare_run(make_config(**changes), Exam(exam), progress=Progress(**saved))
-    again_player = make_runner(resumed, says_a, resumed.environment)
-    # What an attempt earns here depends on how often its task came before; that memory is this test's, not the run's.
-    again_player.environment.started += [
+    resumed_runner = make_runner(resumed, reply_a, resumed.environment)
+    # Rewards in this test depend on earlier attempts at a task; this state belongs to the test, not to the run.
+    resumed_runner.environment.started += [
         rollout.task.id for step in first for group in step.sampled for rollout in group.rollouts
     ]
-    again = further(resumed, again_player)
+    again = next_step(resumed, resumed_runner)
     assert again.groups == third.groups
     assert again.left_out == third.left_out
-    assert again_player.sampler.requests == runner.sampler.requests[asked:]
+    assert resumed_runner.sampler.requests == runner.sampler.requests[num_requests:]
     assert resumed.progress == run.progress
 
 
-def test_a_step_that_is_stopped_while_it_waits_leaves_no_trace():
+def test_stopped_step_is_rolled_back():
     exam = ["mixed", "equal", "equal", "mixed", "equal"] * 4
     run, runner, _ = collect(exam, filter=RESAMPLE)
     runner.sampler.version = run.progress.step
@@ -313,7 +313,7 @@ def test_a_step_that_is_stopped_while_it_waits_leaves_no_trace():
     started, rounds = len(runner.environment.started), len(runner.sampler.requests)
 
     def stop_requested() -> bool:
-        # Some groups of the first batch were equal, so a second batch was ordered.
+        # Some groups of the first batch were equal, so a second batch was requested.
         return len(runner.sampler.requests) > rounds + 16
 
     with pytest.raises(StopRequestedError):
@@ -321,11 +321,11 @@ def test_a_step_that_is_stopped_while_it_waits_leaves_no_trace():
     assert len(runner.environment.started) > started + 16
     assert (dataclasses.asdict(run.progress), run.orders.state, run.replay.ages(1)) == before
     del runner.environment.started[started:]
-    asked = len(runner.sampler.requests)
-    again = further(run, runner)
+    num_requests = len(runner.sampler.requests)
+    again = next_step(run, runner)
     whole, other, [_, expected] = collect(exam, steps=2, filter=RESAMPLE)
     assert (again.groups, again.left_out) == (expected.groups, expected.left_out)
-    assert runner.sampler.requests[asked:] == other.sampler.requests[rounds:]
+    assert runner.sampler.requests[num_requests:] == other.sampler.requests[rounds:]
     assert run.progress == whole.progress
 
 
@@ -333,11 +333,11 @@ def test_a_step_that_is_stopped_while_it_waits_leaves_no_trace():
 
 
 def ahead(kinds: Sequence[str], steps: Sequence[int]) -> list[Collected]:
-    """Steps of a run that may sample one step ahead; everything that is ordered is played at the next wait."""
+    """Collect steps of a run that samples one step ahead; all requested groups finish at the next wait."""
     config = make_config(mode=Mode.ASYNC, replay=ReplayConfig(max_staleness=1))
     run = bare_run(config, Exam(kinds))
     run.orders, run.replay = RolloutScheduler(make_staleness_limits(config)), make_replay(config)
-    runner = make_runner(run, says_a, run.environment)
+    runner = make_runner(run, reply_a, run.environment)
     run.rollout_source = LocalRollouts(config, runner)
     found = []
     for step in steps:
@@ -346,41 +346,41 @@ def ahead(kinds: Sequence[str], steps: Sequence[int]) -> list[Collected]:
     return found
 
 
-def test_metrics_are_of_the_groups_that_came_whenever_they_are_trained_on():
+def test_metrics_describe_finished_groups_when_sampling_ahead():
     first, second, third = ahead(["mixed", "equal", "equal", "broken"] * 4, [1, 2, 3])
-    # Two steps' groups are ordered at once, and the second step takes what came with the first.
+    # The groups of two steps are requested together; the second step uses groups that finished with the first.
     assert [len(found.finished) for found in (first, second, third)] == [8, 0, 8]
     assert [len(found.groups) for found in (first, second, third)] == [4, 4, 4]
     for found in (first, third):
-        played = [rollout for group in found.finished for rollout in group.rollouts]
-        scores = [rollout.total_reward for rollout in played if rollout.rewards]
+        rollouts = [rollout for group in found.finished for rollout in group.rollouts]
+        scores = [rollout.total_reward for rollout in rollouts if rollout.rewards]
         assert found.metrics["objective/scores"].value == pytest.approx(sum(scores) / len(scores))
-        assert found.metrics["rollouts/failed"].value == sum(not rollout.rewards for rollout in played)
-        # Every answer ends with a stop token; the groups that are trained on have at most 16.
+        assert found.metrics["rollouts/failed"].value == sum(not rollout.rewards for rollout in rollouts)
+        # Every reply ends with a stop token; the groups trained on have at most 16 rollouts.
         assert found.metrics["val/num_eos_tokens"].value == len(scores) > 16
     assert {"objective/scores", "rollouts/failed"}.isdisjoint(second.metrics)
-    # Staleness is of the groups that are trained on.
+    # Staleness metrics cover the groups trained on.
     assert [found.metrics["staleness/max"].value for found in (first, second)] == [0.0, 1.0]
     assert [found.metrics["filter/kept_groups"].value for found in (first, second)] == [4.0, 4.0]
 
 
-def test_dropped_stale_groups_are_handed_on():
+def test_stale_groups_are_returned():
     first, late = ahead(["mixed"] * 16, [1, 4])
     assert first.stale == []
     assert late.metrics["replay/stale"].value == 4
     assert [group.id for group in late.stale] == [group.id for group in first.finished if group not in first.groups]
 
 
-# Shaping comes before filtering.
+# Rewards are shaped before filtering.
 
 
 def by_turns(*lengths: int):
-    """Replies of these lengths, one after the other, without end."""
+    """Replies of these lengths, cyclically."""
     following = itertools.cycle(lengths)
     return lambda request: (*[97] * (next(following) - 1), END)
 
 
-def test_a_penalty_on_length_makes_a_group_of_equal_rewards_worth_keeping():
+def test_overlong_penalty_makes_equal_group_informative():
     changes = {"filter": DropGroupsConfig(), "overlong": OverlongConfig(buffer=4, factor=0.5)}
     _, _, [found] = collect(["equal"] * 4, script=by_turns(2, 4, 6, 3), **changes)
     assert len(found.groups) == 4
@@ -391,12 +391,12 @@ def test_a_penalty_on_length_makes_a_group_of_equal_rewards_worth_keeping():
     assert found.metrics["reward/overlong/mean"].value == pytest.approx(-0.875 / 4)
 
 
-def test_truncated_rollouts_with_a_fixed_reward_are_compared_by_that():
-    def cut_off(request: SampleRequest) -> Sequence[int]:
+def test_fixed_reward_of_truncated_rollouts_is_used_by_filter():
+    def long_reply(request: SampleRequest) -> Sequence[int]:
         return (97,) * 6
 
     changes = {"filter": DropGroupsConfig(), "truncation": RewardTruncatedConfig(reward=-1.0)}
-    _, _, [found] = collect(["mixed"] * 4, script=cut_off, **changes)
+    _, _, [found] = collect(["mixed"] * 4, script=long_reply, **changes)
     assert found.groups == []
     rollouts = [rollout for group in found.left_out for rollout in group.rollouts]
     assert {rollout.status for rollout in rollouts} == {RolloutStatus.TRUNCATED}

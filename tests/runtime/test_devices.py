@@ -15,23 +15,23 @@ from marin_rl.runtime.devices import start_devices
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    """What eight devices make of each case; jax counts its devices once, so that takes a process of its own."""
+    """Results of each case on eight devices, computed in a subprocess because JAX fixes its number of devices."""
     script = Path(__file__).with_name("device_cases.py")
-    finished = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True)
-    return json.loads(finished.stdout)
+    completed = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True)
+    return json.loads(completed.stdout)
 
 
 @pytest.mark.parametrize(
     ("case", "rows"),
     [
         ("data axis", "24 rows, 3 a device"),
-        # Pairs of devices work on the same rows.
+        # Pairs of devices share the same rows.
         ("model axis", "12 rows, 3 a device"),
         ("replicas", "24 rows, 3 a device"),
-        ("rows that were asked for", "40 rows, 5 a device"),
+        ("configured rows", "40 rows, 5 a device"),
     ],
 )
-def test_every_data_parallel_device_gets_as_many_rows(outcomes: dict[str, str], case: str, rows: str):
+def test_rows_per_data_parallel_device(outcomes: dict[str, str], case: str, rows: str):
     assert outcomes[case] == rows
 
 
@@ -49,11 +49,11 @@ def test_every_data_parallel_device_gets_as_many_rows(outcomes: dict[str, str], 
         ),
     ],
 )
-def test_what_does_not_fit_is_told_in_numbers(outcomes: dict[str, str], case: str, message: str):
+def test_device_errors_name_the_numbers(outcomes: dict[str, str], case: str, message: str):
     assert outcomes[case] == message
 
 
-def test_the_section_that_was_given_is_left_alone():
+def test_input_config_is_not_modified():
     section = default_trainer()
     started = start_devices(section, rows_per_device=4)
     assert section == default_trainer()

@@ -40,7 +40,7 @@ def lines(config: TrainConfig) -> dict[str, str]:
     return {line.split("  ")[0].strip(): line.split("  ", 1)[1].strip() for line in text.splitlines()}
 
 
-def test_the_numbers_of_a_run():
+def test_counts_of_a_run():
     found = lines(CONFIG)
     # Embedding and head 264 x 16 each; a layer has 4 x 16 x 16 of attention, 3 x 16 x 32 of MLP and two norms of 16;
     # one more norm at the end.
@@ -49,7 +49,7 @@ def test_the_numbers_of_a_run():
     assert found["one step"] == "8 prompts x 4 attempts = 32 rollouts"
     assert found["sampled per step"] == "at most 576 tokens"
     assert found["updates per step"].startswith("1 = 1 x 1 ")
-    # Rows of 50 tokens are rounded up to 128 positions, of which 8 rows make about a thousand.
+    # Rows of 50 tokens are rounded up to 128 positions; 8 rows have about a thousand.
     assert found["one microbatch"].startswith(
         "8 rows x 128 positions = 1,024 tokens on each data-parallel device, several"
     )
@@ -59,7 +59,7 @@ def test_the_numbers_of_a_run():
     assert found["critic"] == "none"
 
 
-def test_several_updates_and_rounds_of_a_step_are_counted():
+def test_counts_with_several_updates_and_resampling():
     found = lines(
         dataclasses.replace(
             CONFIG,
@@ -73,7 +73,7 @@ def test_several_updates_and_rounds_of_a_step_are_counted():
     assert found["sampled per step"] == "at most 576 tokens, 3 times that with resampling"
 
 
-def test_rows_that_are_asked_for_and_not_packed():
+def test_configured_rows_without_packing():
     found = lines(
         dataclasses.replace(
             CONFIG,
@@ -86,7 +86,7 @@ def test_rows_that_are_asked_for_and_not_packed():
     )
 
 
-def test_rows_that_differ_on_a_tpu():
+def test_row_positions_differ_on_tpu():
     model = dataclasses.replace(CONFIG.model, seq_len=2048)
     found = lines(dataclasses.replace(CONFIG, model=model, rollouts=RolloutConfig(max_length=1100)))
     assert found["one microbatch"].startswith("1 rows x 1,280 positions = 1,280 tokens on each data-parallel device")
@@ -94,12 +94,12 @@ def test_rows_that_differ_on_a_tpu():
 
 
 @pytest.mark.parametrize(("shared", "words"), [(True, "one output on the policy's trunk"), (False, "a separate trunk")])
-def test_a_critic_is_told_of(shared: bool, words: str):
+def test_critic_is_described(shared: bool, words: str):
     found = lines(dataclasses.replace(CONFIG, advantage=GaeConfig(), critic=CriticConfig(shared_trunk=shared)))
     assert found["critic"] == words
 
 
-def test_evaluations_are_counted_as_they_will_be_made():
+def test_number_of_evaluations():
     def count(**changes) -> str:
         return lines(dataclasses.replace(CONFIG, **changes))["evaluations"].split(",")[0]
 
@@ -111,10 +111,10 @@ def test_evaluations_are_counted_as_they_will_be_made():
     assert count(num_steps=0) == "1"
 
 
-def test_a_reference_is_told_of():
+def test_reference_is_described():
     assert lines(dataclasses.replace(CONFIG, kl=LossKlConfig(beta=0.1)))["reference model"] == "yes"
     assert lines(dataclasses.replace(CONFIG, kl=LossKlConfig(beta=0.0)))["reference model"].startswith("not loaded")
 
 
-def test_no_more_logits_than_positions():
+def test_logit_block_is_at_most_the_row():
     assert lines(dataclasses.replace(CONFIG, logprob_block_size=512))["logits at a time"].startswith("8 x 128 x 264")

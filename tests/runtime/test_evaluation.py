@@ -25,7 +25,7 @@ TOKENIZER = ChatTokenizer(byte_tokenizer())
 
 @dataclasses.dataclass(frozen=True)
 class Exam:
-    """Right is the reply that equals the answer; the reply `x` breaks the judge."""
+    """A reply is correct if it equals the answer; the reply `x` makes scoring fail."""
 
     sources: Sequence[str] = ("exam",)
     name: str = "exam"
@@ -72,7 +72,7 @@ def measure(made: RolloutRunner, split: Split = Split.HELD_OUT, seed: int = 0, *
     return evaluate(made, EvaluationConfig(**config), temperature=0.8, seed=seed, split=split)
 
 
-def test_every_environment_is_measured_on_as_many_tasks():
+def test_task_count_is_per_environment():
     measured = measure(runner(lambda request: "1"), tasks=1) | measure(
         runner(lambda request: "1", Exam(sources=("b", "a"))), tasks=1
     )
@@ -82,14 +82,14 @@ def test_every_environment_is_measured_on_as_many_tasks():
         "eval/b/tasks": 1.0,
     }
     tasks = Exam(sources=("b", "a")).tasks(Split.HELD_OUT)
-    anyone = RolloutRunner(
+    single = RolloutRunner(
         Exam(), TOKENIZER, ScriptedSampler(lambda request: (END,), stop_token_ids=[END]), Limits(16, 4, 1)
     )
-    assert first_of_each(tasks, 1, anyone) == [tasks[0], tasks[1]]
-    assert first_of_each(tasks, 9, anyone) == tasks
+    assert first_of_each(tasks, 1, single) == [tasks[0], tasks[1]]
+    assert first_of_each(tasks, 9, single) == tasks
 
 
-def test_tasks_with_long_prompts_are_skipped_and_the_next_take_their_places(caplog: pytest.LogCaptureFixture):
+def test_long_prompts_are_replaced_by_next_tasks(caplog: pytest.LogCaptureFixture):
     # The template adds three tokens to each content.
     tasks = [Task(text, "exam", (message(text),), "1") for text in ("aaaaa", "b", "cccccc", "dd", "e")]
     limits = Limits(16, 4, 1, max_prompt_length=5, long_prompts=LongPrompts.SKIP)
@@ -99,7 +99,7 @@ def test_tasks_with_long_prompts_are_skipped_and_the_next_take_their_places(capl
     assert "task e " not in caplog.text
 
 
-def test_accuracy_sampled_and_greedy():
+def test_sampled_and_greedy_accuracy():
     made = runner(lambda request: "1" if request.temperature == 0 or prompt(request) == "h2" else "0")
     assert measure(made) == {
         "eval/exam/tasks": 4.0,
@@ -110,7 +110,7 @@ def test_accuracy_sampled_and_greedy():
     assert {request.temperature for request in made.sampler.requests} == {0.8, 0.0}
 
 
-def test_whoever_wants_the_rollouts_gets_all_of_them():
+def test_keep_receives_all_groups():
     kept: list[RolloutGroup] = []
     made = runner(lambda request: "1")
     evaluate(made, EvaluationConfig(samples=2), temperature=0.8, seed=0, keep=kept.extend)
@@ -119,7 +119,7 @@ def test_whoever_wants_the_rollouts_gets_all_of_them():
 
 
 def test_pass_at_k_is_unbiased():
-    # The first task is answered rightly once in three attempts, the others never.
+    # One of three attempts at the first task is correct; the other tasks are never solved.
     seen: list[str] = []
 
     def script(request: SampleRequest) -> str:
@@ -128,20 +128,20 @@ def test_pass_at_k_is_unbiased():
 
     found = measure(runner(script), samples=3, pass_at=(1, 2, 3), greedy=False)
     assert found["eval/exam/accuracy_sampled"] == pytest.approx(1 / 12)
-    # 1 - C(2, k) / C(3, k) for one task of four.
+    # 1 - C(2, k) / C(3, k) for one of four tasks.
     expected = {1: 1 / 3 / 4, 2: 2 / 3 / 4, 3: 1 / 4}
     assert {k: found[f"eval/exam/pass@{k}"] for k in expected} == pytest.approx(expected)
     assert "eval/exam/accuracy_greedy" not in found
 
 
-def test_a_rollout_that_fails_is_wrong():
+def test_failed_rollout_counts_as_wrong():
     made = runner(lambda request: {"h0": "x", "h1": "1"}.get(prompt(request), "0"))
     assert measure(made, greedy=False)["eval/exam/accuracy_sampled"] == 0.25
     with pytest.raises(AllRolloutsFailedError, match="evaluate-held_out-sampled-0-0"):
         measure(runner(lambda request: "x"))
 
 
-def test_every_environment_is_measured_on_its_own():
+def test_metrics_are_per_environment():
     made = runner(lambda request: "1" if prompt(request) in ("h0", "h1", "h2") else "0", Exam(("sums", "words")))
     found = measure(made)
     assert found["eval/sums/accuracy_sampled"] == found["eval/sums/accuracy_greedy"] == 1.0
@@ -149,14 +149,14 @@ def test_every_environment_is_measured_on_its_own():
     assert found["eval/words/tasks"] == 2.0
 
 
-def test_the_first_tasks_of_the_split_are_measured():
+def test_first_tasks_of_split_are_evaluated():
     for split, letter in ((Split.HELD_OUT, "h"), (Split.VALIDATION, "v")):
         made = runner(lambda request: "0")
         assert measure(made, split, tasks=3, greedy=False)["eval/exam/tasks"] == 3.0
         assert [prompt(request) for request in made.sampler.requests] == [f"{letter}{index}" for index in range(3)]
 
 
-def test_two_evaluations_ask_for_the_same_and_seeds_differ():
+def test_evaluations_are_deterministic_in_seed():
     asked = []
     for seed in (0, 0, 1):
         made = runner(lambda request: "0")
@@ -168,7 +168,7 @@ def test_two_evaluations_ask_for_the_same_and_seeds_differ():
     assert not {request.seed for request in asked[2]} & set(seeds)
 
 
-def test_a_split_without_tasks_is_an_error_that_says_what_to_set():
+def test_empty_split_raises():
     with pytest.raises(ValueError, match=r"environment 'exam' has no train tasks to evaluate on"):
         measure(runner(lambda request: "0"), Split.TRAIN)
 
@@ -183,25 +183,25 @@ def test_a_split_without_tasks_is_an_error_that_says_what_to_set():
         ({"pass_at": (0,)}, "k = 0"),
     ],
 )
-def test_settings_that_contradict_one_another_are_refused(changes: dict, message: str):
+def test_invalid_settings_are_rejected(changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
         EvaluationConfig(**changes)
 
 
-def test_without_tasks_nothing_is_evaluated():
+def test_evaluation_is_disabled_without_tasks():
     never = EvaluationConfig(every=1, tasks=0)
     assert not any(never.is_due(step, 3) for step in range(1, 4))
     with pytest.raises(ValueError, match=r"evaluation\.tasks is 0; set the number of tasks"):
         measure(runner(lambda request: "1"), tasks=0)
 
 
-def test_accuracy_in_words():
+def test_describe_accuracy():
     evaluation = {"eval/a/accuracy_sampled": 0.25, "eval/a/pass@1": 0.25, "eval/a/accuracy_greedy": 0.5}
     assert describe_accuracy(evaluation) == "held-out a/accuracy_sampled 0.250, a/accuracy_greedy 0.500"
 
 
 def scored_tokens(template: str, tasks: Sequence[Task]) -> tuple[dict[str, float], list[list[int]]]:
-    """What `reference_loss` measures where each token has -1 nat, and the tokens that it asks about."""
+    """Run `reference_loss` with a log-prob of -1 per token; return its metrics and the scored tokens."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     asked: list[list[int]] = []
@@ -223,14 +223,14 @@ WITHOUT_BLOCKS = (
 )
 
 
-def test_the_loss_on_reference_answers_needs_no_generation_blocks():
+def test_reference_loss_without_generation_blocks():
     tasks = [Task("a", "exam", (message("2+3="),), "5", worked_answer="5")]
     found, asked = scored_tokens(WITHOUT_BLOCKS, tasks)
     assert asked == [[*b"5", END]]
     assert found == {"eval/exam/loss": 1.0, "eval/exam/loss_tokens": 2.0}
 
 
-def test_examples_in_a_prompt_are_no_reference_answers():
+def test_examples_in_prompt_are_not_reference_answers():
     example = (message("1+1="), Message(role="assistant", content="2"), message("2+3="))
     _, asked = scored_tokens(TOKENIZER.tokenizer.chat_template, [Task("a", "exam", example, "5", worked_answer="5")])
     assert asked == [[*b"5", END]]

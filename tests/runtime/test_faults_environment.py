@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""An environment of one's own fails in single episodes of a run's first batch: at the start, in a step, for ever."""
+"""Faults of a user's environment in single episodes: an error at the start, an error in a step, and a hang."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ ENVIRONMENT = """
 
         async def start(self, task, seed):
             self.started[task.id] += 1
-            # The second attempt at a task, no other.
+            # Only the second attempt at a task.
             fault = self.faults.get(task.id) if self.started[task.id] == 2 else None
             if fault == "start":
                 raise ConnectionError("no game today")
@@ -75,12 +75,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> ShortRuns:
 
 
 def play(runs: ShortRuns, **faults: str) -> TinyRun:
-    """A run whose environment fails so at the second attempts at these tasks."""
+    """Train with an environment that fails in the second attempts at these tasks."""
     environment = {"type": "file", "path": str(runs.folder / "letters.py"), "name": "Letters"}
     return runs.run(environment={**environment, "options": {"faults": faults}})
 
 
-def test_episodes_that_raise_or_never_end_are_lost_alone_and_counted(runs: ShortRuns):
+def test_failing_and_hanging_episodes_affect_only_themselves(runs: ShortRuns):
     undisturbed = play(runs)
     assert_trained(undisturbed, [{}, {}])
     expected = rows_of(undisturbed, 1)
@@ -98,7 +98,7 @@ def test_episodes_that_raise_or_never_end_are_lost_alone_and_counted(runs: Short
     ]
     assert [row["not_trained"] for row in found.values() if row["id"] in lost] == ["failed", "failed", "timed_out"]
     assert all(row["not_trained"] is None for row in found.values() if row["id"] not in lost)
-    # What the policy said before its environment failed is kept as it was sampled.
+    # Turns sampled before the failure are kept unchanged.
     for id, row in lost.items():
         for turn, before in zip(row["turns"], expected[id]["turns"], strict=False):
             assert (turn["token_ids"], turn["logprobs"]) == (before["token_ids"], before["logprobs"])
@@ -106,8 +106,8 @@ def test_episodes_that_raise_or_never_end_are_lost_alone_and_counted(runs: Short
     assert "closing its episode failed: RuntimeError: it crashed before" in (run.path / "log.txt").read_text()
 
 
-def test_a_whole_group_that_fails_is_left_out_whole(runs: ShortRuns, tmp_path: Path):
-    # Every attempt at one task of each step, where the test above breaks one.
+def test_fully_failed_group_is_dropped(runs: ShortRuns, tmp_path: Path):
+    # All attempts at one task of each step fail.
     code = ENVIRONMENT.replace("self.started[task.id] == 2", "self.started[task.id] > 0")
     everything = ShortRuns(tmp_path, sampling__max_new_tokens=2, rollouts__max_turns=2, filter={"type": "drop"})
     written(tmp_path / "letters.py", code)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What was started for a run, or for an evaluation, ends with it: also where it fails before it has begun."""
+"""Resources opened for a run or an evaluation are closed with it, also if it fails while it starts."""
 
 import dataclasses
 import threading
@@ -53,19 +53,19 @@ ENVIRONMENT = """
 
 @dataclasses.dataclass
 class Watch:
-    """What runs beside the training while a run is opened, as seen from its reports."""
+    """Records the reward workers and threads that exist while a run is opened."""
 
     sandboxes: list[Any]
     before: frozenset[threading.Thread]
     pids: list[int] = dataclasses.field(default_factory=list)
     threads: set[str] = dataclasses.field(default_factory=set)
 
-    def look(self) -> None:
+    def update(self) -> None:
         self.pids = self.sandboxes[-1].worker_pids
         self.threads = {thread.name.partition("_")[0] for thread in threading.enumerate() if thread not in self.before}
 
     def assert_all_ended(self, *threads: str) -> None:
-        """What was seen is gone."""
+        """Check that all recorded workers and threads have ended."""
         assert self.pids
         assert not any(map(is_alive, self.pids))
         assert self.threads >= {"episodes", *threads}
@@ -80,7 +80,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 @pytest.fixture(scope="module")
 def shy_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    """A run with a reward function, that has not begun."""
+    """A run with a reward function that was not started."""
     folder = tmp_path_factory.mktemp("opening")
     file = written(folder / "shy.py", ENVIRONMENT)
     written(folder / "length.py", REWARD)
@@ -100,13 +100,13 @@ def open_it(run: TinyRun, folder: Path, report: Callable[[str], None], warm_star
     open_run(parse_config(TrainConfig, argv, levanter_defaults(), {}).config, folder, report)
 
 
-def test_a_warm_start_that_fails(shy_run: TinyRun, tmp_path: Path, watch: Watch):
+def test_failing_warm_start_closes_everything(shy_run: TinyRun, tmp_path: Path, watch: Watch):
     with pytest.raises(ZeroDivisionError, match="in the demonstration"):
-        open_it(shy_run, tmp_path, lambda message: watch.look(), warm_start_steps=1)
+        open_it(shy_run, tmp_path, lambda message: watch.update(), warm_start_steps=1)
     watch.assert_all_ended()
 
 
-def test_an_interrupt_while_the_first_evaluation_is_stored_and_a_store_that_does_not_close(
+def test_interrupt_in_first_evaluation_and_failing_store_close(
     shy_run: TinyRun, tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     from marin_rl.rollouts.store import RolloutStore
@@ -119,7 +119,7 @@ def test_an_interrupt_while_the_first_evaluation_is_stored_and_a_store_that_does
 
     def interrupt(message: str) -> None:
         assert message.startswith("before RL")
-        watch.look()
+        watch.update()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(RolloutStore, "close", fail)
@@ -130,7 +130,7 @@ def test_an_interrupt_while_the_first_evaluation_is_stored_and_a_store_that_does
     assert "the disk is full" in caplog.text
 
 
-def test_a_first_checkpoint_that_cannot_be_written(
+def test_failing_first_checkpoint_closes_everything(
     shy_run: TinyRun, tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ):
     def fail(*arguments: object) -> Path:
@@ -138,13 +138,13 @@ def test_a_first_checkpoint_that_cannot_be_written(
 
     monkeypatch.setattr("marin_rl.learner.checkpoint.Checkpoints.save", fail)
     with pytest.raises(OSError, match="No space left on device"):
-        open_it(shy_run, tmp_path, lambda message: watch.look())
+        open_it(shy_run, tmp_path, lambda message: watch.update())
     watch.assert_all_ended("rollout-store")
 
 
 @pytest.fixture
 def rewarded(finished_run: TinyRun, shy_run: TinyRun, tmp_path: Path) -> TinyRun:
-    """A finished run whose rollouts are judged by a reward function too, from now on."""
+    """A finished run with a reward function added to its config."""
     import yaml
 
     run = copy_of(finished_run, tmp_path / "copy")
@@ -157,14 +157,14 @@ def rewarded(finished_run: TinyRun, shy_run: TinyRun, tmp_path: Path) -> TinyRun
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_an_evaluation(rewarded: TinyRun, watch: Watch, fails: bool, monkeypatch: pytest.MonkeyPatch):
+def test_evaluation_closes_everything(rewarded: TinyRun, watch: Watch, fails: bool, monkeypatch: pytest.MonkeyPatch):
     from marin_rl import evaluate as command
 
     measure = command.evaluate
 
     def watched(*arguments: Any, **keywords: Any) -> dict[str, float]:
         found = measure(*arguments, **keywords)
-        watch.look()
+        watch.update()
         if fails:
             raise ZeroDivisionError("in the evaluation")
         return found

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The workers that run reward functions are killed while they judge the first batch of a run."""
+"""Reward workers are killed while they score the first batch of a run."""
 
 import dataclasses
 import hashlib
@@ -40,7 +40,7 @@ FUNCTION = """
         reply = messages[-1]["content"]
         gate = os.path.join(gates, hashlib.sha256(f"{task_id} {reply}".encode()).hexdigest())
         if os.path.exists(gate):
-            # Opened by whoever kills this process: each waits for the other here.
+            # A pipe: blocks until the test opens its other end and kills this process.
             open(gate, "rb").read()
         return float(sum(reply.encode()) % 7)
 """
@@ -60,7 +60,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> ShortRuns:
         environment__reply_regex=None,
         environment__rewards=[function],
         filter={"type": "drop"},
-        # Nothing but the kill ends a call that waits.
+        # Long enough that only the kill ends a blocked call.
         sandbox={"workers": WORKERS, "wall_seconds": 600, "require": "none"},
     )
 
@@ -73,13 +73,13 @@ def undisturbed(runs: ShortRuns) -> TinyRun:
 
 
 def gate_of(gates: Path, row: Any) -> Path:
-    said = f"{row['task_id']} {row['turns'][-1]['messages'][-1]['content']}"
-    return gates / hashlib.sha256(said.encode()).hexdigest()
+    key = f"{row['task_id']} {row['turns'][-1]['messages'][-1]['content']}"
+    return gates / hashlib.sha256(key.encode()).hexdigest()
 
 
 @dataclasses.dataclass
 class Killer:
-    """Waits until a call stands at every gate, and kills every worker there is."""
+    """Waits until a call blocks at every gate, and then kills all workers."""
 
     gates: Sequence[Path]
     sandboxes: Sequence[Any]
@@ -88,8 +88,7 @@ class Killer:
 
     def __call__(self) -> None:
         for gate in self.gates:
-            # Opening a pipe for writing returns when its reader is there, which then waits until it is closed: longer
-            # than it lives.
+            # Opening a pipe for writing blocks until its reader opens it. The reader then blocks until it is killed.
             self.held.append(os.open(gate, os.O_WRONLY))
             gate.unlink()
         self.killed += self.sandboxes[-1].worker_pids
@@ -98,12 +97,12 @@ class Killer:
 
 
 @pytest.mark.parametrize("bubblewrap", [True, False], ids=["the best isolation", "without bubblewrap"])
-def test_all_workers_killed_at_work_lose_what_they_judged_and_nothing_else(
+def test_killed_reward_workers_lose_only_their_own_calls(
     runs: ShortRuns, undisturbed: TinyRun, bubblewrap: bool, monkeypatch: pytest.MonkeyPatch
 ):
     expected = rows_of(undisturbed, 1)
     first, second, *_ = groups_of(expected)
-    # All of one group, and one of another.
+    # All rollouts of one group, and one of another.
     hit = [*first, second[2]]
     gates = [gate_of(runs.folder / "gates", row) for row in hit]
     assert len({gate_of(gates[0].parent, row) for row in expected.values()}) == len(expected)
@@ -133,7 +132,7 @@ def test_all_workers_killed_at_work_lose_what_they_judged_and_nothing_else(
         assert found[id]["turns"][0]["logprobs"] == expected[id]["turns"][0]["logprobs"]
     assert_nothing_else_is_lost(found, expected, ids)
     assert [row["not_trained"] for row in groups_of(found)[1]] == [None, None, "failed", None]
-    # Other workers took their place, and are gone too.
+    # The replacement workers have also ended.
     assert sandboxes[-1].worker_pids == []
     assert not any(is_alive(pid) for pid in killer.killed)
     assert sandboxes[-1].losses == {"worker": 5}

@@ -1,9 +1,9 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tools break in single episodes of the first batch of a run, or lose the process that they work with.
+"""Faults of tools in single episodes: the tool raises, or its subprocess is killed.
 
-The policy calls tools by itself: each call is one token of its vocabulary, and a warm start has shown it such calls.
+Each tool call is one token of the vocabulary, and a warm start trains the policy to produce such calls.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ ECHO = """
             self.episodes = []
 
         async def call(self, arguments):
-            # Every episode is played by a task of its own; faults are for the first call of some of them.
+            # Every episode runs in a separate asyncio task; faults affect the first call of some of them.
             episode = asyncio.current_task()
             is_first = episode not in self.episodes
             if is_first:
@@ -54,10 +54,10 @@ ECHO = """
             )
             if fault == "kill":
                 process.kill()
-            said, _ = await process.communicate(b"ok")
+            output, _ = await process.communicate(b"ok")
             if process.returncode != 0:
                 raise ChildProcessError(f"cat ended with status {process.returncode}")
-            return said.decode()
+            return output.decode()
 """
 
 CALLS = [
@@ -70,7 +70,7 @@ CALLS = [
 
 
 def save_tokenizer(folder: Path) -> None:
-    """The built-in tokenizer, but its two reserved tokens are the two calls."""
+    """Save the built-in tokenizer with the two calls in place of its two reserved tokens."""
     from transformers import PreTrainedTokenizerFast
 
     from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
@@ -88,7 +88,7 @@ def save_tokenizer(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> ShortRuns:
-    """Runs from weights that call tools now and then."""
+    """Runs that start from weights which call tools occasionally."""
     folder = tmp_path_factory.mktemp("tools")
     save_tokenizer(folder / "tokenizer")
     written(folder / "echo.py", ECHO)
@@ -116,7 +116,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> ShortRuns:
 
 
 def environment(folder: Path, faults: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Questions with both tools; one of them breaks in the episodes with these numbers."""
+    """Questions with both tools; the echo tool fails in the episodes with these numbers."""
     options = {"faults": dict(faults or {})}
     return {
         "type": "tool_use",
@@ -151,12 +151,12 @@ def measured(row: Row, name: str) -> float:
 
 
 def answers(row: Row) -> list[str]:
-    """What the tools said."""
+    """Replies of the tools."""
     return [message["content"] for turn in row["turns"] for message in turn["messages"] if message["role"] == "tool"]
 
 
-def test_a_tool_that_raises_or_loses_its_process_is_an_answer_to_one_call(runs: ShortRuns, undisturbed: TinyRun):
-    # At most the first of the episodes that call it is one of the evaluation before.
+def test_tool_failure_is_returned_to_the_policy(runs: ShortRuns, undisturbed: TinyRun):
+    # At most the first episode that calls it belongs to the preceding evaluation.
     run = runs.run(environment=environment(runs.folder, {"2": "raise", "4": "kill"}))
     assert_trained(run, [{}, {}])
     found = rows_of(run, 1)
@@ -171,11 +171,11 @@ def test_a_tool_that_raises_or_loses_its_process_is_an_answer_to_one_call(runs: 
     assert run.records()[1]["measured/asked/tool_errors"] == pytest.approx(2 / 16)
     assert run.records()[2]["measured/asked/tool_errors"] == 0
     assert_nothing_else_is_lost(found, rows_of(undisturbed, 1), hit)
-    # It costs the episode a reward, and is trained on as any other.
+    # The rollout gets the error reward and is trained on.
     assert {row["not_trained"] for row in found.values()} == {None}
 
 
-def test_a_sandbox_that_loses_a_worker_under_a_tool_costs_one_rollout(
+def test_killed_sandbox_worker_fails_one_rollout(
     runs: ShortRuns, undisturbed: TinyRun, monkeypatch: pytest.MonkeyPatch
 ):
     from marin_rl.rewards.sandbox.worker_process import WorkerProcess
@@ -191,16 +191,16 @@ def test_a_sandbox_that_loses_a_worker_under_a_tool_costs_one_rollout(
 
     async def kill_at_the_third_episode(self: WorkerProcess) -> dict[str, Any]:
         while self in killed:
-            # What it may have said before it died is not heard.
+            # Discard messages sent before the kill.
             await read(self)
-        said = await read(self)
+        message = await read(self)
         episode = asyncio.current_task()
-        if said == {"began": True} and "'ok'" in asked[self].get("code", "") and episode not in episodes:
+        if message == {"began": True} and "'ok'" in asked[self].get("code", "") and episode not in episodes:
             episodes.append(episode)
             if len(episodes) == 3:
                 killed.append(self)
                 os.kill(self.pid, signal.SIGKILL)
-        return said
+        return message
 
     monkeypatch.setattr(WorkerProcess, "ask", remember)
     monkeypatch.setattr(WorkerProcess, "_read", kill_at_the_third_episode)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Episodes of different numbers of turns, from the environment's words to the batch that the learner gets."""
+"""Multi-turn episodes with different numbers of turns, from observations to the training batch."""
 
 import dataclasses
 import logging
@@ -36,7 +36,7 @@ from tests.runtime.bare_run import END, TOKENIZER, USER, bare_run, make_config, 
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
-    """A step of an episode: what the policy sees, and what its answer earns; None where that is nothing at all."""
+    """A step of an episode: the observation, and the reward of the reply (None for no reward)."""
 
     place: str
     reward: float | None = None
@@ -47,7 +47,7 @@ Path = Sequence[Visit]
 
 @dataclasses.dataclass
 class Maze:
-    """One task; attempt number n takes path number n, whatever is said."""
+    """One task; attempt number n follows path number n, independent of the replies."""
 
     paths: Sequence[Path]
     name: str = "maze"
@@ -78,17 +78,17 @@ class Walk:
 
 
 def answer(request: SampleRequest) -> Sequence[int]:
-    """One to four tokens, more with every turn."""
+    """Reply with one to four tokens, depending on the number of turns."""
     return (*[97] * (request.prompt_tokens.count(USER) % 4), END)
 
 
 ROLLOUTS = RolloutConfig(prompts_per_step=1, group_size=4, max_length=64, max_turns=8, row_length=64)
 
 
-def play(
+def run_paths(
     paths: Sequence[Path], *, tokenizer: ChatTokenizer = TOKENIZER, rows: int = 4, **changes
 ) -> tuple[TrainingRun, RolloutGroup, TrainingBatch]:
-    """One group, an attempt for each path, and the batch that it makes."""
+    """Sample one group with one attempt per path, and build its training batch."""
     run = bare_run(make_config(rollouts=ROLLOUTS, **changes), Maze(paths), tokenizer=tokenizer, rows=rows)
     runner = make_runner(run, answer, run.environment, tokenizer=tokenizer)
     [group] = run_groups(
@@ -98,7 +98,7 @@ def play(
 
 
 def episode(turns: int, reward: float) -> Path:
-    """So many turns, the last of which earns something."""
+    """A path of `turns` turns with a reward at the end."""
     return [*(Visit(f"n{index}") for index in range(turns - 1)), Visit(f"n{turns - 1}", reward)]
 
 
@@ -106,11 +106,11 @@ TURNS = (1, 2, 6, 3)
 EPISODES = [episode(turns, reward) for turns, reward in zip(TURNS, (1.0, 2.0, 5.0, 8.0), strict=True)]
 ADVANTAGES = (-4.0, -8 / 3, 4 / 3, 16 / 3)
 TOKENS = (2, 5, 15, 9)
-"""Sampled in each: 2, 3, 4, 1, 2, 3 by turn."""
+"""Sampled tokens of each episode; the turns have 2, 3, 4, 1, 2, 3."""
 
 
 def rewriting_tokenizer() -> ChatTokenizer:
-    """Its template leaves out all replies but the last, so that every turn starts a sequence of its own."""
+    """A tokenizer with a template that omits all replies but the last, so every turn starts a new sequence."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (
         "{%- for message in messages -%}"
@@ -130,8 +130,8 @@ def sequence_counts(tokenizer: ChatTokenizer) -> list[int]:
     return [1] * 4 if tokenizer is TOKENIZER else list(TURNS)
 
 
-def test_episodes_of_1_2_6_and_3_turns_are_one_group(tokenizer: ChatTokenizer):
-    _, group, batch = play(EPISODES, tokenizer=tokenizer)
+def test_group_with_different_numbers_of_turns(tokenizer: ChatTokenizer):
+    _, group, batch = run_paths(EPISODES, tokenizer=tokenizer)
     assert [len(rollout.turns) for rollout in group.rollouts] == list(TURNS)
     assert [processed.input_ids.shape[0] for processed in batch.rollouts] == sequence_counts(tokenizer)
     assert [processed.num_loss_tokens for processed in batch.rollouts] == list(TOKENS)
@@ -140,8 +140,8 @@ def test_episodes_of_1_2_6_and_3_turns_are_one_group(tokenizer: ChatTokenizer):
         np.testing.assert_allclose(token_advantages.advantages, [advantage] * tokens, rtol=1e-12)
 
 
-def test_what_was_observed_never_carries_loss(tokenizer: ChatTokenizer):
-    _, group, batch = play(EPISODES, tokenizer=tokenizer)
+def test_observations_have_no_loss(tokenizer: ChatTokenizer):
+    _, group, batch = run_paths(EPISODES, tokenizer=tokenizer)
     for rollout, processed in zip(group.rollouts, batch.rollouts, strict=True):
         sampled = [token for turn in rollout.turns for token in turn.generation.token_ids]
         assert processed.input_ids[processed.loss_mask].tolist() == sampled
@@ -149,8 +149,8 @@ def test_what_was_observed_never_carries_loss(tokenizer: ChatTokenizer):
         assert processed.turn_ids[processed.loss_mask].tolist() == turns
 
 
-def test_log_probs_sum_over_the_tokens_of_all_turns(tokenizer: ChatTokenizer):
-    run, _, batch = play(EPISODES, tokenizer=tokenizer)
+def test_logprobs_sum_over_all_turns(tokenizer: ChatTokenizer):
+    run, _, batch = run_paths(EPISODES, tokenizer=tokenizer)
     [packed] = minibatches(run, batch, 1)
     rng = np.random.default_rng(0)
     shape = (run.trainer.train_batch_size, 64)
@@ -164,7 +164,7 @@ def test_log_probs_sum_over_the_tokens_of_all_turns(tokenizer: ChatTokenizer):
             Sequences(part.loss_mask.array, part.rollout_ids.array),
         )
         loss += float(jnp.sum(part.loss_weights.array * terms.terms))
-    # -1/4 · Σ_i A_i Σ_t log π_t: four rollouts, however many sequences they became.
+    # -1/4 · Σ_i A_i Σ_t log π_t: four rollouts, independent of the number of sequences.
     own = packed.unpack(learner)
     sums = [array[made.loss_mask].sum(dtype=np.float64) for array, made in zip(own, batch.rollouts, strict=True)]
     assert loss == pytest.approx(-np.dot(ADVANTAGES, sums) / 4, rel=1e-5)
@@ -173,8 +173,8 @@ def test_log_probs_sum_over_the_tokens_of_all_turns(tokenizer: ChatTokenizer):
 @pytest.mark.parametrize(
     ("config", "mean"), [(RlooSequenceLossConfig(0.9, 9.0), False), (GspoLossConfig(0.9, 9.0), True)]
 )
-def test_a_ratio_of_a_rollout_is_over_all_its_turns(config, mean: bool, tokenizer: ChatTokenizer):
-    run, _, batch = play(EPISODES, tokenizer=tokenizer, policy_loss=config)
+def test_rollout_ratio_covers_all_turns(config, mean: bool, tokenizer: ChatTokenizer):
+    run, _, batch = run_paths(EPISODES, tokenizer=tokenizer, policy_loss=config)
     [packed] = minibatches(run, batch, 1)
     change = [np.random.default_rng(index).normal(0, 0.05, (4, 64)).astype(np.float32) for index in range(9)]
     change = change[: len(packed.microbatches)]
@@ -182,7 +182,7 @@ def test_a_ratio_of_a_rollout_is_over_all_its_turns(config, mean: bool, tokenize
     for part, moved in zip(packed.microbatches, change, strict=True):
         policy = part.policy_logprobs.array
         sequences = Sequences(part.loss_mask.array, part.rollout_ids.array)
-        # An advantage of -1 makes the term the ratio itself.
+        # With an advantage of -1 the term equals the ratio.
         found.append(np.asarray(config.per_token(policy + moved, policy, -jnp.ones_like(policy), sequences).terms))
     for terms, moved, made in zip(packed.unpack(found), packed.unpack(change), batch.rollouts, strict=True):
         total = moved[made.loss_mask].sum(dtype=np.float64)
@@ -191,8 +191,8 @@ def test_a_ratio_of_a_rollout_is_over_all_its_turns(config, mean: bool, tokenize
         np.testing.assert_allclose(terms[made.loss_mask], expected, rtol=1e-4)
 
 
-def test_a_rollout_of_several_sequences_counts_once():
-    run, _, batch = play(EPISODES, tokenizer=rewriting_tokenizer(), rows=2)
+def test_rollout_of_several_sequences_counts_once():
+    run, _, batch = run_paths(EPISODES, tokenizer=rewriting_tokenizer(), rows=2)
     [packed] = minibatches(run, batch, 1)
     assert [len(slots) for slots in packed.slots] == list(TURNS)
     weights = packed.unpack([np.asarray(part.loss_weights.array) for part in packed.microbatches])
@@ -201,8 +201,8 @@ def test_a_rollout_of_several_sequences_counts_once():
         assert np.unique(array[made.loss_mask]).tolist() == [0.25]
 
 
-def test_sequences_of_a_rollout_lie_in_one_pass_where_its_ratio_is_taken():
-    run, _, batch = play(EPISODES, tokenizer=rewriting_tokenizer(), rows=2, policy_loss=GspoLossConfig())
+def test_rollout_ratio_keeps_sequences_in_one_microbatch():
+    run, _, batch = run_paths(EPISODES, tokenizer=rewriting_tokenizer(), rows=2, policy_loss=GspoLossConfig())
     [packed] = minibatches(run, batch, 1)
     assert len(packed.microbatches) > 1
     assert all(len({slot.microbatch_index for slot in slots}) == 1 for slots in packed.slots)
@@ -225,7 +225,7 @@ STEPS = ((0.285, 0.475, 0.0), (-0.6175, -0.475, 0.0), (0.3325, 0.0))
 
 
 def by_turn(batch: TrainingBatch, group: RolloutGroup) -> list[list[float]]:
-    """The advantage of each turn, after a look at all of its tokens."""
+    """Advantage of each turn, after checking that it is equal on all tokens of the turn."""
     found = []
     for rollout, token_advantages in zip(group.rollouts, batch.token_advantages, strict=True):
         lengths = [len(turn.generation.token_ids) for turn in rollout.turns]
@@ -239,36 +239,36 @@ def expected(episodes: Sequence[float], steps: Sequence[Sequence[float]]) -> lis
     return [[of_episode + step for step in own] for of_episode, own in zip(episodes, steps, strict=True)]
 
 
-def compare(found: list[list[float]], wanted: list[list[float]]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert one == pytest.approx(other, abs=1e-12)
+def assert_close(actual: list[list[float]], desired: list[list[float]]) -> None:
+    for row, desired_row in zip(actual, desired, strict=True):
+        assert row == pytest.approx(desired_row, abs=1e-12)
 
 
-def test_the_worked_example_of_gigpo_from_words_to_tokens(tokenizer: ChatTokenizer):
-    _, group, batch = play(worked_example(), tokenizer=tokenizer, advantage=GigpoConfig())
+def test_gigpo_worked_example_on_tokens(tokenizer: ChatTokenizer):
+    _, group, batch = run_paths(worked_example(), tokenizer=tokenizer, advantage=GigpoConfig())
     anchors = [[turn.anchor_state for turn in rollout.turns] for rollout in group.rollouts]
-    # What is seen again is the same place, in whichever turn and attempt.
+    # Equal observations have equal anchors, independent of turn and attempt.
     assert anchors[0][0] == anchors[1][0] == anchors[2][0]
     assert anchors[0][1] == anchors[1][1]
     assert anchors[0][2] == anchors[2][1]
     assert len({anchor for own in anchors for anchor in own}) == 4
-    compare(by_turn(batch, group), expected(EPISODE, STEPS))
+    assert_close(by_turn(batch, group), expected(EPISODE, STEPS))
 
 
-def test_what_gigpo_adds_up_is_told_turn_by_turn(caplog: pytest.LogCaptureFixture):
+def test_gigpo_components_are_logged_per_turn(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.DEBUG, logger="marin_rl.runtime.training_batch"):
-        _, group, _ = play(worked_example(), advantage=GigpoConfig())
-    said = [record.getMessage() for record in caplog.records if "anchor hash" in record.getMessage()]
-    turns = [(rollout.id, turn, played) for rollout in group.rollouts for turn, played in enumerate(rollout.turns)]
-    assert len(said) == len(turns) == 8
-    for line, (id, turn, played) in zip(said, turns, strict=True):
-        assert line.startswith(f"rollout {id} turn {turn}: anchor hash {played.anchor_state}, return ")
-    assert said[0].endswith("return 0.9025, A_E 0.333333, A_S 0.285, advantage [0.618333]")
-    assert said[3].endswith("return 0, A_E -0.666667, A_S -0.6175, advantage [-1.28417]")
+        _, group, _ = run_paths(worked_example(), advantage=GigpoConfig())
+    messages = [record.getMessage() for record in caplog.records if "anchor hash" in record.getMessage()]
+    turns = [(rollout.id, index, turn) for rollout in group.rollouts for index, turn in enumerate(rollout.turns)]
+    assert len(messages) == len(turns) == 8
+    for line, (id, index, turn) in zip(messages, turns, strict=True):
+        assert line.startswith(f"rollout {id} turn {index}: anchor hash {turn.anchor_state}, return ")
+    assert messages[0].endswith("return 0.9025, A_E 0.333333, A_S 0.285, advantage [0.618333]")
+    assert messages[3].endswith("return 0, A_E -0.666667, A_S -0.6175, advantage [-1.28417]")
 
 
-def test_what_gigpo_adds_up_is_stored_turn_by_turn():
-    _, group, batch = play(worked_example(), advantage=GigpoConfig())
+def test_gigpo_components_are_stored_per_turn():
+    _, group, batch = run_paths(worked_example(), advantage=GigpoConfig())
     rows = [as_row(rollout, 1, "training", batch.stored[rollout.id], lambda token: b"x") for rollout in group.rollouts]
     assert [row["turns"][0]["episode_advantage"] for row in rows] == pytest.approx(EPISODE)
     assert [[turn["step_advantage"] for turn in row["turns"]] for row in rows] == [
@@ -281,40 +281,40 @@ def test_what_gigpo_adds_up_is_stored_turn_by_turn():
             assert turn["advantages"] == pytest.approx([total] * len(turn["token_ids"]))
 
 
-def test_a_turn_without_a_reward_gets_the_default_and_one_of_zero_does_not():
+def test_default_step_reward_applies_only_to_missing_rewards():
     paths = worked_example()
     paths[1] = [Visit("s0", 0.0), Visit("s1"), Visit("s3", 0.0)]
     config = GigpoConfig(default_step_reward=-1.0)
-    _, group, batch = play(paths, advantage=config)
+    _, group, batch = run_paths(paths, advantage=config)
     assert [turn.reward for turn in group.rollouts[1].turns] == [0.0, None, 0.0]
-    # Its return from s1 is -1, from s0 -0.95; that of the whole rollout stays what its rewards say.
+    # Its return is -1 from s1 and -0.95 from s0; the return of the rollout remains the sum of its rewards.
     s0, s1 = np.array([0.9025, -0.95, 0.95]), np.array([0.95, -1.0])
     steps = [
         [s0[0] - s0.mean(), s1[0] - s1.mean(), 0.0],
         [s0[1] - s0.mean(), s1[1] - s1.mean(), 0.0],
         [s0[2] - s0.mean(), 0.0],
     ]
-    compare(by_turn(batch, group), expected(EPISODE, steps))
+    assert_close(by_turn(batch, group), expected(EPISODE, steps))
 
 
-def test_a_score_at_the_end_alone_may_be_added_to_the_last_turn():
-    # The same example with an outcome instead of rewards on the way, whose turns get nothing else.
+def test_outcome_score_is_added_to_last_turn():
+    # The same example with an outcome reward and no intermediate rewards.
     paths = [[Visit("s0"), Visit("s1"), Visit("s2", 1.0)], [Visit("s0"), Visit("s1"), Visit("s3", 0.0)]]
     paths.append([Visit("s0"), Visit("s2", 1.0)])
-    _, group, batch = play(paths, advantage=GigpoConfig())
-    compare(by_turn(batch, group), expected(EPISODE, STEPS))
-    # Twice where the rewards of the turns already contain it: every return from a turn on doubles.
-    _, group, batch = play(paths, advantage=GigpoConfig(add_score_at_end=True))
-    compare(by_turn(batch, group), expected(EPISODE, [[2 * step for step in own] for own in STEPS]))
+    _, group, batch = run_paths(paths, advantage=GigpoConfig())
+    assert_close(by_turn(batch, group), expected(EPISODE, STEPS))
+    # The turn rewards already contain the score, so it counts twice and every return doubles.
+    _, group, batch = run_paths(paths, advantage=GigpoConfig(add_score_at_end=True))
+    assert_close(by_turn(batch, group), expected(EPISODE, [[2 * step for step in own] for own in STEPS]))
 
 
-def test_reinforce_with_a_discount_earns_each_turn_what_follows():
-    _, group, batch = play(worked_example(), advantage=ReinforceConfig(gamma=0.95))
-    compare(by_turn(batch, group), [[0.9025, 0.95, 1.0], [0.0, 0.0, 0.0], [0.95, 1.0]])
+def test_reinforce_discounts_following_rewards():
+    _, group, batch = run_paths(worked_example(), advantage=ReinforceConfig(gamma=0.95))
+    assert_close(by_turn(batch, group), [[0.9025, 0.95, 1.0], [0.0, 0.0, 0.0], [0.95, 1.0]])
 
 
 def gae_by_position(rollout: Rollout, values: np.ndarray, gamma: float, lam: float) -> list[float]:
-    """GAE by its definition, backwards over all positions of a row: observations are passed over unchanged."""
+    """Compute GAE by its definition, backwards over all positions of a row; observations are skipped."""
     positions: list[tuple[int | None, bool]] = []
     for index, turn in enumerate(rollout.turns):
         length = len(turn.generation.token_ids)
@@ -337,7 +337,7 @@ def gae_by_position(rollout: Rollout, values: np.ndarray, gamma: float, lam: flo
     return advantages[::-1]
 
 
-def test_gae_earns_rewards_of_turns_where_they_end_across_observations():
+def test_gae_rewards_at_turn_ends_across_observations():
     paths = [
         [Visit("s0", 0.5), Visit("s1"), Visit("s2", 1.0)],
         [Visit("s0", -1.0), Visit("long", 0.25), Visit("s3", 0.0), Visit("s4", 2.0)],
@@ -358,7 +358,7 @@ def test_gae_earns_rewards_of_turns_where_they_end_across_observations():
         temperature=1.0,
         seed_parts=(0, "train", 1),
     )
-    # A reward function's score that no turn earned, such as one of length.
+    # A rollout-level reward that belongs to no turn, such as a length penalty.
     rollouts = [dataclasses.replace(one, rewards={**one.rewards, "short": 0.75}) for one in group.rollouts]
     batch = build_batch(run, [RolloutGroup(group.id, rollouts)], PhaseTimer())
     for rollout, processed, token_advantages in zip(rollouts, batch.rollouts, batch.token_advantages, strict=True):

@@ -35,11 +35,11 @@ from tests.runtime.reopened_run import config_of, reopen
 from tests.tiny_run import TinyRun, contents, copy_of
 
 
-def test_a_run_is_taken_up_where_it_stopped(finished_run: TinyRun):
-    said: list[str] = []
+def test_run_resumes_from_newest_checkpoint(finished_run: TinyRun):
+    messages: list[str] = []
     files = contents(finished_run.path)
-    opened = reopen(finished_run, said.append)
-    assert said == [f"resuming after step 6, from {finished_run.checkpoint(6)}"]
+    opened = reopen(finished_run, messages.append)
+    assert messages == [f"resuming after step 6, from {finished_run.checkpoint(6)}"]
     saved = json.loads((finished_run.checkpoint(6) / "manifest.json").read_text())["progress"]
     assert dataclasses.asdict(opened.progress) == saved
     assert list(opened.progress.evaluations) == ["before warm start", "before RL", "after RL"]
@@ -48,7 +48,7 @@ def test_a_run_is_taken_up_where_it_stopped(finished_run: TinyRun):
     assert contents(finished_run.path) == files
 
 
-def test_progress_of_another_version_is_refused(finished_run: TinyRun, tmp_path: Path):
+def test_progress_of_another_version_is_rejected(finished_run: TinyRun, tmp_path: Path):
     run = copy_of(finished_run, tmp_path / "copy")
     path = run.checkpoint(6) / "manifest.json"
     manifest = checkpoint._unseal(path.read_text())
@@ -58,7 +58,7 @@ def test_progress_of_another_version_is_refused(finished_run: TinyRun, tmp_path:
         reopen(run, lambda message: None)
 
 
-def test_what_was_sampled_with_weights_that_are_gone_is_sampled_anew_where_they_are_needed():
+def test_groups_sampled_with_lost_weights_are_requested_again():
     run = bare_run(make_config(), progress=Progress(step=3))
     run.replay = ReplayBuffer(max_staleness=2)
     for index, version in enumerate((3, 2, 1)):
@@ -73,26 +73,26 @@ def test_what_was_sampled_with_weights_that_are_gone_is_sampled_anew_where_they_
                 )
             )
         run.replay.add(RequestNumber(4, index), RolloutGroup(group.id, rollouts))
-    said: list[str] = []
-    forget_older(run, said.append)
-    assert said == [
+    messages: list[str] = []
+    forget_older(run, messages.append)
+    assert messages == [
         "2 waiting groups were sampled with weights that are no longer kept; those not trained on are sampled again"
     ]
     assert run.replay.ages(3) == [0]
     assert [task["id"] for task in run.orders.state["again"]] == ["task-1", "task-2"]
 
 
-def test_damaged_checkpoints_are_told_of(finished_run: TinyRun, tmp_path: Path):
+def test_damaged_checkpoints_are_reported(finished_run: TinyRun, tmp_path: Path):
     copied = copy_of(finished_run, tmp_path / "copy")
     (copied.checkpoint(6) / "manifest.json").write_text("{")
-    said: list[str] = []
-    assert reopen(copied, said.append).progress.step == 5
-    assert said[0] == "the checkpoint of step 6 is damaged and was skipped; see log.txt for the reason"
-    assert said[1].startswith("resuming after step 5")
+    messages: list[str] = []
+    assert reopen(copied, messages.append).progress.step == 5
+    assert messages[0] == "the checkpoint of step 6 is damaged and was skipped; see log.txt for the reason"
+    assert messages[1].startswith("resuming after step 5")
 
 
 @pytest.mark.parametrize("kl", [LossKlConfig(beta=0.0), RewardKlConfig(beta=0.0)])
-def test_without_a_penalty_there_is_no_reference(
+def test_reference_is_not_loaded_without_penalty(
     finished_run: TinyRun, kl: LossKlConfig | RewardKlConfig, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("marin_rl.runtime.open_run.restore_policy", None)  # calling it would raise
@@ -101,7 +101,7 @@ def test_without_a_penalty_there_is_no_reference(
     assert not opened.checkpoints.keep_first
 
 
-def test_with_a_penalty_the_reference_is_the_policy_before_rl(finished_run: TinyRun):
+def test_reference_is_policy_before_rl(finished_run: TinyRun):
     opened = reopen(finished_run, kl=LossKlConfig(beta=0.1))
     assert opened.checkpoints.keep_first
     first = restore_policy(opened.checkpoints.open(0), opened.config, opened.trainer)
@@ -111,14 +111,14 @@ def test_with_a_penalty_the_reference_is_the_policy_before_rl(finished_run: Tiny
     assert not all(np.array_equal(a, b) for a, b in zip(reference, now, strict=True))
 
 
-def test_another_architecture_does_not_fit_the_checkpoint(finished_run: TinyRun):
+def test_checkpoint_of_another_architecture_is_rejected(finished_run: TinyRun):
     model = config_of(finished_run).model
     assert model is not None
     with pytest.raises(CheckpointError, match="does not fit the configured model and optimizer"):
         reopen(finished_run, model=dataclasses.replace(model, intermediate_dim=48))
 
 
-def test_the_loss_is_the_configured_one(finished_run: TinyRun):
+def test_make_loss_uses_config(finished_run: TinyRun):
     config = dataclasses.replace(
         config_of(finished_run),
         policy_loss=PpoClipLossConfig(clip_high=0.28),
@@ -134,7 +134,7 @@ def test_the_loss_is_the_configured_one(finished_run: TinyRun):
 
 
 @pytest.mark.parametrize(("tasks", "opened"), [(0, 0), (2, 1)])
-def test_a_trainer_starts_reward_functions_only_if_it_plays_episodes_itself(
+def test_trainer_opens_reward_functions_only_if_it_runs_episodes(
     finished_run: TinyRun, monkeypatch: pytest.MonkeyPatch, tasks: int, opened: int
 ) -> None:
     calls: list[object] = []

@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Runs with a critic, several updates a step, and resampling: stopped and taken up again, they end as if never stopped.
+"""Exact resume of runs with a critic, several updates per step, and resampling.
 
-What makes them different from the run in `tests/faults/test_resume.py` is state: the critic's weights and moments,
-the draw of minibatches, the place in the order of tasks.
+Compared with the run in `tests/faults/test_resume.py` they have more state: critic weights and optimizer moments, the
+assignment of minibatches, and the position in the task stream.
 """
 
 import dataclasses
@@ -38,30 +38,30 @@ GSPO: dict[str, Any] = {
     "filter": {"type": "resample", "max_batches": 3},
     "rollouts__group_size": 2,
 }
-"""Pairs, which are equal often enough for tasks to be played in their place."""
+"""Groups of two, which often have equal rewards and are then replaced."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A run that was never stopped."""
+    """An uninterrupted run."""
 
     run: TinyRun
     settings: dict[str, Any]
 
     @property
     def progress(self) -> list[dict[str, Any]]:
-        """By step, what its checkpoint holds of the host's state."""
+        """Progress in the checkpoint of each step."""
         manifests = [self.run.checkpoint(step) / "manifest.json" for step in range(STEPS + 1)]
         return [json.loads(manifest.read_text())["progress"] for manifest in manifests]
 
 
 @pytest.fixture(scope="module")
 def train(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
-    """Trains each kind of run once."""
-    made: dict[str, Trained] = {}
+    """Train each kind of run once."""
+    trained: dict[str, Trained] = {}
 
     def by_name(name: str) -> Trained:
-        if name not in made:
+        if name not in trained:
             settings = {
                 **{"ppo": PPO, "gspo": GSPO}[name],
                 "initialize_from": str(finished_run.path),
@@ -72,8 +72,8 @@ def train(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Ca
             }
             run = make_run(tmp_path_factory.mktemp(name), **settings)
             assert run.train() == 0
-            made[name] = Trained(run, settings)
-        return made[name]
+            trained[name] = Trained(run, settings)
+        return trained[name]
 
     return by_name
 
@@ -85,9 +85,7 @@ def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
 @pytest.mark.parametrize("step", [1, 2])
-def test_stopped_and_resumed_it_ends_as_if_never_stopped(
-    name: str, step: int, train: Callable[[str], Trained], tmp_path: Path
-):
+def test_resumed_run_equals_uninterrupted_run(name: str, step: int, train: Callable[[str], Trained], tmp_path: Path):
     whole = train(name).run
     resumed = interrupted_after(whole, step, tmp_path / "copy")
     assert resumed.train() == 0
@@ -97,7 +95,7 @@ def test_stopped_and_resumed_it_ends_as_if_never_stopped(
         assert found[piece] == expected[piece], piece
 
 
-def test_a_step_of_ppo_is_several_updates(train: Callable[[str], Trained]):
+def test_ppo_step_has_several_updates(train: Callable[[str], Trained]):
     trained = train("ppo")
     records = trained.run.records()[1:]
     assert [record["updates"] for record in records] == [4.0, 8.0, 12.0]
@@ -107,41 +105,41 @@ def test_a_step_of_ppo_is_several_updates(train: Callable[[str], Trained]):
     for record in records:
         assert record["loss/value_avg"] > 0
         assert np.isfinite([record[name] for name in ("critic/explained_variance", "val/clipfrac_avg")]).all()
-        # After the first of its updates the policy is not the one that sampled.
+        # After the first update of a step, the policy differs from the one that sampled.
         assert record["policy/approxkl_avg"] > 0
-        # That one is what these compare the sampler with.
+        # These metrics compare the sampler with the policy before the first update.
         assert record["mismatch/logprob_difference_max"] < 1e-5
-    # It says 0 until it has learned something.
+    # The value head starts at 0.
     assert records[0]["critic/explained_variance"] == 0.0
     assert records[1]["critic/explained_variance"] != 0.0
-    # The reference is the policy before RL, from which it moves away.
+    # The policy moves away from the reference, which is the policy before RL.
     assert records[0]["objective/kl"] == pytest.approx(0.0, abs=1e-4)
     assert abs(records[2]["objective/kl"]) > 1e-4
 
 
-def test_resampled_groups_move_the_place_in_the_order_of_tasks(train: Callable[[str], Trained]):
+def test_resampled_groups_advance_the_task_stream(train: Callable[[str], Trained]):
     trained = train("gspo")
     records, drawn = trained.run.records()[1:], [progress["tasks_drawn"] for progress in trained.progress]
-    played = [
+    finished = [
         sum(record[f"filter/{name}"] for name in ("kept_groups", "dropped_zero_spread", "dropped_ungraded"))
         for record in records
     ]
-    assert np.diff(drawn).tolist() == played
+    assert np.diff(drawn).tolist() == finished
     assert any(record["filter/replaced"] > 0 for record in records)
     assert all(0 <= record["filter/replaced"] <= 8 and record["filter/kept_groups"] <= 4 for record in records)
-    # Every rollout that was sampled is counted, and written down with its fate.
+    # Every sampled rollout is counted and stored with its status.
     assert [record["episode"] for record in records] == [2.0 * count for count in drawn[1:]]
     for step in (2, 3):
         [table] = read_rollouts(trained.run.path / "rollouts", [step], purposes=["training"])
-        assert len(table) == 2 * played[step - 1]
-        fates = table["not_trained"].to_pylist()
-        assert fates.count(None) == 2 * records[step - 1]["filter/kept_groups"]
-        assert set(fates) <= {None, "filtered"}
+        assert len(table) == 2 * finished[step - 1]
+        reasons = table["not_trained"].to_pylist()
+        assert reasons.count(None) == 2 * records[step - 1]["filter/kept_groups"]
+        assert set(reasons) <= {None, "filtered"}
     assert {"mismatch/weight_mean", "mismatch/weight_max"} <= set(records[0])
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
-def test_a_run_is_evaluated_with_or_without_a_critic(name: str, train: Callable[[str], Trained]):
+def test_evaluation_with_and_without_critic(name: str, train: Callable[[str], Trained]):
     trained = train(name)
     for step in (2, 3):
         found, metrics = run_evaluation(EvaluateConfig(str(trained.run.path), step))
@@ -151,7 +149,7 @@ def test_a_run_is_evaluated_with_or_without_a_critic(name: str, train: Callable[
         assert recorded == without_losses(metrics)
 
 
-def test_training_goes_on_from_the_policy_of_a_run_with_a_critic(train: Callable[[str], Trained], tmp_path: Path):
+def test_training_starts_from_policy_of_run_with_critic(train: Callable[[str], Trained], tmp_path: Path):
     trained = train("ppo")
     settings = {
         **trained.settings,

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Runs whose rewards are a user's functions, from the file to the record of a step."""
+"""Runs with user-defined reward functions, from the file to the record of a step."""
 
 import re
 import textwrap
@@ -67,7 +67,7 @@ def rewards(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def functions_only(new_run: Callable[..., TinyRun]) -> Callable[..., TinyRun]:
-    """A run without a grader of its own; three steps."""
+    """A run of two steps without a built-in grader."""
 
     def make(*entries: dict[str, Any], **changes: Any) -> TinyRun:
         defaults = {
@@ -92,7 +92,7 @@ def test_components_are_weighted_and_logged_by_name(functions_only: Callable[...
     )
     assert run.train() == 0
     for record in run.records()[1:]:
-        # Each of the 16 rollouts has a share of a 16th; each group of four has at least one that is shortest.
+        # Each of the 16 rollouts gets 1/16; each group of four has at least one shortest reply.
         assert record["reward/share/mean"] == pytest.approx(1.0)
         assert 0.25 / 4 <= record["reward/shortest/mean"] <= 0.25
         assert record["reward/one/mean"] >= 1.0
@@ -103,19 +103,19 @@ def test_components_are_weighted_and_logged_by_name(functions_only: Callable[...
         assert record["rollouts/failed"] == 0
 
 
-def test_what_compares_a_whole_step_is_refused_where_workers_play_it_in_parts(
+def test_batch_scope_is_rejected_in_async_mode(
     functions_only: Callable[..., TinyRun], rewards: Any, capfd: pytest.CaptureFixture[str]
 ):
     assert functions_only(rewards("share", scope="batch"), mode="async").train() == 1
-    assert "scope: batch" in (told := capfd.readouterr().err)
-    assert told.rstrip().endswith("use scope: group, or mode: sync")
+    assert "scope: batch" in (output := capfd.readouterr().err)
+    assert output.rstrip().endswith("use scope: group, or mode: sync")
 
 
 @pytest.mark.parametrize(
     ("function", "cause", "words"),
     [("picky", "raised", "ValueError: I do not like twos"), ("deadly", "exited", "it ended its process with status 7")],
 )
-def test_a_rollout_without_a_score_is_lost_alone_and_counted(
+def test_failed_reward_affects_one_rollout_and_is_counted(
     functions_only: Callable[..., TinyRun], rewards: Any, function: str, cause: str, words: str
 ):
     run = functions_only(rewards(function), rewards("share"), seed=5)
@@ -129,7 +129,7 @@ def test_a_rollout_without_a_score_is_lost_alone_and_counted(
     assert "sandbox: isolation" in log
 
 
-def test_accuracy_counts_what_the_functions_reward(functions_only: Callable[..., TinyRun], rewards: Any):
+def test_accuracy_uses_reward_functions(functions_only: Callable[..., TinyRun], rewards: Any):
     run = functions_only(rewards("has_one", options={"bonus": 0.0}, name="correct"), num_steps=1)
     assert run.train() == 0
     assert 0.0 <= run.records()[-1]["eval/ones/accuracy_sampled"] < 1.0
@@ -150,7 +150,7 @@ def test_accuracy_counts_what_the_functions_reward(functions_only: Callable[...,
         ({"function": "share", "path": "/nowhere/rewards.py"}, "there is no file /nowhere/rewards.py"),
     ],
 )
-def test_a_function_that_cannot_be_used_is_named_before_anything_is_sampled(
+def test_invalid_reward_functions_are_rejected_at_start(
     functions_only: Callable[..., TinyRun], rewards: Any, entry: dict[str, Any], message: str, capfd: Any
 ):
     run = functions_only({**rewards("x"), **entry})
@@ -158,18 +158,18 @@ def test_a_function_that_cannot_be_used_is_named_before_anything_is_sampled(
     assert re.search(message, capfd.readouterr().err.replace("\n", " "))
 
 
-def test_two_components_of_one_name_are_refused(functions_only: Callable[..., TinyRun], rewards: Any, capfd: Any):
+def test_duplicate_component_names_are_rejected(functions_only: Callable[..., TinyRun], rewards: Any, capfd: Any):
     run = functions_only(rewards("share"), rewards("picky", name="share"))
     assert run.train() == 1
     assert "rewards: share is there twice" in capfd.readouterr().err
 
 
-def test_nothing_to_reward_a_reply_is_refused(functions_only: Callable[..., TinyRun], capfd: Any):
+def test_config_without_rewards_is_rejected(functions_only: Callable[..., TinyRun], capfd: Any):
     assert functions_only().train() == 1
     assert "replies would have no reward" in capfd.readouterr().err
 
 
-def test_a_machine_that_offers_less_isolation_than_required_is_refused(
+def test_insufficient_isolation_is_rejected(
     functions_only: Callable[..., TinyRun], rewards: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("marin_rl.rewards.sandbox.pool.shutil.which", lambda name: None)
@@ -177,7 +177,9 @@ def test_a_machine_that_offers_less_isolation_than_required_is_refused(
     assert "error: sandbox.require is full, but here isolation is" in capfd.readouterr().err
 
 
-def test_without_reward_functions_there_is_no_sandbox(new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch):
+def test_sandbox_is_not_started_without_reward_functions(
+    new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
+):
     async def start(self: object) -> None:
         raise AssertionError("the sandbox was started")
 

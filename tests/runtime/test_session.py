@@ -24,7 +24,7 @@ from tests.free_port import free_port
 from tests.tiny_run import TinyRun, contents, copy_of, interrupted_after, outcome
 
 
-def test_a_finished_run_has_everything_a_run_directory_promises(finished_run: TinyRun):
+def test_finished_run_directory_is_complete(finished_run: TinyRun):
     directory = RunDirectory(finished_run.path)
     assert all(path.is_file() for path in (directory.config, directory.metrics, directory.log, directory.curves))
     assert directory.curves.read_bytes().startswith(b"\x89PNG")
@@ -38,16 +38,14 @@ def test_a_finished_run_has_everything_a_run_directory_promises(finished_run: Ti
     assert "warm start 30: loss" in directory.log.read_text()
 
 
-def test_the_exported_tokenizer_writes_the_same_prompts(finished_run: TinyRun):
+def test_exported_tokenizer_encodes_same_prompts(finished_run: TinyRun):
     tokenizer = AutoTokenizer.from_pretrained(str(finished_run.path / "hf"))
     messages = [{"role": "user", "content": "2x3"}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     assert ids == [259, *b"2x3", 257, 260]
 
 
-def test_a_finished_run_can_be_run_again_and_stays_as_it_is(
-    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_rerunning_finished_run_changes_nothing(finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
     again = copy_of(finished_run, tmp_path / "copy")
     before = contents(again.checkpoints)
@@ -56,7 +54,7 @@ def test_a_finished_run_can_be_run_again_and_stays_as_it_is(
     assert contents(again.checkpoints) == before
 
 
-def test_records_that_were_deleted_do_not_keep_a_finished_run_from_its_closing_table(
+def test_closing_table_without_metric_records(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
@@ -66,7 +64,7 @@ def test_records_that_were_deleted_do_not_keep_a_finished_run_from_its_closing_t
     assert "Held-out accuracy" in capfd.readouterr().out
 
 
-def test_what_does_not_change_the_result_may_differ_and_the_rest_may_not(
+def test_only_settings_without_effect_on_results_may_change_on_resume(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
@@ -94,7 +92,7 @@ def test_what_does_not_change_the_result_may_differ_and_the_rest_may_not(
     assert {name: data for name, data in contents(again.path).items() if name != ".lock"} == files
 
 
-def test_a_cluster_that_is_not_there_is_told_before_anything_is_begun(
+def test_missing_ray_cluster_is_reported_before_run_starts(
     new_run: Callable[..., TinyRun], capfd: pytest.CaptureFixture[str]
 ):
     run = new_run(mode="async", ray_address=f"127.0.0.1:{free_port()}")
@@ -103,12 +101,12 @@ def test_a_cluster_that_is_not_there_is_told_before_anything_is_begun(
     assert not run.path.exists()
 
 
-def test_the_first_interrupt_asks_and_the_second_ends():
-    said: list[str] = []
+def test_first_interrupt_requests_stop_and_second_exits():
+    messages: list[str] = []
     former = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 
     def twice() -> None:
-        with stop_on_signals(said.append) as stop:
+        with stop_on_signals(messages.append) as stop:
             assert not stop.requested
             signal.raise_signal(signal.SIGINT)
             assert stop.requested
@@ -116,13 +114,13 @@ def test_the_first_interrupt_asks_and_the_second_ends():
 
     with pytest.raises(KeyboardInterrupt):
         twice()
-    assert len(said) == 1
-    assert said[0].startswith("SIGINT: stopping and saving; ")
+    assert len(messages) == 1
+    assert messages[0].startswith("SIGINT: stopping and saving; ")
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == former
 
 
 class Interrupted(io.RawIOBase):
-    """A stream whose first write is interrupted by SIGTERM, as a write to a full pipe may be."""
+    """A stream with a first write that SIGTERM interrupts, as a write to a full pipe may be."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,32 +136,32 @@ class Interrupted(io.RawIOBase):
         return len(data)
 
 
-def test_sigterm_in_the_middle_of_a_line_of_output_asks_as_at_any_other_moment():
+def test_sigterm_during_console_write_requests_stop():
     raw = Interrupted()
     stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")
 
-    def say(message: str) -> None:
+    def report(message: str) -> None:
         print(message, file=stream, flush=True)
 
-    with stop_on_signals(say) as stop:
-        say("step 1/10")
+    with stop_on_signals(report) as stop:
+        report("step 1/10")
         assert stop.requested
     first, second = raw.written.decode().splitlines()
     assert first == "step 1/10"
     assert second.startswith("SIGTERM: stopping and saving; ")
 
 
-def test_sigterm_asks_too_and_handlers_are_put_back():
-    said: list[str] = []
+def test_sigterm_requests_stop_and_handlers_are_restored():
+    messages: list[str] = []
     former = signal.getsignal(signal.SIGTERM)
-    with stop_on_signals(said.append) as stop:
+    with stop_on_signals(messages.append) as stop:
         signal.raise_signal(signal.SIGTERM)
         assert stop.requested
-    assert said[0].startswith("SIGTERM: stopping and saving; ")
+    assert messages[0].startswith("SIGTERM: stopping and saving; ")
     assert signal.getsignal(signal.SIGTERM) is former
 
 
-def test_sigterm_during_a_wait_that_never_ends_saves_the_last_finished_step(
+def test_sigterm_during_blocked_step_saves_last_finished_step(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
@@ -171,7 +169,7 @@ def test_sigterm_during_a_wait_that_never_ends_saves_the_last_finished_step(
     step, graded = SingleTurnEpisode.step, 0
 
     async def held(self: SingleTurnEpisode, reply: str) -> Step:
-        """Grades the 16 rollouts of step 4 and some of step 5, and then no other."""
+        """Score the 16 rollouts of step 4 and some of step 5, and block on all others."""
         nonlocal graded
         graded += 1
         if graded <= 20:
@@ -191,7 +189,7 @@ def test_sigterm_during_a_wait_that_never_ends_saves_the_last_finished_step(
     assert outcome(run) == outcome(finished_run)
 
 
-def test_what_ends_a_run_is_in_its_log(caplog: pytest.LogCaptureFixture):
+def test_error_that_ends_run_is_logged(caplog: pytest.LogCaptureFixture):
     def fail() -> None:
         with logged_errors():
             raise KeyboardInterrupt
@@ -202,7 +200,7 @@ def test_what_ends_a_run_is_in_its_log(caplog: pytest.LogCaptureFixture):
     assert "Traceback" in caplog.text
 
 
-def test_an_export_that_fails_leaves_the_last_one(
+def test_failed_export_keeps_previous_export(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
@@ -224,7 +222,7 @@ def test_an_export_that_fails_leaves_the_last_one(
     assert not (again.path / ".hf.partial").exists()
 
 
-def test_a_second_process_is_refused(
+def test_second_process_is_rejected(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], capfd: pytest.CaptureFixture[str]
 ):
     from marin_rl.runtime.run_directory import lock
@@ -236,7 +234,7 @@ def test_a_second_process_is_refused(
     assert not (run.path / "config.yaml").exists()
 
 
-def test_a_disk_that_is_full_at_the_first_evaluation_is_told_of(
+def test_full_disk_at_first_evaluation_is_reported(
     new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     def full(*arguments: object) -> None:
@@ -245,6 +243,6 @@ def test_a_disk_that_is_full_at_the_first_evaluation_is_told_of(
     monkeypatch.setattr(RolloutStore, "write", full)
     run = new_run(warm_start__max_steps=0, num_steps=1)
     assert run.train() == 1
-    told = capfd.readouterr().err
-    assert f"error: cannot write '{run.path / 'rollouts'}': the disk is full; free some space" in told
-    assert "Traceback" not in told
+    output = capfd.readouterr().err
+    assert f"error: cannot write '{run.path / 'rollouts'}': the disk is full; free some space" in output
+    assert "Traceback" not in output

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A whole run in two training processes on this machine, with Ray and a rollout worker, beside the same run in one."""
+"""A run in two training processes on this machine, with Ray and a rollout worker, compared with one process."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def make(folder: Path) -> TinyRun:
-    """A run from scratch; an untrained policy is never right, so that a coin gives it something to learn."""
+    """A run from random weights with random rewards, because an untrained policy is never correct."""
     folder.mkdir()
     inner = {"type": "jsonl", "name": "ones", "path": str(folder / "problems.jsonl"), "held_out": 0.3}
     return make_run(
@@ -40,19 +40,19 @@ def make(folder: Path) -> TinyRun:
 
 
 def train(run: TinyRun, count: int, *, code: int = 0, folders: Sequence[Path] = ()) -> list[str]:
-    """Run the command in so many processes of two devices each; what each of them said."""
+    """Run the command in `count` processes of two devices each, and return their outputs."""
     training = hosts(run, count, folders)
     with started(training):
         codes = [host.end() for host in training]
-    said = [host.output.read_text() for host in training]
-    assert codes == [code] * count, "\n".join(text[-3000:] for text in said)
-    assert not any("os.fork() was called" in text for text in said)
-    return said
+    outputs = [host.output.read_text() for host in training]
+    assert codes == [code] * count, "\n".join(text[-3000:] for text in outputs)
+    assert not any("os.fork() was called" in text for text in outputs)
+    return outputs
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    """A run in two processes, with what they printed beside it."""
+    """A run in two processes, with their outputs."""
     run = make(tmp_path_factory.mktemp("shared") / "run")
     train(run, 2)
     return run
@@ -63,14 +63,14 @@ def comparable(run: TinyRun) -> list[dict[str, object]]:
     return [{name: value for name, value in record.items() if "workers/" not in name} for record in records]
 
 
-def test_two_processes_train_as_one_does(shared: TinyRun, tmp_path: Path) -> None:
+def test_two_processes_train_like_one(shared: TinyRun, tmp_path: Path) -> None:
     alone = make(tmp_path / "alone")
     train(alone, 1)
     assert [record["step"] for record in shared.records()] == [0, 1, 2, 3]
     for found, expected in zip(comparable(shared), comparable(alone), strict=True):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
-            # The same rollouts; sums over four devices in two processes are not those over two in one.
+            # The rollouts are equal, but sums over four devices in two processes differ from sums over two devices.
             if not name.startswith("batch/"):
                 assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
     assert all(record["grad_norm"] > 0 for record in shared.records()[1:])
@@ -79,7 +79,7 @@ def test_two_processes_train_as_one_does(shared: TinyRun, tmp_path: Path) -> Non
         np.testing.assert_allclose(weights[name], array, atol=1e-4, err_msg=name)
 
 
-def test_the_first_process_alone_speaks_and_writes(shared: TinyRun) -> None:
+def test_only_main_process_prints_and_writes(shared: TinyRun) -> None:
     first, second = ((shared.path.parent / f"output-2-{index}.txt").read_text() for index in range(2))
     assert "Evaluate it again" in first
     assert "step 1/3" in first
@@ -90,19 +90,19 @@ def test_the_first_process_alone_speaks_and_writes(shared: TinyRun) -> None:
     assert [file.name for file in (shared.path / "processes").iterdir()] == ["1.txt"]
 
 
-def test_a_run_that_was_killed_goes_on_bit_for_bit(shared: TinyRun, tmp_path: Path) -> None:
+def test_killed_run_resumes_bit_for_bit(shared: TinyRun, tmp_path: Path) -> None:
     killed = interrupted_after(shared, 1, tmp_path / "killed")
     train(killed, 2)
     assert comparable(killed) == comparable(shared)
     found, expected = outcome(killed), outcome(shared)
-    # What became of workers is counted over the whole run, and each start has its own.
-    joined = [one["progress"].pop("worker_counts")["joined"] for one in (found, expected)]
+    # Worker counters accumulate over restarts, and each start has its own worker.
+    joined = [result["progress"].pop("worker_counts")["joined"] for result in (found, expected)]
     assert joined == [2, 1]
     for part in ("steps", "progress", "state", "rollouts", "hf"):
         assert found[part] == expected[part], part
 
 
-def test_what_the_main_process_cannot_do_ends_all_at_once(tmp_path: Path) -> None:
+def test_error_in_main_process_ends_all_processes(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     with lock(RunDirectory(run.path)):
         first, second = train(run, 2, code=1)
@@ -111,7 +111,7 @@ def test_what_the_main_process_cannot_do_ends_all_at_once(tmp_path: Path) -> Non
     assert f"error: the main training process ended with an error: RunDirectoryError: {error}" in second
 
 
-def test_hosts_without_a_common_file_system_end_before_anything_is_written(tmp_path: Path) -> None:
+def test_hosts_without_shared_file_system_are_rejected(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     run.config.write_text(run.config.read_text().replace(str(run.path), "runs/apart"))
     folders = [tmp_path / "first", tmp_path / "second"]
@@ -122,7 +122,7 @@ def test_hosts_without_a_common_file_system_end_before_anything_is_written(tmp_p
         f"error: training process 1 ({places[1]}) does not see the run directory of the main process ({places[0]}). "
         "Every training process writes its shards of the checkpoints there: set run_dir to an absolute path"
     )
-    for said in train(run, 2, code=1, folders=folders):
-        assert error in said
+    for output in train(run, 2, code=1, folders=folders):
+        assert error in output
     assert [path.name for path in (folders[0] / "runs" / "apart").iterdir()] == [".lock"]
     assert not list(folders[1].iterdir())

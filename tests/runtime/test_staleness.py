@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The loop of orders, coordinator, workers and replay buffer under random schedules, played without clock or process.
+"""Scheduler, coordinator, workers and replay buffer under random schedules, simulated without clock or processes.
 
-Workers are slow, silent, die, come back and answer late; coordinators and answers are lost; weights arrive late.
-Whatever happens: every step gets whole groups, none too old, none twice, and nothing that was ordered is forgotten.
+Workers are slow, stop responding, die, rejoin and answer late; coordinators and answers are lost; weights arrive late.
+Invariants: every step gets complete groups, within the maximum staleness, each once, and no request is lost.
 """
 
 import collections
@@ -40,7 +40,7 @@ SILENCE = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """Tasks that are told apart by their number; whether attempts at one differ follows from it."""
+    """Numbered tasks; the number of a task determines whether its attempts get different rewards."""
 
     name: str = "numbers"
 
@@ -48,12 +48,12 @@ class Numbers:
         return [Task(f"t{index}", self.name, ({"role": "user", "content": f"{index}"},), "") for index in range(50)]
 
     async def start(self, task: Task, seed: int) -> Episode:
-        raise AssertionError("workers play elsewhere")
+        raise AssertionError("episodes are simulated")
 
 
 @dataclasses.dataclass
 class RolloutRunner:
-    """A worker, at some point of its life."""
+    """A simulated worker."""
 
     name: str
     incarnation: str
@@ -63,7 +63,7 @@ class RolloutRunner:
 
 
 class World:
-    """Everything outside the trainer; it moves by one random event whenever the trainer waits."""
+    """Simulated coordinator and workers; advances by one random event whenever the trainer waits."""
 
     def __init__(self, chance: random.Random, workers: int, equal_share: float) -> None:
         self.chance = chance
@@ -84,7 +84,7 @@ class World:
         self.coordinator.join(runner.name, runner.incarnation)
         return runner
 
-    # What the trainer sees.
+    # Interface used by the trainer.
 
     def submit(self, orders: Sequence[GroupRequest]) -> None:
         self.coordinator.submit(orders)
@@ -100,25 +100,25 @@ class World:
             self.event()
             update = self.coordinator.take()
             if self.coordinator.incarnation != incarnation:
-                # A new one owes nothing until it is told.
+                # A new coordinator has no requests until the trainer submits them again.
                 return update
         return update
 
-    # What happens.
+    # Random events.
 
     def event(self) -> None:
         self.now += self.chance.choice([0.1, 1.0, 3.0])
         worker = self.chance.choice(self.workers)
-        what = self.chance.random()
-        if what < 0.04:
+        event = self.chance.random()
+        if event < 0.04:
             self.workers[self.workers.index(worker)] = self.born(worker.name)
-        elif what < 0.08:
+        elif event < 0.08:
             worker.paused = not worker.paused
-        elif what < 0.09:
+        elif event < 0.09:
             self.coordinator = self.new_coordinator()
         elif worker.paused:
             worker.paused = self.chance.random() < 0.7
-        elif worker.playing and what < 0.6:
+        elif worker.playing and event < 0.6:
             self.finish(worker, self.chance.choice(sorted(worker.playing)))
         else:
             self.ask(worker)
@@ -127,7 +127,7 @@ class World:
         self.coordinator.plays(worker.name, worker.incarnation, worker.playing)
         told = self.coordinator.next_work(worker.name, worker.incarnation, worker.version, self.chance.randint(1, 4))
         if self.chance.random() < 0.05:
-            # The answer is lost on its way.
+            # The response is lost.
             return
         if told is None:
             self.coordinator.join(worker.name, worker.incarnation)
@@ -158,7 +158,7 @@ class World:
 
 
 class Sender:
-    """Offers weights at once."""
+    """Publishes weights immediately."""
 
     address = "here"
     published = None
@@ -190,14 +190,14 @@ def publish(run: TrainingRun) -> None:
     rollout_source = run.rollout_source
     assert isinstance(rollout_source, WorkerPool)
     rollout_source.publish(SimpleNamespace(), run.progress.step)
-    # The announcement is made in a thread; here it is waited for, so that a schedule is played alike each time.
+    # The announcement runs in a thread; wait for it so that schedules are deterministic.
     rollout_source._announcing.flush()
 
 
 @pytest.mark.parametrize("filter_config", [KeepGroupsConfig(), DropGroupsConfig(), ResampleGroupsConfig(max_batches=3)])
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_whatever_happens_steps_get_whole_fresh_groups_once(filter_config: object, data: st.DataObject) -> None:
+def test_random_faults_never_break_group_invariants(filter_config: object, data: st.DataObject) -> None:
     staleness = data.draw(st.integers(0, 3), "staleness")
     uses = data.draw(st.integers(1, staleness + 1), "uses")
     half_life = data.draw(st.sampled_from([None, 1.0]), "half_life")
@@ -222,16 +222,16 @@ def test_whatever_happens_steps_get_whole_fresh_groups_once(filter_config: objec
             assert len(names) == GROUPS
         trained.update(names)
         tasks |= {group.id: group.rollouts[0].task.id for group in collected.groups}
-        came = [group.id for group in collected.finished]
-        assert seen.isdisjoint(came)
-        seen |= set(came)
+        finished = [group.id for group in collected.finished]
+        assert seen.isdisjoint(finished)
+        seen |= set(finished)
         assert run.replay.uses_left + uses * len(run.orders.outstanding) <= (staleness + 1) * GROUPS * (
             run.config.filter.batches
         )
         run.progress.step = step
         publish(run)
         if chance.random() < 0.2:
-            run = taken_up_again(run, world)
+            run = resumed(run, world)
     assert max(trained.values()) <= uses
     assert set(trained) <= seen
     if isinstance(filter_config, KeepGroupsConfig):
@@ -242,15 +242,15 @@ def test_whatever_happens_steps_get_whole_fresh_groups_once(filter_config: objec
 
 
 def accounted_for(run: TrainingRun, trained: dict[str, str]) -> collections.Counter[str]:
-    """Tasks of groups that were trained on, wait for it, are owed, or are to be ordered anew."""
+    """Count the tasks of groups that were trained on, are buffered, are pending, or will be requested again."""
     state = run.orders.state
-    waiting = {one.group.id: one.task.id for one in run.replay._waiting.values()}
-    owed = [order.task.id for order in run.orders.outstanding]
-    return collections.Counter([*{**trained, **waiting}.values(), *owed, *(task["id"] for task in state["again"])])
+    waiting = {entry.group.id: entry.task.id for entry in run.replay._waiting.values()}
+    pending = [order.task.id for order in run.orders.outstanding]
+    return collections.Counter([*{**trained, **waiting}.values(), *pending, *(task["id"] for task in state["again"])])
 
 
-def taken_up_again(run: TrainingRun, world: World) -> TrainingRun:
-    """The trainer dies after a checkpoint, and another goes on from there; coordinator and workers die with it."""
+def resumed(run: TrainingRun, world: World) -> TrainingRun:
+    """Resume after a checkpoint, with a new trainer, coordinator and workers."""
     saved = dataclasses.asdict(run.progress) | {"orders": run.orders.state}
     run.rollout_source.close()
     world.coordinator = world.new_coordinator()
@@ -264,7 +264,7 @@ def taken_up_again(run: TrainingRun, world: World) -> TrainingRun:
     return again
 
 
-def test_without_staleness_nothing_depends_on_the_schedule() -> None:
+def test_schedule_does_not_matter_without_staleness() -> None:
     def batches(seed: int, workers: int) -> list[list[str]]:
         world = World(random.Random(seed), workers, equal_share=0.4)
         run = async_run(ReplayConfig(max_staleness=0), ResampleGroupsConfig(max_batches=4), world)
@@ -284,8 +284,8 @@ def test_without_staleness_nothing_depends_on_the_schedule() -> None:
         assert batches(seed, workers) == first
 
 
-def test_the_bound_is_what_keeps_groups_fresh() -> None:
-    # With a buffer that forgets to look, the same schedules do bring groups that are too old.
+def test_max_staleness_bounds_group_age() -> None:
+    # Without the check in the buffer, the same schedules produce groups that are too old.
     def oldest(checked: bool) -> int:
         worst = 0
         for seed in range(12):

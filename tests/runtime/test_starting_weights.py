@@ -39,7 +39,7 @@ from tests.runtime.reopened_run import config_of
 from tests.tiny_run import TinyRun
 
 
-def test_the_architecture_is_read_where_it_is_left_out(finished_run: TinyRun):
+def test_missing_model_section_is_read_from_weights(finished_run: TinyRun):
     config = config_of(finished_run)
     assert resolve_model(config) is config
     for source in (finished_run.path, finished_run.path / "hf"):
@@ -49,7 +49,7 @@ def test_the_architecture_is_read_where_it_is_left_out(finished_run: TinyRun):
         assert (model.Pos.size, model.Embed.size) == (16, 16)
 
 
-def test_where_weights_lie(finished_run: TinyRun, tmp_path: Path):
+def test_hf_folder(finished_run: TinyRun, tmp_path: Path):
     assert hf_folder("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert hf_folder(str(finished_run.path)) == str(finished_run.path / "hf")
     (tmp_path / "config.yaml").write_text("")
@@ -57,13 +57,13 @@ def test_where_weights_lie(finished_run: TinyRun, tmp_path: Path):
         hf_folder(str(tmp_path))
 
 
-def test_a_checkpoint_with_a_config_yaml_of_its_own_is_no_run(tmp_path: Path) -> None:
+def test_hf_checkpoint_with_config_yaml_is_not_a_run(tmp_path: Path) -> None:
     folder = write_config(tmp_path, record("llama")["config"])
     (tmp_path / "config.yaml").write_text("optimizer: adamw\n")
     assert hf_folder(folder) == folder
 
 
-def test_a_model_section_must_compute_the_same_as_the_weights(tmp_path: Path):
+def test_model_section_must_match_weights(tmp_path: Path):
     checkpoint = write_config(tmp_path / "hf", record("llama")["config"])
     model = LlamaConfig(
         seq_len=64,
@@ -80,20 +80,20 @@ def test_a_model_section_must_compute_the_same_as_the_weights(tmp_path: Path):
     rope = DefaultRotaryEmbeddingsConfig(theta=500000.0)
     same = dataclasses.replace(config, model=dataclasses.replace(model, rope=rope))
     assert resolve_model(same) is same
-    # A run that has begun does not need them any more.
+    # A run that was already started does not read them again.
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("")
     assert resolve_model(config) is config
 
 
-def test_weights_that_the_built_in_sampler_cannot_sample_are_refused_before_the_run(tmp_path: Path):
+def test_weights_without_sampler_support_are_rejected(tmp_path: Path):
     checkpoint = write_config(tmp_path / "hf", record("olmo2")["config"])
     config = dataclasses.replace(long_run(64), model=None, initialize_from=checkpoint)
     with pytest.raises(PolicyModelError, match=r"model.type 'olmo2' can be trained, but the built-in sampler cannot"):
         resolve_model(config)
 
 
-def test_a_qwen2_checkpoint_is_trained_and_exported(new_run: Callable[..., TinyRun], tmp_path: Path):
+def test_qwen2_checkpoint_is_trained_and_exported(new_run: Callable[..., TinyRun], tmp_path: Path):
     checkpoint = write_checkpoint(tmp_path / "start", "qwen2_yarn")
     run = new_run(model=None, initialize_from=checkpoint, num_steps=1, warm_start__max_steps=0, evaluation__every=0)
     assert run.train() == 0
@@ -141,7 +141,7 @@ def compiled_quickly() -> Iterator[None]:
 
 
 def long_rollouts() -> list[ProcessedRollout]:
-    """Rollouts of 1,100, 900 and 200 tokens, the last 16 of each sampled."""
+    """Rollouts of 1,100, 900 and 200 tokens; the last 16 of each are sampled."""
     made = []
     for length in (1100, 900, 200):
         at = np.arange(1100)[None]
@@ -165,14 +165,14 @@ def long_rollouts() -> list[ProcessedRollout]:
 
 
 def long_model(config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel:
-    """The model that a run of this config trains, filled by numpy, which saves compiling its initializers."""
+    """The model of a run of this config, filled by numpy to avoid compiling its initializers."""
     rng = np.random.default_rng(0)
     shape = model_shape(config.trained_model(trainer), Axis("vocab", 264), trainer)
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(scale=0.5, size=leaf.shape), leaf.dtype), shape)
 
 
 def score(config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probs of the sampled tokens, and values of a critic with a trunk of its own."""
+    """Log-probs of the sampled tokens, and values of a critic with a separate trunk."""
     trainer = start_devices(config.trainer_config(), rows_per_device=1)
     model = with_critic(CriticConfig(shared_trunk=False), long_model(config, trainer))
     model = dataclasses.replace(model, value_weight=model.value_weight + 1)
@@ -184,7 +184,7 @@ def score(config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
 
 
 def train_one_step(config: TrainConfig, policy_logprobs: np.ndarray) -> dict[str, float]:
-    """What a training step on the rollouts measures, its gradient's norm among it."""
+    """Run a training step on the rollouts, and return the largest log-prob difference and the gradient norm."""
     trainer = start_devices(config.trainer_config(), rows_per_device=1)
     rollouts = long_rollouts()
     for rollout, logprobs in zip(rollouts, policy_logprobs, strict=True):
@@ -200,7 +200,7 @@ def train_one_step(config: TrainConfig, policy_logprobs: np.ndarray) -> dict[str
 
 @pytest.fixture(scope="module")
 def plain() -> TrainConfig:
-    """Each rollout in a row of its own, with plain attention."""
+    """One rollout per row, with plain attention."""
     return long_run(1100, packing=False, model=dataclasses.replace(LONG, attn_backend=AttentionBackend.VANILLA))
 
 
@@ -215,20 +215,20 @@ def plain_step(plain: TrainConfig, plain_scores) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("max_length", [1100, 1536, 2560])
-def test_long_rows_are_trained_on_as_short_ones_are(max_length: int, plain_scores, plain_step):
+def test_long_rows_train_like_short_rows(max_length: int, plain_scores, plain_step):
     found = train_one_step(long_run(max_length), plain_scores[0])
     assert found["logprob_difference_max"] < 2e-5
     np.testing.assert_allclose(found["grad_norm"], plain_step["grad_norm"], rtol=1e-5)
 
 
-def test_long_rows_are_scored_as_short_ones_are(plain_scores):
+def test_long_rows_score_like_short_rows(plain_scores):
     for found, expected in zip(score(long_run(1100)), plain_scores, strict=True):
         assert np.ptp(expected) > 1
         np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
-def test_every_policy_of_a_run_has_the_same_attention_blocks(finished_run: TinyRun):
-    """Weights from scratch, from a folder and from a checkpoint: the last is what evaluation and the reference use."""
+def test_all_policies_of_a_run_use_same_attention_blocks(finished_run: TinyRun):
+    """Covers random weights, weights of a folder, and weights of a checkpoint (as in evaluation and reference)."""
     config = config_of(finished_run)
     config = dataclasses.replace(
         config,

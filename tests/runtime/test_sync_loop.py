@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Record n describes the weights after update n, and its rollouts are those that update n is made of."""
+"""The training loop: record n holds metrics of step n and the evaluation of the weights after step n."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ from tests.runtime.bare_run import bare_run, make_config
 from tests.runtime.reopened_run import config_of, reopen
 from tests.tiny_run import TinyRun, contents, copy_of, outcome, without_losses, without_timings
 
-# OBJECTIVES.md, "Metrics that every run logs", without what needs a critic, a reference or a known device.
+# OBJECTIVES.md, "Metrics that every run logs", without those that need a critic, a reference or a known device.
 ALWAYS = {
     *("eps", "episode", "lr", "grad_norm", "step"),
     *("objective/entropy", "objective/scores", "objective/non_score_reward", "objective/rlhf_reward"),
@@ -60,7 +60,7 @@ ALWAYS = {
 
 
 def reopened(run: TinyRun, step: int) -> TrainingRun:
-    """The run in memory, as it was after an update."""
+    """Open the run with the weights after a step."""
     opened = reopen(run)
     opened.progress.step = step
     model = restore_policy(opened.checkpoints.open(step), opened.config, opened.trainer)
@@ -71,7 +71,7 @@ def reopened(run: TinyRun, step: int) -> TrainingRun:
 
 @pytest.fixture(scope="module")
 def after_two(finished_run: TinyRun) -> TrainingRun:
-    """The finished run after update 2."""
+    """The finished run with the weights after step 2."""
     return reopened(finished_run, 2)
 
 
@@ -89,22 +89,22 @@ def evaluations(record: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in record.items() if name.startswith("eval/")}
 
 
-def test_there_is_one_record_per_update(finished_run: TinyRun) -> None:
+def test_one_record_per_step(finished_run: TinyRun) -> None:
     assert [record["step"] for record in finished_run.records()] == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_every_record_has_every_metric(finished_run: TinyRun) -> None:
+def test_every_record_has_all_metrics(finished_run: TinyRun) -> None:
     for record in finished_run.records()[1:]:
         assert set(record) >= ALWAYS
         assert all(isinstance(value, int | float) for value in record.values())
 
 
-def test_evaluations_come_before_rl_every_so_many_updates_and_at_the_end(finished_run: TinyRun) -> None:
+def test_evaluations_run_before_rl_periodically_and_at_the_end(finished_run: TinyRun) -> None:
     assert [record["step"] for record in finished_run.records() if evaluations(record)] == [0, 3, 6]
     assert "before_warm_start/eval/ones/accuracy_sampled" in finished_run.records()[0]
 
 
-def test_the_evaluation_of_record_n_is_of_the_weights_after_update_n(finished_run: TinyRun) -> None:
+def test_evaluation_of_record_n_uses_weights_after_step_n(finished_run: TinyRun) -> None:
     measured = {}
     for step in (0, 2, 3, 6):
         found, measured[step] = run_evaluation(EvaluateConfig(str(finished_run.path), step))
@@ -113,18 +113,18 @@ def test_the_evaluation_of_record_n_is_of_the_weights_after_update_n(finished_ru
     for step in (0, 3, 6):
         recorded = evaluations(records[step])
         assert recorded == without_losses(measured[step])
-    # Neighbouring updates differ, so that equality says which weights these were.
+    # Consecutive weights differ, so equality identifies the step.
     assert measured[2] != measured[3]
     assert len({tuple(evaluation.values()) for evaluation in measured.values()}) == 4
 
 
-def test_the_rollouts_of_record_n_were_sampled_from_the_weights_before_update_n(
+def test_rollouts_of_record_n_are_sampled_with_weights_before_step_n(
     finished_run: TinyRun, after_two: TrainingRun
 ) -> None:
     config = after_two.config
     groups = run_groups(
         after_two.runner,
-        # Two updates of four tasks came before.
+        # Two steps of four tasks precede this one.
         task_stream(after_two.environment, config.seed).draw({"drawn": 8}, 4)[0],
         group_size=config.rollouts.group_size,
         temperature=config.sampling.temperature,
@@ -136,23 +136,23 @@ def test_the_rollouts_of_record_n_were_sampled_from_the_weights_before_update_n(
         again = as_row(rollout, 3, "training", None, piece)
         for name in ("id", "group_id", "task_id", "answer", "status", "reward", "rewards", "evaluations"):
             assert row[name] == again[name]
-        for turn, played in zip(row["turns"], again["turns"], strict=True):
+        for turn, repeated in zip(row["turns"], again["turns"], strict=True):
             for name in ("messages", "observation_tokens", "token_ids", "pieces", "stop_reason", "first_version"):
-                assert list(turn[name]) == list(played[name]) if name.endswith("s") else turn[name] == played[name]
-            np.testing.assert_array_equal(turn["logprobs"], np.float32(played["logprobs"]))
+                assert list(turn[name]) == list(repeated[name]) if name.endswith("s") else turn[name] == repeated[name]
+            np.testing.assert_array_equal(turn["logprobs"], np.float32(repeated["logprobs"]))
     assert {turn.generation.first_version for rollout in rollouts for turn in rollout.turns} == {2}
     record = finished_run.records()[3]
     assert record["objective/scores"] == pytest.approx(np.mean([rollout.total_reward for rollout in rollouts]))
     assert [record[f"staleness/{kind}"] for kind in ("min", "mean", "max")] == [0.0] * 3
 
 
-def test_stored_evaluations_are_the_ones_that_were_recorded(finished_run: TinyRun) -> None:
+def test_stored_evaluations_match_records(finished_run: TinyRun) -> None:
     tables = list(read_rollouts(finished_run.path / "rollouts", purposes=["evaluation"]))
     assert [set(table["step"].to_pylist()) for table in tables] == [{0}, {3}, {6}]
     for table, step in zip(tables, (0, 3, 6), strict=True):
         rows = table.to_pylist()
         greedy = [row for row in rows if "-greedy-" in row["id"]]
-        # Two samples of each task, and one greedy attempt.
+        # Each task has two sampled attempts and a greedy one.
         assert 3 * len(greedy) == len(rows)
         right = np.mean([dict(row["rewards"])["correct"] for row in greedy])
         assert right == pytest.approx(finished_run.records()[step]["eval/ones/accuracy_greedy"])
@@ -160,7 +160,7 @@ def test_stored_evaluations_are_the_ones_that_were_recorded(finished_run: TinyRu
         assert {turn["last_version"] for row in rows for turn in row["turns"]} == {step}
 
 
-def test_the_learners_logprobs_are_stored_where_they_are_asked_for_and_change_nothing(
+def test_storing_learner_logprobs_does_not_affect_training(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
@@ -181,13 +181,13 @@ def test_the_learners_logprobs_are_stored_where_they_are_asked_for_and_change_no
         for name in ("logprobs", "learner_logprobs", "reference_logprobs")
     )
     assert 0 < np.abs(policy - learner).max() < 1e-5
-    # The reference has stayed where the learner was a step ago.
+    # The reference still has the weights from before step 1.
     assert np.abs(policy - reference).max() > 1e-3
     assert {turn["learner_logprobs"] for row in rows_of(plain, 2) for turn in row["turns"]} == {None}
     assert not (asked.path / "rollouts" / "step-00000001.parquet").exists()
 
 
-def test_advantages_of_a_group_are_those_of_leave_one_out(finished_run: TinyRun) -> None:
+def test_group_advantages_are_leave_one_out(finished_run: TinyRun) -> None:
     groups: dict[str, list[dict[str, Any]]] = {}
     for rollout in rows_of(finished_run, 3):
         groups.setdefault(rollout["group_id"], []).append(rollout)
@@ -199,20 +199,20 @@ def test_advantages_of_a_group_are_those_of_leave_one_out(finished_run: TinyRun)
             assert rollout["advantage"] == pytest.approx(reward - others)
 
 
-def test_sampler_and_learner_agree_about_the_same_tokens(finished_run: TinyRun) -> None:
+def test_sampler_and_learner_logprobs_agree(finished_run: TinyRun) -> None:
     for record in finished_run.records()[1:]:
         assert record["mismatch/logprob_difference_max"] < 1e-5
         assert record["val/ratio"] == pytest.approx(1.0, abs=1e-5)
         assert record["policy/clipfrac_avg"] == 0.0
 
 
-def test_the_run_learns(finished_run: TinyRun) -> None:
+def test_run_improves_accuracy(finished_run: TinyRun) -> None:
     records = finished_run.records()
     assert records[6]["eval/ones/accuracy_sampled"] > records[0]["eval/ones/accuracy_sampled"] + 0.2
     assert all(record["grad_norm"] > 0 for record in records[1:])
 
 
-def test_counters_add_up(finished_run: TinyRun) -> None:
+def test_progress_counters(finished_run: TinyRun) -> None:
     records = finished_run.records()[1:]
     assert [record["episode"] for record in records] == [16.0 * step for step in range(1, 7)]
     assert [record["updates"] for record in records] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
@@ -224,21 +224,21 @@ def test_counters_add_up(finished_run: TinyRun) -> None:
     assert manifest["progress"]["tasks_drawn"] == 6 * 4
 
 
-def test_seconds_of_the_phases_add_up_to_the_update(finished_run: TinyRun) -> None:
+def test_phase_seconds_sum_to_total(finished_run: TinyRun) -> None:
     for record in finished_run.records()[1:]:
         seconds = {name: value for name, value in record.items() if name.startswith("seconds/")}
         total = seconds.pop("seconds/total")
         assert sum(seconds.values()) == pytest.approx(total)
 
 
-def test_rates_are_of_what_was_played_and_not_of_what_is_used_again() -> None:
+def test_rates_count_finished_and_not_reused_groups() -> None:
     again, other = group_of("train-1-0", 1.0, 0.0), group_of("train-2-0", 1.0)
     rates = _rates(bare_run(make_config()), Collected([again], [], [other], {}), [], {"step": 1.0}, elapsed=2.0)
     assert rates["eps"] == 1 / 2
     assert rates["tokens/sampled_per_second"] == other.rollouts[0].num_generated_tokens / 2
 
 
-def test_evaluation_changes_nothing(after_two: TrainingRun, finished_run: TinyRun) -> None:
+def test_evaluation_has_no_side_effects(after_two: TrainingRun, finished_run: TinyRun) -> None:
     before = leaves(after_two)
     files = contents(finished_run.path)
     step, _ = run_evaluation(EvaluateConfig(str(finished_run.path), 2))
@@ -252,7 +252,7 @@ def test_evaluation_changes_nothing(after_two: TrainingRun, finished_run: TinyRu
 
 @dataclasses.dataclass
 class Sink:
-    """Keeps records, and asks to stop after one of them."""
+    """Stores records, and requests a stop after one of them."""
 
     stop_after: int
     records: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
@@ -264,7 +264,7 @@ class Sink:
         return max(self.records, default=0) >= self.stop_after
 
 
-def test_asked_to_stop_the_loop_saves_the_update_it_has_made(
+def test_stop_request_saves_finished_step(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied = copy_of(finished_run, tmp_path / "copy")
@@ -283,7 +283,7 @@ def test_asked_to_stop_the_loop_saves_the_update_it_has_made(
 
     monkeypatch.setattr("marin_rl.runtime.sync_loop.require_same_batch", compare)
     assert train(run, sink) is False
-    # Training processes compare the batch of a step before its update.
+    # Training processes compare the batch of a step before the update.
     assert compared == [(4, 3), (5, 4)]
     assert list(sink.records) == [4, 5]
     assert copied.steps()[-1] == 5
@@ -294,7 +294,7 @@ def test_asked_to_stop_the_loop_saves_the_update_it_has_made(
 
 @dataclasses.dataclass(frozen=True)
 class Generous:
-    """An environment that rewards whatever is said, equally."""
+    """An environment that gives every reply the same reward."""
 
     inner: Environment
 
@@ -317,9 +317,7 @@ class Praise:
         pass
 
 
-def test_a_step_whose_groups_were_all_dropped_changes_no_weight_and_is_recorded(
-    finished_run: TinyRun, tmp_path: Path
-) -> None:
+def test_step_without_kept_groups_is_recorded_and_keeps_weights(finished_run: TinyRun, tmp_path: Path) -> None:
     copied = copy_of(finished_run, tmp_path / "copy")
     run = reopen(copied, num_steps=8, filter=ResampleGroupsConfig(max_batches=2))
     run.environment = Generous(run.environment)
@@ -339,7 +337,7 @@ def test_a_step_whose_groups_were_all_dropped_changes_no_weight_and_is_recorded(
         assert record["episode"] == 6 * 16 + (step - 6) * 32
         assert record["objective/scores"] == 1.0
         assert record["tokens/trained_per_second"] == 0.0
-        # Nothing is claimed about a loss that was not computed.
+        # There are no metrics of a loss that was not computed.
         assert not any(name.startswith(("loss/", "val/ratio", "grad_norm", "objective/rlhf")) for name in record)
     assert (run.progress.step, run.progress.updates, run.progress.tasks_drawn) == (8, 6, 24 + 16)
     assert copied.steps()[-1] == 8
@@ -347,7 +345,7 @@ def test_a_step_whose_groups_were_all_dropped_changes_no_weight_and_is_recorded(
     assert [(row["advantage"], row["not_trained"]) for row in rows] == [(None, "filtered")] * 32
 
 
-def test_equal_configs_make_equal_runs_and_another_seed_another(
+def test_runs_are_deterministic_in_config_and_seed(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)

@@ -40,7 +40,7 @@ LAYOUT = RowLayout(row_length=10, rows_per_microbatch=1, packed=False)
 
 
 def batch(*lengths: int) -> PackedBatch:
-    """A pass of ten positions for each length: a prompt of two tokens, and an answer that fills the rest."""
+    """One microbatch of ten positions per length: a prompt of two tokens, and an answer of the remaining length."""
 
     def processed(index: int, length: int) -> ProcessedRollout:
         generation = Generation((1,) * (length - 2), (-1.0,) * (length - 2), StopReason.STOP, 0, 0)
@@ -55,7 +55,7 @@ def batch(*lengths: int) -> PackedBatch:
     return pack_batch(rollouts, token_advantages_list, TokenMeanConfig(), LAYOUT, pad_token_id=0)
 
 
-def test_rates_count_no_padding():
+def test_rates_exclude_padding():
     found = throughput_metrics([group(3, 5), group(4)], [batch(7, 8)], SECONDS, elapsed=4.0)
     assert found["eps"] == 3 / 4
     assert found["tokens/sampled_per_second"] == 12 / 0.5
@@ -64,21 +64,21 @@ def test_rates_count_no_padding():
     assert found["batch/microbatches"] == 2.0
 
 
-def test_what_is_trained_on_in_several_updates_counts_in_each():
+def test_tokens_count_in_every_update():
     found = throughput_metrics([group(3)], [batch(7, 8), batch(10)], SECONDS, elapsed=4.0)
     assert found["tokens/trained_per_second"] == (11 + 8) / 2.0
     assert found["batch/packing_efficiency"] == pytest.approx(25 / 30)
     assert found["batch/microbatches"] == 3.0
 
 
-def test_a_step_without_an_update_trains_on_nothing():
+def test_no_updates_give_zero_training_rate():
     found = throughput_metrics([group(3, 5)], [], SECONDS, elapsed=4.0)
     assert found["tokens/sampled_per_second"] == 8 / 0.5
     trained = ("tokens/trained_per_second", "batch/packing_efficiency", "batch/microbatches")
     assert [found[name] for name in trained] == [0.0] * 3
 
 
-def test_every_phase_is_told_and_the_rest_is_waiting():
+def test_phase_seconds_and_wait():
     found = throughput_metrics([group(3)], [batch(8)], SECONDS, elapsed=4.0)
     assert {phase: found[f"seconds/{phase}"] for phase in PHASES} == {
         **dict.fromkeys(PHASES, 0.0),
@@ -86,16 +86,16 @@ def test_every_phase_is_told_and_the_rest_is_waiting():
         "wait": 1.0,
     }
     assert found["seconds/total"] == 4.0
-    # Clocks are read one after the other; what is accounted for may exceed the whole by a hair.
+    # Clocks are read one after another, so the phases may exceed the total slightly.
     assert throughput_metrics([group(3)], [batch(8)], SECONDS, elapsed=2.999)["seconds/wait"] == 0.0
 
 
-def test_nothing_sampled_in_no_time_is_no_division_by_zero():
+def test_missing_phases_do_not_divide_by_zero():
     found = throughput_metrics([group(3)], [batch(8)], {}, elapsed=1.0)
     assert np.isfinite(list(found.values())).all()
 
 
-def test_utilization_is_the_share_of_the_peak(monkeypatch: pytest.MonkeyPatch):
+def test_mfu_is_share_of_peak(monkeypatch: pytest.MonkeyPatch):
     peak = 1e6
     monkeypatch.setattr(throughput, "device_hardware_flops", lambda device: peak)
     found = model_flops_utilization(MODEL, 264, [batch(7), batch(8)], step_seconds=2.0)
@@ -104,11 +104,11 @@ def test_utilization_is_the_share_of_the_peak(monkeypatch: pytest.MonkeyPatch):
     assert found == {"mfu": pytest.approx(3 * per_token * 15 / (2.0 * peak * jax.device_count()))}
 
 
-def test_where_the_peak_is_not_known_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch):
+def test_no_mfu_if_peak_is_unknown(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(throughput, "device_hardware_flops", lambda device: None)
     assert model_flops_utilization(MODEL, 264, [batch(8)], 1.0) == {}
 
 
-def test_without_an_update_there_is_no_utilization(monkeypatch: pytest.MonkeyPatch):
+def test_no_mfu_without_updates(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(throughput, "device_hardware_flops", lambda device: 1e6)
     assert model_flops_utilization(MODEL, 264, [], 1.0) == {}

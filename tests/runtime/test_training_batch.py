@@ -30,7 +30,7 @@ PROMPT = (259, 50, 257, 260)
 
 
 def turn(length: int = 2, reward: float | None = None, *, logprob: float = -0.5, starts: bool = True, **more) -> Turn:
-    """An answer of `length` tokens, of falling log-prob, to a prompt of four."""
+    """A reply of `length` tokens with decreasing log-probs, to a prompt of four."""
     logprobs = tuple(logprob * (index + 1) for index in range(length))
     generation = Generation((49,) * length, logprobs, StopReason.STOP, 0, 0)
     rewards = {} if reward is None else {"correct": reward}
@@ -38,7 +38,7 @@ def turn(length: int = 2, reward: float | None = None, *, logprob: float = -0.5,
 
 
 def rollout(name: str, reward: float | None, *turns: Turn, truncated: bool = False) -> Rollout:
-    """A rollout of one turn, or these; failed where it has no reward."""
+    """A rollout of one turn, or of `turns`; failed if `reward` is None."""
     turns = turns or (turn(reward=reward),)
     if reward is None:
         return Rollout(name, "g", TASK, turns, RolloutStatus.FAILED, {}, "it broke")
@@ -59,15 +59,15 @@ def mean_advantages(batch: TrainingBatch) -> dict[str, float | None]:
 
 
 def actions(batch: TrainingBatch, name: str) -> list[list[float]]:
-    """An array over the action tokens of each rollout."""
+    """Values of an array at the action tokens of each rollout."""
     return [getattr(processed, name)[processed.loss_mask].tolist() for processed in batch.rollouts]
 
 
 @dataclasses.dataclass(frozen=True)
 class Recorder(AdvantageConfig):
-    """Keeps what it is told, and gives the rollouts 0, 1, 2, … on all of their tokens."""
+    """Records its inputs, and returns the advantages 0, 1, 2, … on all tokens of the rollouts."""
 
-    told: list[Sequence[Sequence[AdvantageInputs]]] = dataclasses.field(default_factory=list)
+    calls: list[Sequence[Sequence[AdvantageInputs]]] = dataclasses.field(default_factory=list)
 
     @property
     def minimum_group_size(self) -> int:
@@ -86,7 +86,7 @@ class Recorder(AdvantageConfig):
         return False
 
     def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
-        self.told.append(groups)
+        self.calls.append(groups)
         numbers = iter(range(1000))
         return [
             [
@@ -97,15 +97,15 @@ class Recorder(AdvantageConfig):
         ]
 
 
-def signals_of(recorder: Recorder) -> dict[str, AdvantageInputs]:
-    [groups] = recorder.told
+def inputs_of(recorder: Recorder) -> dict[str, AdvantageInputs]:
+    [groups] = recorder.calls
     return {signal.id: signal for signals in groups for signal in signals}
 
 
 # From rollouts to advantages.
 
 
-def test_the_worked_example_of_rloo_reaches_the_tokens_with_loss_and_no_others():
+def test_rloo_worked_example_on_loss_tokens():
     run = bare_run(make_config())
     batch = build_batch(run, [group(1.0, 2.0, 5.0, 8.0)], PhaseTimer())
     expected = [-4, -8 / 3, 4 / 3, 16 / 3]
@@ -127,18 +127,18 @@ def test_the_worked_example_of_rloo_reaches_the_tokens_with_loss_and_no_others()
     }
 
 
-def test_a_failed_rollout_leaves_the_baseline_and_the_arrays():
+def test_failed_rollout_is_excluded_from_baseline_and_arrays():
     run = bare_run(make_config())
     batch = build_batch(run, [group(1.0, None, 0.0)], PhaseTimer())
     assert mean_advantages(batch) == {"g-0": 1.0, "g-2": -1.0}
     assert [processed.id for processed in batch.rollouts] == ["g-0", "g-2"]
     [packed] = minibatches(run, batch, 1)
-    # sequence_sum over the two rollouts that count
+    # sequence_sum over the two scored rollouts
     weights = np.unique(np.concatenate([np.asarray(part.loss_weights.array) for part in packed.microbatches]))
     assert weights.tolist() == [0.0, 0.5]
 
 
-def test_what_an_estimator_is_told_of_a_rollout():
+def test_advantage_inputs_of_a_rollout():
     recorder = Recorder()
     run = bare_run(make_config(advantage=recorder), values=lambda processed: processed.turn_ids + 0.5)
     turns = (
@@ -148,29 +148,29 @@ def test_what_an_estimator_is_told_of_a_rollout():
     )
     good = dataclasses.replace(rollout("good", 1.0, *turns), rewards={"correct": 1.0, "overlong": -0.5})
     build(run, good, rollout("failed", None, *turns[:2]))
-    told = signals_of(recorder)
-    assert told["good"].score == 0.5
-    assert told["good"].turn_rewards.tolist() == [0.25, 0.0, 0.0]
-    # No reward is not the same as a reward of 0.
-    assert told["good"].unrewarded_turns == (1,)
-    assert told["good"].anchors == ("here", "there", "here")
-    # Over both sequences: the last turn started one.
-    assert told["good"].turn_ids.tolist() == [0, 0, 1, 1, 1, 2]
-    assert told["good"].penalties.tolist() == [0.0] * 6
-    # Without a critic and without a correction nobody asks the learner.
-    assert told["good"].values.tolist() == [0.0] * 6
-    failed = told["failed"]
+    inputs = inputs_of(recorder)
+    assert inputs["good"].score == 0.5
+    assert inputs["good"].turn_rewards.tolist() == [0.25, 0.0, 0.0]
+    # A missing reward differs from a reward of 0.
+    assert inputs["good"].unrewarded_turns == (1,)
+    assert inputs["good"].anchors == ("here", "there", "here")
+    # Over both sequences: the last turn started a new one.
+    assert inputs["good"].turn_ids.tolist() == [0, 0, 1, 1, 1, 2]
+    assert inputs["good"].penalties.tolist() == [0.0] * 6
+    # Without critic and correction, the learner does not score the rollouts.
+    assert inputs["good"].values.tolist() == [0.0] * 6
+    failed = inputs["failed"]
     assert (failed.score, failed.anchors, failed.turn_ids.size) == (None, ("here", "there"), 0)
 
 
-def test_groups_and_their_order_are_kept():
+def test_groups_keep_their_order():
     recorder = Recorder()
     run = bare_run(make_config(advantage=recorder))
     first = RolloutGroup("g", [rollout("a", 1.0), rollout("b", None), rollout("c", 0.0)])
     second = RolloutGroup("g", [rollout("d", 1.0), rollout("e", 1.0)])
     batch = build_batch(run, [first, second], PhaseTimer())
-    assert [[signal.id for signal in signals] for signals in recorder.told[0]] == [["a", "b", "c"], ["d", "e"]]
-    # Numbers 0 to 4 went to a to e; b has no tokens.
+    assert [[signal.id for signal in signals] for signals in recorder.calls[0]] == [["a", "b", "c"], ["d", "e"]]
+    # Rollouts a to e get the advantages 0 to 4; b has no tokens.
     assert [token_advantages.advantages.tolist() for token_advantages in batch.token_advantages] == [
         [0, 0],
         [2, 2],
@@ -189,25 +189,25 @@ def test_phases_are_timed():
 # The reference.
 
 
-def test_a_penalty_in_the_reward_is_taken_from_each_token_and_from_the_return():
+def test_reward_penalty_is_subtracted_per_token_and_from_return():
     recorder = Recorder()
     run = bare_run(
         make_config(advantage=recorder, kl=RewardKlConfig(beta=0.5)),
         reference=lambda processed: np.full(processed.input_ids.shape, -2.0),
     )
     batch = build(run, rollout("a", 1.0), rollout("b", 0.0, turn(3)))
-    told = signals_of(recorder)
+    inputs = inputs_of(recorder)
     # log π is -0.5, -1, -1.5: k1 is 1.5, 1, 0.5.
-    assert told["a"].penalties.tolist() == [0.75, 0.5]
-    assert told["a"].total_return == pytest.approx(1.0 - 1.25)
-    assert told["b"].penalties.tolist() == [0.75, 0.5, 0.25]
+    assert inputs["a"].penalties.tolist() == [0.75, 0.5]
+    assert inputs["a"].total_return == pytest.approx(1.0 - 1.25)
+    assert inputs["b"].penalties.tolist() == [0.75, 0.5, 0.25]
     assert actions(batch, "reference_logprobs") == [[-2.0] * 2, [-2.0] * 3]
     assert batch.metrics["objective/kl"] == pytest.approx((2.5 + 3.0) / 2)
     assert batch.metrics["objective/non_score_reward"] == pytest.approx(0.5 * 2.75)
     assert batch.metrics["objective/rlhf_reward"] == pytest.approx(0.5 - 0.5 * 2.75)
 
 
-def test_the_kl_can_be_watched_without_a_penalty():
+def test_kl_is_measured_without_penalty():
     def advantages(kl: NoKlConfig, reference: Score | None) -> tuple[list[list[float]], Mapping[str, float]]:
         run = bare_run(make_config(kl=kl), reference=reference)
         batch = build(run, rollout("a", 1.0), rollout("b", 0.0, turn(3)))
@@ -227,7 +227,7 @@ def test_the_kl_can_be_watched_without_a_penalty():
 
 
 @pytest.mark.parametrize("masks", [False, True])
-def test_advantage_statistics_are_of_the_loss_tokens(masks: bool):
+def test_advantage_statistics_cover_loss_tokens(masks: bool):
     run = bare_run(make_config(truncation=MaskTruncatedConfig() if masks else KeepTruncatedConfig()))
     equal = RolloutGroup("h", [dataclasses.replace(rollout(name, 1.0), group_id="h") for name in ("c", "d")])
     made = RolloutGroup("g", [rollout("a", 1.0), rollout("b", 0.0, turn(4), truncated=True)])
@@ -239,38 +239,38 @@ def test_advantage_statistics_are_of_the_loss_tokens(masks: bool):
     assert metrics["advantage/zero_share"] == pytest.approx(4 / tokens.size)
 
 
-def test_a_penalty_in_the_loss_leaves_the_reward_alone_and_is_told_all_the_same():
+def test_loss_penalty_does_not_change_reward_but_is_measured():
     recorder = Recorder()
     run = bare_run(
         make_config(advantage=recorder, kl=LossKlConfig(beta=0.5)),
         reference=lambda processed: np.full(processed.input_ids.shape, -2.0),
     )
     batch = build(run, rollout("a", 1.0))
-    assert signals_of(recorder)["a"].penalties.tolist() == [0.0, 0.0]
+    assert inputs_of(recorder)["a"].penalties.tolist() == [0.0, 0.0]
     assert batch.metrics["objective/kl"] == pytest.approx(2.5)
 
 
-def test_log_ratios_beyond_reason_are_clamped():
+def test_extreme_log_ratios_are_clamped():
     recorder = Recorder()
     run = bare_run(
         make_config(advantage=recorder, kl=RewardKlConfig(beta=1.0)),
         reference=lambda processed: np.full(processed.input_ids.shape, -500.0),
     )
     build(run, rollout("a", 1.0))
-    assert signals_of(recorder)["a"].penalties.tolist() == [20.0, 20.0]
+    assert inputs_of(recorder)["a"].penalties.tolist() == [20.0, 20.0]
 
 
 # The critic.
 
 
-def test_values_and_targets_reach_estimator_batch_and_metric():
+def test_values_and_targets_in_estimator_batch_and_metrics():
     run = bare_run(
         make_config(
             advantage=GaeConfig(gamma=1.0, lam=0.0, whiten=False),
             critic=CriticConfig(),
             policy_loss=PpoClipLossConfig(),
         ),
-        # 1, 2, 3 on the tokens of the answer, whose prompt has four.
+        # 1, 2, 3 on the tokens of the reply, after a prompt of four.
         values=lambda processed: np.broadcast_to(np.arange(64.0) - 3, processed.input_ids.shape),
     )
     batch = build(run, rollout("a", 5.0, turn(3)))
@@ -293,10 +293,10 @@ def test_values_and_targets_reach_estimator_batch_and_metric():
         assert array[0, 4:7].tolist() == expected
 
 
-# The sampler that differs from the learner.
+# Off-policy correction.
 
 
-def test_without_a_correction_ratios_start_from_the_sampler():
+def test_ratios_use_sampler_logprobs_without_correction():
     run = bare_run(make_config(), learner=lambda processed: processed.policy_logprobs - 1.0)
     batch = build(run, rollout("a", 1.0))
     assert [weights.tolist() for weights in batch.importance_weights] == [[1.0, 1.0]]
@@ -313,8 +313,8 @@ def test_without_a_correction_ratios_start_from_the_sampler():
         (MaskMismatchConfig(cap=3.0), 1.0, 1.0),
     ],
 )
-def test_a_correction_weighs_tokens_and_ratios_start_from_the_learner(config, first: float, second: float):
-    # log w is -1 and 2: together 1.
+def test_correction_weights_tokens_and_ratios_use_learner_logprobs(config, first: float, second: float):
+    # log w is -1 and 2, with a sum of 1.
     def learner(processed):
         return processed.policy_logprobs + np.where(np.arange(64) == 4, -1.0, 2.0)
 
@@ -324,7 +324,7 @@ def test_a_correction_weighs_tokens_and_ratios_start_from_the_learner(config, fi
     batch = build(run, made)
     np.testing.assert_allclose(batch.importance_weights[0], [first, second], rtol=1e-6)
     np.testing.assert_allclose(actions(batch, "policy_logprobs"), [[-1.5, -1.0]], rtol=1e-6)
-    # Raw, before any truncation.
+    # Metrics of the raw weights, before truncation.
     assert batch.mismatch is not None
     assert batch.mismatch["mismatch/weight_max"] == pytest.approx(math.exp(2.0), rel=1e-5)
     assert batch.mismatch["mismatch/logprob_difference_mean"] == pytest.approx(1.5)
@@ -338,18 +338,18 @@ def test_a_correction_weighs_tokens_and_ratios_start_from_the_learner(config, fi
 
 
 class Histories:
-    """Old weights that differ from the newest by how many nats a token has under them."""
+    """Kept weights that give each token a version-dependent log-prob."""
 
     def __init__(self) -> None:
-        self.asked: list[int] = []
+        self.versions: list[int] = []
 
     def get(self, version: int):
-        self.asked.append(version)
+        self.versions.append(version)
         return (lambda processed: processed.policy_logprobs - 10.0 * version, zeros)
 
 
 @pytest.mark.parametrize("critic", [None, CriticConfig()])
-def test_kept_weights_score_what_they_sampled(critic: CriticConfig | None):
+def test_kept_weights_score_their_own_rollouts(critic: CriticConfig | None):
     objective = {} if critic is None else {"critic": critic, "advantage": GaeConfig()}
     config = make_config(off_policy_correction=TisConfig(cap=2.0), policy_loss=PpoClipLossConfig(), **objective)
     run = bare_run(
@@ -364,10 +364,10 @@ def test_kept_weights_score_what_they_sampled(critic: CriticConfig | None):
         sampled = dataclasses.replace(turn().generation, first_version=version, last_version=version)
         made.append(rollout(f"r{index}", float(index), dataclasses.replace(turn(), generation=sampled)))
     batch = build(run, *made)
-    assert run.history.asked == [1, 2]
+    assert run.history.versions == [1, 2]
     assert actions(batch, "policy_logprobs") == [[-1.5, -2.0], [-10.5, -11.0], [-20.5, -21.0], [-10.5, -11.0]]
     np.testing.assert_allclose(np.log(batch.importance_weights), [[-1.0] * 2, [-10.0] * 2, [-20.0] * 2, [-10.0] * 2])
-    # The critic's values are those of the newest weights.
+    # The critic's values are computed with the newest weights.
     assert actions(batch, "values") == [[7.0 if critic else 0.0] * 2] * 4
 
 
@@ -375,11 +375,11 @@ def test_kept_weights_score_what_they_sampled(critic: CriticConfig | None):
 
 
 @pytest.mark.parametrize("aggregation", [SequenceSumConfig(), SequenceMeanConfig(), TokenMeanConfig()])
-def test_masked_rollouts_stay_in_the_baseline_and_leave_the_denominators(aggregation):
+def test_masked_rollouts_count_in_baseline_but_not_denominator(aggregation):
     run = bare_run(make_config(truncation=MaskTruncatedConfig(), aggregation=aggregation))
     made = [rollout("a", 1.0), rollout("b", 4.0, turn(6), truncated=True), rollout("c", 0.0)]
     batch = build(run, *made)
-    # Against the mean of the other two, the truncated one among them.
+    # The baseline is the mean of the other two, including the truncated rollout.
     assert mean_advantages(batch) == {"a": -1.0, "b": None, "c": -2.5}
     [packed] = minibatches(run, batch, 1)
     assert packed.num_loss_tokens == 4
@@ -389,7 +389,7 @@ def test_masked_rollouts_stay_in_the_baseline_and_leave_the_denominators(aggrega
     assert not b.any()
 
 
-def test_by_default_truncated_rollouts_count_like_any_other():
+def test_truncated_rollouts_are_trained_on_by_default():
     run = bare_run(make_config())
     batch = build(run, rollout("a", 1.0), rollout("b", 4.0, truncated=True))
     assert mean_advantages(batch) == {"a": -3.0, "b": 3.0}
@@ -397,7 +397,7 @@ def test_by_default_truncated_rollouts_count_like_any_other():
     assert packed.num_loss_tokens == 4
 
 
-def test_a_masked_rollout_is_compared_by_its_return_with_the_penalty_in_it():
+def test_masked_rollout_return_includes_penalty():
     run = bare_run(
         make_config(truncation=MaskTruncatedConfig(), kl=RewardKlConfig(beta=1.0), advantage=DrGrpoConfig()),
         reference=lambda processed: np.full(processed.input_ids.shape, -2.0),
@@ -409,7 +409,7 @@ def test_a_masked_rollout_is_compared_by_its_return_with_the_penalty_in_it():
     assert batch.metrics["objective/rlhf_reward"] == pytest.approx(2.5 - 2.75)
 
 
-def test_where_every_rollout_is_masked_there_is_no_update():
+def test_no_update_if_all_rollouts_are_masked():
     run = bare_run(make_config(truncation=MaskTruncatedConfig()))
     batch = build(run, *(rollout(name, 1.0, truncated=True) for name in "ab"))
     assert list(minibatches(run, batch, 1)) == []
@@ -419,13 +419,13 @@ def test_where_every_rollout_is_masked_there_is_no_update():
 
 
 def named(count: int) -> list[Rollout]:
-    """Rollouts that are told apart by their advantages under the recorder: the n-th has n."""
+    """Rollouts that the recorder gives distinct advantages: the n-th has n."""
     return [rollout(f"r{index}", 1.0) for index in range(count)]
 
 
 def split(config: Any, count: int, step: int = 1, seed: int = 0, **changes: Any) -> list[list[int]]:
-    """Which rollouts are in each update."""
-    # The number 0 would look like no rollout at all.
+    """Numbers of the rollouts in each update."""
+    # An advantage of 0 looks like padding, so rollout 0 is removed.
     run = bare_run(
         make_config(updates=config, policy_loss=PpoClipLossConfig(), advantage=Recorder(), seed=seed, **changes)
     )
@@ -435,21 +435,21 @@ def split(config: Any, count: int, step: int = 1, seed: int = 0, **changes: Any)
         token_advantages=batch.token_advantages[1:],
         importance_weights=batch.importance_weights[1:],
     )
-    found = []
+    updates = []
     for packed in minibatches(run, batch, step):
         arrays = packed.unpack([np.asarray(part.advantages.array) for part in packed.microbatches])
-        found.append([int(array.max()) for array in arrays])
+        updates.append([int(array.max()) for array in arrays])
         owners = {number for number in np.concatenate([array.reshape(-1) for array in arrays]).tolist() if number}
-        assert len(owners) == len(found[-1])
-    return found
+        assert len(owners) == len(updates[-1])
+    return updates
 
 
-def test_one_update_has_every_rollout_in_order():
+def test_single_update_has_all_rollouts_in_order():
     assert split(UpdateConfig(), 5) == [[1, 2, 3, 4, 5]]
 
 
 @pytest.mark.parametrize(("epochs", "parts", "count"), [(1, 4, 16), (3, 2, 16), (2, 3, 10), (4, 1, 7)])
-def test_every_rollout_is_once_in_each_epoch(epochs: int, parts: int, count: int):
+def test_each_epoch_contains_each_rollout_once(epochs: int, parts: int, count: int):
     found = split(UpdateConfig(epochs=epochs, minibatches=parts), count)
     assert len(found) == epochs * parts
     assert {len(part) for part in found} <= {count // parts, -(-count // parts)}
@@ -458,7 +458,7 @@ def test_every_rollout_is_once_in_each_epoch(epochs: int, parts: int, count: int
         assert sorted(drawn) == list(range(1, count + 1))
 
 
-def test_every_epoch_and_every_step_and_every_seed_draws_anew():
+def test_minibatches_depend_on_epoch_step_and_seed():
     config = UpdateConfig(epochs=2, minibatches=2)
     first, second = split(config, 16)[:2], split(config, 16)[2:]
     assert first != second
@@ -466,16 +466,16 @@ def test_every_epoch_and_every_step_and_every_seed_draws_anew():
     assert split(config, 16, seed=1)[:2] != first
 
 
-def test_a_resumed_step_draws_the_same():
+def test_minibatches_are_deterministic():
     config = UpdateConfig(epochs=2, minibatches=3)
     assert split(config, 11, step=5, seed=3) == split(config, 11, step=5, seed=3)
 
 
-def test_fewer_rollouts_than_minibatches_make_fewer_updates():
+def test_empty_minibatches_are_skipped():
     assert sorted(split(UpdateConfig(minibatches=4), 3)) == [[1], [2], [3]]
 
 
-def test_denominators_are_counted_over_each_minibatch():
+def test_denominator_is_per_minibatch():
     run = bare_run(make_config(updates=UpdateConfig(minibatches=2), policy_loss=PpoClipLossConfig()))
     batch = build(run, *named(6))
     for packed in minibatches(run, batch, 1):
@@ -485,7 +485,7 @@ def test_denominators_are_counted_over_each_minibatch():
         assert packed.num_loss_tokens == 6
 
 
-def test_where_everything_was_dropped_there_is_nothing_to_train_on():
+def test_no_groups_make_empty_batch():
     run = bare_run(make_config(updates=UpdateConfig(epochs=2, minibatches=2), policy_loss=PpoClipLossConfig()))
     batch = build_batch(run, [], PhaseTimer())
     assert (mean_advantages(batch), batch.metrics) == ({}, {})

@@ -15,13 +15,11 @@ from tests.runtime.reopened_run import reopen
 from tests.tiny_run import TinyRun, copy_of
 
 
-def test_rollouts_that_cannot_be_written_stop_the_run_before_its_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_failed_rollout_write_prevents_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    # Of the run there is the store alone: a save that went further would fail otherwise.
+    # The run has only a store, so `save` fails differently if it continues after the failed write.
     run = object.__new__(TrainingRun)
     run.store = RolloutStore(tmp_path, RolloutStoreConfig(), piece)
     monkeypatch.setattr("os.fsync", full)
@@ -31,13 +29,13 @@ def test_rollouts_that_cannot_be_written_stop_the_run_before_its_checkpoint(
     run.store.close()
 
 
-def test_what_is_saved_is_what_is_read_again(finished_run: TinyRun, tmp_path: Path):
+def test_saved_state_is_restored_exactly(finished_run: TinyRun, tmp_path: Path):
     copied = copy_of(finished_run, tmp_path / "copy")
     first = reopen(copied)
     first.progress.step = 7
     first.save()
     second = reopen(copied)
     assert second.progress == first.progress
-    one, other = jax.tree.leaves(first.state), jax.tree.leaves(second.state)
-    assert len(one) == len(other)
-    assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    saved, restored = jax.tree.leaves(first.state), jax.tree.leaves(second.state)
+    assert len(saved) == len(restored)
+    assert all(np.array_equal(a, b) for a, b in zip(saved, restored, strict=True))

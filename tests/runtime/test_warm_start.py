@@ -66,7 +66,7 @@ def task(name: str, worked: str | None) -> Task:
 def runner(
     train: Sequence[Task], validation: Sequence[Task] | None = None, *, right: int = 0, length: int = 12
 ) -> RolloutRunner:
-    """A player whose sampler answers the first `right` validation tasks rightly."""
+    """A runner with a sampler that answers the first `right` validation tasks correctly."""
     checked = [task(f"v{index}", None) for index in range(8)] if validation is None else list(validation)
     environment = SingleTurnEnvironment(
         name="sums",
@@ -82,10 +82,10 @@ def runner(
 
 @dataclasses.dataclass
 class Watch:
-    """What a warm start does to the outside."""
+    """Records the weights and messages that a warm start emits."""
 
     used: list[np.ndarray] = dataclasses.field(default_factory=list)
-    said: list[str] = dataclasses.field(default_factory=list)
+    messages: list[str] = dataclasses.field(default_factory=list)
 
     def use(self, model: LmHeadModel) -> None:
         self.used.append(np.array(model.get_lm_head().array))
@@ -109,7 +109,7 @@ def run(
         block_size=4,
         temperature=1.0,
         use_weights=watch.use,
-        report=watch.said.append,
+        report=watch.messages.append,
     )
     return np.array(model.get_lm_head().array)
 
@@ -117,15 +117,15 @@ def run(
 WORKED = [task(f"{index}+1", str(index + 1)) for index in range(6)]
 
 
-def test_it_trains_to_the_last_step_while_accuracy_is_too_low(trainer: TrainerConfig):
+def test_trains_to_last_step_below_target_accuracy(trainer: TrainerConfig):
     watch = Watch()
     made = runner(WORKED, right=1)
     final = run(trainer, made, watch)
-    assert [line.split(":")[0] for line in watch.said] == ["warm start 2", "warm start 4", "warm start 6"]
-    assert all(line.endswith("validation accuracy 0.250") for line in watch.said)
-    losses = [float(line.split("loss ")[1].split(",")[0]) for line in watch.said]
+    assert [line.split(":")[0] for line in watch.messages] == ["warm start 2", "warm start 4", "warm start 6"]
+    assert all(line.endswith("validation accuracy 0.250") for line in watch.messages)
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in watch.messages]
     assert losses[0] > losses[1] > losses[2]
-    # The sampler was given the weights of each check, and the last are those that come back.
+    # The sampler received the weights of each check; the last ones are returned.
     assert len(watch.used) == 3
     assert np.array_equal(watch.used[-1], final)
     assert not np.array_equal(watch.used[0], final)
@@ -133,53 +133,53 @@ def test_it_trains_to_the_last_step_while_accuracy_is_too_low(trainer: TrainerCo
     assert len(made.sampler.requests) == 3 * CONFIG.check_tasks
 
 
-def test_it_stops_at_the_accuracy_that_is_asked_for(trainer: TrainerConfig):
+def test_stops_at_target_accuracy(trainer: TrainerConfig):
     watch = Watch()
     run(trainer, runner(WORKED, right=2), watch)
-    assert len(watch.said) == 1
-    assert watch.said[0].startswith("warm start 2: loss ")
-    assert watch.said[0].endswith("validation accuracy 0.500")
+    assert len(watch.messages) == 1
+    assert watch.messages[0].startswith("warm start 2: loss ")
+    assert watch.messages[0].endswith("validation accuracy 0.500")
 
 
-def test_the_last_step_is_checked_even_out_of_turn_and_equal_seeds_make_equal_weights(trainer: TrainerConfig):
+def test_last_step_is_checked_and_weights_depend_only_on_seed(trainer: TrainerConfig):
     config = dataclasses.replace(CONFIG, max_steps=3)
     watches = Watch(), Watch(), Watch()
     finals = [run(trainer, runner(WORKED), watch, config, seed) for watch, seed in zip(watches, (0, 0, 1), strict=True)]
-    assert [line.split(":")[0] for line in watches[0].said] == ["warm start 2", "warm start 3"]
+    assert [line.split(":")[0] for line in watches[0].messages] == ["warm start 2", "warm start 3"]
     assert np.array_equal(finals[0], finals[1])
     assert not np.array_equal(finals[0], finals[2])
 
 
-def test_without_worked_answers_there_is_nothing_to_train_on(trainer: TrainerConfig):
+def test_no_worked_answers_raises(trainer: TrainerConfig):
     with pytest.raises(
         WarmStartError, match=r"environment 'sums' has no worked answers or demonstrations .* warm_start.max_steps: 0"
     ):
         run(trainer, runner([task("1+1", None)]), Watch())
 
 
-def test_tasks_without_worked_answers_are_left_out(trainer: TrainerConfig):
+def test_tasks_without_worked_answers_are_ignored(trainer: TrainerConfig):
     config = dataclasses.replace(CONFIG, max_steps=1)
     mixed = [*WORKED, *(task(f"no{index}", None) for index in range(50))]
     assert np.array_equal(run(trainer, runner(mixed), Watch(), config), run(trainer, runner(WORKED), Watch(), config))
 
 
-def test_without_validation_tasks_nothing_tells_when_to_stop(trainer: TrainerConfig):
+def test_no_validation_tasks_raises(trainer: TrainerConfig):
     with pytest.raises(WarmStartError, match=r"no validation tasks .*environment\.validation"):
         run(trainer, runner(WORKED, validation=[]), Watch())
 
 
-def test_worked_answers_that_do_not_fit_are_told(trainer: TrainerConfig):
+def test_too_long_worked_answers_raise(trainer: TrainerConfig):
     with pytest.raises(WarmStartError, match=r"none of 8 worked answers fits into 7 tokens; raise rollouts.max_len"):
         run(trainer, runner(WORKED, length=7), Watch())
 
 
-def test_packed_rows_and_several_passes_teach_the_same(trainer: TrainerConfig):
+def test_packing_and_microbatches_do_not_change_result(trainer: TrainerConfig):
     config = dataclasses.replace(CONFIG, max_steps=2)
-    apart = run(trainer, runner(WORKED), Watch(), config)
-    # Two sequences of six or seven tokens to a row, two rows to a microbatch: two passes for the eight of a batch.
+    unpacked = run(trainer, runner(WORKED), Watch(), config)
+    # Two sequences of six or seven tokens per row, two rows per microbatch: two microbatches for a batch of eight.
     packed = RowLayout(row_length=16, rows_per_microbatch=2, packed=True)
-    np.testing.assert_allclose(run(trainer, runner(WORKED), Watch(), config, layout=packed), apart, atol=1e-5)
-    assert not np.array_equal(apart, np.array(make_model(trainer).get_lm_head().array))
+    np.testing.assert_allclose(run(trainer, runner(WORKED), Watch(), config, layout=packed), unpacked, atol=1e-5)
+    assert not np.array_equal(unpacked, np.array(make_model(trainer).get_lm_head().array))
 
 
 @pytest.mark.parametrize(
@@ -195,6 +195,6 @@ def test_packed_rows_and_several_passes_teach_the_same(trainer: TrainerConfig):
         ({"target_accuracy": 1.1}, "warm_start.target_accuracy is 1.1"),
     ],
 )
-def test_settings_out_of_range_are_refused(changes: dict, message: str):
+def test_out_of_range_settings_are_rejected(changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)
