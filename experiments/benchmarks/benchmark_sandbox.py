@@ -101,7 +101,7 @@ async def measure_pool(
         results = await asyncio.gather(*(call() for _ in range(calls)))
         seconds = time.perf_counter() - start
         assert [result.score for [result] in results] == [1.0] * calls
-        assert not sandbox.losses
+        assert not sandbox.failures
     return {
         "start_seconds": started,
         "first_call_seconds": first,

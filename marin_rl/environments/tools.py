@@ -171,11 +171,11 @@ class PythonTool:
         if self.runner is None:
             raise NoSandboxError(f"the tool {self.name!r} has no sandbox; connect one (connect_code_runner)")
         result = await self.runner.run_python(arguments["code"])
-        if result.loss is not None and result.loss.cause is RewardFailure.WORKER:
-            raise result.loss
-        if result.loss is not None:
-            kind = ToolTimeoutError if result.loss.cause is RewardFailure.TIMEOUT else ToolError
-            raise kind(f"the program did not end well: {result.loss}. It printed:\n{result.stdout}")
+        if result.failure is not None and result.failure.cause is RewardFailure.WORKER:
+            raise result.failure
+        if result.failure is not None:
+            kind = ToolTimeoutError if result.failure.cause is RewardFailure.TIMEOUT else ToolError
+            raise kind(f"the program did not end well: {result.failure}. It printed:\n{result.stdout}")
         return result.stdout
 
 

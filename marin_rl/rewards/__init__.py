@@ -10,7 +10,7 @@ __all__ = ["EvaluateResult", "StepOutput", "reward_function"]
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily: the process that guards a sandbox lives in this package too, and must need only the standard library.
+    # Import lazily: sandbox workers import this package and must load only the standard library.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from marin_rl.rewards import functions

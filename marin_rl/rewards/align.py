@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which turn a step's reward belongs to."""
+"""Assignment of step rewards to turns."""
 
 from collections.abc import Sequence
 
@@ -10,15 +10,15 @@ from marin_rl.types import Message, TurnReward
 
 
 class StepIndexError(ValueError):
-    """A step index that names no message of the policy; the message names rollout, index and the valid ones."""
+    """A step index does not refer to a message of the policy; the message lists the valid indices."""
 
 
 def policy_messages(messages: Sequence[Message], num_prompt_messages: int) -> list[int]:
-    """The indices in `messages` of what the policy said: the k-th is turn k.
+    """Return the indices in `messages` of the policy's messages; the k-th is turn k.
 
     Args:
         messages: the whole conversation.
-        num_prompt_messages: messages of the prompt; assistant messages among them are examples that somebody wrote.
+        num_prompt_messages: number of messages in the prompt; assistant messages among them are few-shot examples.
 
     >>> chat = [{"role": role, "content": ""} for role in ("user", "assistant", "user", "assistant")]
     >>> policy_messages(chat, 0), policy_messages(chat, 2)
@@ -34,44 +34,44 @@ def policy_messages(messages: Sequence[Message], num_prompt_messages: int) -> li
 def align_steps(
     rollout_id: str, messages: Sequence[Message], step_outputs: Sequence[StepOutput], num_prompt_messages: int = 0
 ) -> dict[int, TurnReward]:
-    """Match what a reward function says about steps with the turns that they are about.
+    """Map the step outputs of a reward function to turns.
 
     Args:
         rollout_id: names the rollout in errors.
-        messages: the whole conversation, as the function was given it.
-        step_outputs: what the function said, in any order.
-        num_prompt_messages: messages of the prompt.
+        messages: the whole conversation, as passed to the function.
+        step_outputs: the function's step outputs, in any order.
+        num_prompt_messages: number of messages in the prompt.
 
     Returns:
-        The step rewards by turn, in the turns' order; turns without one are left out.
+        The step rewards by turn, in the order of turns; turns without one are omitted.
 
     Raises:
-        StepIndexError: if an index names no message, a message that is not the policy's, or one twice.
+        StepIndexError: if an index is out of range, refers to a message that is not the policy's, or is repeated.
     """
     turns = {index: turn for turn, index in enumerate(policy_messages(messages, num_prompt_messages))}
-    found: dict[int, TurnReward] = {}
+    rewards: dict[int, TurnReward] = {}
     for step in step_outputs:
         index = step.step_index
         problem = _problem(index, messages, num_prompt_messages)
-        if problem is None and turns[index] in found:
-            problem = "is given twice"
+        if problem is None and turns[index] in rewards:
+            problem = "is repeated"
         if problem is not None:
-            valid = ", ".join(map(str, turns)) or "none, it said nothing"
+            valid = ", ".join(map(str, turns)) or "none (it has no messages)"
             raise StepIndexError(
-                f"rollout {rollout_id}: step_index {index} {problem}; the policy's messages are {valid}"
+                f"rollout {rollout_id}: step_index {index} {problem}; the indices of the policy's messages are {valid}"
             )
-        found[turns[index]] = TurnReward(
+        rewards[turns[index]] = TurnReward(
             turn=turns[index], base_reward=step.base_reward, reason=step.reason, metrics=dict(step.metrics)
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(rewards.items()))
 
 
 def _problem(index: int, messages: Sequence[Message], num_prompt_messages: int) -> str | None:
     if not 0 <= index < len(messages):
-        return f"is outside of the {len(messages)} messages"
+        return f"is out of range for {len(messages)} messages"
     role = messages[index]["role"]
     if role != "assistant":
-        return f"is a message of role {role!r}"
+        return f"refers to a message of role {role!r}"
     if index < num_prompt_messages:
-        return f"is an example in the prompt, which ends at message {num_prompt_messages}"
+        return f"refers to an example in the prompt, which has {num_prompt_messages} messages"
     return None

@@ -1,12 +1,12 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Grades programs that a model wrote, by tests that the programs cannot see.
+"""Reward for model-written programs: runs them against tests that they cannot see.
 
-What decides never enters the process that runs the model's code. A program is given its input, and what it prints is
-compared outside. A function is called with a test's arguments, and what it answered is judged in a second process,
-where no line of the model's has run: so printing "all passed", leaving with status 0, an object that is equal to
-everything, or a look through the interpreter's frames gain nothing.
+Expected results never enter the process that runs the model's code. A program gets its input, and its output is
+compared outside. A function is called with a test's arguments, and its return value is checked in a second process that
+runs no code of the model. Printing "all passed", exiting with status 0, returning an object that is equal to
+everything, or inspecting the interpreter's frames therefore gains nothing.
 """
 
 import ast
@@ -29,63 +29,63 @@ from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
 
 
 class CodeTestsError(ValueError):
-    """Tests that cannot be used; the message names them and the remedy."""
+    """The tests of a task are invalid; the message names them and the remedy."""
 
 
 class StdinCase(pydantic.BaseModel):
-    """A run of the whole program."""
+    """Input and expected output of the whole program."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
 
     stdin: str
-    """What it can read."""
+    """Standard input."""
     stdout: str
-    """What it must print; white space at the ends of lines, and empty lines at the end, aside."""
+    """Expected standard output. Whitespace at the end of lines and empty lines at the end are ignored."""
 
 
 class CodeTests(pydantic.BaseModel):
-    """The tests of one task, as its ground truth holds them in JSON."""
+    """Tests of one task, stored as JSON in its ground truth."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     asserts: tuple[str, ...] = ()
-    """Assert statements about functions that the code defines: `assert add(2, 3) == 5`."""
+    """Assert statements that call functions of the code: `assert add(2, 3) == 5`."""
     cases: tuple[StdinCase, ...] = ()
-    """Inputs and outputs of the whole program."""
+    """Inputs and expected outputs of the whole program."""
 
 
 class CodeScore(enum.StrEnum):
-    """What a reply earns."""
+    """Score of a reply."""
 
     ALL = "all"
-    """1 where every test passes, else 0."""
+    """1 if every test passes, else 0."""
     SHARE = "share"
-    """The share of tests that pass."""
+    """Fraction of tests that pass."""
 
 
 @RewardComponentConfig.register_subclass("code")
 @dataclasses.dataclass(frozen=True)
 class CodeRewardConfig(RewardComponentConfig):
-    """Runs the reply's Python against the tests in the ground truth: JSON with `asserts`, `cases` or both."""
+    """Runs the reply's Python code against the tests in the ground truth: JSON with `asserts`, `cases` or both."""
 
     name: str = "code"
-    """Under which its scores are logged."""
+    """Name under which its scores are logged."""
     weight: float = 1.0
-    """What its scores are multiplied by."""
+    """Factor of its scores."""
     score: CodeScore = CodeScore.ALL
-    """`all` or `share`: what a reply earns that passes some tests."""
+    """`all`: 1 if every test passes, else 0. `share`: the fraction of tests that pass."""
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
         check_component(self.name, self.weight)
 
     def build(self, sandbox: Sandbox) -> "CodeReward":
-        """Make the component."""
+        """Build the component."""
         return CodeReward(self, sandbox)
 
 
 class CodeReward:
-    """Grades the last message's code."""
+    """Scores the code in the policy's last message."""
 
     def __init__(self, config: CodeRewardConfig, sandbox: Sandbox):
         self.name = config.name
@@ -95,29 +95,29 @@ class CodeReward:
         self._sandbox = sandbox
 
     async def check(self) -> None:
-        """See whether the sandbox runs programs.
+        """Check that the sandbox can run programs.
 
         Raises:
-            RewardConfigError: if not.
+            RewardConfigError: if it cannot.
         """
-        ran = await self._sandbox.run_python("print(6 * 7)")
-        if ran.stdout != "42\n":
+        result = await self._sandbox.run_python("print(6 * 7)")
+        if result.stdout != "42\n":
             raise RewardConfigError(
-                f"reward {self.name!r}: the sandbox does not run programs: {ran.loss}, {ran.stderr}"
+                f"reward {self.name!r}: the sandbox cannot run programs: {result.failure}, {result.stderr}"
             )
 
-    async def judge(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
-        """One result for each rollout; one whose tests cannot be used has no valid score.
+    async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
+        """Return one result per rollout; rollouts with invalid tests have no valid score.
 
         Raises:
             RewardCallError: if the sandbox itself failed.
         """
-        return list(await asyncio.gather(*(self._judge_one(request) for request in requests)))
+        return list(await asyncio.gather(*(self._score_rollout(request) for request in requests)))
 
     async def close(self) -> None:
-        """Nothing: the sandbox is not its own."""
+        """Do nothing: the caller closes the sandbox."""
 
-    async def _judge_one(self, request: RewardRequest) -> EvaluateResult:
+    async def _score_rollout(self, request: RewardRequest) -> EvaluateResult:
         try:
             tests = parse_tests(request.ground_truth)
         except CodeTestsError as error:
@@ -131,48 +131,56 @@ class CodeReward:
         )
 
 
-# First what is fenced within a line, which begins no block. Blocks of every language are found, so that the end of one
-# is not taken for the beginning of another.
+# The first alternative matches fences within a line, which do not begin a block. Blocks of all languages are matched,
+# so that the end of one is not mistaken for the beginning of another.
 _FENCE = re.compile(r"```[^\n`]+```|```(?P<language>[^\n`]*)\n(?P<code>.*?)```", re.DOTALL)
 _LANGUAGES = ("", "python", "py", "python3")
 
 
 def extract_code(reply: str) -> str:
-    r"""The last fenced block of a reply that is Python or of no named language, or all of it where there is none.
+    r"""Return the last fenced block that is Python or has no language, or the whole reply if there is no such block.
 
     >>> extract_code("so:\n```python\nprint(1)\n```\ndone")
     'print(1)\n'
     """
     blocks = [
-        found["code"]
-        for found in _FENCE.finditer(reply)
-        if found["code"] is not None and found["language"].strip().lower() in _LANGUAGES
+        match["code"]
+        for match in _FENCE.finditer(reply)
+        if match["code"] is not None and match["language"].strip().lower() in _LANGUAGES
     ]
     return blocks[-1] if blocks else reply
 
 
 def parse_tests(ground_truth: str) -> CodeTests:
-    """The tests that a ground truth holds.
+    """Parse the tests in a ground truth.
 
     Raises:
-        CodeTestsError: if it holds none, or one that cannot be judged out of the tested code's reach.
+        CodeTestsError: if there are no tests, or a test cannot be checked outside the tested code's process.
     """
     try:
         tests = CodeTests.model_validate_json(ground_truth)
     except pydantic.ValidationError as error:
         raise CodeTestsError(
-            f"the ground truth {ground_truth[:200]!r} is no tests; it is JSON with `asserts` (a list of assert "
+            f"the ground truth {ground_truth[:200]!r} holds no tests; use JSON with `asserts` (a list of assert "
             f"statements), `cases` (a list of objects with stdin and stdout) or both: {error}"
         ) from error
     if not tests.asserts and not tests.cases:
-        raise CodeTestsError(f"the ground truth {ground_truth[:200]!r} has neither asserts nor cases; give some")
+        raise CodeTestsError(f"the ground truth {ground_truth[:200]!r} has neither asserts nor cases; add some")
     for line in tests.asserts:
         split_assert(line)
     return tests
 
 
 async def run_tests(sandbox: Sandbox, code: str, tests: CodeTests) -> list[bool]:
-    """Which tests a program passes: asserts first, then cases.
+    """Run the tests of a program.
+
+    Args:
+        sandbox: sandbox to run the program in.
+        code: the program.
+        tests: its tests.
+
+    Returns:
+        Whether each test passes: first the asserts, then the cases.
 
     Raises:
         RewardCallError: if the sandbox itself failed.
@@ -183,8 +191,8 @@ async def run_tests(sandbox: Sandbox, code: str, tests: CodeTests) -> list[bool]
 
 
 async def _run_case(sandbox: Sandbox, code: str, case: StdinCase) -> bool:
-    ran = await _run(sandbox, code, case.stdin)
-    return ran.loss is None and _lines(ran.stdout) == _lines(case.stdout)
+    result = await _run(sandbox, code, case.stdin)
+    return result.failure is None and _lines(result.stdout) == _lines(case.stdout)
 
 
 def _lines(text: str) -> list[str]:
@@ -192,21 +200,21 @@ def _lines(text: str) -> list[str]:
 
 
 async def _run(sandbox: Sandbox, code: str, stdin: str) -> PythonResult:
-    ran = await sandbox.run_python(code, stdin)
-    if ran.loss is not None and ran.loss.cause is RewardFailure.WORKER:
-        # Not the program's fault.
-        raise ran.loss
-    return ran
+    result = await sandbox.run_python(code, stdin)
+    if result.failure is not None and result.failure.cause is RewardFailure.WORKER:
+        # The sandbox failed, not the program.
+        raise result.failure
+    return result
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitAssert:
-    """An assert statement in two parts, for two processes."""
+    """An assert statement split into two parts, for two processes."""
 
     expressions: tuple[str, ...]
-    """What the tested code is asked: calls of its functions. They hold arguments, never what is expected."""
+    """Calls of the tested functions, with their arguments but without expected results."""
     condition: str
-    """What must hold, with `_0`, `_1`, … for the answers."""
+    """Condition to check, with `_0`, `_1`, … for the values of the expressions."""
 
 
 _TRUSTED = frozenset(dir(builtins)) | {"math"}
@@ -214,10 +222,10 @@ _BINDS_NAMES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.L
 
 
 def split_assert(line: str) -> SplitAssert:
-    """Take an assert statement apart.
+    """Split an assert statement into calls of the tested code and a condition on their values.
 
     Raises:
-        CodeTestsError: if it is none, asks the tested code nothing, or binds names around its calls.
+        CodeTestsError: if it is not an assert statement, does not use the tested code, or binds names around its calls.
 
     >>> split_assert("assert abs(area(2) - 12.566) < 0.01")
     SplitAssert(expressions=('area(2)',), condition='abs(_0 - 12.566) < 0.01')
@@ -225,23 +233,23 @@ def split_assert(line: str) -> SplitAssert:
     try:
         body = ast.parse(line).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise CodeTestsError(f"the test {line[:200]!r} is no Python: {error}") from error
+        raise CodeTestsError(f"the test {line[:200]!r} is not valid Python: {error}") from error
     if len(body) != 1 or not isinstance(body[0], ast.Assert):
         raise CodeTestsError(f"the test {line[:200]!r} is not one assert statement; write `assert f(1) == 2`")
     splitter = _Splitter()
     condition = splitter.visit(body[0].test)
     if any(isinstance(node, _BINDS_NAMES) for node in ast.walk(condition)):
         raise CodeTestsError(
-            f"the test {line[:200]!r} cannot be judged out of the tested code's reach, for it binds names; write each "
-            "call as an assert of its own"
+            f"the test {line[:200]!r} binds names, so it cannot be checked outside the tested code's process; write "
+            "each call as a separate assert"
         )
     if not splitter.expressions:
-        raise CodeTestsError(f"the test {line[:200]!r} calls nothing of the tested code")
+        raise CodeTestsError(f"the test {line[:200]!r} does not use the tested code; call one of its functions")
     return SplitAssert(tuple(splitter.expressions), ast.unparse(condition))
 
 
 class _Splitter(ast.NodeTransformer):
-    """Replaces what the tested code has to answer: the outermost calls and names that are not Python's own."""
+    """Replaces the outermost calls and names that are not builtins, which the tested code has to evaluate."""
 
     def __init__(self) -> None:
         self.expressions: list[str] = []
@@ -254,7 +262,7 @@ class _Splitter(ast.NodeTransformer):
 
 
 def _root(node: ast.AST) -> str:
-    """The name that an expression starts with; a name of Python's own for one that starts with none."""
+    """Return the name that an expression starts with, or a trusted name if it starts with none."""
     while not isinstance(node, ast.Name):
         match node:
             case ast.Call(func=inner) | ast.Attribute(value=inner) | ast.Subscript(value=inner):
@@ -264,9 +272,9 @@ def _root(node: ast.AST) -> str:
     return node.id
 
 
-# Runs with the model's code, which may take it apart: it knows what to ask, not what is right. Only Python's own
-# plain values are told, so that no object of the model's takes part in the judgement.
-_ASK = """
+# Runs in the process of the model's code, which can inspect it, so it contains calls but no expected results. It
+# reports only plain Python values, so that no object of the model takes part in the comparison.
+_EVALUATE = """
 def _literal(value, depth=0):
     kind = type(value)
     if depth > 50:
@@ -277,7 +285,7 @@ def _literal(value, depth=0):
         # The number of hexadecimal digits is not limited.
         return hex(value)
     if kind is float and value == value:
-        # There is no word for infinity, but there are numbers that are read as it.
+        # Python has no literal for infinity, but evaluates larger numbers to it.
         return repr(value).replace("inf", "1e999")
     if kind is set and not value:
         return "set()"
@@ -287,7 +295,7 @@ def _literal(value, depth=0):
     opening, closing = {list: "[]", tuple: "()", set: "{}"}[kind]
     return opening + "".join(_literal(item, depth + 1) + ", " for item in value) + closing
 
-def _ask(code, expressions, token):
+def _evaluate(code, expressions, token):
     import json
     space = {"__name__": "solution"}
     exec(compile(code, "solution.py", "exec"), space)
@@ -300,19 +308,18 @@ def _ask(code, expressions, token):
     print("\\n" + token + json.dumps(answers))
 """
 
-# Runs where no code of the model's has run, with the answers as text.
-_JUDGE = """
+# Runs in a separate process without code of the model, with the answers as text.
+_CHECK = """
 import ast, json, math, sys
 
-def judge(condition, answers):
+def check(condition, answers):
     try:
         space = {f"_{index}": ast.literal_eval(answer) for index, answer in enumerate(answers)}
         return bool(eval(condition, {"math": math} | space))
     except Exception:
         return False
 
-given = json.loads(sys.stdin.read())
-print(json.dumps([judge(condition, answers) for condition, answers in given]))
+print(json.dumps([check(condition, answers) for condition, answers in json.loads(sys.stdin.read())]))
 """
 
 
@@ -322,23 +329,24 @@ async def _run_asserts(sandbox: Sandbox, code: str, lines: Sequence[str]) -> lis
     tests = [split_assert(line) for line in lines]
     expressions = [expression for test in tests for expression in test.expressions]
     token = secrets.token_hex(16)
-    asked = await _run(sandbox, f"{_ASK}\n_ask({code!r}, {expressions!r}, {token!r})", "")
-    answers = iter(_answers(asked, token, len(expressions)))
-    given = [(test.condition, [next(answers) for _ in test.expressions]) for test in tests]
-    answered = [all(answer is not None for answer in said) for _, said in given]
-    judged = await _run(sandbox, _JUDGE, json.dumps([pair for pair, full in zip(given, answered, strict=True) if full]))
-    if judged.loss is not None:
-        # An answer that breaks the judging process, by its size for instance, is none.
+    evaluated = await _run(sandbox, f"{_EVALUATE}\n_evaluate({code!r}, {expressions!r}, {token!r})", "")
+    answers = iter(_parse_answers(evaluated, token, len(expressions)))
+    checks = [(test.condition, [next(answers) for _ in test.expressions]) for test in tests]
+    complete = [all(answer is not None for answer in values) for _, values in checks]
+    pending = [check for check, is_complete in zip(checks, complete, strict=True) if is_complete]
+    checked = await _run(sandbox, _CHECK, json.dumps(pending))
+    if checked.failure is not None:
+        # An answer that breaks the checking process, for example by its size, counts as no answer.
         return [False] * len(tests)
-    verdicts = iter(json.loads(judged.stdout))
-    return [full and next(verdicts) for full in answered]
+    verdicts = iter(json.loads(checked.stdout))
+    return [is_complete and next(verdicts) for is_complete in complete]
 
 
-def _answers(ran: PythonResult, token: str, count: int) -> list[str | None]:
-    """What the tested code claims that its functions answered; None for each that it did not tell."""
-    _, found, told = ran.stdout.rpartition(token)
+def _parse_answers(result: PythonResult, token: str, count: int) -> list[str | None]:
+    """Parse the untrusted values that the tested code reported; None for each missing value."""
+    _, separator, text = result.stdout.rpartition(token)
     try:
-        answers = json.loads(told) if found and ran.loss is None else None
+        answers = json.loads(text) if separator and result.failure is None else None
     except (ValueError, RecursionError):
         answers = None
     if not isinstance(answers, list) or len(answers) != count:

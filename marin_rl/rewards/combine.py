@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""From what the components said about a rollout to its rewards."""
+"""Combination of component results into the rewards of a rollout."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,67 +9,67 @@ from marin_rl.metrics import Metric, mean, merge_all, total
 from marin_rl.types import RewardResult
 
 
-def failure(evaluations: Sequence[RewardResult]) -> str | None:
-    """Why a rollout has no reward: a component that has no score for it; None where every one has.
+def failure(results: Sequence[RewardResult]) -> str | None:
+    """Return the reason for which a rollout has no reward, or None if every component has a score for it.
 
-    A missing score is no 0: the rollout leaves its group's baseline and carries no signal.
+    A missing score does not count as 0: the rollout is excluded from its group's baseline and from training.
     """
-    lost = [one for one in evaluations if one.score is None]
-    return "; ".join(f"reward {one.component!r}: {one.error}" for one in lost) or None
+    failed = [result for result in results if result.score is None]
+    return "; ".join(f"reward {result.component!r}: {result.error}" for result in failed) or None
 
 
-def weighted_rewards(evaluations: Sequence[RewardResult]) -> dict[str, float]:
-    """A rollout's reward by component: weight times score.
+def weighted_rewards(results: Sequence[RewardResult]) -> dict[str, float]:
+    """Return the rewards of a rollout by component: weight times score.
 
     Raises:
-        ValueError: if a component has no score for it.
+        ValueError: if a component has no score for the rollout.
 
     >>> results = [RewardResult("correct", weight=2.0, score=1.0), RewardResult("short", weight=0.5, score=0.5)]
     >>> weighted_rewards(results)
     {'correct': 2.0, 'short': 0.25}
     """
-    missing = failure(evaluations)
+    missing = failure(results)
     if missing is not None:
         raise ValueError(f"the rollout has no reward: {missing}")
-    return {one.component: one.weight * one.score for one in evaluations if one.score is not None}
+    return {result.component: result.weight * result.score for result in results if result.score is not None}
 
 
-def turn_rewards(evaluations: Sequence[RewardResult], turns: int) -> list[dict[str, float]]:
-    """The rewards of every turn by component: weight times base reward; empty if no component gave one.
+def turn_rewards(results: Sequence[RewardResult], turns: int) -> list[dict[str, float]]:
+    """Return the rewards of each turn by component: weight times base reward; empty for turns without step rewards.
 
     Args:
-        evaluations: what the components said about the rollout.
-        turns: how many turns it has.
+        results: results of the components for the rollout.
+        turns: number of turns of the rollout.
 
     Raises:
-        IndexError: if a component speaks of a turn that there is not.
+        IndexError: if a result refers to a turn that does not exist.
     """
     rewards: list[dict[str, float]] = [{} for _ in range(turns)]
-    for one in evaluations:
-        for step in one.steps:
-            rewards[step.turn][one.component] = one.weight * step.base_reward
+    for result in results:
+        for step in result.steps:
+            rewards[step.turn][result.component] = result.weight * step.base_reward
     return rewards
 
 
-def evaluation_metrics(evaluations: Iterable[RewardResult]) -> dict[str, Metric]:
-    """What components said, as metrics: `rewards/<component>/score`, and what they measured under its own name.
+def evaluation_metrics(results: Iterable[RewardResult]) -> dict[str, Metric]:
+    """Return the metrics of components: `rewards/<component>/score` and `rewards/<component>/<metric>`.
 
-    The mean is over the rollouts that the component has a score for; a metric of a step counts once a step. Rollouts
-    that it has none for are counted by cause, as `rewards/<component>/failed_<cause>`.
+    Scores are averaged over the rollouts that have one; metrics of a step are averaged over steps. Rollouts without a
+    score are counted by cause, as `rewards/<component>/failed_<cause>`.
     """
-    return merge_all(record for one in evaluations for record in _records(one))
+    return merge_all(record for result in results for record in _records(result))
 
 
-def _records(one: RewardResult) -> Iterable[dict[str, Metric]]:
-    measured = [one.metrics, *(step.metrics for step in one.steps)]
-    scores = {f"failed_{one.lost}": total([1])} if one.score is None else {"score": mean([one.score])}
+def _records(result: RewardResult) -> Iterable[dict[str, Metric]]:
+    measured = [result.metrics, *(step.metrics for step in result.steps)]
+    scores = {f"failed_{result.lost}": total([1])} if result.score is None else {"score": mean([result.score])}
     for record in (
         *({name: mean([value]) for name, value in part.items() if not _is_reserved(name)} for part in measured),
         scores,
     ):
-        yield {f"rewards/{one.component}/{name}": metric for name, metric in record.items()}
+        yield {f"rewards/{result.component}/{name}": metric for name, metric in record.items()}
 
 
 def _is_reserved(name: str) -> bool:
-    # What a user measures may have any name; the component's own metrics stay what they are.
+    # A user's metric must not replace the component's own metrics.
     return name == "score" or name.startswith("failed_")

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Reward components: the weighted parts that a rollout's reward is the sum of, chosen by `type` in the config."""
+"""Reward components: the weighted terms of a rollout's reward, chosen by `type` in the config."""
 
 import abc
 import dataclasses
@@ -18,14 +18,14 @@ from marin_rl.rewards.sandbox.pool import Sandbox
 
 
 class RewardConfigError(ValueError):
-    """A reward component that cannot be used as it is configured; the message names it and the remedy."""
+    """The configuration of a reward component is not usable; the message names it and the remedy."""
 
 
 class RewardScope(enum.StrEnum):
-    """Which rollouts a component is given at once."""
+    """Set of rollouts that a component scores at once."""
 
     POINTWISE = "pointwise"
-    """One, as soon as it has ended."""
+    """A single rollout, as soon as it has ended."""
     GROUP = "group"
     """All attempts at one prompt."""
     BATCH = "batch"
@@ -34,54 +34,54 @@ class RewardScope(enum.StrEnum):
 
 @runtime_checkable
 class RewardComponent(Protocol):
-    """RewardScorer rollouts."""
+    """Scores rollouts."""
 
     @property
     def name(self) -> str:
-        """Under which its scores are logged."""
+        """Name under which its scores are logged."""
         ...
 
     @property
     def weight(self) -> float:
-        """What its scores are multiplied by."""
+        """Factor of its scores."""
         ...
 
     @property
     def scope(self) -> RewardScope | None:
-        """What it is given at once; None where only `check` can tell."""
+        """Set of rollouts that it scores at once; None if `check` determines it."""
         ...
 
     async def check(self) -> None:
-        """Find out, before anything is sampled, whether it can be used.
+        """Check that the component is usable, before any rollout is sampled.
 
         Raises:
-            RewardConfigError: if not.
+            RewardConfigError: if it is not.
         """
         ...
 
-    async def judge(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
-        """One result for each rollout, in their order.
+    async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
+        """Return one result per rollout, in their order.
 
         Raises:
-            RewardCallError: if it brought no answer.
+            RewardCallError: if the call failed.
         """
         ...
 
     async def close(self) -> None:
-        """Let go of what it holds; the sandbox is not its own."""
+        """Release its resources; the caller closes the sandbox."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardComponentConfig(draccus.ChoiceRegistry, abc.ABC):
-    """Chooses a reward component by `type`."""
+    """Config of a reward component, chosen by `type`."""
 
     @abc.abstractmethod
     def build(self, sandbox: Sandbox) -> RewardComponent:
-        """Make the component.
+        """Build the component.
 
         Args:
-            sandbox: where code that is not the trainer's runs; started before the component is checked.
+            sandbox: sandbox for user code and model-written code; started before the component's `check`.
         """
 
 
@@ -89,12 +89,16 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def check_component(name: str, weight: float) -> None:
-    """Check what every component's config has.
+    """Validate the fields that every component's config has.
+
+    Args:
+        name: name of the component.
+        weight: factor of its scores.
 
     Raises:
-        ValueError: if the name cannot be part of a metric's, or the weight is not finite.
+        ValueError: if the name cannot be part of a metric name, or the weight is not finite.
     """
     if not _NAME.fullmatch(name):
-        raise ValueError(f"rewards: the name {name!r} is no part of a metric's name; use letters, digits, _, - and .")
+        raise ValueError(f"rewards: invalid name {name!r}; use letters, digits, '_', '-' and '.'")
     if not math.isfinite(weight):
-        raise ValueError(f"rewards: the weight of {name!r} is {weight}; it must be finite")
+        raise ValueError(f"rewards: weight of {name!r} must be finite, got {weight}")

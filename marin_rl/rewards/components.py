@@ -3,7 +3,7 @@
 
 """The built-in reward components.
 
-A config that holds `RewardComponentConfig` takes it from here, so that all types are registered.
+Configs import `RewardComponentConfig` from here, so that all types are registered.
 """
 
 from marin_rl.rewards.code import CodeRewardConfig

@@ -1,52 +1,52 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Why a rollout has no score from a reward component: the causes, and the error that carries one."""
+"""Causes of failed reward calls, and their error."""
 
 import enum
 
 
 class RewardFailure(enum.StrEnum):
-    """Why a rollout has no score; counted under these names."""
+    """Cause for which a rollout has no score; failures are counted under these names."""
 
     TIMEOUT = "timeout"
-    """It took longer than `wall_seconds`."""
+    """The call took longer than `wall_seconds`."""
     CPU = "cpu"
-    """It used more than `cpu_seconds` of processor time."""
+    """It used more than `cpu_seconds` of CPU time."""
     MEMORY = "memory"
-    """It asked for more than `memory_mb`."""
+    """It requested more memory than `memory_mb`."""
     FILE_SIZE = "file_size"
     """It wrote a file larger than `file_mb`."""
     OUTPUT = "output"
-    """It printed or answered more than `output_kb`."""
+    """It printed or returned more than `output_kb`."""
     PROCESSES = "processes"
     """It had more than `processes` processes."""
     THREADS = "threads"
     """It had more than `threads` threads."""
     SIGNAL = "signal"
-    """A signal ended it, a crash for instance."""
+    """A signal terminated it, for example after a crash."""
     EXITED = "exited"
-    """It ended its process without an answer."""
+    """Its process exited without an answer."""
     INVALID_ANSWER = "invalid_answer"
-    """Its answer is not what a reward function answers, or holds no valid scores after every retry of a judge."""
+    """Its answer is not a valid result, or an LLM judge's answer holds no valid scores after all retries."""
     RAISED = "raised"
     """It raised an exception."""
     WORKER = "worker"
     """The worker process died, did not answer, or could not confine the call."""
     INVALID_SCORE = "invalid_score"
-    """The function itself said that its score is not valid."""
+    """The function returned `is_score_valid=False`."""
     STEP_INDEX = "step_index"
-    """A step's index names no message of the policy, or one twice."""
+    """A step index does not refer to a message of the policy, or is repeated."""
     REQUEST = "request"
-    """A judge or another service did not answer, after every retry."""
+    """An LLM judge or another service did not answer after all retries."""
 
 
 class RewardCallError(RuntimeError):
-    """A call of a reward component that brought no answer."""
+    """A call of a reward component failed."""
 
     def __init__(self, cause: RewardFailure, detail: str):
         super().__init__(f"{cause.value}: {detail}")
         self.cause = cause
-        """Why."""
+        """Category of the failure."""
         self.detail = detail
-        """Why, in words."""
+        """Description of the failure."""

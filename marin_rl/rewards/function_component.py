@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A user's reward function as a component: its calls run in the sandbox."""
+"""Reward component that runs a user's function in the sandbox."""
 
 import dataclasses
 import json
@@ -11,57 +11,57 @@ from typing import Any
 
 from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
-from marin_rl.rewards.functions import GIVEN, EvaluateResult, RewardMode, RewardRequest
+from marin_rl.rewards.functions import STANDARD_KEYWORDS, EvaluateResult, RewardMode, RewardRequest
 from marin_rl.rewards.sandbox.pool import FunctionDescription, Sandbox, UserFileError, UserFunction
 
 
 @RewardComponentConfig.register_subclass("function")
 @dataclasses.dataclass(frozen=True)
 class FunctionRewardConfig(RewardComponentConfig):
-    """A function of yours, in a file of yours."""
+    """Scores rollouts with a function in a Python file."""
 
     path: str
-    """The Python file, absolute or from the working directory."""
+    """Path of the Python file, absolute or relative to the working directory."""
     function: str
-    """The function's name in it; it is decorated with `@reward_function`."""
+    """Name of the function, which is decorated with `@reward_function`."""
     name: str = ""
-    """Under which its scores are logged; the function's name by default."""
+    """Name under which its scores are logged; by default the function's name."""
     weight: float = 1.0
-    """What its scores are multiplied by."""
+    """Factor of its scores."""
     scope: RewardScope | None = None
-    """`pointwise`, `group` or `batch`: what it is given at once. By default pointwise, or group for a function in batch
+    """Rollouts per call: `pointwise` (one), `group` or `batch`. By default pointwise, or group for a function in batch
     mode."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Further keywords for the function; JSON values."""
+    """Further keyword arguments of the function; JSON values."""
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
         check_component(self.component_name, self.weight)
-        taken = sorted(set(self.options) & set(GIVEN))
-        if taken:
+        reserved = sorted(set(self.options) & set(STANDARD_KEYWORDS))
+        if reserved:
             raise ValueError(
-                f"rewards: options of {self.component_name!r} name {', '.join(taken)}, which every function is given; "
-                "give them other names"
+                f"rewards: options of {self.component_name!r} contain {', '.join(reserved)}, which every function "
+                "receives; rename them"
             )
         try:
             json.dumps(self.options, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"rewards: options of {self.component_name!r} are {self.options!r}; they must be JSON values: {error}"
+                f"rewards: options of {self.component_name!r} must be JSON values, got {self.options!r}: {error}"
             ) from error
 
     @property
     def component_name(self) -> str:
-        """The name under which its scores are logged."""
+        """Name under which its scores are logged."""
         return self.name or self.function
 
     def build(self, sandbox: Sandbox) -> "FunctionReward":
-        """Make the component; the file is not looked at before its `check`."""
+        """Build the component; its `check` loads the file."""
         return FunctionReward(self, sandbox)
 
 
 class FunctionReward:
-    """RewardScorer with a user's function."""
+    """Scores rollouts with a user's function."""
 
     def __init__(self, config: FunctionRewardConfig, sandbox: Sandbox):
         self.name = config.component_name
@@ -72,45 +72,47 @@ class FunctionReward:
         self.scope: RewardScope | None = None
 
     async def check(self) -> None:
-        """Load the file in a worker, and see whether the function is there and fits.
+        """Load the file in a worker and check that it defines the function with a suitable mode and parameters.
 
         Raises:
-            RewardConfigError: if not.
+            RewardConfigError: if it does not.
         """
         if not Path(self._function.file).is_file():
-            raise RewardConfigError(f"reward {self.name!r}: there is no file {self._function.file}; correct its path")
+            raise RewardConfigError(
+                f"reward {self.name!r}: the file {self._function.file} does not exist; correct `path`"
+            )
         try:
             functions = await self._sandbox.functions(self._function.file)
         except UserFileError as error:
             raise RewardConfigError(f"reward {self.name!r}: {error}") from error
-        self.scope = _fitting_scope(self._config, functions)
+        self.scope = _resolve_scope(self._config, functions)
 
-    async def judge(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
-        """One result for each rollout, all from one call.
+    async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
+        """Score all rollouts in one call and return one result per rollout.
 
         Raises:
-            RewardCallError: if the call brought no answer.
+            RewardCallError: if the call failed.
         """
         return await self._sandbox.call(self._function, requests, self._config.options)
 
     async def close(self) -> None:
-        """Nothing: the sandbox is not its own."""
+        """Do nothing: the caller closes the sandbox."""
 
 
-def _fitting_scope(config: FunctionRewardConfig, functions: Mapping[str, FunctionDescription]) -> RewardScope:
-    where = f"reward {config.component_name!r}: {config.function} in {config.path}"
+def _resolve_scope(config: FunctionRewardConfig, functions: Mapping[str, FunctionDescription]) -> RewardScope:
+    subject = f"reward {config.component_name!r}: {config.function} in {config.path}"
     if config.function not in functions:
-        there = ", ".join(sorted(functions)) or "none; decorate the function with @reward_function"
-        raise RewardConfigError(f"{where} is no reward function; the reward functions there are: {there}")
-    found = functions[config.function]
-    missing = sorted(set(found.required) - set(config.options))
+        available = ", ".join(sorted(functions)) or "none; decorate the function with @reward_function"
+        raise RewardConfigError(f"{subject} is not a reward function; available reward functions: {available}")
+    function = functions[config.function]
+    missing = sorted(set(function.required) - set(config.options))
     if missing:
-        raise RewardConfigError(f"{where} needs {', '.join(missing)}; give it under options")
+        raise RewardConfigError(f"{subject} requires {', '.join(missing)}; set it under options")
     if config.scope is None:
-        return RewardScope.POINTWISE if found.mode is RewardMode.POINTWISE else RewardScope.GROUP
-    if (config.scope is RewardScope.POINTWISE) is not (found.mode is RewardMode.POINTWISE):
-        fitting = "pointwise" if found.mode is RewardMode.POINTWISE else "group or batch"
+        return RewardScope.POINTWISE if function.mode is RewardMode.POINTWISE else RewardScope.GROUP
+    if (config.scope is RewardScope.POINTWISE) is not (function.mode is RewardMode.POINTWISE):
+        valid = "pointwise" if function.mode is RewardMode.POINTWISE else "group or batch"
         raise RewardConfigError(
-            f"{where} has mode {found.mode.value}, so its scope is {fitting}, not {config.scope.value}"
+            f"{subject} has mode {function.mode.value}, so scope must be {valid}, got {config.scope.value}"
         )
     return config.scope

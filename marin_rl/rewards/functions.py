@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Reward functions: what a user writes, what it is given, and what it answers.
+"""Reward functions: the decorator, the arguments and the results of user-written functions.
 
 A user's file needs one import, `from marin_rl.rewards import EvaluateResult, StepOutput, reward_function`. The
-decorated function works as a plain function in a notebook or a test; in training it runs in the sandbox.
+decorated function can be called like a plain function in a notebook or a test; in training it runs in the sandbox.
 """
 
 import dataclasses
@@ -22,22 +22,22 @@ from marin_rl.types import MAX_REWARD, Message
 
 
 class RewardMode(enum.StrEnum):
-    """What one call of a reward function judges."""
+    """Number of rollouts that one call of a reward function scores."""
 
     POINTWISE = "pointwise"
     """One rollout."""
     BATCH = "batch"
-    """Several rollouts, which it may compare: lists in, a list of equal length out."""
+    """Several rollouts, which the function can compare: it takes lists and returns a list of equal length."""
 
 
 def _to_float(value: Any) -> Any:
-    # numpy's numbers are registered as real ones; a string that looks like a number is a mistake.
+    # numpy scalars are registered as numbers.Real. Strings that look like numbers are rejected.
     if not isinstance(value, numbers.Real):
         return value
     try:
         return float(value)
     except OverflowError as error:
-        # pydantic makes one of its own of this error, and lets the other pass.
+        # pydantic converts a ValueError to a ValidationError, but not an OverflowError.
         raise ValueError("the number is too large for a float") from error
 
 
@@ -45,33 +45,33 @@ Number = Annotated[float, pydantic.BeforeValidator(_to_float), pydantic.Field(st
 """A finite number; numpy's scalars and booleans become floats, strings do not."""
 
 MAX_METRICS = 64
-"""Most names of metrics that the results of one call may hold together."""
+"""Maximum number of distinct metric names in the results of one call."""
 
 MetricName = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z0-9_./-]+\z", max_length=100)]
-"""A name to log a number under: letters, digits, `_`, `-`, `.` and `/`."""
+"""Name of a metric: at most 100 letters, digits, `_`, `-`, `.` and `/`."""
 
 Reward = Annotated[Number, pydantic.Field(ge=-MAX_REWARD, le=MAX_REWARD)]
-"""A number that rewards may have."""
+"""A finite number of at most `MAX_REWARD` in magnitude."""
 
 
 class StepOutput(pydantic.BaseModel):
-    """What a reward function says about one step of a rollout."""
+    """Reward of one step of a rollout."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     step_index: Annotated[int, pydantic.Field(strict=True, ge=0)]
-    """Index in `messages` of the assistant message that this is about, from 0."""
+    """Index in `messages` of the assistant message that is rewarded, from 0."""
     base_reward: Reward
-    """Reward of the step alone; finite."""
+    """Reward of this step, before the component's weight; finite."""
     metrics: dict[MetricName, Number] = pydantic.Field(default_factory=dict)
     """Further numbers to log, by name; at most 64 names in the results of one call. A name has at most 100 letters,
     digits and characters of `_-./`."""
     reason: str | None = None
-    """Why, in words; kept with the rollout."""
+    """Explanation of the reward; stored with the rollout."""
 
 
 class EvaluateResult(pydantic.BaseModel):
-    """The evaluation of one rollout: a score, step rewards, or both.
+    """Result of a reward function for one rollout: a score, step rewards, or both.
 
     Raises:
         pydantic.ValidationError: if neither `score` nor `step_outputs` is given for a valid result, if a number is
@@ -84,36 +84,36 @@ class EvaluateResult(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     score: Reward | None = None
-    """The rollout's reward, before the component's weight; finite. None: the sum of the step rewards."""
+    """Reward of the rollout, before the component's weight; finite. If None, it is the sum of the step rewards."""
     step_outputs: tuple[StepOutput, ...] | None = None
-    """Rewards of single steps, in any order, at most one a step; None: the score alone."""
+    """Rewards of single steps, in any order, at most one per step; None if there are only scores."""
     metrics: dict[MetricName, Number] = pydantic.Field(default_factory=dict)
     """Further numbers to log, by name; at most 64 names in the results of one call. A name has at most 100 letters,
     digits and characters of `_-./`."""
     reason: str | None = None
-    """Why, in words; kept with the rollout."""
+    """Explanation of the score; stored with the rollout."""
     is_score_valid: bool = True
-    """False where no score could be found: the rollout then carries no signal, instead of a misleading 0."""
+    """False if no score could be determined. The rollout is then excluded from training instead of scored 0."""
     error: str | None = None
-    """What went wrong, where something did."""
+    """Error message, if any."""
 
     @pydantic.model_validator(mode="after")
     def _check_completeness(self) -> "EvaluateResult":
         if self.is_score_valid and self.score is None and self.step_outputs is None:
             raise ValueError(
-                "score and step_outputs are both None; give at least one of them, or is_score_valid=False for a "
-                "rollout that cannot be judged"
+                "score and step_outputs are both None; set at least one of them, or is_score_valid=False for a "
+                "rollout that cannot be scored"
             )
         if not abs(self.total_score) <= MAX_REWARD:
             raise ValueError(
-                f"the base rewards of step_outputs sum to {self.total_score:g}, which is the score if none is given; "
-                f"at most {MAX_REWARD:g} in magnitude"
+                f"the base rewards of step_outputs sum to {self.total_score:g}; without a score the sum must be at "
+                f"most {MAX_REWARD:g} in magnitude"
             )
         return self
 
     @property
     def total_score(self) -> float:
-        """The rollout's reward before the weight: `score`, or the sum of the base rewards if `score` is None."""
+        """Reward of the rollout before the weight: `score`, or the sum of the base rewards if `score` is None."""
         if self.score is not None:
             return self.score
         return math.fsum(step.base_reward for step in self.step_outputs or ())
@@ -121,23 +121,23 @@ class EvaluateResult(pydantic.BaseModel):
 
 @dataclasses.dataclass(frozen=True)
 class RewardRequest:
-    """One rollout to be judged."""
+    """A rollout to score."""
 
     rollout_id: str
     """Unique within the run."""
     messages: tuple[Message, ...]
-    """The whole conversation: the prompt, then what the policy said and was told, the environment's last answer
-    included."""
+    """The whole conversation: the prompt, then the messages of policy and environment, including the environment's last
+    answer."""
     ground_truth: str
-    """The task's answer."""
+    """Correct answer of the task."""
     task_id: str
     """Unique within its environment; equal for the rollouts of one prompt."""
     environment: str
-    """Name of the environment that made the task."""
+    """Name of the task's environment."""
     status: str
     """How the rollout ended: `completed` or `truncated`."""
     num_prompt_messages: int = 0
-    """Number of messages in the prompt, which `messages` begins with; assistant messages among them are examples."""
+    """Number of prompt messages at the beginning of `messages`; assistant messages among them are examples."""
     group_seed: int = 0
     """Seed derived from the run's seed and the group; equal for the rollouts of a group."""
 
@@ -149,27 +149,27 @@ class RewardRequest:
 
 
 class RewardFunctionError(TypeError):
-    """A reward function that cannot be used as it is written; the message names it and the remedy."""
+    """A reward function is invalid; the message names it and the remedy."""
 
 
 class RewardFunction:
-    """A decorated reward function. Call it with keywords, as the sandbox does."""
+    """A decorated reward function, called with keyword arguments like in the sandbox."""
 
     def __init__(self, function: Callable[..., Any], mode: RewardMode):
         self.function = function
-        """What the user wrote."""
+        """The undecorated function."""
         self.mode = mode
-        """What one call judges."""
+        """Whether one call scores one rollout or several."""
         functools.update_wrapper(self, function)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """What the function answers, validated.
+        """Call the function and validate its result.
 
         Returns:
-            An `EvaluateResult`, or in batch mode a list with one for each rollout.
+            An `EvaluateResult`, or in batch mode a list with one per rollout.
 
         Raises:
-            RewardFunctionError: if it answers something else; the message names the function and what it answered.
+            RewardFunctionError: if it returns a value of another type; the message names the function and the type.
             pydantic.ValidationError: if a number is not finite or a key is unknown.
         """
         answer = self.function(*arguments, **keywords)
@@ -177,16 +177,16 @@ class RewardFunction:
             return self._result(answer)
         messages = keywords["messages"] if "messages" in keywords else arguments[0]
         if not isinstance(answer, Sequence) or isinstance(answer, str) or len(answer) != len(messages):
-            found = f"{len(answer)} results" if isinstance(answer, list | tuple) else type(answer).__name__
+            actual = f"{len(answer)} results" if isinstance(answer, list | tuple) else type(answer).__name__
             raise RewardFunctionError(
-                f"{self.name} answered {found} for {len(messages)} rollouts; in batch mode it returns a list with "
-                "one result for each, in their order"
+                f"{self.name} returned {actual} for {len(messages)} rollouts; in batch mode it must return a list "
+                "with one result per rollout, in their order"
             )
-        return [self._result(one) for one in answer]
+        return [self._result(item) for item in answer]
 
     @property
     def name(self) -> str:
-        """The function's name."""
+        """Name of the function."""
         return getattr(self.function, "__name__", "the reward function")
 
     def _result(self, answer: Any) -> EvaluateResult:
@@ -194,7 +194,7 @@ class RewardFunction:
             return EvaluateResult(score=float(answer))
         if not isinstance(answer, EvaluateResult):
             raise RewardFunctionError(
-                f"{self.name} answered {type(answer).__name__}; it returns an EvaluateResult or a number"
+                f"{self.name} returned {type(answer).__name__}; it must return an EvaluateResult or a number"
             )
         return answer
 
@@ -206,19 +206,22 @@ def reward_function(*, mode: str = "pointwise") -> Callable[[Callable[..., Any]]
 
 
 def reward_function(function: Callable[..., Any] | None = None, /, *, mode: str = "pointwise") -> Any:
-    """Mark a function as a reward function.
+    """Decorate a reward function.
 
-    Pointwise, it is given the `messages` of one rollout and its `ground_truth`; in batch mode, lists of both, one
-    entry a rollout. The other keywords are `task_id`, `environment`, `status`, `num_prompt_messages` (lists in batch
-    mode) and the component's own options, so it ends in `**kwargs`. The policy's turns are the assistant messages from
-    `messages[num_prompt_messages]` on.
+    In pointwise mode the function receives the `messages` of one rollout and its `ground_truth`; in batch mode, lists
+    of both with one entry per rollout. The other keyword arguments are `task_id`, `environment`, `status`,
+    `num_prompt_messages` (lists in batch mode) and the component's options, so the signature ends in `**kwargs`. The
+    policy's turns are the assistant messages from `messages[num_prompt_messages]` on.
 
     Args:
-        function: the function, where the decorator is written without parentheses.
+        function: the function, if the decorator is used without parentheses.
         mode: `pointwise` or `batch`.
 
+    Returns:
+        The `RewardFunction`, or a decorator if `function` is None.
+
     Raises:
-        RewardFunctionError: if the mode is unknown or the signature does not fit.
+        RewardFunctionError: if the mode is unknown or the signature lacks a required parameter.
 
     >>> @reward_function
     ... def short(messages, ground_truth, **kwargs):
@@ -234,16 +237,16 @@ def reward_function(function: Callable[..., Any] | None = None, /, *, mode: str 
 def _decorate(function: Callable[..., Any], mode: str) -> RewardFunction:
     name = getattr(function, "__name__", repr(function))
     if mode not in tuple(RewardMode):
-        raise RewardFunctionError(f"{name}: mode is {mode!r}; it is 'pointwise' or 'batch'")
+        raise RewardFunctionError(f"{name}: mode must be 'pointwise' or 'batch', got {mode!r}")
     if inspect.iscoroutinefunction(function):
-        raise RewardFunctionError(f"{name} is async; write it with a plain def, calls run in processes of their own")
+        raise RewardFunctionError(f"{name} is async; use a plain def, because calls run in separate processes")
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     missing = [
-        wanted
-        for wanted in ("messages", "ground_truth")
-        if wanted not in parameters or parameters[wanted].kind not in by_name
+        parameter
+        for parameter in ("messages", "ground_truth")
+        if parameter not in parameters or parameters[parameter].kind not in by_name
     ]
     if missing or not takes_any:
         raise RewardFunctionError(
@@ -253,12 +256,12 @@ def _decorate(function: Callable[..., Any], mode: str) -> RewardFunction:
     return RewardFunction(function, RewardMode(mode))
 
 
-GIVEN = ("messages", "ground_truth", "task_id", "environment", "status", "num_prompt_messages")
-"""The keywords that every reward function is given; a component's options have other names."""
+STANDARD_KEYWORDS = ("messages", "ground_truth", "task_id", "environment", "status", "num_prompt_messages")
+"""Keyword arguments that every reward function receives; a component's options must have other names."""
 
 
 def required_options(function: RewardFunction) -> list[str]:
-    """The parameters that only a component's options can give.
+    """Return the names of parameters that the component's options must provide.
 
     >>> @reward_function
     ... def near(messages, ground_truth, tolerance, steps=3, **kwargs): ...
@@ -268,7 +271,7 @@ def required_options(function: RewardFunction) -> list[str]:
     return [
         name
         for name, parameter in inspect.signature(function.function).parameters.items()
-        if name not in GIVEN
+        if name not in STANDARD_KEYWORDS
         and parameter.default is inspect.Parameter.empty
         and parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     ]
@@ -277,30 +280,30 @@ def required_options(function: RewardFunction) -> list[str]:
 def evaluate(
     function: RewardFunction, requests: Sequence[RewardRequest], options: Mapping[str, Any]
 ) -> list[EvaluateResult]:
-    """Judge rollouts in this process.
+    """Score rollouts in this process.
 
     Args:
-        function: what judges them.
-        requests: one rollout in pointwise mode, one or more in batch mode.
-        options: further keywords for the function.
+        function: the reward function.
+        requests: the rollouts; in batch mode one call scores all of them.
+        options: further keyword arguments of the function.
 
     Returns:
-        One result for each request, in their order.
+        One result per request, in their order.
 
     Raises:
-        RewardFunctionError: if the results hold more than `MAX_METRICS` names of metrics.
+        RewardFunctionError: if the results hold more than `MAX_METRICS` distinct metric names.
     """
     if function.mode is RewardMode.POINTWISE:
         results = [function(**_keywords(request), **options) for request in requests]
     else:
         keywords = [_keywords(request) for request in requests]
-        results = function(**{name: [one[name] for one in keywords] for name in GIVEN}, **options)
+        results = function(**{name: [values[name] for values in keywords] for name in STANDARD_KEYWORDS}, **options)
     check_metric_names(results)
     return results
 
 
 def check_metric_names(results: Iterable[EvaluateResult]) -> None:
-    """Check that the results of one call do not hold more than `MAX_METRICS` names of metrics.
+    """Check that the results of one call hold at most `MAX_METRICS` distinct metric names.
 
     Raises:
         RewardFunctionError: if they do.
@@ -309,12 +312,12 @@ def check_metric_names(results: Iterable[EvaluateResult]) -> None:
     names = {name for part in parts for name in part.metrics}
     if len(names) > MAX_METRICS:
         raise RewardFunctionError(
-            f"the results hold {len(names)} names of metrics, {', '.join(sorted(names)[:3])} and others; log at most "
-            f"{MAX_METRICS}, and put what differs between rollouts into `reason`"
+            f"the results hold {len(names)} metric names ({', '.join(sorted(names)[:3])}, ...); use at most "
+            f"{MAX_METRICS}, and put details of single rollouts into `reason`"
         )
 
 
 def _keywords(request: RewardRequest) -> dict[str, Any]:
     return {"messages": [dict(message) for message in request.messages]} | {
-        name: getattr(request, name) for name in GIVEN if name != "messages"
+        name: getattr(request, name) for name in STANDARD_KEYWORDS if name != "messages"
     }

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Graders: is this reply the right answer?"""
+"""Graders: compare a reply with the correct answer."""
 
 import abc
 import contextlib
@@ -28,41 +28,41 @@ _WORKER = Path(__file__).with_name("math_worker.py")
 
 @runtime_checkable
 class Grader(Protocol):
-    """Compares replies with ground truths. Safe to use from any thread."""
+    """Compares replies with ground truths. Thread-safe."""
 
     @property
     def blocks(self) -> bool:
-        """Whether a grade may take long, and so belongs into a thread."""
+        """Whether grading can take long and should run in a thread."""
         ...
 
     def check(self, answer: str) -> None:
-        """Check that an answer can serve as ground truth.
+        """Check that an answer is a usable ground truth.
 
         Raises:
-            GroundTruthError: if not; the message names the answer.
+            GroundTruthError: if it is not; the message names the answer.
         """
         ...
 
     def grade(self, reply: str, answer: str) -> float:
-        """1 for a right reply, 0 for any other text.
+        """Return 1 for a correct reply, 0 for any other text.
 
         Raises:
-            GroundTruthError: if the answer cannot serve as ground truth.
+            GroundTruthError: if the answer is not a usable ground truth.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class GraderConfig(draccus.ChoiceRegistry, abc.ABC):
-    """Chooses a grader by `type`."""
+    """Config of a grader, chosen by `type`."""
 
     @abc.abstractmethod
     def build(self) -> Grader | None:
-        """Make the grader; None where replies are not compared with the answer at all."""
+        """Build the grader, or return None if replies are not compared with the answer."""
 
 
 def exact_match(reply: str, answer: str) -> bool:
-    r"""Whether the reply is the answer, character for character, white space around both aside.
+    r"""Return whether reply and answer are equal, ignoring leading and trailing whitespace.
 
     >>> exact_match(" 46\n", "46"), exact_match("046", "46")
     (True, False)
@@ -73,13 +73,13 @@ def exact_match(reply: str, answer: str) -> bool:
 @GraderConfig.register_subclass("exact")
 @dataclasses.dataclass(frozen=True)
 class ExactConfig(GraderConfig):
-    """The reply must be the answer, white space around it aside."""
+    """The reply must equal the answer, except for leading and trailing whitespace."""
 
     ignore_case: bool = False
-    """Whether `Paris` and `paris` are equal."""
+    """Whether to ignore case, so that `Paris` equals `paris`."""
 
     def build(self) -> "ExactGrader":
-        """Make the grader."""
+        """Build the grader."""
         return ExactGrader(self.ignore_case)
 
 
@@ -88,24 +88,24 @@ class ExactGrader:
     """Grades with [`exact_match`][marin_rl.rewards.grading.exact_match]."""
 
     ignore_case: bool
-    """Whether upper and lower case are equal."""
+    """Whether to ignore case."""
 
     @property
     def blocks(self) -> bool:
-        """No: a comparison of two strings takes no time."""
+        """False: comparing two strings is fast."""
         return False
 
     def check(self, answer: str) -> None:
-        """Any answer will do, but an empty one.
+        """Check that the answer is not empty.
 
         Raises:
             GroundTruthError: if it is empty.
         """
         if not answer.strip():
-            raise GroundTruthError(f"the ground truth {answer!r} is empty; mend the answer column or drop the row")
+            raise GroundTruthError(f"the ground truth {answer!r} is empty; correct the answer column or drop the row")
 
     def grade(self, reply: str, answer: str) -> float:
-        """1 where reply and answer are equal, else 0."""
+        """Return 1 if reply and answer are equal, else 0."""
         self.check(answer)
         if self.ignore_case:
             reply, answer = reply.casefold(), answer.casefold()
@@ -115,10 +115,10 @@ class ExactGrader:
 @GraderConfig.register_subclass("none")
 @dataclasses.dataclass(frozen=True)
 class NoGraderConfig(GraderConfig):
-    """The reply is not compared with the answer; reward functions (`rewards`) judge it alone."""
+    """The reply is not compared with the answer; only the reward components in `rewards` score it."""
 
     def build(self) -> None:
-        """Nothing."""
+        """Return None: there is no grader."""
 
 
 @GraderConfig.register_subclass("math_verify")
@@ -127,22 +127,22 @@ class MathVerifyConfig(GraderConfig):
     r"""The last expression of the reply must equal the answer mathematically (`0.5` is `\frac{1}{2}`)."""
 
     timeout: float = 5.0
-    """Seconds of processor time for one reply; a reply that needs more counts as wrong."""
+    """Seconds of CPU time for one reply; a reply that needs more counts as wrong."""
 
     def __post_init__(self) -> None:
         if not self.timeout > 0:
-            raise ValueError(f"grader.timeout is {self.timeout}; it is a number of seconds above 0")
+            raise ValueError(f"grader.timeout must be a number of seconds above 0, got {self.timeout}")
 
     def build(self) -> "MathVerifyGrader":
-        """Make the grader; its process starts with the first reply that needs it."""
+        """Build the grader; its process starts with the first reply that needs it."""
         return MathVerifyGrader(self.timeout)
 
 
 class MathVerifyGrader:
-    """Grades with `math_verify_match`, in a process of its own that is ended where a reply takes too long.
+    """Grades with `math_verify_match` in a separate process, which is killed if a reply takes too long.
 
-    A reply such as `9**9**9**9` keeps sympy busy, or out of memory, for ever, inside one C call that no
-    signal handler interrupts: only ending a process helps. The process is kept between replies.
+    A reply such as `9**9**9**9` makes sympy compute without end or run out of memory, inside one C call that no signal
+    handler interrupts. Only killing the process helps. The process is reused for later replies.
     """
 
     def __init__(self, timeout: float):
@@ -153,7 +153,7 @@ class MathVerifyGrader:
 
     @property
     def blocks(self) -> bool:
-        """Yes: a reply may take all of its time limit."""
+        """True: a reply can take its whole time limit."""
         return True
 
     def check(self, answer: str) -> None:
@@ -166,9 +166,9 @@ class MathVerifyGrader:
             self._ask({"answer": answer})
 
     def grade(self, reply: str, answer: str) -> float:
-        """1 where reply and answer are mathematically equal, else 0.
+        """Return 1 if reply and answer are mathematically equal, else 0.
 
-        A reply that exceeds the time limit or the worker's memory is 0, and a warning in the log.
+        A reply that exceeds the time limit or the worker's memory scores 0 and is logged as a warning.
 
         Raises:
             GroundTruthError: if the answer cannot be parsed.
@@ -182,7 +182,7 @@ class MathVerifyGrader:
             try:
                 line = self._exchange(json.dumps(request))
             except BaseException:
-                # Interrupted between question and answer: the next answer would be this one's.
+                # Interrupted before the answer was read: the next request would receive it.
                 self.close()
                 raise
             if not line:
@@ -191,7 +191,7 @@ class MathVerifyGrader:
             if "reply" not in request:
                 raise GroundTruthError(
                     f"math_verify needs more than {self._timeout} s or too much memory for the ground truth "
-                    f"{request['answer']!r}; mend it, or use `grader: {{type: exact}}`"
+                    f"{request['answer']!r}; correct it, or use `grader: {{type: exact}}`"
                 )
             logger.warning("math_verify gave up on a reply, graded 0: %.200r", request["reply"])
             return False
@@ -202,7 +202,7 @@ class MathVerifyGrader:
 
     def _exchange(self, request: str) -> str:
         if self._worker is not None and self._worker.poll() is not None:
-            # It ended between two requests, so neither is to blame.
+            # The worker ended between two requests, so neither request is the cause.
             self.close()
         worker = self._worker if self._worker is not None else self._start()
         assert worker.stdin is not None
@@ -213,13 +213,13 @@ class MathVerifyGrader:
 
     def _start(self) -> subprocess.Popen[str]:
         worker = subprocess.Popen(
-            # -P: the folder of the worker's file must not hide other modules.
+            # -P keeps the folder of the worker's file off the Python path, where it could shadow other modules.
             [sys.executable, "-P", str(_WORKER), str(self._timeout)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             encoding="utf-8",
-            # A Ctrl-C in the terminal is the trainer's business: it still needs grades to finish its step.
+            # Ctrl-C in the terminal must not reach the worker: the trainer needs grades to finish its step.
             start_new_session=True,
         )
         self._worker = worker
@@ -227,13 +227,13 @@ class MathVerifyGrader:
         assert worker.stdout is not None
         if worker.stdout.readline() != "ready\n":
             raise RuntimeError(
-                f"the math_verify process did not start (exit status {worker.wait()}); the reason is printed above. "
+                f"the math_verify process did not start (exit status {worker.wait()}); the error is printed above. "
                 "Check that `math-verify` is installed for " + sys.executable
             )
         return worker
 
     def close(self) -> None:
-        """End the process; the next reply starts another."""
+        """Kill the process; the next reply starts another."""
         if self._stop is not None:
             self._stop()
         self._worker = self._stop = None
@@ -245,6 +245,6 @@ def _end(worker: subprocess.Popen[str]) -> None:
     assert worker.stdin is not None
     assert worker.stdout is not None
     worker.stdout.close()
-    # What was not read before it ended cannot be flushed.
+    # Closing flushes requests that the process did not read before it was killed.
     with contextlib.suppress(BrokenPipeError):
         worker.stdin.close()

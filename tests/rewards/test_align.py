@@ -31,29 +31,29 @@ def test_examples_in_the_prompt_are_no_turns():
     assert policy_messages(chat(ROLES), 3) == [4, 6]
     [(turn, step)] = align_steps("r1", chat(ROLES), [StepOutput(step_index=4, base_reward=1.0)], 3).items()
     assert turn == step.turn == 0
-    with pytest.raises(StepIndexError, match=r"rollout r1: step_index 2 is an example in the prompt.* are 4, 6"):
+    with pytest.raises(StepIndexError, match=r"rollout r1: step_index 2 refers to an example in the prompt.* are 4, 6"):
         align_steps("r1", chat(ROLES), [StepOutput(step_index=2, base_reward=1.0)], 3)
 
 
 @pytest.mark.parametrize(
     ("indices", "problem"),
     [
-        ([1], "step_index 1 is a message of role 'user'"),
-        ([0], "step_index 0 is a message of role 'system'"),
-        ([5], "step_index 5 is a message of role 'tool'"),
-        ([7], "step_index 7 is outside of the 7 messages"),
-        ([2, 4, 2], "step_index 2 is given twice"),
+        ([1], "step_index 1 refers to a message of role 'user'"),
+        ([0], "step_index 0 refers to a message of role 'system'"),
+        ([5], "step_index 5 refers to a message of role 'tool'"),
+        ([7], "step_index 7 is out of range for 7 messages"),
+        ([2, 4, 2], "step_index 2 is repeated"),
     ],
 )
 def test_wrong_indices_are_named(indices, problem):
     steps = [StepOutput(step_index=index, base_reward=0.0) for index in indices]
     with pytest.raises(StepIndexError) as raised:
         align_steps("rollout-17", chat(ROLES), steps)
-    assert str(raised.value) == f"rollout rollout-17: {problem}; the policy's messages are 2, 4, 6"
+    assert str(raised.value) == f"rollout rollout-17: {problem}; the indices of the policy's messages are 2, 4, 6"
 
 
 def test_a_policy_that_said_nothing():
-    with pytest.raises(StepIndexError, match="none, it said nothing"):
+    with pytest.raises(StepIndexError, match="none \\(it has no messages\\)"):
         align_steps("r1", chat(["user"]), [StepOutput(step_index=0, base_reward=0.0)])
 
 

@@ -138,8 +138,8 @@ def find(backwards):
 
 def test_code_cannot_find_what_is_expected(grading: Grading):
     expected_is_hidden = "assert find('64_DETCEPXE') == ('EXPECTED_46' == '')"
-    # The search finds what is there: the function that asks, in a frame below.
-    search_works = "assert find('ksa_') == True"
+    # The search works: it finds the evaluating function in an outer frame.
+    search_works = "assert find('etaulave_') == True"
     tests = CodeTests(asserts=(expected_is_hidden, search_works))
     assert grading.passed(LOOKS_AROUND, tests) == [True, True]
 
@@ -185,11 +185,11 @@ def test_asserts_are_taken_apart(line: str, expressions: tuple[str, ...], condit
     [
         ("f(1) == 2", "is not one assert statement"),
         ("assert f(1) == 2; import os", "is not one assert statement"),
-        ("assert 1 == 1", "calls nothing of the tested code"),
+        ("assert 1 == 1", "does not use the tested code"),
         ("assert all(f(i) == i for i in range(3))", "binds names"),
         ("assert (y := f(1)) == 2", "binds names"),
-        ("assert f(1", "is no Python"),
-        ("assert f(1) == '\x00'", "is no Python"),
+        ("assert f(1", "is not valid Python"),
+        ("assert f(1) == '\x00'", "is not valid Python"),
     ],
 )
 def test_asserts_that_cannot_be_judged_apart(line: str, problem: str):
@@ -247,7 +247,7 @@ def test_scores(grading: Grading, request_of: Any, score: CodeScore, expected: f
     # The program is the policy's last reply, also where the environment answered it.
     request = dataclasses.replace(request, messages=(*request.messages, {"role": "tool", "content": "no program"}))
     broken = request_of(reply, ground_truth="46")
-    found, invalid = grading.wait(component.judge([request, broken]))
+    found, invalid = grading.wait(component.score([request, broken]))
     assert found == EvaluateResult(score=expected, metrics={"passed_share": 1 / 3}, reason="1 of 3 tests passed")
     assert not invalid.is_score_valid
-    assert "task t1: the ground truth '46' is no tests" in str(invalid.error)
+    assert "task t1: the ground truth '46' holds no tests" in str(invalid.error)

@@ -16,12 +16,12 @@ def test_parts_of_metric_names_and_finite_weights_are_taken(name: str, weight: f
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "a\n", "größe", "a:b"])
 def test_a_name_that_is_no_part_of_a_metrics_name_is_refused(name: str):
-    with pytest.raises(ValueError, match="is no part of a metric's name; use letters, digits") as raised:
+    with pytest.raises(ValueError, match=r"rewards: invalid name .*; use letters, digits") as raised:
         check_component(name, 1.0)
     assert repr(name) in str(raised.value)
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf])
 def test_a_weight_that_is_not_finite_is_refused(weight: float):
-    with pytest.raises(ValueError, match=f"rewards: the weight of 'style' is {weight}; it must be finite"):
+    with pytest.raises(ValueError, match=f"rewards: weight of 'style' must be finite, got {weight}"):
         check_component("style", weight)

@@ -49,25 +49,25 @@ def test_function_components_are_checked_early(tmp_path: Path):
     assert checked(config("shortest", scope=RewardScope.BATCH)) is RewardScope.BATCH
     assert checked(config("accuracy")) is RewardScope.POINTWISE
     for wrong, said in [
-        (config("acuracy"), r"acuracy in .*my_rewards.py is no reward function; .* are: accuracy, needs, shortest"),
-        (config("needs"), "needs model; give it under options"),
-        (config("accuracy", scope=RewardScope.GROUP), "has mode pointwise, so its scope is pointwise, not group"),
-        (config("shortest", scope=RewardScope.POINTWISE), "its scope is group or batch, not pointwise"),
-        (FunctionRewardConfig(path=str(tmp_path / "none.py"), function="f"), "there is no file .*none.py"),
+        (config("acuracy"), r"acuracy in .*my_rewards.py is not a reward function; .*: accuracy, needs, shortest"),
+        (config("needs"), "requires model; set it under options"),
+        (config("accuracy", scope=RewardScope.GROUP), "has mode pointwise, so scope must be pointwise, got group"),
+        (config("shortest", scope=RewardScope.POINTWISE), "scope must be group or batch, got pointwise"),
+        (FunctionRewardConfig(path=str(tmp_path / "none.py"), function="f"), "none.py does not exist"),
     ]:
         with pytest.raises(RewardConfigError, match=said):
             checked(wrong)
     file.write_text("def accuracy(messages, ground_truth, **kwargs): ...")
-    with pytest.raises(RewardConfigError, match="are: none; decorate the function"):
+    with pytest.raises(RewardConfigError, match="functions: none; decorate the function"):
         checked(config("accuracy"))
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"weight": float("nan")}, "the weight of 'f' is nan"),
-        ({"name": "my reward"}, "the name 'my reward'"),
-        ({"options": {"status": 1, "task_id": 2}}, "name status, task_id, which every function is given"),
+        ({"weight": float("nan")}, "weight of 'f' must be finite, got nan"),
+        ({"name": "my reward"}, "invalid name 'my reward'"),
+        ({"options": {"status": 1, "task_id": 2}}, "contain status, task_id, which every function receives"),
         ({"options": {"a": float("inf")}}, "must be JSON values"),
         ({"options": {"a": object()}}, "must be JSON values"),
     ],

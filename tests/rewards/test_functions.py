@@ -92,7 +92,7 @@ def test_the_reward_is_the_score_or_the_sum_of_the_steps(given, expected):
 
 @pytest.mark.parametrize("given", [{}, {"score": None}, {"step_outputs": None, "reason": "?"}])
 def test_a_valid_result_has_a_score_or_steps(given):
-    with pytest.raises(pydantic.ValidationError, match="score and step_outputs are both None; give at least one"):
+    with pytest.raises(pydantic.ValidationError, match="score and step_outputs are both None; set at least one"):
         EvaluateResult(**given)
     assert EvaluateResult(**given, is_score_valid=False).score is None
 
@@ -155,7 +155,7 @@ def test_batch_answers_have_the_batchs_length(request_of, answer):
     def wrong(messages, ground_truth, **kwargs):
         return answer
 
-    with pytest.raises(RewardFunctionError, match=r"wrong answered .* for 2 rollouts"):
+    with pytest.raises(RewardFunctionError, match=r"wrong returned .* for 2 rollouts"):
         evaluate(wrong, [request_of(), request_of()], {})
 
 
@@ -165,7 +165,7 @@ def test_pointwise_answers_are_results_or_numbers(request_of, answer):
     def wrong(messages, ground_truth, **kwargs):
         return answer
 
-    with pytest.raises(RewardFunctionError, match=f"wrong answered {type(answer).__name__}"):
+    with pytest.raises(RewardFunctionError, match=f"wrong returned {type(answer).__name__}"):
         evaluate(wrong, [request_of()], {})
 
 
@@ -192,7 +192,7 @@ def test_signatures_are_checked_early(function, lacking):
 
 
 def test_modes_and_async_are_checked_early():
-    with pytest.raises(RewardFunctionError, match="mode is 'pairwise'"):
+    with pytest.raises(RewardFunctionError, match=r"mode must be .* got 'pairwise'"):
         reward_function(mode="pairwise")(lacks_messages)
 
     async def late(messages, ground_truth, **kwargs): ...

@@ -122,7 +122,7 @@ def test_worker_ends_with_its_grader():
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan")])
 def test_timeout_must_be_positive(timeout: float):
-    with pytest.raises(ValueError, match=r"grader\.timeout is"):
+    with pytest.raises(ValueError, match=r"grader\.timeout must be"):
         MathVerifyConfig(timeout=timeout)
 
 

@@ -105,7 +105,7 @@ def judge(configured: LlmJudgeConfig, *requests: Any) -> Any:
         component = LlmJudge(configured)
         await component.check()
         try:
-            return await component.judge(requests)
+            return await component.score(requests)
         finally:
             await component.close()
 
@@ -167,7 +167,7 @@ def test_what_is_worth_another_try(endpoint: Endpoint, request_of, first: Reply,
 
 def test_an_answer_that_is_not_encoded_as_it_says(endpoint: Endpoint, request_of):
     endpoint.encoding = "gzip"
-    with pytest.raises(RewardCallError, match="no score after 3 attempts; the last: DecodingError") as raised:
+    with pytest.raises(RewardCallError, match="no score after 3 attempts; last problem: DecodingError") as raised:
         judge(config(endpoint), request_of())
     assert raised.value.cause is RewardFailure.REQUEST
 
@@ -326,35 +326,38 @@ def test_a_comparing_judge_can_be_chosen_in_yaml():
 
 def test_a_missing_key_is_told_before_anything_is_sampled(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    with pytest.raises(RewardConfigError, match="'llm_judge': the environment variable JUDGE_KEY holds no key"):
+    with pytest.raises(RewardConfigError, match="'llm_judge': the environment variable JUDGE_KEY is not set"):
         judge(config(endpoint, api_key_env="JUDGE_KEY"))
 
 
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"prompt": "Rate it."}, r"lacks \{conversation\}"),
+        ({"prompt": "Rate it."}, r"must contain \{conversation\}"),
         ({"score_regex": "("}, "score_regex: '\\(' is not a regular expression"),
         ({"score_regex": r"\d+"}, "has 0 groups but needs 1"),
-        ({"lowest": 1.0}, "lowest of 'llm_judge' is 1.0 and highest 1.0"),
-        ({"lowest": float("-inf")}, "lowest of 'llm_judge' is -inf and highest 1.0"),
-        ({"highest": 1e31}, "highest 1e\\+31; .* at most 1e\\+30 in magnitude"),
-        ({"retries": -1}, "retries of 'llm_judge' is -1"),
-        ({"backoff_seconds": -1.0}, "backoff_seconds of 'llm_judge' is -1.0"),
-        ({"backoff_seconds": float("nan")}, "backoff_seconds of 'llm_judge' is nan"),
-        ({"max_concurrency": 0}, "max_concurrency of 'llm_judge' is 0"),
-        ({"max_tokens": 0}, "max_tokens of 'llm_judge' is 0"),
-        ({"timeout_seconds": 0.0}, "timeout_seconds of 'llm_judge' is 0.0"),
-        ({"temperature": float("nan")}, "temperature of 'llm_judge' is nan"),
-        ({"temperature": float("inf")}, "temperature of 'llm_judge' is inf"),
-        ({"scope": RewardScope.BATCH}, "scope of 'llm_judge' is batch; a judge takes pointwise or group"),
-        ({"scope": RewardScope.GROUP}, r"lacks \{conversations\}, which scope: group fills in"),
-        ({"comparison": JudgeComparison.RANKING}, "comparison of 'llm_judge' is ranking, but with scope: pointwise"),
+        ({"lowest": 1.0}, "lowest of 'llm_judge' must be less than highest, .* got lowest 1.0 and highest 1.0"),
+        (
+            {"lowest": float("-inf")},
+            "lowest of 'llm_judge' must be less than highest, .* got lowest -inf and highest 1.0",
+        ),
+        ({"highest": 1e31}, "at most 1e\\+30 in magnitude, got .* highest 1e\\+31"),
+        ({"retries": -1}, "retries of 'llm_judge' must be finite and .*, got -1"),
+        ({"backoff_seconds": -1.0}, "backoff_seconds of 'llm_judge' must be finite and .*, got -1.0"),
+        ({"backoff_seconds": float("nan")}, "backoff_seconds of 'llm_judge' must be finite and .*, got nan"),
+        ({"max_concurrency": 0}, "max_concurrency of 'llm_judge' must be finite and .*, got 0"),
+        ({"max_tokens": 0}, "max_tokens of 'llm_judge' must be finite and .*, got 0"),
+        ({"timeout_seconds": 0.0}, "timeout_seconds of 'llm_judge' must be finite and .*, got 0.0"),
+        ({"temperature": float("nan")}, "temperature of 'llm_judge' must be finite and .*, got nan"),
+        ({"temperature": float("inf")}, "temperature of 'llm_judge' must be finite and .*, got inf"),
+        ({"scope": RewardScope.BATCH}, "scope of 'llm_judge' must be pointwise or group, got batch"),
+        ({"scope": RewardScope.GROUP}, r"must contain \{conversations\} for scope: group"),
+        ({"comparison": JudgeComparison.RANKING}, "comparison of 'llm_judge' is ranking, which requires scope: group"),
         (
             {"scope": RewardScope.GROUP, "prompt": COMPARE, "score_regex": "(1)"},
-            "score_regex of 'llm_judge' is given, but with scope: group",
+            "score_regex of 'llm_judge' is not used with scope: group",
         ),
-        ({"name": "a b"}, "the name 'a b'"),
+        ({"name": "a b"}, "invalid name 'a b'"),
     ],
 )
 def test_configs_are_checked(endpoint: Endpoint, fields: dict[str, Any], problem: str):

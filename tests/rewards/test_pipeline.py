@@ -32,7 +32,7 @@ class Scripted:
 
     async def check(self) -> None: ...
 
-    async def judge(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
+    async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
         self.asked.append([request.rollout_id for request in requests])
         if isinstance(self.answer, RewardCallError):
             raise self.answer
@@ -103,11 +103,11 @@ def test_step_rewards_are_the_score_unless_one_is_given(request_of, score, expec
             RewardFailure.INVALID_SCORE,
             "parser down",
         ),
-        (EvaluateResult(score=0.0, is_score_valid=False), RewardFailure.INVALID_SCORE, "not valid"),
+        (EvaluateResult(score=0.0, is_score_valid=False), RewardFailure.INVALID_SCORE, "is_score_valid=False"),
         (
             EvaluateResult(score=1.0, step_outputs=(StepOutput(step_index=0, base_reward=1.0),)),
             RewardFailure.STEP_INDEX,
-            "rollout r1: step_index 0 is a message of role 'user'; the policy's messages are 1",
+            "rollout r1: step_index 0 refers to a message of role 'user'; the indices of the policy's messages are 1",
         ),
     ],
 )
@@ -133,7 +133,7 @@ def test_a_lost_group_call_costs_every_rollout_of_the_group(request_of):
 
 def test_other_errors_are_not_swallowed(request_of):
     class Broken(Scripted):
-        async def judge(self, requests):
+        async def score(self, requests):
             raise ZeroDivisionError
 
     pipeline = RewardPipeline([Broken("broken", None)])
@@ -142,7 +142,7 @@ def test_other_errors_are_not_swallowed(request_of):
 
 
 def test_names_are_unique():
-    with pytest.raises(RewardConfigError, match="style is there twice"):
+    with pytest.raises(RewardConfigError, match="duplicate names style"):
         RewardPipeline([Scripted("style", None), Scripted("style", None)])
 
 

@@ -135,4 +135,4 @@ def test_killed_reward_workers_lose_only_their_own_calls(
     # The replacement workers have also ended.
     assert sandboxes[-1].worker_pids == []
     assert not any(is_alive(pid) for pid in killer.killed)
-    assert sandboxes[-1].losses == {"worker": 5}
+    assert sandboxes[-1].failures == {"worker": 5}

@@ -45,7 +45,7 @@ class ConstantReward:
     async def check(self) -> None:
         pass
 
-    async def judge(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
+    async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
         return [
             EvaluateResult(
                 score=1.0,
@@ -125,8 +125,8 @@ def test_debug_logs_every_turn_of_an_episode(tmp_path: Path, question: str):
         f"{first}anchor hash {anchors[0]}, return 0.975, A_E 0, A_S 0, advantage [0]",
         f"rollout train-1-0-1 turn 1: anchor hash {anchors[1]}, return 0.5, A_E 0, A_S 0, advantage [0]",
         # The alignment of step rewards.
-        "rollout train-1-0-0: reward 'calls', aligner input (message, reward) [(1, 0.25), (3, 0.25)], "
-        "output (turn, reward) [(0, 0.25), (1, 0.25)]",
+        "rollout train-1-0-0: reward 'calls', rewards by message [(1, 0.25), (3, 0.25)], "
+        "rewards by turn [(0, 0.25), (1, 0.25)]",
     ]
     for line in expected:
         assert line in lines, line

@@ -113,7 +113,7 @@ def test_batch_scope_is_rejected_in_async_mode(
 
 @pytest.mark.parametrize(
     ("function", "cause", "words"),
-    [("picky", "raised", "ValueError: I do not like twos"), ("deadly", "exited", "it ended its process with status 7")],
+    [("picky", "raised", "ValueError: I do not like twos"), ("deadly", "exited", "its process exited with status 7")],
 )
 def test_failed_reward_affects_one_rollout_and_is_counted(
     functions_only: Callable[..., TinyRun], rewards: Any, function: str, cause: str, words: str
@@ -140,14 +140,14 @@ def test_accuracy_uses_reward_functions(functions_only: Callable[..., TinyRun], 
     [
         (
             {"function": "nothing"},
-            "nothing in .* is no reward function; .* are: deadly, has_one",
+            "nothing in .* is not a reward function; .*: deadly, has_one",
         ),
-        ({"function": "has_one"}, "needs bonus; give it under options"),
+        ({"function": "has_one"}, "requires bonus; set it under options"),
         (
             {"function": "has_one", "options": {"bonus": 0}, "scope": "group"},
-            "so its scope is pointwise",
+            "so scope must be pointwise",
         ),
-        ({"function": "share", "path": "/nowhere/rewards.py"}, "there is no file /nowhere/rewards.py"),
+        ({"function": "share", "path": "/nowhere/rewards.py"}, "the file /nowhere/rewards.py does not exist"),
     ],
 )
 def test_invalid_reward_functions_are_rejected_at_start(
@@ -161,7 +161,7 @@ def test_invalid_reward_functions_are_rejected_at_start(
 def test_duplicate_component_names_are_rejected(functions_only: Callable[..., TinyRun], rewards: Any, capfd: Any):
     run = functions_only(rewards("share"), rewards("picky", name="share"))
     assert run.train() == 1
-    assert "rewards: share is there twice" in capfd.readouterr().err
+    assert "rewards: duplicate names share" in capfd.readouterr().err
 
 
 def test_config_without_rewards_is_rejected(functions_only: Callable[..., TinyRun], capfd: Any):
@@ -174,7 +174,7 @@ def test_insufficient_isolation_is_rejected(
 ):
     monkeypatch.setattr("marin_rl.rewards.sandbox.pool.shutil.which", lambda name: None)
     assert functions_only(rewards("share"), sandbox__require="full").train() == 1
-    assert "error: sandbox.require is full, but here isolation is" in capfd.readouterr().err
+    assert "error: sandbox.require is full, but this machine offers" in capfd.readouterr().err
 
 
 def test_sandbox_is_not_started_without_reward_functions(

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The command line that starts a worker, in bubblewrap or without, and the files that it may see."""
+"""Command line of a sandbox worker, with or without bubblewrap, and the files that it can read."""
 
 import functools
 import os
@@ -28,10 +28,10 @@ _SYSTEM = (
     "/etc/ld.so.conf.d",
     "/etc/localtime",
 )
-"""What programs of the operating system need, where it exists."""
+"""Files of the operating system that programs need; paths that do not exist are left out."""
 
 SCRATCH = "/run/calls"
-"""Where calls get their folders, in namespaces."""
+"""Folder for the scratch folders of calls, when the worker runs in namespaces."""
 
 _START = (
     "import sys; sys.path.insert(0, sys.argv[2]); from marin_rl.rewards.sandbox.worker import main; main(sys.argv[1])"
@@ -39,16 +39,16 @@ _START = (
 
 
 def package_root() -> str:
-    """The folder that the package `marin_rl` is imported from."""
+    """Return the folder that the package `marin_rl` is imported from."""
     return str(Path(marin_rl.__file__).resolve().parent.parent)
 
 
 def readable_paths(file: str | None, read_paths: Iterable[str]) -> tuple[str, ...]:
-    """What a worker's calls may read: the system's programs, Python, and where the user's code lies.
+    """Return the paths that a worker's calls may read: system programs, Python and the user's code.
 
     Args:
         file: the user's file, absolute, if any.
-        read_paths: what the user names besides.
+        read_paths: further files and folders from the config.
     """
     paths = [*_python_paths(), *(os.path.abspath(path) for path in read_paths)]
     if file is not None:
@@ -57,9 +57,9 @@ def readable_paths(file: str | None, read_paths: Iterable[str]) -> tuple[str, ..
 
 
 def code_path(file: str) -> str:
-    """What becomes readable of the place where a user's file lies: its folder, so that it can import its neighbours.
+    """Return the readable path for a user's file: its folder, so that it can import modules from there.
 
-    The file alone where its folder is, or holds, the home folder or the file system.
+    If the folder is the home folder or one of its parents, only the file itself is readable.
     """
     folder = Path(file).parent
     if folder in (Path.home(), *Path.home().parents):
@@ -68,13 +68,13 @@ def code_path(file: str) -> str:
 
 
 def python_path(file: str | None, read_paths: Iterable[str]) -> tuple[str, ...]:
-    """The folders that a worker's Python path gets."""
+    """Return the folders to append to a worker's Python path."""
     folders = tuple(os.path.abspath(path) for path in read_paths if os.path.isdir(path))
     return folders if file is None else (package_root(), *folders)
 
 
 def hidden_path() -> tuple[str, ...]:
-    """The folder of this package, unless others are installed there too."""
+    """Return the folder of this package, unless other packages are installed there too."""
     return () if package_root() in site.getsitepackages() else (package_root(),)
 
 
@@ -91,22 +91,22 @@ def _python_paths() -> tuple[str, ...]:
 
 
 def _links(path: str) -> list[str]:
-    """The symbolic links from a path to the file behind it, each absolute."""
-    found = []
+    """Return the chain of symbolic links from a path to its target, each absolute."""
+    links = []
     while os.path.islink(path):
         path = os.path.abspath(os.path.join(os.path.dirname(path), os.readlink(path)))
-        found.append(path)
-    return found
+        links.append(path)
+    return links
 
 
 def worker_command(spec: WorkerSpec, bubblewrap: str | None) -> list[str]:
-    """The command line of a worker.
+    """Return the command line of a worker.
 
     Args:
-        spec: what the worker is told.
-        bubblewrap: path of `bwrap`, or None to start it without.
+        spec: settings of the worker.
+        bubblewrap: path of `bwrap`, or None to start the worker without it.
     """
-    # -P, -s and -B: no folder of the user's on the path unasked, and nothing written beside the code.
+    # -P and -s keep the user's folders off the Python path; -B writes no bytecode next to the code.
     command = [sys.executable, "-P", "-s", "-B", "-c", _START, spec.to_json(), package_root()]
     return command if bubblewrap is None else [bubblewrap, *_bubblewrap_arguments(spec), *command]
 
@@ -116,10 +116,11 @@ def _bubblewrap_arguments(spec: WorkerSpec) -> list[str]:
     arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
     arguments += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     arguments += ["--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", SCRATCH]
-    # The worker itself needs its package, also where no user's code is to be run.
+    # The worker itself imports this package, even if it runs no user code.
     for path in sorted({*spec.read, os.path.join(package_root(), "marin_rl")}):
         arguments += ["--ro-bind", path, path]
-    # The root itself is a file system in memory. Nothing that calls share can be written: none speaks to the next.
+    # The root is a file system in memory. Everything that calls share is read-only, so that no call can pass data to
+    # the next one.
     arguments += ["--remount-ro", "/tmp", "--remount-ro", "/", "--chdir", SCRATCH, "--clearenv"]
     for name, value in worker_environment(SCRATCH).items():
         arguments += ["--setenv", name, value]
@@ -127,22 +128,22 @@ def _bubblewrap_arguments(spec: WorkerSpec) -> list[str]:
 
 
 def worker_environment(folder: str) -> dict[str, str]:
-    """The environment of a worker: nothing of the trainer's.
+    """Return the environment variables of a worker; none are inherited from the trainer.
 
     Args:
-        folder: where temporary files go.
+        folder: folder for temporary files.
     """
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": folder,
         "TMPDIR": folder,
         "LANG": "C.UTF-8",
-        # The order of sets must not change a score from one run to the next.
+        # The iteration order of sets must not change scores between runs.
         "PYTHONHASHSEED": "0",
         # A process with threads cannot be forked safely.
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
-        # The C library reserves 64 MiB of address space for each thread that allocates, which the limit would count.
+        # The C library reserves 64 MiB of address space for each allocating thread, which counts towards the limit.
         "MALLOC_ARENA_MAX": "1",
     }

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a user says about the sandbox."""
+"""Configuration of the sandbox."""
 
 import dataclasses
 import math
@@ -14,39 +14,39 @@ from marin_rl.rewards.sandbox.limits import CallLimits
 
 @dataclasses.dataclass(frozen=True)
 class SandboxConfig:
-    """Where reward functions and model-written programs run, and what one call may use."""
+    """Isolation of reward functions and model-written programs, and resource limits of each call."""
 
     require: Isolation = Isolation.PARTIAL
-    """The least isolation to run with: `full`, `partial` or `none`. A machine that offers less refuses to start."""
+    """Minimum isolation: `full`, `partial` or `none`. The run does not start on a machine that offers less."""
     workers: int = 2
-    """Worker processes, so calls at the same time; at least 1."""
+    """Number of worker processes, and so of concurrent calls; at least 1."""
     wall_seconds: float = 10.0
     """Seconds from the start of a call to its answer; above 0."""
     cpu_seconds: float = 10.0
-    """Seconds of processor time of a call, rounded up to whole ones; above 0. Each process that a call starts has as
-    many."""
+    """Seconds of CPU time of a call, rounded up to whole seconds; above 0. Each process that a call starts has the same
+    limit."""
     memory_mb: int = 2048
-    """Mebibytes of address space that a call may take beyond what the loaded file takes, and that loading the file may
-    take; at least 64. Threads count, about 8 each by default. Each process that a call starts may take as much."""
+    """Mebibytes of address space that a call may use in addition to the loaded file, and limit for loading the file; at
+    least 64. Threads count, about 8 MiB each by default. Each process that a call starts has the same limit."""
     processes: int = 0
-    """Processes that a call may have at a time, those included that it does not wait for. With 0 it can start neither
-    processes nor programs. All stay in the call's session and process group."""
+    """Concurrent processes of a call, including those that it does not wait for. With 0 it can start neither processes
+    nor programs. All processes stay in the call's session and process group."""
     threads: int = 64
-    """Threads that a call may have at a time, those of its processes included; at least 1. Not limited off Linux."""
+    """Concurrent threads of a call, including those of its processes; at least 1. Enforced on Linux only."""
     file_mb: int = 16
-    """Mebibytes of any one file that a call writes, and a quarter of what its folder holds; at least 1. Off Linux the
-    folder is not limited."""
+    """Mebibytes of a single file that a call writes; at least 1. The call's folder holds at most four times as much,
+    which is enforced on Linux only."""
     output_kb: int = 1024
-    """Kibibytes of a call's answer, of what it prints, and of what it writes to stderr, each; at least 1."""
+    """Kibibytes of a call's answer, of its stdout and of its stderr, each; at least 1."""
     start_seconds: float = 60.0
-    """Seconds that loading a user's file may take; above 0."""
+    """Time limit in seconds for loading a user's file; above 0."""
     read_paths: tuple[str, ...] = ()
-    """Further files and folders that reward functions may read; folders are put on Python's path. The folder of the
-    function's own file is always readable."""
+    """Further files and folders that reward functions may read; folders are added to the Python path. The folder that
+    contains the function's file is always readable."""
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
-        for field, least in (
+        for field, minimum in (
             ("workers", 1),
             ("memory_mb", 64),
             ("processes", 0),
@@ -54,18 +54,18 @@ class SandboxConfig:
             ("file_mb", 1),
             ("output_kb", 1),
         ):
-            if getattr(self, field) < least:
-                raise ValueError(f"sandbox.{field} is {getattr(self, field)}; it must be at least {least}")
+            if getattr(self, field) < minimum:
+                raise ValueError(f"sandbox.{field} must be at least {minimum}, got {getattr(self, field)}")
         for field in ("wall_seconds", "cpu_seconds", "start_seconds"):
             value = getattr(self, field)
             if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"sandbox.{field} is {value}; it is a number of seconds above 0")
+                raise ValueError(f"sandbox.{field} must be a finite number of seconds above 0, got {value}")
         for path in self.read_paths:
             if not Path(path).exists():
-                raise ValueError(f"sandbox.read_paths: {path} does not exist; correct it or leave it out")
+                raise ValueError(f"sandbox.read_paths: {path} does not exist; correct or remove it")
 
     def limits(self) -> CallLimits:
-        """What one call may use, in bytes and seconds."""
+        """Return the resource limits of one call, in bytes and seconds."""
         return CallLimits(
             wall_seconds=float(self.wall_seconds),
             cpu_seconds=float(self.cpu_seconds),

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The files and folders of calls: how much they take, and how they are removed."""
+"""Disk usage and removal of the folders of sandbox calls."""
 
 import array
 import contextlib
@@ -16,62 +16,63 @@ from collections.abc import Collection
 
 _PAGE = 4096
 _LONGEST_PATH = 3000
-"""The kernel takes no path of more than 4,096 bytes."""
+"""Longest path in bytes that is passed to the kernel; the kernel's limit is 4,096."""
 _GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602
 _LOCKED = 0x10 | 0x20
-"""FS_IMMUTABLE_FL and FS_APPEND_FL: not even root removes such a file, or anything in such a folder."""
+"""FS_IMMUTABLE_FL and FS_APPEND_FL: not even root can remove such a file, or anything in such a folder."""
 
 
 def remove(path: str) -> str | None:
-    """Remove a file or a folder with its contents, whatever permissions and flags a call gave them.
+    """Remove a file or a folder with its contents, regardless of the permissions and flags that a call set.
 
     Args:
         path: the file or folder; a symbolic link is removed, not followed.
 
     Returns:
-        None if it is gone, else the reason why it is still there.
+        None if it was removed, else the error message.
     """
     for attempt in (_remove_plainly, _remove_unreadable, _remove_locked):
         with contextlib.suppress(OSError, RecursionError):
             attempt(path)
         if not os.path.lexists(path):
             return None
-    tried = subprocess.run(["rm", "-rf", "--", path], capture_output=True, text=True, errors="replace", check=False)
-    return tried.stderr.strip()[-500:] if os.path.lexists(path) else None
+    result = subprocess.run(["rm", "-rf", "--", path], capture_output=True, text=True, errors="replace", check=False)
+    return result.stderr.strip()[-500:] if os.path.lexists(path) else None
 
 
-def takes_more(folder: str, limit: int, spared: Collection[str]) -> bool:
-    """Whether the files below a folder take more of the disk than a limit (Linux).
+def exceeds_size(folder: str, limit: int, ignored: Collection[str]) -> bool:
+    """Return whether the files below a folder use more disk space than `limit` (Linux).
 
     Args:
         folder: the folder.
-        limit: bytes. Every file and folder counts as a page at least: a disk has only so many.
-        spared: names in the folder that do not count.
+        limit: bytes. Every file and folder counts as at least one page, which also bounds their number.
+        ignored: names in the folder that do not count.
     """
-    taken = 0
+    size = 0
     with contextlib.ExitStack() as opened:
-        waiting = [folder]
-        while waiting:
-            place = waiting.pop()
+        pending = [folder]
+        while pending:
+            current = pending.pop()
             try:
-                with os.scandir(_short_path(place, opened)) as entries:
+                with os.scandir(_short_path(current, opened)) as entries:
                     for entry in entries:
-                        if place == folder and entry.name in spared:
+                        if current == folder and entry.name in ignored:
                             continue
-                        taken += max(_PAGE, 512 * entry.stat(follow_symlinks=False).st_blocks)
-                        if taken > limit:
+                        size += max(_PAGE, 512 * entry.stat(follow_symlinks=False).st_blocks)
+                        if size > limit:
                             return True
                         if entry.is_dir(follow_symlinks=False):
-                            waiting.append(entry.path)
+                            pending.append(entry.path)
             except OSError as error:
-                # It may be gone meanwhile. Only an attack has so many folders out of reach that descriptors run out.
+                # The folder may have been removed meanwhile. Descriptors run out only if an attack nests or hides many
+                # folders.
                 if error.errno == errno.EMFILE:
                     return True
     return False
 
 
 def _short_path(folder: str, opened: contextlib.ExitStack) -> str:
-    """A path of a folder that can be read, however deep it lies and whatever its permissions are."""
+    """Return a readable path of a folder, regardless of its depth and permissions."""
     if len(os.fsencode(folder)) < _LONGEST_PATH and os.access(folder, os.R_OK | os.X_OK):
         return folder
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -92,7 +93,7 @@ def _remove_plainly(path: str) -> None:
 
 
 def _remove_unreadable(path: str) -> None:
-    # Not Python's own function: a call may have nested folders deeper than that can follow.
+    # shutil.rmtree cannot follow folders that a call nested too deeply; rm can.
     if not os.path.islink(path):
         subprocess.run(["chmod", "-R", "u+rwx", "--", path], capture_output=True, check=False)
     subprocess.run(["rm", "-rf", "--", path], capture_output=True, check=False)
@@ -104,14 +105,14 @@ def _remove_locked(path: str) -> None:
     _unlock(path)
     for folder, folders, files in os.walk(path):
         for name in (*folders, *files):
-            # Some may be gone, or be of another user: the rest is unlocked all the same.
+            # Some files may be gone or belong to another user; unlock the others.
             with contextlib.suppress(OSError):
                 _unlock(os.path.join(folder, name))
     _remove_unreadable(path)
 
 
 def _unlock(path: str) -> None:
-    """Clear the flags that `chattr +i` and `chattr +a` set, if this process may."""
+    """Clear the flags that `chattr +i` and `chattr +a` set, if this process is allowed to."""
     mode = os.lstat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         return

@@ -1,11 +1,11 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The forkserver: it holds a user's file, loaded once, and forks a child for every call.
+"""Forkserver: loads a user's file once and forks a child process for every call.
 
-So a call pays for no import, its limits are its own, and what it changes, leaks or breaks ends with it. The file is
-loaded in a process of its own, which forks the forkserver and is then ended by the worker: threads and processes that
-the file started end with it.
+A call therefore pays for no import, has its own limits, and cannot affect later calls. The file is loaded in a separate
+process, which forks the forkserver. The worker then kills the loading process with all threads and processes that the
+file started.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ from marin_rl.rewards.sandbox.seccomp import SystemCalls, restrict_system_calls
 from marin_rl.rewards.sandbox.spec import WorkerSpec
 
 CONFINED = b"confined\n"
-"""What a call's process answers before anything else, once it is confined and no line of the call's has run. A call
-cannot take it back, so that none can pretend that it was not run."""
+"""First bytes on the answer pipe of a call, written after its process is confined and before it runs user code. A call
+cannot remove them, and so cannot pretend that it was not run."""
 
-ENDED, GO_ON = b"e", b"g"
-"""What the forkserver says when a call's process has ended, and what it waits for before it reaps it."""
+ENDED, CONTINUE = b"e", b"g"
+"""Message of the forkserver when a call's process has ended, and the reply that lets it reap the process."""
 
 _DESCRIPTORS = 4
 _ANSWER = 3
@@ -43,13 +43,13 @@ _DEVICES_READ = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/ura
 
 
 def run(spec: WorkerSpec, source: str, connection: socket.socket, parent: int) -> None:
-    """Load the file and fork the forkserver, which serves calls until the worker is gone.
+    """Load the file and fork the forkserver, which serves calls until the worker exits.
 
     Args:
-        spec: what the worker was told.
-        source: the bytes of the file, in Latin-1.
-        connection: to the worker.
-        parent: the worker's process.
+        spec: settings of the worker.
+        source: the content of the file, decoded as Latin-1.
+        connection: socket to the worker.
+        parent: process id of the worker.
     """
     connection = _leave_worker(connection, parent)
     _confine_import(spec)
@@ -59,7 +59,7 @@ def run(spec: WorkerSpec, source: str, connection: socket.socket, parent: int) -
     except BaseException as error:
         connection.sendall(frames.encode({"forkserver": None, "failed": _explain(error)}))
         return
-    # A fork has one thread, the one that forked. Where nothing ends the loading process, it serves calls itself.
+    # A forked process has only the thread that forked. Off Linux the loading process itself serves calls.
     if kernel.IS_LINUX and os.fork() != 0:
         while True:
             signal.pause()
@@ -69,42 +69,46 @@ def run(spec: WorkerSpec, source: str, connection: socket.socket, parent: int) -
 def _serve(spec: WorkerSpec, connection: socket.socket, module: types.ModuleType | None, parent: int) -> None:
     if kernel.IS_LINUX:
         os.setsid()
-        # A file that the user's code opened could be a second descriptor for the connection.
+        # A descriptor that the user's code opened could be a duplicate of the connection.
         os.closerange(_ANSWER + 1, os.sysconf("SC_OPEN_MAX"))
     functions = {} if module is None else _reward_functions(module)
-    # Objects that every child shares with this process stay untouched by its garbage collector, and so unshared.
+    # Freeze the objects, so that the garbage collector of a child does not write to pages that it shares with this
+    # process.
     gc.collect()
     gc.freeze()
     connection.sendall(frames.encode({"forkserver": os.getpid(), "failed": None}))
-    if not connection.recv(len(GO_ON)):
+    if not connection.recv(len(CONTINUE)):
         return
     if kernel.IS_LINUX:
-        kernel.end_with_parent(parent)
+        kernel.exit_with_parent(parent)
     while _serve_one(spec, connection, functions):
         pass
 
 
 def parse_ready(data: bytes) -> tuple[int | None, str | None]:
-    """The forkserver's process as the loading process named it, and why the file was not loaded; one of them is None.
+    """Parse the message of the loading process.
 
-    The file's own code ran in that process, so the message is checked like a stranger's.
+    The user's code ran in that process, so the message is untrusted.
+
+    Returns:
+        The process id of the forkserver, or None; and the error that prevented loading the file, or None.
     """
     message = _parse(data)
     if isinstance(message.get("failed"), str):
         return None, message["failed"]
     if type(message.get("forkserver")) is int:
         return message["forkserver"], None
-    return None, "the process that loaded it answered something else than the forkserver's process"
+    return None, "the loading process sent an invalid message instead of the forkserver's process id"
 
 
 def parse_functions(data: bytes) -> tuple[dict[str, Any], str | None]:
-    """The functions that a call found in the loaded file, and why it found none, or None."""
+    """Parse the descriptions of the file's reward functions; returns them and an error message or None."""
     message = _parse(data)
     if isinstance(message.get("functions"), dict):
         return message["functions"], None
     if isinstance(message.get("raised"), str):
         return {}, message["raised"]
-    return {}, "the process that holds it did not describe its reward functions"
+    return {}, "the forkserver sent no valid description of its reward functions"
 
 
 def _parse(data: bytes) -> dict[str, Any]:
@@ -116,18 +120,18 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _leave_worker(connection: socket.socket, parent: int) -> socket.socket:
-    """Let go of everything that the worker holds, its pipes to the trainer above all."""
+    """Close all descriptors inherited from the worker, in particular its pipes to the trainer."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if kernel.IS_LINUX:
-        kernel.end_with_parent(parent)
+        kernel.exit_with_parent(parent)
     os.setsid()
-    kept = os.dup2(connection.detach(), _ANSWER)
+    descriptor = os.dup2(connection.detach(), _ANSWER)
     os.closerange(_ANSWER + 1, os.sysconf("SC_OPEN_MAX"))
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nothing, descriptor)
-    os.close(nothing)
-    return socket.socket(fileno=kept)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    os.close(null)
+    return socket.socket(fileno=descriptor)
 
 
 def _confine_import(spec: WorkerSpec) -> None:
@@ -136,12 +140,12 @@ def _confine_import(spec: WorkerSpec) -> None:
         restrict_files((*spec.read, *_DEVICES_READ), (spec.scratch, os.devnull), spec.landlock)
     if spec.seccomp:
         kernel.drop_capabilities()
-        # It has to fork, and its children set limits of their own.
+        # The forkserver has to fork, and its children set their own limits.
         restrict_system_calls(SystemCalls(processes=True, signals=_may_signal(spec), limits=True))
 
 
-def _confine_call(spec: WorkerSpec, folder: str, taken: int) -> None:
-    limit_call(spec.limits, taken, spec.has_namespaces)
+def _confine_call(spec: WorkerSpec, folder: str, loaded_bytes: int) -> None:
+    limit_call(spec.limits, loaded_bytes, spec.has_namespaces)
     if spec.landlock:
         restrict_writes((folder, os.devnull), spec.landlock)
     if spec.seccomp:
@@ -149,17 +153,17 @@ def _confine_call(spec: WorkerSpec, folder: str, taken: int) -> None:
 
 
 def _may_signal(spec: WorkerSpec) -> bool:
-    # Only those that start processes have something to end, and only in a namespace there is nobody else to reach.
+    # Only calls that start processes need signals, and only in namespaces can they not reach other processes.
     return spec.limits.processes > 0 and spec.has_namespaces
 
 
 def _load(file: str, source: str) -> types.ModuleType:
     sys.path.append(os.path.dirname(file))
     name = "reward_file_" + os.path.basename(file).removesuffix(".py")
-    found = importlib.util.spec_from_file_location(name, file)
-    if found is None or found.loader is None:
+    module_spec = importlib.util.spec_from_file_location(name, file)
+    if module_spec is None or module_spec.loader is None:
         raise ImportError(f"{file} is not a Python file")
-    module = importlib.util.module_from_spec(found)
+    module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
     exec(compile(source.encode("latin-1"), file, "exec", dont_inherit=True), module.__dict__)
     return module
@@ -195,9 +199,10 @@ def _serve_one(spec: WorkerSpec, connection: socket.socket, functions: Mapping[s
     for descriptor in descriptors:
         os.close(descriptor)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    # Until it is reaped its number, and so that of its group, is nobody else's: the worker ends what is left of both.
+    # The ids of the process and its group are not reused before it is reaped, so the worker can now kill the rest of
+    # the group.
     connection.sendall(ENDED)
-    if not connection.recv(len(GO_ON)):
+    if not connection.recv(len(CONTINUE)):
         return False
     _, status, usage = os.wait4(child, 0)
     _reap_siblings()
@@ -206,7 +211,7 @@ def _serve_one(spec: WorkerSpec, connection: socket.socket, functions: Mapping[s
 
 
 def _reap_siblings() -> None:
-    """Reap the children that a call made for this process with CLONE_PARENT; the worker has ended them."""
+    """Reap processes that a call made children of this one with CLONE_PARENT; the worker has killed them."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG | kernel.WAIT_ALL)[0]:
             pass
@@ -219,14 +224,14 @@ def _be_child(
     status = 1
     try:
         if kernel.IS_LINUX:
-            kernel.end_with_parent(parent)
-            # A group of its own, so that it can be ended with all that it starts, at once.
+            kernel.exit_with_parent(parent)
+            # A separate process group, so that the worker can kill the call and its children at once.
             os.setsid()
         _take_descriptors(descriptors)
         os.environ |= {"TMPDIR": request["folder"], "HOME": request["folder"]}
         tempfile.tempdir = None
         os.chdir(request["folder"])
-        _confine_call(spec, request["folder"], request["taken"])
+        _confine_call(spec, request["folder"], request["loaded_bytes"])
         os.write(_ANSWER, CONFINED)
         if request["kind"] == "python":
             os.close(_ANSWER)
@@ -242,9 +247,9 @@ def _be_child(
 
 
 def _take_descriptors(descriptors: list[int]) -> None:
-    # The pipes came with numbers above those that they get, so none is overwritten before it is moved.
-    for wanted, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, wanted)
+    # The received descriptors have larger numbers than their targets, so none is overwritten before it is moved.
+    for target, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, target)
     os.closerange(_DESCRIPTORS, max(descriptors) + 1)
 
 
@@ -268,13 +273,13 @@ def _run_function(request: dict[str, Any], functions: Mapping[str, Any]) -> str:
 
     if request["function"] not in functions:
         raise LookupError(f"{request['function']} is not a reward function of the loaded file")
-    requests = [RewardRequest(**one) for one in request["requests"]]
+    requests = [RewardRequest(**fields) for fields in request["requests"]]
     results = evaluate(functions[request["function"]], requests, request["options"])
     return '{"results": [' + ", ".join(result.model_dump_json() for result in results) + "]}"
 
 
 def _run_program(code: str, spec: WorkerSpec) -> int:
-    """Run a program as `python main.py` would; its exit status. Functions registered with `atexit` are not run."""
+    """Run a program like `python main.py` and return its exit status. `atexit` functions are not run."""
     for name in [name for name in sys.modules if name.split(".")[0] == "marin_rl"]:
         del sys.modules[name]
     sys.path[:] = [path for path in sys.path if path not in spec.hidden_path]
@@ -306,20 +311,20 @@ def _exit_status(code: object) -> int:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        # The call may have closed or replaced them; what it printed is then its own loss.
+        # The call may have closed or replaced the streams; its output is then lost.
         with contextlib.suppress(BaseException):
             stream.flush()
 
 
 def _explain(error: BaseException) -> str:
-    """The error's type and message, and the end of its traceback, as the user would see them.
+    """Return the error's type and message, and the end of its traceback.
 
-    A surrogate alone has no place in JSON, and is written as an escape. The user's `__str__` may raise itself.
+    Lone surrogates are not valid in JSON and are escaped. The user's `__str__` may raise an error itself.
     """
-    traced = "".join(traceback.format_tb(error.__traceback__, limit=-3))
+    trace = "".join(traceback.format_tb(error.__traceback__, limit=-3))
     try:
         message = str(error)
     except BaseException as failed:
         message = f"<its __str__ raised {type(failed).__name__}>"
-    text = f"{type(error).__name__}: {message}"[:2000] + f"\n{traced}"[-2000:]
+    text = f"{type(error).__name__}: {message}"[:2000] + f"\n{trace}"[-2000:]
     return text.encode("utf-8", errors="backslashreplace").decode()

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""JSON messages on a pipe: four bytes of length (big-endian), then the text. Never pickle."""
+"""JSON messages on a pipe: a length of four bytes (big-endian), then the text. Pickle is never used."""
 
 import json
 import os
@@ -11,7 +11,7 @@ HEADER_BYTES = 4
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    r"""A message as it travels.
+    r"""Encode a message.
 
     >>> encode({"a": 1})
     b'\x00\x00\x00\x08{"a": 1}'
@@ -21,12 +21,12 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def length(header: bytes) -> int:
-    """The length of the text that follows a header."""
+    """Return the length of the text that follows a header."""
     return int.from_bytes(header[:HEADER_BYTES], "big")
 
 
 def read(descriptor: int) -> dict[str, Any] | None:
-    """The next message, or None at the end of the pipe. Waits for it."""
+    """Wait for the next message and return it, or None at the end of the pipe."""
     header = _read_exactly(descriptor, HEADER_BYTES)
     if header is None:
         return None
@@ -35,7 +35,7 @@ def read(descriptor: int) -> dict[str, Any] | None:
 
 
 def write(descriptor: int, message: dict[str, Any]) -> None:
-    """Write a message completely."""
+    """Write a whole message."""
     rest = memoryview(encode(message))
     while rest:
         rest = rest[os.write(descriptor, rest) :]

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The few system calls that a sandbox needs and Python does not offer (Linux)."""
+"""Linux system calls that the sandbox needs and Python does not wrap."""
 
 import ctypes
 import functools
@@ -17,10 +17,10 @@ PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 
 WAIT_ALL = 0x40000000 if sys.platform == "linux" else 0
-"""`__WALL` for waitpid: children too that were cloned to end without SIGCHLD."""
+"""`__WALL` for waitpid: also wait for children that were cloned without SIGCHLD."""
 
 IS_LINUX = sys.platform == "linux"
-"""Elsewhere nothing of this module may be called."""
+"""Whether the functions of this module can be called."""
 
 _CAPABILITY_VERSION_3 = 0x20080522
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
@@ -32,7 +32,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def prctl(option: int, value: int, pointer: object = None) -> None:
-    """Change an attribute of this process; see prctl in section 2 of the manual.
+    """Change an attribute of this process, as described in its manual page.
 
     Raises:
         OSError: if the kernel refuses.
@@ -44,7 +44,7 @@ def prctl(option: int, value: int, pointer: object = None) -> None:
 
 
 def system_call(number: int, *arguments: object) -> int:
-    """Make a system call by its number; every argument a ctypes value, an int or None.
+    """Make a system call by number. Each argument is a ctypes value, an int or None.
 
     Raises:
         OSError: if it fails.
@@ -58,30 +58,30 @@ def system_call(number: int, *arguments: object) -> int:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, so that root can neither raise limits again nor step around permissions.
+    """Drop all capabilities, so that root can neither raise limits nor bypass file permissions.
 
     Raises:
         OSError: if the kernel refuses, or the machine is neither x86-64 nor 64-bit Arm.
     """
     machine = os.uname().machine
     if machine not in _SYS_CAPSET:
-        raise OSError(0, f"capset is not known for {machine}")
+        raise OSError(0, f"the system call number of capset is unknown for {machine}")
     header = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITY_VERSION_3, 0))
     # Three sets (effective, permitted, inheritable) of 64 bits, in two halves.
     system_call(_SYS_CAPSET[machine], header, ctypes.create_string_buffer(24))
 
 
-def signal_at_parents_end(number: int) -> None:
-    """Have the kernel send this process a signal when the process that started it ends, however it ends."""
+def signal_on_parent_exit(number: int) -> None:
+    """Have the kernel send a signal to this process when its parent process ends for any reason."""
     prctl(PR_SET_PDEATHSIG, number)
 
 
-def end_with_parent(parent: int) -> None:
-    """Have the kernel end this process when its parent ends, however that ends.
+def exit_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent process ends for any reason.
 
     Args:
-        parent: the process that started this one; it may have ended before it could be asked for.
+        parent: id of the parent process. If it has already ended, this process exits at once.
     """
-    signal_at_parents_end(signal.SIGKILL)
+    signal_on_parent_exit(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

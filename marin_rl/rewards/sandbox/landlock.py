@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Landlock: a process gives up the files it does not need, without root.
+"""Landlock: restrict the file access of a process, without root.
 
 Constants from the kernel's `include/uapi/linux/landlock.h`; see landlock(7).
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from marin_rl.rewards.sandbox.kernel import IS_LINUX, PR_SET_NO_NEW_PRIVS, prctl, system_call
 
 OLDEST_VERSION = 3
-"""Older versions do not hold truncate(2), which empties files outside."""
+"""Oldest usable version: older ones do not restrict truncate(2), which can empty files outside the sandbox."""
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _CREATE_RULESET_VERSION = 1
@@ -31,7 +31,7 @@ _ALL_SCOPES = 0b11
 
 
 def landlock_version() -> int:
-    """The version of Landlock that the kernel offers; 0 where it offers none."""
+    """Return the Landlock version of the kernel, or 0 if it has no Landlock."""
     if not IS_LINUX:
         return 0
     try:
@@ -41,35 +41,35 @@ def landlock_version() -> int:
 
 
 def restrict_files(read: Iterable[str], write: Iterable[str], version: int) -> None:
-    """Give up, for this process and all it starts, every file but these, TCP, and signals to processes outside.
+    """Deny this process and its children all other files, TCP, and signals to processes outside.
 
     Args:
         read: files and folders that stay readable; those that do not exist are left out.
         write: files and folders that stay readable and writable.
-        version: what `landlock_version` said.
+        version: the result of `landlock_version`.
 
     Raises:
         OSError: if the kernel refuses.
     """
-    every = _every_right(version)
+    every = _all_rights(version)
     _restrict(every, [(path, _READS) for path in read] + [(path, every) for path in write], version)
 
 
 def restrict_writes(write: Iterable[str], version: int) -> None:
-    """Give up, for this process and all it starts, changing any file but these; reading stays as it is.
+    """Deny this process and its children changes to all other files; read access is unchanged.
 
     Args:
         write: files and folders that stay writable.
-        version: what `landlock_version` said.
+        version: the result of `landlock_version`.
 
     Raises:
         OSError: if the kernel refuses.
     """
-    writes = _every_right(version) & ~_READS
+    writes = _all_rights(version) & ~_READS
     _restrict(writes, [(path, writes) for path in write], version)
 
 
-def _every_right(version: int) -> int:
+def _all_rights(version: int) -> int:
     return (1 << (16 if version >= 5 else 15)) - 1
 
 
@@ -91,13 +91,13 @@ def _restrict(handled: int, rules: list[tuple[str, int]], version: int) -> None:
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
-        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
         return
     try:
-        if not stat.S_ISDIR(os.fstat(place).st_mode):
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             rights &= _OF_FILES
-        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, place))
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, descriptor))
         system_call(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, rule, 0)
     finally:
-        os.close(place)
+        os.close(descriptor)

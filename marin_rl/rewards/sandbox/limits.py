@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What one call may use, and the kernel's resource limits that hold it to that."""
+"""Resource limits of a sandbox call, and their enforcement with setrlimit."""
 
 import dataclasses
 import math
@@ -14,85 +14,85 @@ import sys
 
 @dataclasses.dataclass(frozen=True)
 class CallLimits:
-    """What one call may use."""
+    """Resource limits of one call."""
 
     wall_seconds: float
-    """Seconds from its start to its answer."""
+    """Seconds from the start of the call to its answer."""
     cpu_seconds: float
-    """Seconds of processor time; the kernel counts whole ones, so it is rounded up."""
+    """Seconds of CPU time, rounded up because the kernel counts whole seconds."""
     memory_bytes: int
-    """Address space beyond what the loaded file takes."""
+    """Bytes of address space in addition to that of the loaded file."""
     processes: int
-    """Processes and programs beside the call itself."""
+    """Processes and programs in addition to the call's own process."""
     threads: int
-    """Threads of the call and of its processes together, each one's first thread included."""
+    """Threads of the call and its processes together, including the main thread of each."""
     file_bytes: int
-    """Length of any one file that it writes."""
+    """Size in bytes of a single file that the call writes."""
     output_bytes: int
-    """Length of each of: what it prints, what it writes to stderr, its answer."""
+    """Size in bytes of stdout, of stderr and of the answer, each."""
 
 
 _TASKS_OF_WORKER = 2
-"""In the namespaces of a call: the worker, and the process that the call was forked from."""
+"""Tasks in the namespaces of a call besides its own: the worker and the forkserver."""
 
 FOLDER_FILES = 4
-"""How many files of the largest size a call's folder holds."""
+"""Size limit of a call's folder, in files of the largest allowed size."""
 
 OPEN_FILES = 64
-"""Files that a call may hold open."""
+"""Open files of a call."""
 
 
 def limit_import(limits: CallLimits) -> None:
-    """Hold this process, which is about to load a user's file, to a call's limits on memory and files.
+    """Set the limits on memory and files for a process that is about to load a user's file.
 
-    The hard limit on memory leaves room for calls, which inherit it and get limits of their own.
+    The hard limit on memory leaves room for the calls, which inherit it and set their own limits.
     """
     if sys.platform == "linux":
-        taken = address_space()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + limits.memory_bytes, taken + 2 * limits.memory_bytes))
+        used = address_space()
+        resource.setrlimit(resource.RLIMIT_AS, (used + limits.memory_bytes, used + 2 * limits.memory_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_bytes, limits.file_bytes))
     resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def limit_call(limits: CallLimits, taken: int, has_namespaces: bool) -> None:
-    """Hold this process, which is about to run a call, to its limits.
+def limit_call(limits: CallLimits, loaded_bytes: int, has_namespaces: bool) -> None:
+    """Set the limits for a process that is about to run a call.
 
     Args:
-        limits: what the call may use.
-        taken: bytes of address space that the loaded file takes.
-        has_namespaces: whether nobody else's processes are in its user namespace.
+        limits: limits of the call.
+        loaded_bytes: bytes of address space that the loaded file uses.
+        has_namespaces: whether the user namespace contains only processes of this worker.
     """
     cpu = math.ceil(limits.cpu_seconds)
-    # At the soft limit the kernel sends a signal that a call may ignore, at the hard one it ends the process.
+    # At the soft limit the kernel sends a signal that a call can ignore, at the hard limit it kills the process.
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_bytes, limits.file_bytes))
     resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if has_namespaces and counts_threads_by_namespace():
-        # The kernel exempts root, which the worker's count alone then holds to it.
+        # The kernel exempts root; the worker then enforces the limit by counting.
         tasks = limits.threads + _TASKS_OF_WORKER
         resource.setrlimit(resource.RLIMIT_NPROC, (tasks, tasks))
     if sys.platform == "linux":
-        _, highest = resource.getrlimit(resource.RLIMIT_AS)
-        space = taken + limits.memory_bytes
-        if highest != resource.RLIM_INFINITY:
-            space = min(space, highest)
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+        space = loaded_bytes + limits.memory_bytes
+        if hard_limit != resource.RLIM_INFINITY:
+            space = min(space, hard_limit)
         resource.setrlimit(resource.RLIMIT_AS, (space, space))
-    # Python ignores it; by default it ends the process, so that the cause of a loss is not mistaken.
+    # Python ignores SIGXFSZ. By default it kills the process, which identifies the cause of the failure.
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 
 
 def address_space(process: int | None = None) -> int:
-    """Bytes of address space that a process takes (Linux); this process by default."""
+    """Return the bytes of address space of a process (Linux); of this process by default."""
     with open(f"/proc/{process or 'self'}/statm", encoding="ascii") as statistics:
         return int(statistics.read().split()[0]) * resource.getpagesize()
 
 
 def counts_threads_by_namespace() -> bool:
-    """Whether the kernel counts RLIMIT_NPROC in each user namespace apart: since Linux 5.14.
+    """Return whether the kernel counts RLIMIT_NPROC separately in each user namespace (since Linux 5.14).
 
-    Older ones count all threads of the user on the machine, the trainer's included.
+    Older kernels count all threads of the user on the machine, including the trainer's.
     """
     if sys.platform != "linux":
         return False

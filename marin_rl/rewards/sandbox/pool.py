@@ -1,16 +1,16 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The sandbox as the trainer sees it: a pool of warm workers for user code and model-written programs.
+"""Sandbox of the trainer: a pool of worker processes for user code and model-written programs.
 
 ```
 trainer ── bubblewrap ── worker ── forkserver ── one child a call
 ```
 
-The worker (trusted, never runs user code) enforces time, output, processes and threads. A process of its own loads the
-user's file, forks the forkserver and is ended, with every thread and process that the file started. The forkserver is
-stopped between calls. The child runs one call under the kernel's limits and ends. Answers travel as JSON and are
-validated here.
+The worker (trusted, never runs user code) enforces the limits on time, output, processes and threads. A separate
+process loads the user's file, forks the forkserver and is killed, with every thread and process that the file started.
+The forkserver is stopped between calls. The child runs one call under the kernel's limits and exits. Answers are sent
+as JSON and validated here.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.failure_reasons import failure_of
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.landlock import OLDEST_VERSION, landlock_version
-from marin_rl.rewards.sandbox.seccomp import seccomp_is_known
+from marin_rl.rewards.sandbox.seccomp import seccomp_is_supported
 from marin_rl.rewards.sandbox.self_test import SelfTest
 from marin_rl.rewards.sandbox.spec import WorkerSpec
 from marin_rl.rewards.sandbox.worker_process import WorkerLostError, WorkerProcess
@@ -48,23 +48,23 @@ from marin_rl.rewards.sandbox.worker_process import WorkerLostError, WorkerProce
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 20.0
-"""How long after its own deadline a worker is waited for."""
+"""Seconds to wait for a worker's answer after the worker's own deadline."""
 
 ATTEMPTS = 3
-"""How often a call is given to a worker that dies before it begins with it."""
+"""Attempts to run a call when workers die before they start it."""
 
 
 class IsolationError(UserError):
-    """A machine that offers less isolation than is required, or a use of the sandbox before it was started."""
+    """The machine offers less isolation than required, or the sandbox is used before it was started."""
 
 
 class UserFileError(ValueError):
-    """A user's file that cannot be loaded; the message names it."""
+    """A user's file cannot be loaded; the message names the file."""
 
 
 @dataclasses.dataclass(frozen=True)
 class UserFunction:
-    """A reward function by its place."""
+    """Reference to a reward function in a user's file."""
 
     file: str
     """The Python file, absolute."""
@@ -73,32 +73,32 @@ class UserFunction:
 
 
 class FunctionDescription(pydantic.BaseModel):
-    """What a loaded file says about one of its reward functions."""
+    """Description of a reward function in a loaded file."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     mode: RewardMode
-    """What one call judges."""
+    """Whether one call scores one rollout or several."""
     required: tuple[str, ...]
-    """Options that it cannot do without."""
+    """Names of its required options."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PythonResult:
-    """How a model-written program ended."""
+    """Result of a model-written program."""
 
     stdout: str
-    """What it printed, up to `output_kb`."""
+    """Its standard output, up to `output_kb`."""
     stderr: str
-    """What it wrote to stderr, up to `output_kb`."""
-    loss: RewardCallError | None
-    """Why it ended before its time or with another status than 0; None where it ended well."""
+    """Its standard error, up to `output_kb`."""
+    failure: RewardCallError | None
+    """Why it was terminated or exited with another status than 0; None if it succeeded."""
     seconds: float
     """Wall-clock time from its start to its end."""
 
 
 class _Answer(pydantic.BaseModel):
-    """What a call's process writes."""
+    """Answer of a call's process, as it writes it."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -111,15 +111,15 @@ class Sandbox:
     """A pool of worker processes. Used from one event loop; `start` it first and `close` it at the end."""
 
     def __init__(self, config: SandboxConfig, strongest: Isolation = Isolation.FULL):
-        """A sandbox that is not started yet.
+        """Create a sandbox that is not started yet.
 
         Args:
-            config: limits, number of workers, and the isolation that is required.
-            strongest: the strongest isolation to try; less than full is for tests of what other machines offer.
+            config: limits, number of workers, and required isolation.
+            strongest: the strongest isolation to try; tests use lower levels to simulate other machines.
         """
         self.config = config
-        self.losses: collections.Counter[RewardFailure] = collections.Counter()
-        """Calls without an answer so far, by cause."""
+        self.failures: collections.Counter[RewardFailure] = collections.Counter()
+        """Number of failed calls so far, by cause."""
         self._strongest = strongest
         self._isolation: Isolation | None = None
         self._missing: list[str] = []
@@ -132,19 +132,19 @@ class Sandbox:
         self._sources: dict[str, bytes] = {}
 
     async def __aenter__(self) -> Self:
-        """Start it."""
+        """Start the sandbox."""
         await self.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the sandbox."""
         await self.close()
 
     async def start(self) -> None:
-        """Find out by trying which isolation the machine offers, and say so in the log.
+        """Test which isolation the machine offers, and log it.
 
         Raises:
-            IsolationError: if that is less than `require`.
+            IsolationError: if it is less than `require`.
         """
         levels = (Isolation.FULL, Isolation.PARTIAL, Isolation.NONE)
         for level in [level for level in levels if level.rank <= self._strongest.rank]:
@@ -156,16 +156,16 @@ class Sandbox:
         if self.isolation.rank < self.config.require.rank:
             await self.close()
             raise IsolationError(
-                f"sandbox.require is {self.config.require.value}, but here isolation is {self.isolation.value}. "
+                f"sandbox.require is {self.config.require.value}, but this machine offers {self.isolation.value}. "
                 f"{'; '.join(self._missing)}. Install bubblewrap, or set sandbox.require={self.isolation.value} if the "
-                "code that will run is trusted that far"
+                "user code is trusted to that extent"
             )
         log = logger.warning if self.isolation is Isolation.NONE else logger.info
         log("%s", self.describe())
 
     @property
     def isolation(self) -> Isolation:
-        """The isolation in force.
+        """The active isolation level.
 
         Raises:
             IsolationError: if the sandbox is not started.
@@ -176,36 +176,36 @@ class Sandbox:
 
     @property
     def worker_pids(self) -> list[int]:
-        """The processes that the pool has started and not ended."""
+        """Process ids of the running workers."""
         return [worker.pid for worker in self._workers]
 
     def describe(self) -> str:
-        """Which isolation is in force, and what the machine lacks for more, in one line."""
-        force = {
+        """Describe the active isolation and the missing requirements of stronger levels in one line."""
+        mechanisms = {
             Isolation.FULL: "bubblewrap, seccomp"
             + (f", Landlock {self._landlock}" if self._landlock >= OLDEST_VERSION else ""),
             Isolation.PARTIAL: f"Landlock {self._landlock}, seccomp",
-            Isolation.NONE: "nothing keeps user code apart from this machine",
+            Isolation.NONE: "user code is not isolated from this machine",
         }[self.isolation]
-        missing = f"; not in force: {'; '.join(self._missing)}" if self._missing else ""
-        return f"sandbox: isolation {self.isolation.value} ({force}, limits on every call){missing}"
+        missing = f"; unavailable: {'; '.join(self._missing)}" if self._missing else ""
+        return f"sandbox: isolation {self.isolation.value} ({mechanisms}, limits on every call){missing}"
 
     async def functions(self, file: str) -> dict[str, FunctionDescription]:
-        """The reward functions of a user's file, which a worker loads.
+        """Load a user's file in a worker and describe its reward functions.
 
         Args:
             file: the Python file, absolute.
 
         Raises:
-            UserFileError: if it cannot be loaded.
+            UserFileError: if the file cannot be loaded.
         """
         try:
             answer = await self._ask(file, {"kind": "load"})
             if "not_loaded" in answer:
                 raise UserFileError(f"{file} cannot be loaded: {answer['not_loaded']}")
             return {
-                name: FunctionDescription.model_validate(found, strict=False)
-                for name, found in answer["loaded"].items()
+                name: FunctionDescription.model_validate(description, strict=False)
+                for name, description in answer["loaded"].items()
             }
         except (RewardCallError, pydantic.ValidationError) as error:
             raise UserFileError(f"{file} cannot be loaded: {error}") from error
@@ -213,23 +213,23 @@ class Sandbox:
     async def call(
         self, function: UserFunction, requests: Sequence[RewardRequest], options: Mapping[str, Any]
     ) -> list[EvaluateResult]:
-        """Judge rollouts with a user's function.
+        """Score rollouts with a user's function.
 
         Args:
-            function: what judges them.
-            requests: the rollouts that it is given at once; one where it is pointwise.
-            options: further keywords for it; JSON values.
+            function: the reward function.
+            requests: the rollouts of this call; one if the function is pointwise.
+            options: further keyword arguments of the function; JSON values.
 
         Returns:
             One result for each request, in their order.
 
         Raises:
-            RewardCallError: if it brought no answer; the loss is counted.
+            RewardCallError: if the call failed; the failure is counted in `failures`.
         """
         try:
             return await self._call(function, requests, options)
         except RewardCallError as error:
-            self.losses[error.cause] += 1
+            self.failures[error.cause] += 1
             raise
 
     async def run_python(self, code: str, stdin: str = "") -> PythonResult:
@@ -237,24 +237,24 @@ class Sandbox:
 
         Args:
             code: the program.
-            stdin: what it can read.
+            stdin: its standard input.
 
         Returns:
-            What it printed and how it ended. What is printed is the program's own claim: it decides nothing.
+            Its output and exit state. The output is untrusted.
 
         Raises:
-            RewardCallError: if the sandbox itself failed; the loss is counted.
+            RewardCallError: if the sandbox itself failed; the failure is counted in `failures`.
         """
         try:
             report = await self._ask(None, {"kind": "python", "code": code, "stdin": stdin})
         except RewardCallError as error:
-            self.losses[error.cause] += 1
+            self.failures[error.cause] += 1
             raise
-        loss = failure_of(report, self.config.cpu_seconds)
-        return PythonResult(report["stdout"], report["stderr"], loss, report["seconds"])
+        failure = failure_of(report, self.config.cpu_seconds)
+        return PythonResult(report["stdout"], report["stderr"], failure, report["seconds"])
 
     async def close(self) -> None:
-        """End every process that the pool has started."""
+        """Stop all workers and their processes."""
         workers, self._workers = self._workers, set()
         self._idle.clear()
         await asyncio.gather(*(worker.close() for worker in workers))
@@ -276,20 +276,20 @@ class Sandbox:
         for stream in ("stdout", "stderr"):
             if report[stream]:
                 logger.debug("%s wrote to %s: %s", function.name, stream, report[stream])
-        loss = failure_of(report, self.config.cpu_seconds)
-        if loss is not None:
-            raise loss
+        failure = failure_of(report, self.config.cpu_seconds)
+        if failure is not None:
+            raise failure
         return _validated(report["answer"], len(requests))
 
     async def _ask(self, file: str | None, request: dict[str, Any]) -> dict[str, Any]:
         async with self._slots:
             for attempt in range(1, ATTEMPTS + 1):
                 try:
-                    worker = await self._take(file)
+                    worker = await self._acquire_worker(file)
                 except OSError as error:
-                    raise RewardCallError(RewardFailure.WORKER, f"no worker could be started: {error}") from error
+                    raise RewardCallError(RewardFailure.WORKER, f"cannot start a worker: {error}") from error
                 try:
-                    return await worker.ask(request, self._seconds(worker))
+                    return await worker.ask(request, self._timeout(worker))
                 except WorkerLostError as error:
                     if error.began or attempt == ATTEMPTS:
                         raise RewardCallError(RewardFailure.WORKER, str(error)) from error
@@ -300,20 +300,20 @@ class Sandbox:
                         self._workers.discard(worker)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _seconds(self, worker: WorkerProcess) -> float:
+    def _timeout(self, worker: WorkerProcess) -> float:
         start = 0.0 if worker.is_loaded else self.config.start_seconds
         return start + self.config.wall_seconds + GRACE_SECONDS
 
-    async def _take(self, file: str | None) -> WorkerProcess:
+    async def _acquire_worker(self, file: str | None) -> WorkerProcess:
         for index, (loaded, worker) in enumerate(self._idle):
             if loaded == file:
                 del self._idle[index]
                 return worker
-        # Counted before anything is awaited: calls that come meanwhile must see it.
+        # Increment before the first await, so that concurrent calls see it.
         self._starting += 1
         try:
             if self._idle and len(self._workers) + self._starting > self.config.workers:
-                # The one that has waited longest.
+                # Close the worker that has been idle longest.
                 _, oldest = self._idle.pop(0)
                 self._workers.discard(oldest)
                 await oldest.close()
@@ -341,16 +341,16 @@ class Sandbox:
         return worker
 
     def _source(self, file: str) -> bytes:
-        """The content of a user's file when it was first loaded: all calls of a run use one version of it."""
+        """Return a user's file as it was when first loaded, so that all calls of a run use one version."""
         if file not in self._sources:
             self._sources[file] = Path(file).read_bytes()
         return self._sources[file]
 
     async def _try(self, level: Isolation) -> str | None:
-        """What the machine lacks for a level; None where it was seen to hold."""
-        lacking = self._lacking(level)
-        if lacking is not None or level is Isolation.NONE:
-            return lacking
+        """Test an isolation level; returns the missing requirement or the failed checks, or None."""
+        missing = self._missing_requirement(level)
+        if missing is not None or level is Isolation.NONE:
+            return missing
         with tempfile.TemporaryDirectory(prefix="marin_rl_probe_") as folder:
             secret = Path(folder) / "outside"
             secret.write_text("readable", encoding="utf-8")
@@ -358,27 +358,27 @@ class Sandbox:
             worker = await self._start_worker(None, level)
             request = {"kind": "python", "code": probe.program, "stdin": ""}
             try:
-                report = await worker.ask(request, self._seconds(worker))
+                report = await worker.ask(request, self._timeout(worker))
             except WorkerLostError as error:
                 self._workers.discard(worker)
-                return f"it could not be started ({error})"
+                return f"its worker did not start ({error})"
             holes = _holes(probe, report)
         if holes:
             self._workers.discard(worker)
             await worker.close()
-            return f"a program in it {', '.join(holes)}"
+            return f"a test program {', '.join(holes)}"
         self._idle.append((None, worker))
         return None
 
-    def _lacking(self, level: Isolation) -> str | None:
+    def _missing_requirement(self, level: Isolation) -> str | None:
         if level is Isolation.NONE:
             return None
-        if not seccomp_is_known():
-            return f"seccomp is not known for {os.uname().sysname} on {os.uname().machine}"
+        if not seccomp_is_supported():
+            return f"seccomp is not supported for {os.uname().sysname} on {os.uname().machine}"
         if level is Isolation.FULL and self._bubblewrap is None:
             return "bubblewrap (bwrap) is not installed"
         if level is Isolation.PARTIAL and self._landlock < OLDEST_VERSION:
-            return f"the kernel offers Landlock {self._landlock}, and {OLDEST_VERSION} is needed"
+            return f"the kernel has Landlock {self._landlock}, but {OLDEST_VERSION} is required"
         return None
 
 
@@ -391,19 +391,21 @@ def _holes(probe: SelfTest, report: Mapping[str, Any]) -> list[str]:
 
 def _validated(answer: str, count: int) -> list[EvaluateResult]:
     if not answer:
-        raise RewardCallError(RewardFailure.EXITED, "it ended its process without an answer")
+        raise RewardCallError(RewardFailure.EXITED, "its process exited without an answer")
     try:
-        found = _Answer.model_validate_json(answer)
+        parsed = _Answer.model_validate_json(answer)
     except pydantic.ValidationError as error:
-        raise RewardCallError(RewardFailure.INVALID_ANSWER, f"{answer[:200]!r} is no answer: {error}") from error
-    if found.memory:
+        raise RewardCallError(
+            RewardFailure.INVALID_ANSWER, f"{answer[:200]!r} is not a valid answer: {error}"
+        ) from error
+    if parsed.memory:
         raise RewardCallError(RewardFailure.MEMORY, "more memory than sandbox.memory_mb")
-    if found.raised is not None:
-        raise RewardCallError(RewardFailure.RAISED, found.raised)
-    if found.results is None or len(found.results) != count:
+    if parsed.raised is not None:
+        raise RewardCallError(RewardFailure.RAISED, parsed.raised)
+    if parsed.results is None or len(parsed.results) != count:
         raise RewardCallError(RewardFailure.INVALID_ANSWER, f"{answer[:200]!r} does not hold {count} results")
     try:
-        check_metric_names(found.results)
+        check_metric_names(parsed.results)
     except RewardFunctionError as error:
         raise RewardCallError(RewardFailure.INVALID_ANSWER, str(error)) from error
-    return found.results
+    return parsed.results

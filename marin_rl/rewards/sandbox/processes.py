@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What runs below a process: found in /proc, and ended (Linux)."""
+"""Descendants of a process: listed from /proc, and killed (Linux)."""
 
 import contextlib
 import functools
@@ -11,59 +11,59 @@ import time
 from typing import NamedTuple
 
 _GONE = ("Z", "X")
-"""States of a process that has ended and waits to be reaped."""
+"""States of a process that has ended but was not reaped."""
 
 
 class Process(NamedTuple):
-    """A process below another."""
+    """A descendant of a process."""
 
     parent: int
-    """The process that waits for it, or should."""
+    """Process id of its parent."""
     group: int
-    """Its process group."""
+    """Id of its process group."""
     has_ended: bool
-    """Whether it has ended, and nobody has waited for it yet."""
+    """Whether it has ended but was not reaped."""
     threads: int
-    """Its threads, the first one included."""
+    """Number of its threads, including the main thread."""
     cpu_seconds: float
-    """Processor time that it has used, its children's not included."""
+    """CPU time that it has used, without its children's."""
 
 
-def below(root: int) -> dict[int, Process]:
-    """The processes below `root`, children of children included, and those that wait to be reaped."""
+def list_descendants(root: int) -> dict[int, Process]:
+    """List all descendants of `root` by process id, including those that were not reaped."""
     children: dict[int, list[int]] = {}
-    known: dict[int, Process] = {}
+    by_id: dict[int, Process] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             process = _read(int(entry))
             children.setdefault(process.parent, []).append(int(entry))
-            known[int(entry)] = process
-    found: dict[int, Process] = {}
-    waiting = [root]
-    while waiting:
-        of_one = children.get(waiting.pop(), [])
-        found |= {process: known[process] for process in of_one}
-        waiting.extend(of_one)
-    return found
+            by_id[int(entry)] = process
+    result: dict[int, Process] = {}
+    pending = [root]
+    while pending:
+        found = children.get(pending.pop(), [])
+        result |= {process: by_id[process] for process in found}
+        pending.extend(found)
+    return result
 
 
-def look_below(root: int) -> dict[int, Process]:
-    """The processes below `root`, as `below` finds them, in time that other processes of the machine do not add to.
+def scan_descendants(root: int) -> dict[int, Process]:
+    """List the descendants of `root` like `list_descendants`, in time independent of the machine's other processes.
 
-    It walks from parents to children, so it can miss processes that are forked or end meanwhile.
+    It walks from parents to children, so it can miss processes that start or end meanwhile.
     """
     if not _kernel_lists_children():
-        return below(root)
-    found: dict[int, Process] = {}
-    waiting = [root]
-    while waiting:
-        for child in _children(waiting.pop()):
+        return list_descendants(root)
+    result: dict[int, Process] = {}
+    pending = [root]
+    while pending:
+        for child in _children(pending.pop()):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                found[child] = _read(child)
-                waiting.append(child)
-    return found
+                result[child] = _read(child)
+                pending.append(child)
+    return result
 
 
 @functools.cache
@@ -72,18 +72,18 @@ def _kernel_lists_children() -> bool:
 
 
 def _children(process: int) -> list[int]:
-    """The children of a process, also those that wait to be reaped."""
-    found: list[int] = []
+    """List the children of a process, including those that were not reaped."""
+    result: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for thread in os.listdir(f"/proc/{process}/task"):
             with open(f"/proc/{process}/task/{thread}/children", encoding="ascii") as children:
-                found += map(int, children.read().split())
-    return found
+                result += map(int, children.read().split())
+    return result
 
 
 def _read(process: int) -> Process:
     with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as statistics:
-        # The second field, the name, is in parentheses and may hold anything.
+        # The second field, the name, is in parentheses and may contain any text.
         fields = statistics.read().rpartition(")")[2].split()
     return Process(
         parent=int(fields[1]),
@@ -95,22 +95,22 @@ def _read(process: int) -> Process:
 
 
 def cpu_seconds_of(process: int) -> float:
-    """Processor time that a process has used; 0 if it is gone."""
+    """Return the CPU time in seconds that a process has used; 0 if it does not exist."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return _read(process).cpu_seconds
     return 0.0
 
 
 def descendants(root: int) -> dict[int, int]:
-    """The processes below `root` that are still alive, children of children included, and the group of each."""
-    return {number: process.group for number, process in below(root).items() if not process.has_ended}
+    """Return the process group of each living descendant of `root`, by process id."""
+    return {number: process.group for number, process in list_descendants(root).items() if not process.has_ended}
 
 
 def reap(spare: int | None) -> None:
-    """Wait for the children of this process that have ended, so that their numbers are free again.
+    """Reap the children of this process that have ended.
 
     Args:
-        spare: a child that is waited for elsewhere, if any.
+        spare: a child that is reaped elsewhere, if any.
     """
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
@@ -119,17 +119,17 @@ def reap(spare: int | None) -> None:
             os.waitpid(ended.si_pid, 0)
 
 
-def is_soon_alone(process: int, seconds: float) -> bool:
-    """Wait until a child of this process is its only descendant, and has one thread.
+def wait_until_alone(process: int, seconds: float) -> bool:
+    """Wait until a child of this process is the only descendant and has a single thread.
 
-    A killed process can be reaped only after its last thread has ended, which can be later than its own state says.
+    A killed process can be reaped only after its last thread has ended, which can be after its state has changed.
 
     Args:
-        process: the child, which must be alive.
-        seconds: how long to wait.
+        process: process id of the child, which must be alive.
+        seconds: time limit in seconds.
 
     Returns:
-        Whether `process` is the only descendant.
+        Whether that happened within the time limit.
     """
     deadline = time.monotonic() + seconds
     while not _is_alone(process):
@@ -141,16 +141,16 @@ def is_soon_alone(process: int, seconds: float) -> bool:
 
 
 def _is_alone(process: int) -> bool:
-    found = look_below(os.getpid())
+    found = scan_descendants(os.getpid())
     return list(found) == [process] and not found[process].has_ended and found[process].threads == 1
 
 
 def pause(process: int, seconds: float) -> bool:
-    """Stop a child of this process, and wait until it is stopped.
+    """Stop a child of this process with SIGSTOP and wait until it is stopped.
 
     Args:
-        process: the child; SIGCONT lets it go on.
-        seconds: how long to wait. A process that waits for a device or a child may not stop.
+        process: process id of the child; SIGCONT resumes it.
+        seconds: time limit in seconds. A process that waits for a device or a child may not stop.
 
     Returns:
         Whether it is stopped.
@@ -165,25 +165,25 @@ def pause(process: int, seconds: float) -> bool:
 
 
 def end_descendants(spare: int | None, seconds: float) -> bool:
-    """End every process below this one, also those that start meanwhile, and reap them.
+    """Kill and reap all descendants of this process, including those that start meanwhile.
 
-    Orphans come to this process because it is a subreaper, so none is missed. Whole groups are ended at once, which
-    a process that keeps forking cannot outrun; the group of one that has ended may live on.
+    This process is a subreaper and adopts orphans, so none is missed. Whole process groups are killed at once, which a
+    fork bomb cannot outrun; a group can outlive its leader.
 
     Args:
-        spare: a process to leave, if any; it leads a group of its own, which is left too.
-        seconds: when to give up.
+        spare: a process to keep, if any; the process group that it leads is kept too.
+        seconds: time limit in seconds.
 
     Returns:
-        Whether none is left.
+        Whether no descendant is left.
     """
     deadline = time.monotonic() + seconds
     ended: set[int] = set()
     while True:
-        found = {number: process for number, process in below(os.getpid()).items() if number != spare}
+        found = {number: process for number, process in list_descendants(os.getpid()).items() if number != spare}
         groups = {process.group for process in found.values()} - {os.getpgrp(), spare}
         alive = [number for number, process in found.items() if not process.has_ended]
-        # A look around misses what forks and ends meanwhile, so it counts only after the groups were ended.
+        # A scan misses processes that start or end meanwhile, so it is reliable only after the groups were killed.
         if not alive and groups <= ended:
             reap(spare)
             return True

@@ -1,13 +1,12 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Seccomp: a process gives up system calls that judging text never needs.
+"""Seccomp: block system calls that reward functions do not need.
 
-The filter is a program of the kernel's classic packet filter (`include/uapi/linux/filter.h`, seccomp(2)), written out
-here because the usual library is not installed everywhere. It refuses what is named and lets the rest pass: the list
-holds system calls that reach other processes, the network, the kernel's configuration, a file's attributes, or the
-users of a file (leases, watches), which Landlock does not hold. System call numbers from `asm/unistd_64.h` (x86-64)
-and `asm-generic/unistd.h` (64-bit Arm).
+The filter is a classic BPF program (`include/uapi/linux/filter.h`, seccomp(2)), assembled here because libseccomp is
+not installed everywhere. It is a deny list: it blocks system calls that reach other processes, the network, the
+kernel's configuration, a file's attributes, or the users of a file (leases, watches), which Landlock does not restrict,
+and allows all others. System call numbers are from `asm/unistd_64.h` (x86-64) and `asm-generic/unistd.h` (64-bit Arm).
 """
 
 import ctypes
@@ -18,7 +17,7 @@ import struct
 
 from marin_rl.rewards.sandbox.kernel import IS_LINUX, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, PR_SET_SECCOMP, prctl
 
-# One row a system call: its number on x86-64 and on 64-bit Arm, None where the machine has no such call.
+# One row per system call: its number on x86-64 and on 64-bit Arm, or None if the machine does not have it.
 _NETWORK = {"socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201)}
 _SIGNALS = {
     "kill": (62, 129),
@@ -28,7 +27,7 @@ _SIGNALS = {
     "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424),
 }
-# Whoever leaves the group of its call could outrun its end.
+# A process that leaves the process group of its call could escape when the group is killed.
 _GROUPS = {"setsid": (112, 157), "setpgid": (109, 154)}
 _PROGRAMS = {"fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281)}
 _OTHER_PROCESSES = {
@@ -100,7 +99,7 @@ _KERNEL = {
     "vhangup": (153, 58),
 }
 _WATCHES = {
-    # They report what others do with files and folders that the process may not even read.
+    # Watches report accesses to files and folders that the process may not even be allowed to read.
     "inotify_init": (253, None),
     "inotify_init1": (294, 26),
     "inotify_add_watch": (254, 27),
@@ -108,7 +107,7 @@ _WATCHES = {
     "fanotify_mark": (301, 263),
 }
 _SHARED_MEMORY = {
-    # Memory and queues that outlive the process, belong to others, or count towards no limit of it.
+    # Memory and queues that outlive the process, belong to others, or are not counted by its limits.
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -183,14 +182,14 @@ _MACHINES = {
 }
 
 _SIGNALS_BY_FCNTL = (8, 10, 15)
-"""F_SETOWN, F_SETSIG and F_SETOWN_EX: a file that sends signals to any process of the user."""
+"""F_SETOWN, F_SETSIG and F_SETOWN_EX: make a file send signals to any process of the user."""
 _WATCHES_BY_FCNTL = (1024, 1026)
-"""F_SETLEASE, which blocks whoever opens the file to write, and F_NOTIFY, which reports changes in a folder."""
+"""F_SETLEASE, which blocks processes that open the file to write, and F_NOTIFY, which reports changes in a folder."""
 _SIGNALS_BY_IOCTL = (0x8901, 0x8902)
-"""FIOSETOWN and SIOCSPGRP: the same."""
+"""FIOSETOWN and SIOCSPGRP: the same by ioctl."""
 _ATTRIBUTES_BY_IOCTL = (0x40086602, 0x401C5820, 0x40087602, 0x40086604, 0x40806685, 0x800C6613)
 """FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR, FS_IOC_SETVERSION, EXT4_IOC_SETVERSION, FS_IOC_ENABLE_VERITY and
-FS_IOC_SET_ENCRYPTION_POLICY: attributes of a file of the user's, through a descriptor that can only read."""
+FS_IOC_SET_ENCRYPTION_POLICY: change attributes of the user's files through a read-only descriptor."""
 
 _UNIX_DOMAIN = 1
 _SOCKET_KIND_MASK = 0xF
@@ -200,7 +199,7 @@ _X32_BIT = 0x40000000
 _CLONE_THREAD = 0x00010000
 _CLONE_NAMESPACES = 0x7E020000
 _CLONE_PARENT = 0x00008000
-"""The child becomes a sibling of its creator: the server would have to reap it, and the call would not."""
+"""The child becomes a sibling of its creator, so that the forkserver would have to reap it."""
 
 _LOAD, _AND, _JUMP_EQUAL, _JUMP_SET, _JUMP_GREATER_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x45, 0x35, 0x06
 _ALLOW = 0x7FFF0000
@@ -212,85 +211,88 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 
 @dataclasses.dataclass(frozen=True)
 class SystemCalls:
-    """What a filter leaves to a process."""
+    """System calls that a filter allows."""
 
     processes: bool
-    """Starting processes and programs; threads are always left."""
+    """Starting processes and programs; threads are always allowed."""
     signals: bool
-    """Sending signals, to whomever it can reach."""
+    """Sending signals to all reachable processes."""
     limits: bool
-    """Changing its own limits, whether it ends with its parent, and its session and process group."""
+    """Changing its own resource limits, its parent-death signal, and its session and process group."""
 
 
-def seccomp_is_known() -> bool:
-    """Whether this file knows the machine's system calls."""
+def seccomp_is_supported() -> bool:
+    """Return whether this module has the machine's system call numbers."""
     return IS_LINUX and os.uname().machine in _MACHINES and struct.calcsize("P") == 8
 
 
-def restrict_system_calls(left: SystemCalls) -> None:
-    """Give up system calls, for this process and all it starts. They fail with EPERM from now on.
+def restrict_system_calls(allowed: SystemCalls) -> None:
+    """Block system calls for this process and its children; they fail with EPERM from now on.
+
+    Args:
+        allowed: optional groups of system calls that stay available.
 
     Raises:
         OSError: if the kernel refuses.
     """
-    program = filter_program(os.uname().machine, left)
+    program = filter_program(os.uname().machine, allowed)
     code = ctypes.create_string_buffer(program, len(program))
-    # struct sock_fprog: the number of instructions, then, aligned, where they are.
+    # struct sock_fprog: the number of instructions, then, aligned, their address.
     description = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(code)))
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_SECCOMP, 2, ctypes.byref(description))
 
 
-def filter_program(machine: str, left: SystemCalls) -> bytes:
-    """The filter, eight bytes an instruction.
+def filter_program(machine: str, allowed: SystemCalls) -> bytes:
+    """Assemble the filter, eight bytes per instruction.
 
     Args:
         machine: `x86_64` or `aarch64`.
-        left: what the process may still do.
+        allowed: optional groups of system calls that stay available.
     """
-    known = _MACHINES[machine]
+    numbers = _MACHINES[machine]
     start = [
         _instruction(_LOAD, _ARCHITECTURE),
-        _instruction(_JUMP_EQUAL, known.audit_arch, 1, 0),
+        _instruction(_JUMP_EQUAL, numbers.audit_arch, 1, 0),
         _instruction(_RETURN, _KILL_PROCESS),
         _instruction(_LOAD, _NUMBER),
     ]
     if machine == "x86_64":
-        # The same calls have other numbers in the 32-bit-pointer variant.
+        # System calls have other numbers in the x32 ABI.
         start += [_instruction(_JUMP_GREATER_EQUAL, _X32_BIT, 0, 1), _instruction(_RETURN, _KILL_PROCESS)]
-    rules = [instruction for number in _refused(known, left) for instruction in _when(number, [_answer(_REFUSE)])]
-    # Its flags lie in memory, where a filter cannot look; the C library then falls back to clone.
-    rules += _when(known.clone3, [_answer(_UNKNOWN)])
-    rules += _when(known.clone, _clone_rule(left))
-    rules += _when(known.fcntl, _unless_among(1, _SIGNALS_BY_FCNTL + _WATCHES_BY_FCNTL))
-    rules += _when(known.ioctl, _unless_among(1, _SIGNALS_BY_IOCTL + _ATTRIBUTES_BY_IOCTL))
-    rules += _when(known.socketpair, _if_connected_for_good())
-    if left.limits:
-        # Its own, and not another process's.
-        rules += _when(known.prlimit64, _unless_null(0))
+    rules = [instruction for number in _refused(numbers, allowed) for instruction in _when(number, [_answer(_REFUSE)])]
+    # The flags of clone3 are in memory, which a filter cannot read. The C library falls back to clone.
+    rules += _when(numbers.clone3, [_answer(_UNKNOWN)])
+    rules += _when(numbers.clone, _clone_rule(allowed))
+    rules += _when(numbers.fcntl, _unless_among(1, _SIGNALS_BY_FCNTL + _WATCHES_BY_FCNTL))
+    rules += _when(numbers.ioctl, _unless_among(1, _SIGNALS_BY_IOCTL + _ATTRIBUTES_BY_IOCTL))
+    rules += _when(numbers.socketpair, _if_permanently_connected())
+    if allowed.limits:
+        # The process can change its own limits, but not those of other processes.
+        rules += _when(numbers.prlimit64, _unless_null(0))
     else:
-        rules += _when(known.setrlimit, [_answer(_REFUSE)])
-        rules += _when(known.prlimit64, _unless_null(2))
-        rules += _when(known.prctl, _unless_among(0, (PR_SET_PDEATHSIG,)))
+        rules += _when(numbers.setrlimit, [_answer(_REFUSE)])
+        rules += _when(numbers.prlimit64, _unless_null(2))
+        rules += _when(numbers.prctl, _unless_among(0, (PR_SET_PDEATHSIG,)))
     return b"".join([*start, *rules, _answer(_ALLOW)])
 
 
-def _refused(known: _Machine, left: SystemCalls) -> list[int]:
+def _refused(machine: _Machine, allowed: SystemCalls) -> list[int]:
     tables = [_NETWORK, _OTHER_PROCESSES, _NAMESPACES, _KERNEL, _WATCHES, _SHARED_MEMORY, _ATTRIBUTES]
-    if not left.signals:
+    if not allowed.signals:
         tables.append(_SIGNALS)
-    if not left.processes:
+    if not allowed.processes:
         tables.append(_PROGRAMS)
-    if not left.limits:
+    if not allowed.limits:
         tables.append(_GROUPS)
-    numbers = [row[known.column] for table in tables for row in table.values()]
+    numbers = [row[machine.column] for table in tables for row in table.values()]
     return [number for number in numbers if number is not None]
 
 
-def _clone_rule(left: SystemCalls) -> list[bytes]:
+def _clone_rule(allowed: SystemCalls) -> list[bytes]:
     flags = _instruction(_LOAD, _ARGUMENTS)
     foreign = [_instruction(_JUMP_SET, _CLONE_NAMESPACES | _CLONE_PARENT, 0, 1), _answer(_REFUSE)]
-    if left.processes:
+    if allowed.processes:
         return [flags, *foreign, _answer(_ALLOW)]
     return [flags, *foreign, _instruction(_JUMP_SET, _CLONE_THREAD, 1, 0), _answer(_REFUSE), _answer(_ALLOW)]
 
@@ -308,13 +310,13 @@ def _unless_null(argument: int) -> list[bytes]:
 
 
 def _unless_among(argument: int, values: tuple[int, ...]) -> list[bytes]:
-    # Commands are ints: the kernel looks at the low half alone.
+    # Commands are ints: the kernel reads only the low half.
     tests = [_instruction(_JUMP_EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
     return [_instruction(_LOAD, _ARGUMENTS + 8 * argument), *tests, _answer(_ALLOW), _answer(_REFUSE)]
 
 
-def _if_connected_for_good() -> list[bytes]:
-    # A pair of datagram sockets can send to every other socket of the machine that has a name, by that name.
+def _if_permanently_connected() -> list[bytes]:
+    # A pair of datagram sockets can send to any named socket of the machine.
     return [
         _instruction(_LOAD, _ARGUMENTS),
         _instruction(_JUMP_EQUAL, _UNIX_DOMAIN, 0, 4),
@@ -328,7 +330,7 @@ def _if_connected_for_good() -> list[bytes]:
 
 
 def _when(number: int, rule: list[bytes]) -> list[bytes]:
-    # Every rule ends in an answer, so the number is still loaded where it is skipped.
+    # Every rule ends in a return, so the system call number is still loaded when the rule is skipped.
     return [_instruction(_JUMP_EQUAL, number, 0, len(rule)), *rule]
 
 

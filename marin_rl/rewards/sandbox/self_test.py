@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A program that tries to leave the sandbox, run once in each kind of it to see whether it holds."""
+"""Test program that tries to escape from the sandbox, run once for each isolation level."""
 
 import dataclasses
 import json
@@ -32,12 +32,12 @@ print(json.dumps({
 
 @dataclasses.dataclass(frozen=True)
 class SelfTest:
-    """What is tried."""
+    """Expectations on the test program's results."""
 
     secret: str
-    """A file outside, which must not be readable."""
+    """Path of a file outside the sandbox, which must not be readable."""
     processes: int
-    """Processes that the sandbox allows."""
+    """Number of processes that the sandbox allows."""
     has_namespaces: bool
     """Whether the file must not even be visible."""
 
@@ -47,16 +47,16 @@ class SelfTest:
         return f"SECRET = {self.secret!r}\n{_PROGRAM}"
 
     def holes(self, printed: str) -> list[str]:
-        """What the program could do and should not.
+        """Return the forbidden actions that succeeded.
 
         Args:
-            printed: what it printed.
+            printed: the standard output of the program.
 
         Raises:
-            ValueError: if that is not what the program prints.
+            ValueError: if the output is not that of the program.
         """
-        tried = json.loads(printed)
+        results = json.loads(printed)
         allowed = {"starts processes"} if self.processes else set()
         if not self.has_namespaces:
             allowed.add("sees a file outside")
-        return [name for name, worked in tried.items() if worked and name not in allowed]
+        return [name for name, succeeded in results.items() if succeeded and name not in allowed]

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a worker process is told when it starts."""
+"""Settings of a worker process."""
 
 import dataclasses
 import json
@@ -11,41 +11,41 @@ from marin_rl.rewards.sandbox.limits import CallLimits
 
 @dataclasses.dataclass(frozen=True)
 class WorkerSpec:
-    """One worker: whose code it runs, and what that code may do."""
+    """Settings of a worker: the user's file, its permissions and its limits."""
 
     file: str | None
     """The user's file, absolute; None for a worker that runs programs."""
     scratch: str
-    """Folder for the folders of calls."""
+    """Folder for the scratch folders of calls."""
     read: tuple[str, ...]
     """Files and folders that calls may read."""
     python_path: tuple[str, ...]
-    """Folders that Python's own path gets at its end."""
+    """Folders that are appended to the Python path."""
     hidden_path: tuple[str, ...]
-    """Folders that programs do not find on Python's path, though the worker has them there."""
+    """Folders that are removed from the Python path of programs, though the worker uses them."""
     has_namespaces: bool
-    """Whether the worker already runs in namespaces of its own."""
+    """Whether the worker runs in separate namespaces."""
     landlock: int
-    """Version of Landlock to use; 0 for none."""
+    """Landlock version to use; 0 to disable it."""
     seccomp: bool
     """Whether to filter system calls."""
     start_seconds: float
-    """Seconds that loading the user's file may take."""
+    """Time limit in seconds for loading the user's file."""
     limits: CallLimits
-    """What one call may use."""
+    """Resource limits of one call."""
 
     @property
     def can_start_processes(self) -> bool:
-        """Whether a call can start processes, be it allowed or not."""
+        """Whether the kernel lets a call start processes, allowed or not."""
         return self.limits.processes > 0 or not self.seccomp
 
     def to_json(self) -> str:
-        """The spec as one line of JSON."""
+        """Encode the spec as one line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "WorkerSpec":
-        """The spec that `to_json` wrote."""
+        """Decode the result of `to_json`."""
         fields = json.loads(text)
         fields["limits"] = CallLimits(**fields["limits"])
         fields |= {name: tuple(fields[name]) for name in ("read", "python_path", "hidden_path")}

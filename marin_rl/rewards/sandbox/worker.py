@@ -1,11 +1,11 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A worker of the sandbox: the process that the trainer starts, and that watches over user code.
+"""Sandbox worker: the process that the trainer starts to run and supervise user code.
 
-It never runs user code itself. It forks a forkserver, which loads the user's file once and forks a child for every
-call; a call's limits on time, output and processes are enforced here, by ending what exceeds them. Nothing but the
-standard library is used, and what it reads from below is passed on as text, for the trainer to validate.
+The worker never runs user code itself. It forks a forkserver, which loads the user's file once and forks a child for
+every call. The worker enforces the limits on time, output and processes by killing calls that exceed them. It uses only
+the standard library and forwards the answers of calls as text, which the trainer validates.
 """
 
 import contextlib
@@ -23,30 +23,30 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from marin_rl.rewards.sandbox import forkserver, frames, kernel
-from marin_rl.rewards.sandbox.folders import remove, takes_more
+from marin_rl.rewards.sandbox.folders import exceeds_size, remove
 from marin_rl.rewards.sandbox.limits import FOLDER_FILES, address_space
 from marin_rl.rewards.sandbox.processes import (
-    below,
     cpu_seconds_of,
     end_descendants,
-    is_soon_alone,
-    look_below,
+    list_descendants,
     pause,
     reap,
+    scan_descendants,
+    wait_until_alone,
 )
 from marin_rl.rewards.sandbox.spec import WorkerSpec
 
 POLL_SECONDS = 0.02
-"""How often processes and threads are counted while a call runs or a file is loaded."""
+"""Interval in seconds of counting processes and threads while a call runs or a file is loaded."""
 
 END_SECONDS = 5.0
-"""How long to wait for what was ended to be gone."""
+"""Seconds to wait for killed processes to disappear."""
 
-LEAVE_SECONDS = 0.5
-"""How long to wait for the forkserver to be alone after a load or a call, before it is replaced."""
+ALONE_SECONDS = 0.5
+"""Seconds to wait for the forkserver to have no other processes after a load or a call, before it is replaced."""
 
 READY_BYTES = 1 << 20
-"""Most bytes that a forkserver may say about the file that it loaded."""
+"""Maximum size in bytes of the forkserver's first message."""
 
 _STATUS = struct.Struct("=id")
 _REQUESTS, _ANSWERS = 0, 1
@@ -54,7 +54,7 @@ _REQUESTS, _ANSWERS = 0, 1
 
 @dataclasses.dataclass
 class _Stream:
-    """What was read from one descriptor."""
+    """Data read from one descriptor."""
 
     limit: int
     data: bytearray = dataclasses.field(default_factory=bytearray)
@@ -69,7 +69,7 @@ class _Stream:
 
 
 class Worker:
-    """Answers the trainer's requests, one at a time."""
+    """Runs the trainer's requests, one at a time."""
 
     def __init__(self, spec: WorkerSpec):
         self._spec = spec
@@ -77,15 +77,15 @@ class Worker:
         self._forkserver: int | None = None
         self._connection: socket.socket | None = None
         self._functions: dict[str, Any] = {}
-        self._taken = 0
-        self._stuck: set[str] = set()
-        # In namespaces the file system in memory that calls write to has this size.
-        self._most_bytes = FOLDER_FILES * spec.limits.file_bytes
+        self._loaded_bytes = 0
+        self._unremovable: set[str] = set()
+        # In namespaces the size of the in-memory file system enforces this limit.
+        self._max_folder_bytes = FOLDER_FILES * spec.limits.file_bytes
 
     def serve(self) -> None:
-        """Answer requests until the trainer closes the pipe or is gone."""
+        """Answer requests until the trainer closes the pipe or exits."""
         while (request := frames.read(_REQUESTS)) is not None:
-            # From here on user code may have run: a call that was not announced can be tried again elsewhere.
+            # From here on user code may have run. A call can be retried in another worker only before this message.
             frames.write(_ANSWERS, {"began": True})
             frames.write(_ANSWERS, self._answer(request))
 
@@ -100,7 +100,7 @@ class Worker:
         return self._call(request, time.monotonic() + self._spec.limits.wall_seconds)
 
     def _start_forkserver(self) -> str | None:
-        """Have the user's file loaded; says what went wrong, or None."""
+        """Load the user's file in a forkserver; returns an error message or None."""
         deadline = time.monotonic() + self._spec.start_seconds
         ours, theirs = socket.socketpair()
         own = os.getpid()
@@ -124,46 +124,46 @@ class Worker:
             processes=2 + self._spec.limits.processes,
             cpu_seconds=self._spec.start_seconds,
         )
-        failure = self._why_not_loaded(ready, violation) or self._describe(deadline)
+        failure = self._load_failure(ready, violation) or self._describe(deadline)
         if failure is not None and self._forkserver is not None:
             self._end_forkserver()
         return failure
 
-    def _why_not_loaded(self, ready: _Stream, violation: str | None) -> str | None:
+    def _load_failure(self, ready: _Stream, violation: str | None) -> str | None:
         if violation == "timeout":
-            return f"it was not loaded after {self._spec.start_seconds:g} s"
+            return f"loading it took longer than {self._spec.start_seconds:g} s"
         if violation is not None:
             return f"loading it exceeded the limit on {violation}"
         if ready.ended:
-            return "the process that loaded it ended"
+            return "the loading process ended"
         process, failed = forkserver.parse_ready(bytes(ready.data[frames.HEADER_BYTES :]))
-        return failed if process is None else self._take_over(process)
+        return failed if process is None else self._adopt_forkserver(process)
 
-    def _take_over(self, process: int) -> str | None:
-        """End the process that loaded the file, with its threads and children, and go on with its fork.
+    def _adopt_forkserver(self, process: int) -> str | None:
+        """Kill the process that loaded the file, with its threads and children, and use the forkserver it forked.
 
         Args:
-            process: the fork, as user code may have named it.
+            process: process id of the forkserver, as reported by untrusted code.
 
         Returns:
-            Why that is not possible, or None.
+            An error message, or None.
         """
         assert self._connection is not None
         if kernel.IS_LINUX:
-            if process not in below(os.getpid()):
-                return "the process that loaded it named a forkserver that is not its own"
+            if process not in list_descendants(os.getpid()):
+                return "the loading process reported a forkserver that is not its child"
             self._forkserver = process
             if not end_descendants(process, END_SECONDS):
-                raise SystemExit("processes of a user's file could not be ended")
-            if not is_soon_alone(process, LEAVE_SECONDS):
-                return "the process that holds it ended, or started threads or processes"
-            self._taken = address_space(process)
+                raise SystemExit("processes of a user's file could not be killed")
+            if not wait_until_alone(process, ALONE_SECONDS):
+                return "its forkserver ended, or started threads or processes"
+            self._loaded_bytes = address_space(process)
         with contextlib.suppress(OSError):
-            self._connection.sendall(forkserver.GO_ON)
+            self._connection.sendall(forkserver.CONTINUE)
         return None
 
     def _describe(self, deadline: float) -> str | None:
-        """Have a call list the reward functions of the loaded file; says what went wrong, or None."""
+        """List the reward functions of the loaded file in a call; returns an error message or None."""
         self._functions = {}
         if self._spec.file is None:
             return None
@@ -171,7 +171,7 @@ class Worker:
         if report["violation"] is not None:
             return f"listing its reward functions exceeded the limit on {report['violation']}"
         if self._forkserver is None:
-            return report["warnings"][0] if report["warnings"] else "the process that holds it died"
+            return report["warnings"][0] if report["warnings"] else "its forkserver died"
         self._functions, failed = forkserver.parse_functions(report["answer"].encode())
         return failed
 
@@ -181,41 +181,42 @@ class Worker:
         with contextlib.ExitStack() as stack:
             report = self._run(request, folder, deadline, stack)
         report["seconds"] = time.monotonic() - started
-        report["warnings"] = [*self._rest_forkserver(), *self._clear_scratch()]
+        report["warnings"] = [*self._pause_forkserver(), *self._clear_scratch()]
         return report
 
-    def _rest_forkserver(self) -> list[str]:
-        """Stop the forkserver until the next call, or end it if the call left anything there; says so in a warning.
+    def _pause_forkserver(self) -> list[str]:
+        """Stop the forkserver until the next call, or kill it and return a warning if the call left anything in it.
 
-        What a call left would run without limits, or count against later calls. The next call loads the file again.
+        Leftover threads and processes would run without limits, or count against later calls. The next call loads the
+        file again.
         """
         if self._forkserver is None or not kernel.IS_LINUX:
             return []
         assert self._connection is not None
-        is_alone = pause(self._forkserver, END_SECONDS) and is_soon_alone(self._forkserver, LEAVE_SECONDS)
+        is_alone = pause(self._forkserver, END_SECONDS) and wait_until_alone(self._forkserver, ALONE_SECONDS)
         has_written = bool(select.select([self._connection], [], [], 0)[0])
         if is_alone and not has_written:
             return []
         self._end_forkserver()
         return [
-            f"the process that holds {self._spec.file or 'no file'} had threads, child processes or unread messages "
-            "after a call; it was ended, and the next call loads the file again"
+            f"the forkserver of {self._spec.file or 'programs'} had threads, child processes or unread messages "
+            "after a call; it was killed, and the next call loads the file again"
         ]
 
     def _clear_scratch(self) -> list[str]:
-        """Remove what calls wrote; says what could not be removed, and why, once for each.
+        """Remove files that calls wrote; returns one warning for each path that cannot be removed.
 
-        Every call has a folder of its own, so what stays is in no later call's way.
+        Every call has a separate folder, so leftover files do not affect later calls.
         """
-        left = []
-        # Not the call's folder alone: without Landlock it can write beside it.
-        for name in set(os.listdir(self._spec.scratch)) - self._stuck:
+        warnings = []
+        # Clear the whole scratch folder: without Landlock a call can also write outside its own folder.
+        for name in set(os.listdir(self._spec.scratch)) - self._unremovable:
             path = os.path.join(self._spec.scratch, name)
-            why_not = remove(path)
-            if why_not is not None:
-                self._stuck.add(name)
-                left.append(f"a call's file could not be removed; remove it yourself: {path}: {why_not}")
-        return left
+            error = remove(path)
+            if error is not None:
+                self._unremovable.add(name)
+                warnings.append(f"a call's file could not be removed; remove it yourself: {path}: {error}")
+        return warnings
 
     def _run(
         self, request: dict[str, Any], folder: str, deadline: float, stack: contextlib.ExitStack
@@ -224,17 +225,17 @@ class Worker:
         assert self._connection is not None
         streams: dict[int, _Stream] = {}
         theirs = [_input(request.get("stdin", ""), self._spec.scratch, stack)]
-        for first_words in (b"", b"", forkserver.CONFINED):
+        for prefix in (b"", b"", forkserver.CONFINED):
             reading, writing = os.pipe()
             stack.callback(os.close, reading)
-            streams[reading] = _Stream(self._spec.limits.output_bytes + len(first_words))
+            streams[reading] = _Stream(self._spec.limits.output_bytes + len(prefix))
             theirs.append(writing)
         status = _Stream(len(forkserver.ENDED) + _STATUS.size)
         streams[self._connection.fileno()] = status
         if kernel.IS_LINUX:
             os.kill(self._forkserver, signal.SIGCONT)
         try:
-            self._send({**request, "folder": folder, "taken": self._taken}, theirs)
+            self._send({**request, "folder": folder, "loaded_bytes": self._loaded_bytes}, theirs)
         except OSError:
             status.ended = True
         finally:
@@ -285,18 +286,17 @@ class Worker:
         processes: int,
         cpu_seconds: float,
     ) -> str | None:
-        """Read until the forkserver has answered; says which limit was exceeded, or None.
+        """Read until the forkserver has answered; returns the name of the exceeded limit, or None.
 
         Args:
-            streams: what to read from; the last is the forkserver's.
-            deadline: when to give up, on the monotonic clock.
-            finished: whether the forkserver has answered.
-            processes: how many may run below this one.
-            cpu_seconds: processor time that the process that holds the file may use meanwhile; the kernel holds the
-                others to theirs.
+            streams: streams to read, by descriptor; the last is the forkserver's.
+            deadline: time limit, on the monotonic clock.
+            finished: returns whether the forkserver has answered.
+            processes: maximum number of descendants of this process.
+            cpu_seconds: CPU time that the forkserver may use meanwhile; the kernel limits the other processes.
         """
         poll = select.poll()
-        # While a call runs the trainer says nothing; it can only go away.
+        # The trainer sends nothing while a call runs, so this descriptor becomes readable only when the trainer exits.
         poll.register(_REQUESTS, select.POLLIN)
         for descriptor in streams:
             poll.register(descriptor, select.POLLIN)
@@ -314,10 +314,12 @@ class Worker:
                 if streams[descriptor].exceeded:
                     return "output"
             if kernel.IS_LINUX:
-                excess = _count(processes, self._spec.limits.threads)
-                if excess is not None:
-                    return excess
-                if not self._spec.has_namespaces and takes_more(self._spec.scratch, self._most_bytes, self._stuck):
+                exceeded = _exceeded_count(processes, self._spec.limits.threads)
+                if exceeded is not None:
+                    return exceeded
+                if not self._spec.has_namespaces and exceeds_size(
+                    self._spec.scratch, self._max_folder_bytes, self._unremovable
+                ):
                     return "files"
                 if self._cpu_seconds() > cpu_end:
                     return "cpu"
@@ -329,16 +331,16 @@ class Worker:
         return cpu_seconds_of(self._forkserver) if kernel.IS_LINUX else 0.0
 
     def _end_call(self, status: _Stream, violation: str | None) -> None:
-        """End what the call runs in, and what it left running; the forkserver then says how it ended."""
+        """Kill the call's process and its children, then read the exit status from the forkserver."""
         assert self._forkserver is not None
         assert self._connection is not None
         may_run = kernel.IS_LINUX and (violation is not None or self._spec.can_start_processes)
         if may_run and not end_descendants(self._forkserver, END_SECONDS):
-            # Its end is that of every process in its namespaces.
-            raise SystemExit("processes of a call could not be ended")
+            # When the worker exits, the kernel kills every process in its namespaces.
+            raise SystemExit("processes of a call could not be killed")
         self._connection.settimeout(END_SECONDS)
         with contextlib.suppress(TimeoutError, ConnectionError):
-            self._connection.sendall(forkserver.GO_ON)
+            self._connection.sendall(forkserver.CONTINUE)
             while len(status.data) < status.limit:
                 part = self._connection.recv(status.limit - len(status.data))
                 if not part:
@@ -351,30 +353,30 @@ class Worker:
         self._connection.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._forkserver, signal.SIGKILL)
-            # Calls are in its process group; this is all that ends them where there is no /proc.
+            # Calls are in its process group. Without /proc this is the only way to kill them.
             os.killpg(self._forkserver, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._forkserver, 0)
         self._forkserver = self._connection = None
         if kernel.IS_LINUX and not end_descendants(None, END_SECONDS):
-            raise SystemExit("processes of a user's file could not be ended")
+            raise SystemExit("processes of a user's file could not be killed")
 
 
-def _count(processes: int, threads: int) -> str | None:
-    """Which of two limits the processes below this one exceed: `processes`, `threads`, or None.
+def _exceeded_count(processes: int, threads: int) -> str | None:
+    """Return the limit that the descendants of this process exceed: `processes`, `threads`, or None.
 
-    Processes that have ended count until their parent has reaped them: they take up numbers, of which a machine has so
-    many. The one thread of the process that forks the calls does not count.
+    Processes that have ended count until their parent has reaped them, because they occupy process ids. The thread of
+    the forkserver does not count.
     """
     own = os.getpid()
-    found = look_below(own).values()
+    found = scan_descendants(own).values()
     if sum(not (process.has_ended and process.parent == own) for process in found) > processes:
         return "processes"
     return "threads" if sum(process.threads for process in found) - 1 > threads else None
 
 
 def _end_all(*_: object) -> None:
-    """The trainer is gone: so is everything that it started."""
+    """Kill all descendants and exit, because the trainer has exited."""
     if kernel.IS_LINUX:
         end_descendants(None, END_SECONDS)
     os._exit(1)
@@ -388,14 +390,14 @@ def _input(text: str, scratch: str, stack: contextlib.ExitStack) -> int:
     with tempfile.TemporaryFile(dir=scratch) as file:
         file.write(text.encode("utf-8", errors="replace"))
         file.seek(0)
-        # Opened again: with a descriptor that can be written, a call could grow the file.
+        # Reopened read-only: with a writable descriptor a call could grow the file.
         descriptor = os.open(f"/dev/fd/{file.fileno()}", os.O_RDONLY)
     stack.callback(os.close, descriptor)
     return descriptor
 
 
 def _read_some(descriptor: int, stream: _Stream) -> bool:
-    """Read what there is, once; True at the end."""
+    """Read available data once; returns True at the end of the stream."""
     try:
         part = os.read(descriptor, 1 << 16)
     except ConnectionError:
@@ -406,14 +408,14 @@ def _read_some(descriptor: int, stream: _Stream) -> bool:
 
 
 def _drain(streams: Mapping[int, _Stream]) -> None:
-    """Read what is left in the pipes of a call that has ended, without waiting."""
+    """Read the remaining data in the pipes of a call that has ended, without waiting."""
     for descriptor, stream in streams.items():
         while not stream.ended and not stream.exceeded and select.select([descriptor], [], [], 0)[0]:
             _read_some(descriptor, stream)
 
 
 def main(text: str) -> None:
-    """Serve as a worker until the trainer is gone.
+    """Serve as a worker until the trainer exits.
 
     Args:
         text: the spec, as JSON.
@@ -421,8 +423,8 @@ def main(text: str) -> None:
     spec = WorkerSpec.from_json(text)
     signal.signal(signal.SIGTERM, _end_all)
     if kernel.IS_LINUX:
-        # In namespaces all others end with this process, so nothing has to be left to a handler.
-        kernel.signal_at_parents_end(signal.SIGKILL if spec.has_namespaces else signal.SIGTERM)
+        # In namespaces all other processes end with this one, so no handler is needed.
+        kernel.signal_on_parent_exit(signal.SIGKILL if spec.has_namespaces else signal.SIGTERM)
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     sys.path.extend(spec.python_path)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The trainer's end of a worker: it starts one, asks it, and does without it when it fails."""
+"""Trainer's side of a sandbox worker: starts the process, sends requests and handles its failure."""
 
 import asyncio
 import contextlib
@@ -19,23 +19,23 @@ from marin_rl.rewards.sandbox.folders import remove
 from marin_rl.rewards.sandbox.spec import WorkerSpec
 
 END_SECONDS = 5.0
-"""Seconds that a worker gets to end by itself."""
+"""Seconds to wait for a worker to exit by itself."""
 
 
 logger = logging.getLogger(__name__)
 
 
 class WorkerLostError(RuntimeError):
-    """A worker that did not answer; it has been ended."""
+    """A worker did not answer; it has been killed."""
 
     def __init__(self, detail: str, began: bool):
         super().__init__(detail)
         self.began = began
-        """Whether the request reached user code."""
+        """Whether user code may have run."""
 
 
 class WorkerProcess:
-    """A running worker. It takes one request at a time."""
+    """A running worker; handles one request at a time."""
 
     def __init__(self, process: asyncio.subprocess.Process, spec: WorkerSpec, source: bytes, own_scratch: str | None):
         self._process = process
@@ -44,16 +44,16 @@ class WorkerProcess:
         self._own_scratch = own_scratch
         self.is_loaded = False
         """Whether it has answered a request, so that its file is loaded."""
-        self._owes_answer = False
+        self._is_answer_pending = False
 
     @classmethod
     async def start(cls, spec: WorkerSpec, source: bytes, bubblewrap: str | None) -> Self:
         """Start a worker.
 
         Args:
-            spec: what it is told; its `scratch` is filled in.
+            spec: settings of the worker; `scratch` is filled in here.
             source: content of the user's file; empty for a worker that runs programs.
-            bubblewrap: path of `bwrap`, or None to start it without.
+            bubblewrap: path of `bwrap`, or None to start the worker without it.
         """
         own_scratch = None if bubblewrap else tempfile.mkdtemp(prefix="marin_rl_calls_")
         spec = dataclasses.replace(spec, scratch=own_scratch or SCRATCH)
@@ -64,33 +64,33 @@ class WorkerProcess:
             stderr=subprocess.PIPE,
             env=worker_environment(spec.scratch),
             cwd=own_scratch or "/",
-            # A Ctrl-C in the terminal is the trainer's business: it still needs rewards to finish its step.
+            # Ctrl-C in the terminal must not reach the worker: the trainer needs rewards to finish its step.
             start_new_session=True,
         )
         return cls(process, spec, source, own_scratch)
 
     @property
     def pid(self) -> int:
-        """The process that was started: bubblewrap's, or the worker's own."""
+        """Id of the started process: bubblewrap's, or the worker's."""
         return self._process.pid
 
     @property
     def is_usable(self) -> bool:
-        """Whether it can be asked: it has not ended, as far as is known, and owes no answer."""
-        return self._process.returncode is None and not self._owes_answer
+        """Whether it can take a request: it is not known to have ended, and no answer is pending."""
+        return self._process.returncode is None and not self._is_answer_pending
 
     async def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Its answer to a request.
+        """Send a request and return the answer.
 
         Args:
-            request: what to do.
-            seconds: how long to wait for it.
+            request: the request, as JSON values.
+            seconds: time limit in seconds.
 
         Raises:
-            WorkerLostError: if it does not answer.
+            WorkerLostError: if the worker does not answer.
         """
         began = False
-        self._owes_answer = True
+        self._is_answer_pending = True
         if not self.is_loaded:
             request = {**request, "source": self._source.decode("latin-1")}
         try:
@@ -105,42 +105,42 @@ class WorkerProcess:
             await self.end()
             raise WorkerLostError(f"the worker did not answer within {seconds:g} s", began) from None
         except (OSError, asyncio.IncompleteReadError):
-            # Its end is already on the way, and a signal to it now would hide how it came.
-            await self._let_end()
-            raise WorkerLostError(f"the worker died: {await self._last_words()}", began) from None
+            # The worker is already exiting, and a signal would hide the reason.
+            await self._wait_or_kill()
+            raise WorkerLostError(f"the worker died: {await self._death_reason()}", began) from None
         except ValueError:
             await self.end()
-            raise WorkerLostError(f"the worker died: {await self._last_words()}", began) from None
+            raise WorkerLostError(f"the worker died: {await self._death_reason()}", began) from None
         except BaseException:
-            # Cancelled between question and answer: the next answer would be this one's. A second cancellation can
-            # come before it has ended.
+            # Cancelled before the answer was read, so the next request would receive it. The flag stays set, because a
+            # second cancellation can interrupt `end`.
             await self.end()
             raise
-        self._owes_answer = False
+        self._is_answer_pending = False
         self.is_loaded = True
         for warning in answer.get("warnings", []):
             logger.warning("sandbox: %s", warning)
         return answer
 
     async def close(self) -> None:
-        """Let it end, and end it where it does not."""
+        """Ask the worker to exit, and kill it if it does not."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        await self._let_end()
+        await self._wait_or_kill()
 
-    async def _let_end(self) -> None:
+    async def _wait_or_kill(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
                 await self._process.wait()
         await self.end()
 
     async def end(self) -> None:
-        """End it and all that it started."""
+        """Terminate the worker and all processes that it started, and remove its scratch folder."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self._process.returncode is not None:
                 break
             if self._own_scratch is None and number is signal.SIGTERM:
-                # In namespaces everything ends with the process that was started, which passes no signal on.
+                # In namespaces all processes end with bubblewrap, which does not forward signals.
                 continue
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
@@ -148,9 +148,9 @@ class WorkerProcess:
                 async with asyncio.timeout(END_SECONDS):
                     await self._process.wait()
         if self._own_scratch is not None:
-            why_not = await asyncio.to_thread(remove, self._own_scratch)
-            if why_not is not None:
-                logger.warning("sandbox: remove %s yourself: %s", self._own_scratch, why_not)
+            error = await asyncio.to_thread(remove, self._own_scratch)
+            if error is not None:
+                logger.warning("sandbox: could not remove %s, remove it yourself: %s", self._own_scratch, error)
 
     async def _read(self) -> dict[str, Any]:
         stdout = self._process.stdout
@@ -158,7 +158,7 @@ class WorkerProcess:
         size = frames.length(await stdout.readexactly(frames.HEADER_BYTES))
         return json.loads(await stdout.readexactly(size))
 
-    async def _last_words(self) -> str:
+    async def _death_reason(self) -> str:
         assert self._process.stderr is not None
-        words = (await self._process.stderr.read()).decode("utf-8", errors="replace").strip()
-        return words[-1000:] or f"it ended with status {self._process.returncode}"
+        stderr = (await self._process.stderr.read()).decode("utf-8", errors="replace").strip()
+        return stderr[-1000:] or f"it exited with status {self._process.returncode}"

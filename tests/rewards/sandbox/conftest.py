@@ -49,11 +49,11 @@ class Attack:
 
     def lost(self, name: str, **options: Any) -> RewardCallError:
         """The loss that a call ends in: it must be one, be counted once, and leave the next call alone."""
-        before = self.sandbox.losses.copy()
+        before = self.sandbox.failures.copy()
         with pytest.raises(RewardCallError) as raised:
             self.call(name, **options)
         before[raised.value.cause] += 1
-        assert self.sandbox.losses == before
+        assert self.sandbox.failures == before
         self.is_well()
         return raised.value
 

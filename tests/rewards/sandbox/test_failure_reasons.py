@@ -57,7 +57,7 @@ def test_a_call_that_was_not_confined(status: int):
     loss = failure_of(report(ended(f"os._exit({status})")) | {"confined": False}, 10.0)
     assert loss is not None
     assert loss.cause is RewardFailure.WORKER
-    assert "not confined, and not run: said" in loss.detail
+    assert "could not be confined and was not run: said" in loss.detail
 
 
 @pytest.mark.parametrize("violation", ["timeout", "output", "processes"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.rewards.sandbox.folders import remove, takes_more
+from marin_rl.rewards.sandbox.folders import exceeds_size, remove
 
 
 def test_files_links_and_folders_are_removed(tmp_path: Path):
@@ -46,9 +46,9 @@ def test_the_size_of_a_folder(tmp_path: Path):
     (tmp_path / "file").write_bytes(bytes(2 * 4096))
     (tmp_path / "empty").touch()
     (tmp_path / "link").symlink_to(tmp_path / "stuck")
-    assert takes_more(str(tmp_path), 4 * 4096 - 1, {"stuck"})
-    assert not takes_more(str(tmp_path), 4 * 4096, {"stuck"})
-    assert not takes_more(str(tmp_path / "gone"), 0, set())
+    assert exceeds_size(str(tmp_path), 4 * 4096 - 1, {"stuck"})
+    assert not exceeds_size(str(tmp_path), 4 * 4096, {"stuck"})
+    assert not exceeds_size(str(tmp_path / "gone"), 0, set())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers measure folders on Linux alone")
@@ -67,7 +67,7 @@ def test_more_folders_out_of_reach_than_descriptors(tmp_path: Path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
     try:
-        assert takes_more(str(tmp_path), 2**30, set())
+        assert exceeds_size(str(tmp_path), 2**30, set())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert not takes_more(str(tmp_path), 2**30, set())
+    assert not exceeds_size(str(tmp_path), 2**30, set())

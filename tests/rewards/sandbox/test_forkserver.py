@@ -36,7 +36,7 @@ def test_whatever_a_stranger_says_has_the_form_that_the_worker_reads(data: bytes
 def test_what_names_no_forkserver_is_a_failure(data: bytes):
     process, failed = parse_ready(data)
     assert process is None
-    assert "something else" in (failed or "")
+    assert "invalid message" in (failed or "")
 
 
 def test_a_forkserver_is_named():
@@ -49,5 +49,5 @@ def test_functions_are_listed():
     assert parse_functions(json.dumps({"functions": functions}).encode()) == (functions, None)
     assert parse_functions(b'{"raised": "TypeError"}') == ({}, "TypeError")
     assert parse_functions(b'{"functions": []}')[1] == (
-        "the process that holds it did not describe its reward functions"
+        "the forkserver sent no valid description of its reward functions"
     )

@@ -19,7 +19,7 @@ from marin_rl.rewards.failures import RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox import pool
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
-from marin_rl.rewards.sandbox.processes import below, descendants
+from marin_rl.rewards.sandbox.processes import descendants, list_descendants
 from tests.rewards.sandbox.conftest import LENIENT, TIGHT, Attack, Attacks, require
 
 
@@ -107,16 +107,16 @@ def test_children_that_nobody_waits_for_are_processes(lenient: Attack):
 
 def test_nothing_is_left_to_be_waited_for(lenient: Attack):
     lenient.is_well()
-    before = set(below(os.getpid()))
+    before = set(list_descendants(os.getpid()))
     for _ in range(3):
         assert lenient.call("leaves_a_daemon").score == 1.0
-    assert set(below(os.getpid())) <= before
+    assert set(list_descendants(os.getpid())) <= before
 
 
 @pytest.mark.parametrize("stays", [False, True], ids=["zombies", "running"])
 def test_siblings_of_a_call(lenient: Attack, stays: bool):
     lenient.is_well()
-    before = set(below(os.getpid()))
+    before = set(list_descendants(os.getpid()))
     for exit_signal in (signal.SIGCHLD, 0):
         options = {"exit_signal": int(exit_signal), "stays": stays}
         if lenient.level is Isolation.NONE:
@@ -125,7 +125,7 @@ def test_siblings_of_a_call(lenient: Attack, stays: bool):
             assert "PermissionError" in lenient.lost("clones_siblings", **options).detail
     # Siblings that were counted for ever would leave these no processes.
     assert lenient.call("leaves_a_daemon").score == 1.0
-    assert set(below(os.getpid())) <= before
+    assert set(list_descendants(os.getpid())) <= before
 
 
 def test_no_programs(confined: Attack):
@@ -268,7 +268,7 @@ def test_many_files(attack: Attack):
         assert "No space left" in lost.detail
     else:
         assert lost.cause is RewardFailure.FILE_SIZE
-        assert lost.detail == "more in its folder than four times sandbox.file_mb"
+        assert lost.detail == "its folder is larger than four times sandbox.file_mb"
 
 
 def test_many_files_out_of_sight(lenient: Attack):
@@ -357,7 +357,7 @@ def test_names_of_metrics(attacks: Attacks):
     names = [f"part/{index}" for index in range(64)]
     assert list(attack.call("names_metrics", names=names).metrics) == names
     for wrong, said in (
-        ([*names, "one_more"], "the results hold 65 names of metrics"),
+        ([*names, "one_more"], "the results hold 65 metric names"),
         (["\x1b[31mred"], "String should match pattern"),
         (["x" * 101], "at most 100 characters"),
     ):
@@ -391,11 +391,11 @@ def test_crashes(attack: Attack, name: str):
 
 
 def test_monkey_patches_end_with_the_call(attack: Attack):
-    before = attack.sandbox.losses.total()
+    before = attack.sandbox.failures.total()
     try:
         attack.call("patches_everything")
     except RuntimeError:
-        assert attack.sandbox.losses.total() == before + 1
+        assert attack.sandbox.failures.total() == before + 1
     attack.is_well()
     attack.is_well()
 

@@ -48,7 +48,7 @@ def test_a_process_ends_with_the_one_that_started_it(end: str):
         "parent = os.getpid()\n"
         "ready, told = os.pipe()\n"
         "if os.fork() == 0:\n"
-        "    kernel.end_with_parent(parent)\n"
+        "    kernel.exit_with_parent(parent)\n"
         "    os.write(told, b'x')\n"
         # Left behind by a test that fails, it does not stay for ever.
         "    signal.alarm(120)\n"
@@ -67,5 +67,5 @@ def test_a_process_ends_with_the_one_that_started_it(end: str):
 def test_a_process_whose_parent_has_already_ended_ends_too():
     # No process has this id, as that of a parent which has gone.
     assert run(
-        "print('before', flush=True)\nif os.fork() == 0:\n    kernel.end_with_parent(-1)\n    print('after')"
+        "print('before', flush=True)\nif os.fork() == 0:\n    kernel.exit_with_parent(-1)\n    print('after')"
     ) == ("before\n")

@@ -22,7 +22,7 @@ from marin_rl.rewards.sandbox.command import package_root
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox, UserFileError, UserFunction
-from marin_rl.rewards.sandbox.processes import below, descendants
+from marin_rl.rewards.sandbox.processes import descendants, list_descendants
 from marin_rl.rewards.sandbox.worker_process import WorkerProcess
 from tests.rewards.sandbox.conftest import CONFINED_LEVELS, HOSTILE, LEVELS, REQUEST, TIGHT, Attacks, require
 
@@ -84,7 +84,7 @@ def test_all_workers_killed_in_the_middle_of_a_batch(level: Isolation):
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             lost = [one for one in outcomes if isinstance(one, BaseException)]
             assert [type(one) for one in lost] == [RewardCallError, RewardCallError]
-            assert sandbox.losses == {RewardFailure.WORKER: 2}
+            assert sandbox.failures == {RewardFailure.WORKER: 2}
             assert [one[0].score for one in outcomes if isinstance(one, list)] == [1.0] * 6
             assert not set(killed) & set(sandbox.worker_pids)
             await until(lambda: not alive(below))
@@ -108,7 +108,7 @@ def test_an_idle_worker_that_was_killed_costs_nothing(level: Isolation):
                 while alive(killed | below):
                     time.sleep(0.001)
                 assert (await sandbox.call(HONEST, [REQUEST], {}))[0].score == 1.0
-            assert not sandbox.losses
+            assert not sandbox.failures
 
     asyncio.run(run())
 
@@ -133,9 +133,9 @@ def test_a_worker_that_cannot_be_started_loses_its_call_alone(monkeypatch: pytes
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             lost = [one for one in outcomes if isinstance(one, BaseException)]
             assert [str(one) for one in lost] == [
-                "worker: no worker could be started: [Errno 11] Resource temporarily unavailable"
+                "worker: cannot start a worker: [Errno 11] Resource temporarily unavailable"
             ]
-            assert sandbox.losses == {RewardFailure.WORKER: 1}
+            assert sandbox.failures == {RewardFailure.WORKER: 1}
             assert [one[0].score for one in outcomes if isinstance(one, list)] == [1.0] * 3
 
     asyncio.run(run())
@@ -194,7 +194,7 @@ def test_a_worker_that_hangs_is_replaced(level: Isolation, monkeypatch: pytest.M
                 await call
             await until(lambda: not alive(stopped))
             assert (await sandbox.call(HONEST, [REQUEST], {}))[0].score == 1.0
-            assert sandbox.losses == {RewardFailure.WORKER: 1}
+            assert sandbox.failures == {RewardFailure.WORKER: 1}
 
     asyncio.run(run())
 
@@ -306,18 +306,18 @@ def say(message):
         ("1 +", "SyntaxError"),
         ("import no_such_module", "No module named 'no_such_module'"),
         ("raise SystemExit(0)", "SystemExit"),
-        ("import os; os._exit(0)", "the process that loaded it ended"),
-        ("import time; time.sleep(1e6)", "not loaded after 2 s"),
+        ("import os; os._exit(0)", "the loading process ended"),
+        ("import time; time.sleep(1e6)", "took longer than 2 s"),
         ("bytearray(10 * 2**30)", "MemoryError"),
         ("import os, time\nfor _ in range(9): os.fork() or time.sleep(1e6)\ntime.sleep(1e6)", "limit on processes"),
         ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
         ("import socket; socket.socket()", "PermissionError"),
-        ("import os; os.write(3, b'\\x00\\x00\\x00\\x02[]'); os._exit(0)", "else than the forkserver's process"),
+        ("import os; os.write(3, b'\\x00\\x00\\x00\\x02[]'); os._exit(0)", "invalid message"),
         ("import os\nwhile True: os.write(3, b'\\x7f' * 1000)", "limit on output"),
         (SAY + 'say({"functions": {"forged": {"mode": "pointwise", "required": []}}, "failed": None})\n'
          "while True: pass",
-         "something else than the forkserver's process"),
-        (SAY + 'say({"forkserver": 1, "failed": None})\nwhile True: pass', "named a forkserver that is not its own"),
+         "invalid message"),
+        (SAY + 'say({"forkserver": 1, "failed": None})\nwhile True: pass', "a forkserver that is not its child"),
         (SAY + "threading.Thread(target=time.sleep, args=(1e6,)).start()\n"
          'say({"forkserver": os.getpid(), "failed": None})',
          "started threads or processes"),
@@ -335,7 +335,7 @@ def test_files_that_cannot_be_loaded(level: Isolation, code: str, said: str, tmp
     file.write_text(code)
 
     async def run() -> None:
-        endless = said in ("not loaded after 2 s", "listing its reward functions exceeded")
+        endless = said in ("took longer than 2 s", "listing its reward functions exceeded")
         seconds = 2.0 if endless else 60.0
         config = SandboxConfig(require=level, workers=1, start_seconds=seconds, memory_mb=512, file_mb=1)
         async with Sandbox(config, strongest=level) as sandbox:
@@ -378,13 +378,13 @@ def test_threads_of_a_file_end_when_it_is_loaded(level: Isolation, attacks: Atta
     file = tmp_path / "rewards.py"
     file.write_text(IMPORT + JUDGES + THREAD)
     attack = attacks.at(level, "tight", **TIGHT)
-    before = attack.sandbox.losses.copy()
+    before = attack.sandbox.failures.copy()
     assert set(attack.wait(attack.sandbox.functions(str(file)))) == {"judges"}
     for _ in range(5):
         assert attack.call("judges", file=str(file)).score == 1.0
-    assert attack.sandbox.losses == before
+    assert attack.sandbox.failures == before
     [worker] = attack.sandbox.worker_pids
-    found = below(worker)
+    found = list_descendants(worker)
     # The forkserver, and in namespaces the worker below bubblewrap. Between calls nothing of the file's runs.
     assert len(found) == (2 if level is Isolation.FULL else 1)
     assert {process.threads for process in found.values()} == {1}
@@ -421,10 +421,10 @@ def test_a_file_that_runs_between_calls_is_loaded_again(
     assert attack.call("judges", file=str(file)).score == 1.0
     flag.unlink()
     [record] = caplog.records
-    assert f"the process that holds {file} had threads" in record.message
+    assert f"the forkserver of {file} had threads" in record.message
     assert attack.call("judges", file=str(file)).score == 1.0
     assert attack.sandbox.worker_pids == workers
-    assert {process.threads for process in below(workers[0]).values()} == {1}
+    assert {process.threads for process in list_descendants(workers[0]).values()} == {1}
 
 
 def test_a_status_that_no_process_ends_with(attacks: Attacks, tmp_path: Path):
@@ -495,7 +495,7 @@ def test_neighbours_and_read_paths_can_be_imported(level: Isolation, tmp_path: P
 def test_less_isolation_than_required_is_refused(monkeypatch: pytest.MonkeyPatch):
     async def run() -> None:
         sandbox = Sandbox(SandboxConfig(require=Isolation.FULL), strongest=Isolation.PARTIAL)
-        with pytest.raises(IsolationError, match=r"sandbox.require is full, but here isolation is (partial|none)"):
+        with pytest.raises(IsolationError, match=r"sandbox.require is full, but this machine offers (partial|none)"):
             await sandbox.start()
         assert sandbox.worker_pids == []
         monkeypatch.setattr("shutil.which", lambda name: None)
@@ -537,10 +537,12 @@ def test_a_bubblewrap_that_isolates_nothing_is_found_out(tmp_path: Path, monkeyp
 
 
 def test_an_unknown_machine_has_no_isolation(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("marin_rl.rewards.sandbox.pool.seccomp_is_known", lambda: False)
+    monkeypatch.setattr("marin_rl.rewards.sandbox.pool.seccomp_is_supported", lambda: False)
 
     async def run() -> None:
-        with pytest.raises(IsolationError, match=r"isolation is none\. full isolation: seccomp is not known for "):
+        with pytest.raises(
+            IsolationError, match=r"machine offers none\. full isolation: seccomp is not supported for "
+        ):
             await Sandbox(SandboxConfig()).start()
 
     asyncio.run(run())
@@ -603,7 +605,7 @@ class TestPrograms:
 
     def test_input_and_output(self, attacks: Attacks, level: Isolation):
         ran = self.run(attacks, level, "import sys\nprint(input()[::-1])\nprint(len(sys.stdin.read()))", "abc\nmöre\n")
-        assert (ran.stdout, ran.stderr, ran.loss) == ("cba\n5\n", "", None)
+        assert (ran.stdout, ran.stderr, ran.failure) == ("cba\n5\n", "", None)
 
     def test_it_is_main(self, attacks: Attacks, level: Isolation):
         code = (
@@ -614,7 +616,7 @@ class TestPrograms:
 
     @pytest.mark.parametrize(("code", "status"), [("import sys; sys.exit(3)", 3), ("1/0", 1), ("exit('bad')", 1)])
     def test_exit_status(self, attacks: Attacks, level: Isolation, code: str, status: int):
-        loss = self.run(attacks, level, code).loss
+        loss = self.run(attacks, level, code).failure
         assert loss is not None
         assert loss.cause is RewardFailure.EXITED
         assert f"status {status}" in loss.detail

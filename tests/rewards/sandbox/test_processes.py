@@ -65,7 +65,7 @@ def test_a_process_without_children():
 WALKS = """
 import os, threading
 from marin_rl.rewards.sandbox import processes
-from marin_rl.rewards.sandbox.processes import below, look_below
+from marin_rl.rewards.sandbox.processes import list_descendants, scan_descendants
 
 ready, started = os.pipe()
 go_on, ends = os.pipe()
@@ -87,11 +87,11 @@ thread.start()
 thread.join()
 for _ in range(3):
     os.read(ready, 1)
-found = below(os.getpid())
+found = list_descendants(os.getpid())
 assert len(found) == 3 and {process.threads for process in found.values()} == {2}, found
-assert look_below(os.getpid()) == found
+assert scan_descendants(os.getpid()) == found
 processes._kernel_lists_children = lambda: False
-assert look_below(os.getpid()) == found
+assert scan_descendants(os.getpid()) == found
 assert processes.end_descendants(None, 30)
 """
 
@@ -103,7 +103,7 @@ def test_both_ways_to_look_find_the_same():
 WAIT = """
 import os, time
 from marin_rl.rewards.sandbox import kernel
-from marin_rl.rewards.sandbox.processes import is_soon_alone
+from marin_rl.rewards.sandbox.processes import wait_until_alone
 
 kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
 kept = os.fork()
@@ -115,9 +115,9 @@ if other == 0:
     os.close(end)
     os.read(ending, 1)
     os._exit(0)
-assert not is_soon_alone(kept, 0.05)
+assert not wait_until_alone(kept, 0.05)
 os.close(end)
-assert is_soon_alone(kept, 30)
+assert wait_until_alone(kept, 30)
 os.kill(kept, 9)
 os.waitpid(kept, 0)
 """

@@ -51,10 +51,10 @@ def ask(program: str, seconds: float, monkeypatch: pytest.MonkeyPatch, scratch: 
 @pytest.mark.parametrize(
     ("program", "said", "began"),
     [
-        ("sys.exit(3)", "the worker died: it ended with status 3", False),
+        ("sys.exit(3)", "the worker died: it exited with status 3", False),
         ("sys.exit('no room left')", "the worker died: no room left", False),
         (BEGAN + "sys.exit('too late')", "the worker died: too late", True),
-        (BEGAN + "sys.stdout.buffer.write(b'\\0\\0\\0\\5half')", "the worker died: it ended with status 0", True),
+        (BEGAN + "sys.stdout.buffer.write(b'\\0\\0\\0\\5half')", "the worker died: it exited with status 0", True),
         ("sys.stderr.write('who am I\\n'); sys.stdout.buffer.write(b'\\0\\0\\0\\3abc')", "died: who am I", False),
         ("sys.stderr.write('x' * 5000 + 'the end'); sys.exit(1)", r"died: x{993}the end$", False),
     ],
