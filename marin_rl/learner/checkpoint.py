@@ -23,7 +23,6 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -41,6 +40,7 @@ from levanter.trainer_state import TrainerState
 from levanter.utils.jax_utils import leaf_key_paths
 
 from marin_rl import processes
+from marin_rl.atomic_files import remove, replace_folder
 from marin_rl.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -158,10 +158,7 @@ class Checkpoints:
                 "run_dir on a file system that all training hosts share"
             )
         (partial / MANIFEST).write_text(_dump_manifest({**manifest, "files": files}))
-        _sync_tree(partial)
-        _remove(target)
-        partial.rename(target)
-        _sync(self.folder)
+        replace_folder(target, partial)
         return target.name
 
     def steps(self) -> list[int]:
@@ -219,7 +216,7 @@ class Checkpoints:
             kept |= {step for step in steps if step % self.config.keep_every == 0}
         for step in self.steps():
             if step not in kept:
-                _remove(self._path(step))
+                remove(self._path(step))
 
     def _path(self, step: int) -> Path:
         return self.folder / _name(step)
@@ -234,14 +231,6 @@ def _step_of(path: Path) -> int | None:
     digits = path.name.removeprefix("step-")
     is_name = digits.isascii() and digits.isdecimal() and path.name == _name(int(digits))
     return int(digits) if is_name else None
-
-
-def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint's folder, or a file or symbolic link with its name, if it exists."""
-    if checkpoint.is_symlink() or checkpoint.is_file():
-        checkpoint.unlink()
-    elif checkpoint.exists():
-        shutil.rmtree(checkpoint)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -416,17 +405,3 @@ def _describe(folder: Path) -> dict[str, dict[str, Any]]:
 def _checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,7 +5,6 @@
 
 import collections
 import dataclasses
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from marin_rl.atomic_files import open_atomically
 from marin_rl.rollouts.group_codec import decode_group, encode_group
 from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber, oldest_version
 from marin_rl.seeds import derive_seed
@@ -193,12 +193,8 @@ class ReplayBuffer:
             ],
             schema=_SCHEMA,
         )
-        partial = file.with_name(f".{file.name}.partial")
-        with partial.open("wb") as stream:
+        with open_atomically(file) as stream:
             pq.write_table(table, stream, compression="zstd")
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.rename(file)
 
     def load(self, file: Path) -> None:
         """Fill an empty buffer from a file.

@@ -19,7 +19,6 @@ import io
 import json
 import logging
 import math
-import os
 import re
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from marin_rl.atomic_files import open_atomically
 from marin_rl.background_job import BackgroundJob
 from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.errors import UserError
@@ -344,12 +344,8 @@ class RolloutStore:
         ]
         data = _to_jsonl(rows) if self._config.format is StoredFormat.JSONL else _to_parquet(rows)
         target = self._folder / f"{_PREFIX[purpose]}-{step:08d}.{self._config.format.value}"
-        partial = self._folder / f".{target.name}.partial"
-        with partial.open("wb") as file:
+        with open_atomically(target) as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(target)
         self._sizes[StoredFile(step, purpose, target)] = len(data)
         self._make_room(target)
 

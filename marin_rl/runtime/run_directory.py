@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from marin_rl.atomic_files import open_atomically
 from marin_rl.errors import UserError
 from marin_rl.escaping import escape
 from marin_rl.runtime.config_parsing import parse_yaml
@@ -304,28 +305,8 @@ def write_atomically(path: Path, data: str | bytes) -> None:
     Raises:
         RunDirectoryError: if the file cannot be written; an existing file is not changed.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    with writing(path):
-        try:
-            with partial.open("wb") as file:
-                file.write(data.encode() if isinstance(data, str) else data)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                partial.unlink()
-            raise
-        _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush a folder to disk, so that renames survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with writing(path), open_atomically(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ import equinox as eqx
 import jax
 
 from marin_rl import processes
+from marin_rl.atomic_files import replace_folder
 from marin_rl.closing import Closing
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.policy_model import save_hf_policy
@@ -256,8 +257,8 @@ def _export(run: TrainingRun, directory: RunDirectory) -> None:
 
 
 def _replace(folder: Path, partial: Path) -> str:
-    shutil.rmtree(folder, ignore_errors=True)
-    return str(partial.rename(folder))
+    replace_folder(folder, partial)
+    return str(folder)
 
 
 def _summary(run: TrainingRun, directory: RunDirectory) -> ClosingSummary:

@@ -411,7 +411,7 @@ def test_a_write_that_the_system_cuts_short_leaves_earlier_checkpoints(saved: Ch
     assert_untouched_and_able_to_go_on(saved, before, state)
 
 
-@pytest.mark.parametrize("call", ["levanter_save", "_sync_tree"])
+@pytest.mark.parametrize("call", ["levanter_save", "replace_folder"])
 def test_a_full_disk_leaves_earlier_checkpoints(saved: Checkpoints, state, monkeypatch, call: str) -> None:
     before = contents(saved.folder)
 
