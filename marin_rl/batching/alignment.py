@@ -1,14 +1,13 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Where a per-token value stands, and the only code that moves it.
+"""Alignment of per-token arrays with tokens and with predicting positions.
 
-**The convention.** Every per-token array of marin_rl is aligned with the token it speaks about: entry
-`t` of `loss_mask`, `policy_logprobs`, `advantages`, … belongs to `input_ids[t]`. A causal language
-model says at position `t - 1` what it thinks of token `t`; values that come from such a position are
-moved one place to the right by [`to_tokens`][marin_rl.batching.alignment.to_tokens], and values that
-another library wants at the predicting position are moved one place to the left by
-[`to_predictors`][marin_rl.batching.alignment.to_predictors]. Nothing else in the project shifts.
+Every per-token array of marin_rl is aligned with its token: entry `t` of `loss_mask`, `policy_logprobs`,
+`advantages`, … belongs to `input_ids[t]`. A causal language model predicts token `t` at position `t - 1`.
+[`to_tokens`][marin_rl.batching.alignment.to_tokens] shifts model outputs one position to the right;
+[`to_predictors`][marin_rl.batching.alignment.to_predictors] shifts token values one position to the left,
+for libraries that index them by the predicting position. No other code shifts arrays.
 """
 
 import haliax as hax
@@ -16,15 +15,15 @@ from haliax import NamedArray
 
 
 def to_predictors(per_token: NamedArray) -> NamedArray:
-    """Move values from each token to the position that predicts it.
+    """Shift values from each token to the position that predicts it.
 
-    `out[t] = per_token[t + 1]`, and the last position, which predicts nothing, gets 0.
+    `out[t] = per_token[t + 1]`; the last position predicts no token and gets 0.
 
     Args:
-        per_token: `{..., position}`, aligned with the tokens.
+        per_token: `{..., position}`, aligned with tokens.
 
     Returns:
-        `{..., position}`, aligned with the predicting positions. Of `input_ids`, these are the targets.
+        `{..., position}`, aligned with predicting positions. For `input_ids` these are the targets.
     """
     Pos = per_token.resolve_axis("position")
     moved = hax.roll(per_token, -1, Pos)
@@ -32,15 +31,15 @@ def to_predictors(per_token: NamedArray) -> NamedArray:
 
 
 def to_tokens(per_predictor: NamedArray) -> NamedArray:
-    """Move values from each predicting position to the token it predicts.
+    """Shift values from each predicting position to the token it predicts.
 
-    `out[t] = per_predictor[t - 1]`, and token 0, which nothing predicts, gets 0.
+    `out[t] = per_predictor[t - 1]`; token 0 has no predicting position and gets 0.
 
     Args:
-        per_predictor: `{..., position}`, aligned with the predicting positions.
+        per_predictor: `{..., position}`, aligned with predicting positions.
 
     Returns:
-        `{..., position}`, aligned with the tokens.
+        `{..., position}`, aligned with tokens.
     """
     Pos = per_predictor.resolve_axis("position")
     moved = hax.roll(per_predictor, 1, Pos)

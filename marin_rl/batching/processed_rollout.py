@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""From rollouts to padded arrays."""
+"""Conversion of rollouts to padded arrays."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -16,31 +16,30 @@ from marin_rl.types import Message, Rollout, Task
 
 @dataclasses.dataclass(frozen=True)
 class ProcessedRollout:
-    """One rollout as arrays: a row for each of its sequences, padded to a common length.
+    """Arrays of one rollout, with one row per sequence, padded to a common length.
 
-    Almost every rollout is one sequence. Where a chat template rewrote the history it is several, and
-    still counts as one rollout. Entry `t` of every array belongs to token `t` (see
-    `marin_rl.batching.alignment`).
+    Most rollouts are one sequence. If the chat template rewrites the history, a rollout has several sequences and is
+    still counted as one rollout. Entry `t` of every array belongs to token `t` (see `marin_rl.batching.alignment`).
     """
 
     source: str
-    """Name of the environment it comes from."""
+    """Name of the environment."""
     id: str
-    """The rollout's id."""
+    """Id of the rollout."""
     input_ids: Int32[np.ndarray, "batch position"]
-    """Token ids; the tokenizer's padding token where `segment_ids` is 0."""
+    """Token ids; the tokenizer's padding token if `segment_ids` is 0."""
     loss_mask: Bool[np.ndarray, "batch position"]
-    """True exactly on tokens that the policy sampled (or, for supervised text, should have written)."""
+    """True for the sampled tokens (for supervised text, the target tokens)."""
     segment_ids: Int32[np.ndarray, "batch position"]
-    """1 on tokens, 0 on padding."""
+    """1 for tokens, 0 for padding."""
     policy_logprobs: Float32[np.ndarray, "batch position"]
-    """Log-probabilities under the policy that sampled; 0 where there is no loss."""
+    """Log-probabilities (nats) under the sampling policy; 0 outside the loss mask."""
     reference_logprobs: Float32[np.ndarray, "batch position"]
-    """Log-probabilities under the frozen reference; 0 where there is no loss, and 0 until scored."""
+    """Log-probabilities (nats) under the frozen reference; 0 outside the loss mask and until scored."""
     turn_ids: Int32[np.ndarray, "batch position"]
-    """Which turn of the rollout (0, 1, …) each sampled token belongs to; -1 where there is no loss."""
+    """Turn (0, 1, …) of each sampled token; -1 outside the loss mask."""
     values: Float32[np.ndarray, "batch position"]
-    """The critic's value of each sampled token's state; 0 where there is no loss, and 0 until scored."""
+    """The critic's value of each sampled token's state; 0 outside the loss mask and until scored."""
 
     def __post_init__(self) -> None:
         shape = self.input_ids.shape
@@ -61,45 +60,48 @@ class ProcessedRollout:
         tokens = self.segment_ids == 1
         if np.any(~tokens & (self.segment_ids != 0)) or np.any(~tokens[:, :-1] & tokens[:, 1:]):
             raise ValueError(
-                f"ProcessedRollout {self.id}: segment_ids is not 1 on the first positions of a row and 0 after them"
+                f"ProcessedRollout {self.id}: segment_ids must be 1 for the tokens of a row and 0 for the padding after"
             )
         if np.any(self.loss_mask & ~tokens):
-            raise ValueError(f"ProcessedRollout {self.id}: loss_mask covers padding")
+            raise ValueError(f"ProcessedRollout {self.id}: loss_mask includes padding")
         if np.any(self.loss_mask[:, 0]):
-            raise ValueError(f"ProcessedRollout {self.id}: loss_mask covers a first token, which nothing predicts")
+            raise ValueError(
+                f"ProcessedRollout {self.id}: loss_mask includes the first token of a row, which is never predicted"
+            )
         for name, array in (("policy_logprobs", self.policy_logprobs), ("reference_logprobs", self.reference_logprobs)):
             if not np.all(np.isfinite(array)) or np.any(array > 0):
-                raise ValueError(f"ProcessedRollout {self.id}: {name} has values that are not finite or above 0")
+                raise ValueError(f"ProcessedRollout {self.id}: {name} must be finite and <= 0")
         if not np.all(np.isfinite(self.values)):
-            raise ValueError(f"ProcessedRollout {self.id}: values has entries that are not finite")
+            raise ValueError(f"ProcessedRollout {self.id}: values must be finite")
         if np.any((self.turn_ids >= 0) != self.loss_mask):
-            raise ValueError(
-                f"ProcessedRollout {self.id}: turn_ids is not the turn of each loss token and -1 elsewhere"
-            )
+            raise ValueError(f"ProcessedRollout {self.id}: turn_ids must be >= 0 for loss tokens and -1 elsewhere")
         if np.any(np.diff(self.turn_ids[self.loss_mask]) < 0):
-            raise ValueError(f"ProcessedRollout {self.id}: turn_ids goes back from a turn to an earlier one")
+            raise ValueError(f"ProcessedRollout {self.id}: turn_ids must not decrease")
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence."""
+        """Number of tokens of each sequence."""
         return tuple(np.count_nonzero(self.segment_ids, axis=1).tolist())
 
     @property
     def num_loss_tokens(self) -> int:
-        """Tokens with loss, over all sequences: the length of every array over its action tokens."""
+        """Number of loss tokens over all sequences, which is the length of arrays over action tokens."""
         return int(np.count_nonzero(self.loss_mask))
 
 
 def process_rollout(rollout: Rollout, *, length: int, pad_token_id: int) -> ProcessedRollout:
-    """Lay a sampled rollout out as arrays, token for token as it was sampled.
+    """Convert a sampled rollout to arrays with exactly the sampled tokens.
 
     Args:
-        rollout: what was sampled. A failed rollout keeps the turns it got to; it has no return.
-        length: positions of a row.
-        pad_token_id: what fills a row's tail.
+        rollout: the rollout. A failed rollout keeps its finished turns.
+        length: positions per row.
+        pad_token_id: token id of the padding.
+
+    Returns:
+        The arrays, with one row per sequence. Reference log-probabilities and values are 0.
 
     Raises:
-        ValueError: if a sequence is longer than `length`, naming the rollout and both lengths.
+        ValueError: if a sequence is longer than `length`; the message gives the rollout and both lengths.
     """
     sequences: list[_Sequence] = []
     for index, turn in enumerate(rollout.turns):
@@ -109,46 +111,54 @@ def process_rollout(rollout: Rollout, *, length: int, pad_token_id: int) -> Proc
         sequences[-1].token_ids.extend([*observed, *sampled.token_ids])
         sequences[-1].turn_ids.extend([_NO_TURN] * len(observed) + [index] * len(sampled.token_ids))
         sequences[-1].logprobs.extend([*[0.0] * len(observed), *sampled.logprobs])
-    return _lay_out(sequences, rollout.task.environment, rollout.id, length, pad_token_id)
+    return _pad_sequences(sequences, rollout.task.environment, rollout.id, length, pad_token_id)
 
 
 def process_conversation(
     messages: Sequence[Message], *, id: str, source: str, length: int, tokenizer: ChatTokenizer
 ) -> ProcessedRollout | None:
-    """Lay a written conversation out as arrays: loss on what the assistant says, and nowhere else.
+    """Convert a conversation to arrays with loss on the assistant messages only.
 
-    The text is tokenized through the chat template with assistant masks. Assistant messages that do
-    not fit whole into `length` are dropped whole, so that half of one is never trained on. Turn `k` is
-    the k-th stretch of loss tokens.
+    The conversation is tokenized with the chat template and assistant masks. Assistant messages that do not fit
+    completely into `length` are dropped, so no partial message is trained on. Turn `k` is the k-th contiguous span of
+    loss tokens.
+
+    Args:
+        messages: the conversation.
+        id: id of the resulting rollout.
+        source: name of the environment or data set.
+        length: positions per row.
+        tokenizer: chat tokenizer.
 
     Returns:
-        The arrays, or None where no assistant message fits.
+        The arrays, or None if no assistant message fits.
     """
-    return _fitted(*tokenizer.encode_conversation(messages), id, source, length, tokenizer.pad_token_id)
+    return _truncate_and_pad(*tokenizer.encode_conversation(messages), id, source, length, tokenizer.pad_token_id)
 
 
 def process_demonstration(
     messages: Sequence[Message], task: Task, *, length: int, tokenizer: ChatTokenizer
 ) -> ProcessedRollout | None:
-    """Lay a demonstration out as an episode that sampled its replies; see `ChatTokenizer.encode_replies`.
+    """Convert a demonstration to the arrays of an episode that sampled its replies.
 
-    Replies that do not fit whole into `length` are dropped, as in `process_conversation`.
+    The tokens are those of `ChatTokenizer.encode_replies`. Replies that do not fit completely into `length` are
+    dropped, as in `process_conversation`.
 
     Args:
-        messages: the task's, then replies and what they were answered.
-        task: names the rollout and its environment.
-        length: positions of a row.
-        tokenizer: text to tokens.
+        messages: the messages of the task, then the replies with the observations that follow them.
+        task: the task, for the id and environment of the rollout.
+        length: positions per row.
+        tokenizer: chat tokenizer.
 
     Returns:
-        The arrays, or None where no reply fits.
+        The arrays, or None if no reply fits.
     """
     token_ids, mask = tokenizer.encode_replies(messages, len(task.messages))
-    return _fitted(token_ids, mask, task.id, task.environment, length, tokenizer.pad_token_id)
+    return _truncate_and_pad(token_ids, mask, task.id, task.environment, length, tokenizer.pad_token_id)
 
 
 def without_loss(rollout: ProcessedRollout) -> ProcessedRollout:
-    """The same tokens with loss on none of them: a rollout that is kept but not learned from."""
+    """Remove all tokens of a rollout from the loss; the tokens stay."""
     zeros = np.zeros(rollout.input_ids.shape, np.float32)
     return dataclasses.replace(
         rollout,
@@ -160,18 +170,18 @@ def without_loss(rollout: ProcessedRollout) -> ProcessedRollout:
     )
 
 
-def _fitted(
+def _truncate_and_pad(
     token_ids: Sequence[int], mask: Sequence[bool], id: str, source: str, length: int, pad_token_id: int
 ) -> ProcessedRollout | None:
-    fitted = truncate_at_reply(token_ids, mask, length)
-    if fitted is None:
+    truncated = truncate_at_reply(token_ids, mask, length)
+    if truncated is None:
         return None
-    fitted_ids, fitted_mask = fitted
-    loss_mask = np.asarray(fitted_mask, np.bool_)
+    truncated_ids, truncated_mask = truncated
+    loss_mask = np.asarray(truncated_mask, np.bool_)
     starts_reply = loss_mask & ~np.concatenate([[False], loss_mask[:-1]])
     turn_ids = np.where(loss_mask, np.cumsum(starts_reply) - 1, _NO_TURN)
-    sequence = _Sequence(list(fitted_ids), turn_ids.tolist(), [0.0] * len(fitted_ids))
-    return _lay_out([sequence], source, id, length, pad_token_id)
+    sequence = _Sequence(list(truncated_ids), turn_ids.tolist(), [0.0] * len(truncated_ids))
+    return _pad_sequences([sequence], source, id, length, pad_token_id)
 
 
 _NO_TURN = -1
@@ -183,7 +193,9 @@ class _Sequence(NamedTuple):
     logprobs: list[float]
 
 
-def _lay_out(sequences: Sequence[_Sequence], source: str, id: str, length: int, pad_token_id: int) -> ProcessedRollout:
+def _pad_sequences(
+    sequences: Sequence[_Sequence], source: str, id: str, length: int, pad_token_id: int
+) -> ProcessedRollout:
     rows = len(sequences)
     input_ids = np.full((rows, length), pad_token_id, dtype=np.int32)
     turn_ids = np.full((rows, length), _NO_TURN, dtype=np.int32)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The named-axis batches that the learner trains on."""
+"""Named-axis training batches of the learner."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -39,51 +39,53 @@ PER_TOKEN_DTYPES = {
 
 
 class RlExample(eqx.Module):
-    """One pass of a batch of rollouts, `{batch, position}` throughout, aligned with the tokens.
+    """One microbatch of rollouts. All arrays are `{batch, position}` and aligned with tokens.
 
-    A row holds one sequence or several, one segment each. The loss of the whole batch is the plain sum over
-    its microbatches of `Σ loss_weights · term(advantages, …)`: the denominators of the aggregation are inside
-    `loss_weights`, counted over the whole batch on the host, so that no split into microbatches, rows,
-    microbatches or devices can change them.
+    A row contains one or several sequences, one segment each. The loss of the whole batch is the plain sum over its
+    microbatches of `Σ loss_weights · term(advantages, …)`. The denominators of the aggregation are in `loss_weights`
+    and are computed on the host over the whole batch, so the loss does not depend on the split into microbatches, rows
+    or devices.
     """
 
     input_ids: NamedArray
-    """`{batch, position}` int32 token ids; the padding token where `segment_ids` is 0."""
+    """`{batch, position}` int32 token ids; the padding token if `segment_ids` is 0."""
     loss_mask: NamedArray
-    """`{batch, position}` bool, True on the tokens with loss."""
+    """`{batch, position}` bool, True for loss tokens."""
     segment_ids: NamedArray
-    """`{batch, position}` int32, 0 on padding, then 1, 2, … along a row; attention stays within a segment."""
+    """`{batch, position}` int32, 0 for padding, then 1, 2, … along a row; attention is restricted to a segment."""
     position_ids: NamedArray
-    """`{batch, position}` int32, position of each token within its segment: 0, 1, …; 0 on padding."""
+    """`{batch, position}` int32, position of each token within its segment: 0, 1, …; 0 for padding."""
     rollout_ids: NamedArray
-    """`{batch, position}` int32, which rollout of this pass (0, 1, …) each token belongs to; -1 on padding."""
+    """`{batch, position}` int32, index of each token's rollout in this microbatch (0, 1, …); -1 for padding."""
     loss_weights: NamedArray
-    """`{batch, position}` float32, weight of each token in the loss; 0 off the loss mask."""
+    """`{batch, position}` float32, weight of each token in the loss; 0 outside the loss mask."""
     importance_weights: NamedArray
-    """`{batch, position}` float32, correction for a sampler that differs from the learner, 1 for none; 0 off the
-    loss mask."""
+    """`{batch, position}` float32, off-policy correction of each token, 1 without a correction; 0 outside the loss
+    mask."""
     advantages: NamedArray
-    """`{batch, position}` float32, advantage of each token; 0 off the loss mask."""
+    """`{batch, position}` float32, advantage of each token; 0 outside the loss mask."""
     policy_logprobs: NamedArray
-    """`{batch, position}` float32, log-probs (nats) under the policy that sampled; 0 off the loss mask."""
+    """`{batch, position}` float32, log-probs (nats) under the sampling policy; 0 outside the loss mask."""
     reference_logprobs: NamedArray
-    """`{batch, position}` float32, log-probs under the frozen reference; 0 off the loss mask or without one."""
+    """`{batch, position}` float32, log-probs (nats) under the frozen reference; 0 outside the loss mask or without
+    a reference."""
     values: NamedArray
-    """`{batch, position}` float32, the critic's values before the update; 0 off the loss mask or without one."""
+    """`{batch, position}` float32, the critic's values before the update; 0 outside the loss mask or without a
+    critic."""
     returns: NamedArray
-    """`{batch, position}` float32, what the critic should learn; 0 off the loss mask or without one."""
+    """`{batch, position}` float32, regression targets of the critic; 0 outside the loss mask or without a critic."""
 
     def __check_init__(self) -> None:
         leaves = [getattr(self, name) for name in PER_TOKEN_DTYPES]
         if not all(isinstance(leaf, NamedArray) for leaf in leaves):
-            return  # a transformed tree, whose leaves stand for something else
+            return  # a transformed tree with other leaves, as inside jax.tree.map
         axes = self.input_ids.axes
         for name, leaf in zip(PER_TOKEN_DTYPES, leaves, strict=True):
             if leaf.axes != axes:
                 raise ValueError(f"RlExample: {name} has axes {leaf.axes}, input_ids has {axes}")
 
     def to_lm_example(self) -> LmExample:
-        """The batch as levanter's language models take it: loss mask at the predicting positions."""
+        """Convert to levanter's `LmExample`, with the loss mask at the predicting positions."""
         return LmExample(
             tokens=self.input_ids,
             loss_mask=to_predictors(self.loss_mask.astype(jnp.int32)),
@@ -98,32 +100,32 @@ class RlExample(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class PackedBatch:
-    """A batch of rollouts in microbatches of one shape."""
+    """A batch of rollouts as microbatches of one shape."""
 
     microbatches: tuple[RlExample, ...]
-    """What the model runs, all of the same shape; at least one."""
+    """The microbatches, all of the same shape; at least one."""
     slots: tuple[tuple[Slot, ...], ...]
-    """Where each sequence of each rollout stands in them."""
+    """Per rollout, the slot of each sequence."""
     layout: RowLayout
-    """The shape of a microbatch."""
+    """Shape of a microbatch."""
     positions: tuple[int, ...]
-    """Row length of each rollout's own arrays."""
+    """Per rollout, the row length of its `ProcessedRollout`."""
     num_loss_tokens: int
-    """Tokens with loss."""
+    """Number of loss tokens."""
 
     def unpack(
         self, values: Sequence[Shaped[np.ndarray, "rows row_length"]]
     ) -> list[Shaped[np.ndarray, "_batch _position"]]:
-        """Move values of tokens from the microbatches back to the rollouts.
+        """Gather per-token values from the microbatches into one array per rollout.
 
         Args:
-            values: one array `[rows, row_length]` a microbatch.
+            values: per microbatch, an array `[rows, row_length]`.
 
         Returns:
-            One array `[batch, position]` a rollout, aligned with its own arrays; 0 on padding.
+            Per rollout, an array `[batch, position]` with the shape of its `ProcessedRollout`; 0 for padding.
 
         Raises:
-            ValueError: if there is not one array of a microbatch's shape for each microbatch.
+            ValueError: if the number or the shape of the arrays differs from that of the microbatches.
         """
         shape = (self.layout.rows_per_microbatch, self.layout.row_length)
         if [array.shape for array in values] != [shape] * len(self.microbatches):
@@ -131,21 +133,22 @@ class PackedBatch:
                 f"unpack got arrays of shapes {[array.shape for array in values]}; "
                 f"this batch has {len(self.microbatches)} microbatches of shape {shape}"
             )
-        return [self._unpack_rollout(values, own, size) for own, size in zip(self.slots, self.positions, strict=True)]
+        pairs = zip(self.slots, self.positions, strict=True)
+        return [self._unpack_rollout(values, slots, positions) for slots, positions in pairs]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens, prompts included, padding not."""
-        return sum(slot.length for own in self.slots for slot in own)
+        """Number of tokens, including prompts, without padding."""
+        return sum(slot.length for slots in self.slots for slot in slots)
 
     @property
     def num_positions(self) -> int:
-        """Positions that the model runs on, padding included: microbatches · rows · row length."""
+        """Number of positions including padding: microbatches · rows · row length."""
         return len(self.microbatches) * self.layout.rows_per_microbatch * self.layout.row_length
 
     @property
     def efficiency(self) -> float:
-        """Share of the positions that hold a token, in [0, 1]."""
+        """Share of positions that are tokens, in [0, 1]."""
         return self.num_tokens / self.num_positions
 
     def _unpack_rollout(self, values: Sequence[np.ndarray], slots: Sequence[Slot], positions: int) -> np.ndarray:
@@ -159,35 +162,37 @@ class PackedBatch:
 
 def pack_batch(
     rollouts: Sequence[ProcessedRollout],
-    token_advantages_list: Sequence[TokenAdvantages],
+    advantages: Sequence[TokenAdvantages],
     aggregation: AggregationConfig,
     layout: RowLayout,
     *,
     pad_token_id: int,
     importance_weights: Sequence[Float[np.ndarray, " _tokens"]] | None = None,
 ) -> PackedBatch:
-    """Lay rollouts out in microbatches of a fixed shape.
+    """Pack rollouts into microbatches of a fixed shape.
 
-    Without rollouts, or without any that has loss, all
-    loss weights are 0; there is always at least one microbatch.
+    There is always at least one microbatch. All loss weights are 0 if there are no loss tokens.
 
     Args:
-        rollouts: in any order, of any row length.
-        token_advantages_list: what each rollout's action tokens earned; "action tokens" are `array[loss_mask]`, row by
-            row.
-        aggregation: how token terms become one number; its denominators are counted here, over all microbatches.
+        rollouts: the rollouts, in any order and of any row length.
+        advantages: per rollout, the advantages and value targets of its action tokens, which are `array[loss_mask]`,
+            row by row.
+        aggregation: aggregation of token terms; its denominators are computed here over all microbatches.
         layout: shape of a microbatch, and whether sequences share rows.
-        pad_token_id: fills what no sequence takes.
-        importance_weights: per rollout, a weight for each action token; 1 where left out.
+        pad_token_id: token id of the padding.
+        importance_weights: per rollout, the weight of each action token; 1 by default.
+
+    Returns:
+        The microbatches, and the slot of each sequence.
 
     Raises:
-        ValueError: if a sequence is longer than a row, a rollout does not fit into one microbatch, or there is not one
-            credit and one weight per action token; the message names the rollout.
+        ValueError: if a sequence is longer than a row, a rollout does not fit into one microbatch, or a rollout does
+            not have one advantage and one weight per action token; the message names the rollout.
     """
     ones = [np.ones(rollout.num_loss_tokens) for rollout in rollouts]
     per_action = {
-        "advantages": [token_advantages.advantages for token_advantages in token_advantages_list],
-        "returns": [token_advantages.value_targets for token_advantages in token_advantages_list],
+        "advantages": [tokens.advantages for tokens in advantages],
+        "returns": [tokens.value_targets for tokens in advantages],
         "importance_weights": ones if importance_weights is None else importance_weights,
     }
     for name, arrays in per_action.items():
@@ -195,7 +200,7 @@ def pack_batch(
     for name in ("policy_logprobs", "reference_logprobs", "values"):
         per_action[name] = [getattr(rollout, name)[rollout.loss_mask] for rollout in rollouts]
     slots = pack_sequences([rollout.lengths for rollout in rollouts], layout, [rollout.id for rollout in rollouts])
-    places = _Places.of(slots, rollouts, layout)
+    places = _TokenPlaces.from_slots(slots, rollouts, layout)
     token_ids = _join([rollout.input_ids[rollout.segment_ids != 0] for rollout in rollouts], np.int32)
     arrays = {
         "input_ids": places.put_tokens("input_ids", token_ids, padding=pad_token_id),
@@ -216,25 +221,28 @@ def pack_batch(
 
 
 def pack_to_score(rollouts: Sequence[ProcessedRollout], layout: RowLayout, *, pad_token_id: int) -> PackedBatch:
-    """Lay rollouts out for a model that only scores them: as `pack_batch`, with nothing earned.
+    """Pack rollouts for scoring: like `pack_batch`, with zero advantages.
 
     Args:
-        rollouts: in any order, of any row length.
+        rollouts: the rollouts, in any order and of any row length.
         layout: shape of a microbatch, and whether sequences share rows.
-        pad_token_id: fills what no sequence takes.
+        pad_token_id: token id of the padding.
+
+    Returns:
+        The microbatches, and the slot of each sequence.
     """
-    nothing = [np.zeros(rollout.num_loss_tokens) for rollout in rollouts]
-    token_advantages_list = [TokenAdvantages(zeros, zeros) for zeros in nothing]
-    return pack_batch(rollouts, token_advantages_list, TokenMeanConfig(), layout, pad_token_id=pad_token_id)
+    zeros = [np.zeros(rollout.num_loss_tokens) for rollout in rollouts]
+    advantages = [TokenAdvantages(array, array) for array in zeros]
+    return pack_batch(rollouts, advantages, TokenMeanConfig(), layout, pad_token_id=pad_token_id)
 
 
-class _Places(NamedTuple):
-    """Where every token of a batch stands: arrays over all of them, rollout by rollout, sequence by sequence."""
+class _TokenPlaces(NamedTuple):
+    """Location of every token of a batch. The arrays run over all tokens, by rollout and then by sequence."""
 
     shape: tuple[int, int, int]
-    """Passes, rows, positions."""
+    """Microbatches, rows, positions."""
     place: Int64[np.ndarray, " tokens"]
-    """Index into an array of that shape, flattened."""
+    """Index into a flattened array of that shape."""
     position: Int64[np.ndarray, " tokens"]
     """Position within the token's sequence."""
     segment: Int64[np.ndarray, " tokens"]
@@ -242,11 +250,13 @@ class _Places(NamedTuple):
     rollout: Int64[np.ndarray, " tokens"]
     """Index of the rollout in the batch."""
     loss: Bool[np.ndarray, " tokens"]
-    """Whether it has loss."""
+    """Whether the token is a loss token."""
 
     @staticmethod
-    def of(slots: Sequence[Sequence[Slot]], rollouts: Sequence[ProcessedRollout], layout: RowLayout) -> "_Places":
-        table = [(rollout, *slot) for rollout, own in enumerate(slots) for slot in own]
+    def from_slots(
+        slots: Sequence[Sequence[Slot]], rollouts: Sequence[ProcessedRollout], layout: RowLayout
+    ) -> "_TokenPlaces":
+        table = [(rollout, *slot) for rollout, sequences in enumerate(slots) for slot in sequences]
         sequences = np.array(table, np.int64).reshape(len(table), 6)
         length = sequences[:, 5]
         rollout, microbatch_index, row, start, segment, _ = np.repeat(sequences, length, axis=0).T
@@ -254,22 +264,22 @@ class _Places(NamedTuple):
         place = (microbatch_index * layout.rows_per_microbatch + row) * layout.row_length + start + position
         loss = _join([rollout.loss_mask[rollout.segment_ids != 0] for rollout in rollouts], np.bool_)
         shape = (count_microbatches(slots), layout.rows_per_microbatch, layout.row_length)
-        return _Places(shape, place, position, segment, rollout, loss)
+        return _TokenPlaces(shape, place, position, segment, rollout, loss)
 
     def put_tokens(self, name: str, values: np.ndarray, *, padding: int = 0) -> np.ndarray:
-        """One value per token, to all microbatches."""
+        """Scatter one value per token into the microbatches."""
         return self._put(name, values, self.place, padding)
 
     def put_actions(self, name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """One value per action token of each rollout, to all microbatches."""
+        """Scatter one value per action token of each rollout into the microbatches."""
         return self._put(name, _join(arrays, np.float64), self.place[self.loss], 0)
 
     def loss_weights(self, aggregation: AggregationConfig) -> np.ndarray:
-        """The weights of the whole batch, so that a rollout or a token counts once, whatever its pass."""
+        """Compute the loss weights over the whole batch, independent of the split into microbatches."""
         mask = self.put_tokens("loss_mask", self.loss)
-        owners = self.put_tokens("rollout_ids", self.rollout, padding=NO_ROLLOUT)
+        rollout_ids = self.put_tokens("rollout_ids", self.rollout, padding=NO_ROLLOUT)
         rows = (-1, self.shape[2])
-        return aggregation.loss_weights(mask.reshape(rows), owners.reshape(rows)).reshape(self.shape)
+        return aggregation.loss_weights(mask.reshape(rows), rollout_ids.reshape(rows)).reshape(self.shape)
 
     def _put(self, name: str, values: np.ndarray, place: np.ndarray, padding: int) -> np.ndarray:
         array = np.full(self.shape, padding, PER_TOKEN_DTYPES[name])
@@ -277,8 +287,8 @@ class _Places(NamedTuple):
         return array
 
 
-def _number_within_microbatches(places: _Places) -> Int64[np.ndarray, " tokens"]:
-    """The number of each token's rollout among those of its pass, counted from 0."""
+def _number_within_microbatches(places: _TokenPlaces) -> Int64[np.ndarray, " tokens"]:
+    """Number the rollouts of each microbatch from 0, and return the number of each token's rollout."""
     pairs = np.stack([places.place // (places.shape[1] * places.shape[2]), places.rollout])
     distinct, number = np.unique(pairs, axis=1, return_inverse=True)
     before = np.searchsorted(distinct[0], distinct[0])  # rollouts of earlier microbatches
@@ -287,15 +297,17 @@ def _number_within_microbatches(places: _Places) -> Int64[np.ndarray, " tokens"]
 
 def _check_per_action(name: str, arrays: Sequence[np.ndarray], rollouts: Sequence[ProcessedRollout]) -> None:
     if len(arrays) != len(rollouts):
-        raise ValueError(f"pack_batch got {len(rollouts)} rollouts but {name} for {len(arrays)}; each needs its own")
+        raise ValueError(
+            f"pack_batch got {len(rollouts)} rollouts but {name} for {len(arrays)}; pass one array per rollout"
+        )
     for array, rollout in zip(arrays, rollouts, strict=True):
         if array.shape != (rollout.num_loss_tokens,):
             raise ValueError(
-                f"rollout {rollout.id} has {rollout.num_loss_tokens} tokens with loss, "
+                f"rollout {rollout.id} has {rollout.num_loss_tokens} loss tokens, "
                 f"but its {name} have shape {array.shape}"
             )
 
 
 def _join(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    """Concatenate, for no arrays too."""
+    """Concatenate arrays; also works for an empty list."""
     return np.concatenate([np.zeros(0, dtype), *arrays])

@@ -18,15 +18,15 @@ Lengths = list[list[int]]
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Lengths, RowLayout]:
-    """Rollouts that fit: as many sequences as rows at most, or (packed) small ones that share a row."""
+    """Valid rollouts: at most as many sequences as rows, or (packed) short sequences that share a row."""
     layout = RowLayout(draw(st.integers(1, 24)), draw(st.integers(1, 5)), draw(st.booleans()))
     lengths: Lengths = []
     for _ in range(draw(st.integers(0, 12))):
         if layout.packed and draw(st.booleans()):
-            left, own = layout.row_length, []
-            while left and len(own) < 8:
-                own.append(draw(st.integers(1, left)))
-                left -= own[-1]
+            free, own = layout.row_length, []
+            while free and len(own) < 8:
+                own.append(draw(st.integers(1, free)))
+                free -= own[-1]
         else:
             own = draw(st.lists(st.integers(1, layout.row_length), max_size=layout.rows_per_microbatch))
         lengths.append(own)
@@ -34,7 +34,7 @@ def problems(draw: st.DrawFn) -> tuple[Lengths, RowLayout]:
 
 
 def rows_of(slots: Sequence[Sequence[Slot]]) -> dict[tuple[int, int], list[Slot]]:
-    """The slots of each row that is used, from left to right."""
+    """The slots of each used row, from left to right."""
     rows: dict[tuple[int, int], list[Slot]] = {}
     for slot in sorted(slot for own in slots for slot in own):
         rows.setdefault((slot.microbatch_index, slot.row), []).append(slot)
@@ -42,7 +42,7 @@ def rows_of(slots: Sequence[Sequence[Slot]]) -> dict[tuple[int, int], list[Slot]
 
 
 def filling(slots: Sequence[Sequence[Slot]]) -> list[list[tuple[int, ...]]]:
-    """Per pass, the lengths in each row: the layout without who is where."""
+    """Per microbatch, the lengths in each row, without the identity of the sequences."""
     by_microbatch: dict[int, list[tuple[int, ...]]] = {}
     for (microbatch_index, _), row in sorted(rows_of(slots).items()):
         by_microbatch.setdefault(microbatch_index, []).append(tuple(sorted(slot.length for slot in row)))
@@ -50,7 +50,7 @@ def filling(slots: Sequence[Sequence[Slot]]) -> list[list[tuple[int, ...]]]:
 
 
 @given(problems())
-def test_nothing_is_lost_and_nothing_overlaps(problem: tuple[Lengths, RowLayout]) -> None:
+def test_sequences_are_complete_and_do_not_overlap(problem: tuple[Lengths, RowLayout]) -> None:
     lengths, layout = problem
     slots = pack_sequences(lengths, layout)
     assert [[slot.length for slot in own] for own in slots] == lengths
@@ -68,7 +68,7 @@ def test_nothing_is_lost_and_nothing_overlaps(problem: tuple[Lengths, RowLayout]
 
 
 @given(problems())
-def test_a_row_is_filled_from_the_left_and_numbered_from_one(problem: tuple[Lengths, RowLayout]) -> None:
+def test_rows_are_filled_from_the_left_with_segments_from_one(problem: tuple[Lengths, RowLayout]) -> None:
     lengths, layout = problem
     for row in rows_of(pack_sequences(lengths, layout)).values():
         starts = np.cumsum([0, *(slot.length for slot in row)])[:-1]
@@ -78,7 +78,7 @@ def test_a_row_is_filled_from_the_left_and_numbered_from_one(problem: tuple[Leng
 
 
 @given(problems())
-def test_a_rollout_lies_within_one_pass_and_no_pass_is_skipped(problem: tuple[Lengths, RowLayout]) -> None:
+def test_each_rollout_is_in_one_microbatch_and_no_microbatch_is_empty(problem: tuple[Lengths, RowLayout]) -> None:
     lengths, layout = problem
     slots = pack_sequences(lengths, layout)
     for own in slots:
@@ -89,7 +89,7 @@ def test_a_rollout_lies_within_one_pass_and_no_pass_is_skipped(problem: tuple[Le
 
 
 @given(problems(), st.randoms(use_true_random=False))
-def test_the_order_of_rollouts_does_not_change_how_rows_are_filled(problem, random) -> None:
+def test_packing_does_not_depend_on_rollout_order(problem, random) -> None:
     lengths, layout = problem
     order = list(range(len(lengths)))
     random.shuffle(order)
@@ -99,7 +99,7 @@ def test_the_order_of_rollouts_does_not_change_how_rows_are_filled(problem, rand
 
 
 @given(st.lists(st.integers(1, 24), max_size=40), st.integers(1, 5))
-def test_single_sequences_are_packed_as_the_textbook_says(lengths: list[int], rows_per_microbatch: int) -> None:
+def test_single_sequences_match_textbook_first_fit_decreasing(lengths: list[int], rows_per_microbatch: int) -> None:
     room: list[int] = []
     for length in sorted(lengths, reverse=True):
         row = next((row for row, free in enumerate(room) if free >= length), len(room))
@@ -108,19 +108,19 @@ def test_single_sequences_are_packed_as_the_textbook_says(lengths: list[int], ro
     slots = pack_sequences([[length] for length in lengths], RowLayout(24, rows_per_microbatch, packed=True))
     used = [sum(slot.length for slot in row) for _, row in sorted(rows_of(slots).items())]
     assert used == [24 - free for free in room]
-    # The rows of a microbatch are opened one after the other: only the last pass may have empty ones.
+    # Rows are opened in order, so only the last microbatch may have empty rows.
     assert count_microbatches(slots) == max(-(-len(room) // rows_per_microbatch), 1)
 
 
 @given(st.lists(st.integers(1, 24), max_size=40))
-def test_no_two_rows_would_fit_into_one(lengths: list[int]) -> None:
+def test_no_two_rows_fit_into_one(lengths: list[int]) -> None:
     slots = pack_sequences([[length] for length in lengths], RowLayout(24, 1, packed=True))
     used = sorted(sum(slot.length for slot in row) for row in rows_of(slots).values())
     assert all(first + second > 24 for first, second in itertools.pairwise(used))
 
 
 def log_normal_lengths(seed: int, sigma: float, *, count: int = 512, longest: int = 1024) -> list[list[int]]:
-    """Lengths whose mean is a quarter of the longest; what would be longer is cut there, as a sampler does."""
+    """Lengths with a mean of a quarter of the maximum, truncated at the maximum like those of a sampler."""
     drawn = np.random.default_rng(seed).lognormal(0, sigma, count)
     low, high = 0.0, float(longest)
     for _ in range(60):
@@ -139,19 +139,19 @@ def test_realistic_lengths_fill_at_least_95_percent(seed: int, sigma: float) -> 
     assert tokens / (single * 1024) >= 0.95
     unpacked = count_microbatches(pack_sequences(lengths, RowLayout(1024, 1, packed=False)))
     assert tokens / (unpacked * 1024) == pytest.approx(0.25, rel=0.01)
-    for rows in (4, 8):  # nothing is lost but the empty rows of the last pass
+    for rows in (4, 8):  # only the last microbatch has empty rows
         assert count_microbatches(pack_sequences(lengths, RowLayout(1024, rows, packed=True))) == -(-single // rows)
 
 
 @pytest.mark.parametrize("rows_per_microbatch", [4, 8])
-def test_rollouts_of_several_sequences_fill_as_well(rows_per_microbatch: int) -> None:
+def test_rollouts_of_several_sequences_use_few_microbatches(rows_per_microbatch: int) -> None:
     sequences = [length for (length,) in log_normal_lengths(0, 0.7)]
     lengths: Lengths = []
     while sequences:
         lengths.append([sequences.pop() for _ in range(min(len(lengths) % 4 + 1, len(sequences)))])
     slots = pack_sequences(lengths, RowLayout(1024, rows_per_microbatch, packed=True))
-    least = -(-sum(map(sum, lengths)) // (1024 * rows_per_microbatch))
-    assert count_microbatches(slots) <= least + 1
+    minimum = -(-sum(map(sum, lengths)) // (1024 * rows_per_microbatch))
+    assert count_microbatches(slots) <= minimum + 1
 
 
 def test_ten_thousand_sequences() -> None:
@@ -160,8 +160,8 @@ def test_ten_thousand_sequences() -> None:
     assert sum(map(sum, lengths)) / (count_microbatches(slots) * 8 * 1024) >= 0.99
 
 
-def test_by_hand() -> None:
-    # The rollout of two sequences goes first; 6 and 3 still fit beside 7 and 4, 2 opens no pass, 8 does.
+def test_worked_example() -> None:
+    # The rollout of two sequences is placed first; 6 and 3 fit into its rows; 8 opens a microbatch, which 2 shares.
     lengths = [[2], [6], [4, 7], [8], [3]]
     slots = pack_sequences(lengths, RowLayout(row_length=10, rows_per_microbatch=2, packed=True))
     assert slots == (
@@ -173,13 +173,13 @@ def test_by_hand() -> None:
     )
 
 
-def test_unpacked_sequences_take_a_row_each() -> None:
+def test_unpacked_sequences_have_separate_rows() -> None:
     slots = pack_sequences([[3], [1], [2]], RowLayout(row_length=10, rows_per_microbatch=2, packed=False))
     assert [own[0][:4] for own in slots] == [(0, 0, 0, 1), (1, 0, 0, 1), (0, 1, 0, 1)]
 
 
 @pytest.mark.parametrize("lengths", [[], [[]], [[], []]])
-def test_nothing_to_pack_is_one_pass(lengths: Lengths) -> None:
+def test_empty_batches_have_one_microbatch(lengths: Lengths) -> None:
     slots = pack_sequences(lengths, RowLayout(4, 2, packed=True))
     assert slots == ((),) * len(lengths)
     assert count_microbatches(slots) == 1
@@ -190,20 +190,20 @@ def test_nothing_to_pack_is_one_pass(lengths: Lengths) -> None:
     [
         ([11], True, "a sequence of 11 tokens, which does not fit into rows of 10 positions"),
         ([11], False, "a sequence of 11 tokens, which does not fit into rows of 10 positions"),
-        ([3, 0], True, "a sequence of 0 tokens; a sequence has at least 1"),
+        ([3, 0], True, "a sequence of 0 tokens; a sequence must have at least 1"),
         (
             [6, 7, 8],
             True,
-            "3 sequences of 21 tokens together, which take 3 rows of 10 positions, but a microbatch has 2",
+            "3 sequences of 21 tokens in total, which need 3 rows of 10 positions, but a microbatch has 2",
         ),
         (
             [1, 2, 3],
             False,
-            "3 sequences of 6 tokens together, which take 3 rows of 10 positions, but a microbatch has 2",
+            "3 sequences of 6 tokens in total, which need 3 rows of 10 positions, but a microbatch has 2",
         ),
     ],
 )
-def test_what_does_not_fit_is_an_error_that_names_the_rollout(lengths, packed: bool, complaint: str) -> None:
+def test_oversized_rollouts_raise_an_error_that_names_the_rollout(lengths, packed: bool, complaint: str) -> None:
     layout = RowLayout(10, 2, packed)
     with pytest.raises(ValueError, match=re.escape(f"rollout step-3/g/1 has {complaint}")):
         pack_sequences([[4], lengths], layout, ["step-3/g/0", "step-3/g/1"])
@@ -211,12 +211,12 @@ def test_what_does_not_fit_is_an_error_that_names_the_rollout(lengths, packed: b
         pack_sequences([[4], lengths], layout)
 
 
-def test_three_sequences_fit_into_two_rows_where_they_may_share_one() -> None:
+def test_sequences_of_a_rollout_may_share_a_row() -> None:
     slots = pack_sequences([[1, 2, 8]], RowLayout(10, 2, packed=True))
     assert [slot.length for slot in slots[0]] == [1, 2, 8]
 
 
 @pytest.mark.parametrize(("name", "shape"), [("row_length", (0, 1)), ("rows_per_microbatch", (1, 0))])
-def test_an_empty_pass_is_refused(name: str, shape: tuple[int, int]) -> None:
+def test_empty_layouts_are_invalid(name: str, shape: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=f"RowLayout.{name} is 0"):
         RowLayout(*shape, packed=True)

@@ -15,7 +15,7 @@ from marin_rl.types import Generation, Observation, Rollout, RolloutStatus, Stop
 
 PAD = 99
 TASK = Task("2+3", "sums", ({"role": "user", "content": "2+3="},), "5")
-# The example of marin_rl/types.py, one number a word.
+# The example of marin_rl/types.py, with one token per word.
 USER, END, ASSISTANT, WRONG = 1, 2, 3, 4
 FIRST = (USER, 12, 10, 13, 11, END, ASSISTANT)
 SECOND = (USER, WRONG, END, ASSISTANT)
@@ -37,7 +37,7 @@ TWO_TURNS = rollout(
 )
 
 
-def test_two_turns_with_an_observation_between_them() -> None:
+def test_two_turns_with_an_observation_between() -> None:
     processed = process_rollout(TWO_TURNS, length=18, pad_token_id=PAD)
     observed = len(FIRST)
     assert processed.input_ids.tolist() == [[*FIRST, 16, END, *SECOND, 15, END, PAD, PAD, PAD]]
@@ -53,7 +53,7 @@ def test_two_turns_with_an_observation_between_them() -> None:
     assert (processed.source, processed.id) == ("sums", "step-1/group-0/2")
 
 
-def test_a_rewritten_history_makes_a_second_row_of_the_same_rollout() -> None:
+def test_a_rewritten_history_adds_a_row_to_the_rollout() -> None:
     split = rollout(
         turn(FIRST, {16: -0.5, END: -0.25}, starts=True),
         turn((*FIRST, 17, END, *SECOND), {15: -1.5}, starts=True),
@@ -63,24 +63,24 @@ def test_a_rewritten_history_makes_a_second_row_of_the_same_rollout() -> None:
     assert processed.input_ids.shape == (2, 20)
     assert processed.input_ids[0].tolist() == [*FIRST, 16, END] + [PAD] * 11
     assert processed.input_ids[1].tolist() == [*FIRST, 17, END, *SECOND, 15, END, USER, 14] + [PAD] * 3
-    # 17 was never sampled, only shown: no loss.
+    # 17 is part of the observation and was not sampled: no loss.
     assert np.flatnonzero(processed.loss_mask[0]).tolist() == [7, 8]
     assert np.flatnonzero(processed.loss_mask[1]).tolist() == [13, 16]
     assert processed.policy_logprobs[1, [13, 16]].tolist() == [-1.5, -2.0]
-    # Turns are those of the rollout, not of the row.
+    # Turn ids count the turns of the rollout, not of the row.
     assert processed.turn_ids[processed.loss_mask].tolist() == [0, 0, 1, 2]
     assert (processed.turn_ids[~processed.loss_mask] == -1).all()
     assert (processed.lengths, processed.num_loss_tokens) == ((9, 17), 4)
 
 
-def test_the_last_observation_is_in_no_row() -> None:
+def test_the_last_observation_is_excluded() -> None:
     observed = dataclasses.replace(TWO_TURNS, last_observation=Observation(({"role": "tool", "content": "5"},), SECOND))
     plain, same = (process_rollout(one, length=15, pad_token_id=PAD) for one in (TWO_TURNS, observed))
     for field in dataclasses.fields(plain):
         np.testing.assert_array_equal(getattr(same, field.name), getattr(plain, field.name))
 
 
-def test_a_row_may_be_filled_to_the_brim_and_not_beyond() -> None:
+def test_a_sequence_may_fill_its_row_but_not_exceed_it() -> None:
     full = process_rollout(TWO_TURNS, length=15, pad_token_id=PAD)
     assert full.segment_ids.all()
     with pytest.raises(ValueError, match=r"step-1/group-0/2: a sequence of 15 tokens .* rows of 14 positions"):
@@ -100,12 +100,12 @@ def test_a_rollout_that_failed_before_its_first_turn_has_no_rows() -> None:
     assert (processed.lengths, processed.num_loss_tokens) == ((), 0)
 
 
-def test_an_answer_to_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match="covers a first token"):
+def test_an_empty_observation_raises_an_error() -> None:
+    with pytest.raises(ValueError, match="includes the first token"):
         process_rollout(rollout(turn((), {5: -1.0}, starts=True)), length=4, pad_token_id=PAD)
 
 
-def test_a_rollout_without_loss_keeps_its_tokens_and_nothing_of_the_rest() -> None:
+def test_without_loss_keeps_only_the_tokens() -> None:
     whole = process_rollout(TWO_TURNS, length=18, pad_token_id=PAD)
     scored = dataclasses.replace(
         whole,
@@ -135,7 +135,7 @@ CONVERSATION = [
 ]
 
 
-def test_a_conversation_has_loss_on_what_the_assistant_says(chat: ChatTokenizer) -> None:
+def test_a_conversation_has_loss_on_assistant_messages(chat: ChatTokenizer) -> None:
     processed = process_conversation(CONVERSATION, id="c", source="sums", length=32, tokenizer=chat)
     assert processed is not None
     assert chat.tokenizer.decode(processed.input_ids[processed.loss_mask]) == "6<|end|>5<|end|>"
@@ -148,14 +148,14 @@ def test_a_conversation_has_loss_on_what_the_assistant_says(chat: ChatTokenizer)
 
 
 @pytest.mark.parametrize(("length", "replies"), [(19, "6<|end|>5<|end|>"), (18, "6<|end|>"), (9, "6<|end|>")])
-def test_a_reply_that_does_not_fit_whole_is_dropped_whole(chat: ChatTokenizer, length: int, replies: str) -> None:
+def test_a_reply_that_does_not_fit_is_dropped(chat: ChatTokenizer, length: int, replies: str) -> None:
     processed = process_conversation(CONVERSATION, id="c", source="sums", length=length, tokenizer=chat)
     assert processed is not None
     assert chat.tokenizer.decode(processed.input_ids[processed.loss_mask]) == replies
     assert processed.input_ids.shape == (1, length)
 
 
-def test_a_conversation_of_which_no_reply_fits_is_none(chat: ChatTokenizer) -> None:
+def test_a_conversation_without_a_fitting_reply_is_none(chat: ChatTokenizer) -> None:
     assert process_conversation(CONVERSATION, id="c", source="sums", length=8, tokenizer=chat) is None
 
 
@@ -179,35 +179,41 @@ def set_at(array: np.ndarray, index: tuple[int, int], value: float) -> np.ndarra
     return changed
 
 
-GOOD = process_rollout(TWO_TURNS, length=18, pad_token_id=PAD)
+VALID = process_rollout(TWO_TURNS, length=18, pad_token_id=PAD)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "complaint"),
+    ("field", "value", "message"),
     [
-        ("input_ids", GOOD.input_ids.astype(np.int64), "input_ids is int64, expected int32"),
-        ("loss_mask", GOOD.loss_mask.astype(np.int32), "loss_mask is int32, expected bool"),
-        ("segment_ids", GOOD.segment_ids.astype(np.int8), "segment_ids is int8, expected int32"),
-        ("policy_logprobs", GOOD.policy_logprobs.astype(np.float64), "policy_logprobs is float64, expected float32"),
-        ("policy_logprobs", GOOD.policy_logprobs[:, :-1], "policy_logprobs has shape (1, 17), input_ids has (1, 18)"),
-        ("loss_mask", GOOD.loss_mask[0], "loss_mask has shape (18,), input_ids has (1, 18)"),
-        ("loss_mask", set_at(GOOD.loss_mask, (0, 16), True), "loss_mask covers padding"),
-        ("loss_mask", set_at(GOOD.loss_mask, (0, 0), True), "loss_mask covers a first token"),
-        ("policy_logprobs", set_at(GOOD.policy_logprobs, (0, 7), np.nan), "policy_logprobs has values"),
-        ("policy_logprobs", set_at(GOOD.policy_logprobs, (0, 7), -np.inf), "policy_logprobs has values"),
-        ("reference_logprobs", set_at(GOOD.reference_logprobs, (0, 7), 0.5), "reference_logprobs has values"),
-        ("segment_ids", set_at(GOOD.segment_ids, (0, 3), 0), "segment_ids is not 1 on the first positions"),
-        ("segment_ids", set_at(GOOD.segment_ids, (0, 3), 2), "segment_ids is not 1 on the first positions"),
-        ("turn_ids", GOOD.turn_ids.astype(np.int64), "turn_ids is int64, expected int32"),
-        ("turn_ids", set_at(GOOD.turn_ids, (0, 7), -1), "turn_ids is not the turn of each loss token"),
-        ("turn_ids", set_at(GOOD.turn_ids, (0, 6), 0), "turn_ids is not the turn of each loss token"),
-        ("turn_ids", set_at(GOOD.turn_ids, (0, 7), 1), "turn_ids goes back from a turn to an earlier one"),
-        ("values", GOOD.values[:, :-1], "values has shape (1, 17), input_ids has (1, 18)"),
-        ("values", set_at(GOOD.values, (0, 7), np.inf), "values has entries that are not finite"),
+        ("input_ids", VALID.input_ids.astype(np.int64), "input_ids is int64, expected int32"),
+        ("loss_mask", VALID.loss_mask.astype(np.int32), "loss_mask is int32, expected bool"),
+        ("segment_ids", VALID.segment_ids.astype(np.int8), "segment_ids is int8, expected int32"),
+        ("policy_logprobs", VALID.policy_logprobs.astype(np.float64), "policy_logprobs is float64, expected float32"),
+        ("policy_logprobs", VALID.policy_logprobs[:, :-1], "policy_logprobs has shape (1, 17), input_ids has (1, 18)"),
+        ("loss_mask", VALID.loss_mask[0], "loss_mask has shape (18,), input_ids has (1, 18)"),
+        ("loss_mask", set_at(VALID.loss_mask, (0, 16), True), "loss_mask includes padding"),
+        ("loss_mask", set_at(VALID.loss_mask, (0, 0), True), "loss_mask includes the first token"),
+        ("policy_logprobs", set_at(VALID.policy_logprobs, (0, 7), np.nan), "policy_logprobs must be finite and <= 0"),
+        ("policy_logprobs", set_at(VALID.policy_logprobs, (0, 7), -np.inf), "policy_logprobs must be finite and <= 0"),
+        (
+            "reference_logprobs",
+            set_at(VALID.reference_logprobs, (0, 7), 0.5),
+            "reference_logprobs must be finite",
+        ),
+        ("segment_ids", set_at(VALID.segment_ids, (0, 3), 0), "segment_ids must be 1 for the tokens of a row"),
+        ("segment_ids", set_at(VALID.segment_ids, (0, 3), 2), "segment_ids must be 1 for the tokens of a row"),
+        ("turn_ids", VALID.turn_ids.astype(np.int64), "turn_ids is int64, expected int32"),
+        ("turn_ids", set_at(VALID.turn_ids, (0, 7), -1), "turn_ids must be >= 0 for loss tokens"),
+        ("turn_ids", set_at(VALID.turn_ids, (0, 6), 0), "turn_ids must be >= 0 for loss tokens"),
+        ("turn_ids", set_at(VALID.turn_ids, (0, 7), 1), "turn_ids must not decrease"),
+        ("values", VALID.values[:, :-1], "values has shape (1, 17), input_ids has (1, 18)"),
+        ("values", set_at(VALID.values, (0, 7), np.inf), "values must be finite"),
     ],
 )
-def test_wrong_arrays_are_refused_by_name(monkeypatch, field: str, value: np.ndarray, complaint: str) -> None:
-    # As users run it: without the type checks that tests add, which would complain first.
+def test_invalid_arrays_raise_an_error_that_names_the_array(
+    monkeypatch, field: str, value: np.ndarray, message: str
+) -> None:
+    # Disable the type checks of the tests, which would raise first.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    with pytest.raises(ValueError, match=re.escape(f"ProcessedRollout step-1/group-0/2: {complaint}")):
-        dataclasses.replace(GOOD, **{field: value})
+    with pytest.raises(ValueError, match=re.escape(f"ProcessedRollout step-1/group-0/2: {message}")):
+        dataclasses.replace(VALID, **{field: value})

@@ -36,13 +36,13 @@ PAD = 31
 VOCAB = 32
 AGGREGATIONS = [TokenMeanConfig(), SequenceMeanConfig(), SequenceSumConfig(), ConstantConfig(10)]
 SAMPLED = ("policy_logprobs", "reference_logprobs", "values")
-"""Arrays of a rollout that reach the batch as they are."""
+"""Arrays of a rollout that are copied to the batch."""
 
 
 def processed(id: str, *rows: str, seed: int = 0) -> ProcessedRollout:
-    """A rollout from pictures of its rows: `o` observed, `x` sampled, `.` padding; a turn is a stretch of `x`."""
-    pictures = np.array([list(row) for row in rows]).reshape(len(rows), -1)
-    mask, used = pictures == "x", pictures != "."
+    """Build a rollout from row patterns: `o` observed, `x` sampled, `.` padding; a turn is a run of `x`."""
+    patterns = np.array([list(row) for row in rows]).reshape(len(rows), -1)
+    mask, used = patterns == "x", patterns != "."
     rng = np.random.default_rng([seed, *id.encode()])
 
     def floats(low: float, high: float) -> np.ndarray:
@@ -64,7 +64,7 @@ def processed(id: str, *rows: str, seed: int = 0) -> ProcessedRollout:
 
 
 def token_advantages(rollout: ProcessedRollout, advantage: float | None = None) -> TokenAdvantages:
-    """One advantage everywhere, or a different one on each action token; the targets are others."""
+    """One advantage for all action tokens, or a different one for each; value targets differ from advantages."""
     tokens = rollout.num_loss_tokens
     rng = np.random.default_rng([1, *rollout.id.encode()])
     advantages = rng.normal(size=tokens) if advantage is None else np.full(tokens, float(advantage))
@@ -77,9 +77,9 @@ def pack(
     aggregation: AggregationConfig = AGGREGATIONS[2],
     importance_weights: Sequence[np.ndarray] | None = None,
 ) -> PackedBatch:
-    token_advantages_list = [token_advantages(rollout) for rollout in rollouts]
+    advantages = [token_advantages(rollout) for rollout in rollouts]
     return pack_batch(
-        rollouts, token_advantages_list, aggregation, layout, pad_token_id=PAD, importance_weights=importance_weights
+        rollouts, advantages, aggregation, layout, pad_token_id=PAD, importance_weights=importance_weights
     )
 
 
@@ -88,7 +88,7 @@ def arrays(batch: PackedBatch, name: str) -> list[np.ndarray]:
 
 
 def unpacked(batch: PackedBatch, name: str) -> list[np.ndarray]:
-    """A field back at the rollouts' own tokens."""
+    """One field, unpacked to the rollouts."""
     return batch.unpack(arrays(batch, name))
 
 
@@ -98,13 +98,13 @@ TWO_ROWS = processed("two", "oxx...", "oooxxx")
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[ProcessedRollout]:
-    """Rollouts of 0 to 3 sequences of 1 to 8 tokens, with any loss but on the first token, of any row length."""
+    """Rollouts of 0 to 3 sequences of 1 to 8 tokens, with any loss mask except the first token, of any row length."""
     rollouts = []
     for index in range(draw(st.integers(0, 7))):
         rows = draw(st.lists(st.text("ox", max_size=7), max_size=3))
         length = max([0, *map(len, rows)]) + 1 + draw(st.integers(0, 2))
-        pictures = [f"o{row}".ljust(length, ".") for row in rows]
-        rollouts.append(processed(f"r{index}", *pictures) if rows else empty_rollout(f"r{index}", length))
+        patterns = [f"o{row}".ljust(length, ".") for row in rows]
+        rollouts.append(processed(f"r{index}", *patterns) if rows else empty_rollout(f"r{index}", length))
     return rollouts
 
 
@@ -120,7 +120,7 @@ LAYOUTS = st.builds(RowLayout, st.integers(8, 20), st.integers(3, 5), st.boolean
 
 
 def weight_by_hand(aggregation: AggregationConfig, rollouts: Sequence[ProcessedRollout], index: int) -> float:
-    """The weight of each loss token of a rollout, from OBJECTIVES.md."""
+    """Compute the weight of each loss token of a rollout from the formulas in objectives.md."""
     counted = [rollout for rollout in rollouts if rollout.loss_mask.any()]
     own = int(rollouts[index].loss_mask.sum())
     match aggregation:
@@ -136,9 +136,9 @@ def weight_by_hand(aggregation: AggregationConfig, rollouts: Sequence[ProcessedR
 
 
 def lay_out_by_hand(
-    rollouts, token_advantages_list, aggregation, layout, importance_weights, slots
+    rollouts, advantages, aggregation, layout, importance_weights, slots
 ) -> list[dict[str, np.ndarray]]:
-    """Token by token, sequence by sequence, from where the slots say that each begins."""
+    """Loop over tokens and sequences, starting at the start position of each slot."""
     count = 1 + max([0, *(slot.microbatch_index for own in slots for slot in own)])
     microbatches = []
     for _ in range(count):
@@ -167,8 +167,8 @@ def lay_out_by_hand(
                     out["loss_mask"][at] = True
                     out["loss_weights"][at] = weight_by_hand(aggregation, rollouts, index)
                     out["importance_weights"][at] = importance_weights[index][action]
-                    out["advantages"][at] = token_advantages_list[index].advantages[action]
-                    out["returns"][at] = token_advantages_list[index].value_targets[action]
+                    out["advantages"][at] = advantages[index].advantages[action]
+                    out["returns"][at] = advantages[index].value_targets[action]
                     for name in SAMPLED:
                         out[name][at] = getattr(rollout, name)[here]
                     action += 1
@@ -182,12 +182,12 @@ def lay_out_by_hand(
 def test_equals_a_layout_by_hand(rollouts, layout: RowLayout, aggregation: AggregationConfig) -> None:
     weights = [np.random.default_rng(2).uniform(0.5, 2, rollout.num_loss_tokens) for rollout in rollouts]
     batch = pack(rollouts, layout, aggregation, weights)
-    token_advantages_list = [token_advantages(rollout) for rollout in rollouts]
-    expected = lay_out_by_hand(rollouts, token_advantages_list, aggregation, layout, weights, batch.slots)
+    advantages = [token_advantages(rollout) for rollout in rollouts]
+    expected = lay_out_by_hand(rollouts, advantages, aggregation, layout, weights, batch.slots)
     assert len(batch.microbatches) == len(expected)
-    for found, by_hand in zip(batch.microbatches, expected, strict=True):
+    for values, by_hand in zip(batch.microbatches, expected, strict=True):
         for name, dtype in PER_TOKEN_DTYPES.items():
-            array = getattr(found, name)
+            array = getattr(values, name)
             assert array.axes == (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.row_length)), name
             assert array.dtype == dtype, name
             np.testing.assert_allclose(array.array, by_hand[name], rtol=1e-6, atol=0, err_msg=name)
@@ -195,26 +195,26 @@ def test_equals_a_layout_by_hand(rollouts, layout: RowLayout, aggregation: Aggre
 
 @settings(deadline=None)
 @given(batches(), LAYOUTS)
-def test_unpacking_gives_every_rollout_its_own_back(rollouts, layout: RowLayout) -> None:
+def test_unpacking_restores_the_arrays_of_every_rollout(rollouts, layout: RowLayout) -> None:
     batch = pack(rollouts, layout)
     used = [rollout.segment_ids != 0 for rollout in rollouts]
-    for found, rollout, tokens in zip(unpacked(batch, "input_ids"), rollouts, used, strict=True):
-        assert found.dtype == np.int32
-        np.testing.assert_array_equal(found, np.where(tokens, rollout.input_ids, 0))
+    for values, rollout, tokens in zip(unpacked(batch, "input_ids"), rollouts, used, strict=True):
+        assert values.dtype == np.int32
+        np.testing.assert_array_equal(values, np.where(tokens, rollout.input_ids, 0))
     for name in ("loss_mask", *SAMPLED):
-        for found, rollout in zip(unpacked(batch, name), rollouts, strict=True):
-            np.testing.assert_array_equal(found, getattr(rollout, name), err_msg=name)
+        for values, rollout in zip(unpacked(batch, name), rollouts, strict=True):
+            np.testing.assert_array_equal(values, getattr(rollout, name), err_msg=name)
     for field, name in (("advantages", "advantages"), ("value_targets", "returns")):
-        for found, rollout in zip(unpacked(batch, name), rollouts, strict=True):
+        for values, rollout in zip(unpacked(batch, name), rollouts, strict=True):
             expected = getattr(token_advantages(rollout), field).astype(np.float32)
-            np.testing.assert_array_equal(found[rollout.loss_mask], expected, err_msg=name)
-    for found, tokens in zip(unpacked(batch, "position_ids"), used, strict=True):
-        np.testing.assert_array_equal(found, np.where(tokens, np.arange(tokens.shape[1]), 0))
+            np.testing.assert_array_equal(values[rollout.loss_mask], expected, err_msg=name)
+    for values, tokens in zip(unpacked(batch, "position_ids"), used, strict=True):
+        np.testing.assert_array_equal(values, np.where(tokens, np.arange(tokens.shape[1]), 0))
 
 
 @settings(deadline=None)
 @given(batches(), LAYOUTS)
-def test_padding_holds_the_padding_token_and_nothing_else(rollouts, layout: RowLayout) -> None:
+def test_padding_positions_have_the_padding_token_and_zeros(rollouts, layout: RowLayout) -> None:
     batch = pack(rollouts, layout)
     for example in batch.microbatches:
         padding = np.asarray(example.segment_ids.array) == 0
@@ -229,7 +229,7 @@ def test_padding_holds_the_padding_token_and_nothing_else(rollouts, layout: RowL
 
 @settings(deadline=None)
 @given(batches(), LAYOUTS, LAYOUTS, st.sampled_from(AGGREGATIONS), st.randoms(use_true_random=False))
-def test_no_layout_and_no_order_changes_what_a_token_carries(rollouts, first, second, aggregation, random) -> None:
+def test_token_values_do_not_depend_on_layout_or_rollout_order(rollouts, first, second, aggregation, random) -> None:
     order = list(range(len(rollouts)))
     random.shuffle(order)
     one = pack(rollouts, first, aggregation)
@@ -242,11 +242,11 @@ def test_no_layout_and_no_order_changes_what_a_token_carries(rollouts, first, se
 
 @settings(deadline=None)
 @given(batches(), LAYOUTS)
-def test_rollout_ids_tell_the_rollouts_of_a_pass_apart(rollouts, layout: RowLayout) -> None:
+def test_rollout_ids_number_the_rollouts_of_a_microbatch(rollouts, layout: RowLayout) -> None:
     batch = pack(rollouts, layout)
     ids = [
-        {int(id) for id in found[rollout.segment_ids != 0]}
-        for found, rollout in zip(unpacked(batch, "rollout_ids"), rollouts, strict=True)
+        {int(id) for id in values[rollout.segment_ids != 0]}
+        for values, rollout in zip(unpacked(batch, "rollout_ids"), rollouts, strict=True)
     ]
     for index in range(len(batch.microbatches)):
         here = [
@@ -259,22 +259,22 @@ def test_rollout_ids_tell_the_rollouts_of_a_pass_apart(rollouts, layout: RowLayo
 @pytest.mark.parametrize(
     ("aggregation", "one", "two"),
     [
-        # 2 rollouts, of 3 and 5 tokens: the second counts once although it has two rows.
+        # 2 rollouts of 3 and 5 tokens: the second is counted once although it has two rows.
         (TokenMeanConfig(), 1 / 8, 1 / 8),
         (SequenceMeanConfig(), 1 / (2 * 3), 1 / (2 * 5)),
         (SequenceSumConfig(), 1 / 2, 1 / 2),
         (ConstantConfig(10), 1 / 20, 1 / 20),
     ],
 )
-def test_a_rollout_of_two_sequences_counts_once(aggregation, one: float, two: float, packed: bool) -> None:
+def test_a_rollout_of_two_sequences_is_counted_once(aggregation, one: float, two: float, packed: bool) -> None:
     batch = pack([ONE_ROW, TWO_ROWS], RowLayout(6, 2, packed), aggregation)
-    assert len(batch.microbatches) == 2  # and the denominators count both
-    for found, rollout, weight in zip(unpacked(batch, "loss_weights"), (ONE_ROW, TWO_ROWS), (one, two), strict=True):
-        np.testing.assert_allclose(found, np.where(rollout.loss_mask, weight, 0), rtol=1e-6)
+    assert len(batch.microbatches) == 2  # the denominators include both
+    for values, rollout, weight in zip(unpacked(batch, "loss_weights"), (ONE_ROW, TWO_ROWS), (one, two), strict=True):
+        np.testing.assert_allclose(values, np.where(rollout.loss_mask, weight, 0), rtol=1e-6)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_splitting_a_rollout_into_sequences_changes_no_weight(aggregation: AggregationConfig) -> None:
+def test_splitting_a_rollout_into_sequences_does_not_change_weights(aggregation: AggregationConfig) -> None:
     other = processed("other", "oxx...")
     whole = pack([processed("whole", "oxoxxx"), other], RowLayout(8, 2, True), aggregation)
     split = pack([processed("split", "ox....", "oooxxx"), other], RowLayout(8, 2, True), aggregation)
@@ -283,8 +283,8 @@ def test_splitting_a_rollout_into_sequences_changes_no_weight(aggregation: Aggre
 
 
 @pytest.mark.parametrize(("rows", "packed"), [(1, True), (3, True), (2, False)])
-def test_a_group_of_1_2_6_and_3_turns(rows: int, packed: bool) -> None:
-    # T = 3, 6, 18 and 9 action tokens; the third had its history rewritten twice.
+def test_a_group_of_rollouts_of_different_numbers_of_turns(rows: int, packed: bool) -> None:
+    # T = 3, 6, 18 and 9 action tokens; the history of the third was rewritten twice.
     group = [
         processed("1 turn", "ooxxx".ljust(30, ".")),
         processed("2 turns", "ooxxxoxxx".ljust(30, ".")),
@@ -298,10 +298,10 @@ def test_a_group_of_1_2_6_and_3_turns(rows: int, packed: bool) -> None:
     means = [float(weights.sum()) for weights in unpacked(pack(group, layout, SequenceMeanConfig()), "loss_weights")]
     np.testing.assert_allclose(means, [0.25] * 4, rtol=1e-6)
     assert len({slot.microbatch_index for slot in batch.slots[2]}) == 1
-    # Each token has the credit of its turn: the n-th action token of a rollout gets the n-th advantage.
-    for found, rollout in zip(unpacked(batch, "advantages"), group, strict=True):
+    # The n-th action token of a rollout gets the n-th advantage.
+    for values, rollout in zip(unpacked(batch, "advantages"), group, strict=True):
         in_order = token_advantages(rollout).advantages.astype(np.float32)
-        assert found[rollout.loss_mask].tolist() == in_order.tolist()
+        assert values[rollout.loss_mask].tolist() == in_order.tolist()
         assert len(set(rollout.turn_ids[rollout.loss_mask])) == int(rollout.id[0])
 
 
@@ -310,17 +310,17 @@ WITHOUT_LOSS = processed("without", "ooo.", "oo..")
 
 @pytest.mark.parametrize("rollouts", [[], [WITHOUT_LOSS], [empty_rollout("none", 4)]])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_a_batch_without_loss_is_one_pass_that_weighs_nothing(rollouts, aggregation: AggregationConfig) -> None:
+def test_a_batch_without_loss_has_one_microbatch_with_zero_weights(rollouts, aggregation: AggregationConfig) -> None:
     batch = pack(rollouts, RowLayout(6, 2, True), aggregation)
     assert len(batch.microbatches) == 1
     for name in ("loss_mask", "loss_weights", "importance_weights", "advantages", "returns"):
         assert not getattr(batch.microbatches[0], name).array.any(), name
     assert batch.efficiency == sum(sum(rollout.lengths) for rollout in rollouts) / 12
-    found = batch.unpack([np.ones((2, 6), np.float32)])
-    assert [array.shape for array in found] == [rollout.input_ids.shape for rollout in rollouts]
+    values = batch.unpack([np.ones((2, 6), np.float32)])
+    assert [array.shape for array in values] == [rollout.input_ids.shape for rollout in rollouts]
 
 
-def test_scoring_needs_no_credit() -> None:
+def test_pack_to_score_needs_no_advantages() -> None:
     layout = RowLayout(8, 2, True)
     batch = pack_to_score([ONE_ROW, TWO_ROWS], layout, pad_token_id=PAD)
     trained = pack([ONE_ROW, TWO_ROWS], layout)
@@ -330,32 +330,32 @@ def test_scoring_needs_no_credit() -> None:
     assert not np.any([arrays(batch, "advantages"), arrays(batch, "returns")])
 
 
-def test_weights_are_one_unless_given() -> None:
+def test_importance_weights_are_one_by_default() -> None:
     batch = pack([ONE_ROW, TWO_ROWS], RowLayout(8, 2, True))
-    for found, rollout in zip(unpacked(batch, "importance_weights"), (ONE_ROW, TWO_ROWS), strict=True):
-        np.testing.assert_array_equal(found, rollout.loss_mask.astype(np.float32))
+    for values, rollout in zip(unpacked(batch, "importance_weights"), (ONE_ROW, TWO_ROWS), strict=True):
+        np.testing.assert_array_equal(values, rollout.loss_mask.astype(np.float32))
 
 
-def test_what_does_not_fit_names_the_rollout() -> None:
+def test_oversized_rollouts_raise_an_error_that_names_the_rollout() -> None:
     with pytest.raises(ValueError, match=r"rollout two has a sequence of 6 tokens, .* rows of 5 positions"):
         pack([ONE_ROW, TWO_ROWS], RowLayout(5, 2, True))
-    with pytest.raises(ValueError, match="rollout two has 2 sequences of 9 tokens together, which take 2 rows"):
+    with pytest.raises(ValueError, match="rollout two has 2 sequences of 9 tokens in total, which need 2 rows"):
         pack([ONE_ROW, TWO_ROWS], RowLayout(6, 1, True))
 
 
-def test_each_rollout_needs_a_credit_for_each_action_token() -> None:
+def test_each_action_token_needs_an_advantage() -> None:
     layout = RowLayout(6, 2, True)
     make = functools.partial(pack_batch, aggregation=TokenMeanConfig(), layout=layout, pad_token_id=PAD)
-    with pytest.raises(ValueError, match="2 rollouts but advantages for 1; each needs its own"):
+    with pytest.raises(ValueError, match="2 rollouts but advantages for 1; pass one array per rollout"):
         make([ONE_ROW, TWO_ROWS], [token_advantages(ONE_ROW)])
-    with pytest.raises(ValueError, match=re.escape("rollout one has 3 tokens with loss, but its advantages")):
+    with pytest.raises(ValueError, match=re.escape("rollout one has 3 loss tokens, but its advantages")):
         make([ONE_ROW], [TokenAdvantages(np.zeros(5), np.zeros(5))])
     with pytest.raises(ValueError, match=re.escape("but its importance_weights have shape (2,)")):
         make([ONE_ROW], [token_advantages(ONE_ROW)], importance_weights=[np.ones(2)])
 
 
-def test_unpacking_wants_an_array_a_pass(monkeypatch) -> None:
-    # As users run it: without the type checks that tests add, which would complain first.
+def test_unpack_requires_one_array_per_microbatch(monkeypatch) -> None:
+    # Disable the type checks of the tests, which would raise first.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     batch = pack([ONE_ROW, TWO_ROWS], RowLayout(6, 2, True))
     with pytest.raises(ValueError, match=re.escape("2 microbatches of shape (2, 6)")):
@@ -364,7 +364,7 @@ def test_unpacking_wants_an_array_a_pass(monkeypatch) -> None:
         batch.unpack([np.zeros((2, 6)), np.zeros((6, 2))])
 
 
-def test_as_levanter_takes_it() -> None:
+def test_conversion_to_lm_example() -> None:
     batch = pack([ONE_ROW, processed("short", "ox.")], RowLayout(8, 2, True))
     example = batch.microbatches[0].to_lm_example()
     assert example.loss_mask.array.tolist() == [
@@ -374,7 +374,7 @@ def test_as_levanter_takes_it() -> None:
     assert example.tokens.array[0, 5:].tolist() == [*processed("short", "ox.").input_ids[0, :2], PAD]
 
 
-def test_attention_stays_in_its_segment_and_looks_back_only() -> None:
+def test_attention_is_causal_within_each_segment() -> None:
     example = pack([processed("a", "oxx"), processed("b", "ox")], RowLayout(6, 1, True)).microbatches[0]
     allowed = example.attention_mask.materialize(hax.Axis("position", 6), hax.Axis("key_position", 6))
     assert allowed is not None
@@ -383,13 +383,13 @@ def test_attention_stays_in_its_segment_and_looks_back_only() -> None:
     assert allowed["batch", 0].rearrange(("position", "key_position")).array.tolist() == expected
 
 
-def test_axes_that_differ_are_refused_by_name() -> None:
+def test_different_axes_raise_an_error_that_names_the_array() -> None:
     example = pack([ONE_ROW], RowLayout(6, 2, True)).microbatches[0]
     with pytest.raises(ValueError, match="advantages has axes"):
         dataclasses.replace(example, advantages=hax.named(jnp.zeros((2, 2)), ("batch", "position")))
 
 
-def test_the_example_passes_through_jax_transformations() -> None:
+def test_rl_example_is_a_pytree() -> None:
     example = pack([ONE_ROW], RowLayout(6, 2, True)).microbatches[0]
     assert jax.tree.structure(jax.tree.map(lambda leaf: leaf.shape, example)) is not None
     doubled = jax.jit(lambda example: jax.tree.map(lambda leaf: leaf * 2, example))(example)
@@ -406,7 +406,7 @@ MODELS: dict[str, LmConfig] = {
         gradient_checkpointing=False,
         **SMALL,
     ),
-    # Rotary positions are relative, so llama cannot tell whether a segment's positions start at 0. This one can.
+    # Rotary positions are relative, so llama does not depend on where positions start. GPT-2 does.
     "gpt2": Gpt2Config(
         seq_len=32,
         initializer_range=0.3,
@@ -435,26 +435,26 @@ def model(request) -> LmHeadModel:
 
 def activations_of(model: LmHeadModel, example: RlExample) -> np.ndarray:
     """`[rows, row_length, embed]`."""
-    found = model.activations(example.input_ids, example.attention_mask, pos_ids=example.position_ids, key=None)
-    return np.asarray(found.rearrange(("batch", "position", "embed")).array)
+    values = model.activations(example.input_ids, example.attention_mask, pos_ids=example.position_ids, key=None)
+    return np.asarray(values.rearrange(("batch", "position", "embed")).array)
 
 
-def test_packed_rows_have_the_activations_of_rows_alone(model: LmHeadModel) -> None:
+def test_packed_and_unpacked_rows_have_the_same_activations(model: LmHeadModel) -> None:
     packed = pack(ROLLOUTS, PACKED)
-    apart = pack(ROLLOUTS, RowLayout(9, 2, packed=False))
+    unpacked_batch = pack(ROLLOUTS, RowLayout(9, 2, packed=False))
     assert any(len({slot.row for slot in own}) for own in packed.slots)
     assert max(slot.segment for own in packed.slots for slot in own) >= 3
-    together = [activations_of(model, example) for example in packed.microbatches]
-    alone = [activations_of(model, example) for example in apart.microbatches]
+    packed_activations = [activations_of(model, example) for example in packed.microbatches]
+    unpacked_activations = [activations_of(model, example) for example in unpacked_batch.microbatches]
     for channel in range(16):
-        left = packed.unpack([found[..., channel] for found in together])
-        right = apart.unpack([found[..., channel] for found in alone])
+        left = packed.unpack([values[..., channel] for values in packed_activations])
+        right = unpacked_batch.unpack([values[..., channel] for values in unpacked_activations])
         for one, other in zip(left, right, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-5)
-    assert np.std(together[0]) > 0.1
+    assert np.std(packed_activations[0]) > 0.1
 
 
-def test_a_segment_is_blind_to_the_others(model: LmHeadModel) -> None:
+def test_segments_do_not_attend_to_each_other(model: LmHeadModel) -> None:
     example = pack(ROLLOUTS, PACKED).microbatches[0]
     segments, ids = np.asarray(example.segment_ids.array), np.asarray(example.input_ids.array)
     before = activations_of(model, example)
@@ -466,7 +466,7 @@ def test_a_segment_is_blind_to_the_others(model: LmHeadModel) -> None:
         assert (np.abs(after[here] - before[here]).max(axis=-1) > 1e-3).all()
 
 
-def test_positions_that_run_on_would_show() -> None:
+def test_wrong_position_ids_change_the_activations() -> None:
     model = MODELS["gpt2"].build(Axis("vocab", VOCAB), key=jax.random.PRNGKey(0))
     example = pack(ROLLOUTS, PACKED).microbatches[0]
     running = np.broadcast_to(np.arange(PACKED.row_length, dtype=np.int32), example.segment_ids.array.shape)
