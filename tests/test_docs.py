@@ -27,7 +27,7 @@ from marin_rl import evaluate, train
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs
-from marin_rl.objectives.policy_loss import PolicyLossConfig, Sequences
+from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
 from marin_rl.rewards import EvaluateResult, StepOutput
 from marin_rl.runtime.config import TrainConfig, levanter_defaults
 from marin_rl.runtime.config_decoding import ConfigError, decode
@@ -201,10 +201,10 @@ def test_example_advantage(extending: None) -> None:
 def test_example_policy_loss(extending: None) -> None:
     config = decode(PolicyLossConfig, {"type": "damped_reinforce", "damping": 0.25})
     assert whole_config("policy_loss: {type: damped_reinforce}").policy_loss == type(config)(damping=0.5)
-    logprobs, sequences = jnp.array([-1.0, -2.0]), Sequences(jnp.array([True, True]), jnp.array([0, 0]))
+    logprobs, mask, ids = jnp.array([-1.0, -2.0]), jnp.array([True, True]), jnp.array([0, 0])
 
     def loss(logprobs: jax.Array, advantage: float) -> jax.Array:
-        return config.per_token(logprobs, logprobs, jnp.full(2, advantage), sequences).terms.sum()
+        return config.per_token(TokenBatch(logprobs, logprobs, jnp.full(2, advantage), mask, ids)).terms.sum()
 
     assert jax.grad(loss)(logprobs, 2.0).tolist() == [-2.0, -2.0]
     assert jax.grad(loss)(logprobs, -2.0).tolist() == [0.5, 0.5]

@@ -18,7 +18,7 @@ from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from marin_rl.learner.train_step import fold_metrics
 from marin_rl.objectives.importance import LogRatioStatistics, log_ratio_statistics
 from marin_rl.objectives.kl import KlConfig
-from marin_rl.objectives.policy_loss import PolicyLossConfig, Sequences
+from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
 from marin_rl.objectives.value_loss import value_loss_terms
 
 _LOG_RATIO = "log_ratio/"
@@ -71,7 +71,7 @@ class RlLoss:
         mask, weights = batch.loss_mask.array, batch.loss_weights.array
         learner, policy = logprobs.rearrange(axes).array, batch.policy_logprobs.array
         terms, clipped = self.policy_loss.per_token(
-            learner, policy, batch.advantages.array, Sequences(mask, batch.rollout_ids.array)
+            TokenBatch(learner, policy, batch.advantages.array, mask, batch.rollout_ids.array)
         )
         policy_part = jnp.sum(weights * batch.importance_weights.array * terms)
         kl_part = jnp.sum(weights * self.kl.loss_terms(learner, batch.reference_logprobs.array))
@@ -82,7 +82,7 @@ class RlLoss:
             "policy/entropy_avg": _mean(entropies.rearrange(axes).array, mask),
             "policy/neg_logprob": _mean(-learner, mask),
         }
-        statistics = log_ratio_statistics(jax.lax.stop_gradient(learner), policy, mask)
+        statistics = log_ratio_statistics(jax.lax.stop_gradient(learner) - policy, mask)
         for name, value in statistics._asdict().items():
             reduction = ReductionType.MAX if name == "maximum" else ReductionType.SUM
             metrics[_LOG_RATIO + name] = Metric.from_value(value, reduction)

@@ -1,48 +1,51 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What an advantage estimator is told about each rollout, and what it answers.
+"""Inputs, outputs and numerical building blocks of the advantage estimators.
 
 Arrays run over the *action tokens* of a rollout: the tokens that the policy sampled, in order, over all
-its turns and sequences. Plain numpy in float64; importing this module loads no jax.
+turns and sequences. Everything is float64 numpy; importing this module does not load jax.
 """
 
 import abc
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import draccus
 import numpy as np
-from jaxtyping import Float64, Int32
+from jaxtyping import Float, Float64, Int32
+
+STD_EPSILON = 1e-6
+"""Added to a standard deviation before dividing by it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageInputs:
-    """What one rollout earned, and where.
+    """Rewards, turns, penalties and values of one rollout.
 
     Raises:
-        ValueError: if lengths do not fit together, a number is NaN or infinite, or a token belongs to no turn; the
+        ValueError: if the lengths are inconsistent, a number is NaN or infinite, or a turn index is out of range; the
             message names the rollout.
     """
 
     id: str
-    """The rollout's id; errors name it."""
+    """Id of the rollout, for error messages."""
     score: float | None
-    """Sum of its rewards, shaping included; None where it failed."""
+    """Sum of the rollout's rewards, shaping included; None if the rollout failed."""
     turn_rewards: Float64[np.ndarray, " turns"]
-    """Reward of each turn alone; 0 where its environment gave none."""
+    """Reward of each turn; 0 if the environment gave none."""
     anchors: tuple[str, ...]
-    """`[turns]`, a hash of what was observed in each turn; empty strings where nobody needs it."""
+    """`[turns]`, hash of the observation of each turn; empty strings if the estimator does not use anchor states."""
     turn_ids: Int32[np.ndarray, " tokens"]
-    """Turn of each action token, from 0, never going back."""
+    """Turn of each action token, starting at 0 and non-decreasing."""
     penalties: Float64[np.ndarray, " _tokens"]
-    """β·k1 of each action token, taken from the reward; zeros without KL in the reward."""
+    """β·k1 of each action token, subtracted from the reward; zeros without KL in the reward."""
     values: Float64[np.ndarray, " _tokens"]
     """The critic's value of each action token's state; zeros without a critic."""
     unrewarded_turns: tuple[int, ...] = ()
-    """Turns in which the environment gave no reward at all, which is not the same as one of 0 (GiGPO)."""
+    """Turns in which the environment gave no reward. GiGPO distinguishes them from turns with a reward of 0."""
 
     def __post_init__(self) -> None:
         turns, tokens = len(self.turn_rewards), len(self.turn_ids)
@@ -51,7 +54,7 @@ class AdvantageInputs:
         self._check_length("values", len(self.values), "turn_ids", tokens)
         if self.score is not None and not math.isfinite(self.score):
             raise ValueError(
-                f"rollout {self.id}: score is {self.score}; rewards must be finite (None is for a rollout that failed)"
+                f"rollout {self.id}: score is {self.score}; rewards must be finite (use None for a failed rollout)"
             )
         for name in ("turn_rewards", "penalties", "values"):
             array = getattr(self, name)
@@ -59,10 +62,10 @@ class AdvantageInputs:
             if bad.size:
                 raise ValueError(f"rollout {self.id}: {name}[{bad[0]}] is {array[bad[0]]}; it must be finite")
         if np.any(np.diff(self.turn_ids) < 0):
-            raise ValueError(f"rollout {self.id}: turn_ids goes back from a turn to an earlier one")
+            raise ValueError(f"rollout {self.id}: turn_ids must not decrease")
         for turn in (*self.turn_ids[[0, -1] if tokens else []].tolist(), *self.unrewarded_turns):
             if not 0 <= turn < turns:
-                raise ValueError(f"rollout {self.id}: turn {turn} is named, but turn_rewards has length {turns}")
+                raise ValueError(f"rollout {self.id}: turn {turn} is out of range; turn_rewards has length {turns}")
 
     def _check_length(self, name: str, length: int, like: str, expected: int) -> None:
         if length != expected:
@@ -70,76 +73,167 @@ class AdvantageInputs:
 
     @property
     def total_return(self) -> float | None:
-        """`R = score - Σ_t penalties_t`; None where the rollout failed."""
+        """`R = score - Σ_t penalties_t`; None if the rollout failed."""
         return None if self.score is None else self.score - math.fsum(self.penalties)
 
 
 class TurnAdvantages(NamedTuple):
-    """What the advantages of a rollout's turns are made of; `episode_advantage + ω·step_advantages`."""
+    """Components of the turn-level advantages of a rollout, `episode_advantage + ω·step_advantages`."""
 
     episode_advantage: float
-    """A_E: the rollout against the others of its group."""
+    """A_E: the rollout compared with the others of its group."""
     returns: Float64[np.ndarray, " turns"]
-    """G_t: discounted rewards of each turn and those after it."""
+    """G_t: discounted sum of the rewards of each turn and the turns after it."""
     step_advantages: Float64[np.ndarray, " turns"]
-    """A_S: each turn against the turns of the group at the same anchor state."""
+    """A_S: each turn compared with the turns of the group that share its anchor state."""
 
 
 class TokenAdvantages(NamedTuple):
-    """What each action token of a rollout earned."""
+    """Advantage and value target of each action token of a rollout."""
 
     advantages: Float64[np.ndarray, " tokens"]
-    """How much better than expected; what the policy term multiplies."""
+    """A: the factor of the policy term."""
     value_targets: Float64[np.ndarray, " tokens"]
-    """What the critic should learn; zeros without one."""
+    """Regression targets of the critic; zeros without one."""
     of_turns: TurnAdvantages | None = None
-    """Where the advantages come from, for estimators that credit turns (GiGPO); for logs and stored rollouts."""
+    """Turn-level components, if the estimator computes them (GiGPO); for logs and stored rollouts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageConfig(draccus.ChoiceRegistry, abc.ABC):
-    """Chooses how rewards become advantages, by `type`."""
+    """Advantage estimator, selected by `type`."""
+
+    minimum_group_size: ClassVar[int] = 2
+    """Smallest number of rollouts per prompt that can give a non-zero advantage."""
+    needs_critic: ClassVar[bool] = False
+    """Whether the estimator reads `values` and computes `value_targets`."""
+    needs_turns: ClassVar[bool] = False
+    """Whether the estimator compares turns, and therefore requires rollouts of several turns."""
 
     @property
-    @abc.abstractmethod
-    def minimum_group_size(self) -> int:
-        """Fewest rollouts per prompt for which an advantage can differ from 0."""
-
-    @property
-    @abc.abstractmethod
-    def needs_critic(self) -> bool:
-        """Whether it uses the values of a critic, and gives it targets."""
-
-    @property
-    @abc.abstractmethod
     def is_token_level(self) -> bool:
-        """Whether tokens of one rollout get advantages of their own."""
-
-    @property
-    @abc.abstractmethod
-    def needs_turns(self) -> bool:
-        """Whether it compares turns, and so says nothing new about rollouts of a single one."""
+        """Whether the tokens of one rollout can have different advantages; False by default."""
+        return False
 
     @abc.abstractmethod
     def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
-        """TokenAdvantages of every rollout of the batch.
+        """Compute the advantages of all rollouts of a batch.
 
         Args:
-            groups: the attempts at each prompt; failed ones (score None) leave all statistics.
+            groups: the rollouts of each prompt; failed rollouts (score None) are excluded from all statistics.
 
         Returns:
-            One credit per rollout, grouped and ordered as given; zeros for failed rollouts.
+            One result per rollout, grouped and ordered like `groups`; zeros for failed rollouts.
 
         Raises:
-            ValueError: if a rollout lacks what the estimator needs; the message names it.
+            ValueError: if a rollout lacks a required input; the message names the rollout.
         """
 
 
-def uniform_advantages(signal: AdvantageInputs, advantage: float) -> TokenAdvantages:
-    """The same advantage on every action token of a rollout, and nothing for a critic.
+def uniform_advantages(inputs: AdvantageInputs, advantage: float) -> TokenAdvantages:
+    """Assign one advantage to every action token of a rollout, with zero value targets.
 
     Args:
-        signal: the rollout; it decides the length.
+        inputs: the rollout, which determines the number of action tokens.
         advantage: A_i.
+
+    Returns:
+        Constant advantages and zero value targets, each of length `[tokens]`.
     """
-    return TokenAdvantages(np.full(len(signal.turn_ids), advantage, np.float64), np.zeros(len(signal.turn_ids)))
+    return TokenAdvantages(np.full(len(inputs.turn_ids), advantage, np.float64), np.zeros(len(inputs.turn_ids)))
+
+
+def discounted_returns(rewards: Float[np.ndarray, " steps"], gamma: float) -> Float64[np.ndarray, " steps"]:
+    """Compute the discounted return from each step, `G_t = r_t + γ·G_{t+1}`.
+
+    Steps are turns or tokens. The caller passes only turns or action tokens, so observations between them are neither
+    rewarded nor discounted.
+
+    Args:
+        rewards: `[steps]`, the reward of each step, in order.
+        gamma: γ, in [0, 1].
+
+    Returns:
+        `[steps]` float64, G of each step.
+
+    Raises:
+        ValueError: if γ is not in [0, 1].
+
+    >>> discounted_returns(np.array([0.0, 0.0, 1.0]), 0.95).round(6).tolist()
+    [0.9025, 0.95, 1.0]
+
+    Source: Sutton & Barto 2018, equation 3.9.
+    """
+    check_discount("gamma", gamma)
+    returns = np.zeros(rewards.size)
+    following = 0.0
+    for step in range(rewards.size - 1, -1, -1):
+        following = float(rewards[step]) + gamma * following
+        returns[step] = following
+    return returns
+
+
+def check_discount(name: str, value: float) -> None:
+    """Validate a discount factor.
+
+    Args:
+        name: name of the setting, for the error message.
+        value: value of the setting.
+
+    Raises:
+        ValueError: if the value is not in [0, 1].
+    """
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value}; a discount factor must be in [0, 1]")
+
+
+def centered(values: Float64[np.ndarray, " count"]) -> Float64[np.ndarray, " count"]:
+    """Subtract the mean, `x_i - mean x`.
+
+    Args:
+        values: finite numbers; their order does not affect the results.
+
+    Returns:
+        `[count]`. Exactly 0 if all values are equal or there is only one.
+
+    >>> centered(np.array([1.0, 2.0, 6.0])).tolist()
+    [-2.0, -1.0, 3.0]
+    >>> centered(np.full(6, 0.1)).tolist() == [0.0] * 6
+    True
+    """
+    if not values.size:
+        return values
+    # Relative to the smallest, equal values and their mean are exactly 0; fsum makes the result
+    # independent of the order.
+    above_smallest = values - values.min()
+    return above_smallest - math.fsum(above_smallest) / values.size
+
+
+def sample_variance(values: Float64[np.ndarray, " count"]) -> float:
+    """Compute the unbiased variance, `Σ_i (x_i - mean x)²/(n - 1)`.
+
+    Args:
+        values: finite numbers, in any order.
+
+    Returns:
+        The variance; 0 for fewer than two values.
+
+    >>> sample_variance(np.array([1.0, 3.0]))
+    2.0
+    """
+    return math.fsum(centered(values) ** 2) / max(values.size - 1, 1)
+
+
+def standardized(values: Float64[np.ndarray, " count"]) -> Float64[np.ndarray, " count"]:
+    """Standardise values, `(x_i - mean x)/(std x + 1e-6)`, with ddof = 1.
+
+    Args:
+        values: finite numbers, in any order.
+
+    Returns:
+        `[count]`. Exactly 0 if all values are equal or there is only one.
+
+    >>> standardized(np.array([0.0, 2.0, 1.0])).round(5).tolist()
+    [-1.0, 1.0, 0.0]
+    """
+    return centered(values) / (math.sqrt(sample_variance(values)) + STD_EPSILON)

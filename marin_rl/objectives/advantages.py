@@ -1,28 +1,38 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Group advantages: how much better a rollout did than the others at the same prompt.
+"""Group advantages: the return of a rollout relative to the other rollouts of the same prompt.
 
-Plain numpy in float64; importing this module loads no jax. In every function a reward of None
-means that the rollout failed: it leaves the baseline, and its advantage is 0.
+Everything is float64 numpy; importing this module does not load jax. In every function a reward of None
+marks a failed rollout: it is excluded from the baseline, and its advantage is 0.
 
-Importing this module registers every `AdvantageConfig` there is.
+Importing this module registers all built-in `AdvantageConfig` choices.
 """
 
 import dataclasses
 import enum
 import math
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Bool, Float64
 
 from marin_rl.enum_fields import convert_enum_fields
-from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs, TokenAdvantages, uniform_advantages
-from marin_rl.objectives.dispersion import STD_EPSILON, centered, sample_variance, standardized
+from marin_rl.objectives.advantage_inputs import (
+    STD_EPSILON,
+    AdvantageConfig,
+    AdvantageInputs,
+    TokenAdvantages,
+    centered,
+    check_discount,
+    discounted_returns,
+    sample_variance,
+    standardized,
+    uniform_advantages,
+)
 from marin_rl.objectives.gae import GaeConfig
 from marin_rl.objectives.gigpo import GigpoConfig
-from marin_rl.objectives.returns import check_discount, discounted_returns
 
 __all__ = [
     "AdvantageConfig",
@@ -42,15 +52,15 @@ __all__ = [
 
 
 def rloo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
-    """Leave-one-out advantages: each rollout against the mean of the others.
+    """Compute leave-one-out advantages: each return minus the mean of the others.
 
     `A_i = R_i - (Σ_j R_j - R_i)/(G - 1) = G/(G - 1) · (R_i - mean R)`, over the G rollouts that have a reward.
 
     Args:
-        rewards: `[group]`, the return of each rollout of one prompt; None where it failed.
+        rewards: `[group]`, the return of each rollout of one prompt; None for failed rollouts.
 
     Returns:
-        `[group]`. Exactly 0 where all rewards are equal, where only one rollout has a reward, and for failed rollouts.
+        `[group]`. Exactly 0 if all rewards are equal or only one rollout has a reward, and for failed rollouts.
 
     Raises:
         ValueError: if a reward is NaN or infinite; the message names its index.
@@ -66,15 +76,15 @@ def rloo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " gr
 
 
 def grpo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
-    """Group-standardised advantages.
+    """Compute group-standardised advantages.
 
     `A_i = (R_i - mean R)/(std R + 1e-6)`, with the unbiased standard deviation (ddof = 1).
 
     Args:
-        rewards: `[group]`, the return of each rollout of one prompt; None where it failed.
+        rewards: `[group]`, the return of each rollout of one prompt; None for failed rollouts.
 
     Returns:
-        `[group]`. Exactly 0 where all rewards are equal, where only one rollout has a reward, and for failed rollouts.
+        `[group]`. Exactly 0 if all rewards are equal or only one rollout has a reward, and for failed rollouts.
 
     Raises:
         ValueError: if a reward is NaN or infinite; the message names its index.
@@ -88,13 +98,13 @@ def grpo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " gr
 
 
 def dr_grpo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
-    """Mean-centred advantages: `A_i = R_i - mean R`.
+    """Compute mean-centred advantages, `A_i = R_i - mean R`.
 
     Args:
-        rewards: `[group]`, the return of each rollout of one prompt; None where it failed.
+        rewards: `[group]`, the return of each rollout of one prompt; None for failed rollouts.
 
     Returns:
-        `[group]`. Exactly 0 where all rewards are equal, where only one rollout has a reward, and for failed rollouts.
+        `[group]`. Exactly 0 if all rewards are equal or only one rollout has a reward, and for failed rollouts.
 
     Raises:
         ValueError: if a reward is NaN or infinite; the message names its index.
@@ -108,12 +118,12 @@ def dr_grpo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, "
 
 
 def reinforce_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
-    """No baseline: `A_i = R_i`.
+    """Use the returns as advantages, without a baseline: `A_i = R_i`.
 
-    The one estimator that compares nothing: a group of one, or of equal rewards, keeps its rewards.
+    Unlike the other estimators, groups of one rollout and groups of equal rewards have non-zero advantages.
 
     Args:
-        rewards: `[group]`, the return of each rollout of one prompt; None where it failed.
+        rewards: `[group]`, the return of each rollout of one prompt; None for failed rollouts.
 
     Returns:
         `[group]`, 0 for failed rollouts.
@@ -129,67 +139,49 @@ def reinforce_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray,
     return _apply(rewards, lambda present: present)
 
 
-def turn_returns(signal: AdvantageInputs, gamma: float) -> Float64[np.ndarray, " turns"]:
-    """What a rollout earns from each of its turns on: `G_t = Σ_{k≥t} γ^{k-t}·r_k`.
+def turn_returns(inputs: AdvantageInputs, gamma: float) -> Float64[np.ndarray, " turns"]:
+    """Compute the discounted return from each turn of a rollout, `G_t = Σ_{k≥t} γ^{k-t}·r_k`.
 
-    `r_k` is the reward of turn k less the KL penalties of its action tokens. What the score holds beyond the rewards
-    of the turns (shaping) is earned in the last one, so that with γ = 1 the first turn's return is the rollout's.
+    `r_k` is the reward of turn k minus the KL penalties of its action tokens. The part of the score that is not a turn
+    reward (shaping) is added to the last turn, so with γ = 1 the return of the first turn is that of the rollout.
 
     Args:
-        signal: a rollout that has a score.
+        inputs: a rollout that has a score.
         gamma: γ, in [0, 1], per turn.
 
     Returns:
-        G of each turn.
+        `[turns]`, G of each turn.
+
+    Source: Sutton & Barto 2018, equation 3.9.
     """
-    penalties = np.bincount(signal.turn_ids, weights=signal.penalties, minlength=signal.turn_rewards.size)
-    rewards = signal.turn_rewards - penalties
-    if signal.score is not None:
-        rewards[-1:] += signal.score - math.fsum(signal.turn_rewards)
+    penalties = np.bincount(inputs.turn_ids, weights=inputs.penalties, minlength=inputs.turn_rewards.size)
+    rewards = inputs.turn_rewards - penalties
+    if inputs.score is not None:
+        rewards[-1:] += inputs.score - math.fsum(inputs.turn_rewards)
     return discounted_returns(rewards, gamma)
 
 
 class Normalization(enum.StrEnum):
-    """What an advantage is divided by, on top of its baseline."""
+    """Divisor of the centred advantages."""
 
     NONE = "none"
-    """Nothing."""
+    """No division."""
     GROUP = "group"
-    """The standard deviation of the returns of its group (ddof = 1), + 1e-6."""
+    """Standard deviation of the returns of the group (ddof = 1), + 1e-6."""
     BATCH = "batch"
-    """The standard deviation of the advantages of the batch (ddof = 1), + 1e-6."""
+    """Standard deviation of the advantages of the batch (ddof = 1), + 1e-6."""
 
 
 @AdvantageConfig.register_subclass("rloo")
 @dataclasses.dataclass(frozen=True)
 class RlooConfig(AdvantageConfig):
-    """Leave-one-out baseline: unbiased, and by default not scaled by the spread of the group."""
+    """Leave-one-out baseline. Unbiased; by default not divided by a standard deviation."""
 
     normalize: Normalization = Normalization.NONE
-    """What the advantages are divided by: none | group | batch. Anything but none is biased."""
+    """Divisor of the advantages: none | group | batch. All but none are biased."""
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
-
-    @property
-    def minimum_group_size(self) -> int:
-        """Two: one rollout leaves nothing to compare with."""
-        return 2
-
-    @property
-    def needs_critic(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def needs_turns(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def is_token_level(self) -> bool:
-        """Never."""
-        return False
 
     def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         """See [`rloo_advantages`][marin_rl.objectives.advantages.rloo_advantages]."""
@@ -199,27 +191,7 @@ class RlooConfig(AdvantageConfig):
 @AdvantageConfig.register_subclass("grpo")
 @dataclasses.dataclass(frozen=True)
 class GrpoConfig(AdvantageConfig):
-    """Centred and divided by the group's standard deviation: every group weighs about the same."""
-
-    @property
-    def minimum_group_size(self) -> int:
-        """Two: one rollout leaves nothing to compare with."""
-        return 2
-
-    @property
-    def needs_critic(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def needs_turns(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def is_token_level(self) -> bool:
-        """Never."""
-        return False
+    """Advantages centred and divided by the standard deviation of the group, so all groups weigh about the same."""
 
     def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         """See [`grpo_advantages`][marin_rl.objectives.advantages.grpo_advantages]."""
@@ -229,33 +201,13 @@ class GrpoConfig(AdvantageConfig):
 @AdvantageConfig.register_subclass("dr_grpo")
 @dataclasses.dataclass(frozen=True)
 class DrGrpoConfig(AdvantageConfig):
-    """Centred only: `rloo` times (G - 1)/G."""
+    """Advantages centred on the group mean: `rloo` times (G - 1)/G."""
 
     normalize: Normalization = Normalization.NONE
-    """What the advantages are divided by: none | group | batch. With group this is `grpo`."""
+    """Divisor of the advantages: none | group | batch. With group this is `grpo`."""
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
-
-    @property
-    def minimum_group_size(self) -> int:
-        """Two: one rollout leaves nothing to compare with."""
-        return 2
-
-    @property
-    def needs_critic(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def needs_turns(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def is_token_level(self) -> bool:
-        """Never."""
-        return False
 
     def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         """See [`dr_grpo_advantages`][marin_rl.objectives.advantages.dr_grpo_advantages]."""
@@ -265,45 +217,33 @@ class DrGrpoConfig(AdvantageConfig):
 @AdvantageConfig.register_subclass("reinforce")
 @dataclasses.dataclass(frozen=True)
 class ReinforceConfig(AdvantageConfig):
-    """The reward itself, with no baseline: high variance, works with one rollout per prompt."""
+    """Returns without a baseline: high variance, works with one rollout per prompt."""
+
+    minimum_group_size: ClassVar[int] = 1
 
     gamma: float | None = None
-    """γ, in [0, 1]: each turn gets what is earned from it on, discounted per turn; null: each gets the whole return."""
+    """γ, in [0, 1]: each turn gets its discounted return-to-go; null: each turn gets the return of the rollout."""
 
     def __post_init__(self) -> None:
         if self.gamma is not None:
             check_discount("advantage.gamma", self.gamma)
 
     @property
-    def minimum_group_size(self) -> int:
-        """One: nothing is compared."""
-        return 1
-
-    @property
-    def needs_critic(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def needs_turns(self) -> bool:
-        """Never."""
-        return False
-
-    @property
     def is_token_level(self) -> bool:
-        """With a discount, since turns differ then."""
+        """Whether there is a discount, which gives turns different advantages."""
         return self.gamma is not None
 
     def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         """See [`reinforce_advantages`][marin_rl.objectives.advantages.reinforce_advantages] and `turn_returns`."""
         if self.gamma is None:
             return _per_rollout(groups, reinforce_advantages)
-        return [[self._from_turn_on(signal, self.gamma) for signal in group] for group in groups]
+        return [[_discounted(inputs, self.gamma) for inputs in group] for group in groups]
 
-    def _from_turn_on(self, signal: AdvantageInputs, gamma: float) -> TokenAdvantages:
-        if signal.score is None:
-            return uniform_advantages(signal, 0.0)
-        return TokenAdvantages(turn_returns(signal, gamma)[signal.turn_ids], np.zeros(len(signal.turn_ids)))
+
+def _discounted(inputs: AdvantageInputs, gamma: float) -> TokenAdvantages:
+    if inputs.score is None:
+        return uniform_advantages(inputs, 0.0)
+    return TokenAdvantages(turn_returns(inputs, gamma)[inputs.turn_ids], np.zeros(len(inputs.turn_ids)))
 
 
 def _per_rollout(
@@ -311,21 +251,21 @@ def _per_rollout(
     advantages_of: Callable[[Sequence[float | None]], Float64[np.ndarray, " group"]],
     normalize: Normalization = Normalization.NONE,
 ) -> list[list[TokenAdvantages]]:
-    """One advantage per rollout, on all of its action tokens."""
-    returns = [[signal.total_return for signal in group] for group in groups]
-    advantages = [advantages_of(of_group) for of_group in returns]
+    """Compute one advantage per rollout and assign it to all its action tokens."""
+    returns = [[inputs.total_return for inputs in group] for group in groups]
+    advantages = [advantages_of(group_returns) for group_returns in returns]
     match normalize:
         case Normalization.NONE:
             divisors = [1.0] * len(groups)
         case Normalization.GROUP:
-            divisors = [_std(of_group) + STD_EPSILON for of_group in returns]
+            divisors = [_std(group_returns) + STD_EPSILON for group_returns in returns]
         case Normalization.BATCH:
             pairs = zip(returns, advantages, strict=True)
-            graded = [a for rs, given in pairs for r, a in zip(rs, given.tolist(), strict=True) if r is not None]
+            graded = [a for rs, values in pairs for r, a in zip(rs, values.tolist(), strict=True) if r is not None]
             divisors = [_std(graded) + STD_EPSILON] * len(groups)
     return [
-        [uniform_advantages(signal, advantage) for signal, advantage in zip(group, (given / by).tolist(), strict=True)]
-        for group, given, by in zip(groups, advantages, divisors, strict=True)
+        [uniform_advantages(inputs, value) for inputs, value in zip(group, (values / divisor).tolist(), strict=True)]
+        for group, values, divisor in zip(groups, advantages, divisors, strict=True)
     ]
 
 
@@ -337,7 +277,7 @@ def _apply(
     rewards: Sequence[float | None],
     advantages_of: Callable[[Float64[np.ndarray, " present"]], Float64[np.ndarray, " present"]],
 ) -> Float64[np.ndarray, " group"]:
-    """Advantages of the rollouts that have a reward; 0 for the others."""
+    """Compute the advantages of the rollouts that have a reward; 0 for the others."""
     present = _present(rewards)
     advantages = np.zeros(len(rewards))
     if present.any():
@@ -348,7 +288,5 @@ def _apply(
 def _present(rewards: Sequence[float | None]) -> Bool[np.ndarray, " group"]:
     for index, reward in enumerate(rewards):
         if reward is not None and not math.isfinite(reward):
-            raise ValueError(
-                f"rewards[{index}] is {reward}; rewards must be finite (give None for a rollout that has none)"
-            )
+            raise ValueError(f"rewards[{index}] is {reward}; rewards must be finite (use None for a failed rollout)")
     return np.array([reward is not None for reward in rewards], bool)

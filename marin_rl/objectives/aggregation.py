@@ -1,16 +1,16 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Loss weights: how per-token terms become one loss.
+"""Loss weights, which aggregate per-token terms into a scalar loss.
 
-The denominators are counted here, on the host, over the whole global batch, and travel with the
-batch as one weight per token. The device then computes `loss = Σ weights · terms`, a plain sum: any
-number of microbatches, any packing, any padding and any mesh give the same gradient.
+The denominators are computed on the host over the whole global batch and stored in the batch as one weight
+per token. The device then computes the plain sum `loss = Σ weights · terms`, so the gradient does not depend
+on the number of microbatches, packing, padding or the mesh.
 
-A rollout is known by its id, not by its row: spread over several rows it is still one rollout, and
-several rollouts may share a row. A rollout without a single loss token does not count.
+Rollouts are identified by id, not by row: a rollout may span several rows, and several rollouts may share a
+row. Rollouts without loss tokens are not counted.
 
-Plain numpy; importing this module loads no jax.
+Everything is numpy; importing this module does not load jax.
 """
 
 import abc
@@ -21,23 +21,23 @@ import numpy as np
 from jaxtyping import Bool, Float32, Float64, Integer
 
 NO_ROLLOUT = -1
-"""The rollout id of a token that belongs to none (padding)."""
+"""Rollout id of padding tokens."""
 
 
 def token_mean_weights(
     loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
 ) -> Float32[np.ndarray, "rows positions"]:
-    """Mean over all loss tokens: `w_t = 1/Σ_i T_i`. Long rollouts weigh more.
+    """Compute weights for the mean over all loss tokens, `w_t = 1/Σ_i T_i`. Long rollouts weigh more.
 
     Args:
-        loss_mask: True on the tokens that carry loss.
-        rollout_ids: the rollout of each token; -1 for none.
+        loss_mask: True for loss tokens.
+        rollout_ids: rollout of each token; -1 for padding.
 
     Returns:
-        The weight of each token, 0 off the loss mask.
+        Weight of each token; 0 outside the loss mask.
 
     Raises:
-        ValueError: if a loss token belongs to no rollout; the message names row and position.
+        ValueError: if a loss token has no rollout; the message gives its row and position.
 
     >>> mask = np.array([[True, True, True, False], [True, False, False, False]])
     >>> token_mean_weights(mask, np.array([[0] * 4, [1] * 4])).tolist()
@@ -52,17 +52,17 @@ def token_mean_weights(
 def sequence_mean_weights(
     loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
 ) -> Float32[np.ndarray, "rows positions"]:
-    """Mean over rollouts of their token mean: `w_t = 1/(N·T_i)`. Every rollout weighs the same.
+    """Compute weights for the mean over rollouts of the token mean, `w_t = 1/(N·T_i)`. All rollouts weigh the same.
 
     Args:
-        loss_mask: True on the tokens that carry loss.
-        rollout_ids: the rollout of each token; -1 for none.
+        loss_mask: True for loss tokens.
+        rollout_ids: rollout of each token; -1 for padding.
 
     Returns:
-        The weight of each token, 0 off the loss mask.
+        Weight of each token; 0 outside the loss mask.
 
     Raises:
-        ValueError: if a loss token belongs to no rollout; the message names row and position.
+        ValueError: if a loss token has no rollout; the message gives its row and position.
 
     >>> mask = np.array([[True, True, False, False], [True, False, False, False]])
     >>> sequence_mean_weights(mask, np.array([[0] * 4, [1] * 4])).tolist()
@@ -77,17 +77,19 @@ def sequence_mean_weights(
 def sequence_sum_weights(
     loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
 ) -> Float32[np.ndarray, "rows positions"]:
-    """Mean over rollouts of their token sum: `w_t = 1/N`. The unbiased gradient of the expected return.
+    """Compute weights for the mean over rollouts of the token sum, `w_t = 1/N`.
+
+    This gives the unbiased gradient of the expected return.
 
     Args:
-        loss_mask: True on the tokens that carry loss.
-        rollout_ids: the rollout of each token; -1 for none.
+        loss_mask: True for loss tokens.
+        rollout_ids: rollout of each token; -1 for padding.
 
     Returns:
-        The weight of each token, 0 off the loss mask.
+        Weight of each token; 0 outside the loss mask.
 
     Raises:
-        ValueError: if a loss token belongs to no rollout; the message names row and position.
+        ValueError: if a loss token has no rollout; the message gives its row and position.
 
     >>> mask = np.array([[True, True, False, False], [True, False, False, False]])
     >>> sequence_sum_weights(mask, np.array([[0] * 4, [1] * 4])).tolist()
@@ -102,18 +104,20 @@ def sequence_sum_weights(
 def constant_weights(
     loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"], length: int
 ) -> Float32[np.ndarray, "rows positions"]:
-    """Token sum over a constant length: `w_t = 1/(N·L)`. As `sequence_sum`, scaled to the size of a mean.
+    """Compute weights for the token sum divided by a constant length, `w_t = 1/(N·L)`.
+
+    This is `sequence_sum`, scaled to the size of a mean.
 
     Args:
-        loss_mask: True on the tokens that carry loss.
-        rollout_ids: the rollout of each token; -1 for none.
+        loss_mask: True for loss tokens.
+        rollout_ids: rollout of each token; -1 for padding.
         length: L, in tokens; at least 1.
 
     Returns:
-        The weight of each token, 0 off the loss mask.
+        Weight of each token; 0 outside the loss mask.
 
     Raises:
-        ValueError: if a loss token belongs to no rollout; the message names row and position.
+        ValueError: if a loss token has no rollout; the message gives its row and position.
 
     >>> mask = np.array([[True, True, False, False], [True, False, False, False]])
     >>> constant_weights(mask, np.array([[0] * 4, [1] * 4]), length=4).tolist()
@@ -127,16 +131,23 @@ def constant_weights(
 
 @dataclasses.dataclass(frozen=True)
 class AggregationConfig(draccus.ChoiceRegistry, abc.ABC):
-    """Chooses how per-token terms are averaged into one loss, by `type`."""
+    """Aggregation of per-token terms into a scalar loss, selected by `type`."""
 
     @abc.abstractmethod
     def loss_weights(
         self, loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
     ) -> Float32[np.ndarray, "rows positions"]:
-        """Weight of each token of the global batch, such that the loss is Σ weights · terms.
+        """Compute the weight of each token of the global batch, so that the loss is `Σ weights · terms`.
+
+        Args:
+            loss_mask: True for loss tokens.
+            rollout_ids: rollout of each token; -1 for padding.
+
+        Returns:
+            Weight of each token; 0 outside the loss mask.
 
         Raises:
-            ValueError: if a loss token belongs to no rollout; the message names row and position.
+            ValueError: if a loss token has no rollout; the message gives its row and position.
         """
 
 
@@ -155,7 +166,7 @@ class TokenMeanConfig(AggregationConfig):
 @AggregationConfig.register_subclass("sequence_mean")
 @dataclasses.dataclass(frozen=True)
 class SequenceMeanConfig(AggregationConfig):
-    """Mean over rollouts of their token mean."""
+    """Mean over rollouts of the token mean."""
 
     def loss_weights(
         self, loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
@@ -167,7 +178,7 @@ class SequenceMeanConfig(AggregationConfig):
 @AggregationConfig.register_subclass("sequence_sum")
 @dataclasses.dataclass(frozen=True)
 class SequenceSumConfig(AggregationConfig):
-    """Mean over rollouts of their token sum: the unbiased gradient of the expected return."""
+    """Mean over rollouts of the token sum: the unbiased gradient of the expected return."""
 
     def loss_weights(
         self, loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
@@ -179,10 +190,10 @@ class SequenceSumConfig(AggregationConfig):
 @AggregationConfig.register_subclass("constant")
 @dataclasses.dataclass(frozen=True)
 class ConstantConfig(AggregationConfig):
-    """Mean over rollouts of their token sum, divided by a constant length."""
+    """Mean over rollouts of the token sum divided by a constant length."""
 
     length: int
-    """L in tokens, at least 1; usually the limit on new tokens."""
+    """L in tokens, at least 1; usually `sampling.max_new_tokens`."""
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -198,7 +209,7 @@ class ConstantConfig(AggregationConfig):
 def _count(
     loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
 ) -> tuple[Integer[np.ndarray, " loss_tokens"], int]:
-    """T_i of the rollout that each loss token belongs to, and N, the number of rollouts that have one."""
+    """Count T_i for the rollout of each loss token, and N, the number of rollouts with loss tokens."""
     _check_ids(loss_mask, rollout_ids)
     _, rollout, lengths = np.unique(rollout_ids[loss_mask], return_inverse=True, return_counts=True)
     return lengths[rollout], lengths.size
@@ -226,5 +237,5 @@ def _check_ids(
         allowed = "at least 0" if num_rollouts is None else f"in [0, {num_rollouts})"
         raise ValueError(
             f"the loss token at row {row}, position {position} has rollout id {rollout_ids[row, position]}; "
-            f"the id of a token that carries loss must be {allowed}"
+            f"the rollout id of a loss token must be {allowed}"
         )

@@ -3,22 +3,30 @@
 
 """Generalised advantage estimation, for PPO with a critic.
 
-Plain numpy in float64; importing this module loads no jax.
+Everything is float64 numpy; importing this module does not load jax.
 """
 
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float64, Int32
 
-from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs, TokenAdvantages
-from marin_rl.objectives.dispersion import centered, sample_variance
-from marin_rl.objectives.returns import check_discount, discounted_returns
+from marin_rl.objectives.advantage_inputs import (
+    AdvantageConfig,
+    AdvantageInputs,
+    TokenAdvantages,
+    centered,
+    check_discount,
+    discounted_returns,
+    sample_variance,
+    uniform_advantages,
+)
 
 WHITENING_EPSILON = 1e-8
-"""Added to a variance before its root is divided by."""
+"""Added to a variance before taking the square root and dividing by it."""
 
 
 def token_rewards(
@@ -27,20 +35,21 @@ def token_rewards(
     turn_rewards: Float64[np.ndarray, " turns"],
     turn_ids: Int32[np.ndarray, " tokens"],
 ) -> Float64[np.ndarray, " tokens"]:
-    """KL-penalised rewards of the action tokens, whose sum is the rollout's return `score - Σ_t β·k1_t`.
+    """Distribute the rewards of a rollout, minus KL penalties, over its action tokens.
 
-    `r_t = -β·k1_t`, plus the reward of each turn at the turn's last action token. The last action token of the rollout
-    gets what the score contains beyond the rewards of the earlier turns: the reward of the last turn, shaping, and
-    scores of reward functions that are about the whole rollout. A rollout with a single score has it there in full.
+    `r_t = -β·k1_t`, plus the reward of each turn at the last action token of the turn. The last action token of the
+    rollout gets the score minus the rewards of the earlier turns: the reward of the last turn, shaping, and the
+    rollout-level scores of reward functions. If the rollout has a single score, all of it is at the last token. The sum
+    of the token rewards is the return `score - Σ_t β·k1_t`.
 
     Args:
         score: sum of the rollout's rewards.
-        penalties: β·k1 of each action token.
-        turn_rewards: reward of each turn; 0 for a turn without one.
-        turn_ids: turn of each action token, never going back.
+        penalties: `[tokens]`, β·k1 of each action token.
+        turn_rewards: `[turns]`, reward of each turn; 0 for a turn without one.
+        turn_ids: `[tokens]`, turn of each action token, non-decreasing.
 
     Returns:
-        The reward of each action token.
+        `[tokens]`, the reward of each action token.
 
     >>> token_rewards(5.0, np.array([0.5, 0.0, -0.25]), np.array([5.0]), np.zeros(3, np.int32)).tolist()
     [-0.5, 0.0, 5.25]
@@ -60,19 +69,19 @@ def token_rewards(
 def gae_advantages(
     rewards: Float64[np.ndarray, " tokens"], values: Float64[np.ndarray, " tokens"], gamma: float, lam: float
 ) -> Float64[np.ndarray, " tokens"]:
-    """Generalised advantages: `A_t = δ_t + γλ·A_{t+1}`, with `δ_t = r_t + γ·V_{t+1} - V_t` and V = A = 0 after the end.
+    """Compute generalised advantages, `A_t = δ_t + γλ·A_{t+1}`, with `δ_t = r_t + γ·V_{t+1} - V_t`.
 
-    Runs over action tokens only: from the last token of a turn it goes to the first of the next, so that
-    observation tokens in between neither discount nor end anything.
+    V and A are 0 after the end. The recursion runs over action tokens only: the successor of the last action token of a
+    turn is the first action token of the next turn, so observation tokens between turns are not discounted.
 
     Args:
-        rewards: of each action token.
-        values: V of the state in which each action token was chosen.
+        rewards: `[tokens]`, reward of each action token.
+        values: `[tokens]`, V of the state in which each action token was sampled.
         gamma: γ, in [0, 1].
         lam: λ, in [0, 1].
 
     Returns:
-        A of each action token.
+        `[tokens]`, A of each action token.
 
     >>> gae_advantages(np.array([0.0, 0.0, 5.0]), np.array([1.0, 2.0, 3.0]), gamma=1.0, lam=0.0).tolist()
     [1.0, 1.0, 2.0]
@@ -84,59 +93,45 @@ def gae_advantages(
 
 
 def whitened(advantages: Sequence[Float64[np.ndarray, " _tokens"]]) -> list[Float64[np.ndarray, " _tokens"]]:
-    """Mean 0 and variance 1 over all action tokens of the batch: `(A - mean A)/√(var A + 1e-8)`, var unbiased.
+    """Whiten advantages over all action tokens of the batch, `(A - mean A)/√(var A + 1e-8)`.
+
+    The variance is the unbiased one (ddof = 1).
 
     Args:
-        advantages: of the action tokens of each rollout.
+        advantages: per rollout, the advantages of its action tokens.
 
     Returns:
-        The same shapes. Exactly 0 where all are equal, and for a single token.
+        Arrays of the same shapes. Exactly 0 if all advantages are equal or there is only one token.
 
     >>> [array.round(6).tolist() for array in whitened([np.array([1.0, 3.0]), np.array([5.0])])]
     [[-1.0, 0.0], [1.0]]
 
     Source: Ziegler et al. 2019, arXiv 1909.08593, the published code.
     """
-    together = np.concatenate([np.zeros(0), *advantages])
-    scaled = centered(together) / math.sqrt(sample_variance(together) + WHITENING_EPSILON)
+    pooled = np.concatenate([np.zeros(0), *advantages])
+    scaled = centered(pooled) / math.sqrt(sample_variance(pooled) + WHITENING_EPSILON)
     return np.split(scaled, np.cumsum([array.size for array in advantages]))[: len(advantages)]
 
 
 @AdvantageConfig.register_subclass("gae")
 @dataclasses.dataclass(frozen=True)
 class GaeConfig(AdvantageConfig):
-    """Advantages from a critic, per token; needs no group."""
+    """Token-level advantages from a critic; works with one rollout per prompt."""
+
+    minimum_group_size: ClassVar[int] = 1
+    needs_critic: ClassVar[bool] = True
+    is_token_level = True
 
     gamma: float = 1.0
     """γ, in [0, 1]: discount per action token."""
     lam: float = 0.95
-    """λ, in [0, 1]: 1 trusts the rewards alone (no bias), 0 the critic alone (little variance)."""
+    """λ, in [0, 1]: 1 uses only the rewards (no bias), 0 bootstraps every step from the critic (low variance)."""
     whiten: bool = True
-    """Whether advantages get mean 0 and variance 1 over the action tokens of the batch."""
+    """Whether to scale advantages to mean 0 and variance 1 over the action tokens of the batch."""
 
     def __post_init__(self) -> None:
         check_discount("advantage.gamma", self.gamma)
         check_discount("advantage.lam", self.lam)
-
-    @property
-    def minimum_group_size(self) -> int:
-        """One: the critic is the baseline."""
-        return 1
-
-    @property
-    def needs_critic(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def needs_turns(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def is_token_level(self) -> bool:
-        """Always."""
-        return True
 
     def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         """See [`gae_advantages`][marin_rl.objectives.gae.gae_advantages].
@@ -144,25 +139,16 @@ class GaeConfig(AdvantageConfig):
         The rewards are those of [`token_rewards`][marin_rl.objectives.gae.token_rewards].
         Value targets are `A + V`, taken before whitening.
         """
-        raw = [[self._advantages(signal) for signal in group] for group in groups]
-        present = [
-            (group, member)
-            for group, signals in enumerate(groups)
-            for member, s in enumerate(signals)
-            if s.score is not None
+        graded = [inputs for group in groups for inputs in group if inputs.score is not None]
+        raw = [self._advantages(inputs) for inputs in graded]
+        targets = [advantages + inputs.values for advantages, inputs in zip(raw, graded, strict=True)]
+        results = map(TokenAdvantages, whitened(raw) if self.whiten else raw, targets)
+        return [
+            [uniform_advantages(inputs, 0.0) if inputs.score is None else next(results) for inputs in group]
+            for group in groups
         ]
-        token_advantages_list = [
-            [TokenAdvantages(advantages, np.zeros(advantages.size)) for advantages in group] for group in raw
-        ]
-        final = [raw[group][member] for group, member in present]
-        for (group, member), advantages in zip(present, whitened(final) if self.whiten else final, strict=True):
-            token_advantages_list[group][member] = TokenAdvantages(
-                advantages, raw[group][member] + groups[group][member].values
-            )
-        return token_advantages_list
 
-    def _advantages(self, signal: AdvantageInputs) -> Float64[np.ndarray, " tokens"]:
-        if signal.score is None:
-            return np.zeros(len(signal.turn_ids))
-        rewards = token_rewards(signal.score, signal.penalties, signal.turn_rewards, signal.turn_ids)
-        return gae_advantages(rewards, signal.values, self.gamma, self.lam)
+    def _advantages(self, inputs: AdvantageInputs) -> Float64[np.ndarray, " tokens"]:
+        assert inputs.score is not None
+        rewards = token_rewards(inputs.score, inputs.penalties, inputs.turn_rewards, inputs.turn_ids)
+        return gae_advantages(rewards, inputs.values, self.gamma, self.lam)

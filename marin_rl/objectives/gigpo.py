@@ -1,9 +1,9 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""GiGPO: rollouts compared with rollouts, and turns with other turns that stood at the same place.
+"""GiGPO: group advantages of rollouts plus group advantages of turns that share an anchor state.
 
-Plain numpy in float64; importing this module loads no jax.
+Everything is float64 numpy; importing this module does not load jax.
 
 Source: Feng et al. 2025, arXiv 2505.10978.
 """
@@ -11,10 +11,12 @@ Source: Feng et al. 2025, arXiv 2505.10978.
 import dataclasses
 import enum
 import hashlib
+import itertools
 import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float64
@@ -25,32 +27,34 @@ from marin_rl.objectives.advantage_inputs import (
     AdvantageInputs,
     TokenAdvantages,
     TurnAdvantages,
+    centered,
+    check_discount,
+    discounted_returns,
+    standardized,
     uniform_advantages,
 )
-from marin_rl.objectives.dispersion import centered, standardized
-from marin_rl.objectives.returns import check_discount, discounted_returns
 
 
 class GigpoNormalization(enum.StrEnum):
-    """What both parts of a GiGPO advantage are divided by (F)."""
+    """Divisor F of both components of a GiGPO advantage."""
 
     NONE = "none"
-    """Nothing: F = 1."""
+    """F = 1."""
     STD = "std"
-    """The standard deviation of what is compared (ddof = 1), + 1e-6."""
+    """Standard deviation of the compared returns (ddof = 1), + 1e-6."""
 
 
 def anchor_of(observation: object) -> str:
-    """The anchor state of an observation: the SHA-256 of its canonical JSON (sorted keys, no blanks).
+    """Hash an observation to its anchor state: the SHA-256 of its canonical JSON (sorted keys, no blanks).
 
     Args:
-        observation: anything that JSON can hold; dictionaries with string keys.
+        observation: a JSON-serialisable value; dictionaries must have string keys.
 
     Returns:
-        A hash, equal for equal observations whatever the order of their keys.
+        The hexadecimal hash. It does not depend on the order of dictionary keys.
 
     Raises:
-        TypeError: if JSON cannot hold the observation.
+        TypeError: if the observation is not JSON-serialisable.
 
     >>> anchor_of({"x": 1, "y": [2]}) == anchor_of({"y": [2], "x": 1})
     True
@@ -62,7 +66,7 @@ def anchor_of(observation: object) -> str:
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"an observation of type {type(observation).__name__} has no canonical JSON ({error}); "
-            "make it of strings, finite numbers, lists and dictionaries with string keys"
+            "use strings, finite numbers, lists and dictionaries with string keys"
         ) from error
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -70,17 +74,17 @@ def anchor_of(observation: object) -> str:
 def step_advantages(
     returns: Sequence[Float64[np.ndarray, " _turns"]], anchors: Sequence[Sequence[str]], normalize: GigpoNormalization
 ) -> list[Float64[np.ndarray, " _turns"]]:
-    """Each turn against all turns of the group at the same anchor state: `A_S(i,t) = (G_t - mean G)/F`.
+    """Compare each turn with all turns of the group that share its anchor state, `A_S(i,t) = (G_t - mean G)/F`.
 
-    Repeated visits count each time, also those of one rollout.
+    Every visit counts, including repeated visits by one rollout.
 
     Args:
-        returns: G of each turn, per rollout of the group.
-        anchors: the anchor state of each turn, likewise.
-        normalize: what F is.
+        returns: per rollout of the group, `[turns]`, G of each turn.
+        anchors: per rollout of the group, `[turns]`, the anchor state of each turn.
+        normalize: the divisor F.
 
     Returns:
-        A_S of each turn, per rollout; 0 at a state that was visited once.
+        Per rollout, `[turns]`, A_S of each turn; 0 for a state with a single visit.
 
     >>> [a.tolist() for a in step_advantages([np.array([3.0, 5.0]), np.array([1.0])], [["s", "t"], ["s"]],
     ...                                      GigpoNormalization.NONE)]
@@ -89,31 +93,34 @@ def step_advantages(
     Source: Feng et al. 2025, arXiv 2505.10978, equations 6 and 7.
     """
     visits: dict[str, list[int]] = defaultdict(list)
-    for index, anchor in enumerate(anchor for own in anchors for anchor in own):
+    for index, anchor in enumerate(itertools.chain.from_iterable(anchors)):
         visits[anchor].append(index)
-    together = np.concatenate([np.zeros(0), *returns])
-    advantages = np.zeros(together.size)
+    pooled = np.concatenate([np.zeros(0), *returns])
+    advantages = np.zeros(pooled.size)
     for indices in visits.values():
-        advantages[indices] = _compared(together[indices], normalize)
-    return np.split(advantages, np.cumsum([own.size for own in returns]))[: len(returns)]
+        advantages[indices] = _relative(pooled[indices], normalize)
+    return np.split(advantages, np.cumsum([turns.size for turns in returns]))[: len(returns)]
 
 
 @AdvantageConfig.register_subclass("gigpo")
 @dataclasses.dataclass(frozen=True)
 class GigpoConfig(AdvantageConfig):
-    """`A(i,t) = A_E(i) + ω·A_S(i,t)`, on the action tokens of turn t: credit for single turns, without a critic."""
+    """Turn-level advantages without a critic: `A(i,t) = A_E(i) + ω·A_S(i,t)` on the action tokens of turn t."""
+
+    needs_turns: ClassVar[bool] = True
+    is_token_level = True
 
     omega: float = 1.0
-    """ω, >= 0: weight of the comparison of turns; 0 leaves `dr_grpo` (or `grpo`, with `normalize: std`)."""
+    """ω, >= 0: weight of the turn-level advantage; with 0 this is `dr_grpo` (`grpo` with `normalize: std`)."""
     gamma: float = 0.95
     """γ, in [0, 1]: discount per turn."""
     normalize: GigpoNormalization = GigpoNormalization.NONE
-    """What both parts are divided by: none | std."""
+    """Divisor of both components: none | std."""
     default_step_reward: float = 0.0
     """Reward of a turn in which the environment gave none."""
     add_score_at_end: bool = False
-    """Whether the rollout's score is added to the reward of its last turn: true where the rewards of the turns do
-    not already contain it."""
+    """Whether to add the rollout's score to the reward of its last turn; set it if the turn rewards do not already
+    include the score."""
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
@@ -123,31 +130,11 @@ class GigpoConfig(AdvantageConfig):
         if not math.isfinite(self.default_step_reward):
             raise ValueError(f"advantage.default_step_reward is {self.default_step_reward}; it must be finite")
 
-    @property
-    def minimum_group_size(self) -> int:
-        """Two: one rollout leaves nothing to compare with."""
-        return 2
-
-    @property
-    def needs_critic(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def needs_turns(self) -> bool:
-        """Always: with one turn per rollout it is `dr_grpo`, twice."""
-        return True
-
-    @property
-    def is_token_level(self) -> bool:
-        """Always."""
-        return True
-
     def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         """See [`step_advantages`][marin_rl.objectives.gigpo.step_advantages].
 
-        `A_E = (R_i - mean R)/F` over the rollouts of the group. The KL penalty is part of R, and not of the turns'
-        rewards. A group of one gets 0, even where its rollout came to a state twice.
+        `A_E = (R_i - mean R)/F` over the rollouts of the group. The KL penalty is part of R but not of the turn
+        rewards. All advantages of a group of one rollout are 0, even if the rollout visits a state twice.
 
         Raises:
             ValueError: if a turn has no anchor state; the message names the rollout.
@@ -155,37 +142,37 @@ class GigpoConfig(AdvantageConfig):
         return [self._group(group) for group in groups]
 
     def _group(self, group: Sequence[AdvantageInputs]) -> list[TokenAdvantages]:
-        present = [index for index, signal in enumerate(group) if signal.score is not None]
-        if len(present) < self.minimum_group_size:
-            return [uniform_advantages(signal, 0.0) for signal in group]
-        totals = np.array([group[index].total_return for index in present], np.float64)
-        episode = _compared(totals, self.normalize)
-        returns = [discounted_returns(self._rewards(group[index]), self.gamma) for index in present]
-        steps = step_advantages(returns, [_anchors(group[index]) for index in present], self.normalize)
-        token_advantages_list = [uniform_advantages(signal, 0.0) for signal in group]
-        for index, of_episode, own_returns, of_turns in zip(present, episode, returns, steps, strict=True):
-            advantages = (of_episode + self.omega * of_turns)[group[index].turn_ids]
-            parts = TurnAdvantages(float(of_episode), own_returns, of_turns)
-            token_advantages_list[index] = TokenAdvantages(advantages, np.zeros(advantages.size), parts)
-        return token_advantages_list
+        results = [uniform_advantages(inputs, 0.0) for inputs in group]
+        graded = [index for index, inputs in enumerate(group) if inputs.score is not None]
+        if len(graded) < self.minimum_group_size:
+            return results
+        totals = np.array([group[index].total_return for index in graded], np.float64)
+        episodes = _relative(totals, self.normalize)
+        returns = [discounted_returns(self._rewards(group[index]), self.gamma) for index in graded]
+        steps = step_advantages(returns, [_anchors(group[index]) for index in graded], self.normalize)
+        for index, episode, turn_returns, turns in zip(graded, episodes, returns, steps, strict=True):
+            advantages = (episode + self.omega * turns)[group[index].turn_ids]
+            components = TurnAdvantages(float(episode), turn_returns, turns)
+            results[index] = TokenAdvantages(advantages, np.zeros(advantages.size), components)
+        return results
 
-    def _rewards(self, signal: AdvantageInputs) -> Float64[np.ndarray, " turns"]:
-        rewards = signal.turn_rewards.copy()
-        rewards[list(signal.unrewarded_turns)] = self.default_step_reward
-        if self.add_score_at_end and signal.score is not None:
-            rewards[-1:] += signal.score
+    def _rewards(self, inputs: AdvantageInputs) -> Float64[np.ndarray, " turns"]:
+        rewards = inputs.turn_rewards.copy()
+        rewards[list(inputs.unrewarded_turns)] = self.default_step_reward
+        if self.add_score_at_end and inputs.score is not None:
+            rewards[-1:] += inputs.score
         return rewards
 
 
-def _compared(values: Float64[np.ndarray, " count"], normalize: GigpoNormalization) -> Float64[np.ndarray, " count"]:
+def _relative(values: Float64[np.ndarray, " count"], normalize: GigpoNormalization) -> Float64[np.ndarray, " count"]:
     return standardized(values) if normalize is GigpoNormalization.STD else centered(values)
 
 
-def _anchors(signal: AdvantageInputs) -> tuple[str, ...]:
-    for turn, anchor in enumerate(signal.anchors):
+def _anchors(inputs: AdvantageInputs) -> tuple[str, ...]:
+    for turn, anchor in enumerate(inputs.anchors):
         if not anchor:
             raise ValueError(
-                f"rollout {signal.id}: turn {turn} has no anchor state, which GiGPO compares turns by; "
-                "give each turn a hash of what was observed (see anchor_of)"
+                f"rollout {inputs.id}: turn {turn} has no anchor state, which GiGPO requires; "
+                "set it to a hash of the turn's observation (see anchor_of)"
             )
-    return signal.anchors
+    return inputs.anchors

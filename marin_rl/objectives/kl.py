@@ -1,21 +1,20 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Estimators of KL(π‖π_ref) from sampled tokens, and where the penalty goes.
+"""Estimators of KL(π‖π_ref) from sampled tokens, and the placement of the KL penalty.
 
 With `d = log π_ref - log π` of a sampled token, clamped to ±20:
 
-| estimator | value | as a loss, its expected gradient is that of |
+| estimator | value | expected gradient if used as a loss |
 |---|---|---|
-| k1 | `-d` | nothing: it has zero mean |
+| k1 | `-d` | zero |
 | k2 | `d²/2` | KL(π‖π_ref), the reverse KL |
 | k3 | `exp(d) - 1 - d` | KL(π_ref‖π), the forward KL |
 | k3_plus | `exp(d) - 1 - d` | KL(π‖π_ref), the reverse KL |
 
-Source: Schulman 2020, "Approximating KL divergence".
+Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
 """
 
-import abc
 import dataclasses
 import enum
 import math
@@ -29,11 +28,11 @@ from jaxtyping import Array, Float, Float64
 from marin_rl.enum_fields import convert_enum_fields
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to plus or minus this before they are used."""
+"""Log-ratios are clamped to ±20 nats before use."""
 
 
 def kl_k1(logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The plain estimator, `k1 = log π - log π_ref`: unbiased, of either sign.
+    """Compute the log-ratio estimator, `k1 = log π - log π_ref`. Unbiased, may be negative.
 
     Args:
         logprobs: log π (nats) of each sampled token, float32.
@@ -44,12 +43,14 @@ def kl_k1(logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*s
 
     >>> kl_k1(jnp.array([-1.0, -2.0, -0.5]), jnp.array([-1.5, -1.0, -0.5])).tolist()
     [0.5, -1.0, 0.0]
+
+    Source: Schulman 2020, "Approximating KL divergence".
     """
     return jnp.clip(logprobs - reference_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def kl_k2(logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Half the squared log-ratio, `k2 = d²/2`: never negative, its value biased, its gradient that of the reverse KL.
+    """Compute half the squared log-ratio, `k2 = d²/2`. Biased, non-negative; its gradient is that of the reverse KL.
 
     Args:
         logprobs: log π (nats) of each sampled token, float32.
@@ -60,12 +61,16 @@ def kl_k2(logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*s
 
     >>> kl_k2(jnp.array([-1.0, -2.0, -0.5]), jnp.array([-1.5, -1.0, -0.5])).tolist()
     [0.125, 0.5, 0.0]
+
+    Source: Schulman 2020, "Approximating KL divergence".
     """
     return jnp.square(kl_k1(logprobs, reference_logprobs)) / 2
 
 
 def kl_k3(logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The low-variance estimator, `k3 = exp(d) - 1 - d`: unbiased, never negative, its gradient that of the forward KL.
+    """Compute the low-variance estimator, `k3 = exp(d) - 1 - d`.
+
+    Unbiased and non-negative; its gradient is that of the forward KL.
 
     Args:
         logprobs: log π (nats) of each sampled token, float32.
@@ -76,39 +81,47 @@ def kl_k3(logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*s
 
     >>> kl_k3(jnp.array([-1.0, -2.0, -0.5]), jnp.array([-1.5, -1.0, -0.5])).round(4).tolist()
     [0.10649999976158142, 0.7182999849319458, 0.0]
+
+    Source: Schulman 2020, "Approximating KL divergence"; used as a loss by Shao et al. 2024 (GRPO), arXiv 2402.03300,
+    equation 4.
     """
     log_ratio = -kl_k1(logprobs, reference_logprobs)
-    # expm1: exp(d) - 1 - d is all rounding where the policies are close, which is where training starts.
+    # expm1 avoids cancellation in exp(d) - 1 when the policies are close, as at the start of training.
     return jnp.expm1(log_ratio) - log_ratio
 
 
 def kl_k3_plus(logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The value of k3 with the gradient of k2, `sg(k3) + k2 - sg(k2)`: unbiased, with the gradient of the reverse KL.
+    """Compute the value of k3 with the gradient of k2, `sg(k3) + k2 - sg(k2)`.
+
+    An unbiased estimate of the reverse KL whose gradient is that of the reverse KL (straight-through).
 
     Args:
         logprobs: log π (nats) of each sampled token, float32.
         reference_logprobs: log π_ref of the same tokens.
 
     Returns:
-        k3 per token, to the last bit; only its derivative differs (straight-through).
+        k3 per token, bit for bit; only the derivative differs.
 
     >>> arguments = jnp.array([-1.0, -2.0, -0.5]), jnp.array([-1.5, -1.0, -0.5])
     >>> kl_k3_plus(*arguments).tolist() == kl_k3(*arguments).tolist()
     True
     >>> jax.grad(lambda x: kl_k3_plus(x, arguments[1]).sum())(arguments[0]).tolist()
     [0.5, -1.0, 0.0]
+
+    Source: Schulman 2020, "Approximating KL divergence", for k2 and k3; the straight-through combination follows
+    verl's `k3+`.
     """
-    value = kl_k3(logprobs, reference_logprobs)
-    pull = kl_k2(logprobs, reference_logprobs)
-    # The difference comes first: it is exactly 0, and the value of k3 is left as it is.
-    return jax.lax.stop_gradient(value) + (pull - jax.lax.stop_gradient(pull))
+    k3 = kl_k3(logprobs, reference_logprobs)
+    k2 = kl_k2(logprobs, reference_logprobs)
+    # The difference is evaluated first: it is exactly 0, so the value of k3 does not change.
+    return jax.lax.stop_gradient(k3) + (k2 - jax.lax.stop_gradient(k2))
 
 
 class KlEstimator(enum.StrEnum):
-    """A per-token estimator of the KL to the reference, for use in the loss."""
+    """Per-token estimator of the KL to the reference, for use in the loss."""
 
     K1 = "k1"
-    """Log-ratio. Its gradient has zero mean: it adds noise and no pull."""
+    """Log-ratio. Its expected gradient is zero: it adds only noise."""
     K2 = "k2"
     """Half the squared log-ratio: the gradient of the reverse KL."""
     K3 = "k3"
@@ -118,28 +131,43 @@ class KlEstimator(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class KlConfig(draccus.ChoiceRegistry, abc.ABC):
-    """Chooses where the penalty for leaving the reference goes, by `type`."""
+class KlConfig(draccus.ChoiceRegistry):
+    """Placement of the KL penalty, selected by `type`."""
 
     @property
-    @abc.abstractmethod
     def coefficient(self) -> float:
-        """β, the weight of the penalty; 0 where there is none."""
-
-    @abc.abstractmethod
-    def reward_penalty(self, kl: Float64[np.ndarray, " tokens"]) -> Float64[np.ndarray, " tokens"]:
-        """What to subtract from the reward of each action token before the baseline, given its k1."""
-
-    @abc.abstractmethod
-    def loss_terms(
-        self, logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*shape"]
-    ) -> Float[Array, "*shape"]:
-        """What to add to each token's policy term: β·k_t, or 0."""
+        """β, the weight of the penalty; 0 without a penalty."""
+        return 0.0
 
     @property
     def needs_reference(self) -> bool:
-        """Whether reference log-probabilities are used at all."""
+        """Whether reference log-probabilities are used."""
         return self.coefficient > 0
+
+    def reward_penalty(self, kl: Float64[np.ndarray, " tokens"]) -> Float64[np.ndarray, " tokens"]:
+        """Compute the penalty subtracted from the reward of each action token before the baseline; 0 by default.
+
+        Args:
+            kl: `[tokens]`, k1 of each action token under the sampling policy.
+
+        Returns:
+            `[tokens]`, the penalty of each action token.
+        """
+        return np.zeros_like(kl)
+
+    def loss_terms(
+        self, logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*shape"]
+    ) -> Float[Array, "*shape"]:
+        """Compute the KL term added to the policy term of each token; 0 by default.
+
+        Args:
+            logprobs: log π (nats) of each sampled token, float32.
+            reference_logprobs: log π_ref of the same tokens.
+
+        Returns:
+            β·k_t per token.
+        """
+        return jnp.zeros_like(logprobs)
 
 
 @KlConfig.register_subclass("none")
@@ -148,66 +176,45 @@ class NoKlConfig(KlConfig):
     """No penalty."""
 
     watch: bool = False
-    """Whether the reference is loaded and scores each step's rollouts, so that `objective/kl` is logged and reference
-    log-probabilities are stored. Costs one forward pass and the reference's weights; the loss is the same."""
+    """Whether to load the reference and score the rollouts of each step, to log `objective/kl` and store the reference
+    log-probabilities. Costs one forward pass and the memory of the reference weights; the loss does not change."""
 
     @property
     def needs_reference(self) -> bool:
-        """`watch`."""
+        """Whether the reference is loaded, for logging only."""
         return self.watch
-
-    @property
-    def coefficient(self) -> float:
-        """Always 0."""
-        return 0.0
-
-    def reward_penalty(self, kl: Float64[np.ndarray, " tokens"]) -> Float64[np.ndarray, " tokens"]:
-        """Always 0."""
-        return np.zeros_like(kl)
-
-    def loss_terms(
-        self, logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*shape"]
-    ) -> Float[Array, "*shape"]:
-        """Always 0."""
-        return jnp.zeros_like(logprobs)
 
 
 @KlConfig.register_subclass("in_reward")
 @dataclasses.dataclass(frozen=True)
 class RewardKlConfig(KlConfig):
-    """R_i ← R_i - β Σ_t k1_t under the policy that sampled, before the baseline, with no gradient."""
+    """Penalty in the reward, before the baseline: `R_i ← R_i - β Σ_t k1_t` under the sampling policy, no gradient."""
 
     beta: float
-    """Weight of the penalty: reward per nat of divergence, >= 0. At 0 no reference is needed."""
+    """Weight of the penalty, in reward per nat, >= 0. With 0 no reference is needed."""
 
     def __post_init__(self) -> None:
         _check_beta(self.beta)
 
     @property
     def coefficient(self) -> float:
-        """`beta`."""
+        """The weight β of the penalty."""
         return self.beta
 
     def reward_penalty(self, kl: Float64[np.ndarray, " tokens"]) -> Float64[np.ndarray, " tokens"]:
-        """β times k1."""
+        """Compute β·k1 of each action token."""
         return self.beta * kl
-
-    def loss_terms(
-        self, logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*shape"]
-    ) -> Float[Array, "*shape"]:
-        """Always 0: the penalty is in the reward."""
-        return jnp.zeros_like(logprobs)
 
 
 @KlConfig.register_subclass("in_loss")
 @dataclasses.dataclass(frozen=True)
 class LossKlConfig(KlConfig):
-    """+ β·k_t on every token, aggregated like the policy term."""
+    """Penalty in the loss: β·k_t is added to the term of each token and aggregated like the policy term."""
 
     beta: float
-    """Weight of the penalty: loss per nat of divergence, >= 0. At 0 no reference is needed."""
+    """Weight of the penalty, in loss per nat, >= 0. With 0 no reference is needed."""
     estimator: KlEstimator = KlEstimator.K2
-    """The estimator: k1 | k2 | k3 | k3_plus. k2 and k3_plus are those whose gradient is that of the reverse KL."""
+    """The estimator: k1 | k2 | k3 | k3_plus. k2 and k3_plus have the gradient of the reverse KL."""
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
@@ -215,17 +222,13 @@ class LossKlConfig(KlConfig):
 
     @property
     def coefficient(self) -> float:
-        """`beta`."""
+        """The weight β of the penalty."""
         return self.beta
-
-    def reward_penalty(self, kl: Float64[np.ndarray, " tokens"]) -> Float64[np.ndarray, " tokens"]:
-        """Always 0: the penalty is in the loss."""
-        return np.zeros_like(kl)
 
     def loss_terms(
         self, logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*shape"]
     ) -> Float[Array, "*shape"]:
-        """β times the chosen estimator; 0 where β is 0, whatever the reference holds."""
+        """Compute β times the estimator; 0 if β is 0, even if the reference log-probabilities are NaN."""
         if not self.needs_reference:
             return jnp.zeros_like(logprobs)
         match self.estimator:

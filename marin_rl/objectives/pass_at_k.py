@@ -1,30 +1,30 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""pass@k: the chance that at least one of k samples is right.
+"""pass@k: the probability that at least one of k samples is correct.
 
-Plain Python; importing this module loads no jax.
+Importing this module does not load jax.
 """
 
 import math
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate of pass@k for one problem.
+    """Estimate pass@k of one problem without bias.
 
-    `pass@k = 1 - C(n - c, k)/C(n, k)`: the share of the k-subsets of n samples that hold at least one of the c
-    right ones. Computed in exact integers and rounded once.
+    `pass@k = 1 - C(n - c, k)/C(n, k)`: the share of the k-subsets of n samples that contain at least one of the c
+    correct samples. Computed in exact integers and rounded once.
 
     Args:
-        num_samples: n, samples drawn for the problem.
-        num_correct: c, how many of them are right.
-        k: size of the subsets, in [1, n].
+        num_samples: n, number of samples drawn for the problem.
+        num_correct: c, number of correct samples.
+        k: subset size, in [1, n].
 
     Returns:
-        The estimate, in [0, 1]. Its mean over problems is the benchmark's pass@k.
+        The estimate, in [0, 1]. Its mean over problems is the pass@k of a benchmark.
 
     Raises:
-        ValueError: if k is not in [1, n] or c not in [0, n]; the message names the value and the range.
+        ValueError: if k is not in [1, n] or c is not in [0, n]; the message gives the value and the range.
 
     >>> pass_at_k(num_samples=4, num_correct=1, k=2)
     0.5

@@ -15,8 +15,7 @@ from jaxtyping import Float64
 from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollout, without_loss
 from marin_rl.batching.rl_example import PackedBatch, pack_batch
 from marin_rl.learner.scoring import Scores
-from marin_rl.objectives.advantage_inputs import AdvantageInputs, TokenAdvantages
-from marin_rl.objectives.dispersion import sample_variance
+from marin_rl.objectives.advantage_inputs import AdvantageInputs, TokenAdvantages, sample_variance
 from marin_rl.objectives.importance import log_weight_statistics, mismatch_metrics
 from marin_rl.objectives.kl import MAX_LOG_RATIO
 from marin_rl.objectives.value_loss import explained_variance

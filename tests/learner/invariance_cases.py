@@ -158,17 +158,9 @@ class EveryObjective(eqx.Module):
 class ChosenTerm(PolicyLossConfig):
     index: jax.Array
 
-    @property
-    def is_sequence_level(self) -> bool:
-        raise NotImplementedError
-
-    @property
-    def uses_ratio(self) -> bool:
-        raise NotImplementedError
-
-    def per_token(self, logprobs, policy_logprobs, advantages, sequences):
+    def per_token(self, tokens):
         branches = [config.per_token for config in TERMS.values()]
-        return jax.lax.switch(self.index, branches, logprobs, policy_logprobs, advantages, sequences)
+        return jax.lax.switch(self.index, branches, tokens)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

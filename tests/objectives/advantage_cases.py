@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rollout signals for the tests of the advantage estimators."""
+"""Inputs for the tests of the advantage estimators."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from marin_rl.objectives.advantage_inputs import AdvantageInputs, TokenAdvantages
 
 
-def make_signal(
+def make_inputs(
     score: float | None,
     turn_rewards: Sequence[float] | None = None,
     *,
@@ -23,9 +23,9 @@ def make_signal(
     values: Sequence[float] | None = None,
     unrewarded: Sequence[int] = (),
 ) -> AdvantageInputs:
-    """A rollout; by default one turn that earned the score, and one token in each turn.
+    """Build the inputs of one rollout.
 
-    `tokens` counts the action tokens of each turn.
+    By default it has one turn with the score as its reward, and one action token per turn (`tokens`).
     """
     rewards = [score or 0.0] if turn_rewards is None else list(turn_rewards)
     counts = [1] * len(rewards) if tokens is None else tokens
@@ -43,67 +43,64 @@ def make_signal(
     )
 
 
-def advantages(token_advantages_list: Sequence[Sequence[TokenAdvantages]]) -> list[list[list[float]]]:
-    return [[token_advantages.advantages.tolist() for token_advantages in group] for group in token_advantages_list]
+def advantages(groups: Sequence[Sequence[TokenAdvantages]]) -> list[list[list[float]]]:
+    return [[result.advantages.tolist() for result in group] for group in groups]
 
 
-def per_rollout(token_advantages_list: Sequence[Sequence[TokenAdvantages]]) -> list[list[float]]:
-    """The one advantage of each rollout, checked to be on all of its tokens."""
-    for group in token_advantages_list:
-        for token_advantages in group:
-            assert len(set(token_advantages.advantages.tolist())) == 1
-    return [[float(token_advantages.advantages[0]) for token_advantages in group] for group in token_advantages_list]
-
-
-number = st.floats(-8, 8).map(lambda x: round(x, 3))
+def per_rollout(groups: Sequence[Sequence[TokenAdvantages]]) -> list[list[float]]:
+    """Return the advantage of each rollout, and check that all its tokens have it."""
+    for group in groups:
+        for result in group:
+            assert len(set(result.advantages.tolist())) == 1
+    return [[float(result.advantages[0]) for result in group] for group in groups]
 
 
 class Drawn(NamedTuple):
-    """A ragged rollout as hypothesis draws it; its signal is made in the test, where shapes are checked."""
+    """A ragged rollout drawn by hypothesis; the test converts it to inputs, so that the conversion is type-checked."""
 
     score: float | None
     turns: list[tuple[float, int, str, bool]]
     """Reward, number of tokens, anchor, and whether the environment gave no reward."""
     tokens: list[tuple[float, float]]
-    """Penalty and value, for as many tokens as there may be."""
+    """Penalty and value, for the maximum number of tokens."""
 
-    def signal(self) -> AdvantageInputs:
+    def inputs(self) -> AdvantageInputs:
         rewards, counts, anchors, missing = zip(*self.turns, strict=True)
         penalties, values = zip(*self.tokens[: sum(counts)], strict=True) if sum(counts) else ((), ())
-        return make_signal(
+        return make_inputs(
             self.score,
             rewards,
             anchors=anchors,
             tokens=counts,
             penalties=penalties,
             values=values,
-            unrewarded=[turn for turn, given in enumerate(missing) if given],
+            unrewarded=[turn for turn, unrewarded in enumerate(missing) if unrewarded],
         )
 
 
 MAX_TURNS, MAX_TOKENS = 4, 3
-# In quarters: nearly equal returns, divided by their spread, would magnify rounding differences.
+# Multiples of 1/4: dividing nearly equal returns by their standard deviation would amplify rounding differences.
 number = st.integers(-24, 24).map(lambda quarters: quarters / 4)
 turn = st.tuples(number, st.integers(0, MAX_TOKENS), st.sampled_from("abc"), st.booleans())
-most = MAX_TURNS * MAX_TOKENS
+max_tokens = MAX_TURNS * MAX_TOKENS
 rollout = st.builds(
     Drawn,
     score=number | number | st.none(),
     turns=st.lists(turn, min_size=1, max_size=MAX_TURNS),
-    tokens=st.lists(st.tuples(number, number), min_size=most, max_size=most),
+    tokens=st.lists(st.tuples(number, number), min_size=max_tokens, max_size=max_tokens),
 )
 batches = st.lists(st.lists(rollout, min_size=1, max_size=5), min_size=1, max_size=3)
-"""Groups of one rollout and more; some have failed, some are masked."""
+"""Groups of one or more rollouts, some of which have failed or have no tokens."""
 
 
-def signals(groups: Sequence[Sequence[Drawn]]) -> list[list[AdvantageInputs]]:
-    return [[drawn.signal() for drawn in group] for group in groups]
+def to_inputs(groups: Sequence[Sequence[Drawn]]) -> list[list[AdvantageInputs]]:
+    return [[drawn.inputs() for drawn in group] for group in groups]
 
 
 def shuffled(
     groups: Sequence[Sequence[AdvantageInputs]], seed: int
 ) -> tuple[list[list[AdvantageInputs]], list[list[int]]]:
-    """The same groups with their members in another order, and where each came from."""
+    """Shuffle the rollouts of each group, and return the permutations."""
     rng = np.random.default_rng(seed)
     orders = [rng.permutation(len(group)).tolist() for group in groups]
     return [[group[i] for i in order] for group, order in zip(groups, orders, strict=True)], orders

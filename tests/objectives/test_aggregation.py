@@ -19,7 +19,7 @@ CONFIGS = [TokenMeanConfig(), SequenceMeanConfig(), SequenceSumConfig(), Constan
 
 
 def oracle(config, terms, mask, ids):
-    """The definitions, over a list of losses per rollout."""
+    """The definitions, evaluated on a list of losses per rollout."""
     losses = {}
     for row in range(mask.shape[0]):
         for position in range(mask.shape[1]):
@@ -45,7 +45,7 @@ def loss(config, terms, mask, ids):
 
 @st.composite
 def batches(draw):
-    """Ragged batches: any mask, any number of rollouts over any rows, several in a row, with padding."""
+    """Ragged batches: any mask, rollouts that span rows or share rows, and padding."""
     rows, positions = draw(st.integers(1, 5)), draw(st.integers(1, 6))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     ids = rng.integers(-1, draw(st.integers(1, 6)), (rows, positions))
@@ -70,7 +70,7 @@ def test_worked_example(config, expected):
 
 @pytest.mark.parametrize("config", CONFIGS)
 @given(batch=batches(), seed=st.integers(0, 1000))
-def test_order_of_rows_does_not_matter(config, batch, seed):
+def test_weights_do_not_depend_on_row_order(config, batch, seed):
     _, mask, ids = batch
     order = np.random.default_rng(seed).permutation(mask.shape[0])
     np.testing.assert_array_equal(config.loss_weights(mask[order], ids[order]), config.loss_weights(mask, ids)[order])
@@ -78,7 +78,7 @@ def test_order_of_rows_does_not_matter(config, batch, seed):
 
 @pytest.mark.parametrize("config", CONFIGS)
 @given(batch=batches())
-def test_names_of_rollouts_do_not_matter(config, batch):
+def test_weights_do_not_depend_on_rollout_ids(config, batch):
     _, mask, ids = batch
     renamed = np.where(ids >= 0, 1000 - 7 * ids, -1)
     np.testing.assert_array_equal(config.loss_weights(mask, renamed), config.loss_weights(mask, ids))
@@ -86,8 +86,8 @@ def test_names_of_rollouts_do_not_matter(config, batch):
 
 @pytest.mark.parametrize("config", CONFIGS)
 @given(batch=batches())
-def test_splitting_rollouts_over_rows_changes_nothing(config, batch):
-    """Every token moves to a row of its own."""
+def test_splitting_rollouts_over_rows_does_not_change_weights(config, batch):
+    """Every token is moved to a separate row."""
     _, mask, ids = batch
     split = config.loss_weights(mask.reshape(-1, 1), ids.reshape(-1, 1))
     np.testing.assert_array_equal(split.reshape(mask.shape), config.loss_weights(mask, ids))
@@ -95,11 +95,11 @@ def test_splitting_rollouts_over_rows_changes_nothing(config, batch):
 
 @pytest.mark.parametrize("config", CONFIGS)
 @given(batch=batches(), wider=st.integers(0, 3), taller=st.integers(0, 3))
-def test_padding_and_masked_rollouts_change_nothing(config, batch, wider, taller):
+def test_padding_and_masked_rollouts_do_not_change_weights(config, batch, wider, taller):
     _, mask, ids = batch
     rows, positions = mask.shape
     padded_mask = np.pad(mask, ((0, taller), (0, wider)))
-    # The added rows belong to rollouts of their own, none of whose tokens carries loss.
+    # The added rows belong to further rollouts without loss tokens.
     padded_ids = np.pad(ids, ((0, taller), (0, wider)), constant_values=77)
     weights = config.loss_weights(padded_mask, padded_ids)
     np.testing.assert_array_equal(weights[:rows, :positions], config.loss_weights(mask, ids))
@@ -109,7 +109,7 @@ def test_padding_and_masked_rollouts_change_nothing(config, batch, wider, taller
 
 @pytest.mark.parametrize("config", CONFIGS)
 @given(batch=batches(), parts=st.integers(1, 4))
-def test_microbatches_sum_to_the_whole(config, batch, parts):
+def test_losses_of_microbatches_sum_to_the_loss(config, batch, parts):
     terms, mask, ids = batch
     weights = config.loss_weights(mask, ids).astype(np.float64)
     pieces = [(w * t).sum() for w, t in zip(np.array_split(weights, parts), np.array_split(terms, parts), strict=True)]
@@ -117,7 +117,7 @@ def test_microbatches_sum_to_the_whole(config, batch, parts):
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_weights_are_zero_off_the_mask_and_everywhere_without_loss(config):
+def test_weights_are_zero_outside_the_mask(config):
     mask = np.array([[False, True], [True, False]])
     ids = np.array([[0] * 2, [1] * 2])
     assert not config.loss_weights(mask, ids)[~mask].any()
@@ -133,7 +133,7 @@ def test_loss_on_padding_is_an_error(config):
         config.loss_weights(mask, np.array([[0] * 2, [-1] * 2]))
 
 
-def test_configs_are_chosen_by_type():
+def test_configs_are_selected_by_type():
     names = ["token_mean", "sequence_mean", "sequence_sum"]
     assert [draccus.decode(AggregationConfig, {"type": name}) for name in names] == CONFIGS[:3]
     assert draccus.decode(AggregationConfig, {"type": "constant", "length": 4}) == CONFIGS[3]

@@ -11,27 +11,27 @@ from hypothesis import strategies as st
 
 from marin_rl.objectives.advantages import AdvantageConfig, dr_grpo_advantages, grpo_advantages
 from marin_rl.objectives.gigpo import GigpoConfig, GigpoNormalization, anchor_of, step_advantages
-from tests.objectives.advantage_cases import advantages, batches, make_signal, shuffled, signals
+from tests.objectives.advantage_cases import advantages, batches, make_inputs, shuffled, to_inputs
 
 EXAMPLE = [
-    make_signal(1.0, [0.0, 0.0, 1.0], anchors=["s0", "s1", "s2"], id="T0"),
-    make_signal(0.0, [0.0, 0.0, 0.0], anchors=["s0", "s1", "s3"], id="T1"),
-    make_signal(1.0, [0.0, 1.0], anchors=["s0", "s2"], id="T2"),
+    make_inputs(1.0, [0.0, 0.0, 1.0], anchors=["s0", "s1", "s2"], id="T0"),
+    make_inputs(0.0, [0.0, 0.0, 0.0], anchors=["s0", "s1", "s3"], id="T1"),
+    make_inputs(1.0, [0.0, 1.0], anchors=["s0", "s2"], id="T2"),
 ]
 EPISODE = [1 / 3, -2 / 3, 1 / 3]
 STEP = [[0.285, 0.475, 0.0], [-0.6175, -0.475, 0.0], [0.3325, 0.0]]
 
 
 def compared(value, values, std):
-    """One value against the mean of all of them, by the definition."""
+    """Compare one value with the mean of all values, from the definition."""
     mean = sum(values) / len(values)
-    spread = math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1)) if len(values) > 1 else 0.0
-    return (value - mean) / (spread + 1e-6 if std else 1.0)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1)) if len(values) > 1 else 0.0
+    return (value - mean) / (deviation + 1e-6 if std else 1.0)
 
 
 def oracle(group, omega, gamma, std, default, at_end):
-    """A(i,t) of each turn by loops over turns, from the paper's definition."""
-    alive = [signal for signal in group if signal.score is not None]
+    """Compute A(i,t) with loops over turns, from the definition in the paper."""
+    alive = [inputs for inputs in group if inputs.score is not None]
     total = {id(s): s.score - sum(s.penalties.tolist()) for s in alive}
     turn_returns = {}
     for s in alive:
@@ -64,15 +64,13 @@ def oracle(group, omega, gamma, std, default, at_end):
     st.booleans(),
 )
 def test_matches_the_loops(groups, omega, gamma, std, default, at_end):
-    groups = signals(groups)
+    groups = to_inputs(groups)
     normalize = GigpoNormalization.STD if std else GigpoNormalization.NONE
     config = GigpoConfig(omega, gamma, normalize, default, at_end)
-    for group, token_advantages_list in zip(groups, config.compute(groups), strict=True):
-        for expected, token_advantages in zip(
-            oracle(group, omega, gamma, std, default, at_end), token_advantages_list, strict=True
-        ):
-            np.testing.assert_allclose(token_advantages.advantages, expected, rtol=1e-6, atol=1e-6)
-            assert token_advantages.value_targets.tolist() == [0.0] * token_advantages.advantages.size
+    for group, results in zip(groups, config.compute(groups), strict=True):
+        for expected, result in zip(oracle(group, omega, gamma, std, default, at_end), results, strict=True):
+            np.testing.assert_allclose(result.advantages, expected, rtol=1e-6, atol=1e-6)
+            assert result.value_targets.tolist() == [0.0] * result.advantages.size
 
 
 def test_worked_example():
@@ -84,18 +82,18 @@ def test_worked_example():
     np.testing.assert_allclose(EPISODE, [0.333333, -0.666667, 0.333333], atol=5e-7)
 
 
-def test_the_parts_of_the_worked_example_are_told():
-    [token_advantages_list] = GigpoConfig().compute([EXAMPLE])
-    parts = [token_advantages.of_turns for token_advantages in token_advantages_list]
+def test_components_of_the_worked_example():
+    [results] = GigpoConfig().compute([EXAMPLE])
+    parts = [result.of_turns for result in results]
     assert [part.episode_advantage for part in parts] == pytest.approx(EPISODE)
     assert [part.step_advantages.tolist() for part in parts] == [pytest.approx(own) for own in STEP]
     returns = [[0.9025, 0.95, 1.0], [0.0, 0.0, 0.0], [0.95, 1.0]]
     assert [part.returns.tolist() for part in parts] == [pytest.approx(own) for own in returns]
 
 
-def test_a_failed_rollout_has_no_parts():
-    [token_advantages_list] = GigpoConfig().compute([[*EXAMPLE, make_signal(None, [0.0], anchors=["s0"], id="T3")]])
-    assert [token_advantages.of_turns is None for token_advantages in token_advantages_list] == [
+def test_a_failed_rollout_has_no_components():
+    [results] = GigpoConfig().compute([[*EXAMPLE, make_inputs(None, [0.0], anchors=["s0"], id="T3")]])
+    assert [result.of_turns is None for result in results] == [
         False,
         False,
         False,
@@ -103,7 +101,7 @@ def test_a_failed_rollout_has_no_parts():
     ]
 
 
-def test_std_divides_each_part_by_its_own_spread():
+def test_std_divides_each_component_by_its_standard_deviation():
     config = GigpoConfig(normalize=GigpoNormalization.STD)
     actual = advantages(config.compute([EXAMPLE]))[0]
     episode = grpo_advantages([1.0, 0.0, 1.0])
@@ -122,8 +120,8 @@ def test_repeated_visits_count_each_time():
 
 def test_all_tokens_of_a_turn_share_its_advantage():
     longer = [
-        make_signal(1.0, [0.0, 1.0], anchors=["s", "t"], tokens=[3, 2]),
-        make_signal(0.0, [0.0, 0.0], anchors=["s", "t"], tokens=[1, 0]),
+        make_inputs(1.0, [0.0, 1.0], anchors=["s", "t"], tokens=[3, 2]),
+        make_inputs(0.0, [0.0, 0.0], anchors=["s", "t"], tokens=[1, 0]),
     ]
     first, second = advantages(GigpoConfig(gamma=1.0).compute([longer]))[0]
     assert first == [1.0] * 5
@@ -131,26 +129,26 @@ def test_all_tokens_of_a_turn_share_its_advantage():
 
 
 def test_the_episode_mean_is_over_episodes_not_over_steps():
-    long = make_signal(1.0, [0.0] * 5 + [1.0], anchors=list("abcdef"))
-    short = make_signal(0.0, [0.0], anchors=["z"])
+    long = make_inputs(1.0, [0.0] * 5 + [1.0], anchors=list("abcdef"))
+    short = make_inputs(0.0, [0.0], anchors=["z"])
     assert advantages(GigpoConfig().compute([[long, short]]))[0] == [[0.5] * 6, [-0.5]]
 
 
 def test_singletons_are_zero():
     # Each state seen once.
-    apart = [make_signal(1.0, [1.0], anchors=["a"]), make_signal(1.0, [1.0], anchors=["b"])]
+    apart = [make_inputs(1.0, [1.0], anchors=["a"]), make_inputs(1.0, [1.0], anchors=["b"])]
     for normalize in GigpoNormalization:
         config = GigpoConfig(normalize=normalize)
         assert advantages(config.compute([apart])) == [[[0.0], [0.0]]]
         # A group of one, even one that came to a state twice; so is one whose others failed.
-        twice = make_signal(1.0, [0.0, 1.0], anchors=["a", "a"])
+        twice = make_inputs(1.0, [0.0, 1.0], anchors=["a", "a"])
         assert advantages(config.compute([[twice]])) == [[[0.0, 0.0]]]
-        assert advantages(config.compute([[twice, make_signal(None, [9.0])]])) == [[[0.0, 0.0], [0.0]]]
-        assert advantages(config.compute([[make_signal(None, [9.0])] * 2, []])) == [[[0.0], [0.0]], []]
+        assert advantages(config.compute([[twice, make_inputs(None, [9.0])]])) == [[[0.0, 0.0], [0.0]]]
+        assert advantages(config.compute([[make_inputs(None, [9.0])] * 2, []])) == [[[0.0], [0.0]], []]
 
 
 def test_equal_returns_are_exactly_zero():
-    same = [make_signal(0.1, [0.0, 0.1], anchors=["s", "t"]) for _ in range(6)]
+    same = [make_inputs(0.1, [0.0, 0.1], anchors=["s", "t"]) for _ in range(6)]
     for normalize in GigpoNormalization:
         assert advantages(GigpoConfig(normalize=normalize).compute([same])) == [[[0.0, 0.0]] * 6]
 
@@ -161,15 +159,15 @@ def test_groups_do_not_see_one_another():
     assert advantages(together) == advantages(alone)
 
 
-def test_one_turn_per_rollout_is_dr_grpo_twice():
+def test_one_turn_per_rollout_doubles_dr_grpo():
     scores = [1.0, 2.0, 5.0, 8.0]
-    group = [make_signal(score, anchors=["s"]) for score in scores]
+    group = [make_inputs(score, anchors=["s"]) for score in scores]
     actual = np.ravel(advantages(GigpoConfig().compute([group]))[0])
     np.testing.assert_allclose(actual, 2 * dr_grpo_advantages(scores), rtol=1e-15)
 
 
-def test_the_score_is_added_at_the_last_turn_where_asked():
-    group = [make_signal(2.0, [0.5, 0.0], anchors=["s", "t"]), make_signal(0.0, [0.0, 0.0], anchors=["s", "t"])]
+def test_add_score_at_end_adds_the_score_to_the_last_turn():
+    group = [make_inputs(2.0, [0.5, 0.0], anchors=["s", "t"]), make_inputs(0.0, [0.0, 0.0], anchors=["s", "t"])]
     without = advantages(GigpoConfig(gamma=0.5).compute([group]))[0]
     added = advantages(GigpoConfig(gamma=0.5, add_score_at_end=True).compute([group]))[0]
     assert without == [[1.25, 1.0], [-1.25, -1.0]]  # 1 + (.5 - 0)/2, 1 + 0
@@ -178,8 +176,8 @@ def test_the_score_is_added_at_the_last_turn_where_asked():
 
 def test_turns_without_a_reward_get_the_default():
     group = [
-        make_signal(0.0, [0.0, 0.0], anchors=["s", "t"], unrewarded=[1]),
-        make_signal(0.0, [0.0, 0.0], anchors=["s", "t"]),
+        make_inputs(0.0, [0.0, 0.0], anchors=["s", "t"], unrewarded=[1]),
+        make_inputs(0.0, [0.0, 0.0], anchors=["s", "t"]),
     ]
     actual = advantages(GigpoConfig(gamma=0.5, default_step_reward=-1.0).compute([group]))[0]
     assert actual == [[-0.25, -0.5], [0.25, 0.5]]
@@ -187,45 +185,45 @@ def test_turns_without_a_reward_get_the_default():
 
 @settings(max_examples=30)
 @given(batches, st.integers(0, 99), st.sampled_from(list(GigpoNormalization)))
-def test_order_of_the_rollouts_changes_no_bit(groups, seed, normalize):
+def test_results_are_bit_identical_for_any_rollout_order(groups, seed, normalize):
     config = GigpoConfig(normalize=normalize)
-    groups = signals(groups)
+    groups = to_inputs(groups)
     moved, orders = shuffled(groups, seed)
     expected = advantages(config.compute(groups))
     for original, actual, order in zip(expected, advantages(config.compute(moved)), orders, strict=True):
         assert actual == [original[source] for source in order]
 
 
-def test_a_turn_without_an_anchor_names_the_rollout():
-    bad = make_signal(1.0, [0.0, 1.0], anchors=["s", ""], id="step-7-2")
+def test_a_missing_anchor_raises_an_error_that_names_the_rollout():
+    bad = make_inputs(1.0, [0.0, 1.0], anchors=["s", ""], id="step-7-2")
     with pytest.raises(ValueError, match="rollout step-7-2: turn 1 has no anchor state"):
         GigpoConfig().compute([[EXAMPLE[0], bad]])
 
 
-def test_signals_are_not_changed():
-    group = [make_signal(2.0, [0.5, 0.0], unrewarded=[1]), make_signal(0.0, [0.0, 0.0])]
+def test_compute_does_not_modify_its_inputs():
+    group = [make_inputs(2.0, [0.5, 0.0], unrewarded=[1]), make_inputs(0.0, [0.0, 0.0])]
     GigpoConfig(default_step_reward=3.0, add_score_at_end=True).compute([group])
     assert group[0].turn_rewards.tolist() == [0.5, 0.0]
 
 
 class TestAnchors:
-    def test_equal_observations_are_equal_whatever_the_order_of_keys(self):
+    def test_anchor_does_not_depend_on_key_order(self):
         assert anchor_of({"a": 1, "b": {"c": [1, 2], "d": None}}) == anchor_of({"b": {"d": None, "c": [1, 2]}, "a": 1})
         assert anchor_of(({"role": "user", "content": "é"},)) == anchor_of([{"content": "é", "role": "user"}])
 
     @pytest.mark.parametrize(
         ("one", "other"), [("a", "b"), (1, "1"), (["ab"], ["a", "b"]), ([1, 2], [2, 1]), ({}, []), (None, "null")]
     )
-    def test_different_observations_are_not(self, one, other):
+    def test_different_observations_have_different_anchors(self, one, other):
         assert anchor_of(one) != anchor_of(other)
 
-    def test_is_the_same_in_every_process(self):
+    def test_anchor_is_stable_across_processes(self):
         # printf '{"a":[1,2]}' | sha256sum
         expected = "01530d164d479cf08e26d3b1ad9bdba927120d97e2d057a6d792db778780d720"
         assert anchor_of({"a": [1, 2]}) == expected
 
     @pytest.mark.parametrize("observation", [object(), {1, 2}, {"x": math.nan}, {1: "a", "b": 2}])
-    def test_what_json_cannot_hold_is_an_error(self, observation):
+    def test_non_json_observations_raise_an_error(self, observation):
         with pytest.raises(TypeError, match="has no canonical JSON"):
             anchor_of(observation)
 
@@ -246,6 +244,6 @@ def test_config():
     ({"gamma": 1.5}, "gamma is 1.5"),
     ({"default_step_reward": math.inf}, "default_step_reward is inf"),
 ])  # fmt: skip
-def test_impossible_settings_are_named(fields, message):
+def test_invalid_settings_raise_an_error_that_names_the_setting(fields, message):
     with pytest.raises(ValueError, match=rf"advantage\.{message}"):
         GigpoConfig(**fields)

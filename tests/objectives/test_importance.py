@@ -26,7 +26,7 @@ from marin_rl.objectives.importance import (
 
 
 def oracle(differences):
-    """Every statistic, from the list of weights."""
+    """Compute every statistic from the list of weights."""
     n = len(differences)
     weights = [math.exp(max(-20.0, min(20.0, d))) for d in differences]
     mean = sum(weights) / n
@@ -46,7 +46,9 @@ def check(statistics, differences, rtol, atol=0.0):
         np.testing.assert_allclose(getattr(statistics, name), expected, rtol=rtol, atol=atol, err_msg=name)
 
 
-jitted_statistics = jax.jit(log_ratio_statistics)
+@jax.jit
+def jitted_statistics(logprobs, policy_logprobs, loss_mask):
+    return log_ratio_statistics(logprobs - policy_logprobs, loss_mask)
 
 
 def statistics_of(differences):
@@ -61,7 +63,7 @@ def test_matches_the_definitions(differences):
         check(statistics_of(differences), differences, rtol=1e-9, atol=1e-12)
 
 
-def test_microbatches_merge_to_the_whole():
+def test_merged_microbatches_equal_the_whole_batch():
     rng = np.random.default_rng(0)
     logprobs, old = rng.uniform(-3, 0, (6, 5)), rng.uniform(-3, 0, (6, 5))
     mask = rng.random((6, 5)) < 0.6
@@ -72,7 +74,7 @@ def test_microbatches_merge_to_the_whole():
         check(functools.reduce(LogRatioStatistics.merge, parts), (logprobs - old)[mask].tolist(), rtol=1e-9)
 
 
-def test_masked_tokens_may_hold_anything():
+def test_masked_tokens_may_be_nan_or_infinite():
     logprobs = jnp.array([-1.0, jnp.nan, jnp.inf, -2.0])
     mask = jnp.array([True, False, False, True])
     statistics = jitted_statistics(logprobs, jnp.array([-1.5, 0.0, -jnp.inf, -1.0]), mask)
@@ -86,35 +88,35 @@ def test_equal_policies():
     assert float(statistics.ratio_variance) == float(statistics.mean_k3) == float(statistics.maximum) == 0.0
 
 
-def test_one_dominating_token_leaves_one_sample():
+def test_one_dominating_token_gives_an_effective_sample_size_of_one():
     assert float(statistics_of([15.0] + [-15.0] * 9).effective_sample_size) == pytest.approx(0.1, rel=1e-4)
 
 
-def test_variance_near_one_is_not_rounding_in_float32():
-    # Σw² - (Σw)²/n would give 0 or noise of 1e-7; the variance is 1e-10.
+def test_variance_of_weights_near_one_is_accurate_in_float32():
+    # Σw² - (Σw)²/n gives 0 or noise of 1e-7 in float32; the variance is 1e-10.
     assert float(statistics_of([1e-5, -1e-5] * 50).ratio_variance) == pytest.approx(1e-10, rel=1e-3)
 
 
-def test_no_tokens_give_finite_neutral_values():
+def test_statistics_of_no_tokens_are_neutral():
     statistics = jitted_statistics(np.ones(3, np.float32), np.zeros(3, np.float32), np.zeros(3, bool))
     assert float(statistics.num_tokens) == float(statistics.mean_absolute) == float(statistics.maximum) == 0.0
     assert float(statistics.mean_ratio) == float(statistics.effective_sample_size) == 1.0
 
 
-def test_extreme_differences_stay_finite_and_are_reported_unclamped():
+def test_extreme_differences_are_finite_and_reported_unclamped():
     statistics = statistics_of([500.0, -500.0])
     assert float(statistics.maximum) == float(statistics.mean_absolute) == 500.0
     assert all(math.isfinite(value) for value in statistics)
     assert float(statistics.mean_ratio) == pytest.approx(math.exp(20) / 2, rel=1e-5)
 
 
-def test_is_a_pytree_and_runs_under_jit():
+def test_statistics_are_a_pytree_under_jit():
     jitted = jitted_statistics(jnp.array([-1.0]), jnp.array([-2.0]), jnp.array([True]))
     assert isinstance(jitted, LogRatioStatistics)
     check(jitted, [1.0], rtol=1e-5)
 
 
-MISMATCHES = [
+CORRECTIONS = [
     NoCorrectionConfig(),
     TisConfig(),
     TisConfig(0.7),
@@ -127,7 +129,7 @@ ragged = st.lists(st.lists(st.floats(-3, 3) | st.floats(-90, 90), max_size=5), m
 
 
 def weight_oracle(config, log_weights):
-    """The weight of each token of one rollout, from the definitions."""
+    """Compute the weight of each token of one rollout from the definitions."""
     weights = [math.exp(max(-20.0, min(20.0, d))) for d in log_weights]
     match config:
         case NoCorrectionConfig():
@@ -140,8 +142,8 @@ def weight_oracle(config, log_weights):
             return [w if low <= w <= high else 0.0 for w in weights]
 
 
-class TestMismatch:
-    @pytest.mark.parametrize("config", MISMATCHES)
+class TestCorrections:
+    @pytest.mark.parametrize("config", CORRECTIONS)
     @settings(max_examples=50)
     @given(log_weights=ragged)
     def test_matches_the_definitions(self, config, log_weights):
@@ -151,24 +153,24 @@ class TestMismatch:
             assert weights.dtype == np.float64
             np.testing.assert_allclose(weights, weight_oracle(config, own), rtol=1e-9)
 
-    @pytest.mark.parametrize("config", MISMATCHES)
-    def test_equal_policies_are_not_corrected_within_bounds(self, config):
+    @pytest.mark.parametrize("config", CORRECTIONS)
+    def test_weights_of_equal_policies_are_one_if_within_bounds(self, config):
         expected = weight_oracle(config, [0.0, 0.0])
         assert config.weights([np.zeros(2), np.zeros(0)])[0].tolist() == expected
         assert expected == [1.0, 1.0] or config in (TisConfig(0.7), MaskMismatchConfig(0.7))
 
-    def test_bounds_themselves_are_kept(self):
+    def test_bounds_are_inclusive(self):
         assert IcepopConfig(0.5, 4.0).weights([np.log(np.array([0.5, 4.0]))])[0].tolist() == pytest.approx([0.5, 4.0])
         assert MaskMismatchConfig(2.0).weights([np.array([math.log(2.0)])])[0].tolist() == [1.0]
         assert MaskMismatchConfig(2.0).weights([np.array([math.log(2.0) + 1e-9])])[0].tolist() == [0.0]
 
-    def test_only_rollouts_that_the_learner_finds_likelier_are_masked(self):
+    def test_only_rollouts_more_probable_under_the_learner_are_masked(self):
         kept, dropped = MaskMismatchConfig().weights([np.full(3, -5.0), np.full(3, 0.3)])
         assert kept.tolist() == [1.0] * 3
         assert dropped.tolist() == [0.0] * 3
 
     def test_long_rollouts_do_not_overflow(self):
-        for config in MISMATCHES:
+        for config in CORRECTIONS:
             for own in (np.full(5000, 15.0), np.full(5000, -15.0), np.array([1e30, -1e30])):
                 assert np.isfinite(config.weights([own])[0]).all()
 
@@ -177,14 +179,14 @@ class TestMismatch:
         assert MaskMismatchConfig(math.exp(1000 * float(np.float32(0.1)) + 1e-6)).weights([own])[0][0] == 1.0
         assert MaskMismatchConfig(math.exp(1000 * float(np.float32(0.1)) - 1e-6)).weights([own])[0][0] == 0.0
 
-    def test_configs_are_chosen_by_type(self):
+    def test_configs_are_selected_by_type(self):
         assert draccus.decode(OffPolicyCorrectionConfig, {"type": "none"}) == NoCorrectionConfig()
         assert draccus.decode(OffPolicyCorrectionConfig, {"type": "tis"}) == TisConfig(2.0)
         assert draccus.decode(OffPolicyCorrectionConfig, {"type": "mask", "cap": 3.0}) == MaskMismatchConfig(3.0)
         assert draccus.decode(OffPolicyCorrectionConfig, {"type": "icepop"}) == IcepopConfig(0.5, 5.0)
         assert set(OffPolicyCorrectionConfig.get_known_choices()) == {"none", "tis", "mask", "icepop"}
 
-    def test_what_each_needs(self):
+    def test_declared_requirements(self):
         configs = [OffPolicyCorrectionConfig.get_choice_class(name)() for name in ("none", "tis", "mask", "icepop")]
         assert [config.needs_sampling_logprobs for config in configs] == [False, True, True, True]
         assert [config.is_token_level for config in configs] == [False, True, False, True]
@@ -199,21 +201,21 @@ class TestMismatch:
         (IcepopConfig, {"high": 0.9}, "high is 0.9"),
         (IcepopConfig, {"high": math.inf}, "high is inf"),
     ])  # fmt: skip
-    def test_impossible_bounds_are_named(self, config, fields, message):
+    def test_invalid_bounds_raise_an_error_that_names_the_setting(self, config, fields, message):
         with pytest.raises(ValueError, match=rf"off_policy_correction\.{message}"):
             config(**fields)
 
 
 class TestMismatchMetrics:
     @given(ragged)
-    def test_are_those_of_the_raw_weights(self, log_weights):
+    def test_metrics_match_the_raw_weights(self, log_weights):
         together = [d for own in log_weights for d in own] or [0.0]
         expected = oracle(together)
         arrays = [np.array(own) for own in log_weights]
         with jax.enable_x64(True):
             actual = mismatch_metrics(log_weight_statistics(arrays), arrays)
         largest = max(math.exp(max(-20.0, min(20.0, d))) for d in together)
-        # Without tokens there is no largest weight.
+        # There is no maximum without tokens.
         assert actual.pop("mismatch/weight_max", 1.0) == pytest.approx(largest, rel=1e-9)
         assert actual == {
             "mismatch/weight_mean": pytest.approx(expected["mean_ratio"], rel=1e-9),
@@ -231,7 +233,8 @@ class TestMismatchMetrics:
             device = mismatch_metrics(statistics_of(np.concatenate(log_weights).tolist()))
         assert host == pytest.approx(device, rel=1e-9)
 
-    def test_without_tokens_they_are_those_of_equal_policies(self):
-        found = [mismatch_metrics(log_weight_statistics(given)) for given in ([], [np.zeros(0)], [np.zeros(4)])]
-        assert found[0] == found[1] == found[2]
-        assert mismatch_metrics(log_weight_statistics([np.zeros(0)]), [np.zeros(0)]) == found[0]
+    def test_metrics_of_no_tokens_equal_those_of_equal_policies(self):
+        neutral = mismatch_metrics(log_weight_statistics([np.zeros(4)]))
+        assert mismatch_metrics(log_weight_statistics([])) == neutral
+        assert mismatch_metrics(log_weight_statistics([np.zeros(0)])) == neutral
+        assert mismatch_metrics(log_weight_statistics([np.zeros(0)]), [np.zeros(0)]) == neutral

@@ -62,15 +62,15 @@ def test_matches_the_formula(name, pairs):
 
 
 @pytest.mark.parametrize("difference", [1e-3, 1e-4, 1e-5, 1e-6])
-def test_k3_keeps_its_precision_where_the_policies_are_close(difference):
-    # exp(d) - 1 - d in float32 is off by about 6e-8, which is more than k3 itself below d = 3e-4.
+def test_k3_is_accurate_for_close_policies(difference):
+    # exp(d) - 1 - d in float32 has an error of about 6e-8, which exceeds k3 below d = 3e-4.
     k3 = kl_k3(jnp.float32(0.0), jnp.float32(difference))
     assert abs(float(k3) - difference**2 / 2) < 1e-7 * difference + difference**3
 
 
 @pytest.mark.parametrize("name", WORKED)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_extreme_differences_are_clamped_with_their_sign(name, sign):
+def test_extreme_differences_are_clamped_and_keep_their_sign(name, sign):
     estimator = WORKED[name][0]
     far = estimator(jnp.float32(-500 if sign > 0 else 0), jnp.float32(0 if sign > 0 else -500))
     assert float(far) == pytest.approx(oracle(name, 0.0, 20.0 * sign), rel=1e-5)
@@ -79,7 +79,7 @@ def test_extreme_differences_are_clamped_with_their_sign(name, sign):
 
 @pytest.mark.parametrize("name", WORKED)
 def test_gradient_is_the_finite_difference(name):
-    # That of k2, for k3_plus: its derivative is not that of its value.
+    # k3_plus has the derivative of k2, not of its value.
     differentiated = kl_k2 if name == "k3_plus" else WORKED[name][0]
     rng = np.random.default_rng(0)
     logprobs, reference = rng.uniform(-5, 0, (2, 200))
@@ -92,7 +92,7 @@ def test_gradient_is_the_finite_difference(name):
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.floats(-60, 0, width=32), st.floats(-60, 0, width=32)), min_size=4, max_size=4))
-def test_k3_plus_is_k3_to_the_last_bit_with_the_gradient_of_k2(pairs):
+def test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2(pairs):
     logprobs, reference = jnp.array(np.array(pairs, np.float32).T)
     assert kl_k3_plus(logprobs, reference).tolist() == kl_k3(logprobs, reference).tolist()
     plus, k2 = (gradients_of[name](logprobs, reference).tolist() for name in ("k3_plus", "k2"))
@@ -100,14 +100,14 @@ def test_k3_plus_is_k3_to_the_last_bit_with_the_gradient_of_k2(pairs):
 
 
 @pytest.mark.parametrize("name", WORKED)
-def test_sign_of_the_pull(name):
-    """Where π is above its reference, descent on k2, k3 and k3_plus lowers it, and below raises it."""
+def test_sign_of_the_gradient(name):
+    """Gradient descent on k2, k3 and k3_plus moves log π towards log π_ref."""
     gradient = gradients_of[name](jnp.array(LOGPROBS), jnp.array(REFERENCE))
     assert np.sign(gradient).tolist() == ([1.0, 1.0, 1.0] if name == "k1" else [1.0, -1.0, 0.0])
 
 
 class TestExpectedGradients:
-    """On a categorical policy, summed over all actions: what each estimator's gradient is, exactly."""
+    """Exact expected gradient of each estimator on a categorical policy, summed over all actions."""
 
     logits = np.array([0.3, -0.7, 1.1, 0.2])
     reference = np.log(np.array([0.4, 0.3, 0.2, 0.1]))
@@ -129,19 +129,19 @@ class TestExpectedGradients:
         log_ratio = np.log(policy) - self.reference
         return policy * (log_ratio - np.sum(policy * log_ratio))
 
-    def test_k1_has_none(self):
+    def test_k1_has_zero_expected_gradient(self):
         np.testing.assert_allclose(self.expected_gradient(kl_k1), 0.0, atol=1e-12)
 
     @pytest.mark.parametrize("estimator", [kl_k2, kl_k3_plus])
-    def test_k2_and_k3_plus_have_the_reverse_kls(self, estimator):
+    def test_k2_and_k3_plus_have_the_gradient_of_the_reverse_kl(self, estimator):
         np.testing.assert_allclose(self.expected_gradient(estimator), self.kl_gradient(reverse=True), atol=1e-12)
 
-    def test_k3_has_the_forward_kls_and_not_the_reverse_kls(self):
+    def test_k3_has_the_gradient_of_the_forward_kl(self):
         actual = self.expected_gradient(kl_k3)
         np.testing.assert_allclose(actual, self.kl_gradient(reverse=False), atol=1e-12)
         assert np.abs(actual - self.kl_gradient(reverse=True)).max() > 0.01
 
-    def test_k1_and_k3_estimate_the_reverse_kl_without_bias_and_k2_does_not(self):
+    def test_k1_and_k3_are_unbiased_and_k2_is_biased(self):
         policy = np.exp(self.logits) / np.exp(self.logits).sum()
         exact = np.sum(policy * (np.log(policy) - self.reference))
         with jax.enable_x64(True):
@@ -155,7 +155,7 @@ class TestExpectedGradients:
         assert abs(k2 - exact) > 1e-3
 
 
-def test_in_reward_lowers_the_return_and_leaves_the_loss_alone():
+def test_in_reward_penalises_the_reward_only():
     config = RewardKlConfig(beta=0.1)
     np.testing.assert_allclose(config.reward_penalty(np.array([5.0, -1.0])), [0.5, -0.1])
     assert config.loss_terms(jnp.array(LOGPROBS), jnp.array(REFERENCE)).tolist() == [0.0] * 3
@@ -163,7 +163,7 @@ def test_in_reward_lowers_the_return_and_leaves_the_loss_alone():
 
 
 @pytest.mark.parametrize("name", WORKED)
-def test_in_loss_adds_the_estimator_and_leaves_the_reward_alone(name):
+def test_in_loss_penalises_the_loss_only(name):
     config = LossKlConfig(beta=0.5, estimator=KlEstimator(name))
     terms = config.loss_terms(jnp.array(LOGPROBS), jnp.array(REFERENCE))
     np.testing.assert_allclose(terms, np.multiply(0.5, WORKED[name][1]), atol=1e-6)
@@ -172,22 +172,22 @@ def test_in_loss_adds_the_estimator_and_leaves_the_reward_alone(name):
 
 
 @pytest.mark.parametrize("estimator", [KlEstimator.K2, KlEstimator.K3, KlEstimator.K3_PLUS])
-def test_in_loss_pulls_towards_the_reference(estimator):
+def test_in_loss_gradient_points_towards_the_reference(estimator):
     config = LossKlConfig(beta=1.0, estimator=estimator)
-    pull = jax.grad(lambda x: config.loss_terms(x, jnp.array(REFERENCE)).sum())(jnp.array(LOGPROBS))
-    # Descent lowers the first (above its reference), raises the second (below it), leaves the third.
-    assert np.sign(pull).tolist() == [1.0, -1.0, 0.0]
+    gradient = jax.grad(lambda x: config.loss_terms(x, jnp.array(REFERENCE)).sum())(jnp.array(LOGPROBS))
+    # Gradient descent lowers the first (above its reference), raises the second (below it), keeps the third.
+    assert np.sign(gradient).tolist() == [1.0, -1.0, 0.0]
 
 
 @pytest.mark.parametrize("config", [NoKlConfig(), RewardKlConfig(beta=0.0), LossKlConfig(beta=0.0)])
-def test_without_a_coefficient_no_reference_is_needed(config):
+def test_no_reference_is_needed_with_a_zero_coefficient(config):
     assert not config.needs_reference
     assert config.coefficient == 0.0
     assert config.loss_terms(jnp.array(LOGPROBS), jnp.full(3, jnp.nan)).tolist() == [0.0] * 3
     assert config.reward_penalty(np.array([5.0])).tolist() == [0.0]
 
 
-def test_configs_are_chosen_by_type():
+def test_configs_are_selected_by_type():
     assert draccus.decode(KlConfig, {"type": "none"}) == NoKlConfig()
     assert draccus.decode(KlConfig, {"type": "in_reward", "beta": 0.05}) == RewardKlConfig(beta=0.05)
     assert draccus.decode(KlConfig, {"type": "in_loss", "beta": 0.01, "estimator": "k3"}) == LossKlConfig(
@@ -197,6 +197,6 @@ def test_configs_are_chosen_by_type():
 
 @pytest.mark.parametrize("config", [RewardKlConfig, LossKlConfig])
 @pytest.mark.parametrize("beta", [-0.1, math.nan, math.inf])
-def test_bad_coefficient_is_named(config, beta):
+def test_invalid_coefficient_raises_an_error_that_names_the_setting(config, beta):
     with pytest.raises(ValueError, match=rf"kl\.beta is {beta}"):
         config(beta=beta)

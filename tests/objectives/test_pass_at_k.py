@@ -13,7 +13,7 @@ from marin_rl.objectives.pass_at_k import pass_at_k
 
 
 @pytest.mark.parametrize("n", range(1, 8))
-def test_is_the_share_of_subsets_with_a_right_sample(n):
+def test_equals_the_share_of_subsets_with_a_correct_sample(n):
     for c, k in itertools.product(range(n + 1), range(1, n + 1)):
         subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
         assert pass_at_k(n, c, k) == sum(map(any, subsets)) / len(subsets)
@@ -28,7 +28,7 @@ def test_matches_the_product_form_of_the_paper(data):
 
 
 def test_is_unbiased():
-    # Exactly: over all outcomes of n draws with chance p, its mean is 1 - (1 - p)^k.
+    # The exact mean over all outcomes of n draws with success probability p is 1 - (1 - p)^k.
     n, p = 5, Fraction(1, 3)
     for k in range(1, n + 1):
         mean = sum(
@@ -38,7 +38,7 @@ def test_is_unbiased():
         assert mean == pytest.approx(float(1 - (1 - p) ** k), abs=1e-14)
 
 
-def test_large_counts_neither_overflow_nor_lose_small_values():
+def test_large_counts_do_not_overflow_or_underflow():
     assert pass_at_k(10_000, 1, 1) == 1e-4
     assert pass_at_k(10_000, 1, 5_000) == 0.5
     assert 0.999 < pass_at_k(10_000, 5_000, 100) <= 1.0
@@ -54,6 +54,6 @@ def test_large_counts_neither_overflow_nor_lose_small_values():
         (0, 0, 1, "k is 1"),
     ],
 )
-def test_impossible_counts_are_named(n, c, k, message):
+def test_invalid_counts_raise_an_error_that_names_the_value(n, c, k, message):
     with pytest.raises(ValueError, match=message):
         pass_at_k(n, c, k)

@@ -21,9 +21,9 @@ from marin_rl.objectives.policy_loss import (
     PpoClipLossConfig,
     ReinforceLossConfig,
     RlooSequenceLossConfig,
-    Sequences,
+    TokenBatch,
 )
-from tests.objectives.advantage_cases import make_signal
+from tests.objectives.advantage_cases import make_inputs
 
 TOKEN_LEVEL = [
     ReinforceLossConfig(),
@@ -40,10 +40,9 @@ def softmax(logits):
 
 
 class Bandit:
-    """Two choices; the first of the first leads to two more. Three outcomes, of 2, 2 and 1 turns of one token each.
+    """Two choices; the first option leads to two further choices. Three outcomes, of 2, 2 and 1 one-token turns.
 
-    Everything is enumerated: expectations are sums over all groups of three attempts, and the policy gradient is a
-    formula.
+    Expectations are exact sums over all groups of three rollouts, and the policy gradient has a closed form.
     """
 
     first = np.array([0.3, -0.4])
@@ -56,20 +55,20 @@ class Bandit:
         return np.array([p[0] * q[0], p[0] * q[1], p[1]])
 
     def gradient(self, first, second):
-        """∂E[R]/∂logits: π_a(Q_a - V) at the first choice; at the second the same, times the chance to get there."""
+        """∂E[R]/∂logits: π_a(Q_a - V) at the first choice; at the second also times the probability of reaching it."""
         p, q = softmax(first), softmax(second)
         later = np.array([2.0, -1.0])
         values = np.array([0.5 + q @ later, 1.0])
         return p * (values - p @ values), p[0] * q * (later - q @ later)
 
     def values(self):
-        """V before each choice of the current policy: the expected rewards from there on."""
+        """V at each choice of the current policy: the expected sum of later rewards."""
         later = softmax(self.second) @ np.array([2.0, -1.0])
         return softmax(self.first) @ np.array([0.5 + later, 1.0]), later
 
-    def signals(self, outcomes, values):
+    def inputs(self, outcomes, values):
         return [
-            make_signal(sum(rewards), rewards, anchors=["s0", "s1"][: len(rewards)], values=values[: len(rewards)])
+            make_inputs(sum(rewards), rewards, anchors=["s0", "s1"][: len(rewards)], values=values[: len(rewards)])
             for rewards in (self.turn_rewards[outcome] for outcome in outcomes)
         ]
 
@@ -77,18 +76,18 @@ class Bandit:
     def groups(self):
         return np.array(list(itertools.product(range(3), repeat=self.group)))
 
-    @functools.cache  # noqa: B019 (there is one, for the whole file)
+    @functools.cache  # noqa: B019 (there is a single instance)
     def advantages(self, estimator, values):
-        """`[groups, rollouts, tokens]`, 0 where a rollout has ended."""
-        made = np.zeros((*self.groups.shape, 2))
+        """`[groups, rollouts, tokens]`, 0 after the end of a rollout."""
+        array = np.zeros((*self.groups.shape, 2))
         for group, outcomes in enumerate(self.groups):
-            (token_advantages_list,) = estimator.compute([self.signals(outcomes, values)])
-            for member, token_advantages in enumerate(token_advantages_list):
-                made[group, member, : token_advantages.advantages.size] = token_advantages.advantages
-        return made
+            (results,) = estimator.compute([self.inputs(outcomes, values)])
+            for member, result in enumerate(results):
+                array[group, member, : result.advantages.size] = result.advantages
+        return array
 
     def expected_gradient(self, config, estimator, *, values=(0.0, 0.0), old=None):
-        """Of the negative loss, over all groups that the old policy may sample, at the current policy."""
+        """Expected gradient of the negative loss at the current policy, over all groups sampled by the old policy."""
         old = (self.first, self.second) if old is None else old
         chances = self.chances(*old)[self.groups].prod(axis=1)
         mask = np.array([[True, True], [True, True], [True, False]])[self.groups]
@@ -96,22 +95,22 @@ class Bandit:
         weights = np.stack([SequenceSumConfig().loss_weights(m, owners) for m in mask])
         with jax.enable_x64(True):
             arguments = (weights.astype(np.float64) * chances[:, None, None], mask, self.advantages(estimator, values))
-            given = [jnp.array(array) for array in (*arguments, self.groups)]
+            batch = [jnp.array(array) for array in (*arguments, self.groups)]
             policies = [tuple(jnp.array(logits) for logits in policy) for policy in ((self.first, self.second), old)]
-            made = negative_gradient(config, *policies, *given)
-            return tuple(-np.array(part) for part in made)
+            gradients = negative_gradient(config, *policies, *batch)
+            return tuple(-np.array(part) for part in gradients)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def negative_gradient(config, policy, old, weights, mask, advantages, groups):
     def logprobs(logits):
         first, second = (jax.nn.log_softmax(part) for part in logits)
-        of_outcome = jnp.array([[first[0], second[0]], [first[0], second[1]], [first[1], 0.0]])
-        return of_outcome[groups]
+        outcomes = jnp.array([[first[0], second[0]], [first[0], second[1]], [first[1], 0.0]])
+        return outcomes[groups]
 
     def loss(logits):
         ids = jnp.broadcast_to(jnp.arange(mask.shape[1])[:, None], mask.shape[1:])
-        terms = jax.vmap(lambda new, was, a, m: config.per_token(new, was, a, Sequences(m, ids)).terms)
+        terms = jax.vmap(lambda new, was, a, m: config.per_token(TokenBatch(new, was, a, m, ids)).terms)
         return jnp.sum(weights * terms(logprobs(logits), jax.lax.stop_gradient(logprobs(old)), advantages, mask))
 
     return jax.grad(loss)(policy)
@@ -124,10 +123,10 @@ UNIFORM = {"rloo": (RlooConfig(), 1.0), "dr_grpo": (DrGrpoConfig(), SHARE), "rei
 PER_TOKEN = {
     **UNIFORM,
     "reinforce_from_turn": (ReinforceConfig(gamma=1.0), 1.0),
-    # With λ = 1 any values are a baseline; with λ < 1 they have to be right.
+    # With λ = 1 any values are a valid baseline; with λ < 1 the values must be exact.
     "gae_any_critic": (GaeConfig(lam=1.0, whiten=False), 1.0),
-    "gae_right_critic": (GaeConfig(lam=0.4, whiten=False), 1.0),
-    "gae_right_critic_one_step": (GaeConfig(lam=0.0, whiten=False), 1.0),
+    "gae_exact_critic": (GaeConfig(lam=0.4, whiten=False), 1.0),
+    "gae_exact_critic_one_step": (GaeConfig(lam=0.0, whiten=False), 1.0),
 }
 PAIRS = [(config, name) for config in TOKEN_LEVEL for name in PER_TOKEN]
 PAIRS += [(config, name) for config in SEQUENCE_LEVEL for name in UNIFORM]
@@ -135,26 +134,26 @@ PAIRS += [(config, name) for config in SEQUENCE_LEVEL for name in UNIFORM]
 
 @pytest.mark.parametrize(("config", "name"), PAIRS)
 def test_the_expected_gradient_is_the_policy_gradient(config, name):
-    """Up to the share that a rollout has in its own baseline."""
+    """Up to the share of a rollout in its own baseline."""
     estimator, factor = PER_TOKEN[name]
-    values = EXACT_VALUES if "right" in name else (0.7, -1.3)
+    values = EXACT_VALUES if "exact" in name else (0.7, -1.3)
     actual = BANDIT.expected_gradient(config, estimator, values=values)
     for part, expected in zip(actual, BANDIT.gradient(BANDIT.first, BANDIT.second), strict=True):
         np.testing.assert_allclose(part, factor * expected, rtol=1e-6, atol=1e-8)
 
 
-def test_a_wrong_critic_is_a_bias_where_it_is_trusted():
-    """What the tests above could not fail by, were the gradient of any estimator the same."""
+def test_a_wrong_critic_biases_the_gradient_with_lambda_zero():
+    """Shows that the tests above can fail: not all estimators have the same gradient."""
     actual = BANDIT.expected_gradient(ReinforceLossConfig(), GaeConfig(lam=0.0, whiten=False), values=(0.7, -1.3))
     assert np.abs(actual[0] - BANDIT.gradient(BANDIT.first, BANDIT.second)[0]).max() > 0.05
 
 
 @pytest.mark.parametrize("omega", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("config", TOKEN_LEVEL)
-def test_gigpo_is_short_by_the_share_of_each_visit_in_its_baseline(config, omega):
+def test_gigpo_gradient_is_scaled_by_the_share_of_each_visit_in_its_baseline(config, omega):
     actual = BANDIT.expected_gradient(config, GigpoConfig(omega=omega, gamma=1.0))
     first, second = BANDIT.gradient(BANDIT.first, BANDIT.second)
-    # Everyone passes the first state. n of G come to the second: the share is E[(n - 1)+]/E[n].
+    # All rollouts visit the first state; n of G visit the second: the share is E[(n - 1)+]/E[n].
     p, size = softmax(BANDIT.first)[0], BANDIT.group
     visits = 1 - (1 - (1 - p) ** size) / (size * p)
     np.testing.assert_allclose(actual[0], SHARE * (1 + omega) * first, rtol=1e-6, atol=1e-8)
@@ -162,7 +161,7 @@ def test_gigpo_is_short_by_the_share_of_each_visit_in_its_baseline(config, omega
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.6])
-def test_discounted_reinforce_follows_the_discounted_return(gamma):
+def test_discounted_reinforce_has_the_gradient_of_the_discounted_return(gamma):
     actual = BANDIT.expected_gradient(ReinforceLossConfig(), ReinforceConfig(gamma=gamma))
     p, q = softmax(BANDIT.first), softmax(BANDIT.second)
     later = q @ np.array([2.0, -1.0])
@@ -175,8 +174,8 @@ ANY_RATIO = {"clip_low": 1 - 1e-9, "clip_high": 1e9}
 
 
 @pytest.mark.parametrize("name", UNIFORM)
-def test_the_ratio_of_whole_rollouts_makes_another_policys_samples_exact(name):
-    """`rloo_sequence` without its bounds: unbiased however far the policy has moved."""
+def test_sequence_ratios_are_unbiased_for_samples_of_another_policy(name):
+    """`rloo_sequence` without bounds is unbiased for any sampling policy."""
     estimator, factor = UNIFORM[name]
     old = (BANDIT.first + np.array([0.8, -0.5]), BANDIT.second + np.array([-1.0, 0.3]))
     config = RlooSequenceLossConfig(**ANY_RATIO)
@@ -188,7 +187,7 @@ def test_the_ratio_of_whole_rollouts_makes_another_policys_samples_exact(name):
 @pytest.mark.parametrize(
     "config", [ImportanceLossConfig(), PpoClipLossConfig(**ANY_RATIO), CispoLossConfig(clip_low=1.0, clip_high=1e9)]
 )
-def test_the_ratio_of_tokens_is_exact_for_the_one_choice_that_moved(config):
+def test_token_ratios_are_unbiased_if_one_choice_differs(config):
     old = (BANDIT.first + np.array([0.8, -0.5]), BANDIT.second)
     expected = BANDIT.gradient(BANDIT.first, BANDIT.second)[0]
     actual = BANDIT.expected_gradient(config, RlooConfig(), old=old)[0]
@@ -197,7 +196,7 @@ def test_the_ratio_of_tokens_is_exact_for_the_one_choice_that_moved(config):
     assert np.abs(uncorrected - expected).max() > 0.01
 
 
-def test_configs_are_chosen_by_type():
+def test_configs_are_selected_by_type():
     decoded = {
         "reinforce": ReinforceLossConfig(),
         "importance": ImportanceLossConfig(),
@@ -217,7 +216,7 @@ def test_configs_are_chosen_by_type():
     assert dual == PpoClipLossConfig(0.1, 0.3, 3.0)
 
 
-def test_what_each_is():
+def test_declared_properties():
     assert [config.is_sequence_level for config in TOKEN_LEVEL + SEQUENCE_LEVEL] == [False] * 5 + [True] * 2
     assert [config.uses_ratio for config in TOKEN_LEVEL + SEQUENCE_LEVEL] == [False] + [True] * 6
 
@@ -231,18 +230,18 @@ def test_what_each_is():
     ({"clip_high": math.nan}, r"policy_loss\.clip_high is nan"),
     ({"clip_high": math.inf}, r"policy_loss\.clip_high is inf"),
 ])  # fmt: skip
-def test_impossible_bounds_are_named(config, fields, message):
+def test_invalid_bounds_raise_an_error_that_names_the_setting(config, fields, message):
     with pytest.raises(ValueError, match=message):
         config(**fields)
 
 
 @pytest.mark.parametrize("config", [PpoClipLossConfig, GspoLossConfig, RlooSequenceLossConfig])
-def test_a_bound_that_lets_a_ratio_fall_to_zero_is_none(config):
+def test_clip_low_of_one_is_invalid(config):
     with pytest.raises(ValueError, match=r"policy_loss\.clip_low is 1\.0; it must be in \[0, 1\)"):
         config(clip_low=1.0)
 
 
 @pytest.mark.parametrize("value", [1.0, math.nan, math.inf])
-def test_impossible_dual_clips_are_named(value):
+def test_invalid_dual_clip_raises_an_error_that_names_the_setting(value):
     with pytest.raises(ValueError, match=rf"policy_loss\.dual_clip is {value}"):
         PpoClipLossConfig(dual_clip=value)

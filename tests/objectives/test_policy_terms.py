@@ -25,8 +25,10 @@ from marin_rl.objectives.policy_loss import (
     PpoClipLossConfig,
     ReinforceLossConfig,
     RlooSequenceLossConfig,
+    TokenBatch,
+    policy_ratio,
+    sequence_log_ratios,
 )
-from marin_rl.objectives.policy_terms import Sequences, policy_ratio, sequence_log_ratios
 
 TOKEN_LEVEL = [
     ReinforceLossConfig(),
@@ -47,20 +49,20 @@ SIZE = math.prod(SHAPE)
 
 @functools.partial(jax.jit, static_argnums=0)
 def terms_of(config, logprobs, old, advantages, mask, ids):
-    return config.per_token(logprobs, old, advantages, Sequences(mask, ids))
+    return config.per_token(TokenBatch(logprobs, old, advantages, mask, ids))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def gradient_of(config, logprobs, old, advantages, mask, ids, weights):
     def loss(x):
-        return jnp.sum(weights * config.per_token(x, old, advantages, Sequences(mask, ids)).terms)
+        return jnp.sum(weights * config.per_token(TokenBatch(x, old, advantages, mask, ids)).terms)
 
     return jax.grad(loss)(logprobs)
 
 
 @jax.jit
 def sums_of(logprobs, old, mask, ids):
-    return sequence_log_ratios(logprobs, old, Sequences(mask, ids))
+    return sequence_log_ratios(TokenBatch(logprobs, old, jnp.ones_like(old), mask, ids))
 
 
 def arrays(*values):
@@ -72,7 +74,7 @@ def clamp(difference):
 
 
 def ratio_oracle(config, tokens, own):
-    """The ratio that a token's term is made of: its own, or its rollout's. `tokens`: (logprob, old, A, rollout)."""
+    """Compute the ratio and the number of shares of a token's term. `tokens`: (logprob, old, A, rollout)."""
     logprob, old, _, rollout = tokens[own]
     differences = [lp - o for lp, o, _, other in tokens if other == rollout]
     match config:
@@ -85,7 +87,7 @@ def ratio_oracle(config, tokens, own):
 
 
 def oracle(config, tokens, own):
-    """Term, whether bounds hold, and how near the ratio is to one, for one token with loss, in Python floats."""
+    """Compute the term, the clipping flag and the distance of the ratio to the next bound, for one loss token."""
     logprob, _, advantage, _ = tokens[own]
     ratio, shares = ratio_oracle(config, tokens, own)
     match config:
@@ -117,18 +119,18 @@ close = st.tuples(st.floats(-3, 0), st.floats(-3, 0), st.floats(-5, 5), st.integ
 @given(
     st.lists(far | close | close, min_size=SIZE, max_size=SIZE), st.lists(st.booleans(), min_size=SIZE, max_size=SIZE)
 )
-def test_matches_the_formula(config, tokens, wanted):
-    """Rollouts 0 to 3, scattered over two rows in any order, some of their tokens without loss."""
-    mask = np.array([loss and token[3] >= 0 for loss, token in zip(wanted, tokens, strict=True)])
+def test_matches_the_formula(config, tokens, losses):
+    """Tokens of rollouts 0 to 3 in any order over two rows, some without loss."""
+    mask = np.array([loss and token[3] >= 0 for loss, token in zip(losses, tokens, strict=True)])
     columns = [np.array(column).reshape(SHAPE) for column in zip(*tokens, strict=True)]
     with jax.enable_x64(True):
-        made = terms_of(config, *arrays(*columns[:3], mask.reshape(SHAPE), columns[3].astype(np.int32)))
-        terms, clipped = np.array(made.terms).ravel(), np.array(made.clipped).ravel()
+        result = terms_of(config, *arrays(*columns[:3], mask.reshape(SHAPE), columns[3].astype(np.int32)))
+        terms, clipped = np.array(result.terms).ravel(), np.array(result.clipped).ravel()
     with_loss = [token for token, loss in zip(tokens, mask, strict=True) if loss]
     for own, position in enumerate(np.flatnonzero(mask)):
         term, flag, near = oracle(config, with_loss, own)
         assert terms[position] == pytest.approx(term, rel=1e-9, abs=1e-12)
-        # A product -A·r can round onto -A·(1 ± ε) for a subnormal A; there is nothing to clip there.
+        # For a subnormal A, -A·r can round to -A·(1 ± ε), so that no clipping is observed.
         if near > 1e-9 and abs(with_loss[own][2]) > 1e-9:
             assert clipped[position] == flag
     if config.is_sequence_level:
@@ -138,14 +140,14 @@ def test_matches_the_formula(config, tokens, wanted):
 
 @functools.cache
 def ragged(seed=0, size=48, rollouts=12):
-    """Rollouts of 1 to 7 tokens, scattered; every third token of the array has no loss. float64."""
+    """Rollouts of 1 to 7 tokens in random positions; every third token of the array has no loss. float64."""
     rng = np.random.default_rng(seed)
     ids = np.where(np.arange(size) % 3 == 2, -1, rng.integers(0, rollouts, size))
     rng.shuffle(ids)
     old = rng.uniform(-3, 0, size)
     logprobs = old + rng.normal(scale=0.6, size=size)
-    of_rollout = rng.choice([-1.5, -0.7, 0.4, 1.2], rollouts)
-    advantages = np.where(ids >= 0, of_rollout[ids], 0.0)
+    per_rollout = rng.choice([-1.5, -0.7, 0.4, 1.2], rollouts)
+    advantages = np.where(ids >= 0, per_rollout[ids], 0.0)
     return logprobs, old, advantages, ids >= 0, ids.astype(np.int32)
 
 
@@ -162,10 +164,10 @@ def test_gradient_is_the_finite_difference(config):
     @jax.vmap
     def total(x):
         if isinstance(config, CispoLossConfig):
-            # Its derivative is that of the term with the weight held still.
-            still = jnp.clip(jnp.exp(jnp.array(logprobs - old)), 1 - config.clip_low, 1 + config.clip_high)
-            return jnp.sum(weights * -still * advantages * x)
-        return jnp.sum(weights * config.per_token(x, fixed[0], fixed[1], Sequences(fixed[2], fixed[3])).terms)
+            # The derivative treats the weight as a constant.
+            constant = jnp.clip(jnp.exp(jnp.array(logprobs - old)), 1 - config.clip_low, 1 + config.clip_high)
+            return jnp.sum(weights * -constant * advantages * x)
+        return jnp.sum(weights * config.per_token(TokenBatch(x, *fixed)).terms)
 
     with jax.enable_x64(True):
         fixed = arrays(old, advantages, mask, ids)
@@ -187,7 +189,7 @@ def test_sign_rule(config, advantage):
     gradient = gradient_of(config, old, old, jnp.full((2, 3), advantage), mask, ids, mask.astype(jnp.float32))
     assert (np.sign(gradient)[mask] == -np.sign(advantage)).all()
     assert float(gradient[0, 2]) == 0.0
-    # One token is its own rollout: here every term has the gradient of -A·log π.
+    # For rollouts of one token every term has the gradient of -A·log π.
     np.testing.assert_allclose(np.array([gradient[1, 0], gradient[1, 2]]), -advantage, rtol=1e-6)
 
 
@@ -201,7 +203,7 @@ def test_zero_advantage_gives_no_term_and_no_gradient(config):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
-def test_on_policy_every_gradient_is_that_of_reinforce_under_every_aggregation(config):
+def test_on_policy_gradients_equal_reinforce_under_every_aggregation(config):
     _, old, advantages, mask, ids = ragged()
     with jax.enable_x64(True):
         fixed = arrays(old, advantages, mask, ids)
@@ -209,12 +211,12 @@ def test_on_policy_every_gradient_is_that_of_reinforce_under_every_aggregation(c
             weights = jnp.array(aggregation.loss_weights(mask[None], ids[None])[0].astype(np.float64))
             expected = np.where(mask, -advantages * np.array(weights), 0.0)
             actual = np.array(gradient_of(config, fixed[0], *fixed, weights))
-            # The weights are float32, so tokens of one rollout may weigh differently in the last bit.
+            # The weights are float32, so the tokens of a rollout may have weights that differ in the last bit.
             np.testing.assert_allclose(actual, expected, rtol=1e-7, atol=1e-12)
 
 
 @pytest.mark.parametrize("config", TOKEN_LEVEL, ids=repr)
-def test_on_policy_token_level_terms_honour_an_advantage_per_token(config):
+def test_on_policy_token_level_terms_use_token_advantages(config):
     _, old, _, mask, ids = ragged()
     advantages, weights = np.random.default_rng(2).normal(size=(2, mask.size))
     with jax.enable_x64(True):
@@ -224,7 +226,7 @@ def test_on_policy_token_level_terms_honour_an_advantage_per_token(config):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
-def test_neither_the_place_of_a_token_nor_the_name_of_its_rollout_matters(config):
+def test_terms_do_not_depend_on_token_order_or_rollout_ids(config):
     logprobs, old, advantages, mask, ids = ragged()
     rng = np.random.default_rng(3)
     order, names = rng.permutation(mask.size), rng.permutation(mask.size)
@@ -236,9 +238,9 @@ def test_neither_the_place_of_a_token_nor_the_name_of_its_rollout_matters(config
         terms, moved = (terms_of(config, *given) for given in (before, after))
         gradient = np.array(gradient_of(config, *before, jnp.array(weights)))
         moved_gradient = np.array(gradient_of(config, *after, jnp.array(weights[order])))
-        shown = mask[order]
-        np.testing.assert_allclose(np.array(moved.terms)[shown], np.array(terms.terms)[order][shown], rtol=1e-12)
-        assert (np.array(moved.clipped)[shown] == np.array(terms.clipped)[order][shown]).all()
+        visible = mask[order]
+        np.testing.assert_allclose(np.array(moved.terms)[visible], np.array(terms.terms)[order][visible], rtol=1e-12)
+        assert (np.array(moved.clipped)[visible] == np.array(terms.clipped)[order][visible]).all()
     np.testing.assert_allclose(moved_gradient, gradient[order], rtol=1e-12, atol=1e-15)
 
 
@@ -246,18 +248,18 @@ BOUNDED = [config for config in CONFIGS if not isinstance(config, (ReinforceLoss
 
 
 @pytest.mark.parametrize("config", BOUNDED, ids=repr)
-def test_clipped_is_exactly_where_the_gradient_vanishes(config):
-    made = [ragged(seed) for seed in range(5, 9)]
+def test_clipped_tokens_are_those_with_zero_gradient(config):
+    result = [ragged(seed) for seed in range(5, 9)]
     with jax.enable_x64(True):
-        flags = [np.array(terms_of(config, *arrays(*given)).clipped) for given in made]
-        weights = [jnp.array(mask.astype(np.float64)) for *_, mask, _ in made]
-        gradients = [np.array(gradient_of(config, *arrays(*g), w)) for g, w in zip(made, weights, strict=True)]
-    mask = np.concatenate([mask for *_, mask, _ in made])
+        flags = [np.array(terms_of(config, *arrays(*given)).clipped) for given in result]
+        weights = [jnp.array(mask.astype(np.float64)) for *_, mask, _ in result]
+        gradients = [np.array(gradient_of(config, *arrays(*g), w)) for g, w in zip(result, weights, strict=True)]
+    mask = np.concatenate([mask for *_, mask, _ in result])
     clipped, gradient = np.concatenate(flags)[mask], np.concatenate(gradients)[mask]
     assert 0 < clipped.sum() < clipped.size
     if isinstance(config, CispoLossConfig):
-        # There a bound holds the weight, and no token stops counting.
-        ratio = np.concatenate([np.exp(logprobs - old) for logprobs, old, *_ in made])[mask]
+        # CISPO bounds the weight, and every token has a gradient.
+        ratio = np.concatenate([np.exp(logprobs - old) for logprobs, old, *_ in result])[mask]
         outside = (ratio > 1 + config.clip_high) | (ratio < 1 - config.clip_low)
         assert (clipped == outside).all()
         assert (gradient != 0).all()
@@ -278,25 +280,25 @@ SIDES = [
 @pytest.mark.parametrize(
     "config", [PpoClipLossConfig(), GspoLossConfig(0.2, 0.2), RlooSequenceLossConfig(0.2, 0.2)], ids=repr
 )
-def test_which_side_clips_for_which_sign(config):
+def test_clipped_side_depends_on_the_sign_of_the_advantage(config):
     ratios, advantages, expected = (np.array(column) for column in zip(*SIDES, strict=True))
     ids = jnp.arange(len(SIDES))
     mask = jnp.ones(len(SIDES), bool)
-    made = terms_of(config, jnp.array(ratios), jnp.zeros(len(SIDES)), jnp.array(advantages), mask, ids)
-    assert made.clipped.tolist() == expected.tolist()
+    result = terms_of(config, jnp.array(ratios), jnp.zeros(len(SIDES)), jnp.array(advantages), mask, ids)
+    assert result.clipped.tolist() == expected.tolist()
 
 
-def test_dual_clip_holds_for_negative_advantages_alone():
+def test_dual_clip_applies_to_negative_advantages_only():
     config = PpoClipLossConfig(dual_clip=3.0)
     ratios = jnp.log(jnp.array([2.9, 3.1, 3.1]))
     advantages = jnp.array([-1.0, -1.0, 1.0])
-    made = terms_of(config, ratios, jnp.zeros(3), advantages, jnp.ones(3, bool), jnp.arange(3))
-    np.testing.assert_allclose(made.terms, [2.9, 3.0, -1.2], rtol=1e-6)
-    assert made.clipped.tolist() == [False, True, True]
+    result = terms_of(config, ratios, jnp.zeros(3), advantages, jnp.ones(3, bool), jnp.arange(3))
+    np.testing.assert_allclose(result.terms, [2.9, 3.0, -1.2], rtol=1e-6)
+    assert result.clipped.tolist() == [False, True, True]
 
 
 class TestSequences:
-    def test_worked_by_hand(self):
+    def test_worked_example(self):
         # Rollout 0 takes both rows: Δ = .5, .25, -.15, so Σ = .6 and mean = .2. Rollout 1 is one token, Δ = -1.
         logprobs = np.array([[-0.5, -0.75, -9.0], [-1.15, -2.0, -9.0]])
         old = np.array([[-1.0, -1.0, -3.0], [-1.0, -1.0, -3.0]])
@@ -329,7 +331,7 @@ class TestSequences:
         assert sums.tolist() == [[0.0, -1.0, -2.0], [-3.0, -4.0, -5.0]]
         assert lengths.tolist() == [[1.0] * 3] * 2
 
-    def test_of_one_token_all_clipped_terms_agree(self):
+    def test_clipped_terms_of_rollouts_of_one_token_agree(self):
         logprobs, old, advantages, mask, _ = ragged()
         given = arrays(*(a.astype(np.float32) for a in (logprobs, old, advantages)), mask, np.arange(mask.size))
         expected = terms_of(PpoClipLossConfig(0.2, 0.3), *given)
@@ -342,23 +344,23 @@ class TestSequences:
         ("config", "aggregation"),
         [(GspoLossConfig(0.2, 0.3), SequenceMeanConfig()), (RlooSequenceLossConfig(0.2, 0.3), SequenceSumConfig())],
     )
-    def test_the_loss_is_the_mean_over_rollouts_of_the_papers_term(self, config, aggregation):
+    def test_loss_is_the_mean_over_rollouts_of_the_term_in_the_paper(self, config, aggregation):
         logprobs, old, advantages, mask, ids = ragged()
         weights = aggregation.loss_weights(mask[None], ids[None])[0].astype(np.float64)
         with jax.enable_x64(True):
-            made = terms_of(config, *arrays(logprobs, old, advantages, mask, ids))
-            actual = float((np.array(made.terms) * weights).sum())
-        of_papers = []
+            result = terms_of(config, *arrays(logprobs, old, advantages, mask, ids))
+            actual = float((np.array(result.terms) * weights).sum())
+        expected_terms = []
         for rollout in sorted(set(ids[mask])):
             own = [k for k in range(mask.size) if mask[k] and ids[k] == rollout]
             exponent = sum(logprobs[k] - old[k] for k in own)
             ratio = math.exp(exponent / len(own) if isinstance(config, GspoLossConfig) else exponent)
             advantage = advantages[own[0]]
-            of_papers.append(-min(advantage * ratio, advantage * min(max(ratio, 0.8), 1.3)))
-        assert actual == pytest.approx(sum(of_papers) / len(of_papers), rel=1e-7)
+            expected_terms.append(-min(advantage * ratio, advantage * min(max(ratio, 0.8), 1.3)))
+        assert actual == pytest.approx(sum(expected_terms) / len(expected_terms), rel=1e-7)
 
     @pytest.mark.parametrize("config", SEQUENCE_LEVEL, ids=repr)
-    def test_off_the_mask_anything_may_stand(self, config):
+    def test_values_outside_the_mask_are_ignored(self, config):
         logprobs, old = jnp.array([-1.0, jnp.nan, jnp.inf, -2.0]), jnp.array([-1.0, 0.0, -jnp.inf, -2.0])
         mask, ids = jnp.array([True, False, False, True]), jnp.array([0, 0, -1, 0])
         given = logprobs, old, jnp.array([1.0, jnp.nan, 1.0, 1.0]), mask, ids
@@ -372,9 +374,9 @@ class TestSequences:
     @pytest.mark.parametrize("config", SEQUENCE_LEVEL, ids=repr)
     def test_fully_masked(self, config):
         given = arrays(np.ones(3, np.float32), np.zeros(3, np.float32), np.ones(3, np.float32), np.zeros(3, bool))
-        made = terms_of(config, *given, jnp.array([0, 0, 1]))
-        assert made.terms.tolist() == [0.0] * 3
-        assert made.clipped.tolist() == [False] * 3
+        result = terms_of(config, *given, jnp.array([0, 0, 1]))
+        assert result.terms.tolist() == [0.0] * 3
+        assert result.clipped.tolist() == [False] * 3
         assert gradient_of(config, *given, jnp.array([0, 0, 1]), jnp.ones(3)).tolist() == [0.0] * 3
 
 
@@ -384,7 +386,7 @@ def test_ratio_is_clamped():
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
-def test_impossible_differences_stay_finite_in_float32(config):
+def test_extreme_differences_are_finite_in_float32(config):
     logprobs, old = jnp.array([[0.0, -1e30, -1.0]] * 2), jnp.array([[-1e30, 0.0, -1.0]] * 2)
     mask = jnp.ones((2, 3), bool)
     for advantage, ids in itertools.product((-3.0, 3.0), ([[0, 1, 2], [3, 4, 5]], [[0, 0, 0], [1, 2, 2]])):
@@ -393,7 +395,7 @@ def test_impossible_differences_stay_finite_in_float32(config):
         assert np.isfinite(gradient_of(config, *given, jnp.ones((2, 3)))).all()
 
 
-def test_a_thousand_tokens_of_drift_are_clamped_where_they_are_summed_and_not_where_they_are_averaged():
+def test_long_rollouts_are_clamped_if_summed_and_not_if_averaged():
     tokens = 1000
     given = arrays(np.zeros(tokens, np.float32), np.full(tokens, -0.1, np.float32), -np.ones(tokens, np.float32))
     given = (*given, jnp.ones(tokens, bool), jnp.zeros(tokens, jnp.int32))

@@ -28,20 +28,20 @@ def oracle(length, max_length, buffer, factor):
 
 
 @given(st.integers(0, 60), st.integers(1, 40), st.integers(1, 40), st.floats(0.01, 10))
-def test_matches_the_cases(length, max_length, buffer, factor):
+def test_matches_the_definition_by_cases(length, max_length, buffer, factor):
     buffer = min(buffer, max_length)
     expected = oracle(length, max_length, buffer, factor)
     assert soft_overlong_penalty(length, max_length, buffer, factor) == pytest.approx(expected, rel=1e-12)
     assert OverlongConfig(buffer, factor).penalty(length, max_length) == pytest.approx(expected, rel=1e-12)
 
 
-def test_worked_by_hand():
+def test_worked_example():
     assert [soft_overlong_penalty(n, 100, 20, 2.0) for n in (0, 80, 81, 90, 100, 150)] == [0, 0, -0.1, -1.0, -2.0, -2.0]
-    # Positive zero: the sign of a penalty that there is not would show in the logs.
+    # Positive zero: -0.0 would be visible in the logs.
     assert math.copysign(1, soft_overlong_penalty(10, 100, 20, 1.0)) == 1.0
 
 
-def test_without_a_buffer_there_is_no_penalty():
+def test_no_penalty_without_a_buffer():
     assert [OverlongConfig().penalty(n, 10) for n in (0, 10, 99)] == [0.0] * 3
 
 
@@ -51,12 +51,12 @@ def test_without_a_buffer_there_is_no_penalty():
     ({"factor": math.nan}, "factor is nan"),
     ({"factor": math.inf}, "factor is inf"),
 ])  # fmt: skip
-def test_impossible_penalties_are_named(fields, message):
+def test_invalid_penalties_raise_an_error_that_names_the_setting(fields, message):
     with pytest.raises(ValueError, match=rf"overlong\.{message}"):
         OverlongConfig(**fields)
 
 
-def test_truncation_is_chosen_by_type():
+def test_truncation_is_selected_by_type():
     choices = {
         "keep": (KeepTruncatedConfig(), False, None),
         "mask": (MaskTruncatedConfig(), True, None),
@@ -70,6 +70,6 @@ def test_truncation_is_chosen_by_type():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_an_impossible_reward_is_named(value):
+def test_invalid_reward_raises_an_error_that_names_the_setting(value):
     with pytest.raises(ValueError, match=rf"truncation\.reward is {value}"):
         RewardTruncatedConfig(value)

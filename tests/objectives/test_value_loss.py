@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from marin_rl.objectives.gae import GaeConfig
 from marin_rl.objectives.value_loss import explained_variance, value_loss_terms
-from tests.objectives.advantage_cases import make_signal
+from tests.objectives.advantage_cases import make_inputs
 
 CLIPS = [None, 0.2, 1.5]
 terms_of = functools.partial(jax.jit, static_argnames="clip")(value_loss_terms)
@@ -54,13 +54,13 @@ def test_gradient_is_the_finite_difference(clip):
 
 
 @pytest.mark.parametrize("clip", CLIPS)
-def test_descent_moves_a_value_towards_its_target(clip):
+def test_gradient_descent_moves_values_towards_their_targets(clip):
     old = jnp.zeros(2)
     gradient = gradient_of(old, old, jnp.array([1.0, -1.0]), clip=clip)
     assert gradient.tolist() == [-1.0, 1.0]
 
 
-def test_clipped_is_exactly_where_the_gradient_vanishes():
+def test_clipped_tokens_are_those_with_zero_gradient():
     rng = np.random.default_rng(1)
     values, old, targets = jnp.array(rng.normal(size=(3, 500)), jnp.float32)
     clipped = terms_of(values, old, targets, clip=0.2).clipped
@@ -69,9 +69,9 @@ def test_clipped_is_exactly_where_the_gradient_vanishes():
     assert (clipped == (gradient == 0)).all()
 
 
-def test_a_value_that_has_come_closer_than_the_bound_stops_and_one_that_has_gone_away_comes_back():
+def test_clipping_stops_values_moving_towards_the_target_only():
     old, target = jnp.zeros(2), jnp.ones(2)
-    # 0.6 is nearer the target than 0.5 allows; -0.6 is farther than -0.5.
+    # 0.6 is beyond the bound of 0.5 towards the target; -0.6 is beyond -0.5 away from it.
     terms, clipped = terms_of(jnp.array([0.6, -0.6]), old, target, clip=0.5)
     np.testing.assert_allclose(terms, [0.5 * 0.5**2, 0.5 * 1.6**2], rtol=1e-6)
     assert clipped.tolist() == [True, False]
@@ -80,11 +80,11 @@ def test_a_value_that_has_come_closer_than_the_bound_stops_and_one_that_has_gone
 
 
 def test_worked_example():
-    # GAE of the worked example, and the critic's loss against its targets.
-    signal = make_signal(5.0, tokens=[3], values=[1.0, 2.0, 3.0])
-    ((token_advantages,),) = GaeConfig(gamma=1.0, lam=0.0).compute([[signal]])
-    values = jnp.array(signal.values, jnp.float32)
-    terms = terms_of(values, values, jnp.array(token_advantages.value_targets, jnp.float32), clip=0.2).terms
+    # Value loss against the GAE targets of the worked example.
+    inputs = make_inputs(5.0, tokens=[3], values=[1.0, 2.0, 3.0])
+    ((result,),) = GaeConfig(gamma=1.0, lam=0.0).compute([[inputs]])
+    values = jnp.array(inputs.values, jnp.float32)
+    terms = terms_of(values, values, jnp.array(result.value_targets, jnp.float32), clip=0.2).terms
     assert terms.tolist() == [0.5, 0.5, 2.0]
 
 
@@ -100,15 +100,15 @@ class TestExplainedVariance:
         expected = 1 - unexplained / total if len(set(targets)) > 1 else 0.0
         assert explained_variance(values, targets) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
-    def test_ends(self):
+    def test_worked_examples(self):
         targets = np.array([1.0, 2.0, 4.0])
         assert explained_variance(targets, targets) == 1.0
         assert explained_variance(targets - 3.0, targets) == pytest.approx(1.0)
         assert explained_variance(np.full(3, 7.0), targets) == pytest.approx(0.0, abs=1e-12)
         assert explained_variance(-targets, targets) == pytest.approx(-3.0)
 
-    def test_equal_targets_leave_nothing_to_explain(self):
-        # np.var of these is not 0 but 2e-34, and dividing by it gave -1.5e34.
+    def test_explained_variance_of_equal_targets_is_zero(self):
+        # np.var of these values is 2e-34 instead of 0; dividing by it would give -1.5e34.
         assert explained_variance(np.arange(6.0), np.full(6, 0.1)) == 0.0
         assert explained_variance(np.zeros(1), np.ones(1)) == 0.0
         assert explained_variance(np.zeros(0), np.zeros(0)) == 0.0

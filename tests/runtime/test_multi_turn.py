@@ -19,7 +19,7 @@ from marin_rl.objectives.policy_loss import (
     PpoClipLossConfig,
     ReinforceLossConfig,
     RlooSequenceLossConfig,
-    Sequences,
+    TokenBatch,
 )
 from marin_rl.rollouts.run_rollouts import run_groups
 from marin_rl.rollouts.stored_rollout import as_row
@@ -157,12 +157,14 @@ def test_logprobs_sum_over_all_turns(tokenizer: ChatTokenizer):
     learner = [-rng.random(shape).astype(np.float32) for _ in packed.microbatches]
     loss = 0.0
     for part, logprobs in zip(packed.microbatches, learner, strict=True):
-        terms = ReinforceLossConfig().per_token(
+        tokens = TokenBatch(
             jnp.asarray(logprobs),
             part.policy_logprobs.array,
             part.advantages.array,
-            Sequences(part.loss_mask.array, part.rollout_ids.array),
+            part.loss_mask.array,
+            part.rollout_ids.array,
         )
+        terms = ReinforceLossConfig().per_token(tokens)
         loss += float(jnp.sum(part.loss_weights.array * terms.terms))
     # -1/4 · Σ_i A_i Σ_t log π_t: four rollouts, independent of the number of sequences.
     own = packed.unpack(learner)
@@ -181,9 +183,10 @@ def test_rollout_ratio_covers_all_turns(config, mean: bool, tokenizer: ChatToken
     found = []
     for part, moved in zip(packed.microbatches, change, strict=True):
         policy = part.policy_logprobs.array
-        sequences = Sequences(part.loss_mask.array, part.rollout_ids.array)
+        mask, ids = part.loss_mask.array, part.rollout_ids.array
         # With an advantage of -1 the term equals the ratio.
-        found.append(np.asarray(config.per_token(policy + moved, policy, -jnp.ones_like(policy), sequences).terms))
+        tokens = TokenBatch(policy + moved, policy, -jnp.ones_like(policy), mask, ids)
+        found.append(np.asarray(config.per_token(tokens).terms))
     for terms, moved, made in zip(packed.unpack(found), packed.unpack(change), batch.rollouts, strict=True):
         total = moved[made.loss_mask].sum(dtype=np.float64)
         tokens = made.num_loss_tokens

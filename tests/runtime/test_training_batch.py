@@ -69,22 +69,6 @@ class Recorder(AdvantageConfig):
 
     calls: list[Sequence[Sequence[AdvantageInputs]]] = dataclasses.field(default_factory=list)
 
-    @property
-    def minimum_group_size(self) -> int:
-        return 1
-
-    @property
-    def needs_critic(self) -> bool:
-        return False
-
-    @property
-    def needs_turns(self) -> bool:
-        return False
-
-    @property
-    def is_token_level(self) -> bool:
-        return False
-
     def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         self.calls.append(groups)
         numbers = iter(range(1000))
