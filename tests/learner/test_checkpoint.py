@@ -242,10 +242,10 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(saved: Checkpoints, 
 
 def seal_without(folder: Path, name: str) -> None:
     """Remove a file from a checkpoint and from its manifest, so that the manifest describes the remaining files."""
-    manifest = checkpoint_module._unseal((folder / "manifest.json").read_text())
+    manifest = checkpoint_module._load_manifest((folder / "manifest.json").read_text())
     del manifest["files"][name]
     (folder / name).unlink()
-    (folder / "manifest.json").write_text(checkpoint_module._seal(manifest))
+    (folder / "manifest.json").write_text(checkpoint_module._dump_manifest(manifest))
 
 
 def test_a_checkpoint_without_the_shards_of_another_host_is_refused(saved: Checkpoints, caplog) -> None:
@@ -308,9 +308,9 @@ def test_if_all_are_damaged_it_is_an_error_that_names_them(saved: Checkpoints) -
 
 def reseal(folder: Path, **changes: object) -> None:
     """Change entries of a manifest (None removes one) and update its checksum."""
-    manifest = checkpoint_module._unseal((folder / "manifest.json").read_text()) | changes
+    manifest = checkpoint_module._load_manifest((folder / "manifest.json").read_text()) | changes
     present = {name: value for name, value in manifest.items() if value is not None}
-    (folder / "manifest.json").write_text(checkpoint_module._seal(present))
+    (folder / "manifest.json").write_text(checkpoint_module._dump_manifest(present))
 
 
 @pytest.mark.parametrize("name", ["step", "progress", "arrays", "files"])
@@ -373,7 +373,7 @@ def test_another_format_is_refused(saved: Checkpoints) -> None:
     path = saved.folder / "step-00000002" / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest.pop("sha256")
-    path.write_text(checkpoint_module._seal({**manifest, "format": 99}))
+    path.write_text(checkpoint_module._dump_manifest({**manifest, "format": 99}))
     with pytest.raises(CheckpointError, match="has format 99, this version reads 1"):
         open_checkpoint(path.parent)
 
