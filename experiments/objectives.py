@@ -17,13 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments.rloo_in_code import rloo
+from marin_rl.config.objective_config import UpdateConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives.advantages import DrGrpoConfig, GrpoConfig
 from marin_rl.objectives.aggregation import ConstantConfig, SequenceMeanConfig, TokenMeanConfig
 from marin_rl.objectives.gae import GaeConfig
 from marin_rl.objectives.kl import RewardKlConfig
 from marin_rl.objectives.policy_loss import CispoLossConfig, GspoLossConfig, PolicyLossConfig, PpoClipLossConfig
-from marin_rl.runtime.config import TrainConfig, UpdateConfig
 from marin_rl.runtime.session import run_session
 
 

@@ -23,10 +23,11 @@ from levanter.utils.activation import ActivationFunctionEnum
 from safetensors.numpy import load_file
 
 from marin_rl.batching.processed_rollout import ProcessedRollout
+from marin_rl.config.sections import RolloutConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import ReasoningGymConfig
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
 from marin_rl.learner.scoring import Scorer
-from marin_rl.runtime.config import RolloutConfig, TrainConfig
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.sampling.config import SamplingConfig

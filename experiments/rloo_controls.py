@@ -16,9 +16,9 @@ import dataclasses
 import sys
 
 from experiments.rloo_in_code import rloo
+from marin_rl.config.command_line import parse_config
+from marin_rl.config.train_config import TrainConfig, levanter_defaults
 from marin_rl.environments import RandomRewardConfig
-from marin_rl.runtime.config import TrainConfig, levanter_defaults
-from marin_rl.runtime.config_parsing import parse_config
 from marin_rl.runtime.session import run_session
 from marin_rl.runtime.starting_weights import resolve_model
 

@@ -13,11 +13,10 @@ import sys
 from levanter.models.llama import LlamaConfig
 from levanter.optim import AdamConfig
 
+from marin_rl.config.sections import EvaluationConfig, RolloutConfig, WarmStartConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import ReasoningGymConfig
-from marin_rl.runtime.config import RolloutConfig, TrainConfig
-from marin_rl.runtime.evaluation import EvaluationConfig
 from marin_rl.runtime.session import run_session
-from marin_rl.runtime.warm_start import WarmStartConfig
 from marin_rl.sampling.config import SamplingConfig
 
 

@@ -11,19 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from marin_rl.config.command_line import from_yaml, parse_config
+from marin_rl.config.decode import encode
+from marin_rl.config.sections import EvaluationConfig
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.config_fields import local_path
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.errors import USER_ERRORS
 from marin_rl.escaping import escape, escape_line
 from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from marin_rl.learner.scoring import Scorer
-from marin_rl.runtime.config import TrainConfig
-from marin_rl.runtime.config_decoding import encode
-from marin_rl.runtime.config_parsing import from_yaml, parse_config
 from marin_rl.runtime.devices import start_devices
-from marin_rl.runtime.evaluation import EvaluationConfig, evaluate, first_of_each, reference_loss
+from marin_rl.runtime.evaluation import evaluate, first_of_each, reference_loss
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.rollout_runner import make_runner, open_reward_functions
-from marin_rl.runtime.run_directory import RunDirectory, local_path, open_existing
+from marin_rl.runtime.run_directory import RunDirectory, open_existing
 from marin_rl.runtime.starting_weights import restore_policy
 
 FLAGS = {"json": "Print one JSON object instead of lines."}

@@ -6,9 +6,9 @@
 import sys
 from collections.abc import Sequence
 
+from marin_rl.config.command_line import check_command_line, parse_config, to_yaml
+from marin_rl.config.decode import ConfigError
 from marin_rl.escaping import escape
-from marin_rl.runtime.config_decoding import ConfigError
-from marin_rl.runtime.config_parsing import check_command_line, parse_config, to_yaml
 
 FLAGS = {"dry_run": "Validate the config, print it with all defaults and the size of an update, and stop."}
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        check_command_line(arguments, FLAGS, "marin_rl.runtime.config", "TrainConfig")
+        check_command_line(arguments, FLAGS, "marin_rl.config.train_config", "TrainConfig")
     except ConfigError as error:
         print(f"error: {escape(str(error))}", file=sys.stderr)
         return 1
@@ -34,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     # Imported here because jax and levanter take seconds to import, and most mistakes can be reported without them.
+    from marin_rl.config.train_config import TrainConfig, levanter_defaults
     from marin_rl.environments.base import Split
     from marin_rl.errors import USER_ERRORS
-    from marin_rl.runtime.config import TrainConfig, levanter_defaults
     from marin_rl.runtime.dry_run import describe_run
     from marin_rl.runtime.session import run_session
     from marin_rl.runtime.starting_weights import resolve_model

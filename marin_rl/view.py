@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from marin_rl.config_fields import local_path
 from marin_rl.errors import USER_ERRORS
 from marin_rl.escaping import escape
-from marin_rl.runtime.run_directory import local_path
 from marin_rl.types import RolloutStatus
 from marin_rl.viewing.html_page import write_page
 from marin_rl.viewing.selection import (

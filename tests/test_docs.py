@@ -24,14 +24,14 @@ import pytest
 import yaml
 
 from marin_rl import evaluate, train
+from marin_rl.config.command_line import merge, parse_config, parse_yaml
+from marin_rl.config.decode import ConfigError, decode
+from marin_rl.config.train_config import TrainConfig, levanter_defaults
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs
 from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
 from marin_rl.rewards import EvaluateResult, StepOutput
-from marin_rl.runtime.config import TrainConfig, levanter_defaults
-from marin_rl.runtime.config_decoding import ConfigError, decode
-from marin_rl.runtime.config_parsing import merge, parse_config, parse_yaml
 from tests.config_classes import config_classes
 from tests.one_reply import answer
 from tests.runtime.thread_workers import thread_workers

@@ -12,12 +12,12 @@ from typing import Any
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.objectives.gigpo import GigpoNormalization
 from marin_rl.rewards.component import RewardScope
 from marin_rl.rewards.judge import LlmJudgeConfig
-from marin_rl.runtime.config import TrainConfig
 from tests.config_classes import config_classes, type_arguments
 
 REQUIRED: dict[str, dict[str, Any]] = {

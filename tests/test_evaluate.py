@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from levanter.layers.attention import AttentionMask
 
+from marin_rl.config.command_line import from_yaml
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import Split
 from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.evaluate import EvaluateConfig, main, run_evaluation
 from marin_rl.learner.checkpoint import Checkpoints
-from marin_rl.runtime.config import TrainConfig
-from marin_rl.runtime.config_parsing import from_yaml
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.starting_weights import restore_policy
 from tests.tiny_run import TinyRun, contents, copy_of, without_losses

@@ -28,8 +28,8 @@ from experiments.benchmarks.measurement import (
     timed,
     without_compilation_cache,
 )
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_model import initialize_policy
-from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.sampling.sampler import SampleRequest

@@ -47,10 +47,10 @@ from experiments.benchmarks.measurement import (
     without_compilation_cache,
 )
 from experiments.benchmarks.weight_servers import Share
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_model import initialize_policy, model_shape
 from marin_rl.learner.train_step import Learner
 from marin_rl.rollouts.scheduler import GroupRequest
-from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.coordinator import CoordinatorActor
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.open_run import make_loss

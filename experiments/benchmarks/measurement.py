@@ -21,8 +21,8 @@ from typing import Any
 import jax
 from jax import monitoring
 
-from marin_rl.runtime.config import TrainConfig, levanter_defaults
-from marin_rl.runtime.config_parsing import parse_config
+from marin_rl.config.command_line import parse_config
+from marin_rl.config.train_config import TrainConfig, levanter_defaults
 
 DEFAULT_CONFIG = Path(__file__).parents[1] / "rloo.yaml"
 

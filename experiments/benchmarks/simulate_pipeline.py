@@ -23,10 +23,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from marin_rl.config.sections import Refresh
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber, RolloutScheduler, StalenessLimits
 from marin_rl.runtime.coordinator import Coordinator
-from marin_rl.runtime.workers_config import Refresh
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn, WeightVersion
 
 

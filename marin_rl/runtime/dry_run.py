@@ -9,10 +9,10 @@ import math
 import jax
 from haliax import Axis
 
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.learner.policy_model import model_shape
-from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.devices import microbatch_rows
 from marin_rl.tokenization.chat import ChatTokenizer
 

@@ -3,13 +3,13 @@
 
 """Evaluation of a policy: accuracy, pass@k and the loss of reference answers on held-out tasks."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from marin_rl.batching.processed_rollout import ProcessedRollout, process_demonstration
+from marin_rl.config.sections import EvaluationConfig
 from marin_rl.environments.base import Split, can_demonstrate, demonstration
 from marin_rl.learner.scoring import Scores
 from marin_rl.metrics import mean
@@ -17,42 +17,6 @@ from marin_rl.objectives.pass_at_k import pass_at_k
 from marin_rl.rollouts.rollout_metrics import is_correct
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_groups
 from marin_rl.types import RolloutGroup, Task
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluationConfig:
-    """Held-out evaluation."""
-
-    every: int = 50
-    """Steps between two evaluations, in addition to those before and after RL; 0 evaluates only before and after."""
-    tasks: int = 512
-    """Number of held-out tasks of each environment, always the first ones; 0 disables evaluation."""
-    samples: int = 1
-    """Attempts at each task at the sampling temperature; pass@k needs at least k."""
-    pass_at: tuple[int, ...] = (1,)
-    """The k of pass@k."""
-    greedy: bool = True
-    """Also make one attempt at each task at temperature 0."""
-
-    def __post_init__(self) -> None:
-        for name, minimum in (("every", 0), ("tasks", 0), ("samples", 1)):
-            if getattr(self, name) < minimum:
-                raise ValueError(f"evaluation.{name} is {getattr(self, name)}; it must be at least {minimum}")
-        for k in self.pass_at:
-            if not 1 <= k <= self.samples:
-                raise ValueError(
-                    f"evaluation.pass_at contains k = {k} with evaluation.samples = {self.samples}; "
-                    "k must be between 1 and the number of samples"
-                )
-
-    def is_due(self, step: int, num_steps: int) -> bool:
-        """Return whether to evaluate after `step` of `num_steps`.
-
-        >>> [step for step in range(1, 6) if EvaluationConfig(every=2).is_due(step, 5)]
-        [2, 4, 5]
-        """
-        return self.tasks > 0 and (step == num_steps or (self.every > 0 and step % self.every == 0))
-
 
 Keep = Callable[[Sequence[RolloutGroup]], None]
 """Receives all groups of an evaluation."""

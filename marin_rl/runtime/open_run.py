@@ -16,6 +16,8 @@ from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.closing import Closing
+from marin_rl.config.sections import Mode
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import Environment
 from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from marin_rl.learner.critic import attach_critic, policy_of
@@ -28,7 +30,6 @@ from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.scheduler import RolloutScheduler
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
 from marin_rl.rollouts.token_pieces import TokenPieces
-from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import Keep, describe_accuracy, evaluate, forget
 from marin_rl.runtime.open_rollout_source import (
@@ -46,7 +47,6 @@ from marin_rl.runtime.shared_run import check_config, newest_good
 from marin_rl.runtime.starting_weights import first_policy, restore_policy, restore_state
 from marin_rl.runtime.training_run import REPLAY, TrainingRun
 from marin_rl.runtime.warm_start import warm_start
-from marin_rl.runtime.workers_config import Mode
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import RolloutGroup

@@ -10,10 +10,10 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
 from marin_rl import processes
-from marin_rl.runtime.config import TrainConfig
+from marin_rl.config.sections import Mode
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.served_weights import WeightReloader
-from marin_rl.runtime.workers_config import Mode
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import SampleRequest

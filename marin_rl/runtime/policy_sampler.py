@@ -9,7 +9,7 @@ import haliax as hax
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
-from marin_rl.runtime.config import TrainConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.sampling.levanter_sampler import LevanterSampler
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.weight_poll import WeightPoll

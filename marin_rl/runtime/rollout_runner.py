@@ -6,6 +6,8 @@
 import contextlib
 
 from marin_rl.closing import Closing
+from marin_rl.config.sections import Mode
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import Environment, connect_code_runner
 from marin_rl.rewards.component import RewardConfigError
 from marin_rl.rewards.sandbox.pool import Sandbox
@@ -14,8 +16,6 @@ from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.state_hashing import default_state_hash
-from marin_rl.runtime.config import TrainConfig
-from marin_rl.runtime.workers_config import Mode
 from marin_rl.sampling.sampler import Sampler
 from marin_rl.tokenization.chat import ChatTokenizer
 

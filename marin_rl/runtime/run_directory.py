@@ -28,35 +28,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from marin_rl.atomic_files import open_atomically
+from marin_rl.config.command_line import parse_yaml
 from marin_rl.errors import UserError
 from marin_rl.escaping import escape
-from marin_rl.runtime.config_parsing import parse_yaml
 
 
 class RunDirectoryError(UserError):
     """A run directory cannot be used. The message names the directory and the remedy."""
-
-
-def local_path(value: str, key: str) -> Path:
-    """Validate that a user's path is on a mounted file system.
-
-    Args:
-        value: the path.
-        key: key of the setting, for the error message.
-
-    Raises:
-        ValueError: if the value is an address such as `gs://bucket/run`, which `pathlib` would read as a folder `gs:`.
-
-    >>> local_path("runs/rloo", "run_dir")
-    PosixPath('runs/rloo')
-    """
-    scheme, separator, _ = value.partition("://")
-    if separator:
-        raise ValueError(
-            f"{key} is {value!r}, but it must be a path on a mounted file system: {scheme}:// is not supported here. "
-            "Mount the bucket or share (gcsfuse, rclone, NFS) and use its path, or copy the files to this machine"
-        )
-    return Path(value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,14 +24,14 @@ import jax
 from marin_rl import processes
 from marin_rl.atomic_files import replace_folder
 from marin_rl.closing import Closing
+from marin_rl.config.command_line import to_yaml
+from marin_rl.config.decode import encode
+from marin_rl.config.sections import Mode, module_levels
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.policy_model import save_hf_policy
-from marin_rl.runtime.config import TrainConfig
-from marin_rl.runtime.config_decoding import encode
-from marin_rl.runtime.config_parsing import to_yaml
 from marin_rl.runtime.console import ClosingSummary, Progress, print_closing_table
 from marin_rl.runtime.devices import join_processes
-from marin_rl.runtime.log_levels import module_levels
 from marin_rl.runtime.metrics_file import read_records, truncate_records
 from marin_rl.runtime.open_run import open_run
 from marin_rl.runtime.ray_workers import find_cluster
@@ -41,7 +41,6 @@ from marin_rl.runtime.starting_weights import resolve_model
 from marin_rl.runtime.sync_loop import train
 from marin_rl.runtime.tracking import StepRecords, make_tracker
 from marin_rl.runtime.training_run import TrainingRun
-from marin_rl.runtime.workers_config import Mode
 
 logger = logging.getLogger(__name__)
 

@@ -18,15 +18,15 @@ import numpy as np
 
 from marin_rl import processes
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
+from marin_rl.config.command_line import to_yaml
+from marin_rl.config.sections import Mode
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
 from marin_rl.rollouts.group_codec import decode_group
 from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
-from marin_rl.runtime.config import TrainConfig
-from marin_rl.runtime.config_parsing import to_yaml
 from marin_rl.runtime.rollout_source import FinishedGroup, raise_if
 from marin_rl.runtime.run_directory import RunDirectoryError, config_differences, writing
 from marin_rl.runtime.worker_pool import WorkerPool
-from marin_rl.runtime.workers_config import Mode
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import WeightVersion
 from marin_rl.weights.config import ArrowFlightConfig, is_loopback

@@ -13,11 +13,11 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.checkpoint import Checkpoint
 from marin_rl.learner.critic import with_critic
 from marin_rl.learner.policy_model import initialize_policy, load_hf_policy, model_shape, read_hf_architecture
 from marin_rl.learner.train_step import Learner
-from marin_rl.runtime.config import TrainConfig
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
 

@@ -14,6 +14,7 @@ from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
 from marin_rl import processes
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import Environment
 from marin_rl.environments.task_stream import TaskStream, task_stream
 from marin_rl.learner.checkpoint import Checkpoints
@@ -26,7 +27,6 @@ from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.scheduler import RolloutScheduler
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
 from marin_rl.rollouts.stored_rollout import StoredAdvantages
-from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.policy_engine import PolicyEngine
 from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.rollout_source import RolloutSource, StopRequestedError

@@ -3,10 +3,8 @@
 
 """Supervised warm start: train on worked answers until RL has correct answers to reinforce."""
 
-import dataclasses
 import functools
 import logging
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -18,6 +16,7 @@ from levanter.trainer import TrainerConfig
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout, process_conversation
 from marin_rl.batching.rl_example import pack_batch
+from marin_rl.config.sections import WarmStartConfig
 from marin_rl.environments.base import Split, can_demonstrate, demonstration
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.train_step import Learner
@@ -32,39 +31,6 @@ from marin_rl.seeds import derive_seed
 from marin_rl.types import Task
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class WarmStartConfig:
-    """Supervised training on the environment's worked answers or demonstrations, before RL.
-
-    A randomly initialized model solves no task, so RL has nothing to reinforce. The warm start ends early, at an
-    accuracy that leaves room for RL to improve.
-    """
-
-    max_steps: int = 0
-    """Maximum number of supervised updates; 0 disables the warm start."""
-    batch_size: int = 64
-    """Worked answers, or demonstrations of whole episodes, per update."""
-    learning_rate: float = 1e-3
-    """Constant learning rate of AdamW."""
-    target_accuracy: float = 0.25
-    """Stop when the accuracy on validation tasks, sampled at temperature 1, reaches this."""
-    check_every: int = 25
-    """Updates between two accuracy measurements."""
-    check_tasks: int = 256
-    """Validation tasks of each environment per measurement."""
-
-    def __post_init__(self) -> None:
-        if self.max_steps < 0:
-            raise ValueError(f"warm_start.max_steps is {self.max_steps}; it counts updates and cannot be negative")
-        for name in ("batch_size", "check_every", "check_tasks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"warm_start.{name} is {getattr(self, name)}; it must be at least 1")
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"warm_start.learning_rate is {self.learning_rate}; it must be a finite number above 0")
-        if not 0 < self.target_accuracy <= 1:
-            raise ValueError(f"warm_start.target_accuracy is {self.target_accuracy}; it must be in (0, 1]")
 
 
 class WarmStartError(ValueError):

@@ -5,11 +5,11 @@ import dataclasses
 
 import pytest
 
+from marin_rl.config.decode import ConfigError, decode
 from marin_rl.environments import EnvironmentConfig
 from marin_rl.environments.base import Split
 from marin_rl.environments.curriculum import CurriculumConfig, LessonConfig
 from marin_rl.environments.task_stream import StreamState, TaskStream, task_stream
-from marin_rl.runtime.config_decoding import ConfigError, decode
 from marin_rl.types import RewardResult, RolloutGroup, Task
 from tests.environments.fake_environments import Cards, CardsConfig, group, rollout
 

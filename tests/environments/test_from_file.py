@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from marin_rl.config.decode import decode
 from marin_rl.environments import EnvironmentConfig, FileConfig, Split
-from marin_rl.runtime.config_decoding import decode
 from marin_rl.user_code import UserFileError
 
 FILE = '''

@@ -8,11 +8,11 @@ import re
 
 import pytest
 
+from marin_rl.config.decode import ConfigError, decode
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, TextGameConfig
 from marin_rl.environments.base import Demonstrator, Split
 from marin_rl.environments.mixture import MixtureConfig, MixturePartConfig
 from marin_rl.environments.task_stream import task_stream
-from marin_rl.runtime.config_decoding import ConfigError, decode
 from marin_rl.types import Message, Task
 from tests.environments.fake_environments import CardsConfig
 from tests.one_reply import answer

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from marin_rl.config.decode import decode
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, MixtureConfig, RandomRewardConfig, ToolUseConfig
 from marin_rl.environments.base import Environment, NoSandboxError, Split, Step, connect_code_runner
 from marin_rl.environments.mixture import MixturePartConfig
@@ -20,7 +21,6 @@ from marin_rl.rewards.sandbox.config import Isolation, SandboxConfig
 from marin_rl.rewards.sandbox.pool import IsolationError, PythonResult, Sandbox
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.reward_functions import RewardFunctions
-from marin_rl.runtime.config_decoding import decode
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Message, Task

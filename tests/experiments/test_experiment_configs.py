@@ -9,9 +9,9 @@ import pytest
 from experiments.objectives import OBJECTIVES, objective, ppo
 from experiments.rloo_controls import more_warm_start, random_reward
 from experiments.rloo_in_code import rloo
+from marin_rl.config.command_line import parse_config, to_yaml
+from marin_rl.config.train_config import TrainConfig, levanter_defaults
 from marin_rl.environments import RandomRewardConfig
-from marin_rl.runtime.config import TrainConfig, levanter_defaults
-from marin_rl.runtime.config_parsing import parse_config, to_yaml
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 

@@ -10,11 +10,11 @@ import pytest
 
 from experiments.gigpo_rewards import ROLLOUTS, Example, compute_stages, report
 from experiments.lake_rewards import wasted_moves
+from marin_rl.config.command_line import parse_config
+from marin_rl.config.train_config import TrainConfig, levanter_defaults
 from marin_rl.environments.base import Split
 from marin_rl.objectives.gigpo import GigpoConfig
 from marin_rl.rewards.components import FunctionRewardConfig
-from marin_rl.runtime.config import TrainConfig, levanter_defaults
-from marin_rl.runtime.config_parsing import parse_config
 from marin_rl.types import Message
 
 ROOT = Path(__file__).parents[2]

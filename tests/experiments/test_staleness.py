@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from experiments.staleness import train_with_lag
-from marin_rl.runtime.config import TrainConfig, levanter_defaults
-from marin_rl.runtime.config_parsing import parse_config
+from marin_rl.config.command_line import parse_config
+from marin_rl.config.train_config import TrainConfig, levanter_defaults
 from tests.tiny_run import TinyRun, without_timings
 
 STEPS = 6

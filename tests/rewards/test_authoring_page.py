@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from marin_rl.config.decode import decode
 from marin_rl.rewards.code import parse_tests
 from marin_rl.rewards.combine import turn_rewards, weighted_rewards
 from marin_rl.rewards.component import RewardScope
@@ -25,7 +26,6 @@ from marin_rl.rewards.pipeline import build_pipeline
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.runtime.config_decoding import decode
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "pages" / "authoring_rewards.md").read_text()

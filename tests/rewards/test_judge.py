@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from marin_rl.config.decode import decode
 from marin_rl.rewards.combine import evaluation_metrics
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope
 from marin_rl.rewards.failures import RewardCallError, RewardFailure
 from marin_rl.rewards.judge import JudgeComparison, LlmJudge, LlmJudgeConfig, shown_order
 from marin_rl.rewards.pipeline import RewardPipeline
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.runtime.config_decoding import decode
 from marin_rl.types import RewardResult
 
 Reply = tuple[int, Any]

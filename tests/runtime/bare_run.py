@@ -13,6 +13,8 @@ import numpy as np
 from levanter.models.llama import LlamaConfig
 
 from marin_rl.batching.processed_rollout import ProcessedRollout
+from marin_rl.config.sections import RolloutConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import Environment
 from marin_rl.learner.scoring import Scores
@@ -20,7 +22,6 @@ from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.rollout_builder import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.scheduler import RolloutScheduler
-from marin_rl.runtime.config import RolloutConfig, TrainConfig
 from marin_rl.runtime.open_rollout_source import make_staleness_limits
 from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.training_run import TrainingRun

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 
-from marin_rl.runtime.config import default_trainer
+from marin_rl.config.train_config import default_trainer
 from marin_rl.runtime.devices import DeviceError, start_devices
 
 CASES = {

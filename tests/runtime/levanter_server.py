@@ -8,9 +8,9 @@ from pathlib import Path
 
 from haliax import Axis  # noqa: F401  before marin_rl: see tests/tiny_run.py
 
+from marin_rl.config.command_line import parse_config
+from marin_rl.config.train_config import TrainConfig, levanter_defaults
 from marin_rl.learner.policy_model import load_hf_policy
-from marin_rl.runtime.config import TrainConfig, levanter_defaults
-from marin_rl.runtime.config_parsing import parse_config
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.policy_sampler import PolicySampler
 from tests.sampling.completions_server import CompletionsServer, SamplerEngine

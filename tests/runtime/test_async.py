@@ -14,13 +14,13 @@ from typing import Any, cast
 
 import pytest
 
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.scheduler import GroupRequest
 from marin_rl.rollouts.store import read_rollouts
 from marin_rl.runtime import worker_policy
-from marin_rl.runtime.config import TrainConfig
 from marin_rl.runtime.coordinator import CoordinatorActor
 from marin_rl.runtime.worker_policy import ReceivedPolicy
 from tests.runtime.inline_executor import InlineExecutor

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from marin_rl.config.sections import Mode, ReplayConfig
 from marin_rl.environments.base import Episode, Split, Step
 from marin_rl.environments.composite import CompositeEnvironment
 from marin_rl.environments.mixture import MixtureStream
@@ -22,7 +23,6 @@ from marin_rl.runtime.open_rollout_source import make_replay, make_staleness_lim
 from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.rollout_source import LocalRollouts, StopRequestedError
 from marin_rl.runtime.training_run import TrainingRun
-from marin_rl.runtime.workers_config import Mode, ReplayConfig
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Message, RolloutStatus, Task

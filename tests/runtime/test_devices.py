@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from marin_rl.runtime.config import default_trainer
+from marin_rl.config.train_config import default_trainer
 from marin_rl.runtime.devices import start_devices
 
 

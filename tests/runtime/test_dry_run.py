@@ -7,16 +7,16 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 from levanter.models.llama import LlamaConfig
 
+from marin_rl.config.objective_config import UpdateConfig
+from marin_rl.config.sections import EvaluationConfig, RolloutConfig, WarmStartConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives.advantages import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.rollouts.filters import ResampleGroupsConfig
-from marin_rl.runtime.config import RolloutConfig, TrainConfig, UpdateConfig
 from marin_rl.runtime.dry_run import describe_run
-from marin_rl.runtime.evaluation import EvaluationConfig
-from marin_rl.runtime.warm_start import WarmStartConfig
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.tokenization.load import TokenizerConfig
 

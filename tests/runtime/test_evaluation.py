@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from marin_rl.batching.processed_rollout import ProcessedRollout
+from marin_rl.config.sections import EvaluationConfig
 from marin_rl.environments.base import Episode, Split, Step
 from marin_rl.learner.scoring import Scores
 from marin_rl.rollouts.rollout_builder import Limits, LongPrompts
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner
-from marin_rl.runtime.evaluation import EvaluationConfig, describe_accuracy, evaluate, first_of_each, reference_loss
+from marin_rl.runtime.evaluation import describe_accuracy, evaluate, first_of_each, reference_loss
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.scripted import ScriptedSampler
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer

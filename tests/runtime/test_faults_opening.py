@@ -91,8 +91,8 @@ def shy_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 
 def open_it(run: TinyRun, folder: Path, report: Callable[[str], None], warm_start_steps: int = 0) -> None:
-    from marin_rl.runtime.config import TrainConfig, levanter_defaults
-    from marin_rl.runtime.config_parsing import parse_config
+    from marin_rl.config.command_line import parse_config
+    from marin_rl.config.train_config import TrainConfig, levanter_defaults
     from marin_rl.runtime.open_run import open_run
 
     (folder / "rollouts").mkdir()

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from marin_rl.config.sections import RolloutConfig
 from marin_rl.environments.base import Episode, Split, Step
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives.advantages import GaeConfig, GigpoConfig, ReinforceConfig
@@ -23,7 +24,6 @@ from marin_rl.objectives.policy_loss import (
 )
 from marin_rl.rollouts.run_rollouts import run_groups
 from marin_rl.rollouts.stored_rollout import as_row
-from marin_rl.runtime.config import RolloutConfig
 from marin_rl.runtime.training_batch import TrainingBatch, build_batch, minibatches
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.sampling.sampler import SampleRequest

@@ -11,6 +11,7 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import numpy as np
 import pytest
 
+from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
 from marin_rl.learner import checkpoint
 from marin_rl.learner.checkpoint import CheckpointError
 from marin_rl.learner.critic import CriticConfig
@@ -20,13 +21,10 @@ from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.scheduler import RequestNumber
 from marin_rl.runtime import open_run, rollout_runner
-from marin_rl.runtime.evaluation import EvaluationConfig
 from marin_rl.runtime.open_run import forget_older, make_loss
 from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.rollout_source import LocalRollouts
 from marin_rl.runtime.starting_weights import restore_policy
-from marin_rl.runtime.warm_start import WarmStartConfig
-from marin_rl.runtime.workers_config import Mode
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.types import RolloutGroup
 from tests.rollouts.rollout_cases import group_of

@@ -14,8 +14,9 @@ import pytest
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
+from marin_rl.config.command_line import to_yaml
+from marin_rl.config.sections import Mode, WorkersConfig
 from marin_rl.runtime import ray_workers
-from marin_rl.runtime.config_parsing import to_yaml
 from marin_rl.runtime.coordinator import CoordinatorActor, TrainerUpdate
 from marin_rl.runtime.ray_workers import (
     CoordinatorClient,
@@ -25,7 +26,6 @@ from marin_rl.runtime.ray_workers import (
     find_cluster,
     join_cluster,
 )
-from marin_rl.runtime.workers_config import Mode, WorkersConfig
 from tests.free_port import free_port
 from tests.runtime.bare_run import make_config
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from marin_rl.config.sections import RolloutConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import Split, Step
 from marin_rl.environments.tool_use import ToolUseConfig
@@ -19,7 +20,6 @@ from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.state_hashing import StateHashingConfig, default_state_hash
-from marin_rl.runtime.config import RolloutConfig
 from marin_rl.runtime.rollout_runner import make_runner, open_reward_functions
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.scripted import ScriptedSampler

@@ -10,13 +10,11 @@ import jax
 import pytest
 
 from marin_rl import processes
-from marin_rl.runtime.config_parsing import to_yaml
-from marin_rl.runtime.evaluation import EvaluationConfig
+from marin_rl.config.command_line import to_yaml
+from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
 from marin_rl.runtime.rollout_source import StopRequestedError
 from marin_rl.runtime.run_directory import RunDirectoryError, config_differences
 from marin_rl.runtime.shared_run import SharedWorkerPool, check_config, require_same_config, require_shared_folder
-from marin_rl.runtime.warm_start import WarmStartConfig
-from marin_rl.runtime.workers_config import Mode
 from marin_rl.timing import PhaseTimer
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig
 from marin_rl.weights.snapshot import TrainingHost

@@ -17,19 +17,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from marin_rl.config.sections import Mode, ReplayConfig, RolloutConfig
 from marin_rl.environments.base import Episode, Split
 from marin_rl.rollouts.filters import DropGroupsConfig, KeepGroupsConfig, ResampleGroupsConfig
 from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber, RolloutScheduler
 from marin_rl.runtime.collect import collect_groups
-from marin_rl.runtime.config import RolloutConfig
 from marin_rl.runtime.coordinator import Coordinator, TrainerUpdate
 from marin_rl.runtime.open_rollout_source import make_replay, make_staleness_limits
 from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.runtime.worker_pool import WorkerPool
-from marin_rl.runtime.workers_config import Mode, ReplayConfig
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn, WeightVersion
 from tests.runtime.bare_run import bare_run, make_config

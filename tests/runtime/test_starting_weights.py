@@ -19,6 +19,8 @@ from levanter.trainer import TrainerConfig
 
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import pack_batch
+from marin_rl.config.sections import RolloutConfig
+from marin_rl.config.train_config import TrainConfig, default_trainer
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import CriticConfig, with_critic
@@ -30,7 +32,6 @@ from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.models.hf_tensors import read_tensor_shapes
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
-from marin_rl.runtime.config import RolloutConfig, TrainConfig, default_trainer
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.open_run import make_loss
 from marin_rl.runtime.starting_weights import first_policy, hf_folder, resolve_model, restore_policy

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from marin_rl.config.objective_config import UpdateConfig
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs, TokenAdvantages
 from marin_rl.objectives.advantages import DrGrpoConfig, GaeConfig
@@ -17,7 +18,6 @@ from marin_rl.objectives.importance import IcepopConfig, MaskMismatchConfig, Tis
 from marin_rl.objectives.kl import LossKlConfig, NoKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.objectives.shaping import KeepTruncatedConfig, MaskTruncatedConfig
-from marin_rl.runtime.config import UpdateConfig
 from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.training_batch import TrainingBatch, build_batch, minibatches
 from marin_rl.runtime.training_run import TrainingRun

@@ -16,14 +16,15 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
 from marin_rl.batching.packing import RowLayout
+from marin_rl.config.sections import WarmStartConfig
+from marin_rl.config.train_config import default_trainer
 from marin_rl.environments.base import Split
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.rollouts.rollout_builder import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.runtime.config import default_trainer
 from marin_rl.runtime.devices import start_devices
-from marin_rl.runtime.warm_start import WarmStartConfig, WarmStartError, warm_start
+from marin_rl.runtime.warm_start import WarmStartError, warm_start
 from marin_rl.sampling.scripted import ScriptedSampler
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer

@@ -12,12 +12,12 @@ import jax
 import pytest
 
 from marin_rl.closing import Closing
+from marin_rl.config.command_line import parse_config
+from marin_rl.config.train_config import TrainConfig, levanter_defaults
 from marin_rl.environments.base import Split
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber, oldest_version
-from marin_rl.runtime.config import TrainConfig, levanter_defaults
-from marin_rl.runtime.config_parsing import parse_config
 from marin_rl.runtime.coordinator import Announcement
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.rollout_source import FinishedGroup

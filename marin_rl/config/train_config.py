@@ -11,7 +11,6 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,9 +22,23 @@ import marin_rl.objectives.gae
 import marin_rl.objectives.gigpo
 import marin_rl.rewards.components  # noqa: F401
 from marin_rl.batching.packing import RowLayout
+from marin_rl.config.decode import decode
+from marin_rl.config.objective_config import ObjectiveConfig, UpdateConfig
+from marin_rl.config.sections import (
+    EvaluationConfig,
+    LogLevel,
+    Mode,
+    Refresh,
+    ReplayConfig,
+    RolloutConfig,
+    WarmStartConfig,
+    WorkersConfig,
+    module_levels,
+)
+from marin_rl.config_fields import check_paths, local_path
 from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.environments.base import EnvironmentConfig
-from marin_rl.learner.attention_kernel import PLATFORMS, AttentionKernel, attention_kernel, round_up
+from marin_rl.learner.attention_kernel import PLATFORMS, AttentionKernel, attention_kernel
 from marin_rl.learner.checkpoint import CheckpointConfig
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.models.support import check_model
@@ -39,14 +52,7 @@ from marin_rl.objectives.shaping import KeepTruncatedConfig, OverlongConfig, Tru
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rollouts.filters import FilterConfig, KeepGroupsConfig
 from marin_rl.rollouts.rollout_builder import LongPrompts
-from marin_rl.rollouts.state_hashing import StateHashingConfig
 from marin_rl.rollouts.store import RolloutStoreConfig
-from marin_rl.runtime.config_decoding import decode
-from marin_rl.runtime.evaluation import EvaluationConfig
-from marin_rl.runtime.log_levels import LogLevel, module_levels
-from marin_rl.runtime.run_directory import local_path
-from marin_rl.runtime.warm_start import WarmStartConfig
-from marin_rl.runtime.workers_config import Mode, Refresh, ReplayConfig, WorkersConfig
 from marin_rl.sampling.config import LevanterSamplerConfig, OpenAiSamplerConfig, SamplerConfig, SamplingConfig
 from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig, is_loopback
@@ -98,156 +104,9 @@ _DECIDED_ELSEWHERE = {
 """Fields of levanter's trainer section that would be ignored, with the setting to use instead."""
 
 
-_PATH_FIELDS = {"run_dir", "initialize_from", "path", "held_out_path", "folder", "chat_template"}
-"""Names of this project's settings that are paths."""
-_ADDRESS_FIELDS = {"weights.folder"}
-"""Path settings that also accept addresses; their sections validate them."""
-
-
-def _check_paths(section: object, prefix: str = "") -> None:
-    """Validate that the paths of a config are local, not addresses such as `gs://bucket`."""
-    if isinstance(section, Mapping):
-        parts = [(str(name), value) for name, value in section.items()]
-    elif isinstance(section, Sequence) and not isinstance(section, str):
-        parts = [(str(index), value) for index, value in enumerate(section)]
-    elif dataclasses.is_dataclass(section) and type(section).__module__.startswith("marin_rl."):
-        parts = [(field.name, getattr(section, field.name)) for field in dataclasses.fields(section)]
-        for name, value in parts:
-            if isinstance(value, str) and name in _PATH_FIELDS and f"{prefix}{name}" not in _ADDRESS_FIELDS:
-                local_path(value, f"{prefix}{name}")
-    else:
-        return
-    for name, value in parts:
-        _check_paths(value, f"{prefix}{name}.")
-
-
 def _field_default(section: type, name: str) -> Any:
     field = next(field for field in dataclasses.fields(section) if field.name == name)
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
-ROW_MULTIPLE = 128
-"""The default length of a packed row is rounded up to a multiple of this."""
-TOKENS_PER_MICROBATCH = 1024
-"""Positions of a microbatch on each device if the config does not set the number of rows."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutConfig:
-    """Number of rollouts per step, their limits, and the layout of batch rows."""
-
-    prompts_per_step: int = 64
-    """Tasks sampled per step. At least 1."""
-    group_size: int = 8
-    """Rollouts per task; advantages compare the rollouts of one task. At least 1."""
-    max_length: int = 512
-    """Maximum tokens in a sequence, prompt and answers together. At least 1."""
-    max_prompt_length: int | None = None
-    """Maximum tokens in a task's prompt, from 1 to `max_length - 1`; null: `max_length - 1`."""
-    long_prompts: LongPrompts = LongPrompts.ERROR
-    """Handling of tasks with a longer prompt, in training and evaluation: `error` ends the run and names the task,
-    `skip` uses the next task instead, `truncate_left` keeps the last `max_prompt_length` tokens of the prompt, which
-    include the template's generation prompt."""
-    max_turns: int = 1
-    """Maximum answers in a rollout. At least 1."""
-    max_tokens: int | None = None
-    """Maximum tokens in all answers of a rollout together, at least 1; null: not limited."""
-    max_seconds: float = 120.0
-    """Time limit in seconds of the environment's work for one rollout, above 0; time spent waiting for the sampler
-    does not count. Only the rollout that exceeds it fails. Reward functions have the limits of `sandbox`."""
-    state_hashing: StateHashingConfig | None = None
-    """A user function that maps turns to states, for `advantage: {type: gigpo}`; null: a hash of the environment's
-    anchor state or, without one, of the messages shown."""
-    packing: bool = True
-    """Whether a batch row holds several sequences, in segments that do not attend to one another; false: one sequence
-    per row."""
-    row_length: int | None = None
-    """Positions of a batch row, at least `max_length`; null: `max_length`, with packing rounded up to a multiple of
-    128, and further if the attention kernel requires it. `trainer.per_device_parallelism` sets the rows per
-    microbatch."""
-
-    def __post_init__(self) -> None:
-        convert_enum_fields(self)
-        for name in ("prompts_per_step", "group_size", "max_length", "max_turns"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"rollouts.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_prompt_length is not None and not 1 <= self.max_prompt_length < self.max_length:
-            raise ValueError(
-                f"rollouts.max_prompt_length is {self.max_prompt_length}; it must be at least 1 and below "
-                f"rollouts.max_length, which is {self.max_length}, to leave room for an answer"
-            )
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"rollouts.max_tokens is {self.max_tokens}; it must be at least 1, or null for no limit")
-        if not 0 < self.max_seconds <= 1e9:
-            raise ValueError(
-                f"rollouts.max_seconds is {self.max_seconds}; it must be a number of seconds above 0 and at most 1e9"
-            )
-        if self.row_length is not None and self.row_length < self.max_length:
-            raise ValueError(
-                f"rollouts.row_length is {self.row_length}, but a sequence may have rollouts.max_length = "
-                f"{self.max_length} tokens, and must fit into a row; raise row_length or lower max_length"
-            )
-
-    @property
-    def rollouts_per_step(self) -> int:
-        """Number of rollouts per step."""
-        return self.prompts_per_step * self.group_size
-
-    def positions(self, kernel: AttentionKernel) -> int:
-        """Positions of a batch row.
-
-        Args:
-            kernel: attention kernel that processes the rows.
-
-        Raises:
-            ValueError: if the kernel does not support the configured `row_length`.
-
-        >>> from levanter.layers.attention import AttentionBackend
-        >>> flash, splash = AttentionKernel(AttentionBackend.JAX_FLASH), AttentionKernel(AttentionBackend.SPLASH)
-        >>> [RolloutConfig(max_length=200, packing=packing).positions(flash) for packing in (True, False)]
-        [256, 200]
-        >>> [RolloutConfig(max_length=1100).positions(kernel) for kernel in (flash, splash)]
-        [1280, 1536]
-        """
-        if self.row_length is None:
-            return kernel.fit(self._shortest_row)
-        if not kernel.takes(self.row_length):
-            raise ValueError(
-                f"rollouts.row_length is {self.row_length}, but {kernel.backend.value} attention (model.attn_backend) "
-                f"does not support rows of that length; set rollouts.row_length: {kernel.fit(self.row_length)}, or null"
-            )
-        return self.row_length
-
-    @property
-    def rows_per_device(self) -> int:
-        """Default rows per microbatch on each device, about `TOKENS_PER_MICROBATCH` tokens."""
-        return max(TOKENS_PER_MICROBATCH // self._shortest_row, 1)
-
-    @property
-    def _shortest_row(self) -> int:
-        if self.row_length is not None:
-            return self.row_length
-        return round_up(self.max_length, ROW_MULTIPLE) if self.packing else self.max_length
-
-
-@dataclasses.dataclass(frozen=True)
-class UpdateConfig:
-    """Number of optimizer updates per step."""
-
-    epochs: int = 1
-    """Epochs over the rollouts of a step. At least 1."""
-    minibatches: int = 1
-    """Updates per epoch, at least 1. Each rollout is in exactly one minibatch; they are shuffled in each epoch."""
-
-    def __post_init__(self) -> None:
-        for name in ("epochs", "minibatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"updates.{name} is {getattr(self, name)}; it must be at least 1")
-
-    @property
-    def per_step(self) -> int:
-        """Number of updates per step."""
-        return self.epochs * self.minibatches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,11 +192,16 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
-        _check_paths(self)
-        cache = self.trainer.jax_compilation_cache_dir
-        if cache is not None and not cache.startswith("gs://"):
-            local_path(cache, "trainer.jax_compilation_cache_dir")
+        check_paths(self)
         module_levels(self.logging)
+        self._check_numbers()
+        self._check_trainer()
+        self._check_model()
+        self._check_replay()
+        self._check_workers()
+        ObjectiveConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ObjectiveConfig)})
+
+    def _check_numbers(self) -> None:
         if self.num_steps < 0:
             raise ValueError(f"num_steps is {self.num_steps}; it must be at least 0")
         if not 0 <= self.optimizer.learning_rate < math.inf:
@@ -346,15 +210,22 @@ class TrainConfig:
             )
         if self.logprob_block_size < 1:
             raise ValueError(f"logprob_block_size is {self.logprob_block_size}; it must be at least 1 position")
+
+    def _check_trainer(self) -> None:
+        cache = self.trainer.jax_compilation_cache_dir
+        if cache is not None and not cache.startswith("gs://"):
+            local_path(cache, "trainer.jax_compilation_cache_dir")
+        for name, remedy in _DECIDED_ELSEWHERE.items():
+            given, default = getattr(self.trainer, name), _field_default(TrainerConfig, name)
+            if given != default:
+                raise ValueError(f"trainer.{name} is {given!r}, but this setting has no effect: {remedy}")
+
+    def _check_model(self) -> None:
         if self.model is None and self.initialize_from is None:
             raise ValueError(
                 "neither model nor initialize_from is set: name an architecture to start from scratch "
                 "(model: {type: llama, ...}) or weights to start from (initialize_from: FOLDER)"
             )
-        for name, remedy in _DECIDED_ELSEWHERE.items():
-            given, default = getattr(self.trainer, name), _field_default(TrainerConfig, name)
-            if given != default:
-                raise ValueError(f"trainer.{name} is {given!r}, but this setting has no effect: {remedy}")
         if self.model is not None and self.rollouts.max_length > self.model.Pos.size:
             raise ValueError(
                 f"rollouts.max_length is {self.rollouts.max_length}, but the model's context has {self.model.Pos.size} "
@@ -378,6 +249,8 @@ class TrainConfig:
                 "model.scan_layers is false, but levanter's inference engine supports scanned layers only; "
                 "set it to true"
             )
+
+    def _check_replay(self) -> None:
         if self.replay.capacity is not None and self.replay.capacity < self.rollouts.prompts_per_step:
             raise ValueError(
                 f"replay.capacity is {self.replay.capacity}, but a step takes rollouts.prompts_per_step = "
@@ -394,6 +267,8 @@ class TrainConfig:
                 "several versions of the weights cannot be scored with one; set workers.refresh: between_groups, or "
                 "keep_sampling_weights: false"
             )
+
+    def _check_workers(self) -> None:
         if self.ray_address is not None and not re.fullmatch(r"auto|[^/]+:\d{1,5}", self.ray_address):
             raise ValueError(
                 f"ray_address is {self.ray_address!r}; it is `auto`, or `host:port` of a cluster's head, such as "
@@ -401,12 +276,11 @@ class TrainConfig:
                 "the cluster"
             )
         if self.mode is Mode.ASYNC and isinstance(self.sampler, OpenAiSamplerConfig):
-            self._check_worker_of(self.sampler)
+            self._check_openai_sampler(self.sampler)
         if self.mode is Mode.ASYNC and self.ray_address is not None and isinstance(self.weights, ArrowFlightConfig):
-            self._check_weights_reach(self.ray_address, self.weights)
-        self._check_objective()
+            self._check_weight_address(self.ray_address, self.weights)
 
-    def _check_weights_reach(self, ray_address: str, weights: ArrowFlightConfig) -> None:
+    def _check_weight_address(self, ray_address: str, weights: ArrowFlightConfig) -> None:
         if is_loopback(weights.host) and not is_loopback(ray_address.rpartition(":")[0]):
             raise ValueError(
                 f"weights.host is {weights.host}, which only this machine can reach, but the workers run on the Ray "
@@ -425,7 +299,7 @@ class TrainConfig:
         if len(errors) == len(PLATFORMS):
             raise errors[0]
 
-    def _check_worker_of(self, server: OpenAiSamplerConfig) -> None:
+    def _check_openai_sampler(self, server: OpenAiSamplerConfig) -> None:
         if self.workers.num_workers != 1:
             raise ValueError(
                 f"workers.num_workers is {self.workers.num_workers}, but several workers would overwrite each other's "
@@ -437,67 +311,6 @@ class TrainConfig:
                 f"workers.refresh is in_flight, but if {server.base_url} loads weights during an answer, the version "
                 "that sampled each token is unknown; set workers.refresh: between_groups"
             )
-
-    def _check_objective(self) -> None:
-        if self.rollouts.group_size < self.advantage.minimum_group_size:
-            raise ValueError(
-                f"rollouts.group_size is {self.rollouts.group_size}, but advantage {self.advantage_name!r} compares "
-                f"the rollouts of a prompt and needs at least {self.advantage.minimum_group_size}; "
-                "raise it, or use advantage: {type: reinforce}"
-            )
-        if self.filter.drops and self.rollouts.group_size < 2:
-            raise ValueError(
-                f"filter {FilterConfig.get_choice_name(type(self.filter))!r} drops groups with equal rewards, "
-                "which is every group if rollouts.group_size is 1; raise it, or use filter: {type: keep}"
-            )
-        if self.advantage.needs_critic and self.critic is None:
-            raise ValueError(
-                f"advantage {self.advantage_name!r} needs a critic; add critic: {{shared_trunk: true}}, or use an "
-                "advantage that compares the rollouts of a prompt, such as advantage: {type: rloo}"
-            )
-        if self.critic is not None and not self.advantage.needs_critic:
-            raise ValueError(
-                f"critic is set, but advantage {self.advantage_name!r} does not use it; set advantage: {{type: gae}}, "
-                "or critic: null"
-            )
-        if self.advantage.needs_turns and self.rollouts.max_turns < 2:
-            raise ValueError(
-                f"advantage {self.advantage_name!r} compares the turns of a rollout, but rollouts.max_turns is "
-                f"{self.rollouts.max_turns}; raise it and use an environment with several turns, or use "
-                "advantage: {type: rloo}"
-            )
-        loss_name = PolicyLossConfig.get_choice_name(type(self.policy_loss))
-        if self.updates.per_step > 1 and not self.policy_loss.uses_ratio:
-            raise ValueError(
-                f"updates sets {self.updates.per_step} updates per step, but policy_loss {loss_name!r} does not "
-                "correct for changes of the policy since sampling; use policy_loss: {type: ppo_clip}, or one update"
-            )
-        if self.off_policy_correction.is_token_level and self.policy_loss.is_sequence_level:
-            name = OffPolicyCorrectionConfig.get_choice_name(type(self.off_policy_correction))
-            raise ValueError(
-                f"off_policy_correction {name!r} weights single tokens, but policy_loss {loss_name!r} has one ratio "
-                "per rollout; use off_policy_correction: {type: mask}, which drops whole rollouts"
-            )
-        if self.advantage.is_token_level and self.policy_loss.is_sequence_level:
-            raise ValueError(
-                f"advantage {self.advantage_name!r} differs between the tokens of a rollout, but policy_loss "
-                f"{loss_name!r} has one ratio per rollout and would average it; set policy_loss: {{type: ppo_clip}}"
-            )
-        if self.updates.minibatches > self.rollouts.rollouts_per_step:
-            raise ValueError(
-                f"updates.minibatches is {self.updates.minibatches}, but a step has only "
-                f"{self.rollouts.rollouts_per_step} rollouts; lower it or raise rollouts.prompts_per_step"
-            )
-        if self.overlong.buffer > self.sampling.max_new_tokens:
-            raise ValueError(
-                f"overlong.buffer is {self.overlong.buffer}, but an answer has at most sampling.max_new_tokens = "
-                f"{self.sampling.max_new_tokens} tokens; lower overlong.buffer or raise sampling.max_new_tokens"
-            )
-
-    @property
-    def advantage_name(self) -> str:
-        """Name of the advantage estimator in YAML."""
-        return AdvantageConfig.get_choice_name(type(self.advantage))
 
     def trainer_config(self) -> TrainerConfig:
         """Levanter's trainer section with the number of steps, the seed and the run's name."""

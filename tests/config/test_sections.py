@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from marin_rl.runtime.config_decoding import ConfigError, decode
-from marin_rl.runtime.workers_config import Refresh, WorkersConfig
+from marin_rl.config.decode import ConfigError, decode
+from marin_rl.config.sections import Refresh, WorkersConfig
 
 
 def test_refresh_modes_are_selected_by_name() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from levanter.models.llama import LlamaConfig
 from levanter.trainer import TrainerConfig
 
-from marin_rl.runtime.field_docs import field_doc, section_doc
+from marin_rl.config.field_docs import field_doc, section_doc
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from marin_rl.config.decode import ConfigError, decode
+from marin_rl.config.sections import LogLevel, RolloutConfig, module_levels
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import ArithmeticConfig, Split, ToolUseConfig
 from marin_rl.environments.tool_use import ToolDescription
 from marin_rl.learner.critic import CriticConfig
@@ -24,9 +27,6 @@ from marin_rl.rewards.pipeline import RewardPipeline
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.rollouts.run_rollouts import run_groups
-from marin_rl.runtime.config import RolloutConfig, TrainConfig
-from marin_rl.runtime.config_decoding import ConfigError, decode
-from marin_rl.runtime.log_levels import LogLevel, module_levels
 from marin_rl.runtime.run_directory import log_to
 from marin_rl.runtime.training_batch import build_batch
 from marin_rl.sampling.config import SamplingConfig

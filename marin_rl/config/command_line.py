@@ -25,16 +25,8 @@ import yaml
 from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
-from marin_rl.runtime.config_decoding import (
-    ConfigError,
-    decode,
-    encode,
-    field_types,
-    nearest,
-    resolve_section,
-    section_of,
-)
-from marin_rl.runtime.config_help import all_keys, help_text
+from marin_rl.config.decode import ConfigError, decode, encode, field_types, nearest, resolve_section, section_of
+from marin_rl.config.help import all_keys, help_text
 
 ConfigT = TypeVar("ConfigT")
 

@@ -9,8 +9,8 @@ from levanter.models.lm_model import LmConfig
 from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer import TrainerConfig
 
-from marin_rl.runtime.config_decoding import ConfigError, field_types
-from marin_rl.runtime.config_help import all_keys, help_text
+from marin_rl.config.decode import ConfigError, field_types
+from marin_rl.config.help import all_keys, help_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,11 @@ from levanter.models.mistral import MistralConfig
 from levanter.optim import AdamConfig
 
 from marin_rl.batching.packing import RowLayout
+from marin_rl.config.command_line import from_yaml, parse_config, to_yaml
+from marin_rl.config.decode import ConfigError
+from marin_rl.config.objective_config import UpdateConfig
+from marin_rl.config.sections import Mode, RolloutConfig
+from marin_rl.config.train_config import TrainConfig, compilation_cache, default_trainer, levanter_defaults
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.environments.mixture import MixtureConfig, MixturePartConfig
@@ -38,17 +43,6 @@ from marin_rl.objectives.shaping import TruncationConfig
 from marin_rl.rewards.function_component import FunctionRewardConfig
 from marin_rl.rollouts.filters import FilterConfig
 from marin_rl.rollouts.rollout_builder import LongPrompts
-from marin_rl.runtime.config import (
-    RolloutConfig,
-    TrainConfig,
-    UpdateConfig,
-    compilation_cache,
-    default_trainer,
-    levanter_defaults,
-)
-from marin_rl.runtime.config_decoding import ConfigError
-from marin_rl.runtime.config_parsing import from_yaml, parse_config, to_yaml
-from marin_rl.runtime.workers_config import Mode
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, SamplingConfig
 from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig

@@ -18,7 +18,7 @@ from levanter.tracker.json_logger import JsonLoggerConfig
 from levanter.tracker.tracker import NoopConfig
 from levanter.trainer import TrainerConfig
 
-from marin_rl.runtime.config_parsing import ConfigError, from_yaml, merge, parse_config, parse_yaml, to_yaml
+from marin_rl.config.command_line import ConfigError, from_yaml, merge, parse_config, parse_yaml, to_yaml
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,7 +303,7 @@ def test_help_of_a_section(capsys):
 def test_parsing_uses_no_device():
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from test_config_parsing import parse, to_yaml, ConfigError\n"
+        "from test_command_line import parse, to_yaml, ConfigError\n"
         "from jax._src import xla_bridge\n"
         "to_yaml(parse('--name', 'x', '--model.type', 'llama', '--trainer.mp', 'bf16').config)\n"
         "try:\n    parse('--nmae', 'x')\nexcept ConfigError:\n    pass\n"

@@ -17,7 +17,7 @@ from levanter.optim import OptimizerConfig
 from levanter.tracker import TrackerConfig
 from levanter.trainer import TrainerConfig
 
-from marin_rl.runtime.config_decoding import ConfigError, decode, describe, encode
+from marin_rl.config.decode import ConfigError, decode, describe, encode
 
 ItemT = TypeVar("ItemT")
 

@@ -1,0 +1,334 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Sections of `TrainConfig` for rollouts, workers, evaluation, warm start and logging."""
+
+import dataclasses
+import enum
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import marin_rl
+from marin_rl.enum_fields import convert_enum_fields
+from marin_rl.learner.attention_kernel import AttentionKernel, round_up
+from marin_rl.rollouts.rollout_builder import LongPrompts
+from marin_rl.rollouts.state_hashing import StateHashingConfig
+
+ROW_MULTIPLE = 128
+"""The default length of a packed row is rounded up to a multiple of this."""
+TOKENS_PER_MICROBATCH = 1024
+"""Positions of a microbatch on each device if the config does not set the number of rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """Number of rollouts per step, their limits, and the layout of batch rows."""
+
+    prompts_per_step: int = 64
+    """Tasks sampled per step. At least 1."""
+    group_size: int = 8
+    """Rollouts per task; advantages compare the rollouts of one task. At least 1."""
+    max_length: int = 512
+    """Maximum tokens in a sequence, prompt and answers together. At least 1."""
+    max_prompt_length: int | None = None
+    """Maximum tokens in a task's prompt, from 1 to `max_length - 1`; null: `max_length - 1`."""
+    long_prompts: LongPrompts = LongPrompts.ERROR
+    """Handling of tasks with a longer prompt, in training and evaluation: `error` ends the run and names the task,
+    `skip` uses the next task instead, `truncate_left` keeps the last `max_prompt_length` tokens of the prompt, which
+    include the template's generation prompt."""
+    max_turns: int = 1
+    """Maximum answers in a rollout. At least 1."""
+    max_tokens: int | None = None
+    """Maximum tokens in all answers of a rollout together, at least 1; null: not limited."""
+    max_seconds: float = 120.0
+    """Time limit in seconds of the environment's work for one rollout, above 0; time spent waiting for the sampler
+    does not count. Only the rollout that exceeds it fails. Reward functions have the limits of `sandbox`."""
+    state_hashing: StateHashingConfig | None = None
+    """A user function that maps turns to states, for `advantage: {type: gigpo}`; null: a hash of the environment's
+    anchor state or, without one, of the messages shown."""
+    packing: bool = True
+    """Whether a batch row holds several sequences, in segments that do not attend to one another; false: one sequence
+    per row."""
+    row_length: int | None = None
+    """Positions of a batch row, at least `max_length`; null: `max_length`, with packing rounded up to a multiple of
+    128, and further if the attention kernel requires it. `trainer.per_device_parallelism` sets the rows per
+    microbatch."""
+
+    def __post_init__(self) -> None:
+        convert_enum_fields(self)
+        for name in ("prompts_per_step", "group_size", "max_length", "max_turns"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollouts.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_prompt_length is not None and not 1 <= self.max_prompt_length < self.max_length:
+            raise ValueError(
+                f"rollouts.max_prompt_length is {self.max_prompt_length}; it must be at least 1 and below "
+                f"rollouts.max_length, which is {self.max_length}, to leave room for an answer"
+            )
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"rollouts.max_tokens is {self.max_tokens}; it must be at least 1, or null for no limit")
+        if not 0 < self.max_seconds <= 1e9:
+            raise ValueError(
+                f"rollouts.max_seconds is {self.max_seconds}; it must be a number of seconds above 0 and at most 1e9"
+            )
+        if self.row_length is not None and self.row_length < self.max_length:
+            raise ValueError(
+                f"rollouts.row_length is {self.row_length}, but a sequence may have rollouts.max_length = "
+                f"{self.max_length} tokens, and must fit into a row; raise row_length or lower max_length"
+            )
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Number of rollouts per step."""
+        return self.prompts_per_step * self.group_size
+
+    def positions(self, kernel: AttentionKernel) -> int:
+        """Positions of a batch row.
+
+        Args:
+            kernel: attention kernel that processes the rows.
+
+        Raises:
+            ValueError: if the kernel does not support the configured `row_length`.
+
+        >>> from levanter.layers.attention import AttentionBackend
+        >>> flash, splash = AttentionKernel(AttentionBackend.JAX_FLASH), AttentionKernel(AttentionBackend.SPLASH)
+        >>> [RolloutConfig(max_length=200, packing=packing).positions(flash) for packing in (True, False)]
+        [256, 200]
+        >>> [RolloutConfig(max_length=1100).positions(kernel) for kernel in (flash, splash)]
+        [1280, 1536]
+        """
+        if self.row_length is None:
+            return kernel.fit(self._shortest_row)
+        if not kernel.takes(self.row_length):
+            raise ValueError(
+                f"rollouts.row_length is {self.row_length}, but {kernel.backend.value} attention (model.attn_backend) "
+                f"does not support rows of that length; set rollouts.row_length: {kernel.fit(self.row_length)}, or null"
+            )
+        return self.row_length
+
+    @property
+    def rows_per_device(self) -> int:
+        """Default rows per microbatch on each device, about `TOKENS_PER_MICROBATCH` tokens."""
+        return max(TOKENS_PER_MICROBATCH // self._shortest_row, 1)
+
+    @property
+    def _shortest_row(self) -> int:
+        if self.row_length is not None:
+            return self.row_length
+        return round_up(self.max_length, ROW_MULTIPLE) if self.packing else self.max_length
+
+
+class Mode(enum.StrEnum):
+    """Whether sampling alternates with training or runs at the same time."""
+
+    SYNC = "sync"
+    """Sample in the trainer process between updates. Does not use Ray, `workers`, `replay` or `weights`."""
+    ASYNC = "async"
+    """Sample in rollout workers while the trainer trains."""
+
+
+class Refresh(enum.StrEnum):
+    """When a rollout worker loads newer weights."""
+
+    BETWEEN_GROUPS = "between_groups"
+    """After all of its running groups have finished. It starts no group once newer weights are available."""
+    IN_FLIGHT = "in_flight"
+    """As soon as they have arrived, also during answers: later tokens are sampled with the newer weights and the KV
+    cache of the older ones (PipelineRL)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkersConfig:
+    """Rollout workers. Each is a process with its own sampler."""
+
+    num_workers: int = 1
+    """Number of workers. At least 1."""
+    refresh: Refresh = Refresh.BETWEEN_GROUPS
+    """When workers load newer weights: `between_groups`, or `in_flight` for long answers, which would otherwise delay
+    the update."""
+    decode_steps_per_weight_poll: int = 32
+    """With `in_flight`, tokens sampled per answer between two polls for newer weights. At least 1; a poll pauses the
+    sampler for a few milliseconds."""
+    gpus_per_worker: float = 0.0
+    """GPUs that Ray reserves for each worker. At least 0."""
+    heartbeat_timeout: float = 30.0
+    """Seconds without a heartbeat after which a worker counts as lost and its groups are assigned to other workers.
+    Above 0."""
+    no_progress_timeout: float = 900.0
+    """Seconds without a finished group, or without a coordinator, after which the run fails. Above 0; must exceed the
+    compile time of the workers."""
+
+    def __post_init__(self) -> None:
+        convert_enum_fields(self)
+        if self.num_workers < 1:
+            raise ValueError(f"workers.num_workers is {self.num_workers}; it must be at least 1, or mode: sync")
+        if self.decode_steps_per_weight_poll < 1:
+            raise ValueError(
+                f"workers.decode_steps_per_weight_poll is {self.decode_steps_per_weight_poll}; it must be at least 1"
+            )
+        if not (self.gpus_per_worker >= 0 and math.isfinite(self.gpus_per_worker)):
+            raise ValueError(f"workers.gpus_per_worker is {self.gpus_per_worker}; it must be at least 0")
+        for name in ("heartbeat_timeout", "no_progress_timeout"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"workers.{name} is {value}; it must be a number of seconds above 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayConfig:
+    """Replay buffer between sampling and training."""
+
+    max_staleness: int = 1
+    """Maximum age of a group in steps, at least 0: the step that trains on it minus the version of the weights that
+    sampled its oldest token. Older groups are dropped. 0 samples each step's groups with its weights, as `mode: sync`
+    does."""
+    max_uses: int = 1
+    """Steps that train on each group, from 1 to `max_staleness + 1`."""
+    half_life: float | None = None
+    """Steps after which the probability of drawing a waiting group is halved, above 0; null: oldest groups first."""
+    capacity: int | None = None
+    """Maximum groups requested or waiting at a time, at least `rollouts.prompts_per_step`; null: as many as can be
+    trained on within `max_staleness`."""
+    keep_sampling_weights: bool = False
+    """Keep the last `max_staleness` versions of the weights in host memory, so that `off_policy_correction` scores
+    each rollout with the weights that sampled it. If false, the newest weights score all rollouts, and the correction
+    also covers staleness."""
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < 0:
+            raise ValueError(f"replay.max_staleness is {self.max_staleness}; it must be at least 0")
+        if not 1 <= self.max_uses <= self.max_staleness + 1:
+            raise ValueError(
+                f"replay.max_uses is {self.max_uses}; a group can be used once per step for "
+                f"replay.max_staleness + 1 steps, so it must be from 1 to {self.max_staleness + 1}"
+            )
+        if self.half_life is not None and not (self.half_life > 0 and math.isfinite(self.half_life)):
+            raise ValueError(f"replay.half_life is {self.half_life}; it must be a number of steps above 0, or null")
+        if self.capacity is not None and self.capacity < 1:
+            raise ValueError(f"replay.capacity is {self.capacity}; it must be at least 1, or null")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out evaluation."""
+
+    every: int = 50
+    """Steps between two evaluations, in addition to those before and after RL; 0 evaluates only before and after."""
+    tasks: int = 512
+    """Number of held-out tasks of each environment, always the first ones; 0 disables evaluation."""
+    samples: int = 1
+    """Attempts at each task at the sampling temperature; pass@k needs at least k."""
+    pass_at: tuple[int, ...] = (1,)
+    """The k of pass@k."""
+    greedy: bool = True
+    """Also make one attempt at each task at temperature 0."""
+
+    def __post_init__(self) -> None:
+        for name, minimum in (("every", 0), ("tasks", 0), ("samples", 1)):
+            if getattr(self, name) < minimum:
+                raise ValueError(f"evaluation.{name} is {getattr(self, name)}; it must be at least {minimum}")
+        for k in self.pass_at:
+            if not 1 <= k <= self.samples:
+                raise ValueError(
+                    f"evaluation.pass_at contains k = {k} with evaluation.samples = {self.samples}; "
+                    "k must be between 1 and the number of samples"
+                )
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Return whether to evaluate after `step` of `num_steps`.
+
+        >>> [step for step in range(1, 6) if EvaluationConfig(every=2).is_due(step, 5)]
+        [2, 4, 5]
+        """
+        return self.tasks > 0 and (step == num_steps or (self.every > 0 and step % self.every == 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised training on the environment's worked answers or demonstrations, before RL.
+
+    A randomly initialized model solves no task, so RL has nothing to reinforce. The warm start ends early, at an
+    accuracy that leaves room for RL to improve.
+    """
+
+    max_steps: int = 0
+    """Maximum number of supervised updates; 0 disables the warm start."""
+    batch_size: int = 64
+    """Worked answers, or demonstrations of whole episodes, per update."""
+    learning_rate: float = 1e-3
+    """Constant learning rate of AdamW."""
+    target_accuracy: float = 0.25
+    """Stop when the accuracy on validation tasks, sampled at temperature 1, reaches this."""
+    check_every: int = 25
+    """Updates between two accuracy measurements."""
+    check_tasks: int = 256
+    """Validation tasks of each environment per measurement."""
+
+    def __post_init__(self) -> None:
+        if self.max_steps < 0:
+            raise ValueError(f"warm_start.max_steps is {self.max_steps}; it counts updates and cannot be negative")
+        for name in ("batch_size", "check_every", "check_tasks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"warm_start.{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"warm_start.learning_rate is {self.learning_rate}; it must be a finite number above 0")
+        if not 0 < self.target_accuracy <= 1:
+            raise ValueError(f"warm_start.target_accuracy is {self.target_accuracy}; it must be in (0, 1]")
+
+
+PACKAGE = "marin_rl"
+
+
+class LogLevel(enum.StrEnum):
+    """Minimum level of the messages in a log file."""
+
+    DEBUG = "debug"
+    """Every turn of every episode with its tokens, tool calls, rewards and advantages."""
+    INFO = "info"
+    """Progress, and one line per rollout."""
+    WARNING = "warning"
+    """Problems that the run handled."""
+    ERROR = "error"
+    """Problems that the run could not handle."""
+
+    @property
+    def number(self) -> int:
+        """The corresponding level of Python's `logging`."""
+        return logging.getLevelNamesMapping()[self.name]
+
+
+def module_levels(levels: Mapping[str, str]) -> dict[str, int]:
+    """Convert the configured log levels to levels of Python's `logging`.
+
+    Args:
+        levels: `logging` of the config: level by module or package name, such as `marin_rl.rollouts`. A package
+            covers its modules.
+
+    Returns:
+        Numeric level by module or package name.
+
+    Raises:
+        ValueError: if a module or level does not exist; the message names the key.
+
+    >>> module_levels({"marin_rl.rollouts.rollout_builder": "debug"})
+    {'marin_rl.rollouts.rollout_builder': 10}
+    """
+    for name, level in levels.items():
+        if not _exists(name):
+            raise ValueError(
+                f"logging.{name} does not name a module of {PACKAGE}; use a name from log.txt, such as "
+                "marin_rl.rollouts.rollout_builder, or a package, such as marin_rl.rollouts"
+            )
+        if level not in tuple(LogLevel):
+            raise ValueError(f"logging.{name} is {level!r}; it must be one of {', '.join(LogLevel)}")
+    return {name: LogLevel(level).number for name, level in levels.items()}
+
+
+def _exists(module: str) -> bool:
+    package, *parts = module.split(".")
+    if package != PACKAGE or not all(part.isidentifier() for part in parts):
+        return False
+    path = Path(next(iter(marin_rl.__path__))).joinpath(*parts)
+    return path.is_dir() or path.with_suffix(".py").is_file()
