@@ -5,11 +5,11 @@
 
 import asyncio
 
-from marin_rl.environments.base import Environment, Step
+from marin_rl.environments.base import AbstractEnvironment, Step
 from marin_rl.types import Task
 
 
-def answer(environment: Environment, task: Task, reply: str, seed: int = 0) -> Step:
+def answer(environment: AbstractEnvironment, task: Task, reply: str, seed: int = 0) -> Step:
     """Return the environment's step after the first reply of an episode."""
 
     async def run() -> Step:

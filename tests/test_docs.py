@@ -369,12 +369,12 @@ def everything(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) 
 LESSON = """
     import dataclasses
 
-    from marin_rl.environments.base import Split, Step, split_of
+    from marin_rl.environments.base import AbstractEnvironment, Split, Step, split_of
     from marin_rl.types import Task
 
 
     @dataclasses.dataclass(frozen=True)
-    class Words:
+    class Words(AbstractEnvironment):
         name: str = "words"
 
         def tasks(self, split):

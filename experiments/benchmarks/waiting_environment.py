@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from marin_rl.environments.base import Split, Step
+from marin_rl.environments.base import AbstractEnvironment, Split, Step
 from marin_rl.types import Task
 
 TASKS = 2000
@@ -32,7 +32,7 @@ class WaitingEpisode:
 
 
 @dataclasses.dataclass(frozen=True)
-class WaitingEnvironment:
+class WaitingEnvironment(AbstractEnvironment):
     """An environment with a fixed delay per task; delays differ between tasks."""
 
     seconds: float

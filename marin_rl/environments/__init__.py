@@ -4,7 +4,7 @@
 """Environments. Importing this package registers all of them, without importing jax."""
 
 from marin_rl.environments.arithmetic import ArithmeticConfig
-from marin_rl.environments.base import Demonstrator, Environment, EnvironmentConfig, Episode, Split, Step
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split, Step, TaskStream
 from marin_rl.environments.curriculum import CurriculumConfig
 from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig
 from marin_rl.environments.from_file import FileConfig
@@ -15,10 +15,9 @@ from marin_rl.environments.text_game import TextGameConfig
 from marin_rl.environments.tool_use import ToolUseConfig
 
 __all__ = [
+    "AbstractEnvironment",
     "ArithmeticConfig",
     "CurriculumConfig",
-    "Demonstrator",
-    "Environment",
     "EnvironmentConfig",
     "Episode",
     "FileConfig",
@@ -29,6 +28,7 @@ __all__ = [
     "ReasoningGymConfig",
     "Split",
     "Step",
+    "TaskStream",
     "TextGameConfig",
     "ToolUseConfig",
 ]

@@ -6,7 +6,7 @@
 import dataclasses
 import random
 
-from marin_rl.environments.base import Environment, EnvironmentConfig
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.environments.splits import Problem, check_shares, split_problems
 from marin_rl.rewards.patterns import FormatConfig
@@ -62,7 +62,7 @@ class ArithmeticConfig(EnvironmentConfig):
         """Number of distinct problems."""
         return 10 ** (self.digits * self.terms) * len(self.operations) ** (self.terms - 1)
 
-    def build(self) -> Environment:
+    def build(self) -> AbstractEnvironment:
         """Draw the problems."""
         problems = [self._problem(index) for index in self._draw()]
         return SingleTurnEnvironment(

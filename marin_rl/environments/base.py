@@ -6,15 +6,17 @@
 import abc
 import dataclasses
 import enum
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import draccus
 
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import PythonResult
-from marin_rl.types import Info, Message, Task
+from marin_rl.seeds import derive_seed
+from marin_rl.types import Info, Message, RolloutGroup, Task
 
 
 class Split(enum.StrEnum):
@@ -68,24 +70,6 @@ class Episode(Protocol):
         ...
 
 
-@runtime_checkable
-class Environment(Protocol):
-    """Source of tasks, and of the episodes that score attempts at them."""
-
-    @property
-    def name(self) -> str:
-        """Name for metrics."""
-        ...
-
-    def tasks(self, split: Split) -> Sequence[Task]:
-        """Return the tasks of a split in a fixed order; no problem text is in two splits."""
-        ...
-
-    async def start(self, task: Task, seed: int) -> Episode:
-        """Start an attempt. It begins with the task's messages, and depends on task and seed only."""
-        ...
-
-
 class NoSandboxError(ValueError):
     """Raised if the policy's programs have no sandbox to run in; the message names environment and tool."""
 
@@ -99,80 +83,124 @@ class CodeRunner(Protocol):
         ...
 
 
-@runtime_checkable
-class Demonstrator(Protocol):
-    """An environment with demonstrations of its tasks over all turns, which a warm start imitates."""
+StreamState = Mapping[str, Any]
+"""State of a stream as JSON values; initially empty. Immutable: updates return a new state."""
+
+
+class TaskStream(abc.ABC):
+    """Infinite stream of training tasks.
+
+    The stream itself is stateless. Its state is an argument and is stored in every checkpoint, so that a resumed run
+    draws the same tasks as an uninterrupted one.
+    """
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the environments with separate metrics; empty if there is only one environment."""
+        return ()
+
+    @abc.abstractmethod
+    def draw(self, state: StreamState, count: int) -> tuple[list[Task], StreamState]:
+        """Return the next `count` tasks and the state after them."""
+
+    def learn(self, state: StreamState, groups: Sequence[RolloutGroup]) -> StreamState:
+        """Return the state updated with the finished groups of drawn tasks; by default it does not depend on them."""
+        return state
+
+    def metrics(self, state: StreamState) -> dict[str, float]:
+        """Return metrics of a state; none by default."""
+        return {}
+
+
+class AbstractEnvironment(abc.ABC):
+    """Source of tasks, and of the episodes that score attempts at them.
+
+    A subclass defines `name`, `tasks` and `start`. The other methods have defaults.
+    """
+
+    if TYPE_CHECKING:
+        # At runtime a subclass may define it as an attribute, a dataclass field or a property.
+        @property
+        def name(self) -> str:
+            """Name for metrics."""
+            ...
+
+    @abc.abstractmethod
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """Return the tasks of a split in a fixed order; no problem text is in two splits."""
+
+    @abc.abstractmethod
+    async def start(self, task: Task, seed: int) -> Episode:
+        """Start an attempt. It begins with the task's messages, and depends on task and seed only."""
+
+    def stream(self, seed: int) -> TaskStream:
+        """Return the stream of training tasks; by default each task once per epoch.
+
+        Args:
+            seed: seed for all randomness of the stream.
+        """
+        return EpochStream(self, seed)
 
     def can_demonstrate(self, task: Task) -> bool:
-        """Return whether a task has a demonstration."""
-        ...
+        """Return whether a task has a demonstration; by default a worked answer."""
+        return task.worked_answer is not None
 
     def demonstrate(self, task: Task) -> tuple[Message, ...]:
-        """Return a complete conversation that solves a task: its messages, replies and observations.
+        """Return a conversation that solves a task, for a warm start to imitate; deterministic for each task.
 
-        Deterministic for each task.
+        Args:
+            task: the task. By default its worked answer is the only reply.
+
+        Returns:
+            The task's messages, then replies (role `assistant`) and observations.
 
         Raises:
             ValueError: if the task has no demonstration.
         """
-        ...
-
-
-def can_demonstrate(environment: Environment, task: Task) -> bool:
-    """Return whether a task has a demonstration or a worked answer to imitate."""
-    if isinstance(environment, Demonstrator):
-        return environment.can_demonstrate(task)
-    return task.worked_answer is not None
-
-
-def demonstration(environment: Environment, task: Task) -> tuple[Message, ...]:
-    """Return the conversation to imitate for a task.
-
-    Args:
-        environment: the task's environment. Its demonstration takes precedence over the worked answer, which becomes
-            the only reply.
-        task: the task.
-
-    Returns:
-        The task's messages, then replies (role `assistant`) and observations.
-
-    Raises:
-        ValueError: if the task has neither.
-    """
-    if isinstance(environment, Demonstrator):
-        return environment.demonstrate(task)
-    if task.worked_answer is None:
-        raise ValueError(f"task {task.id!r} of environment {task.environment!r} has no worked answer to imitate")
-    return (*task.messages, Message(role="assistant", content=task.worked_answer))
-
-
-@runtime_checkable
-class CodeRunningEnvironment(Protocol):
-    """An environment that runs the policy's programs in a sandbox, which is created after the environment."""
+        if task.worked_answer is None:
+            raise ValueError(f"task {task.id!r} of environment {task.environment!r} has no worked answer to imitate")
+        return (*task.messages, Message(role="assistant", content=task.worked_answer))
 
     def connect_code_runner(self, runner: CodeRunner | None) -> bool:
-        """Set the sandbox; called once before any rollout. Returns whether the environment runs programs.
+        """Connect the environment to the sandbox, which is created after it; called once before any rollout.
+
+        Args:
+            runner: runs programs in isolation; None if there is no sandbox.
+
+        Returns:
+            Whether the environment runs programs of the policy, so that the sandbox must be started; False by default.
 
         Raises:
-            NoSandboxError: if it runs programs and `runner` is None.
+            NoSandboxError: if it runs programs and `runner` is None; the message names environment and tool.
         """
-        ...
+        return False
 
 
-def connect_code_runner(environment: Environment, runner: CodeRunner | None) -> bool:
-    """Connect an environment to the sandbox if it, or a part of it, runs programs.
+@dataclasses.dataclass(frozen=True)
+class EpochStream(TaskStream):
+    """Draws each task once per epoch, in a new random order in each epoch."""
 
-    Args:
-        environment: an environment without running episodes.
-        runner: runs programs in isolation; None if there is no sandbox.
+    environment: AbstractEnvironment
+    """Source of the tasks."""
+    seed: int
+    """Seed for the order of every epoch."""
 
-    Returns:
-        Whether it runs programs, so that the sandbox must be started.
+    def draw(self, state: StreamState, count: int) -> tuple[list[Task], StreamState]:
+        """Return the next tasks of this epoch and the epochs after it."""
+        tasks = self.environment.tasks(Split.TRAIN)
+        start = state.get("drawn", 0)
+        drawn = []
+        for index in range(start, start + count):
+            epoch, position = divmod(index, len(tasks))
+            drawn.append(tasks[_order(self.seed, epoch, len(tasks))[position]])
+        return drawn, {"drawn": start + count}
 
-    Raises:
-        NoSandboxError: if it runs programs and there is no sandbox; the message names environment and tool.
-    """
-    return isinstance(environment, CodeRunningEnvironment) and environment.connect_code_runner(runner)
+
+@functools.lru_cache(maxsize=64)
+def _order(seed: int, epoch: int, size: int) -> Sequence[int]:
+    import numpy as np
+
+    return np.random.default_rng(derive_seed(seed, "task order", epoch)).permutation(size).tolist()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +213,7 @@ class EnvironmentConfig(draccus.ChoiceRegistry, abc.ABC):
     rewards: tuple[RewardComponentConfig, ...] = dataclasses.field(default=(), kw_only=True)
     """Reward functions for its rollouts, in addition to the environment's rewards."""
 
-    def reward_components(self, environment: Environment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
+    def reward_components(self, environment: AbstractEnvironment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
         """Return the reward functions for rollouts by environment name.
 
         Args:
@@ -194,7 +222,7 @@ class EnvironmentConfig(draccus.ChoiceRegistry, abc.ABC):
         return {environment.name: self.rewards}
 
     @abc.abstractmethod
-    def build(self) -> Environment:
+    def build(self) -> AbstractEnvironment:
         """Build the environment.
 
         Raises:

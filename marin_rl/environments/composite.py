@@ -10,28 +10,26 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from marin_rl.environments.base import (
+    AbstractEnvironment,
     CodeRunner,
-    Environment,
     EnvironmentConfig,
     Episode,
     Split,
-    can_demonstrate,
-    connect_code_runner,
-    demonstration,
+    StreamState,
+    TaskStream,
 )
-from marin_rl.environments.task_stream import StreamState, TaskStream, task_stream
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.seeds import derive_seed
 from marin_rl.types import Message, Task
 
 
 @dataclasses.dataclass(frozen=True)
-class CompositeEnvironment:
+class CompositeEnvironment(AbstractEnvironment):
     """Draws training tasks from several environments; each runs and scores its own tasks."""
 
     name: str
     """Name for messages; metrics use the names of the parts."""
-    parts: Mapping[str, Environment]
+    parts: Mapping[str, AbstractEnvironment]
     """Environments by name."""
     make_stream: Callable[[int], TaskStream]
     """Creates the stream of training tasks from a seed."""
@@ -54,18 +52,18 @@ class CompositeEnvironment:
 
     def connect_code_runner(self, runner: CodeRunner | None) -> bool:
         """Connect all parts that run programs to the sandbox; return whether any part does."""
-        needed = [connect_code_runner(part, runner) for part in self.parts.values()]
+        needed = [part.connect_code_runner(runner) for part in self.parts.values()]
         return any(needed)
 
     def can_demonstrate(self, task: Task) -> bool:
         """Return whether the task's environment has a conversation to imitate."""
-        return can_demonstrate(self._part_of(task), task)
+        return self._part_of(task).can_demonstrate(task)
 
     def demonstrate(self, task: Task) -> tuple[Message, ...]:
         """Return the demonstration or worked answer of the task's environment."""
-        return demonstration(self._part_of(task), task)
+        return self._part_of(task).demonstrate(task)
 
-    def _part_of(self, task: Task) -> Environment:
+    def _part_of(self, task: Task) -> AbstractEnvironment:
         if task.environment not in self.parts:
             raise ValueError(
                 f"environment {self.name!r} cannot run task {task.id!r} of {task.environment!r}; its environments are "
@@ -74,7 +72,7 @@ class CompositeEnvironment:
         return self.parts[task.environment]
 
 
-def by_name(environments: Iterable[Environment], whole: str) -> dict[str, Environment]:
+def by_name(environments: Iterable[AbstractEnvironment], whole: str) -> dict[str, AbstractEnvironment]:
     """Return environments by name.
 
     Args:
@@ -84,7 +82,7 @@ def by_name(environments: Iterable[Environment], whole: str) -> dict[str, Enviro
     Raises:
         ValueError: if there is no environment, two share a name, or one has no training tasks.
     """
-    environments_by_name: dict[str, Environment] = {}
+    environments_by_name: dict[str, AbstractEnvironment] = {}
     for environment in environments:
         if environment.name in environments_by_name:
             raise ValueError(
@@ -100,7 +98,7 @@ def by_name(environments: Iterable[Environment], whole: str) -> dict[str, Enviro
 
 
 def part_rewards(
-    environment: Environment, parts: Sequence[EnvironmentConfig], more: tuple[RewardComponentConfig, ...]
+    environment: AbstractEnvironment, parts: Sequence[EnvironmentConfig], more: tuple[RewardComponentConfig, ...]
 ) -> dict[str, tuple[RewardComponentConfig, ...]]:
     """Return the reward functions by part.
 
@@ -117,7 +115,7 @@ def part_rewards(
 
 
 def draw_by_weight(
-    parts: Mapping[str, Environment], weights: Mapping[str, float], state: StreamState, count: int, seed: int
+    parts: Mapping[str, AbstractEnvironment], weights: Mapping[str, float], state: StreamState, count: int, seed: int
 ) -> tuple[list[Task], StreamState]:
     """Draw tasks, each from a part sampled by weight; every part continues in its own task order.
 
@@ -132,7 +130,7 @@ def draw_by_weight(
     """
     names = list(weights)
     bounds = list(itertools.accumulate(weights[name] for name in names))
-    streams = {name: task_stream(parts[name], derive_seed(seed, "part", name)) for name in names}
+    streams = {name: parts[name].stream(derive_seed(seed, "part", name)) for name in names}
     start, cursors = state.get("drawn", 0), dict(state.get("parts", {}))
     tasks: list[Task] = []
     for index in range(start, start + count):

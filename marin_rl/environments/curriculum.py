@@ -9,10 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from marin_rl.environments.base import Environment, EnvironmentConfig, check_nested
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, StreamState, TaskStream, check_nested
 from marin_rl.environments.composite import CompositeEnvironment, by_name, draw_by_weight, part_rewards
 from marin_rl.environments.single_turn import CORRECT
-from marin_rl.environments.task_stream import StreamState
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.types import Rollout, RolloutGroup, Task
 
@@ -86,11 +85,11 @@ class CurriculumConfig(EnvironmentConfig):
                 f"{' after '.join(map(repr, cycle))}; remove one name from `after`"
             )
 
-    def reward_components(self, environment: Environment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
+    def reward_components(self, environment: AbstractEnvironment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
         """Return the reward functions of each lesson and of the curriculum."""
         return part_rewards(environment, [lesson.environment for lesson in self.lessons], self.rewards)
 
-    def build(self) -> Environment:
+    def build(self) -> AbstractEnvironment:
         """Build the environments of the lessons.
 
         Raises:
@@ -120,14 +119,14 @@ def _find_cycle(after: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class CurriculumStream:
+class CurriculumStream(TaskStream):
     """Draws from the open lessons by weight.
 
     In addition to the entries of a mixture's state, its state has the last scores of each lesson (`scores`) and the
     lessons that have ever reached `unlock_at` (`reached`) and `graduate_at` (`graduated`).
     """
 
-    environments: Mapping[str, Environment]
+    environments: Mapping[str, AbstractEnvironment]
     """Environments by name."""
     lessons: Mapping[str, LessonConfig]
     """Lessons by environment name."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from marin_rl.environments.base import Environment, EnvironmentConfig, Split
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.environments.rows import Row, RowFormat
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.environments.splits import Problem, TaskSplits, check_shares, split_problems, without_duplicates
@@ -56,7 +56,7 @@ class JsonlConfig(EnvironmentConfig):
     def __post_init__(self) -> None:
         _check(self, "held_out_path", self.held_out_path)
 
-    def build(self) -> Environment:
+    def build(self) -> AbstractEnvironment:
         """Read the files.
 
         Raises:
@@ -102,7 +102,7 @@ class HuggingFaceConfig(EnvironmentConfig):
     def __post_init__(self) -> None:
         _check(self, "held_out_split", self.held_out_split)
 
-    def build(self) -> Environment:
+    def build(self) -> AbstractEnvironment:
         """Load the dataset.
 
         Raises:
@@ -143,7 +143,7 @@ def _environment(
     name: str,
     rows: tuple[str, Iterable[Row]],
     held_out: tuple[str, Iterable[Row]] | None,
-) -> Environment:
+) -> AbstractEnvironment:
     source, problems = rows[0], _problems(config, name, rows)
     if held_out is None:
         splits = split_problems(problems, _held_out_share(config), config.validation, source)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import draccus
 
-from marin_rl.environments.base import Environment, EnvironmentConfig
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.user_code import UserFileError, load_from_file
 
 
@@ -28,7 +28,7 @@ class FileConfig(EnvironmentConfig):
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of the class, or arguments of the function."""
 
-    def build(self) -> Environment:
+    def build(self) -> AbstractEnvironment:
         """Import the file and build the environment.
 
         Raises:
@@ -38,10 +38,10 @@ class FileConfig(EnvironmentConfig):
         where = f"{self.name!r} of {self.path}"
         built = self._construct(load_from_file(self.path, self.name), where)
         environment = built.build() if isinstance(built, EnvironmentConfig) else built
-        if not isinstance(environment, Environment):
+        if not isinstance(environment, AbstractEnvironment):
             raise UserFileError(
-                f"{where} returned {type(environment).__name__}, which is not an environment: it needs name, "
-                "tasks(split) and start(task, seed)"
+                f"{where} returned {type(environment).__name__}, which is not an environment: extend "
+                "AbstractEnvironment"
             )
         return environment
 

@@ -5,14 +5,13 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
-from marin_rl.environments.base import Environment, EnvironmentConfig, check_nested
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, StreamState, TaskStream, check_nested
 from marin_rl.environments.composite import CompositeEnvironment, by_name, draw_by_weight, part_rewards
-from marin_rl.environments.task_stream import StreamState
 from marin_rl.rewards.component import RewardComponentConfig
-from marin_rl.types import RolloutGroup, Task
+from marin_rl.types import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +44,11 @@ class MixtureConfig(EnvironmentConfig):
         for index, part in enumerate(self.parts):
             check_nested(self, part.environment, f"parts.{index}.environment")
 
-    def reward_components(self, environment: Environment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
+    def reward_components(self, environment: AbstractEnvironment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
         """Return the reward functions of each part and of the mixture."""
         return part_rewards(environment, [part.environment for part in self.parts], self.rewards)
 
-    def build(self) -> Environment:
+    def build(self) -> AbstractEnvironment:
         """Build the parts.
 
         Raises:
@@ -62,10 +61,10 @@ class MixtureConfig(EnvironmentConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class MixtureStream:
+class MixtureStream(TaskStream):
     """Draws from all parts by weight."""
 
-    environments: Mapping[str, Environment]
+    environments: Mapping[str, AbstractEnvironment]
     """Environments by name."""
     weights: Mapping[str, float]
     """Weights by environment name; above 0."""
@@ -80,11 +79,3 @@ class MixtureStream:
     def draw(self, state: StreamState, count: int) -> tuple[list[Task], StreamState]:
         """Draw tasks from the parts by weight."""
         return draw_by_weight(self.environments, self.weights, state, count, self.seed)
-
-    def learn(self, state: StreamState, groups: Sequence[RolloutGroup]) -> StreamState:
-        """Return the state unchanged: weights are fixed."""
-        return state
-
-    def metrics(self, state: StreamState) -> dict[str, float]:
-        """Return no metrics."""
-        return {}

@@ -9,18 +9,15 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from marin_rl.environments.base import (
+    AbstractEnvironment,
     CodeRunner,
-    Environment,
     EnvironmentConfig,
     Episode,
     Split,
     Step,
-    can_demonstrate,
+    TaskStream,
     check_nested,
-    connect_code_runner,
-    demonstration,
 )
-from marin_rl.environments.task_stream import TaskStream, task_stream
 from marin_rl.types import Message, Task
 
 RANDOM = "random"
@@ -47,28 +44,25 @@ class RandomRewardConfig(EnvironmentConfig):
         if not 0.0 <= self.probability <= 1.0:
             raise ValueError(f"probability must be in [0, 1], got {self.probability}")
 
-    def build(self) -> Environment:
+    def build(self) -> AbstractEnvironment:
         """Build the inner environment and replace its training rewards."""
         inner = self.environment.build()
         trained = frozenset((task.environment, task.id) for task in inner.tasks(Split.TRAIN))
-        return RandomRewardEnvironment(inner, self.probability, trained)
+        return RandomRewardEnvironment(inner.name, inner, self.probability, trained)
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomRewardEnvironment:
+class RandomRewardEnvironment(AbstractEnvironment):
     """Random rewards on the training split, true rewards on the other splits."""
 
-    inner: Environment
+    name: str
+    """Name of the inner environment."""
+    inner: AbstractEnvironment
     """Source of tasks, observations and true rewards."""
     probability: float
     """Probability of reward 1."""
     trained: frozenset[tuple[str, str]]
     """Environment names and ids of the tasks with random rewards."""
-
-    @property
-    def name(self) -> str:
-        """Name of the inner environment."""
-        return self.inner.name
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """Return the tasks of the inner environment."""
@@ -76,19 +70,19 @@ class RandomRewardEnvironment:
 
     def stream(self, seed: int) -> TaskStream:
         """Return the inner environment's stream of training tasks."""
-        return task_stream(self.inner, seed)
+        return self.inner.stream(seed)
 
     def connect_code_runner(self, runner: CodeRunner | None) -> bool:
         """Connect the inner environment to the sandbox; return whether it runs programs."""
-        return connect_code_runner(self.inner, runner)
+        return self.inner.connect_code_runner(runner)
 
     def can_demonstrate(self, task: Task) -> bool:
         """Return whether the inner environment has a conversation to imitate."""
-        return can_demonstrate(self.inner, task)
+        return self.inner.can_demonstrate(task)
 
     def demonstrate(self, task: Task) -> tuple[Message, ...]:
         """Return the demonstration or worked answer of the inner environment."""
-        return demonstration(self.inner, task)
+        return self.inner.demonstrate(task)
 
     async def start(self, task: Task, seed: int) -> Episode:
         """Start an attempt; the reward of a training task depends on task, seed and reply only."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from marin_rl.environments.base import Environment, EnvironmentConfig
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.rewards.patterns import FormatConfig, check_pattern, extract_last
@@ -90,7 +90,7 @@ class ReasoningGymConfig(EnvironmentConfig):
             check_pattern("reply_regex", self.reply_regex, groups=1)
         check_shares(self.held_out, self.validation)
 
-    def build(self) -> Environment:
+    def build(self) -> AbstractEnvironment:
         """Draw the problems and split them.
 
         Raises:

@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from marin_rl.environments.base import Episode, Split, Step
+from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.environments.splits import TaskSplits
 from marin_rl.rewards.patterns import FormatConfig, extract_last
 from marin_rl.types import Task
@@ -19,7 +19,7 @@ FORMAT = "format"
 
 
 @dataclasses.dataclass(frozen=True)
-class SingleTurnEnvironment:
+class SingleTurnEnvironment(AbstractEnvironment):
     """Environment whose episodes end after one reply."""
 
     name: str

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from marin_rl.enum_fields import convert_enum_fields
-from marin_rl.environments.base import Environment, EnvironmentConfig, Episode, Split
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split
 from marin_rl.environments.game_boards import View
 from marin_rl.environments.game_episode import GameSettings, TextGameEpisode
 from marin_rl.environments.game_start import Start, draw_start
@@ -93,7 +93,7 @@ class TextGameConfig(EnvironmentConfig):
             check_pattern("action_regex", self.action_regex, groups=1)
         check_shares(self.held_out, self.validation)
 
-    def build(self) -> Environment:
+    def build(self) -> AbstractEnvironment:
         """Draw the games and split them.
 
         Raises:
@@ -141,7 +141,7 @@ class TextGameConfig(EnvironmentConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class TextGameEnvironment:
+class TextGameEnvironment(AbstractEnvironment):
     """Tasks and episodes of a gymnasium game."""
 
     config: TextGameConfig

@@ -14,8 +14,8 @@ from typing import ClassVar
 
 from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.environments.base import (
+    AbstractEnvironment,
     CodeRunner,
-    Environment,
     EnvironmentConfig,
     Episode,
     NoSandboxError,
@@ -110,13 +110,13 @@ class ToolUseConfig(EnvironmentConfig):
         if self.error_reward > 0:
             raise ValueError(f"error_reward must be at most 0, or failed calls pay; got {self.error_reward}")
 
-    def reward_components(self, environment: Environment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
+    def reward_components(self, environment: AbstractEnvironment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
         """Return the reward functions of the questions and of this config."""
         assert isinstance(environment, ToolUseEnvironment)
         inner = environment.questions
         return {environment.name: (*self.questions.reward_components(inner)[inner.name], *self.rewards)}
 
-    def build(self) -> Environment:
+    def build(self) -> AbstractEnvironment:
         """Build questions and tools.
 
         Raises:
@@ -168,12 +168,12 @@ class ToolUseConfig(EnvironmentConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class ToolUseEnvironment:
+class ToolUseEnvironment(AbstractEnvironment):
     """Questions with tools."""
 
     name: str
     """Name for metrics."""
-    questions: Environment
+    questions: AbstractEnvironment
     """Environment that scores final replies."""
     tools: Mapping[str, Tool]
     """Tools by name."""
@@ -223,7 +223,7 @@ class ToolUseEnvironment:
         if runner is None:
             raise NoSandboxError(
                 f"environment {self.name!r}: the tool {tool.name!r} runs programs that the policy writes, but there is "
-                "no sandbox; call connect_code_runner(environment, sandbox) before the first rollout, or remove "
+                "no sandbox; call environment.connect_code_runner(sandbox) before the first rollout, or remove "
                 f"{tool.name!r} from the environment's tools"
             )
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Iterator
 from typing import TypeVar
 
-from marin_rl.environments.base import Environment, Episode
+from marin_rl.environments.base import AbstractEnvironment, Episode
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.rollout_builder import Attempt, EnvironmentFault, Limits, RolloutBuilder
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -22,7 +22,11 @@ Result = TypeVar("Result")
 
 
 async def run_episode(
-    attempt: Attempt, environment: Environment, tokenizer: ChatTokenizer, batcher: RequestBatcher, limits: Limits
+    attempt: Attempt,
+    environment: AbstractEnvironment,
+    tokenizer: ChatTokenizer,
+    batcher: RequestBatcher,
+    limits: Limits,
 ) -> RolloutBuilder:
     """Run one attempt until it ends.
 

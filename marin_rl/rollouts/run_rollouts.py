@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from marin_rl.environments.base import Environment
+from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.errors import UserError
 from marin_rl.rollouts.episode import run_episode
 from marin_rl.rollouts.event_loop import BackgroundLoop
@@ -42,7 +42,7 @@ class BlockedEventLoopError(UserError):
 class RolloutRunner:
     """The components that run rollouts."""
 
-    environment: Environment
+    environment: AbstractEnvironment
     """Runs episodes and grades replies."""
     tokenizer: ChatTokenizer
     """Tokenizer of messages and replies."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from marin_rl.batching.processed_rollout import ProcessedRollout, process_demonstration
 from marin_rl.config.sections import EvaluationConfig
-from marin_rl.environments.base import Split, can_demonstrate, demonstration
+from marin_rl.environments.base import Split
 from marin_rl.learner.scoring import Scores
 from marin_rl.metrics import mean
 from marin_rl.objectives.pass_at_k import pass_at_k
@@ -106,10 +106,10 @@ def reference_loss(
     """
     examples: dict[str, list[ProcessedRollout]] = {}
     for task in tasks:
-        if not can_demonstrate(runner.environment, task):
+        if not runner.environment.can_demonstrate(task):
             continue
         example = process_demonstration(
-            demonstration(runner.environment, task), task, length=runner.limits.max_length, tokenizer=runner.tokenizer
+            runner.environment.demonstrate(task), task, length=runner.limits.max_length, tokenizer=runner.tokenizer
         )
         if example is not None:
             examples.setdefault(task.environment, []).append(example)

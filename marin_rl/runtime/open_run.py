@@ -18,7 +18,7 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.closing import Closing
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.environments.base import Environment
+from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from marin_rl.learner.critic import attach_critic, policy_of
 from marin_rl.learner.loss import RlLoss
@@ -60,7 +60,7 @@ class Components(NamedTuple):
 
     trainer: TrainerConfig
     tokenizer: ChatTokenizer
-    environment: Environment
+    environment: AbstractEnvironment
     reward_functions: RewardFunctions
     loop: BackgroundLoop
     store: RolloutStore

@@ -8,7 +8,7 @@ import contextlib
 from marin_rl.closing import Closing
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.environments.base import Environment, connect_code_runner
+from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.rewards.component import RewardConfigError
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.event_loop import BackgroundLoop
@@ -22,7 +22,7 @@ from marin_rl.tokenization.chat import ChatTokenizer
 
 def make_runner(
     config: TrainConfig,
-    environment: Environment,
+    environment: AbstractEnvironment,
     tokenizer: ChatTokenizer,
     sampler: Sampler,
     loop: BackgroundLoop,
@@ -48,7 +48,7 @@ def make_limits(config: TrainConfig) -> Limits:
 
 
 def open_reward_functions(
-    config: TrainConfig, environment: Environment, opened: contextlib.ExitStack
+    config: TrainConfig, environment: AbstractEnvironment, opened: contextlib.ExitStack
 ) -> tuple[RewardFunctions, BackgroundLoop]:
     """The reward functions of the configured environment, started and checked, and the loop that they run in.
 
@@ -66,7 +66,7 @@ def open_reward_functions(
     loop = BackgroundLoop()
     opened.enter_context(Closing(loop.close))
     sandbox = Sandbox(config.sandbox)
-    runs_programs = connect_code_runner(environment, sandbox)
+    runs_programs = environment.connect_code_runner(sandbox)
     components = config.environment.reward_components(environment)
     reward_functions = RewardFunctions(components, sandbox, loop, runs_programs=runs_programs)
     opened.enter_context(Closing(reward_functions.close))

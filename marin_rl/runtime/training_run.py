@@ -15,8 +15,7 @@ from levanter.trainer_state import TrainerState
 
 from marin_rl import processes
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.environments.base import Environment
-from marin_rl.environments.task_stream import TaskStream, task_stream
+from marin_rl.environments.base import AbstractEnvironment, TaskStream
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.scoring import Scorer
@@ -55,7 +54,7 @@ class TrainingRun:
     """Training config."""
     trainer: TrainerConfig
     """Levanter's trainer config, as returned by `start_devices`."""
-    environment: Environment
+    environment: AbstractEnvironment
     """Provides tasks and rewards."""
     tokenizer: ChatTokenizer
     """Converts chat messages to tokens and back."""
@@ -91,7 +90,7 @@ class TrainingRun:
     @property
     def stream(self) -> TaskStream:
         """Stream of training tasks; its position is in `progress`."""
-        return task_stream(self.environment, self.config.seed)
+        return self.environment.stream(self.config.seed)
 
     def publish(self) -> None:
         """Send the learner's weights to all samplers; the sampler of this process uses them without a copy."""

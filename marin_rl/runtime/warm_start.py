@@ -17,7 +17,7 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout, process_conversation
 from marin_rl.batching.rl_example import pack_batch
 from marin_rl.config.sections import WarmStartConfig
-from marin_rl.environments.base import Split, can_demonstrate, demonstration
+from marin_rl.environments.base import Split
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.train_step import Learner
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
@@ -102,7 +102,7 @@ def warm_start(
 
 
 def _worked_tasks(runner: RolloutRunner) -> Sequence[Task]:
-    tasks = [task for task in runner.environment.tasks(Split.TRAIN) if can_demonstrate(runner.environment, task)]
+    tasks = [task for task in runner.environment.tasks(Split.TRAIN) if runner.environment.can_demonstrate(task)]
     if not tasks:
         raise WarmStartError(
             f"environment {runner.environment.name!r} has no worked answers or demonstrations to train on; set "
@@ -123,7 +123,7 @@ def _check_tasks(config: WarmStartConfig, runner: RolloutRunner) -> Sequence[Tas
 
 def _worked_example(task: Task, runner: RolloutRunner) -> ProcessedRollout | None:
     return process_conversation(
-        demonstration(runner.environment, task),
+        runner.environment.demonstrate(task),
         id=task.id,
         source=task.environment,
         length=runner.limits.max_length,

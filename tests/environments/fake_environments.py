@@ -6,12 +6,12 @@
 import dataclasses
 from collections.abc import Sequence
 
-from marin_rl.environments.base import Environment, EnvironmentConfig, Episode, Split
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split
 from marin_rl.types import Generation, Message, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 
 
 @dataclasses.dataclass(frozen=True)
-class Cards:
+class Cards(AbstractEnvironment):
     """Environment with `size` tasks in each split and no episodes."""
 
     name: str
@@ -34,7 +34,7 @@ class CardsConfig(EnvironmentConfig):
     name: str = "cards"
     size: int = 5
 
-    def build(self) -> Environment:
+    def build(self) -> AbstractEnvironment:
         return Cards(self.name, self.size)
 
 

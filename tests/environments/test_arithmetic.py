@@ -6,16 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marin_rl.environments.arithmetic import ArithmeticConfig
-from marin_rl.environments.base import Environment, Split
+from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.rewards.patterns import FormatConfig
 from tests.one_reply import answer
 
 
-def all_tasks(environment: Environment):
+def all_tasks(environment: AbstractEnvironment):
     return [task for split in Split for task in environment.tasks(split)]
 
 
-def prompts(environment: Environment, split: Split) -> list[str]:
+def prompts(environment: AbstractEnvironment, split: Split) -> list[str]:
     return [task.messages[-1]["content"] for task in environment.tasks(split)]
 
 

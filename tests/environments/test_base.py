@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from marin_rl.environments import ArithmeticConfig, TextGameConfig
-from marin_rl.environments.base import Split, can_demonstrate, demonstration, split_of
+from marin_rl.environments.base import Split, split_of
 from marin_rl.types import Message
 
 
@@ -34,16 +34,15 @@ def test_split_of_a_text_is_machine_independent():
 def test_worked_answer_is_the_default_demonstration():
     environment = ArithmeticConfig(size=50).build()
     task = environment.tasks(Split.TRAIN)[0]
-    assert can_demonstrate(environment, task)
-    assert demonstration(environment, task) == (*task.messages, Message(role="assistant", content=task.answer))
+    assert environment.can_demonstrate(task)
+    assert environment.demonstrate(task) == (*task.messages, Message(role="assistant", content=task.answer))
     unworked = dataclasses.replace(task, worked_answer=None)
-    assert not can_demonstrate(environment, unworked)
+    assert not environment.can_demonstrate(unworked)
     with pytest.raises(ValueError, match="has no worked answer to imitate"):
-        demonstration(environment, unworked)
+        environment.demonstrate(unworked)
 
 
-def test_demonstration_takes_precedence_over_the_worked_answer():
+def test_games_prefer_their_demonstration_to_the_worked_answer():
     game = TextGameConfig(id="FrozenLake-v1", num_tasks=5, held_out=0.0, validation=0.0).build()
     task = dataclasses.replace(game.tasks(Split.TRAIN)[0], worked_answer="up")
-    assert demonstration(game, task) == game.demonstrate(task)
-    assert len(demonstration(game, task)) > len(task.messages) + 1
+    assert len(game.demonstrate(task)) > len(task.messages) + 1

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from marin_rl.environments import ArithmeticConfig
 from marin_rl.environments.composite import CompositeEnvironment, by_name, draw_by_weight, part_rewards
-from marin_rl.environments.task_stream import task_stream
 from marin_rl.rewards.function_component import FunctionRewardConfig
 from marin_rl.seeds import derive_seed
 from marin_rl.types import Task
@@ -37,7 +36,7 @@ def test_draws_are_independent_of_call_sizes_and_parts_keep_their_order(
     assert drawn == drawn_in([sum(counts)], weights, seed)
     for name, part in PARTS.items():
         own = [task for task in drawn if task.environment == name]
-        alone, _ = task_stream(part, derive_seed(seed, "part", name)).draw({}, len(own))
+        alone, _ = part.stream(derive_seed(seed, "part", name)).draw({}, len(own))
         assert own == alone
         assert name in weights or not own
 
@@ -61,6 +60,6 @@ def test_parts_have_their_own_and_the_common_reward_functions():
     own, shared = (FunctionRewardConfig(path="rewards.py", function=name) for name in ("own", "shared"))
     configs = [ArithmeticConfig(size=50, name="judged", rewards=(own,)), ArithmeticConfig(size=50, name="plain")]
     environment = CompositeEnvironment(
-        "both", by_name([config.build() for config in configs], "both"), lambda seed: task_stream(Cards("a"), seed)
+        "both", by_name([config.build() for config in configs], "both"), Cards("a").stream
     )
     assert part_rewards(environment, configs, (shared,)) == {"judged": (own, shared), "plain": (shared,)}

@@ -7,9 +7,8 @@ import pytest
 
 from marin_rl.config.decode import ConfigError, decode
 from marin_rl.environments import EnvironmentConfig
-from marin_rl.environments.base import Split
+from marin_rl.environments.base import Split, StreamState, TaskStream
 from marin_rl.environments.curriculum import CurriculumConfig, LessonConfig
-from marin_rl.environments.task_stream import StreamState, TaskStream, task_stream
 from marin_rl.types import RewardResult, RolloutGroup, Task
 from tests.environments.fake_environments import Cards, CardsConfig, group, rollout
 
@@ -19,7 +18,7 @@ def lesson(name: str, *after: str, **changes) -> LessonConfig:
 
 
 def stream_of(*lessons: LessonConfig) -> TaskStream:
-    return task_stream(CurriculumConfig(lessons).build(), 0)
+    return CurriculumConfig(lessons).build().stream(0)
 
 
 def task(name: str) -> Task:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from marin_rl.environments.base import Environment, Split
+from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig
 from marin_rl.environments.rows import RowFormat
 from marin_rl.rewards.grading import ExactConfig, MathVerifyConfig
@@ -29,11 +29,11 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def prompts(environment: Environment, split: Split) -> set[str]:
+def prompts(environment: AbstractEnvironment, split: Split) -> set[str]:
     return {task.messages[-1]["content"] for task in environment.tasks(split)}
 
 
-def assert_sound(environment: Environment, count: int) -> None:
+def assert_sound(environment: AbstractEnvironment, count: int) -> None:
     """Check that splits are disjoint and complete, and only the worked answers are rewarded."""
     texts = [prompts(environment, split) for split in Split]
     assert sum(len(text) for text in texts) == len(set.union(*texts)) == count

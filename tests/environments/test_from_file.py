@@ -12,7 +12,7 @@ from marin_rl.user_code import UserFileError
 FILE = '''
 import dataclasses
 from marin_rl.environments.arithmetic import ArithmeticConfig
-from marin_rl.environments.base import Environment, EnvironmentConfig
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.rewards.patterns import FormatConfig
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Sums(EnvironmentConfig):
     size: int = 50
     format: FormatConfig | None = None
 
-    def build(self) -> Environment:
+    def build(self) -> AbstractEnvironment:
         return ArithmeticConfig(size=self.size, digits=1, name="sums", format=self.format).build()
 
 def as_config(size):
@@ -65,7 +65,7 @@ def test_options_of_a_class_are_decoded_as_in_the_config(path: str):
     ("name", "options", "message"),
     [
         ("X", {}, "'X' of .*mine.py is int; it must be a function"),
-        ("nothing", {}, "'nothing' of .*returned NoneType, which is not an environment"),
+        ("nothing", {}, "'nothing' of .*returned NoneType, which is not an environment: extend AbstractEnvironment"),
         ("as_config", {"sise": 3}, "'as_config' of .* rejects options {'sise': 3}: TypeError"),
         ("Sums", {"sise": 3}, "'Sums' of .* rejects options {'sise': 3}: .*sise"),
         ("Sum", {}, "does not define 'Sum'; did you mean 'Sums'"),

@@ -10,9 +10,8 @@ import pytest
 
 from marin_rl.config.decode import ConfigError, decode
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, TextGameConfig
-from marin_rl.environments.base import Demonstrator, Split
+from marin_rl.environments.base import Split
 from marin_rl.environments.mixture import MixtureConfig, MixturePartConfig
-from marin_rl.environments.task_stream import task_stream
 from marin_rl.types import Message, Task
 from tests.environments.fake_environments import CardsConfig
 from tests.one_reply import answer
@@ -24,7 +23,7 @@ LAKE = MixturePartConfig(TextGameConfig(id="FrozenLake-v1", num_tasks=60, valida
 def test_tasks_are_drawn_by_weight():
     weights = {"a": 2.0, "b": 0.5, "c": 1.5}
     parts = tuple(MixturePartConfig(CardsConfig(name), weight) for name, weight in weights.items())
-    stream = task_stream(MixtureConfig(parts).build(), 0)
+    stream = MixtureConfig(parts).build().stream(0)
     assert stream.parts == ("a", "b", "c")
     drawn, _ = stream.draw({}, 4000)
     counts = collections.Counter(task.environment for task in drawn)
@@ -35,7 +34,7 @@ def test_tasks_are_drawn_by_weight():
     for name in weights:
         own = [task.id for task in drawn if task.environment == name]
         assert all(len(set(own[start : start + 5])) == 5 for start in range(0, len(own) - 4, 5))
-    assert task_stream(MixtureConfig(parts).build(), 1).draw({}, 40)[0] != drawn[:40]
+    assert MixtureConfig(parts).build().stream(1).draw({}, 40)[0] != drawn[:40]
 
 
 def test_each_part_runs_scores_and_demonstrates_its_own_tasks():
@@ -46,7 +45,6 @@ def test_each_part_runs_scores_and_demonstrates_its_own_tasks():
     total, game = sums.tasks(Split.TRAIN)[0], lake.tasks(Split.TRAIN)[0]
     assert answer(mixture, total, total.answer).rewards == {"correct": 1.0}
     assert answer(mixture, game, "right", seed=4) == answer(lake, game, "right", seed=4)
-    assert isinstance(mixture, Demonstrator)
     assert mixture.can_demonstrate(total)
     assert mixture.demonstrate(total) == (*total.messages, Message(role="assistant", content=total.answer))
     assert mixture.demonstrate(game) == lake.demonstrate(game)

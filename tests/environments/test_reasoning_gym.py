@@ -3,7 +3,7 @@
 
 import pytest
 
-from marin_rl.environments.base import Environment, Split
+from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.environments.reasoning_gym import ReasoningGymConfig
 from tests.one_reply import answer
 
@@ -11,15 +11,15 @@ TWO_TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 COMPACT = {"prompt_regex": ": (.*=)$", "remove_whitespace": True}
 
 
-def chain_sum(**fields) -> Environment:
+def chain_sum(**fields) -> AbstractEnvironment:
     return ReasoningGymConfig(**{"task": "chain_sum", "options": TWO_TERMS, "size": 400, **fields}).build()
 
 
-def reward(environment: Environment, task, reply: str) -> float:
+def reward(environment: AbstractEnvironment, task, reply: str) -> float:
     return answer(environment, task, reply).rewards["correct"]
 
 
-def two_digit_task(environment: Environment):
+def two_digit_task(environment: AbstractEnvironment):
     """Return a task with a two-digit answer; the digits differ and are not 0."""
     return next(
         task

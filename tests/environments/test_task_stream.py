@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.environments.base import Split
+from marin_rl.environments.base import EpochStream, Split, StreamState, TaskStream
 from marin_rl.environments.curriculum import CurriculumConfig, LessonConfig
 from marin_rl.environments.mixture import MixtureConfig, MixturePartConfig
 from marin_rl.environments.random_reward import RandomRewardEnvironment
-from marin_rl.environments.task_stream import EpochStream, StreamState, TaskStream, task_stream
 from marin_rl.types import Task
 from tests.environments.fake_environments import Cards, CardsConfig, group
 
@@ -23,9 +22,9 @@ CURRICULUM = CurriculumConfig(
     )
 ).build()
 STREAMS = {
-    "one": task_stream(Cards("a"), 3),
-    "mixture": task_stream(MIXTURE, 3),
-    "curriculum": task_stream(CURRICULUM, 3),
+    "one": Cards("a").stream(3),
+    "mixture": MIXTURE.stream(3),
+    "curriculum": CURRICULUM.stream(3),
 }
 
 
@@ -93,6 +92,6 @@ def test_draws_are_independent_of_call_sizes():
 
 def test_a_control_has_the_stream_of_its_inner_environment():
     for environment in (Cards("a"), MIXTURE, CURRICULUM):
-        control = RandomRewardEnvironment(environment, 0.5, frozenset())
-        assert task_stream(control, 3).draw({}, 20) == task_stream(environment, 3).draw({}, 20)
-        assert task_stream(control, 3).parts == task_stream(environment, 3).parts
+        control = RandomRewardEnvironment(environment.name, environment, 0.5, frozenset())
+        assert control.stream(3).draw({}, 20) == environment.stream(3).draw({}, 20)
+        assert control.stream(3).parts == environment.stream(3).parts

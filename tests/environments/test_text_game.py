@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marin_rl.environments.base import Demonstrator, Episode, Split, Step
+from marin_rl.environments.base import Episode, Split, Step
 from marin_rl.environments.game_boards import View
 from marin_rl.environments.game_start import make_prototype
 from marin_rl.environments.text_game import TextGameConfig, TextGameEnvironment
@@ -202,7 +202,6 @@ def steps_to_goal(task: Task) -> int:
 @settings(max_examples=40, deadline=None)
 def test_demonstrations_win_on_a_shortest_way(seed: int, size: int, random_start: bool):
     environment = whole(options={**STILL, "size": size}, num_tasks=2, seed=seed, random_start=random_start)
-    assert isinstance(environment, Demonstrator)
     for task in environment.tasks(Split.TRAIN):
         shown = environment.demonstrate(task)
         assert shown[: len(task.messages)] == task.messages

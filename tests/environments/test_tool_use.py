@@ -11,7 +11,7 @@ import pytest
 
 from marin_rl.config.decode import decode
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, MixtureConfig, RandomRewardConfig, ToolUseConfig
-from marin_rl.environments.base import Environment, NoSandboxError, Split, Step, connect_code_runner
+from marin_rl.environments.base import AbstractEnvironment, NoSandboxError, Split, Step
 from marin_rl.environments.mixture import MixturePartConfig
 from marin_rl.environments.tool_calls import find_calls
 from marin_rl.environments.tool_use import ToolDescription, ToolLimits, ToolUseEnvironment
@@ -67,7 +67,7 @@ def build(**changes: Any) -> tuple[ToolUseEnvironment, Task]:
     return environment, environment.tasks(Split.TRAIN)[0]
 
 
-def play(environment: Environment, task: Task, *replies: str) -> list[Step]:
+def play(environment: AbstractEnvironment, task: Task, *replies: str) -> list[Step]:
     async def run() -> list[Step]:
         episode = await environment.start(task, 0)
         steps = [await episode.step(reply) for reply in replies]
@@ -220,9 +220,9 @@ def test_python_needs_its_sandbox_and_gets_it_through_mixtures():
     # A run without a sandbox fails before the first rollout.
     for environment in (config.build(), mixture, RandomRewardConfig(config).build()):
         with pytest.raises(NoSandboxError, match=missing):
-            connect_code_runner(environment, None)
-    assert not connect_code_runner(QUESTIONS.build(), None)
-    connect_code_runner(mixture, Runner())
+            environment.connect_code_runner(None)
+    assert not QUESTIONS.build().connect_code_runner(None)
+    mixture.connect_code_runner(Runner())
     [step] = play(mixture, task, call("python", code="print(1)"))
     assert answers(step) == ["ran print(1)"]
 
@@ -230,9 +230,9 @@ def test_python_needs_its_sandbox_and_gets_it_through_mixtures():
 def test_connect_code_runner_returns_whether_a_sandbox_is_needed():
     with_python = ToolUseConfig(questions=QUESTIONS, tools=(CalculatorConfig(), PythonConfig()), name="python").build()
     without, _ = build()
-    assert connect_code_runner(with_python, Runner())
-    assert not connect_code_runner(without, Runner())
-    assert not connect_code_runner(QUESTIONS.build(), Runner())
+    assert with_python.connect_code_runner(Runner())
+    assert not without.connect_code_runner(Runner())
+    assert not QUESTIONS.build().connect_code_runner(Runner())
     both = MixtureConfig(
         (
             MixturePartConfig(ToolUseConfig(questions=QUESTIONS, tools=(PythonConfig(),), name="python")),
@@ -240,7 +240,7 @@ def test_connect_code_runner_returns_whether_a_sandbox_is_needed():
             MixturePartConfig(ToolUseConfig(questions=QUESTIONS, tools=(PythonConfig(),), name="more python")),
         )
     ).build()
-    assert connect_code_runner(both, Runner())
+    assert both.connect_code_runner(Runner())
     for name in ("python", "more python"):
         task = next(task for task in both.tasks(Split.TRAIN) if task.environment == name)
         assert answers(play(both, task, call("python", code="1"))[0]) == ["ran 1"]
@@ -250,7 +250,7 @@ def test_programs_run_in_a_sandbox_without_reward_functions():
     environment, task = build(tools=(PythonConfig(),))
     loop = BackgroundLoop()
     sandbox = Sandbox(SandboxConfig(require=Isolation.NONE, workers=1))
-    needed = connect_code_runner(environment, sandbox)
+    needed = environment.connect_code_runner(sandbox)
     # There are no reward functions; only the tools need the sandbox.
     reward_functions = RewardFunctions({}, sandbox, loop, runs_programs=needed)
     try:
@@ -274,7 +274,7 @@ def test_programs_run_in_a_sandbox_without_reward_functions():
 
 def test_a_sandbox_that_is_not_started_fails_the_rollout():
     environment, task = build(tools=(PythonConfig(),))
-    connect_code_runner(environment, Sandbox(SandboxConfig()))
+    environment.connect_code_runner(Sandbox(SandboxConfig()))
     with pytest.raises(IsolationError, match="the sandbox is not started"):
         play(environment, task, call("python", code="print(1)"))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from marin_rl.environments.base import EnvironmentConfig, Episode, Split, Step
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split, Step
 from marin_rl.rollouts.store import read_rollouts
 from marin_rl.runtime import sync_loop
 from marin_rl.train import main
@@ -33,7 +33,7 @@ class JudgeConfig(EnvironmentConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class Judge:
+class Judge(AbstractEnvironment):
     whim: str
     name: str = "judge"
 

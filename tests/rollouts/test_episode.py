@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from marin_rl.environments.base import Episode, Step
+from marin_rl.environments.base import AbstractEnvironment, Episode, Step
 from marin_rl.rollouts import episode as module
 from marin_rl.rollouts.episode import run_episode
 from marin_rl.rollouts.request_batcher import RequestBatcher
@@ -51,7 +51,7 @@ async def forever() -> None:
 
 
 @dataclasses.dataclass
-class Scripted:
+class Scripted(AbstractEnvironment):
     """Environment and episode with scripted steps; records the calls."""
 
     steps: list[Step | Exception | None]

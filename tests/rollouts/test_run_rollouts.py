@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from marin_rl.batching.processed_rollout import process_rollout
-from marin_rl.environments.base import Environment, Episode, Split, Step
+from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import Limits, LongPrompts, RolloutBuilder
 from marin_rl.rollouts.run_rollouts import (
@@ -59,7 +59,7 @@ class Countdown:
 
 
 @dataclasses.dataclass
-class Game:
+class Game(AbstractEnvironment):
     """Starts episodes and records them."""
 
     begin: Callable[[Task, int], Episode] = Countdown
@@ -101,7 +101,9 @@ def says(*replies: str) -> Callable[[SampleRequest], Sequence[int]]:
 
 
 def runner(
-    script: Callable[[SampleRequest], Sequence[int]], environment: Environment | None = None, limits: Limits = LIMITS
+    script: Callable[[SampleRequest], Sequence[int]],
+    environment: AbstractEnvironment | None = None,
+    limits: Limits = LIMITS,
 ) -> RolloutRunner:
     sampler = ScriptedSampler(script, stop_token_ids=[END], logprob=-0.25, version=4)
     return RolloutRunner(environment or Game(), TOKENIZER, sampler, limits)

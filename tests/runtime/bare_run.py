@@ -16,7 +16,7 @@ from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
-from marin_rl.environments.base import Environment
+from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.learner.scoring import Scores
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.rollout_builder import Limits
@@ -70,7 +70,7 @@ def zeros(rollout: ProcessedRollout) -> np.ndarray:
 
 def bare_run(
     config: TrainConfig,
-    environment: Environment | None = None,
+    environment: AbstractEnvironment | None = None,
     *,
     progress: Progress | None = None,
     reference: Score | None = None,
@@ -108,7 +108,7 @@ def bare_run(
 
 
 def make_runner(
-    run: TrainingRun, script: Script, environment: Environment, *, tokenizer: ChatTokenizer = TOKENIZER
+    run: TrainingRun, script: Script, environment: AbstractEnvironment, *, tokenizer: ChatTokenizer = TOKENIZER
 ) -> RolloutRunner:
     """What plays that run's episodes, with answers from a script."""
     limits = Limits(run.config.rollouts.max_length, run.config.sampling.max_new_tokens, run.config.rollouts.max_turns)

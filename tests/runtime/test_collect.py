@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from marin_rl.config.sections import Mode, ReplayConfig
-from marin_rl.environments.base import Episode, Split, Step
+from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.environments.composite import CompositeEnvironment
 from marin_rl.environments.mixture import MixtureStream
-from marin_rl.environments.task_stream import task_stream
 from marin_rl.objectives.shaping import OverlongConfig, RewardTruncatedConfig
 from marin_rl.rollouts.filters import DropGroupsConfig, ResampleGroupsConfig
 from marin_rl.rollouts.rollout_builder import LongPrompts
@@ -30,7 +29,7 @@ from tests.runtime.bare_run import END, bare_run, make_config, make_runner
 
 
 @dataclasses.dataclass
-class Exam:
+class Exam(AbstractEnvironment):
     """Tasks with an `answer` that sets the rewards of attempts: `mixed` (0, 1, 0, 1), `equal` (all 1) or `broken`."""
 
     kinds: Sequence[str]
@@ -87,7 +86,7 @@ def next_step(run: TrainingRun, runner: RolloutRunner) -> Collected:
 
 def order(run: TrainingRun, count: int) -> list[Task]:
     """Draw the first tasks of a run without changing its state."""
-    return task_stream(run.environment, run.config.seed).draw({}, count)[0]
+    return run.environment.stream(run.config.seed).draw({}, count)[0]
 
 
 def kinds(groups: Sequence) -> list[str]:

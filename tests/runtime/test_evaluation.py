@@ -9,7 +9,7 @@ import pytest
 
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.config.sections import EvaluationConfig
-from marin_rl.environments.base import Episode, Split, Step
+from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.learner.scoring import Scores
 from marin_rl.rollouts.rollout_builder import Limits, LongPrompts
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner
@@ -25,7 +25,7 @@ TOKENIZER = ChatTokenizer(byte_tokenizer())
 
 
 @dataclasses.dataclass(frozen=True)
-class Exam:
+class Exam(AbstractEnvironment):
     """A reply is correct if it equals the answer; the reply `x` makes scoring fail."""
 
     sources: Sequence[str] = ("exam",)

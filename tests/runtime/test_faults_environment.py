@@ -22,11 +22,11 @@ ENVIRONMENT = """
     import collections
     import string
 
-    from marin_rl.environments.base import Split, Step
+    from marin_rl.environments.base import AbstractEnvironment, Split, Step
     from marin_rl.types import Message, Task
 
 
-    class Letters:
+    class Letters(AbstractEnvironment):
         name = "letters"
 
         def __init__(self, faults):

@@ -24,11 +24,11 @@ REWARD = """
 """
 
 ENVIRONMENT = """
-    from marin_rl.environments.base import Split, Step
+    from marin_rl.environments.base import AbstractEnvironment, Split, Step
     from marin_rl.types import Message, Task
 
 
-    class Shy:
+    class Shy(AbstractEnvironment):
         name = "shy"
 
         def tasks(self, split):

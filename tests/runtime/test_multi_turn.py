@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from marin_rl.config.sections import RolloutConfig
-from marin_rl.environments.base import Episode, Split, Step
+from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives.advantages import GaeConfig, GigpoConfig, ReinforceConfig
 from marin_rl.objectives.policy_loss import (
@@ -46,7 +46,7 @@ Path = Sequence[Visit]
 
 
 @dataclasses.dataclass
-class Maze:
+class Maze(AbstractEnvironment):
     """One task; attempt number n follows path number n, independent of the replies."""
 
     paths: Sequence[Path]

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from marin_rl.config.sections import Mode, ReplayConfig, RolloutConfig
-from marin_rl.environments.base import Episode, Split
+from marin_rl.environments.base import AbstractEnvironment, Episode, Split
 from marin_rl.rollouts.filters import DropGroupsConfig, KeepGroupsConfig, ResampleGroupsConfig
 from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
@@ -38,7 +38,7 @@ SILENCE = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers:
+class Numbers(AbstractEnvironment):
     """Numbered tasks; the number of a task determines whether its attempts get different rewards."""
 
     name: str = "numbers"

@@ -13,8 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from marin_rl.environments.base import Environment, Episode, Split, Step
-from marin_rl.environments.task_stream import task_stream
+from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.evaluate import EvaluateConfig, run_evaluation
 from marin_rl.rollouts.filters import ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import run_groups
@@ -125,7 +124,7 @@ def test_rollouts_of_record_n_are_sampled_with_weights_before_step_n(
     groups = run_groups(
         after_two.runner,
         # Two steps of four tasks precede this one.
-        task_stream(after_two.environment, config.seed).draw({"drawn": 8}, 4)[0],
+        after_two.environment.stream(config.seed).draw({"drawn": 8}, 4)[0],
         group_size=config.rollouts.group_size,
         temperature=config.sampling.temperature,
         seed_parts=(config.seed, "train", 3),
@@ -293,10 +292,10 @@ def test_stop_request_saves_finished_step(
 
 
 @dataclasses.dataclass(frozen=True)
-class Generous:
+class Generous(AbstractEnvironment):
     """An environment that gives every reply the same reward."""
 
-    inner: Environment
+    inner: AbstractEnvironment
 
     @property
     def name(self) -> str:

@@ -7,12 +7,12 @@ import statistics
 import pytest
 
 from experiments.benchmarks.waiting_environment import TASKS, make_waiting
-from marin_rl.environments.base import Environment, Split
+from marin_rl.environments.base import AbstractEnvironment, Split
 
 
 def test_attempts_at_a_task_take_equally_long_and_tasks_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = make_waiting(2.0, 0.5)
-    assert isinstance(environment, Environment)
+    assert isinstance(environment, AbstractEnvironment)
     tasks = environment.tasks(Split.TRAIN)
     slept: list[float] = []
 
