@@ -19,8 +19,14 @@ from marin_rl.rollouts.episode import run_episode
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.reward_functions import RewardFunctions
-from marin_rl.rollouts.rollout_builder import Attempt, Limits, LongPrompts, RolloutBuilder
-from marin_rl.rollouts.state_hashing import StateHash, default_state_hash
+from marin_rl.rollouts.rollout_builder import (
+    Attempt,
+    Limits,
+    LongPrompts,
+    RolloutBuilder,
+    StateHash,
+    default_state_hash,
+)
 from marin_rl.sampling.sampler import PromptTooLongError, Sampler
 from marin_rl.seeds import derive_seed
 from marin_rl.timing import PhaseTimer

@@ -12,13 +12,12 @@ from typing import NamedTuple
 
 from marin_rl.environments.base import Split
 from marin_rl.metrics import Metric
+from marin_rl.objectives.shaping import shape_rewards
 from marin_rl.rewards.combine import evaluation_metrics
-from marin_rl.rollouts.environment_metrics import environment_metrics
 from marin_rl.rollouts.filters import sort_groups
-from marin_rl.rollouts.rollout_metrics import rollout_metrics, staleness_metrics
+from marin_rl.rollouts.metrics import environment_metrics, rollout_metrics, staleness_metrics
 from marin_rl.rollouts.run_rollouts import require_one_success
 from marin_rl.rollouts.scheduler import RequestNumber
-from marin_rl.rollouts.shape_rewards import shape_rewards
 from marin_rl.runtime.rollout_runner import make_limits
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.sampling.sampler import PromptTooLongError

@@ -14,7 +14,7 @@ from marin_rl.environments.base import Split
 from marin_rl.learner.scoring import Scores
 from marin_rl.metrics import mean
 from marin_rl.objectives.pass_at_k import pass_at_k
-from marin_rl.rollouts.rollout_metrics import is_correct
+from marin_rl.rollouts.metrics import is_correct
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_groups
 from marin_rl.types import RolloutGroup, Task
 

@@ -29,7 +29,6 @@ from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.scheduler import RolloutScheduler
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
-from marin_rl.rollouts.token_pieces import TokenPieces
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import Keep, describe_accuracy, evaluate, forget
 from marin_rl.runtime.open_rollout_source import (
@@ -49,6 +48,7 @@ from marin_rl.runtime.training_run import REPLAY, TrainingRun
 from marin_rl.runtime.warm_start import warm_start
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import TokenPieces
 from marin_rl.types import RolloutGroup
 
 Report = Callable[[str], None]

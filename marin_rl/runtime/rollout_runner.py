@@ -13,9 +13,8 @@ from marin_rl.rewards.component import RewardConfigError
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.reward_functions import RewardFunctions
-from marin_rl.rollouts.rollout_builder import Limits
+from marin_rl.rollouts.rollout_builder import Limits, default_state_hash
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.rollouts.state_hashing import default_state_hash
 from marin_rl.sampling.sampler import Sampler
 from marin_rl.tokenization.chat import ChatTokenizer
 

@@ -24,7 +24,7 @@ from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.objectives.kl import NoKlConfig
 from marin_rl.objectives.policy_loss import ReinforceLossConfig
-from marin_rl.rollouts.rollout_metrics import is_correct
+from marin_rl.rollouts.metrics import is_correct
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_groups
 from marin_rl.runtime.evaluation import first_of_each
 from marin_rl.seeds import derive_seed

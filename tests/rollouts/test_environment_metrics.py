@@ -4,7 +4,7 @@
 import pytest
 
 from marin_rl.environments.base import Split
-from marin_rl.rollouts.environment_metrics import environment_metrics
+from marin_rl.rollouts.metrics import environment_metrics
 from marin_rl.types import RolloutGroup, Task
 from tests.environments.fake_environments import Cards, group, rollout
 

@@ -15,7 +15,7 @@ import pytest
 from marin_rl.batching.processed_rollout import process_rollout
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.rollouts.reward_functions import RewardFunctions
-from marin_rl.rollouts.rollout_builder import Limits, LongPrompts, RolloutBuilder
+from marin_rl.rollouts.rollout_builder import Limits, LongPrompts, RolloutBuilder, default_state_hash
 from marin_rl.rollouts.run_rollouts import (
     AllRolloutsFailedError,
     BlockedEventLoopError,
@@ -25,7 +25,6 @@ from marin_rl.rollouts.run_rollouts import (
     run_requests,
     stream_requests,
 )
-from marin_rl.rollouts.state_hashing import default_state_hash
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.sampling.scripted import ScriptedSampler
 from marin_rl.seeds import derive_seed

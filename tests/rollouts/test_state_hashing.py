@@ -7,9 +7,8 @@ import pytest
 
 from marin_rl.environments import Split, TextGameConfig
 from marin_rl.environments.game_boards import View
-from marin_rl.rollouts.rollout_builder import Limits
+from marin_rl.rollouts.rollout_builder import Limits, StateHash, StateHashingConfig, default_state_hash
 from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, run_requests
-from marin_rl.rollouts.state_hashing import StateHash, StateHashingConfig, default_state_hash
 from marin_rl.sampling.scripted import ScriptedSampler
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer

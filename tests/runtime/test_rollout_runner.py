@@ -17,9 +17,8 @@ from marin_rl.rewards.components import FunctionRewardConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.reward_functions import RewardFunctions
-from marin_rl.rollouts.rollout_builder import Limits
+from marin_rl.rollouts.rollout_builder import Limits, StateHashingConfig, default_state_hash
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.rollouts.state_hashing import StateHashingConfig, default_state_hash
 from marin_rl.runtime.rollout_runner import make_runner, open_reward_functions
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.scripted import ScriptedSampler

@@ -19,12 +19,12 @@ from marin_rl.rollouts.filters import ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import run_groups
 from marin_rl.rollouts.store import read_rollouts
 from marin_rl.rollouts.stored_rollout import as_row
-from marin_rl.rollouts.token_pieces import TokenPieces
 from marin_rl.runtime.collect import Collected
 from marin_rl.runtime.rollout_source import LocalRollouts
 from marin_rl.runtime.starting_weights import restore_policy
 from marin_rl.runtime.sync_loop import _rates, train
 from marin_rl.runtime.training_run import TrainingRun
+from marin_rl.tokenization.load import TokenPieces
 from marin_rl.types import Task
 from tests.rollouts.rollout_cases import group_of
 from tests.runtime.bare_run import bare_run, make_config

@@ -12,8 +12,8 @@ from marin_rl.objectives.shaping import (
     OverlongConfig,
     RewardTruncatedConfig,
     TruncationConfig,
+    shape_rewards,
 )
-from marin_rl.rollouts.shape_rewards import shape_rewards
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 
 TASK = Task("t", "sums", ({"role": "user", "content": "2+3="},), "5")

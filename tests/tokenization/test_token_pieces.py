@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from marin_rl.rollouts.token_pieces import TokenPieces
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
+from marin_rl.tokenization.load import TokenPieces
 
 BYTES = TokenPieces(byte_tokenizer())
 

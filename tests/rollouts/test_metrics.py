@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from marin_rl.metrics import Reduction, merge_all
-from marin_rl.rollouts.rollout_metrics import is_correct, rollout_metrics, staleness_metrics
+from marin_rl.rollouts.metrics import is_correct, rollout_metrics, staleness_metrics
 from marin_rl.types import Generation, RewardResult, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 
 TASK = Task("t", "sums", ({"role": "user", "content": "2+3="},), "5")
