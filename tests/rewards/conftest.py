@@ -11,7 +11,7 @@ from marin_rl.rewards.functions import RewardRequest
 
 @pytest.fixture
 def request_of() -> Any:
-    """Makes a request about one reply."""
+    """Function that builds a request for one reply."""
 
     def make(reply: str = "46", **changes: Any) -> RewardRequest:
         base = RewardRequest(

@@ -16,7 +16,7 @@ def chat(roles) -> list[Message]:
     return [Message(role=role, content="") for role in roles]
 
 
-def test_steps_are_matched_with_turns():
+def test_steps_are_aligned_with_turns():
     steps = [
         StepOutput(step_index=6, base_reward=3.0),
         StepOutput(step_index=2, base_reward=1.0, reason="good", metrics={"moves": 2.0}),
@@ -27,7 +27,7 @@ def test_steps_are_matched_with_turns():
     }
 
 
-def test_examples_in_the_prompt_are_no_turns():
+def test_prompt_examples_are_not_turns():
     assert policy_messages(chat(ROLES), 3) == [4, 6]
     [(turn, step)] = align_steps("r1", chat(ROLES), [StepOutput(step_index=4, base_reward=1.0)], 3).items()
     assert turn == step.turn == 0
@@ -52,7 +52,7 @@ def test_wrong_indices_are_named(indices, problem):
     assert str(raised.value) == f"rollout rollout-17: {problem}; the indices of the policy's messages are 2, 4, 6"
 
 
-def test_a_policy_that_said_nothing():
+def test_conversation_without_policy_messages():
     with pytest.raises(StepIndexError, match="none \\(it has no messages\\)"):
         align_steps("r1", chat(["user"]), [StepOutput(step_index=0, base_reward=0.0)])
 
@@ -62,9 +62,9 @@ def test_a_policy_that_said_nothing():
     first=st.integers(0, 12),
     data=st.data(),
 )
-def test_every_message_of_the_policy_is_one_turn(roles, first, data):
+def test_each_policy_message_is_one_turn(roles, first, data):
     messages = chat(roles)
-    # The oracle counts; it does not look anything up.
+    # The oracle counts the policy's messages.
     turns, count = {}, 0
     for index, role in enumerate(roles):
         if index >= first and role == "assistant":

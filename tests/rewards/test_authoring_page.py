@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the page on rewards shows is run as it stands."""
+"""Run the examples of the page on rewards."""
 
 import asyncio
 import dataclasses
@@ -53,7 +53,7 @@ def configs() -> list[list[RewardComponentConfig]]:
 
 
 def test_the_function_works_outside_training(folder: Path):
-    # From the root, so that the package under test is found; the file's own folder is on the path.
+    # Run in the root, so that the package under test is imported; the file's folder is on the path.
     command = [sys.executable, str(folder / "try_my_rewards.py")]
     subprocess.run(command, check=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
 
@@ -101,13 +101,13 @@ def test_the_examples_with_steps_work(folder: Path, monkeypatch: pytest.MonkeyPa
             ones = [await pipeline.score_rollout(request) for request in requests]
             group = await pipeline.score_group(requests)
             rewards = [weighted_rewards([*one, *others]) for one, others in zip(ones, group, strict=True)]
-            # Half of the first message's calls succeeded, and all of the second's.
+            # Half of the tool calls of the first message succeeded, and all of the second's.
             assert rewards == [
                 {"tool_success": 0.75, "rare_actions": 0.0},
                 {"tool_success": 0.0, "rare_actions": 0.0},
             ]
             steps = [{step.turn: step.base_reward for step in one[0].steps} for one in (*ones, *group)]
-            # Both rollouts began with the same call; everything else was done once.
+            # Both rollouts began with the same call; all other actions occur once.
             assert steps == [{0: 0.25, 1: 0.5}, {0: 0.0}, {0: 0.5, 1: 1.0, 2: 1.0}, {0: 0.5, 1: 1.0}]
             of_turns = turn_rewards([*ones[0], *group[0]], 3)
             assert [sum(by_name.values()) for by_name in of_turns] == pytest.approx([0.3, 0.6, 0.1])
@@ -130,13 +130,13 @@ def test_the_tests_can_be_read():
     assert len(parse_tests(json.dumps(json.loads(tests))).asserts) == 2
 
 
-def test_every_cause_is_on_the_page():
+def test_page_lists_all_failures():
     assert re.findall(r"^\| `(\w+)` \| ", PAGE.split("| cause |")[1].split("##")[0], re.MULTILINE) == list(
         RewardFailure
     )
 
 
-def test_the_limits_defaults_are_on_the_page():
+def test_page_lists_default_limits():
     table = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", PAGE, re.MULTILINE))
     config = SandboxConfig()
     assert {name: float(value) for name, value in table.items()} == {name: getattr(config, name) for name in table}

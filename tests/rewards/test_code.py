@@ -80,9 +80,9 @@ def test_partly_right_code_passes_in_part(grading: Grading):
         "def add(a, b): return None",
         "def add(a, b): raise SystemExit(0)",
         "def add(a, b):\n    import os; os._exit(0)",
-        # Says that all is well.
+        # Prints forged results.
         "print('all passed'); print('5\\n0\\nab'); print('[true, true, true]')\ndef add(a, b): return 7",
-        # Equal to everything, in every way that Python asks.
+        # Objects that are equal to everything.
         "class Equal:\n    def __eq__(self, other): return True\n    def __hash__(self): return 0\n"
         "    def __repr__(self): return '5'\n    def __bool__(self): return True\n"
         "def add(a, b): return Equal()",
@@ -90,11 +90,11 @@ def test_partly_right_code_passes_in_part(grading: Grading):
         "def add(a, b): return Five(7)",
         "class Text(str):\n    def __eq__(self, other): return True\n    def __repr__(self): return '5'\n"
         "    __hash__ = str.__hash__\ndef add(a, b): return Text('x')",
-        # Changes what judges.
+        # Replaces functions of the checker.
         "import builtins, json\nbuiltins.all = lambda *a: True\njson.dumps = lambda *a: '[true, true, true]'\n"
         "def add(a, b): return 7",
         "import builtins\nbuiltins.eval = builtins.repr = lambda *a: 'True'\ndef add(a, b): return 7",
-        # Answers that break what reads them.
+        # Answers that break the parser.
         "def add(a, b):\n    x = []\n    for _ in range(100000): x = [x]\n    return x",
         "import builtins\nbuiltins.repr = lambda *a: '(' * 100000\ndef add(a, b): return 7",
         "import builtins\nbuiltins.repr = lambda *a: '__import__(\"os\")._exit(0)'\ndef add(a, b): return 7",
@@ -102,7 +102,7 @@ def test_partly_right_code_passes_in_part(grading: Grading):
         "def add(a, b): return 10**100000",
     ],
 )  # fmt: skip
-def test_wrong_code_fails_whatever_it_does(grading: Grading, code: str):
+def test_wrong_code_fails(grading: Grading, code: str):
     assert grading.passed(code, ADDS) == [False, False, False]
 
 
@@ -118,12 +118,12 @@ def test_wrong_code_fails_whatever_it_does(grading: Grading, code: str):
         "(5e-324, 1.7976931348623157e308, 0.1)",
     ],
 )
-def test_every_plain_value_is_told(grading: Grading, value: str):
+def test_plain_values_are_reported(grading: Grading, value: str):
     tests = CodeTests(asserts=(f"assert f() == {value}", f"assert f() != {value}"))
     assert grading.passed(f"def f(): return {value}", tests) == [True, False]
 
 
-LOOKS_AROUND = """
+INSPECTS_FRAMES = """
 import gc, sys
 
 def find(backwards):
@@ -136,21 +136,21 @@ def find(backwards):
 """
 
 
-def test_code_cannot_find_what_is_expected(grading: Grading):
+def test_code_cannot_find_expected_results(grading: Grading):
     expected_is_hidden = "assert find('64_DETCEPXE') == ('EXPECTED_46' == '')"
     # The search works: it finds the evaluating function in an outer frame.
     search_works = "assert find('etaulave_') == True"
     tests = CodeTests(asserts=(expected_is_hidden, search_works))
-    assert grading.passed(LOOKS_AROUND, tests) == [True, True]
+    assert grading.passed(INSPECTS_FRAMES, tests) == [True, True]
 
 
-def test_a_guess_printed_early_is_no_answer(grading: Grading):
+def test_early_exit_is_no_answer(grading: Grading):
     code = "import atexit, os, sys\nprint('5'); sys.stdout.flush(); os._exit(1)"
     assert grading.passed(code, SUMS) == [False, False]
 
 
 @pytest.mark.parametrize("printed", ["5\n", "5", "5  \n", "5\n\n\n"])
-def test_white_space_at_ends_is_set_aside(grading: Grading, printed: str):
+def test_trailing_whitespace_is_ignored(grading: Grading, printed: str):
     case = CodeTests(cases=(StdinCase(stdin="", stdout="5\n"),))
     assert grading.passed(f"import sys; sys.stdout.write({printed!r})", case) == [True]
 
@@ -175,7 +175,7 @@ def test_other_white_space_counts(grading: Grading, printed: str):
         ("assert 'a'.join(f(1)) == ''", ("f(1)",), "'a'.join(_0) == ''"),
     ],
 )
-def test_asserts_are_taken_apart(line: str, expressions: tuple[str, ...], condition: str):
+def test_asserts_are_split(line: str, expressions: tuple[str, ...], condition: str):
     found = split_assert(line)
     assert (found.expressions, found.condition) == (expressions, condition)
 
@@ -192,7 +192,7 @@ def test_asserts_are_taken_apart(line: str, expressions: tuple[str, ...], condit
         ("assert f(1) == '\x00'", "is not valid Python"),
     ],
 )
-def test_asserts_that_cannot_be_judged_apart(line: str, problem: str):
+def test_asserts_that_cannot_be_split(line: str, problem: str):
     with pytest.raises(CodeTestsError, match=problem):
         split_assert(line)
 
@@ -201,7 +201,7 @@ def test_asserts_that_cannot_be_judged_apart(line: str, problem: str):
     "ground_truth",
     ["", "46", "[]", "{}", '{"asserts": []}', '{"asserts": [1]}', '{"tests": []}', '{"cases": [{"stdin": ""}]}'],
 )
-def test_ground_truths_that_hold_no_tests(ground_truth: str):
+def test_ground_truths_without_tests(ground_truth: str):
     with pytest.raises(CodeTestsError, match="ground truth"):
         parse_tests(ground_truth)
 
@@ -214,7 +214,7 @@ VALUES = st.recursive(
 
 
 @given(value=VALUES)
-def test_what_is_expected_is_never_asked(value: object):
+def test_expressions_contain_no_expected_results(value: object):
     test = split_assert(f"assert f(1) == {value!r}")
     assert test.expressions == ("f(1)",)
 
@@ -234,7 +234,7 @@ def test_what_is_expected_is_never_asked(value: object):
         ("```json\n{}\n```", "```json\n{}\n```"),
     ],
 )
-def test_code_is_taken_from_replies(reply: str, code: str):
+def test_code_is_extracted_from_replies(reply: str, code: str):
     assert extract_code(reply) == code
 
 
@@ -244,7 +244,7 @@ def test_scores(grading: Grading, request_of: Any, score: CodeScore, expected: f
     grading.wait(component.check())
     reply = "```python\ndef add(a, b):\n    return 5 if a == 2 else 1\n```"
     request = request_of(reply, ground_truth=json.dumps({"asserts": list(ADDS.asserts)}))
-    # The program is the policy's last reply, also where the environment answered it.
+    # The program is the policy's last reply, even if a message of the environment follows.
     request = dataclasses.replace(request, messages=(*request.messages, {"role": "tool", "content": "no program"}))
     broken = request_of(reply, ground_truth="46")
     found, invalid = grading.wait(component.score([request, broken]))

@@ -10,18 +10,18 @@ from marin_rl.rewards.component import check_component
 
 @pytest.mark.parametrize("name", ["style", "Style_2.b-c", "0"])
 @pytest.mark.parametrize("weight", [1.0, -2.5, 0.0])
-def test_parts_of_metric_names_and_finite_weights_are_taken(name: str, weight: float):
+def test_valid_names_and_weights(name: str, weight: float):
     check_component(name, weight)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "a\n", "größe", "a:b"])
-def test_a_name_that_is_no_part_of_a_metrics_name_is_refused(name: str):
+def test_invalid_names_are_errors(name: str):
     with pytest.raises(ValueError, match=r"rewards: invalid name .*; use letters, digits") as raised:
         check_component(name, 1.0)
     assert repr(name) in str(raised.value)
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf])
-def test_a_weight_that_is_not_finite_is_refused(weight: float):
+def test_infinite_weights_are_errors(weight: float):
     with pytest.raises(ValueError, match=f"rewards: weight of 'style' must be finite, got {weight}"):
         check_component("style", weight)

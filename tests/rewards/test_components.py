@@ -12,7 +12,7 @@ print(json.dumps(sorted(RewardComponentConfig.get_known_choices())))
 """
 
 
-def test_whoever_takes_the_config_from_here_can_choose_every_type():
-    # In a process of its own: here other tests have registered them.
+def test_all_component_types_are_registered():
+    # Runs in a separate process, because other tests have registered the types here.
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == ["code", "function", "llm_judge"]

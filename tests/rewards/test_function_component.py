@@ -48,14 +48,14 @@ def test_function_components_are_checked_early(tmp_path: Path):
     assert checked(config("shortest")) is RewardScope.GROUP
     assert checked(config("shortest", scope=RewardScope.BATCH)) is RewardScope.BATCH
     assert checked(config("accuracy")) is RewardScope.POINTWISE
-    for wrong, said in [
+    for wrong, message in [
         (config("acuracy"), r"acuracy in .*my_rewards.py is not a reward function; .*: accuracy, needs, shortest"),
         (config("needs"), "requires model; set it under options"),
         (config("accuracy", scope=RewardScope.GROUP), "has mode pointwise, so scope must be pointwise, got group"),
         (config("shortest", scope=RewardScope.POINTWISE), "scope must be group or batch, got pointwise"),
         (FunctionRewardConfig(path=str(tmp_path / "none.py"), function="f"), "none.py does not exist"),
     ]:
-        with pytest.raises(RewardConfigError, match=said):
+        with pytest.raises(RewardConfigError, match=message):
             checked(wrong)
     file.write_text("def accuracy(messages, ground_truth, **kwargs): ...")
     with pytest.raises(RewardConfigError, match="functions: none; decorate the function"):
@@ -63,7 +63,7 @@ def test_function_components_are_checked_early(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"weight": float("nan")}, "weight of 'f' must be finite, got nan"),
         ({"name": "my reward"}, "invalid name 'my reward'"),
@@ -72,6 +72,6 @@ def test_function_components_are_checked_early(tmp_path: Path):
         ({"options": {"a": object()}}, "must be JSON values"),
     ],
 )
-def test_function_configs_are_checked_at_once(fields: dict[str, Any], said: str):
-    with pytest.raises(ValueError, match=said):
+def test_function_configs_are_validated(fields: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
         FunctionRewardConfig(path="f.py", function="f", **fields)

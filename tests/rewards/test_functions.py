@@ -52,16 +52,16 @@ def test_scores_are_finite_numbers(score):
 
 
 @pytest.mark.parametrize("score", [1.1e30, -1e308])
-def test_scores_that_sums_in_float32_cannot_hold_are_none(score: float):
+def test_scores_too_large_for_float32_sums_are_invalid(score: float):
     with pytest.raises(pydantic.ValidationError, match="score"):
         EvaluateResult(score=score)
     with pytest.raises(pydantic.ValidationError, match="base_reward"):
         StepOutput(step_index=0, base_reward=score)
-    # What is only logged may be as large as it is.
+    # Metrics are only logged, so they have no bound.
     assert EvaluateResult(score=MAX_REWARD, metrics={"length": score}).metrics == {"length": score}
 
 
-def test_none_is_a_score_but_no_base_reward_and_no_metric():
+def test_none_is_valid_only_as_a_score():
     steps = (StepOutput(step_index=1, base_reward=1.0),)
     assert EvaluateResult(score=None, step_outputs=steps).score is None
     with pytest.raises(pydantic.ValidationError, match="length"):
@@ -97,7 +97,7 @@ def test_a_valid_result_has_a_score_or_steps(given):
     assert EvaluateResult(**given, is_score_valid=False).score is None
 
 
-def test_step_rewards_that_are_the_score_have_its_bound():
+def test_sum_of_step_rewards_is_bounded():
     steps = [StepOutput(step_index=index, base_reward=0.75 * MAX_REWARD) for index in (1, 3)]
     with pytest.raises(pydantic.ValidationError, match=r"sum to 1\.5e\+30"):
         EvaluateResult(step_outputs=steps)
@@ -105,7 +105,7 @@ def test_step_rewards_that_are_the_score_have_its_bound():
 
 
 @pytest.mark.parametrize("score", [1, True, np.float32(1.0), np.int64(1), np.float64(1.0)])
-def test_scores_may_be_any_real_number(score):
+def test_scores_can_be_any_real_number(score):
     found = EvaluateResult(score=score).score
     assert (type(found), found) == (float, 1.0)
 
@@ -116,7 +116,7 @@ def test_step_indices_are_integers_from_zero(index):
         StepOutput(step_index=index, base_reward=0.0)
 
 
-def test_unknown_fields_and_changes_are_refused():
+def test_unknown_fields_and_changes_are_errors():
     with pytest.raises(pydantic.ValidationError, match="scores"):
         EvaluateResult.model_validate({"score": 1.0, "scores": 2.0})
     with pytest.raises(pydantic.ValidationError, match="frozen"):
@@ -150,7 +150,7 @@ def test_batch_outside_the_sandbox(request_of):
 
 
 @pytest.mark.parametrize("answer", [[], [1.0], [1.0, 2.0, 3.0], 1.0, "ab", None, {"a": 1.0}])
-def test_batch_answers_have_the_batchs_length(request_of, answer):
+def test_batch_results_have_the_length_of_the_batch(request_of, answer):
     @reward_function(mode="batch")
     def wrong(messages, ground_truth, **kwargs):
         return answer
@@ -160,7 +160,7 @@ def test_batch_answers_have_the_batchs_length(request_of, answer):
 
 
 @pytest.mark.parametrize("answer", ["1.0", None, [1.0], {"score": 1.0}])
-def test_pointwise_answers_are_results_or_numbers(request_of, answer):
+def test_pointwise_results_are_results_or_numbers(request_of, answer):
     @reward_function
     def wrong(messages, ground_truth, **kwargs):
         return answer
@@ -201,7 +201,7 @@ def test_modes_and_async_are_checked_early():
         reward_function(late)
 
 
-def test_a_function_does_not_change_the_next_ones_messages(request_of):
+def test_functions_cannot_change_messages_of_others(request_of):
     @reward_function
     def rude(messages, ground_truth, **kwargs):
         messages[-1]["content"] = "46"
@@ -213,7 +213,7 @@ def test_a_function_does_not_change_the_next_ones_messages(request_of):
     assert request.messages[-1]["content"] == "47"
 
 
-def test_the_last_reply_is_the_policys_whatever_follows_it(request_of):
+def test_last_reply_is_the_last_policy_message(request_of):
     request = request_of("46")
     tool, example = {"role": "tool", "content": "42"}, {"role": "assistant", "content": "an example"}
     cut = dataclasses.replace(request, messages=(example, *request.messages, tool), num_prompt_messages=2)

@@ -22,7 +22,7 @@ from marin_rl.types import RewardResult, TurnReward
 
 
 class Scripted:
-    """A component that says what a test tells it to."""
+    """A component with a scripted result."""
 
     def __init__(self, name: str, answer: Any, scope: RewardScope = RewardScope.POINTWISE, weight: float = 1.0):
         self.name, self.weight, self.scope = name, weight, scope
@@ -45,7 +45,7 @@ class Scripted:
 TIMEOUT = RewardCallError(RewardFailure.TIMEOUT, "no answer")
 
 
-def test_a_component_of_each_scope_is_asked_once(request_of):
+def test_components_of_each_scope_are_called_once(request_of):
     parts = [Scripted(scope.value, EvaluateResult(score=1.0), scope) for scope in RewardScope]
     assert all(isinstance(part, RewardComponent) for part in parts)
     pipeline = RewardPipeline(parts)
@@ -53,18 +53,18 @@ def test_a_component_of_each_scope_is_asked_once(request_of):
 
     async def run() -> list[Any]:
         ones = [await pipeline.score_rollout(request) for request in requests]
-        found = [ones, await pipeline.score_group(requests), await pipeline.score_batch(requests)]
+        results = [ones, await pipeline.score_group(requests), await pipeline.score_batch(requests)]
         await pipeline.close()
-        return found
+        return results
 
-    for scope, found in zip(RewardScope, asyncio.run(run()), strict=True):
-        assert found == [[RewardResult(scope.value, 1.0, 1.0)]] * 3
+    for scope, results in zip(RewardScope, asyncio.run(run()), strict=True):
+        assert results == [[RewardResult(scope.value, 1.0, 1.0)]] * 3
     assert [part.asked for part in parts] == [[["r0"], ["r1"], ["r2"]], [["r0", "r1", "r2"]], [["r0", "r1", "r2"]]]
     assert [part.closed for part in parts] == [1, 1, 1]
     assert all(pipeline.has(scope) for scope in RewardScope)
 
 
-def test_what_a_component_says_arrives(request_of):
+def test_result_of_a_component(request_of):
     result = EvaluateResult(
         score=0.5,
         step_outputs=(StepOutput(step_index=1, base_reward=2.0, reason="well said"),),
@@ -85,7 +85,7 @@ def test_what_a_component_says_arrives(request_of):
 
 
 @pytest.mark.parametrize(("score", "expected"), [(None, 2.0), (0.0, 0.0)])
-def test_step_rewards_are_the_score_unless_one_is_given(request_of, score, expected):
+def test_step_rewards_sum_to_the_score_without_one(request_of, score, expected):
     result = EvaluateResult(score=score, step_outputs=(StepOutput(step_index=1, base_reward=2.0),))
     pipeline = RewardPipeline([Scripted("style", result, weight=3.0)])
     [evaluation] = asyncio.run(pipeline.score_rollout(request_of()))
@@ -111,7 +111,7 @@ def test_step_rewards_are_the_score_unless_one_is_given(request_of, score, expec
         ),
     ],
 )
-def test_a_lost_score_is_counted_and_fails_its_rollout_alone(request_of, answer, cause, said):
+def test_failed_score_fails_only_its_rollout(request_of, answer, cause, said):
     pipeline = RewardPipeline([Scripted("good", EvaluateResult(score=1.0)), Scripted("bad", answer)])
     good, bad = asyncio.run(pipeline.score_rollout(request_of()))
     assert (good.score, bad.score) == (1.0, None)
@@ -124,14 +124,14 @@ def test_a_lost_score_is_counted_and_fails_its_rollout_alone(request_of, answer,
     }
 
 
-def test_a_lost_group_call_costs_every_rollout_of_the_group(request_of):
+def test_failed_group_call_fails_the_whole_group(request_of):
     pipeline = RewardPipeline([Scripted("compare", TIMEOUT, RewardScope.GROUP)])
-    found = asyncio.run(pipeline.score_group([request_of(rollout_id="a"), request_of(rollout_id="b")]))
-    assert [[one.score for one in rollout] for rollout in found] == [[None], [None]]
-    assert [one.lost for rollout in found for one in rollout] == ["timeout", "timeout"]
+    results = asyncio.run(pipeline.score_group([request_of(rollout_id="a"), request_of(rollout_id="b")]))
+    assert [[one.score for one in rollout] for rollout in results] == [[None], [None]]
+    assert [one.lost for rollout in results for one in rollout] == ["timeout", "timeout"]
 
 
-def test_other_errors_are_not_swallowed(request_of):
+def test_other_errors_propagate(request_of):
     class Broken(Scripted):
         async def score(self, requests):
             raise ZeroDivisionError
@@ -146,7 +146,7 @@ def test_names_are_unique():
         RewardPipeline([Scripted("style", None), Scripted("style", None)])
 
 
-def test_no_rollouts_ask_nobody():
+def test_no_rollouts_call_no_component():
     part = Scripted("compare", TIMEOUT, RewardScope.BATCH)
     assert asyncio.run(RewardPipeline([part]).score_batch([])) == []
     assert part.asked == []
@@ -172,7 +172,7 @@ def shortest(messages, ground_truth, **kwargs):
 """
 
 
-def test_from_a_file_and_a_name_to_rewards(request_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rewards_of_a_user_file(request_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "my_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
     configs = [

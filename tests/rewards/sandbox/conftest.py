@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Sandboxes at every isolation that the machine offers, each in an event loop of its own."""
+"""Sandboxes at every isolation level of the machine, each in a separate event loop."""
 
 import asyncio
 import functools
@@ -32,7 +32,7 @@ REQUEST = RewardRequest(
 
 
 class Attack:
-    """A started sandbox, and what a test does with it."""
+    """A started sandbox with helpers for tests."""
 
     def __init__(self, level: Isolation, config: SandboxConfig):
         self.level = level
@@ -47,8 +47,8 @@ class Attack:
         [result] = self.wait(self.sandbox.call(UserFunction(file, name), [REQUEST], options))
         return result
 
-    def lost(self, name: str, **options: Any) -> RewardCallError:
-        """The loss that a call ends in: it must be one, be counted once, and leave the next call alone."""
+    def failure(self, name: str, **options: Any) -> RewardCallError:
+        """Return the error of a failing call, after checking that it is counted once and the next call succeeds."""
         before = self.sandbox.failures.copy()
         with pytest.raises(RewardCallError) as raised:
             self.call(name, **options)
@@ -61,7 +61,7 @@ class Attack:
         assert self.call("honest") == EvaluateResult(score=1.0, metrics={"calls": 1.0})
 
     def cause(self, name: str, **options: Any) -> RewardFailure:
-        return self.lost(name, **options).cause
+        return self.failure(name, **options).cause
 
     def close(self) -> None:
         self.wait(self.sandbox.close())
@@ -71,29 +71,29 @@ class Attack:
 
 
 @functools.cache
-def lacking(level: Isolation) -> str | None:
-    """What the machine lacks for a level, found out without the code under test: a sandbox that broke is no reason."""
+def missing_requirement(level: Isolation) -> str | None:
+    """Return the missing requirement of a level, independent of the code under test, so that bugs do not skip tests."""
     if level is Isolation.FULL:
         bubblewrap = shutil.which("bwrap")
         if bubblewrap is None:
             return "bubblewrap is not installed"
         command = [bubblewrap, "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "true"]
-        tried = subprocess.run(command, capture_output=True, text=True, check=False)
-        return tried.stderr if tried.returncode else None
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        return result.stderr if result.returncode else None
     if level is Isolation.PARTIAL and landlock_version() < OLDEST_VERSION:
-        return f"the kernel offers Landlock {landlock_version()}"
+        return f"the kernel has Landlock {landlock_version()}"
     return None
 
 
 def require(level: Isolation) -> None:
-    """Skip a test that needs more isolation than the machine has."""
-    why_not = lacking(level)
-    if why_not is not None:
-        pytest.skip(f"no {level.value} isolation here: {why_not}")
+    """Skip a test if the machine does not offer the isolation level."""
+    missing = missing_requirement(level)
+    if missing is not None:
+        pytest.skip(f"no {level.value} isolation on this machine: {missing}")
 
 
 TIGHT: dict[str, Any] = {"wall_seconds": 120.0, "cpu_seconds": 60.0, "memory_mb": 256, "file_mb": 1, "output_kb": 64}
-"""Patient, on a slow machine too, but with tight limits on everything that is not time."""
+"""Generous time limits for slow machines, and tight limits on everything else."""
 
 LENIENT: dict[str, Any] = {"wall_seconds": 120.0, "processes": 4}
 
@@ -102,7 +102,7 @@ CONFINED_LEVELS = [Isolation.FULL, Isolation.PARTIAL]
 
 
 class Attacks:
-    """The sandboxes of a test session, each started when it is first needed."""
+    """Sandboxes of a test session, each started on first use."""
 
     def __init__(self) -> None:
         self._started: dict[tuple[str, Isolation], Attack] = {}
@@ -132,13 +132,13 @@ def attack(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
 
 @pytest.fixture(params=CONFINED_LEVELS)
 def confined(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
-    """Levels that keep files, network and signals apart."""
+    """A sandbox at a level that restricts files, network and signals."""
     return attacks.at(request.param, "tight", **TIGHT)
 
 
 @pytest.fixture(params=LEVELS)
 def hasty(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
-    """Gives calls little processor time."""
+    """A sandbox that gives calls little CPU time."""
     return attacks.at(request.param, "hasty", wall_seconds=120.0, cpu_seconds=1.0)
 
 
@@ -149,5 +149,5 @@ def impatient(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
 
 @pytest.fixture(params=LEVELS)
 def lenient(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
-    """Lets calls start a few processes."""
+    """A sandbox that lets calls start a few processes."""
     return attacks.at(request.param, "lenient", **LENIENT)

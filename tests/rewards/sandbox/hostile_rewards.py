@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Reward functions that attack. Run them in a sandbox, and nowhere else."""
+"""Reward functions that attack the machine. Run them only in a sandbox."""
 
 import contextlib
 import gc
@@ -73,7 +73,7 @@ def bombs_with_threads(messages, ground_truth, **kwargs):
 
 @reward_function
 def bombs_with_small_threads(messages, ground_truth, **kwargs):
-    """Threads that hardly need memory; never more than 2,000, for a test must not endanger its machine."""
+    """Starts threads with little memory; at most 2,000, so that the test does not endanger its machine."""
     threading.stack_size(32768)
     for _ in range(2000):
         threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
@@ -117,7 +117,7 @@ def leaves_a_daemon(messages, ground_truth, **kwargs):
 
 @reward_function
 def flees(messages, ground_truth, **kwargs):
-    """Goes on in its child's child's child, none of which lives for long, until half a minute is over."""
+    """Continues in a chain of short-lived descendants for half a minute."""
     end = time.monotonic() + 30
     if os.fork():
         return 1.0
@@ -139,7 +139,7 @@ def forgets_its_children(messages, ground_truth, **kwargs):
 
 
 def system_call(name, *arguments):
-    """Make a system call that Python does not offer."""
+    """Make a system call that Python does not wrap."""
     import ctypes
 
     number = {
@@ -156,7 +156,7 @@ def system_call(name, *arguments):
 
 @reward_function
 def clones_siblings(messages, ground_truth, exit_signal=int(signal.SIGCHLD), stays=False, **kwargs):
-    """Children of the process that forked this call, which alone can reap them."""
+    """Creates children of the forkserver, which only the forkserver can reap."""
     clone_parent = 0x8000
     for _ in range(2):
         if system_call("clone", clone_parent | exit_signal, 0, 0, 0, 0) == 0:
@@ -234,7 +234,7 @@ def changes_flags(messages, ground_truth, path, **kwargs):
     flags = array.array("l", [0])
     with open(path) as file:
         fcntl.ioctl(file, 0x80086601, flags)
-        # "No dump": every owner of a file may set it.
+        # FS_NODUMP_FL, which every owner of a file can set.
         flags[0] ^= 0x40
         fcntl.ioctl(file, 0x40086602, flags)
     return 1.0
@@ -282,7 +282,7 @@ def locks_files(messages, ground_truth, flags, **kwargs):
 
 @reward_function
 def mounts(messages, ground_truth, **kwargs):
-    """A mount point, which cannot be removed."""
+    """Creates a mount point, which cannot be removed."""
     import ctypes
 
     os.mkdir("inner")
@@ -535,7 +535,7 @@ def answers_text(messages, ground_truth, **kwargs):
 
 @reward_function
 def leaves_notes(messages, ground_truth, **kwargs):
-    """Finds what an earlier call left wherever it can write, and leaves as much."""
+    """Reads notes of earlier calls from all writable folders, and writes new ones."""
     found = []
     shared = os.path.dirname(tempfile.gettempdir())
     for folder in ("/tmp", "/var/tmp", "/dev/shm", shared):

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Reward functions of which a test decides when they go on."""
+"""Reward functions with a duration that the test chooses."""
 
 import os
 import time

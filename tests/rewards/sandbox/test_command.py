@@ -19,7 +19,7 @@ from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.spec import WorkerSpec
 
 
-def test_a_files_folder_is_readable_but_no_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_folder_of_file_is_readable_except_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     home = tmp_path / "home"
     monkeypatch.setenv("HOME", str(home))
     assert code_path(str(home / "project" / "rewards.py")) == str(home / "project")
@@ -28,7 +28,7 @@ def test_a_files_folder_is_readable_but_no_home_folder(tmp_path: Path, monkeypat
     assert code_path("/rewards.py") == "/rewards.py"
 
 
-def test_python_and_the_file_are_readable_and_the_home_folder_is_not(tmp_path: Path):
+def test_python_and_file_are_readable_and_home_is_not(tmp_path: Path):
     file = tmp_path / "rewards.py"
     file.touch()
     readable = [Path(path) for path in readable_paths(str(file), [str(tmp_path / "missing")])]
@@ -39,20 +39,20 @@ def test_python_and_the_file_are_readable_and_the_home_folder_is_not(tmp_path: P
     assert all(path.exists() for path in readable)
 
 
-def test_programs_read_no_code_of_ours(tmp_path: Path):
+def test_programs_cannot_read_this_package(tmp_path: Path):
     assert not any(path.startswith(package_root() + "/marin_rl") for path in readable_paths(None, []))
     assert python_path(None, []) == ()
     assert python_path("/x/rewards.py", [str(tmp_path), __file__]) == (package_root(), str(tmp_path))
 
 
-def test_nothing_of_the_environment_is_handed_on(monkeypatch: pytest.MonkeyPatch):
+def test_environment_is_not_inherited(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SECRET_KEY", "1")
     assert "SECRET_KEY" not in worker_environment("/tmp")
     spec = WorkerSpec("/x/rewards.py", "", ("/usr",), (), (), True, 0, True, 1.0, SandboxConfig(file_mb=1).limits())
     command = worker_command(spec, "/usr/bin/bwrap")
     for argument in ("--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--as-pid-1"):
         assert argument in command
-    # Nothing can be written but memory that is bounded.
+    # Only file systems in memory with a size limit are writable.
     assert "--bind" not in command
     for index, argument in enumerate(command):
         if argument == "--tmpfs":

@@ -13,7 +13,7 @@ from marin_rl.rewards.sandbox.failure_reasons import failure_of
 
 
 def ended(program: str) -> int:
-    """The status of a process that ran a program, from the kernel itself."""
+    """Return the kernel's exit status of a process that runs a program."""
     code = f"import os, signal\n{program}"
     pid = os.posix_spawn(sys.executable, [sys.executable, "-I", "-S", "-c", code], os.environ)
     return os.waitpid(pid, 0)[1]
@@ -29,7 +29,7 @@ def report(status: int | None = 0, violation: str | None = None, cpu: float = 0.
     return {"status": status, "violation": violation, "cpu": cpu, "confined": True, **said}
 
 
-def test_a_call_that_ended_well():
+def test_successful_call_has_no_failure():
     assert failure_of(report(ended("pass")), 10.0) is None
 
 
@@ -45,29 +45,29 @@ def test_a_call_that_ended_well():
         ("os._exit(3)", 0.1, RewardFailure.EXITED, "status 3: said"),
     ],
 )
-def test_how_a_call_ended(program: str, cpu: float, cause: RewardFailure, detail: str):
-    loss = failure_of(report(ended(program), cpu=cpu), 10.0)
-    assert loss is not None
-    assert loss.cause is cause
-    assert detail in loss.detail
+def test_failure_of_exit_status(program: str, cpu: float, cause: RewardFailure, detail: str):
+    failure = failure_of(report(ended(program), cpu=cpu), 10.0)
+    assert failure is not None
+    assert failure.cause is cause
+    assert detail in failure.detail
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_a_call_that_was_not_confined(status: int):
-    loss = failure_of(report(ended(f"os._exit({status})")) | {"confined": False}, 10.0)
-    assert loss is not None
-    assert loss.cause is RewardFailure.WORKER
-    assert "could not be confined and was not run: said" in loss.detail
+def test_unconfined_call_is_a_worker_failure(status: int):
+    failure = failure_of(report(ended(f"os._exit({status})")) | {"confined": False}, 10.0)
+    assert failure is not None
+    assert failure.cause is RewardFailure.WORKER
+    assert "could not be confined and was not run: said" in failure.detail
 
 
 @pytest.mark.parametrize("violation", ["timeout", "output", "processes"])
-def test_a_violation_counts_before_how_it_ended(violation: str):
-    loss = failure_of(report(ended(killed(signal.SIGKILL)), violation), 10.0)
-    assert loss is not None
-    assert loss.cause == violation
+def test_violation_takes_precedence_over_exit_status(violation: str):
+    failure = failure_of(report(ended(killed(signal.SIGKILL)), violation), 10.0)
+    assert failure is not None
+    assert failure.cause == violation
 
 
-def test_a_forkserver_that_died():
-    loss = failure_of(report(None), 10.0)
-    assert loss is not None
-    assert loss.cause is RewardFailure.WORKER
+def test_dead_forkserver_is_a_worker_failure():
+    failure = failure_of(report(None), 10.0)
+    assert failure is not None
+    assert failure.cause is RewardFailure.WORKER

@@ -28,12 +28,12 @@ def test_files_links_and_folders_are_removed(tmp_path: Path):
     assert (kept / "file").read_text() == "kept"
 
 
-def test_nothing_to_remove(tmp_path: Path):
+def test_remove_missing_path(tmp_path: Path):
     assert remove(str(tmp_path / "missing")) is None
 
 
-def test_the_reason_is_given():
-    # Nobody, not even root, removes files of this file system.
+def test_remove_returns_the_error():
+    # Not even root can remove files of this file system.
     path = f"/proc/{os.getpid()}/status"
     if not Path(path).exists():
         pytest.skip("no /proc here")
@@ -41,7 +41,7 @@ def test_the_reason_is_given():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers measure folders on Linux alone")
-def test_the_size_of_a_folder(tmp_path: Path):
+def test_folder_size(tmp_path: Path):
     (tmp_path / "stuck").write_bytes(bytes(10 * 4096))
     (tmp_path / "file").write_bytes(bytes(2 * 4096))
     (tmp_path / "empty").touch()
@@ -52,11 +52,11 @@ def test_the_size_of_a_folder(tmp_path: Path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers measure folders on Linux alone")
-def test_more_folders_out_of_reach_than_descriptors(tmp_path: Path):
+def test_more_unreadable_folders_than_descriptors(tmp_path: Path):
     start = os.getcwd()
     try:
         os.chdir(tmp_path)
-        # Paths just long enough that a descriptor is needed for each of the last folders.
+        # The paths are so long that each of the last folders needs a descriptor.
         while len(os.getcwd()) < 2850:
             os.mkdir("x" * 100)
             os.chdir("x" * 100)

@@ -20,7 +20,7 @@ JSON = st.recursive(
 
 
 @given(st.binary(max_size=50) | JSON.map(lambda value: json.dumps(value).encode()))
-def test_whatever_a_stranger_says_has_the_form_that_the_worker_reads(data: bytes):
+def test_untrusted_messages_parse_to_the_declared_types(data: bytes):
     forkserver, failed = parse_ready(data)
     assert (type(forkserver) is int and failed is None) or (forkserver is None and isinstance(failed, str))
     functions, failed = parse_functions(data)
@@ -33,18 +33,18 @@ def test_whatever_a_stranger_says_has_the_form_that_the_worker_reads(data: bytes
     [b"", b"\xff", b"[]", b"null", b"{}", b'{"forkserver": true}', b'{"functions": {}}', b"[" * 10**6, b"9" * 5000],
     ids=["nothing", "no text", "list", "null", "empty", "no number", "functions", "nested without end", "digits"],
 )
-def test_what_names_no_forkserver_is_a_failure(data: bytes):
+def test_invalid_ready_message_is_a_failure(data: bytes):
     process, failed = parse_ready(data)
     assert process is None
     assert "invalid message" in (failed or "")
 
 
-def test_a_forkserver_is_named():
+def test_ready_message():
     assert parse_ready(b'{"forkserver": 12, "failed": null}') == (12, None)
     assert parse_ready(b'{"forkserver": null, "failed": "SyntaxError"}') == (None, "SyntaxError")
 
 
-def test_functions_are_listed():
+def test_functions_message():
     functions = {"f": {"mode": "batch", "required": []}}
     assert parse_functions(json.dumps({"functions": functions}).encode()) == (functions, None)
     assert parse_functions(b'{"raised": "TypeError"}') == ({}, "TypeError")

@@ -26,11 +26,11 @@ def through_a_pipe(data: bytes) -> list[object]:
 
 
 @given(messages=st.lists(VALUES, max_size=4))
-def test_messages_arrive_as_they_were_sent(messages):
+def test_messages_survive_a_round_trip(messages):
     assert through_a_pipe(b"".join(frames.encode(message) for message in messages)) == messages
 
 
-def test_messages_larger_than_a_pipe_arrive():
+def test_messages_larger_than_the_pipe_buffer():
     message = {"text": "ü" * 1_000_000}
     reading, writing = os.pipe()
     thread = threading.Thread(target=frames.write, args=(writing, message))
@@ -42,5 +42,5 @@ def test_messages_larger_than_a_pipe_arrive():
 
 
 @pytest.mark.parametrize("cut", [0, 1, 3, 4, 5, 11])
-def test_a_pipe_that_ends_early_is_an_end(cut: int):
+def test_truncated_message_reads_as_end_of_pipe(cut: int):
     assert through_a_pipe(frames.encode({"a": 1})[:cut]) == []

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Hostile reward functions: each is contained, and each loss is counted under its cause."""
+"""Hostile reward functions are contained, and each failure is counted under its cause."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ def secret(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["loops_for_ever", "ignores_signals_and_loops"])
-def test_processor_time(hasty: Attack, name: str):
+def test_cpu_time(hasty: Attack, name: str):
     assert hasty.cause(name) is RewardFailure.CPU
 
 
@@ -47,38 +47,38 @@ def test_memory(attack: Attack, name: str):
 
 
 def test_threads_are_bounded_by_memory(attack: Attack):
-    lost = attack.lost("bombs_with_threads")
-    assert lost.cause in (RewardFailure.RAISED, RewardFailure.MEMORY)
-    assert "can't start new thread" in lost.detail or lost.cause is RewardFailure.MEMORY
+    failure = attack.failure("bombs_with_threads")
+    assert failure.cause in (RewardFailure.RAISED, RewardFailure.MEMORY)
+    assert "can't start new thread" in failure.detail or failure.cause is RewardFailure.MEMORY
 
 
 def test_too_many_threads(attack: Attack):
-    lost = attack.lost("bombs_with_small_threads")
-    # In namespaces the kernel refuses them to everyone but root; elsewhere the worker counts.
-    refused = lost.cause is RewardFailure.RAISED and "can't start new thread" in lost.detail
-    assert lost.cause is RewardFailure.THREADS or (refused and attack.level is Isolation.FULL)
+    failure = attack.failure("bombs_with_small_threads")
+    # In namespaces the kernel enforces the limit, except for root; otherwise the worker counts.
+    refused = failure.cause is RewardFailure.RAISED and "can't start new thread" in failure.detail
+    assert failure.cause is RewardFailure.THREADS or (refused and attack.level is Isolation.FULL)
 
 
 def test_threads_within_the_limit(lenient: Attack):
     assert lenient.call("starts_threads", count=64).score == 1.0
 
 
-def test_threads_take_their_stack_alone(attack: Attack):
+def test_threads_use_only_their_stack(attack: Attack):
     # 256 MiB hold 20 stacks of 8 MiB; with an arena of 64 MiB each they would hold 3.
     assert attack.call("starts_threads_that_allocate", count=20).score == 1.0
 
 
 def test_fork_bomb(confined: Attack):
-    lost = confined.lost("bombs_with_forks")
-    assert lost.cause is RewardFailure.RAISED
-    assert "PermissionError" in lost.detail
+    failure = confined.failure("bombs_with_forks")
+    assert failure.cause is RewardFailure.RAISED
+    assert "PermissionError" in failure.detail
 
 
 def test_too_many_processes(lenient: Attack):
     assert lenient.cause("starts_many") is RewardFailure.PROCESSES
 
 
-def test_too_many_processes_where_none_is_allowed(attack: Attack):
+def test_processes_with_limit_zero(attack: Attack):
     expected = RewardFailure.PROCESSES if attack.level is Isolation.NONE else RewardFailure.RAISED
     assert attack.cause("starts_many") is expected
 
@@ -90,22 +90,22 @@ def test_nothing_is_left_running(lenient: Attack):
     assert set(descendants(os.getpid())) <= set(before)
 
 
-def test_nothing_outruns_its_end(attacks: Attacks, confined: Attack):
+def test_forking_chain_is_killed(attacks: Attacks, confined: Attack):
     lenient = attacks.at(confined.level, "lenient", **LENIENT)
     lenient.is_well()
     before = set(descendants(os.getpid()))
     for _ in range(20):
-        # Whether it is counted several times, while it flees, is a matter of chance.
+        # The number of times that it is counted meanwhile varies.
         with contextlib.suppress(RewardCallError):
             assert lenient.call("flees").score == 1.0
         assert set(descendants(os.getpid())) <= before
 
 
-def test_children_that_nobody_waits_for_are_processes(lenient: Attack):
+def test_unreaped_children_count_as_processes(lenient: Attack):
     assert lenient.cause("forgets_its_children") is RewardFailure.PROCESSES
 
 
-def test_nothing_is_left_to_be_waited_for(lenient: Attack):
+def test_no_zombies_are_left(lenient: Attack):
     lenient.is_well()
     before = set(list_descendants(os.getpid()))
     for _ in range(3):
@@ -122,29 +122,29 @@ def test_siblings_of_a_call(lenient: Attack, stays: bool):
         if lenient.level is Isolation.NONE:
             assert lenient.call("clones_siblings", **options).score == 1.0
         else:
-            assert "PermissionError" in lenient.lost("clones_siblings", **options).detail
-    # Siblings that were counted for ever would leave these no processes.
+            assert "PermissionError" in lenient.failure("clones_siblings", **options).detail
+    # If the siblings still counted, no processes would be available here.
     assert lenient.call("leaves_a_daemon").score == 1.0
     assert set(list_descendants(os.getpid())) <= before
 
 
 def test_no_programs(confined: Attack):
-    lost = confined.lost("runs_a_program")
-    assert lost.cause is RewardFailure.RAISED
-    assert "PermissionError" in lost.detail
+    failure = confined.failure("runs_a_program")
+    assert failure.cause is RewardFailure.RAISED
+    assert "PermissionError" in failure.detail
 
 
-def test_programs_where_processes_are_allowed(lenient: Attack):
+def test_programs_with_processes_allowed(lenient: Attack):
     assert lenient.call("runs_a_program").score == 0.0
 
 
 @pytest.mark.parametrize("name", ["reads", "deletes", "overwrites", "truncates", "makes_readable"])
 def test_files_outside(confined: Attack, secret: Path, name: str):
-    lost = confined.lost(name, path=str(secret))
-    assert lost.cause is RewardFailure.RAISED
-    # In namespaces the file is not even there, or not to be written; calls that change attributes never pass.
+    failure = confined.failure(name, path=str(secret))
+    assert failure.cause is RewardFailure.RAISED
+    # In namespaces the file is missing or read-only; attribute changes are always blocked.
     invisible = confined.level is Isolation.FULL and name != "makes_readable"
-    assert lost.detail.startswith(("FileNotFoundError", "OSError: [Errno 30]") if invisible else "PermissionError")
+    assert failure.detail.startswith(("FileNotFoundError", "OSError: [Errno 30]") if invisible else "PermissionError")
     assert secret.read_text() == "the secret"
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
 
@@ -159,12 +159,12 @@ def test_its_own_file(confined: Attack, name: str):
 
 @pytest.mark.parametrize("name", ["reads", "overwrites"])
 @pytest.mark.parametrize("path", ["/etc/shadow", "/proc/1/environ", "/dev/mem", "/root/.bashrc", "/tmp/new"])
-def test_places_of_the_system(confined: Attack, name: str, path: str):
+def test_system_folders(confined: Attack, name: str, path: str):
     assert confined.cause(name, path=path) is RewardFailure.RAISED
 
 
 def test_environment_of_the_trainer(attack: Attack, monkeypatch: pytest.MonkeyPatch):
-    # The pool's processes started before; what counts is what they inherited, and what they can look up.
+    # The pool's processes started earlier; the test checks inherited and readable variables.
     assert os.environ["PYTEST_CURRENT_TEST"]
     if attack.level is Isolation.NONE:
         reason = attack.call("reads", path="/proc/self/environ").reason
@@ -179,16 +179,16 @@ def test_environment_of_the_trainer(attack: Attack, monkeypatch: pytest.MonkeyPa
 def test_network(confined: Attack):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
-        lost = confined.lost("connects", port=server.getsockname()[1])
-        assert lost.cause is RewardFailure.RAISED
-        assert "PermissionError" in lost.detail
+        failure = confined.failure("connects", port=server.getsockname()[1])
+        assert failure.cause is RewardFailure.RAISED
+        assert "PermissionError" in failure.detail
         with pytest.raises(BlockingIOError):
             server.accept()
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
-def test_a_socket_that_it_can_see(confined: Attack, kind: socket.SocketKind):
-    # Beside its own file, so that it lies in sight in every kind of isolation.
+def test_visible_socket(confined: Attack, kind: socket.SocketKind):
+    # In the folder of the function's file, so that it is visible at every isolation level.
     with (
         tempfile.TemporaryDirectory(dir=Path(__file__).parent) as folder,
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening,
@@ -198,7 +198,7 @@ def test_a_socket_that_it_can_see(confined: Attack, kind: socket.SocketKind):
         listening.setblocking(False)
         options = {"path": os.path.abspath(path), "kind": int(kind)}
         if kind is socket.SOCK_SEQPACKET:
-            # It takes the address, and sends to its own other end all the same.
+            # The socket accepts the address but sends to its own peer.
             assert confined.call("sends", **options).score == 1.0
         else:
             assert confined.cause("sends", **options) is RewardFailure.RAISED
@@ -207,19 +207,19 @@ def test_a_socket_that_it_can_see(confined: Attack, kind: socket.SocketKind):
 
 
 def test_flags_of_its_own_file(confined: Attack):
-    lost = confined.lost("changes_flags", path=str(Path(__file__).with_name("hostile_rewards.py")))
-    assert lost.cause is RewardFailure.RAISED
-    if "Inappropriate ioctl" in lost.detail:
+    failure = confined.failure("changes_flags", path=str(Path(__file__).with_name("hostile_rewards.py")))
+    assert failure.cause is RewardFailure.RAISED
+    if "Inappropriate ioctl" in failure.detail:
         pytest.skip("the file system here has no flags")
-    assert "PermissionError" in lost.detail
+    assert "PermissionError" in failure.detail
 
 
 @pytest.mark.parametrize("name", ["takes_a_lease", "asks_for_notices", "watches"])
-def test_leases_and_watches_on_files_of_the_host(confined: Attack, name: str):
+def test_leases_and_watches_on_host_files(confined: Attack, name: str):
     own = Path(__file__).with_name("hostile_rewards.py")
-    lost = confined.lost(name, path=str(own if name == "takes_a_lease" else own.parent))
-    assert lost.cause is RewardFailure.RAISED
-    assert "PermissionError" in lost.detail
+    failure = confined.failure(name, path=str(own if name == "takes_a_lease" else own.parent))
+    assert failure.cause is RewardFailure.RAISED
+    assert "PermissionError" in failure.detail
 
 
 @pytest.mark.parametrize("flags", [0x10, 0x20], ids=["immutable", "append-only"])
@@ -238,7 +238,7 @@ def test_files_with_flags_are_removed(attack: Attack, flags: int, caplog: pytest
     assert not caplog.records
 
 
-def test_files_that_cannot_be_removed_are_told_once(attacks: Attacks, caplog: pytest.LogCaptureFixture):
+def test_unremovable_files_are_reported_once(attacks: Attacks, caplog: pytest.LogCaptureFixture):
     attack = attacks.at(Isolation.NONE, "tight", **TIGHT)
     attack.is_well()
     workers = attack.sandbox.worker_pids
@@ -262,16 +262,16 @@ def test_a_large_file(attack: Attack):
 
 
 def test_many_files(attack: Attack):
-    lost = attack.lost("writes_many_files")
+    failure = attack.failure("writes_many_files")
     if attack.level is Isolation.FULL:
-        assert lost.cause is RewardFailure.RAISED
-        assert "No space left" in lost.detail
+        assert failure.cause is RewardFailure.RAISED
+        assert "No space left" in failure.detail
     else:
-        assert lost.cause is RewardFailure.FILE_SIZE
-        assert lost.detail == "its folder is larger than four times sandbox.file_mb"
+        assert failure.cause is RewardFailure.FILE_SIZE
+        assert failure.detail == "its folder is larger than four times sandbox.file_mb"
 
 
-def test_many_files_out_of_sight(lenient: Attack):
+def test_many_hidden_files(lenient: Attack):
     expected = RewardFailure.RAISED if lenient.level is Isolation.FULL else RewardFailure.FILE_SIZE
     assert lenient.cause("hides_many_files") is expected
 
@@ -336,19 +336,19 @@ def test_raises(attack: Attack, name: str):
     assert attack.cause(name) is RewardFailure.RAISED
 
 
-def test_a_message_that_no_json_holds(attack: Attack):
-    lost = attack.lost("raises_a_surrogate")
-    assert lost.cause is RewardFailure.RAISED
-    assert lost.detail.startswith("ValueError: half a character: \\ud800")
+def test_message_with_a_lone_surrogate(attack: Attack):
+    failure = attack.failure("raises_a_surrogate")
+    assert failure.cause is RewardFailure.RAISED
+    assert failure.detail.startswith("ValueError: half a character: \\ud800")
 
 
-def test_an_error_that_cannot_be_said(attack: Attack):
-    lost = attack.lost("raises_what_cannot_be_said")
-    assert lost.cause is RewardFailure.RAISED
-    assert lost.detail.startswith("Unspeakable: <its __str__ raised SystemExit>\n")
+def test_error_with_a_failing_str(attack: Attack):
+    failure = attack.failure("raises_what_cannot_be_said")
+    assert failure.cause is RewardFailure.RAISED
+    assert failure.detail.startswith("Unspeakable: <its __str__ raised SystemExit>\n")
 
 
-def test_an_output_that_cannot_be_flushed(attack: Attack):
+def test_output_that_cannot_be_flushed(attack: Attack):
     assert attack.call("leaves_an_output_that_cannot_be_flushed").score == 1.0
 
 
@@ -361,9 +361,9 @@ def test_names_of_metrics(attacks: Attacks):
         (["\x1b[31mred"], "String should match pattern"),
         (["x" * 101], "at most 100 characters"),
     ):
-        lost = attack.lost("names_metrics", names=wrong)
-        assert lost.cause is RewardFailure.RAISED
-        assert said in lost.detail
+        failure = attack.failure("names_metrics", names=wrong)
+        assert failure.cause is RewardFailure.RAISED
+        assert said in failure.detail
 
 
 def test_signal_to_its_parent(attack: Attack):
@@ -373,21 +373,21 @@ def test_signal_to_its_parent(attack: Attack):
 
 @pytest.mark.parametrize("name", ["signals", "signals_through_a_file", "limits_the_trainer"])
 def test_attacks_on_the_trainer(confined: Attack, name: str):
-    lost = confined.lost(name, process=os.getpid())
-    assert "PermissionError" in lost.detail
-    assert lost.cause is RewardFailure.RAISED
+    failure = confined.failure(name, process=os.getpid())
+    assert "PermissionError" in failure.detail
+    assert failure.cause is RewardFailure.RAISED
 
 
 def test_deep_recursion(attack: Attack):
-    # CPython itself may notice that memory is at an end, and raise.
+    # CPython may detect the lack of memory and raise.
     assert attack.cause("recurses") in (RewardFailure.MEMORY, RewardFailure.SIGNAL, RewardFailure.RAISED)
 
 
 @pytest.mark.parametrize("name", ["overflows_the_stack", "crashes"])
 def test_crashes(attack: Attack, name: str):
-    lost = attack.lost(name)
-    assert lost.cause is RewardFailure.SIGNAL
-    assert "SIGSEGV" in lost.detail
+    failure = attack.failure(name)
+    assert failure.cause is RewardFailure.SIGNAL
+    assert "SIGSEGV" in failure.detail
 
 
 def test_monkey_patches_end_with_the_call(attack: Attack):
@@ -405,16 +405,16 @@ def test_closed_descriptors(attack: Attack):
 
 
 def test_limits_cannot_be_raised(confined: Attack):
-    lost = confined.lost("raises_limits")
-    assert lost.cause is RewardFailure.RAISED
-    assert "not allowed" in lost.detail or "not permitted" in lost.detail
+    failure = confined.failure("raises_limits")
+    assert failure.cause is RewardFailure.RAISED
+    assert "not allowed" in failure.detail or "not permitted" in failure.detail
 
 
-def test_it_ends_with_its_parent(confined: Attack):
+def test_call_ends_with_its_parent(confined: Attack):
     assert confined.call("outlives_its_parent").score == -1.0
 
 
-def test_its_parents_memory(confined: Attack):
+def test_memory_of_the_parent(confined: Attack):
     assert confined.cause("reads_its_parents_memory") is RewardFailure.RAISED
 
 
@@ -424,7 +424,7 @@ def test_files_end_with_the_call(attack: Attack):
 
 
 @pytest.mark.parametrize("landlock", [True, False], ids=["Landlock", "no Landlock"])
-def test_calls_leave_each_other_no_notes(landlock: bool, monkeypatch: pytest.MonkeyPatch):
+def test_calls_cannot_leave_data_for_later_calls(landlock: bool, monkeypatch: pytest.MonkeyPatch):
     require(Isolation.FULL)
     if not landlock:
         monkeypatch.setattr(pool, "landlock_version", lambda: 0)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Each in a process of its own, which can afford to lose what it gives up."""
+"""Tests in separate processes, because the restrictions cannot be undone."""
 
 import os
 import select
@@ -22,14 +22,14 @@ def run(program: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def test_what_the_kernel_refuses_is_an_error_that_names_the_call():
+def test_refused_system_call_is_named():
     with pytest.raises(OSError, match=r"prctl\(1234567\): Invalid argument"):
         kernel.prctl(1234567, 0)
     with pytest.raises(OSError, match="system call 1000000: Function not implemented"):
         kernel.system_call(1000000)
 
 
-def test_no_capability_is_left_and_none_comes_back():
+def test_capabilities_are_dropped_for_good():
     shown = run(
         "kernel.drop_capabilities()\n"
         "print(*(line for line in open('/proc/self/status') if line.startswith('Cap')), sep='')\n"
@@ -40,8 +40,8 @@ def test_no_capability_is_left_and_none_comes_back():
 
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
-def test_a_process_ends_with_the_one_that_started_it(end: str):
-    """The child holds the pipe open; its end, and nothing else, closes it."""
+def test_process_ends_with_its_parent(end: str):
+    """The child keeps the pipe open; only its end closes it."""
     reader, writer = os.pipe()
     program = (
         f"{IMPORT}"
@@ -50,7 +50,7 @@ def test_a_process_ends_with_the_one_that_started_it(end: str):
         "if os.fork() == 0:\n"
         "    kernel.exit_with_parent(parent)\n"
         "    os.write(told, b'x')\n"
-        # Left behind by a test that fails, it does not stay for ever.
+        # If the test fails, the process still ends.
         "    signal.alarm(120)\n"
         "    signal.pause()\n"
         "os.read(ready, 1)\n"
@@ -64,8 +64,8 @@ def test_a_process_ends_with_the_one_that_started_it(end: str):
         assert pipe.read() == b""
 
 
-def test_a_process_whose_parent_has_already_ended_ends_too():
-    # No process has this id, as that of a parent which has gone.
+def test_process_with_dead_parent_exits():
+    # No process has this id, like the id of a parent that has ended.
     assert run(
         "print('before', flush=True)\nif os.fork() == 0:\n    kernel.exit_with_parent(-1)\n    print('after')"
     ) == ("before\n")

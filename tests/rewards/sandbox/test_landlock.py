@@ -11,10 +11,10 @@ import pytest
 from marin_rl.rewards.sandbox.landlock import OLDEST_VERSION, landlock_version
 
 pytestmark = pytest.mark.skipif(
-    landlock_version() < OLDEST_VERSION, reason=f"the kernel offers Landlock {landlock_version()}"
+    landlock_version() < OLDEST_VERSION, reason=f"the kernel has Landlock {landlock_version()}"
 )
 
-# Each in a process of its own: what is given up never comes back.
+# Runs in a separate process, because restrictions cannot be undone.
 TRY = """
 import os, sys
 from marin_rl.rewards.sandbox.landlock import landlock_version, restrict_files, restrict_writes
@@ -51,16 +51,16 @@ print(*map(int, checks), sep="")
         ("restrict_files([], [inside], landlock_version())", "1111111100"),
         ("restrict_files([inside], [], landlock_version())", "1111111101"),
         ("restrict_writes([inside], landlock_version())", "0111111000"),
-        # Layers only ever take away.
+        # Further layers can only remove rights.
         ("restrict_writes([], 3); restrict_files([], [inside], 3)", "1111111101"),
         ("restrict_files(['/no/such/path', inside + '/file'], [], landlock_version())", "1111111101"),
     ],
 )
-def test_what_is_given_up(restrict: str, expected: str, tmp_path: Path):
+def test_restrictions(restrict: str, expected: str, tmp_path: Path):
     for name in ("inside", "outside"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("text")
     command = [sys.executable, "-c", TRY.format(restrict=restrict), *(str(tmp_path / n) for n in ("inside", "outside"))]
-    # Landlock does not hold what was opened before, so the modules are loaded by then.
+    # Landlock does not restrict open files, so load the modules before.
     done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
     assert done.stdout.strip() == expected

@@ -30,7 +30,7 @@ assert resource.getrlimit(resource.RLIMIT_CPU) == (2, 3)
 assert resource.getrlimit(resource.RLIMIT_FSIZE) == (1000, 1000)
 assert resource.getrlimit(resource.RLIMIT_CORE) == (0, 0)
 limit_call(limits, taken, has_namespaces=True)
-# The worker, the process that forks calls, and nine threads of the call.
+# The worker, the forkserver, and nine threads of the call.
 limited = (11, 11) if counts_threads_by_namespace() else processes
 assert resource.getrlimit(resource.RLIMIT_NPROC) == limited
 """

@@ -39,7 +39,7 @@ async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def alive(pids: set[int]) -> set[int]:
-    """Those of the processes that have not ended."""
+    """Return the processes that have not ended."""
     found = set()
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -49,9 +49,9 @@ def alive(pids: set[int]) -> set[int]:
 
 
 def running_calls(sandbox: Sandbox) -> int:
-    """Calls that are being run: a worker has, below it, a forkserver and then the call, each leading its own group.
+    """Count running calls: the worker has two descendants that lead a process group, the forkserver and the call.
 
-    A worker that loads its file looks alike, so `load` comes first.
+    A worker that loads its file looks the same, so use `load` first.
     """
     deep = 3 if sandbox.isolation is Isolation.FULL else 2
     return sum(
@@ -60,13 +60,13 @@ def running_calls(sandbox: Sandbox) -> int:
 
 
 async def load(sandbox: Sandbox) -> None:
-    """Have every worker load the file of `WAITS`: calls that come at once each get a worker of their own."""
+    """Load the file of `WAITS` in every worker with concurrent calls, which each use a separate worker."""
     calls = (sandbox.call(WAITS, [REQUEST], {"seconds": 0.0}) for _ in range(sandbox.config.workers))
     await asyncio.gather(*calls)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_all_workers_killed_in_the_middle_of_a_batch(level: Isolation):
+def test_all_workers_killed_during_a_batch(level: Isolation):
     require(level)
 
     async def run() -> None:
@@ -82,8 +82,8 @@ def test_all_workers_killed_in_the_middle_of_a_batch(level: Isolation):
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
-            lost = [one for one in outcomes if isinstance(one, BaseException)]
-            assert [type(one) for one in lost] == [RewardCallError, RewardCallError]
+            errors = [one for one in outcomes if isinstance(one, BaseException)]
+            assert [type(one) for one in errors] == [RewardCallError, RewardCallError]
             assert sandbox.failures == {RewardFailure.WORKER: 2}
             assert [one[0].score for one in outcomes if isinstance(one, list)] == [1.0] * 6
             assert not set(killed) & set(sandbox.worker_pids)
@@ -93,7 +93,7 @@ def test_all_workers_killed_in_the_middle_of_a_batch(level: Isolation):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_an_idle_worker_that_was_killed_costs_nothing(level: Isolation):
+def test_killed_idle_worker_causes_no_failure(level: Isolation):
     require(level)
 
     async def run() -> None:
@@ -104,7 +104,7 @@ def test_an_idle_worker_that_was_killed_costs_nothing(level: Isolation):
                 below = {pid for worker in killed for pid in descendants(worker)}
                 for pid in killed:
                     os.kill(pid, signal.SIGKILL)
-                # In namespaces the worker ends a moment after the process that was killed.
+                # In namespaces the worker ends shortly after the killed process.
                 while alive(killed | below):
                     time.sleep(0.001)
                 assert (await sandbox.call(HONEST, [REQUEST], {}))[0].score == 1.0
@@ -113,7 +113,7 @@ def test_an_idle_worker_that_was_killed_costs_nothing(level: Isolation):
     asyncio.run(run())
 
 
-def test_a_worker_that_cannot_be_started_loses_its_call_alone(monkeypatch: pytest.MonkeyPatch):
+def test_failed_worker_start_fails_only_its_call(monkeypatch: pytest.MonkeyPatch):
     start = WorkerProcess.start
     starts = 0
 
@@ -131,8 +131,8 @@ def test_a_worker_that_cannot_be_started_loses_its_call_alone(monkeypatch: pytes
         async with Sandbox(config, strongest=Isolation.NONE) as sandbox:
             calls = (sandbox.call(HONEST, [REQUEST], {}) for _ in range(4))
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
-            lost = [one for one in outcomes if isinstance(one, BaseException)]
-            assert [str(one) for one in lost] == [
+            errors = [one for one in outcomes if isinstance(one, BaseException)]
+            assert [str(one) for one in errors] == [
                 "worker: cannot start a worker: [Errno 11] Resource temporarily unavailable"
             ]
             assert sandbox.failures == {RewardFailure.WORKER: 1}
@@ -142,7 +142,7 @@ def test_a_worker_that_cannot_be_started_loses_its_call_alone(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_close_leaves_no_process_and_no_file(level: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_close_leaves_no_processes_or_files(level: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     require(level)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -166,7 +166,7 @@ def test_close_leaves_no_process_and_no_file(level: Isolation, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_worker_that_hangs_is_replaced(level: Isolation, monkeypatch: pytest.MonkeyPatch):
+def test_hanging_worker_is_replaced(level: Isolation, monkeypatch: pytest.MonkeyPatch):
     require(level)
     monkeypatch.setattr("marin_rl.rewards.sandbox.pool.GRACE_SECONDS", 0.5)
     monkeypatch.setattr("marin_rl.rewards.sandbox.worker_process.END_SECONDS", 0.5)
@@ -179,7 +179,7 @@ def test_a_worker_that_hangs_is_replaced(level: Isolation, monkeypatch: pytest.M
             stopped = {pid, *descendants(pid)}
             for process in stopped:
                 os.kill(process, signal.SIGSTOP)
-            # It had not begun with the call, so another takes it.
+            # The worker had not started the call, so another worker runs it.
             assert (await sandbox.call(HONEST, [REQUEST], {}))[0].score == 1.0
             await until(lambda: not alive(stopped))
             assert sandbox.worker_pids != [pid]
@@ -200,7 +200,7 @@ def test_a_worker_that_hangs_is_replaced(level: Isolation, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_cancelled_call_ends(level: Isolation):
+def test_cancelled_call_ends(level: Isolation):
     require(level)
 
     async def run() -> None:
@@ -211,7 +211,7 @@ def test_a_cancelled_call_ends(level: Isolation):
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
-            # Not the cancelled call's answer.
+            # The answer must not be that of the cancelled call.
             assert (await sandbox.call(HONEST, [REQUEST], {}))[0].metrics == {"calls": 1.0}
 
     asyncio.run(run())
@@ -242,7 +242,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_killed_trainer_leaves_no_process(level: Isolation):
+def test_killed_trainer_leaves_no_process(level: Isolation):
     require(level)
     code = TRAINER.format(root=str(ROOT), level=level.value)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as trainer:
@@ -301,7 +301,7 @@ def say(message):
 
 @pytest.mark.parametrize("level", CONFINED_LEVELS)
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("1 +", "SyntaxError"),
         ("import no_such_module", "No module named 'no_such_module'"),
@@ -329,33 +329,33 @@ def say(message):
         (IMPORT + "@reward_function\ndef f(messages): ...", "a reward function takes messages, ground_truth"),
     ],
 )  # fmt: skip
-def test_files_that_cannot_be_loaded(level: Isolation, code: str, said: str, tmp_path: Path):
+def test_files_that_cannot_be_loaded(level: Isolation, code: str, message: str, tmp_path: Path):
     require(level)
     file = tmp_path / "rewards.py"
     file.write_text(code)
 
     async def run() -> None:
-        endless = said in ("took longer than 2 s", "listing its reward functions exceeded")
+        endless = message in ("took longer than 2 s", "listing its reward functions exceeded")
         seconds = 2.0 if endless else 60.0
         config = SandboxConfig(require=level, workers=1, start_seconds=seconds, memory_mb=512, file_mb=1)
         async with Sandbox(config, strongest=level) as sandbox:
-            with pytest.raises(UserFileError, match=said) as raised:
+            with pytest.raises(UserFileError, match=message) as raised:
                 await sandbox.functions(str(file))
             assert str(file) in str(raised.value)
-            # The worker that failed at this file serves others.
+            # The worker that failed to load this file can run other calls.
             assert (await sandbox.run_python("print(1)")).stdout == "1\n"
 
     asyncio.run(run())
 
 
-JUDGES = """
+SCORES = """
 @reward_function
 def judges(messages, ground_truth, **kwargs): return 1.0
 """
 THREAD = """
 import gc, os, threading, time
 def attack():
-    # The process that forks the calls freezes its objects just before it serves the first one.
+    # The forkserver freezes its objects shortly before the first call.
     while not gc.get_freeze_count():
         time.sleep(0.001)
     for _ in range(20):
@@ -369,14 +369,14 @@ threading.Thread(target=attack, daemon=True).start()
 
 
 def state(pid: int) -> str:
-    """The state of a process as the kernel names it."""
+    """Return the kernel's state letter of a process."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_threads_of_a_file_end_when_it_is_loaded(level: Isolation, attacks: Attacks, tmp_path: Path):
     file = tmp_path / "rewards.py"
-    file.write_text(IMPORT + JUDGES + THREAD)
+    file.write_text(IMPORT + SCORES + THREAD)
     attack = attacks.at(level, "tight", **TIGHT)
     before = attack.sandbox.failures.copy()
     assert set(attack.wait(attack.sandbox.functions(str(file)))) == {"judges"}
@@ -385,10 +385,10 @@ def test_threads_of_a_file_end_when_it_is_loaded(level: Isolation, attacks: Atta
     assert attack.sandbox.failures == before
     [worker] = attack.sandbox.worker_pids
     found = list_descendants(worker)
-    # The forkserver, and in namespaces the worker below bubblewrap. Between calls nothing of the file's runs.
+    # The forkserver, and in namespaces the worker below bubblewrap. No user code runs between calls.
     assert len(found) == (2 if level is Isolation.FULL else 1)
     assert {process.threads for process in found.values()} == {1}
-    # Process ids may wrap around, so they say nothing about age.
+    # Process ids can wrap around, so they do not indicate age.
     [forkserver] = [number for number, process in found.items() if process.parent in found or len(found) == 1]
     assert state(forkserver) == "T"
 
@@ -406,16 +406,16 @@ os.fork = fork
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_file_that_runs_between_calls_is_loaded_again(
+def test_forkserver_with_threads_is_replaced(
     level: Isolation, attacks: Attacks, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     file = tmp_path / "rewards.py"
     flag = tmp_path / "flag"
-    file.write_text(IMPORT + JUDGES + LEAVES_A_THREAD.replace("FLAG", repr(str(flag))))
+    file.write_text(IMPORT + SCORES + LEAVES_A_THREAD.replace("FLAG", repr(str(flag))))
     attack = attacks.at(level, "tight", **TIGHT)
     attack.wait(attack.sandbox.functions(str(file)))
     assert attack.call("judges", file=str(file)).score == 1.0
-    assert not caplog.records
+    caplog.clear()
     workers = attack.sandbox.worker_pids
     flag.touch()
     assert attack.call("judges", file=str(file)).score == 1.0
@@ -427,11 +427,11 @@ def test_a_file_that_runs_between_calls_is_loaded_again(
     assert {process.threads for process in list_descendants(workers[0]).values()} == {1}
 
 
-def test_a_status_that_no_process_ends_with(attacks: Attacks, tmp_path: Path):
+def test_invalid_exit_status_is_a_worker_failure(attacks: Attacks, tmp_path: Path):
     file = tmp_path / "rewards.py"
-    # Patched in the process that forks the calls, where user code ran: the status of a process that was stopped.
+    # Patched in the forkserver, where user code ran: returns the status of a stopped process.
     forges = "import struct\npack = struct.pack\nstruct.pack = lambda kind, *values: pack(kind, 0x137f, 0.0)\n"
-    file.write_text(IMPORT + JUDGES + forges)
+    file.write_text(IMPORT + SCORES + forges)
     attack = attacks.at(Isolation.NONE, "tight", **TIGHT)
     with pytest.raises(UserFileError, match="died"):
         attack.wait(attack.sandbox.functions(str(file)))
@@ -455,21 +455,21 @@ def test_a_run_uses_one_version_of_a_file(change: str, tmp_path: Path):
             file.write_text(f"{code}    return 2.0\n")
             if change == "removed":
                 file.unlink()
-            # The only worker goes to another file, so that the first one is loaded anew.
+            # The only worker loads another file, so that the first one is loaded again later.
             await sandbox.call(HONEST, [REQUEST], {})
             assert (await sandbox.call(UserFunction(str(file), "scores"), [REQUEST], {}))[0].score == 1.0
 
     asyncio.run(run())
 
 
-def test_a_function_that_the_file_does_not_hold(attacks: Attacks):
+def test_missing_function(attacks: Attacks):
     attack = attacks.at(Isolation.NONE, "tight", **TIGHT)
     with pytest.raises(RewardCallError, match="missing is not a reward function of the loaded file"):
         attack.call("missing")
 
 
 @pytest.mark.parametrize("level", CONFINED_LEVELS)
-def test_neighbours_and_read_paths_can_be_imported(level: Isolation, tmp_path: Path):
+def test_imports_from_own_folder_and_read_paths(level: Isolation, tmp_path: Path):
     require(level)
     ours, shared = tmp_path / "ours", tmp_path / "shared"
     for folder in (ours, shared):
@@ -492,7 +492,7 @@ def test_neighbours_and_read_paths_can_be_imported(level: Isolation, tmp_path: P
     asyncio.run(run())
 
 
-def test_less_isolation_than_required_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_less_isolation_than_required_is_an_error(monkeypatch: pytest.MonkeyPatch):
     async def run() -> None:
         sandbox = Sandbox(SandboxConfig(require=Isolation.FULL), strongest=Isolation.PARTIAL)
         with pytest.raises(IsolationError, match=r"sandbox.require is full, but this machine offers (partial|none)"):
@@ -506,7 +506,7 @@ def test_less_isolation_than_required_is_refused(monkeypatch: pytest.MonkeyPatch
     asyncio.run(run())
 
 
-def test_a_bubblewrap_that_does_not_work_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_broken_bubblewrap_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     broken = tmp_path / "bwrap"
     broken.write_text("#!/bin/sh\necho 'No permissions to create a new namespace' >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -520,7 +520,7 @@ def test_a_bubblewrap_that_does_not_work_is_told(tmp_path: Path, monkeypatch: py
     asyncio.run(run())
 
 
-def test_a_bubblewrap_that_isolates_nothing_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_bubblewrap_without_isolation_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pretending = tmp_path / "bwrap"
     pretending.write_text('#!/bin/sh\nwhile [ "$1" != "--" ]; do shift; done\nshift\nmkdir -p /run/calls\nexec "$@"\n')
     pretending.chmod(0o755)
@@ -536,7 +536,7 @@ def test_a_bubblewrap_that_isolates_nothing_is_found_out(tmp_path: Path, monkeyp
     asyncio.run(run())
 
 
-def test_an_unknown_machine_has_no_isolation(monkeypatch: pytest.MonkeyPatch):
+def test_unknown_machine_has_no_isolation(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("marin_rl.rewards.sandbox.pool.seccomp_is_supported", lambda: False)
 
     async def run() -> None:
@@ -553,7 +553,7 @@ def test_full_isolation_does_not_need_landlock(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("marin_rl.rewards.sandbox.pool.landlock_version", lambda: 0)
     (tmp_path / "secret").write_text("the secret")
 
-    async def lost(sandbox: Sandbox, name: str, path: str) -> bool:
+    async def fails(sandbox: Sandbox, name: str, path: str) -> bool:
         try:
             await sandbox.call(UserFunction(HOSTILE, name), [REQUEST], {"path": path})
         except RewardCallError as error:
@@ -564,14 +564,14 @@ def test_full_isolation_does_not_need_landlock(tmp_path: Path, monkeypatch: pyte
         async with Sandbox(SandboxConfig(require=Isolation.FULL, workers=1)) as sandbox:
             assert "Landlock" not in sandbox.describe()
             for path in (str(tmp_path / "secret"), "/etc/passwd", str(Path.home() / ".profile")):
-                assert await lost(sandbox, "reads", path)
+                assert await fails(sandbox, "reads", path)
             for path in ("/dev/shm/new", "/dev/new", "/new", "/usr/new", HOSTILE, str(tmp_path / "new")):
-                assert await lost(sandbox, "overwrites", path), path
+                assert await fails(sandbox, "overwrites", path), path
 
     asyncio.run(run())
 
 
-def test_a_sandbox_has_to_be_started():
+def test_sandbox_must_be_started():
     async def run() -> None:
         sandbox = Sandbox(SandboxConfig())
         with pytest.raises(IsolationError, match="await its start"):
@@ -581,7 +581,7 @@ def test_a_sandbox_has_to_be_started():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_is_in_force_is_said(level: Isolation, caplog: pytest.LogCaptureFixture):
+def test_describe(level: Isolation, caplog: pytest.LogCaptureFixture):
     require(level)
 
     async def run() -> None:
@@ -604,10 +604,12 @@ class TestPrograms:
         return attack.wait(attack.sandbox.run_python(code, stdin))
 
     def test_input_and_output(self, attacks: Attacks, level: Isolation):
-        ran = self.run(attacks, level, "import sys\nprint(input()[::-1])\nprint(len(sys.stdin.read()))", "abc\nmöre\n")
-        assert (ran.stdout, ran.stderr, ran.failure) == ("cba\n5\n", "", None)
+        result = self.run(
+            attacks, level, "import sys\nprint(input()[::-1])\nprint(len(sys.stdin.read()))", "abc\nmöre\n"
+        )
+        assert (result.stdout, result.stderr, result.failure) == ("cba\n5\n", "", None)
 
-    def test_it_is_main(self, attacks: Attacks, level: Isolation):
+    def test_program_runs_as_main(self, attacks: Attacks, level: Isolation):
         code = (
             "import sys, dataclasses\n@dataclasses.dataclass\nclass A:\n    x: 'int'\nassert __name__ == '__main__'\n"
         )
@@ -616,29 +618,29 @@ class TestPrograms:
 
     @pytest.mark.parametrize(("code", "status"), [("import sys; sys.exit(3)", 3), ("1/0", 1), ("exit('bad')", 1)])
     def test_exit_status(self, attacks: Attacks, level: Isolation, code: str, status: int):
-        loss = self.run(attacks, level, code).failure
-        assert loss is not None
-        assert loss.cause is RewardFailure.EXITED
-        assert f"status {status}" in loss.detail
+        failure = self.run(attacks, level, code).failure
+        assert failure is not None
+        assert failure.cause is RewardFailure.EXITED
+        assert f"status {status}" in failure.detail
 
-    def test_errors_are_printed_as_python_does(self, attacks: Attacks, level: Isolation):
+    def test_errors_are_printed_like_python(self, attacks: Attacks, level: Isolation):
         assert "ZeroDivisionError: division by zero" in self.run(attacks, level, "1/0").stderr
         assert "SyntaxError" in self.run(attacks, level, "1 +").stderr
 
-    def test_this_package_is_not_on_its_path(self, attacks: Attacks, level: Isolation):
+    def test_package_is_not_importable(self, attacks: Attacks, level: Isolation):
         code = "import sys; print(sys.path, [name for name in sys.modules if name.split('.')[0] == 'marin_rl'])"
         printed = self.run(attacks, level, code).stdout
         assert repr(package_root()) not in printed or package_root().endswith("site-packages")
         assert printed.endswith(" []\n")
 
-    def test_it_has_no_way_to_answer(self, attacks: Attacks, level: Isolation):
-        ran = self.run(attacks, level, "import os; os.write(3, b'{}')")
-        assert "Bad file descriptor" in ran.stderr
+    def test_program_has_no_answer_pipe(self, attacks: Attacks, level: Isolation):
+        result = self.run(attacks, level, "import os; os.write(3, b'{}')")
+        assert "Bad file descriptor" in result.stderr
 
     def test_input_cannot_be_changed(self, attacks: Attacks, level: Isolation):
         assert "OSError" in self.run(attacks, level, "import os; os.write(0, b'x')", "input").stderr
 
-    def test_the_next_program_knows_nothing_of_it(self, attacks: Attacks, level: Isolation):
+    def test_programs_do_not_share_state(self, attacks: Attacks, level: Isolation):
         self.run(attacks, level, "import json, builtins; builtins.left = json.left = 1; open('left', 'w').close()")
         code = "import json, builtins, os; print(hasattr(builtins, 'left'), hasattr(json, 'left'), os.listdir())"
         assert self.run(attacks, level, code).stdout == "False False []\n"

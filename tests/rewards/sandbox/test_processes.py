@@ -7,7 +7,7 @@ import sys
 
 from marin_rl.rewards.sandbox.processes import descendants
 
-# In a process of its own: ending descendants would end those of other tests.
+# Runs in a separate process, because it kills all descendants.
 TREE = """
 import os, sys, time
 from marin_rl.rewards.sandbox import kernel
@@ -33,7 +33,7 @@ if os.fork() == 0:
 if os.fork() == 0:
     os.setsid()
     os.write(started, b"x")
-    # Forks until it is ended; never more than a few at a time, for a test must not endanger its machine.
+    # Forks until it is killed; only a few processes at a time, so that the test does not endanger its machine.
     while True:
         child = os.fork()
         if child == 0:
@@ -51,7 +51,7 @@ assert descendants(os.getpid()) == {}
 """
 
 
-def test_descendants_are_ended_and_one_is_spared():
+def test_descendants_are_killed_except_the_spared_one():
     subprocess.run([sys.executable, "-c", TREE], check=True)
 
 
@@ -81,7 +81,7 @@ def fork():
         os.close(ends)
         wait(2)
 
-# A child of a thread that is not the first is a child all the same.
+# Children of threads other than the main thread count too.
 thread = threading.Thread(target=fork)
 thread.start()
 thread.join()
@@ -96,7 +96,7 @@ assert processes.end_descendants(None, 30)
 """
 
 
-def test_both_ways_to_look_find_the_same():
+def test_both_listings_agree():
     subprocess.run([sys.executable, "-c", WALKS], check=True)
 
 
@@ -123,5 +123,5 @@ os.waitpid(kept, 0)
 """
 
 
-def test_it_waits_for_other_processes_to_end():
+def test_wait_until_other_processes_end():
     subprocess.run([sys.executable, "-c", WAIT], check=True)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The filter against an interpreter of the kernel's packet filter, written from its manual."""
+"""Tests of the filter with an independent BPF interpreter."""
 
 import errno
 import fcntl
@@ -17,7 +17,7 @@ ALLOWED, REFUSED, UNKNOWN, KILLED = "allowed", "refused", "unknown", "killed"
 NOTHING = SystemCalls(processes=False, signals=False, limits=False)
 EVERYTHING = SystemCalls(processes=True, signals=True, limits=True)
 
-# From asm/unistd_64.h and asm-generic/unistd.h, apart from the tables under test.
+# From asm/unistd_64.h and asm-generic/unistd.h, independent of the tables under test.
 NUMBERS = {
     "x86_64": {
         "read": 0,
@@ -109,13 +109,13 @@ def verdict(machine: str, left: SystemCalls, name: str, *arguments: int) -> str:
 
 
 @pytest.mark.parametrize("left", [NOTHING, EVERYTHING])
-def test_what_every_call_may_do(machine: str, left: SystemCalls):
+def test_system_calls_allowed_for_every_call(machine: str, left: SystemCalls):
     for name in ("read", "openat", "mmap"):
         assert verdict(machine, left, name) == ALLOWED
 
 
 @pytest.mark.parametrize("left", [NOTHING, EVERYTHING])
-def test_what_no_call_may_do(machine: str, left: SystemCalls):
+def test_system_calls_blocked_for_every_call(machine: str, left: SystemCalls):
     refused = ("socket", "ptrace", "io_uring_setup", "fchmodat", "unshare")
     for name in (*refused, "inotify_init1", "inotify_add_watch", "fanotify_mark"):
         assert verdict(machine, left, name) == REFUSED
@@ -148,7 +148,7 @@ def test_limits(machine: str):
     assert verdict(machine, NOTHING, "prlimit64", 0, 9, 0) == ALLOWED
     assert verdict(machine, NOTHING, "setrlimit") == REFUSED
     assert verdict(machine, NOTHING, "prctl", PR_SET_PDEATHSIG) == REFUSED
-    # The kernel takes prctl's first argument as an int.
+    # The kernel reads prctl's first argument as an int.
     assert verdict(machine, NOTHING, "prctl", (1 << 32) | PR_SET_PDEATHSIG) == REFUSED
     assert verdict(machine, NOTHING, "prctl", 15) == ALLOWED
 
@@ -159,13 +159,13 @@ def test_groups(machine: str):
         assert verdict(machine, EVERYTHING, name) == ALLOWED
 
 
-def test_limits_of_others(machine: str):
+def test_limits_of_other_processes(machine: str):
     for pid in (1, 1 << 32):
         assert verdict(machine, EVERYTHING, "prlimit64", pid, 9, 0) == REFUSED
 
 
 @pytest.mark.parametrize("left", [NOTHING, EVERYTHING])
-def test_files_that_send_signals_or_watch(machine: str, left: SystemCalls):
+def test_fcntl_signals_and_watches_are_blocked(machine: str, left: SystemCalls):
     for command in (*range(32), *range(1020, 1040)):
         expected = REFUSED if command in (8, 10, 15, fcntl.F_SETLEASE, fcntl.F_NOTIFY) else ALLOWED
         assert verdict(machine, left, "fcntl", 3, command) == expected
@@ -181,8 +181,8 @@ def test_files_that_send_signals_or_watch(machine: str, left: SystemCalls):
 
 
 @pytest.mark.parametrize("left", [NOTHING, EVERYTHING])
-def test_files_whose_attributes_change_through_a_descriptor(machine: str, left: SystemCalls):
-    # _IOW('f', 2, long), _IOW('X', 32, struct fsxattr) and _IOW('f', 133, struct fsverity_enable_arg), by their parts.
+def test_ioctl_attribute_changes_are_blocked(machine: str, left: SystemCalls):
+    # _IOW('f', 2, long), _IOW('X', 32, struct fsxattr) and _IOW('f', 133, struct fsverity_enable_arg), computed.
     for direction, size, kind, number in ((1, 8, "f", 2), (1, 28, "X", 32), (1, 128, "f", 133)):
         request = direction << 30 | size << 16 | ord(kind) << 8 | number
         assert verdict(machine, left, "ioctl", 3, request) == REFUSED
@@ -191,7 +191,7 @@ def test_files_whose_attributes_change_through_a_descriptor(machine: str, left: 
 
 
 @pytest.mark.parametrize("left", [NOTHING, EVERYTHING])
-def test_pairs_of_sockets_that_can_send_elsewhere(machine: str, left: SystemCalls):
+def test_datagram_socket_pairs_are_blocked(machine: str, left: SystemCalls):
     flags = socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
     for kind in range(16):
         expected = ALLOWED if kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET) else REFUSED
@@ -201,17 +201,17 @@ def test_pairs_of_sockets_that_can_send_elsewhere(machine: str, left: SystemCall
         assert verdict(machine, left, "socketpair", domain, socket.SOCK_STREAM) == REFUSED
 
 
-def test_another_architecture_ends_the_process(machine: str):
+def test_other_architecture_kills_the_process(machine: str):
     program = filter_program(machine, NOTHING)
     for architecture in {0x40000003, *ARCHITECTURES.values()} - {ARCHITECTURES[machine]}:
         assert interpret(program, architecture, 1) == KILLED
 
 
-def test_the_other_numbers_of_x86_end_the_process():
+def test_x32_system_calls_kill_the_process():
     program = filter_program("x86_64", NOTHING)
     for number in (0, 41, 520, 545):
         assert interpret(program, ARCHITECTURES["x86_64"], 0x40000000 | number) == KILLED
 
 
-def test_the_program_is_short_enough_for_the_kernel(machine: str):
+def test_filter_is_within_the_kernel_size_limit(machine: str):
     assert len(filter_program(machine, NOTHING)) // 8 < 4096

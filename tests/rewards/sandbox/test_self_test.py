@@ -11,8 +11,8 @@ import pytest
 from marin_rl.rewards.sandbox.self_test import SelfTest
 
 
-def test_a_program_that_nothing_holds_finds_every_hole(tmp_path: Path):
-    """Run without any sandbox, so that a probe which sees nothing would be seen here."""
+def test_unconfined_program_finds_every_hole(tmp_path: Path):
+    """Run the program without a sandbox, to check that it detects every hole."""
     secret = tmp_path / "outside"
     secret.write_text("readable")
     probe = SelfTest(str(secret), processes=0, has_namespaces=True)
@@ -27,7 +27,7 @@ def test_a_program_that_nothing_holds_finds_every_hole(tmp_path: Path):
     assert (tmp_path / "outside.new").exists()
 
 
-def test_a_path_with_quotes_is_still_a_path(tmp_path: Path):
+def test_path_with_quotes(tmp_path: Path):
     secret = tmp_path / 'it\'s "outside"\n'
     secret.write_text("readable")
     probe = SelfTest(str(secret), processes=0, has_namespaces=True)
@@ -44,16 +44,16 @@ def test_a_path_with_quotes_is_still_a_path(tmp_path: Path):
         (1, False, []),
     ],
 )
-def test_what_is_allowed_is_no_hole(processes: int, has_namespaces: bool, holes: list[str]):
+def test_allowed_actions_are_not_holes(processes: int, has_namespaces: bool, holes: list[str]):
     tried = {"reads a file outside": False, "starts processes": True, "sees a file outside": True}
     assert SelfTest("/x", processes, has_namespaces).holes(json.dumps(tried)) == holes
 
 
-def test_what_is_never_allowed_is_a_hole_whatever_is():
+def test_forbidden_actions_are_holes_with_any_settings():
     assert SelfTest("/x", processes=9, has_namespaces=False).holes('{"opens sockets": true}') == ["opens sockets"]
 
 
 @pytest.mark.parametrize("printed", ["", "Killed", "{"])
-def test_a_program_that_did_not_say_is_an_error_and_no_all_clear(printed: str):
+def test_invalid_output_is_an_error(printed: str):
     with pytest.raises(ValueError, match="Expecting"):
         SelfTest("/x", 0, True).holes(printed)

@@ -11,7 +11,7 @@ from marin_rl.rewards.sandbox.limits import CallLimits
 from marin_rl.rewards.sandbox.spec import WorkerSpec
 
 TEXT = st.text(max_size=8)
-# What JSON keeps exactly: numbers that are finite.
+# Finite numbers survive JSON exactly.
 SECONDS = st.floats(min_value=0, allow_infinity=False)
 COUNT = st.integers(0, 2**63)
 FIELDS = st.fixed_dictionaries(
@@ -37,7 +37,7 @@ LIMITS = st.builds(
 
 
 @given(FIELDS, LIMITS)
-def test_a_worker_is_told_exactly_what_the_pool_means(fields: dict[str, Any], limits: CallLimits):
+def test_spec_survives_json(fields: dict[str, Any], limits: CallLimits):
     spec = WorkerSpec(**fields, limits=limits)
     text = spec.to_json()
     assert "\n" not in text
@@ -45,7 +45,7 @@ def test_a_worker_is_told_exactly_what_the_pool_means(fields: dict[str, Any], li
 
 
 @given(FIELDS, LIMITS)
-def test_only_a_filter_without_an_allowance_rules_processes_out(fields: dict[str, Any], limits: CallLimits):
+def test_can_start_processes(fields: dict[str, Any], limits: CallLimits):
     none = dataclasses.replace(limits, processes=0)
     assert not WorkerSpec(**{**fields, "seccomp": True}, limits=none).can_start_processes
     assert WorkerSpec(**{**fields, "seccomp": False}, limits=none).can_start_processes

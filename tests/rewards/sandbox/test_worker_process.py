@@ -29,7 +29,7 @@ BEGAN = "sys.stdout.buffer.write(b'\\0\\0\\0\\x0f{\"began\": true}'); sys.stdout
 
 
 def ask(program: str, seconds: float, monkeypatch: pytest.MonkeyPatch, scratch: Path) -> WorkerLostError:
-    """What comes of asking a worker that, when it is asked, runs a program instead of its own."""
+    """Return the error of a request to a worker that runs `program` when it receives the request."""
     command = [sys.executable, "-I", "-S", "-c", "import sys\nsys.stdin.buffer.read(4)\n" + program]
     monkeypatch.setattr(worker_process, "worker_command", lambda spec, bubblewrap: command)
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
@@ -43,13 +43,13 @@ def ask(program: str, seconds: float, monkeypatch: pytest.MonkeyPatch, scratch: 
         assert not worker.is_loaded
         return raised.value
 
-    lost = asyncio.run(run())
+    error = asyncio.run(run())
     assert list(scratch.iterdir()) == []
-    return lost
+    return error
 
 
 @pytest.mark.parametrize(
-    ("program", "said", "began"),
+    ("program", "message", "began"),
     [
         ("sys.exit(3)", "the worker died: it exited with status 3", False),
         ("sys.exit('no room left')", "the worker died: no room left", False),
@@ -60,22 +60,22 @@ def ask(program: str, seconds: float, monkeypatch: pytest.MonkeyPatch, scratch: 
     ],
     ids=["without a word", "with a word", "after it began", "in mid-answer", "nonsense", "many words"],
 )
-def test_a_worker_that_fails_is_lost_with_its_last_words(
-    program: str, said: str, began: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_failed_worker_reports_its_stderr(
+    program: str, message: str, began: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    lost = ask(program, 60.0, monkeypatch, tmp_path)
-    assert lost.began is began
-    with pytest.raises(WorkerLostError, match=said):
-        raise lost
+    error = ask(program, 60.0, monkeypatch, tmp_path)
+    assert error.began is began
+    with pytest.raises(WorkerLostError, match=message):
+        raise error
 
 
-def test_a_worker_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    lost = ask("sys.stdin.buffer.read()", 0.2, monkeypatch, tmp_path)
-    assert str(lost) == "the worker did not answer within 0.2 s"
-    assert not lost.began
+def test_silent_worker_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    error = ask("sys.stdin.buffer.read()", 0.2, monkeypatch, tmp_path)
+    assert str(error) == "the worker did not answer within 0.2 s"
+    assert not error.began
 
 
-def test_a_worker_that_still_owes_an_answer_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_worker_with_a_pending_answer_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     ignores = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     command = [sys.executable, "-I", "-S", "-c", "import sys\n" + ignores + BEGAN + "sys.stdin.buffer.read()"]
     monkeypatch.setattr(worker_process, "worker_command", lambda spec, bubblewrap: command)
