@@ -10,7 +10,7 @@ from marin_rl.config.command_line import check_command_line, parse_config, to_ya
 from marin_rl.config.decode import ConfigError
 from marin_rl.escaping import escape
 
-FLAGS = {"dry_run": "Validate the config, print it with all defaults and the size of an update, and stop."}
+FLAGS = {"dry_run": "Validate the config, print it with all defaults and the size of a step, and stop."}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -53,13 +53,28 @@ def test_written_config_starts_the_same_run(finished_run: TinyRun, capfd: Captur
     assert (finished_run.path / "config.yaml").read_text() in capfd.readouterr().out
 
 
-def test_help_shows_every_section(capfd: Capture):
+def test_help_all_shows_every_section(capfd: Capture):
     with pytest.raises(SystemExit) as ended:
-        main(["--help"])
+        main(["--help", "all"])
     assert ended.value.code == 0
     output = capfd.readouterr().out
     for name in ("--dry_run", "environment", "rollouts.group_size", "warm_start.max_steps", "kl", "trainer"):
         assert name in output
+
+
+def test_help_fits_a_screen_and_does_not_import_jax():
+    script = (
+        "import sys\n"
+        "from marin_rl.train import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as ended:\n    print(ended.code, 'jax' in sys.modules)\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    *lines, status = finished.stdout.splitlines()
+    assert status == "0 False"
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    for name in ("--dry_run", "rollouts.group_size", "--help rollouts", "--help all", "off_policy_correction"):
+        assert name in finished.stdout
 
 
 def test_resumed_run_prints_the_summary(finished_run: TinyRun, tmp_path: Path, capfd: Capture):

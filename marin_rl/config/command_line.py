@@ -26,7 +26,7 @@ from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
 from marin_rl.config.decode import ConfigError, decode, encode, field_types, nearest, resolve_section, section_of
-from marin_rl.config.help import all_keys, help_text
+from marin_rl.config.help import all_keys, help_text, overview_text
 
 ConfigT = TypeVar("ConfigT")
 
@@ -59,7 +59,7 @@ def parse_config(
     Args:
         config_class: dataclass of the config.
         argv: arguments without the program's name: `--config FILE`, `--a.b value`, `--a.b=value`, flags, and
-            `--help`, optionally followed by a section (`--help model.qwen3`).
+            `--help`, optionally followed by a section (`--help model.qwen3`) or `all`.
         defaults: nested plain values that the file overrides.
         flags: options without a value, with their descriptions.
 
@@ -83,11 +83,11 @@ def parse_config(
 
 
 def check_command_line(argv: Sequence[str], flags: Mapping[str, str], module: str, class_name: str) -> None:
-    """Validate a command line without importing the config class, which takes seconds.
+    """Validate a command line, or print the overview of `--help`, without importing the config class.
 
-    Checks the arguments, the config file (exists, is valid YAML and a mapping) and misspelt top-level keys.
-    `parse_config` checks the rest, including top-level keys that are not similar to a valid one: they may be keys of
-    a section, and finding it requires the classes.
+    Importing the class takes seconds. Checks the arguments, the config file (exists, is valid YAML and a mapping) and
+    misspelt top-level keys. `parse_config` checks the rest, including top-level keys that are not similar to a valid
+    one: they may be keys of a section, and finding it requires the classes.
 
     Args:
         argv: arguments of `parse_config`.
@@ -97,12 +97,16 @@ def check_command_line(argv: Sequence[str], flags: Mapping[str, str], module: st
 
     Raises:
         ConfigError: if the command line is invalid; the message names every problem.
+        SystemExit: with status 0, after `--help` without a section has printed the overview.
     """
     arguments = _read_arguments(list(argv), frozenset(flags))
-    if arguments.help_section is not None:
+    if arguments.help_section:
         return
-    file = {} if arguments.config_path is None else load_yaml(arguments.config_path)
     valid = _declared_fields(module, class_name)
+    if arguments.help_section == "":
+        sys.stdout.write(overview_text(flags, [name for name, annotation in valid.items() if "Config" in annotation]))
+        raise SystemExit(0)
+    file = {} if arguments.config_path is None else load_yaml(arguments.config_path)
     unknown = [str(key) for key in {**file, **arguments.overrides} if key not in valid]
     messages = {key: nearest(key, valid) for key in unknown}
     problems = [f"unknown key {key}; {text}" for key, text in messages.items() if text.startswith("did you mean")]
@@ -110,14 +114,15 @@ def check_command_line(argv: Sequence[str], flags: Mapping[str, str], module: st
         raise ConfigError(*problems)
 
 
-def _declared_fields(module: str, class_name: str) -> list[str]:
-    """Annotated names in a class body, read from the source."""
+def _declared_fields(module: str, class_name: str) -> dict[str, str]:
+    """Fields in a class body with their annotations, read from the source."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
-    return [node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    fields = (node for node in body if isinstance(node, ast.AnnAssign))
+    return {node.target.id: ast.unparse(node.annotation) for node in fields if isinstance(node.target, ast.Name)}
 
 
 def to_yaml(config: Any) -> str:

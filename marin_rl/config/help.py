@@ -1,10 +1,11 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The `--help` text: every field of a config with its type, default and description.
+"""Help texts of a command: an overview on one screen, and every field with its type, default and description.
 
 Descriptions are read from the source, see `field_docs`. Choices of this project are shown with all options. Levanter's
 choices, which have hundreds of fields, are shown with the selected option; `--help model.gemma` shows another one.
+The overview is printed without importing the config classes, which takes seconds.
 """
 
 import dataclasses
@@ -24,6 +25,32 @@ from marin_rl.config.field_docs import field_doc, section_doc
 
 MAX_WIDTH = 110
 """Maximum characters in a line, for readability on wide terminals."""
+OVERVIEW_WIDTH = 100
+"""Characters in a line of the overview."""
+
+COMMON_KEYS = (
+    ("environment.type", "required", "tasks and rewards, such as arithmetic or jsonl"),
+    ("run_dir", "required", "run directory; an existing run is resumed"),
+    ("model.type", "null", "architecture for training from scratch, such as llama"),
+    ("initialize_from", "null", "initial weights: Hugging Face folder or name, or a run"),
+    ("tokenizer.path", "null", "Hugging Face tokenizer; null: built-in byte-level tokenizer"),
+    ("seed", "0", "seed of initial weights, task order and sampling"),
+    ("num_steps", "200", "RL steps"),
+    ("rollouts.prompts_per_step", "64", "tasks per step"),
+    ("rollouts.group_size", "8", "rollouts per task"),
+    ("rollouts.max_length", "512", "maximum tokens of prompt and answers"),
+    ("rollouts.max_turns", "1", "maximum answers in a rollout"),
+    ("sampling.max_new_tokens", "64", "maximum tokens in an answer"),
+    ("sampling.temperature", "1.0", "sampling temperature"),
+    ("advantage.type", "rloo", "advantage estimator"),
+    ("policy_loss.type", "reinforce", "policy term of the loss"),
+    ("kl.type", "none", "KL penalty against the initial policy"),
+    ("optimizer.learning_rate", "0.0006", "peak learning rate"),
+    ("mode", "sync", "sync, or async to sample in workers during training"),
+    ("evaluation.every", "50", "steps between evaluations"),
+    ("checkpoint.every", "50", "steps between checkpoints"),
+)
+"""Most important keys of `TrainConfig`: name, default and description. Tests compare the defaults with the classes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +69,41 @@ class _Entry:
     """Choice registry of the field, or None."""
 
 
+def overview_text(flags: Mapping[str, str], sections: Iterable[str]) -> str:
+    """Usage, the most important keys with their defaults, and the names of all sections, on one screen.
+
+    Args:
+        flags: flags of the command, with their descriptions.
+        sections: names of the sections of the config.
+
+    Returns:
+        The text, ending with a newline.
+    """
+    usage = " ".join(f"[--{flag}]" for flag in flags)
+    options = {
+        "--config FILE": "YAML file with the config",
+        "--KEY VALUE": "override a key of the file, such as --rollouts.group_size 16; VALUE is YAML",
+        **{f"--{name}": doc[:1].lower() + doc[1:].rstrip(".") for name, doc in flags.items()},
+        "--help SECTION": "describe a section, such as --help rollouts or --help model.qwen3",
+        "--help all": "describe all keys",
+    }
+    names = textwrap.fill(", ".join(sections), OVERVIEW_WIDTH, initial_indent="  ", subsequent_indent="  ")
+    return "\n".join(
+        [
+            f"usage: python -m marin_rl.train --config FILE [--KEY VALUE ...] {usage} [--help [SECTION]]",
+            "",
+            *(f"  {option:15} {doc}" for option, doc in options.items()),
+            "",
+            "Most important keys, with their defaults:",
+            *(f"  {key:26} {default:10} {doc}" for key, default, doc in COMMON_KEYS),
+            "",
+            "Sections:",
+            names,
+            "",
+        ]
+    )
+
+
 def help_text(
     config_class: Any,
     defaults: Mapping[str, Any],
@@ -55,7 +117,7 @@ def help_text(
         config_class: dataclass of the config.
         defaults: nested plain values that replace the defaults of the class.
         flags: flags of the command, with their descriptions.
-        section: key of a section or field, or a key and an option (`model.qwen3`); empty for all fields.
+        section: key of a section or field, or a key and an option (`model.qwen3`); `all` or empty for all fields.
         width: characters per line; None for the terminal's width, at most `MAX_WIDTH`.
 
     Returns:
@@ -65,12 +127,12 @@ def help_text(
         ConfigError: if the section does not exist.
     """
     width = width or min(shutil.get_terminal_size((100, 24)).columns, MAX_WIDTH)
-    if section:
+    if section not in ("", "all"):
         return _render(_entries_of(section, config_class, defaults), width)
     options = {
         "config FILE": "YAML file with the config; --config_path is a synonym.",
         "KEY VALUE": "Override a key of the file. VALUE is YAML: a scalar, a list or a mapping.",
-        "help [SECTION]": "Show this text, or one section: --help trainer, --help model.qwen3.",
+        "help SECTION": "Describe one section: --help trainer, --help model.qwen3. --help all describes all keys.",
         **(flags or {}),
     }
     listed = [_Entry(f"--{name}", "", doc, is_key=False) for name, doc in options.items()]
@@ -98,7 +160,7 @@ def _entries_of(section: str, config_class: Any, defaults: Mapping[str, Any]) ->
         entry, name = options[section]
         return list(_walk_option(entry.registry, name, entry.key, None, None, 0, (entry.registry,)))
     close = difflib.get_close_matches(section, [*(entry.key for entry in entries), *options], n=3, cutoff=0.6)
-    hint = f"did you mean {' or '.join(close)}?" if close else "--help lists all of them"
+    hint = f"did you mean {' or '.join(close)}?" if close else "--help all lists all of them"
     raise ConfigError(f"--help {section}: this key or option does not exist; {hint}")
 
 

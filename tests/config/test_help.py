@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+from typing import Any
 
 import draccus
 import pytest
@@ -9,8 +10,9 @@ from levanter.models.lm_model import LmConfig
 from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer import TrainerConfig
 
-from marin_rl.config.decode import ConfigError, field_types
-from marin_rl.config.help import all_keys, help_text
+from marin_rl.config.decode import ConfigError, default_of, encode, field_types
+from marin_rl.config.help import COMMON_KEYS, all_keys, help_text
+from marin_rl.config.train_config import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +147,18 @@ def test_help_of_a_section_or_an_option():
 def test_help_of_an_unknown_section_suggests_another(section, hint):
     with pytest.raises(ConfigError, match=f"--help {section}: this key or option does not exist; .*{hint}"):
         help_text(RunConfig, {}, section=section)
+
+
+@pytest.mark.parametrize(("key", "shown"), [(key, default) for key, default, _ in COMMON_KEYS])
+def test_defaults_of_the_overview_are_those_of_the_classes(key: str, shown: str):
+    section, _, name = key.rpartition(".")
+    types = field_types(TrainConfig)
+    default: Any = default_of(TrainConfig, section or name)
+    if default is not dataclasses.MISSING:
+        default = encode(default, types[section or name])
+    if section and isinstance(default, dict):
+        default = default[name]
+    assert shown == ("required" if default is dataclasses.MISSING else "null" if default is None else str(default))
 
 
 def test_flags_are_listed():
