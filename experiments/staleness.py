@@ -41,7 +41,7 @@ LAGS = (0, 1, 4)
 """Steps between the weights that sample and the weights that are updated."""
 
 
-class LaggingCrew:
+class FixedLagRollouts:
     """A `RolloutSource` that samples each group with the oldest allowed weights."""
 
     def __init__(self, run: TrainingRun, lag: int) -> None:
@@ -53,35 +53,35 @@ class LaggingCrew:
         """
         self._run = run
         self._history: WeightHistory[Any] = WeightHistory(lag + 1)
-        self._orders: list[GroupRequest] = []
+        self._requests: list[GroupRequest] = []
         self.publish(policy_of(run.state.model), run.progress.step)
 
     def submit(self, orders: Sequence[GroupRequest]) -> None:
         """See `RolloutSource`."""
-        self._orders += orders
+        self._requests += orders
 
     def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> list[FinishedGroup]:
         """Sample the groups requested for the next step; see `RolloutSource`. A stop takes effect after the step."""
-        run, step = self._run, min(order.number.step for order in self._orders)
-        now = [order for order in self._orders if order.number.step == step]
-        self._orders = [order for order in self._orders if order.number.step != step]
-        version = now[0].min_version
+        run, step = self._run, min(request.number.step for request in self._requests)
+        requests = [request for request in self._requests if request.number.step == step]
+        self._requests = [request for request in self._requests if request.number.step != step]
+        version = requests[0].min_version
         run.sampler.update(self._history.get(version), version)
-        played = run_group_requests(run.config, dataclasses.replace(run.runner, timer=timer), now)
+        groups = run_group_requests(run.config, dataclasses.replace(run.runner, timer=timer), requests)
         run.sampler.update(policy_of(run.state.model), run.progress.step)
-        return played
+        return groups
 
     def publish(self, model: object, version: WeightVersion) -> None:
         """See `RolloutSource`."""
         self._history.keep(model, version)
 
     def metrics(self) -> dict[str, float]:
-        """Do nothing; there are no workers."""
+        """Return no metrics; there are no workers."""
         return {}
 
     @property
     def counts(self) -> dict[str, int]:
-        """Do nothing; there are no workers."""
+        """Return no counts; there are no workers."""
         return {}
 
 
@@ -113,7 +113,7 @@ def train_with_lag(config: TrainConfig, lag: int) -> None:
     with Closing(run.close):
         run.orders = RolloutScheduler(StalenessLimits(config.rollouts.prompts_per_step, lag))
         run.replay = ReplayBuffer(max_staleness=lag)
-        run.rollout_source = LaggingCrew(run, lag)
+        run.rollout_source = FixedLagRollouts(run, lag)
         records = _Records(folder / "metrics.jsonl")
         records.record(0, run.progress.evaluations["before RL"])
         train(run, records)
@@ -127,10 +127,10 @@ def study(seed: int) -> TrainConfig:
 
 def main() -> None:
     """Run the warm start or one lag."""
-    parser = argparse.ArgumentParser(description="Learning from groups that are all equally old.")
-    parser.add_argument("run", choices=["start", *map(str, LAGS)], help="the warm start, or how many steps old")
+    parser = argparse.ArgumentParser(description="Train on groups of equal staleness.")
+    parser.add_argument("run", choices=["start", *map(str, LAGS)], help="the warm start, or the staleness in steps")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=Path("runs/staleness"), help="where the runs lie")
+    parser.add_argument("--folder", type=Path, default=Path("runs/staleness"), help="folder of the runs")
     arguments = parser.parse_args()
     config, start = study(arguments.seed), arguments.folder / f"start-seed{arguments.seed}"
     if arguments.run == "start":

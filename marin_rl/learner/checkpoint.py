@@ -157,7 +157,7 @@ class Checkpoints:
                 f"{absent[0]}. Every training process writes its own shards, so all of them must see one folder: put "
                 "run_dir on a file system that all training hosts share"
             )
-        (partial / MANIFEST).write_text(_dump_manifest({**manifest, "files": files}))
+        (partial / MANIFEST).write_text(dump_manifest({**manifest, "files": files}))
         replace_folder(target, partial)
         return target.name
 
@@ -302,7 +302,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: if it is incomplete, altered, or of an unknown format.
     """
     try:
-        manifest = _load_manifest((path / MANIFEST).read_text())
+        manifest = load_manifest((path / MANIFEST).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path} has no readable {MANIFEST}: {error}") from error
     if manifest.get("format") != FORMAT:
@@ -334,12 +334,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest["step"], manifest["progress"], manifest["arrays"])
 
 
-def _dump_manifest(manifest: dict[str, Any]) -> str:
+def dump_manifest(manifest: dict[str, Any]) -> str:
     """Serialize the manifest together with its checksum."""
     return json.dumps({**manifest, "sha256": _text_checksum(manifest)}, indent=1)
 
 
-def _load_manifest(text: str) -> dict[str, Any]:
+def load_manifest(text: str) -> dict[str, Any]:
+    """Parse a manifest and verify its checksum.
+
+    Raises:
+        ValueError: if it is not JSON, or the checksum does not match.
+    """
     manifest = json.loads(text)
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _text_checksum(manifest):
         raise ValueError("its checksum does not match")

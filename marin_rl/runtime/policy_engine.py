@@ -16,8 +16,7 @@ from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.served_weights import WeightReloader
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.sampling.openai_sampler import OpenAiSampler
-from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.sampling.weight_poll import WeightPoll
+from marin_rl.sampling.sampler import SampleRequest, WeightPoll
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Generation, WeightVersion
 

@@ -11,8 +11,7 @@ from levanter.trainer import TrainerConfig
 
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.sampling.levanter_sampler import LevanterSampler
-from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.sampling.weight_poll import WeightPoll
+from marin_rl.sampling.sampler import SampleRequest, WeightPoll
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Generation, WeightVersion
 

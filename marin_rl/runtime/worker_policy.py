@@ -26,7 +26,7 @@ from marin_rl.runtime.policy_engine import PolicyEngine, open_worker_engine
 from marin_rl.runtime.rollout_runner import make_runner, open_reward_functions
 from marin_rl.runtime.rollout_source import FinishedGroup, stream_group_requests
 from marin_rl.runtime.weight_prefetcher import PASSING, WeightPrefetcher, Weights
-from marin_rl.sampling.weight_poll import WeightPoll
+from marin_rl.sampling.sampler import WeightPoll
 from marin_rl.types import WeightVersion
 from marin_rl.weights.protocol import WeightReceiver
 

@@ -17,8 +17,7 @@ import httpx
 from marin_rl.retry import retrying_async
 from marin_rl.sampling.completions import completion_body, most_likely_logprob, read_completion
 from marin_rl.sampling.config import OpenAiSamplerConfig, SamplingConfig
-from marin_rl.sampling.request_check import allowed_tokens
-from marin_rl.sampling.sampler import SampleRequest, SamplerError
+from marin_rl.sampling.sampler import SampleRequest, SamplerError, allowed_tokens
 from marin_rl.types import Generation, WeightVersion
 
 logger = logging.getLogger(__name__)

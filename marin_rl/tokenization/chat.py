@@ -15,10 +15,10 @@ from marin_rl.tokenization.chat_template import (
     ChatTemplateError,
     TemplateEncoder,
     ToolSchema,
+    fit_conversation,
     template_encoder,
     unused_mark,
 )
-from marin_rl.tokenization.tool_messages import fit_conversation
 from marin_rl.types import Message
 
 

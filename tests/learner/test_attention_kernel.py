@@ -61,7 +61,7 @@ def levanter_takes(kernel: AttentionKernel, length: int) -> bool:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("block", [None, 384])
 @pytest.mark.parametrize("backend", [FLASH, SPLASH])
-def test_the_row_lengths_are_those_that_levanter_takes(backend: AttentionBackend, block: int | None) -> None:
+def test_row_lengths_match_levanter(backend: AttentionBackend, block: int | None) -> None:
     kernel = AttentionKernel(backend, block)
     lengths = (100, 384, 512, 640, 768, 1000, 1024, 1100, 1152, 1536, 2560)
     taken = [length for length in lengths if kernel.takes(length)]
@@ -89,13 +89,13 @@ def test_the_row_lengths_are_those_that_levanter_takes(backend: AttentionBackend
         (VANILLA, 1100, 1100, None),
     ],
 )
-def test_the_row_and_block_for_a_length(backend: AttentionBackend, length: int, row: int, block: int | None) -> None:
+def test_row_and_block_for_a_length(backend: AttentionBackend, length: int, row: int, block: int | None) -> None:
     kernel = AttentionKernel(backend)
     assert (kernel.fit(length), kernel.block(row)) == (row, block)
 
 
 @pytest.mark.parametrize("backend", [FLASH, SPLASH, VANILLA])
-def test_every_length_fits_a_row_that_is_taken(backend: AttentionBackend) -> None:
+def test_every_length_fits_a_supported_row(backend: AttentionBackend) -> None:
     kernel = AttentionKernel(backend)
     for length in range(1, 5000, 37):
         row = kernel.fit(length)
@@ -105,7 +105,7 @@ def test_every_length_fits_a_row_that_is_taken(backend: AttentionBackend) -> Non
         assert block is None or (row % block == 0 and 512 <= block <= 1024)
 
 
-def test_a_block_size_of_the_model_is_kept() -> None:
+def test_block_size_of_the_model_is_kept() -> None:
     kernel = AttentionKernel(FLASH, 300)
     assert (kernel.fit(250), kernel.fit(301), kernel.block(600)) == (250, 600, 300)
     assert AttentionKernel(SPLASH, 256).fit(300) == 512
@@ -114,7 +114,7 @@ def test_a_block_size_of_the_model_is_kept() -> None:
 @pytest.mark.parametrize(
     ("backend", "block", "remedy"), [(SPLASH, 300, "set 384"), (FLASH, 0, "at least 1"), (SPLASH, -128, "at least 1")]
 )
-def test_a_block_size_that_no_kernel_takes_is_refused(backend: AttentionBackend, block: int, remedy: str) -> None:
+def test_unsupported_block_size_is_rejected(backend: AttentionBackend, block: int, remedy: str) -> None:
     with pytest.raises(ValueError, match=f"model.flash_attention_block_size is {block}.*{remedy}"):
         AttentionKernel(backend, block)
 
@@ -129,11 +129,11 @@ def test_a_block_size_that_no_kernel_takes_is_refused(backend: AttentionBackend,
         ({"attn_backend": FLASH, "flash_attention_block_size": 256}, "tpu", AttentionKernel(FLASH, 256)),
     ],
 )
-def test_the_kernel_of_a_model_on_a_platform(changes: dict, platform: str, kernel: AttentionKernel) -> None:
+def test_kernel_of_a_model_on_a_platform(changes: dict, platform: str, kernel: AttentionKernel) -> None:
     assert attention_kernel(dataclasses.replace(LlamaConfig(), **changes), platform) == kernel
 
 
-def test_the_older_switch_turns_kernels_off() -> None:
+def test_use_flash_attention_false_selects_vanilla() -> None:
     assert attention_kernel(MistralConfig(), "cpu").backend is FLASH
     assert attention_kernel(MistralConfig(use_flash_attention=False), "tpu").backend is VANILLA
 
@@ -142,7 +142,7 @@ GEMMA2 = Gemma2Config(attn_logit_softcapping=2.0)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_capped_attention_logits_take_a_kernel_that_differentiates_the_cap(platform: str) -> None:
+def test_capped_attention_logits_select_a_kernel_that_differentiates_the_cap(platform: str) -> None:
     assert attention_kernel(GEMMA2, platform).backend is VANILLA
     assert attention_kernel(GEMMA2, "tpu").backend is SPLASH
     uncapped = dataclasses.replace(GEMMA2, attn_logit_softcapping=None)
@@ -163,7 +163,7 @@ def test_capped_attention_logits_take_a_kernel_that_differentiates_the_cap(platf
         ),
     ],
 )
-def test_a_kernel_that_does_not_suit_the_model_is_refused(model: LmConfig, problem: str) -> None:
+def test_incompatible_kernel_is_rejected(model: LmConfig, problem: str) -> None:
     for platform in PLATFORMS:
         with pytest.raises(ValueError, match=problem):
             attention_kernel(model, platform)
@@ -200,7 +200,7 @@ def test_the_gradient_of_capped_attention_equals_finite_differences() -> None:
 
 
 @pytest.mark.parametrize("model", [Olmo2Config(), Gpt2Config(), MistralConfig(use_flash_attention=False), GEMMA2])
-def test_a_kernel_is_configured_as_levanter_accepts_it(model: LmConfig) -> None:
+def test_levanter_accepts_the_configured_kernel(model: LmConfig) -> None:
     """Levanter rejects `use_flash_attention: true` with `vanilla`, and most models read only `attn_backend`."""
     vanilla = dataclasses.replace(cast(Any, model), attn_backend=VANILLA)
     for given in (vanilla, *((model,) if attention_kernel(model, "cpu").backend is VANILLA else ())):

@@ -52,7 +52,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_is_saved_is_restored_bit_for_bit(tiny, learner, state, saved: Checkpoints) -> None:
+def test_saved_state_is_restored_bit_for_bit(tiny, learner, state, saved: Checkpoints) -> None:
     checkpoint = saved.newest_good()
     assert checkpoint is not None
     assert checkpoint.step == 2
@@ -63,13 +63,13 @@ def test_what_is_saved_is_restored_bit_for_bit(tiny, learner, state, saved: Chec
     assert jax.tree.structure(restored) == jax.tree.structure(state)
 
 
-def test_the_weights_alone(tiny, learner, state, saved: Checkpoints) -> None:
+def test_restore_model_restores_only_weights(tiny, learner, state, saved: Checkpoints) -> None:
     like = tiny.model_shape(tiny.LLAMA, Axis("vocab", tiny.VOCAB), learner.trainer.config)
     model = saved.open(1).restore_model(like, axis_mapping=learner.parameter_mapping, mesh=learner.mesh)
     tiny.assert_same_bits(model, state.model)
 
 
-def test_a_restored_state_trains_on_bit_for_bit_with_the_programs_there_are(tiny, learner, tmp_path: Path) -> None:
+def test_restored_state_continues_bit_for_bit_without_compiling(tiny, learner, tmp_path: Path) -> None:
     state = tiny.fresh_state(learner)
     for seed in range(2):
         state, _ = learner.step(state, [tiny.make_example(seed=seed)])
@@ -93,7 +93,7 @@ def test_a_restored_state_trains_on_bit_for_bit_with_the_programs_there_are(tiny
     tiny.assert_same_bits(restored, state)
 
 
-def test_no_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
+def test_newest_good_is_none_without_checkpoints(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "nowhere", CheckpointConfig())
     assert checkpoints.newest_good() is None
     assert checkpoints.steps() == []
@@ -115,7 +115,7 @@ def small_state(state):
         (CheckpointConfig(keep_last=2, keep_every=4), True, [0, 4, 6, 7]),
     ],
 )
-def test_what_is_kept(small_state, tmp_path: Path, config: CheckpointConfig, keep_first: bool, kept: list[int]) -> None:
+def test_retention(small_state, tmp_path: Path, config: CheckpointConfig, keep_first: bool, kept: list[int]) -> None:
     checkpoints = Checkpoints(tmp_path, config, keep_first=keep_first)
     for step in range(8):
         checkpoints.save(small_state, step, {})
@@ -124,7 +124,7 @@ def test_what_is_kept(small_state, tmp_path: Path, config: CheckpointConfig, kee
     assert [checkpoints.open(step).step for step in kept] == kept
 
 
-def test_a_damaged_later_checkpoint_does_not_count_as_kept(small_state, tmp_path: Path) -> None:
+def test_damaged_later_checkpoint_does_not_count_as_kept(small_state, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=2))
     for step in (10, 20, 30):
         checkpoints.save(small_state, step, {})
@@ -225,7 +225,7 @@ DAMAGES: list[Callable[[Path], str]] = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning(saved: Checkpoints, caplog, damage) -> None:
+def test_damaged_checkpoint_is_skipped_with_a_warning(saved: Checkpoints, caplog, damage) -> None:
     folder = saved.folder / "step-00000002"
     complaint = damage(folder)
     with caplog.at_level(logging.WARNING):
@@ -242,13 +242,13 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(saved: Checkpoints, 
 
 def seal_without(folder: Path, name: str) -> None:
     """Remove a file from a checkpoint and from its manifest, so that the manifest describes the remaining files."""
-    manifest = checkpoint_module._load_manifest((folder / "manifest.json").read_text())
+    manifest = checkpoint_module.load_manifest((folder / "manifest.json").read_text())
     del manifest["files"][name]
     (folder / name).unlink()
-    (folder / "manifest.json").write_text(checkpoint_module._dump_manifest(manifest))
+    (folder / "manifest.json").write_text(checkpoint_module.dump_manifest(manifest))
 
 
-def test_a_checkpoint_without_the_shards_of_another_host_is_refused(saved: Checkpoints, caplog) -> None:
+def test_checkpoint_without_shards_of_another_host_is_rejected(saved: Checkpoints, caplog) -> None:
     folder = saved.folder / "step-00000002"
     seal_without(folder, str(largest_file(folder).relative_to(folder)))
     with pytest.raises(CheckpointError, match=r"is incomplete: 1 files of its arrays .* the first is state/.*/0\.0"):
@@ -271,7 +271,7 @@ def keep_own_shards(monkeypatch: pytest.MonkeyPatch, foreign: str) -> None:
 
 
 @pytest.mark.parametrize("foreign", ["model/weights/0", "model/weights/.zarray"])
-def test_a_save_fails_if_a_shard_is_absent(
+def test_save_fails_if_a_shard_is_missing(
     small_state, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, foreign: str
 ) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
@@ -286,7 +286,7 @@ def test_a_save_fails_if_a_shard_is_absent(
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_a_bit_flipped_anywhere_in_the_manifest_is_noticed(saved: Checkpoints) -> None:
+def test_flipped_bit_in_the_manifest_is_detected(saved: Checkpoints) -> None:
     path = saved.folder / "step-00000002" / "manifest.json"
     original = path.read_bytes()
     for part in range(40):
@@ -299,7 +299,7 @@ def test_a_bit_flipped_anywhere_in_the_manifest_is_noticed(saved: Checkpoints) -
     assert saved.open(2).step == 2
 
 
-def test_if_all_are_damaged_it_is_an_error_that_names_them(saved: Checkpoints) -> None:
+def test_error_names_all_damaged_checkpoints(saved: Checkpoints) -> None:
     complaints = [truncate(saved.folder / "step-00000001"), remove(saved.folder / "step-00000002")]
     with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged.*Delete the run directory") as caught:
         saved.newest_good()
@@ -308,20 +308,20 @@ def test_if_all_are_damaged_it_is_an_error_that_names_them(saved: Checkpoints) -
 
 def reseal(folder: Path, **changes: object) -> None:
     """Change entries of a manifest (None removes one) and update its checksum."""
-    manifest = checkpoint_module._load_manifest((folder / "manifest.json").read_text()) | changes
+    manifest = checkpoint_module.load_manifest((folder / "manifest.json").read_text()) | changes
     present = {name: value for name, value in manifest.items() if value is not None}
-    (folder / "manifest.json").write_text(checkpoint_module._dump_manifest(present))
+    (folder / "manifest.json").write_text(checkpoint_module.dump_manifest(present))
 
 
 @pytest.mark.parametrize("name", ["step", "progress", "arrays", "files"])
-def test_a_manifest_without_an_entry_is_refused(saved: Checkpoints, name: str) -> None:
+def test_manifest_without_an_entry_is_rejected(saved: Checkpoints, name: str) -> None:
     reseal(saved.folder / "step-00000002", **{name: None})
     with pytest.raises(CheckpointError, match=rf"step-00000002: manifest\.json has no valid '{name}'"):
         saved.open(2)
 
 
 @pytest.mark.parametrize("step", [-1, 1])
-def test_a_manifest_of_another_step_is_refused(saved: Checkpoints, step: int) -> None:
+def test_manifest_of_another_step_is_rejected(saved: Checkpoints, step: int) -> None:
     reseal(saved.folder / "step-00000002", step=step)
     with pytest.raises(CheckpointError, match=rf"step-00000002 holds step {step}, so its folder should be called"):
         saved.open(2)
@@ -369,16 +369,16 @@ def test_a_save_replaces_and_prunes_files_with_names_of_checkpoints(small_state,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
-def test_another_format_is_refused(saved: Checkpoints) -> None:
+def test_unknown_format_is_rejected(saved: Checkpoints) -> None:
     path = saved.folder / "step-00000002" / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest.pop("sha256")
-    path.write_text(checkpoint_module._dump_manifest({**manifest, "format": 99}))
+    path.write_text(checkpoint_module.dump_manifest({**manifest, "format": 99}))
     with pytest.raises(CheckpointError, match="has format 99, this version reads 1"):
         open_checkpoint(path.parent)
 
 
-def test_a_missing_checkpoint_is_named(saved: Checkpoints) -> None:
+def test_error_names_a_missing_checkpoint(saved: Checkpoints) -> None:
     with pytest.raises(CheckpointError, match=r"step-00000007 has no readable manifest.json"):
         saved.open(7)
 
@@ -401,7 +401,7 @@ def assert_untouched_and_able_to_go_on(saved: Checkpoints, before: dict[str, byt
     assert saved.open(3).step == 3
 
 
-def test_a_write_that_the_system_cuts_short_leaves_earlier_checkpoints(saved: Checkpoints, state) -> None:
+def test_truncated_write_keeps_earlier_checkpoints(saved: Checkpoints, state) -> None:
     before = contents(saved.folder)
     with (
         files_no_larger_than(500),
@@ -412,7 +412,7 @@ def test_a_write_that_the_system_cuts_short_leaves_earlier_checkpoints(saved: Ch
 
 
 @pytest.mark.parametrize("call", ["levanter_save", "replace_folder"])
-def test_a_full_disk_leaves_earlier_checkpoints(saved: Checkpoints, state, monkeypatch, call: str) -> None:
+def test_full_disk_keeps_earlier_checkpoints(saved: Checkpoints, state, monkeypatch, call: str) -> None:
     before = contents(saved.folder)
 
     def fail(*_, **__) -> None:
@@ -426,7 +426,7 @@ def test_a_full_disk_leaves_earlier_checkpoints(saved: Checkpoints, state, monke
     assert_untouched_and_able_to_go_on(saved, before, state)
 
 
-def test_a_folder_that_cannot_be_made_is_named(state, tmp_path: Path) -> None:
+def test_error_names_a_folder_that_cannot_be_created(state, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"could not write checkpoint .*file/checkpoints/step-00000001"):
         Checkpoints(tmp_path / "file" / "checkpoints", CheckpointConfig()).save(state, 1, {})
@@ -483,6 +483,6 @@ def test_another_optimizer_does_not_fit(tiny, trainer, state, saved: Checkpoints
         ({"keep_last": 1}, "keep_last is 1; keep at least 2"),
     ],
 )
-def test_impossible_settings(bad: dict[str, int], complaint: str) -> None:
+def test_invalid_settings_are_rejected(bad: dict[str, int], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         CheckpointConfig(**bad)

@@ -59,7 +59,7 @@ def critic(request: pytest.FixtureRequest, model: LmHeadModel) -> ActorCritic:
     return trained(with_critic(request.param, model))
 
 
-def test_a_new_critic_says_nothing(model: LmHeadModel, batch: RlExample) -> None:
+def test_values_of_a_new_critic_are_zero(model: LmHeadModel, batch: RlExample) -> None:
     for config in (SHARED, SEPARATE):
         assert not np.any(values_of(with_critic(config, model), batch).array)
 
@@ -83,7 +83,7 @@ def test_values_are_a_linear_function_of_the_activations_before_each_token(
     np.testing.assert_allclose(values.array, expected, atol=1e-5)
 
 
-def test_the_value_of_a_token_is_that_of_the_tokens_before_it(
+def test_value_of_a_token_depends_only_on_earlier_tokens(
     tiny: ModuleType, critic: ActorCritic, batch: RlExample
 ) -> None:
     """A baseline that depends on the action would bias the gradient."""
@@ -99,7 +99,7 @@ def test_the_value_of_a_token_is_that_of_the_tokens_before_it(
     assert np.delete(same, row, axis=0).all()
 
 
-def test_there_are_no_values_off_the_mask(critic: ActorCritic, batch: RlExample) -> None:
+def test_values_off_the_mask_are_zero(critic: ActorCritic, batch: RlExample) -> None:
     assert float(critic.value_bias.array) != 0
     values, mask = np.asarray(values_of(critic, batch).array), np.asarray(batch.loss_mask.array)
     assert not values[~mask].any()
@@ -107,9 +107,7 @@ def test_there_are_no_values_off_the_mask(critic: ActorCritic, batch: RlExample)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 3e38])
-def test_what_the_trunk_makes_of_other_tokens_does_not_leak(
-    model: LmHeadModel, batch: RlExample, poison: float
-) -> None:
+def test_activations_of_other_tokens_do_not_leak(model: LmHeadModel, batch: RlExample, poison: float) -> None:
     critic = trained(with_critic(SHARED, model))
     clean = policy_activations(model, batch)
     asked = np.roll(np.asarray(batch.loss_mask.array), -1, axis=1)
@@ -126,7 +124,7 @@ def test_what_the_trunk_makes_of_other_tokens_does_not_leak(
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
-def test_a_trunk_of_its_own_begins_as_a_copy(tiny: ModuleType, model: LmHeadModel, batch: RlExample) -> None:
+def test_separate_trunk_starts_as_a_copy(tiny: ModuleType, model: LmHeadModel, batch: RlExample) -> None:
     critic = with_critic(SEPARATE, model)
     assert critic.trunk is not None
     tiny.assert_same_bits(critic.trunk.transformer, model.transformer)
@@ -140,7 +138,7 @@ def test_a_trunk_of_its_own_begins_as_a_copy(tiny: ModuleType, model: LmHeadMode
     np.testing.assert_allclose(moved.values(batch, silence).array, values_of(moved, batch).array, atol=1e-6)
 
 
-def test_a_trunk_of_its_own_has_no_unused_head(tiny: ModuleType, trainer: TrainerConfig, model: LmHeadModel) -> None:
+def test_separate_trunk_has_no_unused_head(tiny: ModuleType, trainer: TrainerConfig, model: LmHeadModel) -> None:
     assert model.lm_head is not None
     critic = with_critic(SEPARATE, model)
     assert critic.trunk.lm_head is None
@@ -155,7 +153,7 @@ def test_a_trunk_of_its_own_has_no_unused_head(tiny: ModuleType, trainer: Traine
 
 
 @pytest.mark.parametrize("config", [SHARED, SEPARATE], ids=["shared", "separate"])
-def test_the_critics_loss_moves_the_policy_where_they_share_a_trunk(
+def test_critic_loss_updates_the_policy_only_through_a_shared_trunk(
     tiny: ModuleType, model: LmHeadModel, batch: RlExample, config: CriticConfig
 ) -> None:
     critic = trained(with_critic(config, model))
@@ -171,17 +169,17 @@ def test_the_critics_loss_moves_the_policy_where_they_share_a_trunk(
         assert all(np.any(array) for array in tiny.arrays_by_path(gradient.trunk.transformer).values())
 
 
-def test_the_policy_inside(model: LmHeadModel) -> None:
+def test_policy_of_returns_the_policy(model: LmHeadModel) -> None:
     assert policy_of(model) is model
     assert policy_of(with_critic(SHARED, model)) is model
 
 
-def test_no_critic_leaves_the_policy_as_it_is(trainer: TrainerConfig, model: LmHeadModel) -> None:
+def test_without_critic_the_policy_is_unchanged(trainer: TrainerConfig, model: LmHeadModel) -> None:
     assert attach_critic(None, model, trainer) is model
 
 
 @pytest.mark.parametrize("config", [SHARED, SEPARATE], ids=["shared", "separate"])
-def test_what_is_attached_has_the_shape_that_a_resumed_run_expects(tiny: ModuleType, config: CriticConfig) -> None:
+def test_attached_critic_has_the_shapes_of_a_resumed_run(tiny: ModuleType, config: CriticConfig) -> None:
     trainer = tiny.make_trainer(policy="p=bf16,c=bf16")
     model = tiny.make_model(trainer)
     attached = attach_critic(config, model, trainer)
@@ -194,7 +192,7 @@ def test_what_is_attached_has_the_shape_that_a_resumed_run_expects(tiny: ModuleT
     tiny.assert_same_bits(attached.policy, model)
 
 
-def test_the_policys_export_knows_nothing_of_the_critic(trainer: TrainerConfig, model: LmHeadModel, tmp_path) -> None:
+def test_export_of_the_policy_excludes_the_critic(trainer: TrainerConfig, model: LmHeadModel, tmp_path) -> None:
     chat = ChatTokenizer(byte_tokenizer())
     for name, policy in (("alone", model), ("inside", policy_of(with_critic(SEPARATE, model)))):
         save_hf_policy(policy, chat, tmp_path / name, trainer)
@@ -204,7 +202,7 @@ def test_the_policys_export_knows_nothing_of_the_critic(trainer: TrainerConfig, 
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
-def test_numbers_that_make_no_sense_are_refused(value: float) -> None:
+def test_invalid_numbers_are_rejected(value: float) -> None:
     with pytest.raises(ValueError, match=rf"critic\.coefficient is {value}; it must be finite and above 0"):
         CriticConfig(coefficient=value)
     with pytest.raises(ValueError, match=rf"critic\.clip is {value}; it must be finite and above 0, or null"):

@@ -116,7 +116,7 @@ def test_each_process_holds_its_share_of_the_same_mesh(alone: Process, two: list
         assert 2 * process.facts["own elements"] == process.facts["elements"]
 
 
-def test_what_the_main_process_does_all_are_told(two: list[Process]) -> None:
+def test_result_of_the_main_process_is_broadcast(two: list[Process]) -> None:
     assert [process.facts["main"] for process in two] == [True, False]
     for process in two:
         assert process.facts["said"] == ["0", "ä" * 300 + "0", "ä" * 2**18 + "0"]
@@ -128,7 +128,7 @@ def test_what_the_main_process_does_all_are_told(two: list[Process]) -> None:
     ]
 
 
-def test_a_batch_that_differs_in_one_process_is_an_error_in_all(alone: Process, two: list[Process]) -> None:
+def test_different_batches_are_an_error_in_all_processes(alone: Process, two: list[Process]) -> None:
     assert alone.facts["differs"] == ""
     for process in two:
         assert process.facts["differs"].startswith(
@@ -137,7 +137,7 @@ def test_a_batch_that_differs_in_one_process_is_an_error_in_all(alone: Process, 
         )
 
 
-def test_losses_and_weights_are_those_of_one_process(alone: Process, two: list[Process]) -> None:
+def test_losses_and_weights_match_a_single_process(alone: Process, two: list[Process]) -> None:
     # Not bit-identical: the sums over devices are added in another order.
     for process in two:
         assert len(process.facts["measured"]) == 3
@@ -154,7 +154,7 @@ def test_losses_and_weights_are_those_of_one_process(alone: Process, two: list[P
     assert len(set(losses)) == 3
 
 
-def test_a_checkpoint_is_written_by_both_and_read_by_both(folder: Path, alone: Process, two: list[Process]) -> None:
+def test_checkpoint_is_written_and_read_by_both_processes(folder: Path, alone: Process, two: list[Process]) -> None:
     for process in two:
         assert process.facts["restored"] == alone.facts["restored"] > 20
     [saved] = (folder / "checkpoints").iterdir()

@@ -49,21 +49,23 @@ def llama(trainer) -> Matrix:
 
 
 @pytest.mark.parametrize(("aggregation", "term", "kl"), COMBINATIONS)
-def test_no_arrangement_changes_an_update(matrix: Matrix, aggregation: str, term: str, kl: str) -> None:
+def test_arrangements_do_not_change_an_update(matrix: Matrix, aggregation: str, term: str, kl: str) -> None:
     expected = matrix.update(BASE, aggregation, term, kl)
     for name, arrangement in ARRANGEMENTS.items():
         assert_same(matrix.update(arrangement, aggregation, term, kl), expected, name)
 
 
 @pytest.mark.parametrize(("aggregation", "term", "kl"), COMBINATIONS)
-def test_nor_for_a_llama_with_a_critic(llama: Matrix, aggregation: str, term: str, kl: str) -> None:
+def test_arrangements_do_not_change_an_update_of_a_llama_with_critic(
+    llama: Matrix, aggregation: str, term: str, kl: str
+) -> None:
     expected = llama.update(ARRANGEMENTS["two passes"], aggregation, term, kl)
     for name in OF_LLAMA:
         assert_same(llama.update(ARRANGEMENTS[name], aggregation, term, kl), expected, name)
 
 
 @pytest.mark.parametrize(("aggregation", "term", "kl"), COMBINATIONS)
-def test_a_rollout_may_be_scattered_over_passes_where_it_has_no_ratio_of_its_own(
+def test_rollouts_without_ratio_per_rollout_may_span_microbatches(
     matrix: Matrix, aggregation: str, term: str, kl: str
 ) -> None:
     expected, found = (matrix.update(how, aggregation, term, kl) for how in (BASE, SCATTERED))
@@ -74,7 +76,7 @@ def test_a_rollout_may_be_scattered_over_passes_where_it_has_no_ratio_of_its_own
 
 
 @pytest.mark.slow
-def test_no_mesh_changes_an_update(matrix: Matrix, tmp_path: Path) -> None:
+def test_meshes_do_not_change_an_update(matrix: Matrix, tmp_path: Path) -> None:
     """All combinations on 8 devices: rows split eight ways, and four ways with the model split in two."""
     command = [sys.executable, "-m", "tests.learner.invariance_cases", str(tmp_path)]
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
@@ -100,7 +102,7 @@ def largest_difference(found: Update, expected: Update) -> float:
     return max(float(np.abs(found.gradient[name] - array).max()) for name, array in expected.gradient.items())
 
 
-def test_no_two_objectives_come_to_the_same(matrix: Matrix) -> None:
+def test_objectives_differ_pairwise(matrix: Matrix) -> None:
     updates = [matrix.update(BASE, *combination) for combination in COMBINATIONS]
     # Compare the loss too: k3_plus has the gradient of k2.
     flat = np.stack([np.concatenate([[u.loss], *(array.ravel() for array in u.gradient.values())]) for u in updates])
@@ -112,7 +114,7 @@ def test_no_two_objectives_come_to_the_same(matrix: Matrix) -> None:
     assert len(COMBINATIONS) == len(AGGREGATIONS) * len(TERMS) * len(KLS) == 4 * 6 * 6
 
 
-def test_the_bounds_on_ratios_hold_for_some_tokens_and_not_for_others(matrix: Matrix) -> None:
+def test_ratio_bounds_apply_to_some_tokens_only(matrix: Matrix) -> None:
     tokens = matrix.pack(BASE, "token_mean", False).num_loss_tokens
     for term in TERMS:
         clipped = matrix.update(BASE, "token_mean", term, "none").clipped
@@ -143,14 +145,14 @@ def one_rollout(example: RlExample) -> RlExample:
 
 
 @pytest.mark.parametrize("mistake", [one_segment, running_positions, weights_of_its_own])
-def test_a_mistake_in_the_layout_shows_under_every_objective(matrix: Matrix, mistake) -> None:
+def test_layout_errors_are_detected_under_every_objective(matrix: Matrix, mistake) -> None:
     packed = matrix.pack(ARRANGEMENTS["packed, two passes"], "token_mean", False)
     right, wrong = matrix.step(packed.microbatches), matrix.step([mistake(example) for example in packed.microbatches])
     for found, expected, objective in zip(wrong, right, OBJECTIVES, strict=True):
         assert largest_difference(found, expected) > 1e-3, objective
 
 
-def test_mixing_up_rollouts_shows_where_they_have_a_ratio_of_their_own(matrix: Matrix) -> None:
+def test_swapped_rollouts_are_detected_with_ratios_per_rollout(matrix: Matrix) -> None:
     packed = matrix.pack(ARRANGEMENTS["packed"], "token_mean", False)
     right, wrong = (
         matrix.step(packed.microbatches),

@@ -130,7 +130,7 @@ def masks(draw: st.DrawFn) -> np.ndarray:
     shards=st.sampled_from([1, 2]),
     poison=st.sampled_from([0.0, np.nan, np.inf, -np.inf, 3e38]),
 )
-def test_any_mask_agrees_with_full_logits_whatever_stands_off_it(
+def test_any_mask_agrees_with_full_logits_for_any_values_off_the_mask(
     mask: np.ndarray, block_size: int, shards: int, poison: float
 ) -> None:
     activations, head, targets, pull = inputs(MASKED_POSITIONS, batch=MASKED_BATCH)
@@ -150,7 +150,7 @@ def test_without_any_loss_token_everything_is_zero() -> None:
     assert not any(np.asarray(array).any() for array in jax.tree.leaves(found))
 
 
-def test_no_mask_compiles_anything_again() -> None:
+def test_new_masks_do_not_recompile() -> None:
     activations, head, targets, pull = inputs(MASKED_POSITIONS, batch=MASKED_BATCH)
 
     @jax.jit
@@ -191,7 +191,7 @@ def test_the_head_runs_on_as_many_blocks_as_the_fullest_row_fills(
 
 
 @pytest.mark.parametrize("block_size", [2, POSITIONS])
-def test_logits_too_large_for_exp_are_no_problem(block_size: int) -> None:
+def test_large_logits_do_not_overflow(block_size: int) -> None:
     activations, head, targets, pull = inputs()
     case = (activations * 100, head, targets, pull)
     assert_close(measured(*case, 1.0, block_size), oracle(*case, 1.0), 1e-3)
@@ -305,7 +305,7 @@ def test_memory_at_a_large_vocabulary_is_that_of_a_block() -> None:
     assert program.memory_analysis().temp_size_in_bytes < bound < 4 * batch * positions * vocab / 10
 
 
-def test_any_mesh_gives_the_same_and_only_reductions_over_the_vocabulary_travel_within_the_loops(
+def test_any_mesh_gives_equal_results_and_loops_exchange_only_vocabulary_reductions(
     tmp_path: Path,
 ) -> None:
     batch, positions, embed, vocab = 16, 12, 16, 264
@@ -409,7 +409,7 @@ def scored(model: LmHeadModel, batch: RlExample, temperature: float = 1.0) -> tu
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_the_model_is_asked_at_the_right_positions(config: LmConfig) -> None:
+def test_logprobs_use_the_right_positions(config: LmConfig) -> None:
     """Compare log-probs with the model's logits, one token at a time."""
     model, batch = make_model(config), make_batch([[pair] for pair in random_sequences(14, 9, 11)] + [[]])
     logits = eqx.filter_jit(lambda m, e: m(e.input_ids, e.attention_mask))(model, batch)
@@ -428,7 +428,7 @@ def test_the_model_is_asked_at_the_right_positions(config: LmConfig) -> None:
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_sequences_that_share_a_row_are_scored_as_if_each_had_its_own(config: LmConfig) -> None:
+def test_packed_sequences_are_scored_like_separate_rows(config: LmConfig) -> None:
     first, second, third = random_sequences(5, 9, 8)
     model = make_model(config)
     alone = [np.asarray(values) for values in scored(model, make_batch([[first], [second], [third]]))]
@@ -440,7 +440,7 @@ def test_sequences_that_share_a_row_are_scored_as_if_each_had_its_own(config: Lm
         np.testing.assert_allclose(shared[1], own[2], atol=1e-5)
 
 
-def test_levanters_own_loss_means_the_same_tokens() -> None:
+def test_levanters_loss_uses_the_same_tokens() -> None:
     model, batch = make_model(LLAMA), make_batch([[pair] for pair in random_sequences(14, 9, 11)])
     loss = eqx.filter_jit(lambda m, e: compute_next_token_loss(m, e.to_lm_example(), reduction=None))(model, batch)
     ours = -np.asarray(scored(model, batch)[0])
@@ -479,6 +479,6 @@ class WithBalancingLoss(LmHeadModel[LlamaConfig]):
         raise NotImplementedError
 
 
-def test_a_balancing_loss_beside_the_activations_is_left_out() -> None:
+def test_balancing_loss_is_ignored() -> None:
     model, batch = make_model(LLAMA), make_batch([[pair] for pair in random_sequences(14, 9)])
     np.testing.assert_array_equal(scored(WithBalancingLoss(model), batch)[0], scored(model, batch)[0])

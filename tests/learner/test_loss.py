@@ -370,7 +370,7 @@ def in_microbatches(count: int) -> tuple[float, dict[str, Metric]]:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_passes_change_neither_loss_nor_metrics(count: int) -> None:
+def test_microbatches_change_neither_loss_nor_metrics(count: int) -> None:
     whole_loss, whole = in_microbatches(1)
     loss, metrics = in_microbatches(count)
     np.testing.assert_allclose(loss, whole_loss, rtol=1e-5)
@@ -432,7 +432,7 @@ def assert_metrics(found: Mapping[str, float], expected: Mapping[str, float]) ->
         np.testing.assert_allclose(found[name], value, rtol=1e-4, err_msg=name)
 
 
-def test_metrics_are_what_their_names_say() -> None:
+def test_metrics_match_their_definitions() -> None:
     assert_metrics(loss_metrics([measure(make_case())]), expected_metrics(make_case()))
 
 
@@ -459,7 +459,7 @@ def test_metrics_of_several_updates() -> None:
 
 
 @pytest.mark.parametrize(("poison", "block_size"), [(np.inf, 2), (np.nan, POSITIONS), (3e38, 2)])
-def test_what_the_model_finds_off_the_mask_does_not_leak(poison: float, block_size: int) -> None:
+def test_values_off_the_mask_do_not_leak(poison: float, block_size: int) -> None:
     case = make_case()
     loss = rl_loss("ppo_clip", "k3", block_size=block_size, critic=CRITIC)
     batch, weight = case.batch(SequenceSumConfig()), np.ones(EMBED)
@@ -476,7 +476,7 @@ def test_what_the_model_finds_off_the_mask_does_not_leak(poison: float, block_si
 
 
 @pytest.mark.parametrize("policy", ["ppo_clip", "gspo", "rloo_sequence"])
-def test_a_batch_of_padding_costs_nothing(policy: str) -> None:
+def test_batch_of_padding_has_zero_loss(policy: str) -> None:
     case = make_case()
     case.mask[:] = False
     model = make_critic(case, np.ones(EMBED), 0.1, None)
@@ -487,7 +487,7 @@ def test_a_batch_of_padding_costs_nothing(policy: str) -> None:
     assert all(np.isfinite(value) for value in loss_metrics([metrics]).values())
 
 
-def test_a_policy_with_a_critic_that_is_not_asked_for_is_trained_alone() -> None:
+def test_critic_without_config_is_not_trained() -> None:
     case = make_case()
     batch = case.batch(SequenceSumConfig())
     model = make_critic(case, np.ones(EMBED), 0.1, None)

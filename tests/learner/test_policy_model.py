@@ -74,7 +74,7 @@ def test_export_and_import_is_exact(tiny, trainer, chat, exports, name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_the_exported_folder_is_hugging_faces(tiny, exports, name: str) -> None:
+def test_exported_folder_has_hugging_face_format(tiny, exports, name: str) -> None:
     _, folder = exports[name]
     config = AutoConfig.from_pretrained(folder)
     assert config.model_type == name
@@ -224,7 +224,7 @@ def test_transformers_makes_the_same_greedy_generations(name: str, speakers, sev
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_the_architecture_is_read_back(exports, name: str) -> None:
+def test_exported_architecture_is_read_back(exports, name: str) -> None:
     model, folder = exports[name]
     config = read_hf_architecture(str(folder))
     for field in ("hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads"):
@@ -245,7 +245,7 @@ def test_weights_are_loaded_in_the_precision_of_parameters(tiny, chat, exports) 
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded)} == {jnp.dtype(jnp.bfloat16)}
 
 
-def test_a_folder_named_relative_to_here_is_not_looked_up_on_the_hub(tiny, trainer, chat, exports, monkeypatch) -> None:
+def test_relative_folder_is_not_looked_up_on_the_hub(tiny, trainer, chat, exports, monkeypatch) -> None:
     model, folder = exports["llama"]
     monkeypatch.chdir(folder.parent)
     asked = []
@@ -262,7 +262,7 @@ def test_a_folder_named_relative_to_here_is_not_looked_up_on_the_hub(tiny, train
     assert all(Path(repo_id).is_absolute() for repo_id in asked)
 
 
-def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(trainer, exports) -> None:
+def test_tokenizer_with_more_tokens_than_the_model_is_rejected(trainer, exports) -> None:
     _, folder = exports["llama"]
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<|one_more|>"])
@@ -282,7 +282,7 @@ def test_a_model_with_a_larger_vocabulary_keeps_it(tiny, trainer, chat, tmp_path
 
 
 @pytest.mark.parametrize("missing", ["/nowhere/at/all", "nowhere", "no-one/nothing", "../nowhere/at/all"])
-def test_a_missing_checkpoint_is_named(trainer, chat, missing: str) -> None:
+def test_error_names_a_missing_checkpoint(trainer, chat, missing: str) -> None:
     with pytest.raises(PolicyModelError, match=f"no model in Hugging Face format at '{missing}'"):
         load_hf_policy(missing, chat, trainer, None)
     with pytest.raises(PolicyModelError, match=f"no model in Hugging Face format at '{missing}'"):
@@ -299,13 +299,13 @@ def copied(exports, tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_folder_without_weights_is_named(trainer, chat, copied: Path) -> None:
+def test_error_names_a_folder_without_weights(trainer, chat, copied: Path) -> None:
     (copied / "model.safetensors").unlink()
     with pytest.raises(PolicyModelError, match=r"the weights in .*hf' are missing or damaged: model.safetensors: "):
         load_hf_policy(str(copied), chat, trainer, None)
 
 
-def test_a_broken_weights_file_is_named(trainer, chat, copied: Path) -> None:
+def test_error_names_a_broken_weights_file(trainer, chat, copied: Path) -> None:
     data = (copied / "model.safetensors").read_bytes()
     (copied / "model.safetensors").write_bytes(data[: len(data) // 2])
     with pytest.raises(PolicyModelError, match=r"the weights in .*hf' are missing or damaged: model.safetensors: "):
@@ -313,21 +313,23 @@ def test_a_broken_weights_file_is_named(trainer, chat, copied: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"hidden_dim": 32}, {"num_layers": 2}, {"num_kv_heads": 2}])
-def test_weights_of_another_architecture_are_refused(tiny, trainer, chat, copied: Path, change: dict[str, int]) -> None:
+def test_weights_of_another_architecture_are_rejected(
+    tiny, trainer, chat, copied: Path, change: dict[str, int]
+) -> None:
     (name,) = change
     hf_name = {"hidden_dim": "hidden_size", "num_layers": "num_hidden_layers", "num_kv_heads": "num_key_value_heads"}
     with pytest.raises(PolicyModelError, match=rf"describes another model than .*leave model out.* {hf_name[name]}: "):
         load_hf_policy(str(copied), chat, trainer, dataclasses.replace(tiny.LLAMA, **change))
 
 
-def test_an_unknown_architecture_is_named(trainer, chat, copied: Path) -> None:
+def test_error_names_an_unknown_architecture(trainer, chat, copied: Path) -> None:
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
     with pytest.raises(PolicyModelError, match=r"holds a 'bert' model, which is not supported; supported are gemma"):
         load_hf_policy(str(copied), chat, trainer, None)
 
 
-def test_code_that_comes_with_a_checkpoint_is_neither_run_nor_asked_about(tmp_path: Path, monkeypatch) -> None:
+def test_code_in_a_checkpoint_is_never_run(tmp_path: Path, monkeypatch) -> None:
     proof = tmp_path / "it ran"
     (tmp_path / "hostile.py").write_text(f"open({str(proof)!r}, 'w').close()\n")
     declared = {"model_type": "hostile", "auto_map": {"AutoConfig": "hostile.Hostile"}}
@@ -346,7 +348,7 @@ def test_code_that_comes_with_a_checkpoint_is_neither_run_nor_asked_about(tmp_pa
     assert not proof.exists()
 
 
-def test_a_policy_from_scratch_has_the_shapes_that_were_foretold(tiny, chat) -> None:
+def test_initialized_policy_matches_model_shape(tiny, chat) -> None:
     trainer = tiny.make_trainer(policy="p=bf16,c=bf16")
     model = initialize_policy(tiny.LLAMA, chat, trainer, key=jax.random.PRNGKey(0))
     shape = model_shape(tiny.LLAMA, Axis("vocab", chat.vocab_size), trainer)
@@ -438,7 +440,7 @@ def test_log_probabilities_do_not_depend_on_the_version_that_wrote_the_config(
     np.testing.assert_allclose(loaded_logprobs(folder), record(case)["logprobs"], rtol=0, atol=1e-5)
 
 
-def test_tensors_that_the_model_does_not_take_are_refused_at_loading(trainer, chat, tmp_path) -> None:
+def test_unused_tensors_are_rejected_at_loading(trainer, chat, tmp_path) -> None:
     folder = write_checkpoint(tmp_path, "qwen2")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
@@ -447,7 +449,7 @@ def test_tensors_that_the_model_does_not_take_are_refused_at_loading(trainer, ch
 
 
 @pytest.mark.parametrize("case", ARCHITECTURES)
-def test_an_export_has_the_tensors_of_the_checkpoint(trainer, chat, tmp_path, case: str) -> None:
+def test_export_has_the_tensors_of_the_checkpoint(trainer, chat, tmp_path, case: str) -> None:
     source = write_checkpoint(tmp_path, case)
     save_hf_policy(load_hf_policy(source, chat, trainer, None), chat, tmp_path / "hf", trainer)
     expected = load_file(tmp_path / "model.safetensors")
@@ -462,7 +464,7 @@ def test_an_export_has_the_tensors_of_the_checkpoint(trainer, chat, tmp_path, ca
 
 
 @pytest.mark.parametrize("case", ["qwen2_yarn", "gpt2"])
-def test_a_loaded_model_comes_back_from_its_export(tiny, trainer, chat, tmp_path, case: str) -> None:
+def test_loaded_model_round_trips_through_export(tiny, trainer, chat, tmp_path, case: str) -> None:
     model = load_hf_policy(write_checkpoint(tmp_path, case), chat, trainer, None)
     save_hf_policy(model, chat, tmp_path / "hf", trainer)
     loaded = load_hf_policy(str(tmp_path / "hf"), chat, trainer, None)

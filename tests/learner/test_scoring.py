@@ -141,7 +141,7 @@ def test_a_rollouts_scores_do_not_depend_on_its_neighbours(scorer, rollouts, cri
     assert_scores(scorer.score(critic, rollouts[::-1]), expected[::-1])
 
 
-def test_nothing_is_compiled_for_another_number_of_passes_or_other_weights(tiny, trainer, scorer, rollouts, critic):
+def test_new_microbatch_counts_and_weights_do_not_recompile(tiny, trainer, scorer, rollouts, critic):
     scorer.score(critic, rollouts)
     other = ActorCritic(tiny.make_model(trainer, seed=1), critic.value_weight, critic.value_bias, critic.trunk)
     with tiny.counted_compiles() as compiled:
@@ -152,18 +152,18 @@ def test_nothing_is_compiled_for_another_number_of_passes_or_other_weights(tiny,
     assert np.abs(changed[0].logprobs - scorer.score(critic, rollouts)[0].logprobs).max() > 0.1
 
 
-def test_the_weights_are_left_as_they_are(tiny, scorer, rollouts, critic) -> None:
+def test_weights_are_unchanged(tiny, scorer, rollouts, critic) -> None:
     before = tiny.arrays_by_path(critic)
     scorer.score(critic, rollouts)
     for name, array in tiny.arrays_by_path(critic).items():
         assert array.tobytes() == before[name].tobytes(), name
 
 
-def test_no_rollouts_no_scores(scorer, critic) -> None:
+def test_no_rollouts_give_no_scores(scorer, critic) -> None:
     assert scorer.score(critic, []) == []
 
 
-def test_a_sequence_that_does_not_fit_is_an_error_that_names_the_rollout(trainer, rollouts, critic) -> None:
+def test_error_names_the_rollout_of_a_sequence_that_does_not_fit(trainer, rollouts, critic) -> None:
     short = make_scorer(trainer, RowLayout(11, 4, packed=True))
     with pytest.raises(ValueError, match="rollout 1 has a sequence of 12 tokens, which does not fit into rows of 11"):
         short.score(critic, rollouts)

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from marin_rl.learner.skip_nonfinite_updates import SkipState, skip_nonfinite_updates
+from marin_rl.learner.train_step import SkipState, skip_nonfinite_updates
 
 CLIP = 1.0
 OPTIMIZER = skip_nonfinite_updates(optax.chain(optax.clip_by_global_norm(CLIP), optax.adam(0.1)))
@@ -42,7 +42,7 @@ def broken_step(request: pytest.FixtureRequest):
     return BROKEN_STEPS[request.param]
 
 
-def test_a_broken_step_leaves_weights_and_moments_bit_identical(broken_step) -> None:
+def test_skipped_update_leaves_weights_and_moments_bit_identical(broken_step) -> None:
     params, state = apply(GRADS, OPTIMIZER.init(PARAMS), PARAMS, 1.0)
     after_params, after = apply(broken_step[0], state, params, broken_step[1])
     assert not bool(after.finite)
@@ -50,7 +50,7 @@ def test_a_broken_step_leaves_weights_and_moments_bit_identical(broken_step) -> 
     assert bits(after.inner) == bits(state.inner)
 
 
-def test_training_goes_on_after_a_broken_step_as_if_it_had_not_been(broken_step) -> None:
+def test_training_continues_after_a_skipped_update(broken_step) -> None:
     params, state = apply(GRADS, OPTIMIZER.init(PARAMS), PARAMS, 1.0)
     skipped_params, skipped = apply(broken_step[0], state, params, broken_step[1])
     expected_params, expected = apply(GRADS, state, params, 1.0)
@@ -60,7 +60,7 @@ def test_training_goes_on_after_a_broken_step_as_if_it_had_not_been(broken_step)
     assert bits(found.inner) == bits(expected.inner)
 
 
-def test_a_good_step_is_that_of_the_bare_optimizer() -> None:
+def test_finite_update_is_that_of_the_wrapped_optimizer() -> None:
     bare = optax.chain(optax.clip_by_global_norm(CLIP), optax.adam(0.1))
     updates, inner = bare.update(GRADS, bare.init(PARAMS), PARAMS)
     found, state = OPTIMIZER.update(GRADS, OPTIMIZER.init(PARAMS), PARAMS, loss=0.5)
@@ -75,12 +75,12 @@ def test_the_norm_is_the_one_before_clipping() -> None:
     assert state.grad_norm.dtype == jnp.float32
 
 
-def test_the_norm_of_a_broken_gradient_is_reported_as_it_is() -> None:
+def test_norm_of_a_nonfinite_gradient_is_reported() -> None:
     _, state = apply(broken(np.nan), OPTIMIZER.init(PARAMS), PARAMS, 1.0)
     assert np.isnan(state.grad_norm)
 
 
-def test_what_levanter_passes_on_reaches_the_optimizer() -> None:
+def test_extra_arguments_reach_the_optimizer() -> None:
     seen = {}
 
     def update(updates, state, params=None, **extra):

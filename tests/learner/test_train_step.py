@@ -39,7 +39,7 @@ def assert_same_update(found, expected) -> None:
         np.testing.assert_allclose(found[1][name], gradient, atol=1e-5, err_msg=name)
 
 
-def test_passes_change_neither_loss_nor_gradient_nor_metrics(one_device) -> None:
+def test_microbatches_change_neither_loss_nor_gradient_nor_metrics(one_device) -> None:
     assert_same_update(one_device[4], one_device[1])
 
 
@@ -97,7 +97,7 @@ def test_any_mesh_gives_the_same_loss_and_gradient(one_device, tmp_path: Path) -
     assert facts["compiled after the restore"] == 0
 
 
-def test_nothing_is_compiled_after_the_first_step_however_many_passes(tiny, learner) -> None:
+def test_later_steps_with_any_microbatch_count_do_not_compile(tiny, learner) -> None:
     def step(state, seeds):
         state, measured = learner.step(state, [tiny.make_example(seed=seed) for seed in seeds])
         loss_metrics([{name: m for name, m in measured.items() if name.startswith(MEASURED_BY_THE_LOSS)}])
@@ -116,7 +116,7 @@ def test_nothing_is_compiled_after_the_first_step_however_many_passes(tiny, lear
 MEASURED_BY_THE_LOSS = ("loss/policy", "loss/kl", "policy/", "log_ratio/")
 
 
-def test_what_a_step_measures(tiny, learner) -> None:
+def test_metrics_of_a_step(tiny, learner) -> None:
     state, measures = learner.step(tiny.fresh_state(learner), [tiny.make_example()])
     assert int(state.step) == 1
     assert {name for name in measures if not name.startswith(MEASURED_BY_THE_LOSS)} == {"loss/total", "grad_norm", "lr"}
@@ -151,7 +151,7 @@ def test_training_lowers_the_loss(tiny, learner) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_a_broken_update_is_an_error_and_leaves_the_weights(tiny, learner, monkeypatch) -> None:
+def test_nonfinite_update_raises_and_leaves_the_weights(tiny, learner, monkeypatch) -> None:
     state, _ = learner.step(tiny.fresh_state(learner), [tiny.make_example()])
     before = tiny.arrays_by_path((state.model, state.opt_state.inner))
     after = []

@@ -42,7 +42,7 @@ def test_kept_weights_outlive_their_donation() -> None:
     np.testing.assert_array_equal(plus_one(jax.tree.leaves(found))[1], [4.0, -2.0])
 
 
-def test_the_oldest_goes_when_another_comes() -> None:
+def test_new_version_evicts_the_oldest() -> None:
     history = WeightHistory(2)
     for version in (4, 5, 9):
         history.keep(policy(version), version)
@@ -55,6 +55,6 @@ def test_the_oldest_goes_when_another_comes() -> None:
     assert 5 in history
 
 
-def test_one_that_keeps_nothing_is_refused() -> None:
+def test_history_of_zero_versions_is_rejected() -> None:
     with pytest.raises(ValueError, match="versions must be at least 1, got 0"):
         WeightHistory(0)

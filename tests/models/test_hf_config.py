@@ -71,14 +71,14 @@ def test_rotary_settings_of_transformers_5_that_cannot_be_translated(tmp_path: P
         read(tmp_path, {**config, "rope_parameters": {**config["rope_parameters"], **change}})
 
 
-def test_rotary_settings_for_each_type_of_layer_are_refused(tmp_path: Path):
+def test_rotary_settings_per_layer_type_are_rejected(tmp_path: Path):
     parameters = {"full_attention": {"rope_theta": 1e6, "rope_type": "default"}}
     with pytest.raises(PolicyModelError, match="it must hold a number rope_theta for all layers"):
         read(tmp_path, {**record("qwen3")["config_version5"], "rope_parameters": parameters})
 
 
 @pytest.mark.parametrize(("name", "value"), [("rope_theta", 10000.0), ("rope_scaling", LINEAR)])
-def test_contradicting_rotary_settings_are_refused(tmp_path: Path, name: str, value: object):
+def test_contradicting_rotary_settings_are_rejected(tmp_path: Path, name: str, value: object):
     with pytest.raises(PolicyModelError, match=rf"contradicts {name} .*; remove one of the two"):
         read(tmp_path, {**record("qwen3")["config_version5"], name: value})
 
@@ -134,7 +134,7 @@ NOT_IMPLEMENTED = [
 
 
 @pytest.mark.parametrize(("case", "changes", "problem"), NOT_IMPLEMENTED)
-def test_a_setting_that_is_not_implemented_is_refused_by_name(tmp_path: Path, case: str, changes, problem: str):
+def test_error_names_an_unimplemented_setting(tmp_path: Path, case: str, changes, problem: str):
     with pytest.raises(PolicyModelError, match=problem):
         read(tmp_path, {**record(case)["config"], **changes})
 
@@ -158,7 +158,7 @@ def test_settings_that_change_nothing_are_accepted(tmp_path: Path, case: str, ch
     assert dataclasses.replace(found, activation_function=expected.activation_function) == expected
 
 
-def test_an_unknown_setting_is_refused_if_a_newer_transformers_wrote_it(tmp_path: Path, caplog):
+def test_unknown_setting_of_a_newer_transformers_is_rejected(tmp_path: Path, caplog):
     config = {**record("llama")["config"], "gated_attention": True, "not_set": None}
     for version in ("5.0.0", "4.58.0.dev0"):
         with pytest.raises(PolicyModelError, match=rf"written by transformers {version}, has .* gated_attention: True"):
@@ -172,13 +172,13 @@ def test_an_unknown_setting_is_refused_if_a_newer_transformers_wrote_it(tmp_path
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"llama"', "\udce4", "[" * 100_000])
-def test_an_unreadable_config_is_named(tmp_path: Path, text: str):
+def test_error_names_an_unreadable_config(tmp_path: Path, text: str):
     (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(PolicyModelError, match=r"no model in Hugging Face format at|is not a JSON object"):
         read_hf_config(str(tmp_path))
 
 
-def test_a_model_section_that_computes_something_else_is_refused(tmp_path: Path):
+def test_model_section_of_another_function_is_rejected(tmp_path: Path):
     checkpoint = write_config(tmp_path, record("llama")["config"])
     hf_config = read_hf_config(checkpoint)
     own = levanter_config(hf_config, checkpoint)
@@ -191,7 +191,7 @@ def test_a_model_section_that_computes_something_else_is_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_config_comes_back_from_its_export(tmp_path: Path, case: str):
+def test_config_round_trips_through_export(tmp_path: Path, case: str):
     config = read(tmp_path / "first", record(case)["config"])
     exported = to_hf_config(config, 264)
     (tmp_path / "second").mkdir()
@@ -199,7 +199,7 @@ def test_a_config_comes_back_from_its_export(tmp_path: Path, case: str):
     assert read(tmp_path / "second", json.loads((tmp_path / "second" / "config.json").read_text())) == config
 
 
-def test_the_window_that_layers_attend_to(tmp_path: Path):
+def test_attention_window_of_layers(tmp_path: Path):
     def window(config: LmConfig) -> int | None:
         return attention_window(to_hf_config(config, 264))
 
@@ -210,7 +210,7 @@ def test_the_window_that_layers_attend_to(tmp_path: Path):
     assert window(MistralConfig(**SIZES)) == 4096
 
 
-def test_settings_that_levanter_keeps_but_ignores(tmp_path: Path):
+def test_settings_that_levanter_ignores_are_rejected(tmp_path: Path):
     capped = Gemma2Config(**SIZES, head_dim=8, query_pre_attn_scalar=8)
     with pytest.raises(PolicyModelError, match=r"final_logit_softcapping is 30.0, implemented is None"):
         check_implemented(to_hf_config(capped, 264))
@@ -224,6 +224,6 @@ def test_settings_that_levanter_keeps_but_ignores(tmp_path: Path):
         (LlamaConfig(**SIZES, rope=DefaultRotaryEmbeddingsConfig(factor=4.0)), "rope_type"),
     ],
 )
-def test_a_model_without_a_hugging_face_form_is_named(config: LmConfig, problem: str):
+def test_error_names_a_model_without_a_hugging_face_form(config: LmConfig, problem: str):
     with pytest.raises(PolicyModelError, match=f"model: this 'llama' model cannot be exported .*{problem}"):
         to_hf_config(config, 264)

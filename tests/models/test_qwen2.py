@@ -9,7 +9,7 @@ from marin_rl.models.qwen2 import Qwen2Config
 SIZES = {"hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 
 
-def test_queries_keys_and_values_have_biases_and_nothing_else():
+def test_only_queries_keys_and_values_have_biases():
     attention = Qwen2Config(**SIZES).attention_config()
     assert (attention.use_bias, attention.use_output_bias) == (True, False)
     assert not Qwen2Config(**SIZES).use_bias

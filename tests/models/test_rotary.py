@@ -37,7 +37,7 @@ def test_yarn_keeps_fast_dimensions_and_slows_slow_ones():
     np.testing.assert_allclose(length, 0.1 * math.log(4) + 1, rtol=1e-5)
 
 
-def test_a_stated_attention_factor_is_used():
+def test_explicit_attention_factor_is_used():
     config = YarnRotaryConfig(factor=4.0, attention_factor=1.5, original_max_position_embeddings=32)
     _, length = angles_and_length(config)
     np.testing.assert_allclose(length, 1.5, rtol=1e-5)
@@ -56,6 +56,6 @@ def test_linear_scaling_divides_the_angles():
     np.testing.assert_allclose(length, 1.0, rtol=1e-5)
 
 
-def test_a_factor_below_1_is_refused():
+def test_factor_below_1_is_rejected():
     with pytest.raises(ValueError, match=r"rope.factor is 0.5; YaRN extends a context"):
         YarnRotaryConfig(factor=0.5)

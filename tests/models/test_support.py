@@ -63,7 +63,7 @@ def test_only_some_architectures_can_be_sampled(name: str):
         (Qwen3Config(**{**SIZES, "intermediate_dim": 0}), r"^model\.intermediate_dim is 0; it must be at least 1$"),
     ],
 )
-def test_an_architecture_that_is_not_supported_is_named(config: LmConfig, problem: str):
+def test_error_names_an_unsupported_architecture(config: LmConfig, problem: str):
     with pytest.raises(PolicyModelError, match=problem):
         check_model(config, built_in_sampler=False, max_length=16)
 
@@ -87,7 +87,7 @@ def test_an_architecture_that_is_not_supported_is_named(config: LmConfig, proble
         (LlamaConfig(**SIZES, rope=YarnRotaryEmbeddingsConfig(factor=4.0)), r"unlike transformers; use hf_yarn"),
     ],
 )
-def test_a_setting_without_a_hugging_face_form_is_named(config: LmConfig, problem: str):
+def test_error_names_a_setting_without_a_hugging_face_form(config: LmConfig, problem: str):
     with pytest.raises(PolicyModelError, match=problem):
         check_model(config, built_in_sampler=False, max_length=16)
 

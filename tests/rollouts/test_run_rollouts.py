@@ -26,11 +26,11 @@ from marin_rl.rollouts.run_rollouts import (
     stream_requests,
 )
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
-from marin_rl.sampling.scripted import ScriptedSampler
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Message, Rollout, RolloutGroup, RolloutStatus, StopReason, Task
+from tests.scripted_sampler import ScriptedSampler
 
 END, USER, ASSISTANT = 257, 259, 260
 TOKENIZER = ChatTokenizer(byte_tokenizer())

@@ -26,9 +26,9 @@ from marin_rl.runtime.open_rollout_source import make_staleness_limits
 from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.sampling.scripted import Script, ScriptedSampler
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
+from tests.scripted_sampler import Script, ScriptedSampler
 
 END, USER, ASSISTANT = 257, 259, 260
 TOKENIZER = ChatTokenizer(byte_tokenizer())

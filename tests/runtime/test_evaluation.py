@@ -15,10 +15,10 @@ from marin_rl.rollouts.rollout_builder import Limits, LongPrompts
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner
 from marin_rl.runtime.evaluation import describe_accuracy, evaluate, first_of_each, reference_loss
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.sampling.scripted import ScriptedSampler
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Message, RolloutGroup, Task
+from tests.scripted_sampler import ScriptedSampler
 
 END = 257
 TOKENIZER = ChatTokenizer(byte_tokenizer())

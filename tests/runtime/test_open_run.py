@@ -49,9 +49,9 @@ def test_run_resumes_from_newest_checkpoint(finished_run: TinyRun):
 def test_progress_of_another_version_is_rejected(finished_run: TinyRun, tmp_path: Path):
     run = copy_of(finished_run, tmp_path / "copy")
     path = run.checkpoint(6) / "manifest.json"
-    manifest = checkpoint._load_manifest(path.read_text())
+    manifest = checkpoint.load_manifest(path.read_text())
     manifest["progress"]["lessons"] = 3
-    path.write_text(checkpoint._dump_manifest(manifest))
+    path.write_text(checkpoint.dump_manifest(manifest))
     with pytest.raises(CheckpointError, match=r"progress in checkpoint .*step-00000006 .*'lessons'; resume with the"):
         reopen(run, lambda message: None)
 

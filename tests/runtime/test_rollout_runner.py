@@ -21,8 +21,8 @@ from marin_rl.rollouts.rollout_builder import Limits, StateHashingConfig, defaul
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.runtime.rollout_runner import make_runner, open_reward_functions
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.sampling.scripted import ScriptedSampler
 from tests.runtime.bare_run import TOKENIZER, make_config
+from tests.scripted_sampler import ScriptedSampler
 
 
 def player_of(**rollouts: object) -> RolloutRunner:

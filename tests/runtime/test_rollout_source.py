@@ -13,10 +13,10 @@ from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
 from marin_rl.runtime.rollout_source import FinishedGroup, LocalRollouts, stream_group_requests
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.sampling.scripted import ScriptedSampler
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup
 from tests.runtime.bare_run import END, bare_run, make_config, make_runner
+from tests.scripted_sampler import ScriptedSampler
 
 ENVIRONMENT = ArithmeticConfig(digits=1, size=50).build()
 CONFIG = make_config(

@@ -25,10 +25,10 @@ from marin_rl.rollouts.rollout_builder import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.warm_start import WarmStartError, warm_start
-from marin_rl.sampling.scripted import ScriptedSampler
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Message, Task
+from tests.scripted_sampler import ScriptedSampler
 
 END = 257
 TOKENIZER = ChatTokenizer(byte_tokenizer())

@@ -47,7 +47,7 @@ def test_a_request_survives_json():
     values=st.lists(st.floats(-12000.0, 1.0) | st.sampled_from([math.nan, -math.inf, 1e-6, 0.0]), max_size=6),
     pad=st.booleans(),
 )
-def test_what_is_let_through_is_a_generation_and_nothing_else_is(tokens: list[int], values: list[float], pad: bool):
+def test_accepted_responses_are_valid_generations(tokens: list[int], values: list[float], pad: bool):
     if pad:
         values = [*values, *[-1.0] * len(tokens)][: len(tokens)]
     good = (
@@ -68,7 +68,7 @@ def test_what_is_let_through_is_a_generation_and_nothing_else_is(tokens: list[in
 
 
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2, 3, 1]])
-def test_an_aborted_request_keeps_the_tokens_that_it_got_to(tokens: list[int]):
+def test_aborted_request_keeps_its_tokens(tokens: list[int]):
     choice = {"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}, "finish_reason": "abort"}
     expected = Completion(tuple(tokens), (-1.0,) * len(tokens), StopReason.ABORT)
     assert outcome(read, {"choices": [choice]}) == expected
@@ -87,9 +87,7 @@ JSON = st.recursive(
 
 
 @given(whole=JSON, choice=JSON, tokens=JSON, logprobs=JSON, values=JSON)
-def test_no_answer_is_so_odd_that_another_error_comes_out(
-    whole: Any, choice: Any, tokens: Any, logprobs: Any, values: Any
-):
+def test_invalid_responses_raise_only_sampler_errors(whole: Any, choice: Any, tokens: Any, logprobs: Any, values: Any):
     for answer in (
         whole,
         {"choices": whole},

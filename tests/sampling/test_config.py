@@ -36,13 +36,13 @@ GOOD = OpenAiSamplerConfig(base_url="http://localhost:8000/v1", model="policy", 
         ({"kv_cache_dtype": "int8"}, r"sampling.kv_cache_dtype is 'int8'; use float32 or bfloat16"),
     ],
 )
-def test_sampling_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
+def test_invalid_sampling_settings_are_rejected(fields: dict[str, Any], problem: str):
     with pytest.raises(ValueError, match=problem):
         SamplingConfig(**fields)
 
 
 @given(context=st.integers(2, 40_000), new=st.integers(1, 40_000), seqs=st.integers(1, 600))
-def test_prompts_of_a_round_are_read_together_as_far_as_memory_goes(context: int, new: int, seqs: int):
+def test_default_prefill_tokens_fit_the_prompts_up_to_a_cap(context: int, new: int, seqs: int):
     tokens = SamplingConfig(max_new_tokens=new, max_seqs=seqs).prefill_tokens(context)
     assert context <= tokens <= max(context, 4096)
     longest = min(max(context - new, 1), context - 1)
@@ -50,11 +50,11 @@ def test_prompts_of_a_round_are_read_together_as_far_as_memory_goes(context: int
 
 
 @pytest.mark.parametrize(("said", "context"), [(40, 40), (90, 40)])
-def test_prefill_that_is_said_is_taken(said: int, context: int):
+def test_configured_prefill_tokens_are_used(said: int, context: int):
     assert SamplingConfig(max_prefill_tokens=said).prefill_tokens(context) == said
 
 
-def test_an_engine_is_chosen_by_type():
+def test_sampler_is_selected_by_type():
     assert draccus.decode(SamplerConfig, {"type": "levanter"}) == LevanterSamplerConfig()
     fields = {"base_url": GOOD.base_url, "model": "policy", "reload": RELOAD}
     assert draccus.decode(SamplerConfig, {"type": "openai", **fields}) == GOOD
@@ -79,13 +79,13 @@ def test_an_engine_is_chosen_by_type():
         ({"timeout": math.inf}, r"sampler.timeout is inf"),
     ],
 )
-def test_impossible_settings_are_refused(fields: dict[str, Any], problem: str):
+def test_invalid_settings_are_rejected(fields: dict[str, Any], problem: str):
     with pytest.raises(ValueError, match=problem):
         dataclasses.replace(GOOD, **fields)
 
 
 @pytest.mark.parametrize("url", ["http://user:secret@host/v1", "http://secret@host/v1"])
-def test_a_secret_in_the_address_is_refused_and_not_repeated(url: str):
+def test_secret_in_the_address_is_rejected_and_not_printed(url: str):
     with pytest.raises(ValueError, match=r"sampler.base_url holds a user or a password.*api_key_env") as raised:
         dataclasses.replace(GOOD, base_url=url)
     assert "secret" not in str(raised.value)
@@ -95,6 +95,6 @@ def test_a_secret_in_the_address_is_refused_and_not_repeated(url: str):
     ("fields", "problem"),
     [({"folder": ""}, r"sampler.reload.folder is empty"), ({"keep": 0}, r"sampler.reload.keep is 0")],
 )
-def test_impossible_folders_are_refused(fields: dict[str, Any], problem: str):
+def test_invalid_folders_are_rejected(fields: dict[str, Any], problem: str):
     with pytest.raises(ValueError, match=problem):
         ReloadConfig(**{**RELOAD, **fields})

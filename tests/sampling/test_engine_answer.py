@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from levanter.inference.engine import GenerationResult
 
-from marin_rl.sampling.engine_answer import EngineAnswer, Swap, read_answer
+from marin_rl.sampling.levanter_sampler import EngineAnswer, Swap, read_answer
 from marin_rl.sampling.sampler import LOGPROB_ROUNDING, SamplerError
 from marin_rl.types import Generation, StopReason
 
@@ -35,7 +35,7 @@ def read(tokens: list[int], logprobs: list[float] | None = None, allowed: int = 
         ([1, 2, 3], StopReason.LENGTH),
     ],
 )
-def test_a_sequence_ends_with_a_stop_token_or_at_its_limit(tokens: list[int], reason: StopReason):
+def test_sequence_ends_with_a_stop_token_or_at_its_limit(tokens: list[int], reason: StopReason):
     logprobs = [-0.5 * index for index in range(len(tokens))]
     assert read(tokens, logprobs) == Generation(tuple(tokens), tuple(logprobs), reason, 4, 4)
 
@@ -49,7 +49,7 @@ def test_any_other_length_is_an_error(tokens: list[int]):
 
 @pytest.mark.parametrize("value", [1e-3, 2 * LOGPROB_ROUNDING, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 2])
-def test_an_impossible_logprob_is_an_error(value: float, place: int):
+def test_invalid_logprob_is_an_error(value: float, place: int):
     logprobs = [-1.0, -2.0, -3.0]
     logprobs[place] = value
     with pytest.raises(SamplerError, match=rf"request 8: the engine returned log-probability {value}; .*for NaN"):
@@ -60,7 +60,7 @@ def test_rounding_above_zero_is_clamped():
     assert read([1, 2, 3], [LOGPROB_ROUNDING, -1.0, 1e-7]).logprobs == (0.0, -1.0, 0.0)
 
 
-def test_an_answer_without_logprobs_is_an_error():
+def test_missing_logprobs_are_an_error():
     with pytest.raises(SamplerError, match="requests from 7: the engine returned no log-probabilities"):
         read_answer(answer_of([[1, STOP]], None), 7, [3], {STOP})
 
@@ -69,7 +69,7 @@ def test_an_answer_without_logprobs_is_an_error():
     lengths=st.lists(st.integers(1, 8), min_size=1, max_size=5),
     swaps_after=st.sets(st.integers(1, 9)),
 )
-def test_the_last_token_is_of_the_weights_that_sampled_it(lengths: list[int], swaps_after: set[int]):
+def test_last_version_is_that_of_the_last_token(lengths: list[int], swaps_after: set[int]):
     version, swaps, sampled_by = 4, [], [[] for _ in lengths]
     # As in the engine: every decode step adds a token to each active sequence, with weight updates in between.
     for rounds in range(1, 10):

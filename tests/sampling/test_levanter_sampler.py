@@ -306,14 +306,14 @@ def test_each_stop_token_alone_stops(sampler: LevanterSampler):
         assert_complete(generation, MAX_NEW)
 
 
-def test_the_context_ends_an_answer_before_its_own_limit(sampler: LevanterSampler):
+def test_context_limit_ends_a_generation_before_max_new_tokens(sampler: LevanterSampler):
     short, full = sampler.sample([SampleRequest((1,) * (CONTEXT - 2), 3, MAX_NEW), SampleRequest((1,), 3, 5)])
     assert_complete(short, 2)
     assert_complete(full, 5)
 
 
 @pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 100])
-def test_a_prompt_without_room_is_refused_before_anything_is_sampled(
+def test_too_long_prompt_is_rejected_before_sampling(
     sampler: LevanterSampler, monkeypatch: pytest.MonkeyPatch, length: int
 ):
     calls = spy_on_generate(monkeypatch)
@@ -336,12 +336,12 @@ def test_a_prompt_without_room_is_refused_before_anything_is_sampled(
         (SampleRequest((1,), 2**63, 4), "seed is 9223372036854775808"),
     ],
 )
-def test_malformed_requests_are_named(sampler: LevanterSampler, request_: SampleRequest, message: str):
+def test_error_names_malformed_requests(sampler: LevanterSampler, request_: SampleRequest, message: str):
     with pytest.raises(ValueError, match=message):
         sampler.sample([request_])
 
 
-def test_no_requests_no_answers(sampler: LevanterSampler):
+def test_no_requests_give_no_generations(sampler: LevanterSampler):
     assert sampler.sample([]) == []
 
 
@@ -381,7 +381,7 @@ def half_precision(leaf: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("change", [narrower, half_precision])
-def test_weights_that_would_compile_anew_are_refused(
+def test_weights_that_would_recompile_are_rejected(
     sampler: LevanterSampler, model: LmHeadModel, change: Callable[[jax.Array], jax.Array]
 ):
     other = eqx.tree_at(lambda m: m.transformer.norm.weight.array, model, replace_fn=change)
@@ -407,9 +407,7 @@ def test_an_interrupted_call_leaves_a_working_sampler(
     assert sampler.sample(requests) == expected
 
 
-def test_a_cut_answer_is_told_by_the_requests_number_among_all(
-    sampler: LevanterSampler, monkeypatch: pytest.MonkeyPatch
-):
+def test_error_names_the_index_of_a_truncated_request(sampler: LevanterSampler, monkeypatch: pytest.MonkeyPatch):
     generate = InferenceEngine.generate
 
     def cut(self, requests, step_callback):
@@ -423,7 +421,7 @@ def test_a_cut_answer_is_told_by_the_requests_number_among_all(
         sampler.sample(make_requests([3] * (SLOTS + 2)))
 
 
-def test_weights_with_nan_are_an_error_and_leave_no_trace(sampler: LevanterSampler, model: LmHeadModel):
+def test_weights_with_nan_raise_and_do_not_affect_later_calls(sampler: LevanterSampler, model: LmHeadModel):
     requests = make_requests(LENGTHS)
     expected = sampler.sample(requests)
     sampler.update_weights(jax.tree.map(lambda leaf: leaf * jnp.nan, model), 1)
@@ -433,7 +431,7 @@ def test_weights_with_nan_are_an_error_and_leave_no_trace(sampler: LevanterSampl
     assert sampler.sample(requests) == expected
 
 
-def test_prefill_must_take_the_longest_prompt(model: LmHeadModel):
+def test_prefill_must_fit_the_longest_prompt(model: LmHeadModel):
     config = dataclasses.replace(CONFIG, max_prefill_tokens=CONTEXT - 1)
     with pytest.raises(ValueError, match=r"max_prefill_tokens is 39, but a prompt may have up to 40 tokens"):
         LevanterSampler(model, config=config, stop_token_ids=STOP_IDS, max_context=CONTEXT)
@@ -444,7 +442,7 @@ def test_stop_tokens_must_be_in_the_vocabulary(model: LmHeadModel):
         LevanterSampler(model, config=CONFIG, stop_token_ids=[VOCAB, 3], max_context=CONTEXT)
 
 
-def test_a_context_of_one_token_is_refused(model: LmHeadModel):
+def test_context_of_one_token_is_rejected(model: LmHeadModel):
     with pytest.raises(ValueError, match="max_context is 1"):
         LevanterSampler(model, config=CONFIG, stop_token_ids=STOP_IDS, max_context=1)
 

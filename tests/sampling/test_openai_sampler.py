@@ -57,7 +57,7 @@ def sampler_of(
     )
 
 
-def test_tokens_and_log_probs_are_what_the_engine_drew(server: CompletionsServer):
+def test_tokens_and_log_probs_are_those_of_the_engine(server: CompletionsServer):
     sampler = sampler_of(server)
     assert isinstance(sampler, Sampler)
     sampler.version = 3
@@ -76,7 +76,7 @@ def test_tokens_and_log_probs_are_what_the_engine_drew(server: CompletionsServer
     assert any(2 in generation.token_ids[:-1] for generation in generations)
 
 
-def test_nothing_is_left_to_the_servers_defaults(server: CompletionsServer):
+def test_server_defaults_are_not_used(server: CompletionsServer):
     sampler_of(server, context=10).sample([dataclasses.replace(REQUEST, temperature=0.5, seed=2**63 - 1)])
     assert server.received == [
         {
@@ -100,12 +100,12 @@ def test_nothing_is_left_to_the_servers_defaults(server: CompletionsServer):
     ]
 
 
-def test_without_stop_tokens_the_limit_ends_an_answer(server: CompletionsServer):
+def test_without_stop_tokens_the_limit_ends_a_generation(server: CompletionsServer):
     [generation] = sampler_of(server, stop=()).sample([REQUEST])
     assert (len(generation.token_ids), generation.stop_reason) == (8, StopReason.LENGTH)
 
 
-def test_no_requests_are_no_generations(server: CompletionsServer):
+def test_no_requests_give_no_generations(server: CompletionsServer):
     assert sampler_of(server).sample([]) == []
     assert server.received == []
 
@@ -123,7 +123,7 @@ def test_no_requests_are_no_generations(server: CompletionsServer):
     max_seqs=st.integers(1, 4),
 )
 @settings(max_examples=25)
-def test_answers_come_in_the_order_of_the_requests_and_do_not_depend_on_company(
+def test_generations_keep_request_order_and_do_not_depend_on_concurrency(
     served: CompletionsServer, drawn: list[tuple[tuple[int, ...], int, int, float]], max_seqs: int
 ):
     requests = [SampleRequest(*fields) for fields in drawn]
@@ -138,7 +138,7 @@ def served() -> Iterator[CompletionsServer]:
         yield started
 
 
-def test_as_many_requests_as_configured_are_under_way(server: CompletionsServer):
+def test_configured_number_of_requests_is_concurrent(server: CompletionsServer):
     # Each response waits for two others: fewer concurrent requests would never finish, and more are detected.
     server.hold = threading.Barrier(3, timeout=300)
     sampler = sampler_of(server, config=SamplingConfig(max_new_tokens=16, max_seqs=3))
@@ -160,13 +160,13 @@ def test_as_many_requests_as_configured_are_under_way(server: CompletionsServer)
         ({"seed": -1}, "request 1: seed is -1"),
     ],
 )
-def test_a_bad_request_is_not_sent(server: CompletionsServer, changes: dict[str, Any], problem: str):
+def test_invalid_request_is_not_sent(server: CompletionsServer, changes: dict[str, Any], problem: str):
     with pytest.raises(ValueError, match=problem):
         sampler_of(server).sample([REQUEST, dataclasses.replace(REQUEST, **changes)])
     assert server.received == []
 
 
-def test_a_prompt_that_fills_the_context_is_not_sent(server: CompletionsServer):
+def test_prompt_that_fills_the_context_is_not_sent(server: CompletionsServer):
     with pytest.raises(PromptTooLongError, match="request 0: the prompt has 3 tokens, but the limit is 2"):
         sampler_of(server, context=3).sample([REQUEST])
     assert server.received == []
@@ -189,7 +189,7 @@ LOST = [
 
 
 @pytest.mark.parametrize(("reply", "problem"), LOST)
-def test_what_may_work_later_is_tried_again(server: CompletionsServer, reply: Raw, problem: str):
+def test_transient_failures_are_retried(server: CompletionsServer, reply: Raw, problem: str):
     [expected] = sampler_of(server).sample([REQUEST])
     server.received.clear()
     server.fault = lambda count, body: reply if count < 4 else None
@@ -202,7 +202,7 @@ def test_what_may_work_later_is_tried_again(server: CompletionsServer, reply: Ra
     assert len(server.received) == 1
 
 
-def test_one_lost_answer_costs_the_others_nothing(server: CompletionsServer):
+def test_lost_response_does_not_affect_other_requests(server: CompletionsServer):
     requests = [dataclasses.replace(REQUEST, seed=seed) for seed in range(8)]
     expected = sampler_of(server).sample(requests)
     lost: set[int] = set()
@@ -217,7 +217,7 @@ def test_one_lost_answer_costs_the_others_nothing(server: CompletionsServer):
     assert sampler_of(server, retry=QUICK).sample(requests) == expected
 
 
-def test_time_runs_out(server: CompletionsServer, monkeypatch: pytest.MonkeyPatch):
+def test_retries_stop_after_the_time_limit(server: CompletionsServer, monkeypatch: pytest.MonkeyPatch):
     times = itertools.count(0.0, 0.3)
     monkeypatch.setattr("marin_rl.retry.time", SimpleNamespace(monotonic=lambda: next(times)))
     server.fault = lambda count, body: error(503, "loading")
@@ -227,14 +227,14 @@ def test_time_runs_out(server: CompletionsServer, monkeypatch: pytest.MonkeyPatc
     assert len(server.received) == 4
 
 
-def test_nobody_listens():
+def test_closed_port_is_an_error():
     with CompletionsServer() as closed:
         sampler = sampler_of(closed)
     with pytest.raises(SamplerError, match=r"does not respond \(ConnectError: .*check that it is running"):
         sampler.sample([REQUEST])
 
 
-def test_an_answer_that_never_comes(server: CompletionsServer):
+def test_missing_response_times_out(server: CompletionsServer):
     server.hold = threading.Barrier(2)
     with pytest.raises(SamplerError, match=r"does not respond \(ReadTimeout: .*sampler.timeout"):
         sampler_of(server, timeout=0.2).sample([REQUEST])
@@ -255,14 +255,14 @@ def test_an_answer_that_never_comes(server: CompletionsServer):
         (499, "see the server's log"),
     ],
 )
-def test_a_refusal_is_not_tried_again(server: CompletionsServer, status: int, remedy: str):
+def test_rejected_request_is_not_retried(server: CompletionsServer, status: int, remedy: str):
     server.fault = lambda count, body: error(status, "I would rather not")
     with pytest.raises(SamplerError, match=f"rejected it with status {status}: .*I would rather not.*; {remedy}"):
         sampler_of(server, retry=QUICK).sample([REQUEST])
     assert len(server.received) == 1
 
 
-def test_the_servers_own_refusals(server: CompletionsServer):
+def test_server_rejections_are_reported(server: CompletionsServer):
     with pytest.raises(SamplerError, match=r"The model `other` does not exist.*correct sampler.model"):
         sampler_of(server, model="other").sample([REQUEST])
     assert server.engine is not None
@@ -273,7 +273,7 @@ def test_the_servers_own_refusals(server: CompletionsServer):
         sampler_of(server, base_url=server.url.removesuffix("/v1")).sample([REQUEST])
 
 
-def test_one_refusal_ends_the_call(server: CompletionsServer):
+def test_one_rejection_ends_the_call(server: CompletionsServer):
     """Other requests that would be retried for a minute are cancelled."""
     server.fault = lambda count, body: error(400, "no") if body["seed"] == 3 else error(503, "loading")
     requests = [dataclasses.replace(REQUEST, seed=seed) for seed in range(8)]
@@ -323,9 +323,7 @@ def logprobs(values: Any) -> Callable[[dict[str, Any]], Any]:
         (logprobs([-1.0, True]), "log-probability True"),
     ],
 )
-def test_an_answer_that_cannot_be_is_refused(
-    server: CompletionsServer, change: Callable[[dict[str, Any]], Any], problem: str
-):
+def test_invalid_response_is_rejected(server: CompletionsServer, change: Callable[[dict[str, Any]], Any], problem: str):
     server.change = change
     with pytest.raises(SamplerError, match=f"request 0: .*{problem}"):
         sampler_of(server, retry=QUICK).sample([REQUEST])
@@ -342,20 +340,20 @@ def test_an_answer_that_cannot_be_is_refused(
         ([5, 1, 5], "continued after stop token 5"),
     ],
 )
-def test_answers_of_an_impossible_length_are_refused(server: CompletionsServer, tokens: list[int], problem: str):
+def test_responses_of_invalid_length_are_rejected(server: CompletionsServer, tokens: list[int], problem: str):
     told = {"token_logprobs": [-1.0] * len(tokens)}
     server.change = changed_choice(token_ids=tokens, logprobs=told, finish_reason="length")
     with pytest.raises(SamplerError, match=f"request 0: .*{problem}"):
         sampler_of(server).sample([REQUEST])
 
 
-def test_a_request_that_the_server_aborts_is_an_aborted_generation(server: CompletionsServer):
+def test_request_aborted_by_the_server_is_an_aborted_generation(server: CompletionsServer):
     server.change = changed_choice(token_ids=[1, 1], logprobs={"token_logprobs": [-1.0, -2.0]}, finish_reason="abort")
     [generation] = sampler_of(server).sample([REQUEST])
     assert (generation.token_ids, generation.stop_reason) == ((1, 1), StopReason.ABORT)
 
 
-def test_rounding_above_zero_is_forgiven(server: CompletionsServer):
+def test_rounding_above_zero_is_clamped(server: CompletionsServer):
     server.change = logprobs([0, 1e-6])
     [generation] = sampler_of(server).sample([REQUEST])
     assert generation.logprobs == (0.0, 0.0)
@@ -364,7 +362,7 @@ def test_rounding_above_zero_is_forgiven(server: CompletionsServer):
 # The API key.
 
 
-def test_the_key_is_sent_and_told_nobody(
+def test_api_key_is_sent_and_never_logged(
     server: CompletionsServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.DEBUG)
@@ -379,7 +377,9 @@ def test_the_key_is_sent_and_told_nobody(
 
 
 @pytest.mark.parametrize("value", [None, ""])
-def test_a_missing_key_is_told_at_once(server: CompletionsServer, monkeypatch: pytest.MonkeyPatch, value: str | None):
+def test_missing_api_key_is_an_error_at_construction(
+    server: CompletionsServer, monkeypatch: pytest.MonkeyPatch, value: str | None
+):
     monkeypatch.delenv("ENGINE_KEY", raising=False)
     if value is not None:
         monkeypatch.setenv("ENGINE_KEY", value)
@@ -395,7 +395,7 @@ def check(server: CompletionsServer, temperature: float) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
-def test_a_server_that_tells_log_probs_at_the_temperature_is_fine(
+def test_server_with_processed_log_probs_passes_the_check(
     server: CompletionsServer, temperature: float, caplog: pytest.LogCaptureFixture
 ):
     check(server, temperature)
@@ -403,7 +403,7 @@ def test_a_server_that_tells_log_probs_at_the_temperature_is_fine(
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
-def test_a_server_that_tells_raw_log_probs_is_found_out(server: CompletionsServer, temperature: float):
+def test_server_with_raw_log_probs_fails_the_check(server: CompletionsServer, temperature: float):
     server.engine = TableEngine(LOGITS, raw=True)
     with pytest.raises(SamplerError, match=f"temperature is {temperature}.*--logprobs-mode processed_logprobs"):
         check(server, temperature)
@@ -412,7 +412,7 @@ def test_a_server_that_tells_raw_log_probs_is_found_out(server: CompletionsServe
 
 @pytest.mark.parametrize("logits", [[0.0] * 6, [20.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
 @pytest.mark.parametrize("raw", [True, False])
-def test_what_cannot_be_seen_is_said(
+def test_inconclusive_check_logs_a_warning(
     server: CompletionsServer, logits: list[float], raw: bool, caplog: pytest.LogCaptureFixture
 ):
     """A uniform or deterministic distribution is the same at all temperatures."""
@@ -422,9 +422,7 @@ def test_what_cannot_be_seen_is_said(
 
 
 @pytest.mark.parametrize("top", [None, [], [None], [{}]])
-def test_a_server_without_top_logprobs_is_not_refused(
-    server: CompletionsServer, top: Any, caplog: pytest.LogCaptureFixture
-):
+def test_server_without_top_logprobs_is_accepted(server: CompletionsServer, top: Any, caplog: pytest.LogCaptureFixture):
     def change(answer: dict[str, Any]) -> dict[str, Any]:
         answer["choices"][0]["logprobs"]["top_logprobs"] = top
         return answer
@@ -434,7 +432,7 @@ def test_a_server_without_top_logprobs_is_not_refused(
     assert "could not verify" in caplog.text
 
 
-def test_what_every_answer_lacks_is_found_by_the_check(server: CompletionsServer):
+def test_check_detects_missing_fields(server: CompletionsServer):
     server.change = changed_choice(token_ids=None)
     with pytest.raises(SamplerError, match="must honour return_token_ids"):
         check(server, 1.0)
@@ -442,7 +440,7 @@ def test_what_every_answer_lacks_is_found_by_the_check(server: CompletionsServer
 
 @given(st.lists(st.floats(-4.0, 4.0), min_size=2, max_size=8), st.booleans())
 @settings(max_examples=40)
-def test_raw_and_processed_log_probs_are_never_confused(served: CompletionsServer, logits: list[float], raw: bool):
+def test_check_distinguishes_raw_and_processed_log_probs(served: CompletionsServer, logits: list[float], raw: bool):
     """Raw log-probs are always detected, and processed ones never rejected, unless both are equal."""
     engine = TableEngine(logits, raw=raw)
     plain, warm = np.max(engine.logprobs(1.0)), np.max(engine.logprobs(2.0))

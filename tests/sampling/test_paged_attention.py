@@ -157,7 +157,7 @@ def test_agrees_with_levanters_reference() -> None:
     np.testing.assert_allclose(attend(batch, None)[:38], reference.array[:38], atol=1e-6)
 
 
-def test_a_row_does_not_depend_on_its_company() -> None:
+def test_rows_do_not_depend_on_the_rest_of_the_batch() -> None:
     # Bit-identical resume depends on this: which requests share a batch depends on timing.
     sizes = {"tokens": 96, "seqs": 6, "page_size": 4, "pages_per_seq": 10, "kv_heads": 2, "group": 2}
     together = make_batch([(9, 4), (17, 20), (3, 0)], **sizes, seed=3)

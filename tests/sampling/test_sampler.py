@@ -1,18 +1,70 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+from typing import Any
+
+import pytest
+
 from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.sampling.levanter_sampler import LevanterSampler
-from marin_rl.sampling.sampler import PromptTooLongError, Sampler
-from marin_rl.sampling.scripted import ScriptedSampler
+from marin_rl.sampling.sampler import PromptTooLongError, Sampler, SampleRequest, WeightPoll, allowed_tokens
+from tests.scripted_sampler import ScriptedSampler
+
+GOOD: dict[str, Any] = {"prompt_tokens": (1, 2, 3), "seed": 0, "max_new_tokens": 5, "temperature": 1.0}
 
 
-def test_every_sampler_offers_the_protocol_and_other_things_do_not():
+def allowed(**changes: Any) -> int:
+    return allowed_tokens(4, SampleRequest(**{**GOOD, **changes}), max_context=10, vocab_size=8, max_new_tokens=6)
+
+
+def test_samplers_implement_the_protocol():
     for kind in (LevanterSampler, PolicySampler):
         assert {"batch_size", "sample"} <= set(dir(kind))
     assert isinstance(ScriptedSampler({}, stop_token_ids=[0]), Sampler)
     assert not isinstance({}, Sampler)
 
 
-def test_a_prompt_that_is_too_long_is_bad_input():
+def test_prompt_too_long_error_is_a_value_error():
     assert issubclass(PromptTooLongError, ValueError)
+
+
+@pytest.mark.parametrize(("length", "expected"), [(1, 5), (5, 5), (6, 4), (9, 1)])
+def test_allowed_tokens_is_limited_by_request_and_context(length: int, expected: int):
+    assert allowed(prompt_tokens=(7,) * length) == expected
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"seed": 2**63 - 1}, {"max_new_tokens": 1}])
+def test_boundary_values_are_valid(changes: dict[str, Any]):
+    assert allowed(**changes) == min(changes.get("max_new_tokens", 5), 7)
+
+
+@pytest.mark.parametrize("length", [10, 11])
+def test_error_names_a_prompt_without_room(length: int):
+    with pytest.raises(PromptTooLongError, match=f"request 4: the prompt has {length} tokens, but the limit is 9"):
+        allowed(prompt_tokens=(0,) * length)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"prompt_tokens": ()}, "request 4: prompt_tokens is empty"),
+        ({"prompt_tokens": (1, 8)}, "request 4: prompt token 8 is not in the model's vocabulary of 8"),
+        ({"prompt_tokens": (-1, 7)}, "request 4: prompt token -1 is not"),
+        ({"max_new_tokens": 0}, "request 4: max_new_tokens is 0; it must be between 1 and .* which is 6"),
+        ({"max_new_tokens": 7}, "request 4: max_new_tokens is 7"),
+        ({"temperature": -0.1}, "request 4: temperature is -0.1"),
+        ({"temperature": float("inf")}, "request 4: temperature is inf"),
+        ({"temperature": float("nan")}, "request 4: temperature is nan"),
+        ({"seed": -1}, "request 4: seed is -1"),
+        ({"seed": 2**63}, "request 4: seed is 9223372036854775808"),
+    ],
+)
+def test_error_names_a_malformed_request(changes: dict[str, Any], problem: str):
+    with pytest.raises(ValueError, match=problem):
+        allowed(**changes)
+
+
+@pytest.mark.parametrize("decode_steps", [0, -3])
+def test_polls_need_a_decode_step_in_between(decode_steps: int):
+    with pytest.raises(ValueError, match=f"decode_steps must be at least 1, got {decode_steps}"):
+        WeightPoll(lambda: None, decode_steps)

@@ -54,7 +54,7 @@ def test_saved_and_loaded_from_a_folder(tmp_path):
     assert loaded.decode(loaded(" isn 't  x")["input_ids"]) == " isn 't  x"
 
 
-def test_template_as_plain_hugging_face_use_sees_it():
+def test_template_with_plain_hugging_face_use():
     messages = [
         {"role": "system", "content": "S"},
         {"role": "user", "content": "U"},

@@ -72,7 +72,7 @@ def test_chatml_mask_covers_reply_and_end_token_but_not_the_newline(chatml: Chat
 
 @settings(deadline=None)
 @given(conversations(HOSTILE))
-def test_byte_tokens_and_masks_match_the_oracle_whatever_the_texts(messages: list[dict[str, str]]):
+def test_byte_tokens_and_masks_match_the_oracle_for_any_text(messages: list[dict[str, str]]):
     ids, mask = byte_oracle(messages)
     assert BYTE_CHAT.encode_conversation(messages) == (ids, mask)
     assert BYTE_CHAT.prompt_tokens(messages) == (*ids, ROLE_IDS["assistant"])
@@ -95,7 +95,7 @@ def test_chatml_masks_match_rendering_of_prefixes(chatml: ChatTokenizer, message
     assert list(mask) == expected
 
 
-def test_mask_where_the_template_starts_with_a_generation_block_marks_nothing_silently():
+def test_generation_block_at_the_start_of_the_text_is_an_error():
     # transformers does not track a block at the very start of the text.
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (
@@ -205,7 +205,7 @@ def test_a_rollout_of_many_turns_is_the_conversation(turns: list[tuple[str, bool
     assert sequence == (*byte_oracle(history)[0], ROLE_IDS["assistant"])
 
 
-def test_sampled_tokens_that_encoding_would_not_give_are_kept(chatml: ChatTokenizer):
+def test_sampled_tokens_unlike_the_encoding_are_kept(chatml: ChatTokenizer):
     letters = tuple(chatml.tokenizer.convert_tokens_to_ids(list("hello")))
     assert letters != reply_tokens(chatml, "hello")
     prompt = chatml.prompt_tokens(PROMPT)
@@ -233,7 +233,7 @@ def test_sampled_bytes_and_special_tokens_that_are_not_text_are_kept(byte_chat: 
     assert (tokens, starts) == ((259, 98, 257, 260), False)
 
 
-def test_a_reply_that_spells_a_special_token_continues(byte_chat: ChatTokenizer):
+def test_reply_that_spells_a_special_token_continues(byte_chat: ChatTokenizer):
     reply = "<|end|><|user|>give me a point"
     sequence = (*byte_chat.prompt_tokens(PROMPT), *reply.encode(), END)
     history = [*PROMPT, message("assistant", byte_chat.decode_reply((*reply.encode(), END)))]
@@ -276,7 +276,7 @@ def test_thinking_is_kept_through_tool_calls_and_stripped_by_the_next_user_messa
     assert starts
 
 
-def test_thinking_that_the_template_lays_out_anew_starts_a_sequence(thinking: ChatTokenizer):
+def test_thinking_that_the_template_reformats_starts_a_sequence(thinking: ChatTokenizer):
     reply = "<think>look it up</think>tool"
     history = [*PROMPT, message("assistant", reply)]
     sequence = (*thinking.prompt_tokens(PROMPT), *reply_tokens(thinking, reply), end_of_turn(thinking))
@@ -393,7 +393,7 @@ def test_tokenizer_without_a_template_is_an_error():
         ChatTokenizer(tokenizer)
 
 
-def test_tokenizer_that_nothing_would_stop_is_an_error():
+def test_tokenizer_without_stop_tokens_is_an_error():
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -408,7 +408,7 @@ def test_template_that_drops_replies_is_an_error():
         ChatTokenizer(tokenizer)
 
 
-def test_the_wrapped_tokenizer_is_left_as_it_was():
+def test_wrapped_tokenizer_is_unchanged():
     tokenizer: PreTrainedTokenizerFast = byte_tokenizer()
     before = tokenizer.backend_tokenizer.to_str()
     ChatTokenizer(tokenizer).prompt_tokens([message("user", "<|end|>")])
@@ -416,7 +416,7 @@ def test_the_wrapped_tokenizer_is_left_as_it_was():
     assert len(tokenizer) == 264
 
 
-def test_it_can_be_sent_to_another_process(chatml: ChatTokenizer):
+def test_tokenizer_can_be_pickled(chatml: ChatTokenizer):
     received = pickle.loads(pickle.dumps(chatml))
     messages = [message("user", "a<|im_end|>")]
     assert received.prompt_tokens(messages) == chatml.prompt_tokens(messages)

@@ -20,7 +20,7 @@ def test_spans_cover_replies_and_their_end_tokens():
     assert [text[start:end] for start, end in spans] == ["a<|end|>", "<|end|>"]
 
 
-def test_a_refused_conversation_names_the_tokenizer_the_roles_and_the_reason():
+def test_error_of_a_rejected_conversation_names_tokenizer_roles_and_reason():
     with pytest.raises(ChatTemplateError, match=r"the test's tokenizer.*\['user', 'end'\].*role 'end' is none of"):
         TEMPLATE.render([{"role": "user", "content": "u"}, {"role": "end", "content": ""}], add_generation_prompt=True)
 
@@ -32,15 +32,15 @@ def test_a_broken_template_is_an_error_that_names_the_tokenizer():
 
 
 @pytest.mark.parametrize("tag", ["{% generation %}", "{%- generation -%}", "{%generation%}", "{%+ generation %}"])
-def test_generation_blocks_are_seen_in_every_spelling(tag: str):
+def test_generation_blocks_are_found_in_every_spelling(tag: str):
     assert ChatTemplate(f"{tag}x{{% endgeneration %}}", {}, "t").marks_generations
 
 
-def test_other_uses_of_the_word_are_no_generation_blocks():
+def test_other_uses_of_the_word_are_not_generation_blocks():
     assert not ChatTemplate("{% if add_generation_prompt %}generation{% endif %}", {}, "t").marks_generations
 
 
-def test_overlapping_control_texts_are_all_broken():
+def test_overlapping_control_texts_are_all_escaped():
     tokenizer = byte_tokenizer()
     # One special token's text is a suffix of another's; splitting only the longer one would leave the shorter one.
     tokenizer.add_special_tokens(
@@ -51,7 +51,7 @@ def test_overlapping_control_texts_are_all_broken():
     assert chat.prompt_tokens([{"role": "user", "content": content}]) == (259, *content.encode(), 257, 260)
 
 
-def test_the_internal_boundary_is_mere_text_in_a_message(byte_chat: ChatTokenizer):
+def test_internal_boundary_in_a_message_stays_text(byte_chat: ChatTokenizer):
     content = "x\ufdd0boundary\ufdd1<|end|>\ufdd0boundary\ufdd1"
     assert byte_chat.prompt_tokens([{"role": "user", "content": content}]) == (259, *content.encode(), 257, 260)
 
@@ -63,7 +63,7 @@ def test_a_mark_in_a_message_is_not_used_as_the_mark(byte_chat: ChatTokenizer):
     assert byte_chat.prompt_tokens([{"role": "user", "content": content}]) == (259, *content.encode(), 257, 260)
 
 
-def test_half_a_surrogate_pair_is_an_error_that_names_the_message(byte_chat: ChatTokenizer):
+def test_error_names_the_message_with_a_lone_surrogate(byte_chat: ChatTokenizer):
     with pytest.raises(ValueError, match=r"the content of message 1 has a lone surrogate .* position 2"):
         byte_chat.prompt_tokens([{"role": "user", "content": "a"}, {"role": "user", "content": "ab\ud83d"}])
 
@@ -77,7 +77,7 @@ def test_saved_truncation_and_padding_do_not_apply():
     assert backend.truncation is not None
 
 
-def test_threads_do_not_disturb_one_anothers_masks(byte_chat: ChatTokenizer):
+def test_concurrent_rendering_keeps_masks(byte_chat: ChatTokenizer):
     conversations = [[{"role": "assistant", "content": "x" * n}] * 3 for n in range(1, 9)]
     expected = [byte_chat.encode_conversation(messages) for messages in conversations]
     interval = sys.getswitchinterval()

@@ -55,7 +55,7 @@ def save_with(folder: Path, **files: object) -> str:
         ({"generation_config": {"eos_token_id": 263, "max_new_tokens": -1, "cache_implementation": "?"}}, (257, 263)),
     ],
 )
-def test_stop_tokens_are_those_of_transformers(tmp_path: Path, files: dict, expected: tuple[int, ...]):
+def test_stop_tokens_match_transformers(tmp_path: Path, files: dict, expected: tuple[int, ...]):
     assert TokenizerConfig(path=save_with(tmp_path, **files)).build().stop_token_ids == expected
 
 
@@ -72,7 +72,7 @@ def test_stop_tokens_are_those_of_transformers(tmp_path: Path, files: dict, expe
         ({"eos_token_id": [257, 99999]}, r"lists stop tokens \[99999\] .* its tokenizer has 264 tokens"),
     ],
 )
-def test_stop_tokens_that_cannot_be_read_are_refused(tmp_path: Path, content: object, problem: str):
+def test_unreadable_stop_tokens_are_rejected(tmp_path: Path, content: object, problem: str):
     with pytest.raises(TokenizerLoadError, match=problem):
         TokenizerConfig(path=save_with(tmp_path, generation_config=content)).build()
 
@@ -124,7 +124,7 @@ def test_a_folder_of_transformers_5_gives_the_same_tokens(tmp_path: Path, tokeni
     assert again.tokenizer.all_special_tokens == chat.tokenizer.all_special_tokens
 
 
-def test_a_folder_of_transformers_5_without_tokenizer_json_is_named(tmp_path: Path):
+def test_error_names_a_transformers_5_folder_without_tokenizer_json(tmp_path: Path):
     folder = as_transformers_5_writes(tmp_path / "five")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(TokenizerLoadError, match=r"five holds no loadable tokenizer.*such as tokenizer_config"):
@@ -135,9 +135,7 @@ def test_a_folder_of_transformers_5_without_tokenizer_json_is_named(tmp_path: Pa
 
 
 @pytest.mark.parametrize("declared_in", ["tokenizer_config.json", "config.json"])
-def test_code_that_comes_with_a_tokenizer_is_neither_run_nor_asked_about(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, declared_in: str
-):
+def test_code_of_a_tokenizer_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, declared_in: str):
     folder, proof = tmp_path / "hostile", tmp_path / "it ran"
     byte_tokenizer().save_pretrained(folder)
     code = f"open({str(proof)!r}, 'w').close()\nfrom transformers import PreTrainedTokenizerFast as Hostile\n"
@@ -165,7 +163,7 @@ def test_code_that_comes_with_a_tokenizer_is_neither_run_nor_asked_about(
 # Tokenizers without a template.
 
 
-def test_plain_puts_the_contents_of_messages_one_after_another(tmp_path: Path):
+def test_plain_template_concatenates_contents(tmp_path: Path):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
@@ -180,7 +178,7 @@ def test_plain_puts_the_contents_of_messages_one_after_another(tmp_path: Path):
     assert chat.observation_tokens(conversation, sequence, answer) == (tuple(b"wrong"), False)
 
 
-def test_plain_begins_with_bos_where_the_tokenizer_does():
+def test_plain_template_adds_bos_like_the_tokenizer():
     tokenizer = byte_tokenizer()
     tokenizer.bos_token = "<|reserved_0|>"
     assert ChatTokenizer(with_template(tokenizer, plain_template(tokenizer))).prompt_tokens([USER]) == tuple(b"2+3=")
@@ -204,12 +202,12 @@ def test_plain_needs_an_end_token(tmp_path: Path):
         TokenizerConfig(path=str(tmp_path), chat_template="plain").build()
 
 
-def test_a_missing_folder_is_named():
+def test_error_names_a_missing_folder():
     with pytest.raises(TokenizerLoadError, match=r"\./no/such/folder does not exist; correct tokenizer.path"):
         TokenizerConfig(path="./no/such/folder").build()
 
 
-def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+def test_error_names_a_folder_without_a_tokenizer(tmp_path):
     with pytest.raises(
         TokenizerLoadError, match=re.escape(str(tmp_path)) + " holds no loadable tokenizer.*tokenizer.json"
     ):
@@ -227,20 +225,20 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
         ({"tokenizer_config": {"tokenizer_class": 3}}, "attribute name must be string"),
     ],
 )
-def test_a_damaged_tokenizer_is_named(tmp_path: Path, files: dict, problem: str):
+def test_error_names_a_damaged_tokenizer(tmp_path: Path, files: dict, problem: str):
     with pytest.raises(TokenizerLoadError, match=f"{re.escape(str(tmp_path))} holds no loadable tokenizer: {problem}"):
         TokenizerConfig(path=save_with(tmp_path, **files)).build()
 
 
 @pytest.mark.parametrize("missing", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_missing_file_of_a_tokenizer_is_named(tmp_path: Path, missing: str):
+def test_error_names_a_missing_tokenizer_file(tmp_path: Path, missing: str):
     save_with(tmp_path)
     (tmp_path / missing).unlink()
     with pytest.raises(TokenizerLoadError, match=f"holds no loadable tokenizer: {missing} missing"):
         TokenizerConfig(path=str(tmp_path)).build()
 
 
-def test_a_template_that_is_not_text_is_named(tmp_path: Path):
+def test_error_names_a_template_that_is_not_text(tmp_path: Path):
     save_with(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -255,12 +253,12 @@ def test_an_unreachable_hub_is_an_error_with_the_remedy(monkeypatch):
         TokenizerConfig(path="some-org/some-model").build()
 
 
-def test_a_missing_template_file_is_named(tmp_path):
+def test_error_names_a_missing_template_file(tmp_path):
     with pytest.raises(TokenizerLoadError, match=r"absent\.jinja cannot be read"):
         TokenizerConfig(chat_template=str(tmp_path / "absent.jinja")).build()
 
 
-def test_a_tokenizer_without_a_template_says_how_to_give_one(tmp_path):
+def test_error_of_a_missing_template_contains_a_remedy(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from marin_rl.tokenization.byte_tokenizer import CHAT_TEMPLATE
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.tokenization.chat_template import ChatTemplate, ToolSchema
-from marin_rl.tokenization.tool_messages import fit_conversation
+from marin_rl.tokenization.chat_template import ChatTemplate, ToolSchema, fit_conversation
 from marin_rl.types import Message
 from tests.tokenization.conftest import chatml_tokenizer, llama_tokenizer
 from tests.tokenization.tool_templates import LLAMA, QWEN3, SILENT, STRICT
@@ -56,12 +55,12 @@ def template(source: str) -> ChatTemplate:
         ("{% if tools %}{{ raise_exception('no tools') }}{% endif %}{{ messages[0].content }}", False, False),
     ],
 )
-def test_what_a_template_knows_is_seen_by_rendering(source: str, tells: bool, shows: bool):
+def test_template_features_are_detected_by_rendering(source: str, tells: bool, shows: bool):
     made = template(source)
     assert (made.renders_tools, made.renders_tool_role) == (tells, shows)
 
 
-def test_tools_go_to_a_template_that_tells_of_them_and_elsewhere_into_words():
+def test_tools_are_passed_to_the_template_or_described_as_text():
     messages = [offer("Be brief."), ASKED]
     told = fit_conversation(messages, template(QWEN3))
     assert told.tools == (HELLO, WORLD)
@@ -71,7 +70,7 @@ def test_tools_go_to_a_template_that_tells_of_them_and_elsewhere_into_words():
     assert worded.messages == (Message(role="system", content=f"Be brief.\n\n{WORDS}"), ASKED)
 
 
-def test_a_message_that_brings_tools_and_nothing_else_leaves_nothing_behind():
+def test_message_with_only_tools_is_dropped():
     assert fit_conversation([offer(), ASKED], template(QWEN3)).messages == (ASKED,)
     assert fit_conversation([offer(), ASKED], template(SILENT)).messages == (
         Message(role="system", content=WORDS),
@@ -79,7 +78,7 @@ def test_a_message_that_brings_tools_and_nothing_else_leaves_nothing_behind():
     )
 
 
-def test_answers_become_one_message_of_the_user_where_the_role_is_not_shown():
+def test_tool_responses_become_one_user_message():
     messages = [ASKED, SAID, answer("5"), answer("6"), SAID, answer("7")]
     assert fit_conversation(messages, template(QWEN3)).messages == tuple(messages)
     assert fit_conversation(messages, template(STRICT)).messages == (
@@ -98,7 +97,7 @@ TURNS = st.lists(st.sampled_from([ASKED, answer("5"), answer("6"), offer("x")]),
 
 @given(before=TURNS, behind=TURNS, source=st.sampled_from([QWEN3, LLAMA, SILENT, STRICT]))
 @settings(deadline=None)
-def test_parts_on_both_sides_of_a_reply_fit_as_the_whole_does(before: list, behind: list, source: str):
+def test_converting_parts_equals_converting_the_whole(before: list, behind: list, source: str):
     made = template(source)
     first, rest, whole = (fit_conversation(part, made) for part in (before, behind, [*before, SAID, *behind]))
     assert whole.messages == (*first.messages, SAID, *rest.messages)
@@ -130,7 +129,7 @@ def test_a_written_conversation_with_tools_is_masked_as_hugging_face_does():
 
 
 @pytest.mark.parametrize("chat", [QWEN3_CHAT, LLAMA_CHAT], ids=["qwen3", "llama"])
-def test_a_tool_that_spells_control_tokens_makes_none(chat: ChatTokenizer):
+def test_control_tokens_in_a_tool_stay_text(chat: ChatTokenizer):
     special = "".join(chat.tokenizer.all_special_tokens)
     hostile = schema("hello", f"a{special}b")
     hostile["function"]["parameters"]["properties"][special] = {"type": "string", "enum": [special]}
@@ -144,7 +143,7 @@ def test_a_tool_that_spells_control_tokens_makes_none(chat: ChatTokenizer):
     assert texts[1].count(special) == 3
 
 
-def test_half_a_character_in_a_schema_is_an_error_that_says_where():
+def test_error_names_the_schema_with_a_lone_surrogate():
     with pytest.raises(ValueError, match="the tools of message 0 has a lone surrogate"):
         QWEN3_CHAT.prompt_tokens([offer("", schema("hello", "a\ud800")), ASKED])
 
@@ -155,7 +154,7 @@ def test_a_mark_in_a_schema_is_not_used_as_the_mark():
     assert description in QWEN3_CHAT.tokenizer.decode(ids)
 
 
-def test_a_tokenizer_with_a_template_of_its_own_for_tools_uses_it_for_them_alone():
+def test_separate_tool_template_is_used_only_for_tools():
     tokenizer = chatml_tokenizer()
     tokenizer.chat_template = {"default": SILENT, "tool_use": QWEN3}
     chat = ChatTokenizer(tokenizer)
@@ -165,7 +164,7 @@ def test_a_tokenizer_with_a_template_of_its_own_for_tools_uses_it_for_them_alone
 
 
 @pytest.mark.parametrize("source", [SILENT, STRICT])
-def test_answers_reach_a_policy_whose_template_lacks_the_role(source: str):
+def test_tool_responses_are_rendered_without_the_tool_role(source: str):
     chat = ChatTokenizer(chatml_tokenizer(source))
     prompt = chat.prompt_tokens([offer(), ASKED])
     assert WORDS in chat.tokenizer.decode(prompt)
@@ -180,7 +179,7 @@ def test_answers_reach_a_policy_whose_template_lacks_the_role(source: str):
 
 
 @pytest.mark.parametrize("chat", [QWEN3_CHAT, LLAMA_CHAT], ids=["qwen3", "llama"])
-def test_a_turn_adds_what_hugging_face_renders_behind_the_reply(chat: ChatTokenizer):
+def test_turn_adds_the_text_that_hugging_face_renders(chat: ChatTokenizer):
     history = [offer("Be brief."), ASKED, SAID]
     sequence = (
         *chat.prompt_tokens(history[:-1]),
@@ -196,7 +195,7 @@ def test_a_turn_adds_what_hugging_face_renders_behind_the_reply(chat: ChatTokeni
     assert shown in chat.tokenizer.decode(rest)
 
 
-def test_a_template_of_its_own_for_tools_that_come_later_continues_nothing_that_another_rendered():
+def test_later_tools_with_a_separate_template_start_a_sequence():
     """The two templates render a reply's context differently, and the policy saw only the first one's."""
     tokenizer = chatml_tokenizer()
     tokenizer.chat_template = {"default": "{{ 'hello ' }}" + SILENT, "tool_use": SILENT}

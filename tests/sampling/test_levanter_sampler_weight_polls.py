@@ -17,8 +17,7 @@ from haliax import NamedArray
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.sampling.levanter_sampler import LevanterSampler
-from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.sampling.weight_poll import WeightPoll
+from marin_rl.sampling.sampler import SampleRequest, WeightPoll
 from marin_rl.types import Generation
 from tests.sampling.test_levanter_sampler import (
     CONFIG,
@@ -52,10 +51,10 @@ class Watch:
             config=CONFIG,
             stop_token_ids=STOP_IDS,
             max_context=CONTEXT,
-            weight_poll=WeightPoll(self.look, ROUNDS),
+            weight_poll=WeightPoll(self.poll, ROUNDS),
         )
 
-    def look(self) -> None:
+    def poll(self) -> None:
         self.at.get(self.weight_poll, lambda: None)()
         self.weight_poll += 1
 
@@ -63,7 +62,7 @@ class Watch:
         """Sample under the first weights, version 0, with actions at polls 0, 1, ..."""
         self.sampler.update_weights(self.model, 0)
         self.weight_poll = 0
-        self.at = {int(name.removeprefix("look")): action for name, action in at.items()}
+        self.at = {int(name.removeprefix("poll")): action for name, action in at.items()}
         return self.sampler.sample(requests)
 
     def swap(self, model: LmHeadModel, version: int) -> Callable[[], None]:
@@ -100,7 +99,7 @@ REQUESTS = [
 ]
 
 
-def test_looks_at_which_nothing_happens_change_nothing(model: LmHeadModel, watch: Watch) -> None:
+def test_polls_without_new_weights_change_nothing(model: LmHeadModel, watch: Watch) -> None:
     requests = make_requests([*LENGTHS, *[3] * (2 * SLOTS)])
     wanted = make_sampler(model).sample(requests)
     for _ in range(2):
@@ -108,7 +107,7 @@ def test_looks_at_which_nothing_happens_change_nothing(model: LmHeadModel, watch
     assert watch.weight_poll > len(requests) / SLOTS * (MAX_NEW - 1) / ROUNDS
 
 
-def test_a_sampler_looks_before_it_reads_prompts_and_then_every_so_many_rounds(watch: Watch) -> None:
+def test_sampler_polls_before_prefill_and_then_every_n_decode_steps(watch: Watch) -> None:
     for limit in (1, 2, ROUNDS + 1, ROUNDS + 2, MAX_NEW):
         found = watch.sample([SampleRequest((5, 9), seed, limit) for seed in range(SLOTS)])
         longest = max(len(one.token_ids) for one in found)
@@ -116,16 +115,16 @@ def test_a_sampler_looks_before_it_reads_prompts_and_then_every_so_many_rounds(w
         assert watch.weight_poll == 1 + math.ceil((longest - 1) / ROUNDS)
 
 
-def test_weights_that_come_before_the_prompts_are_read_make_every_token(watch: Watch, other: LmHeadModel) -> None:
-    found = watch.sample(REQUESTS, look0=watch.swap(other, 4))
+def test_weights_from_the_poll_before_prefill_sample_every_token(watch: Watch, other: LmHeadModel) -> None:
+    found = watch.sample(REQUESTS, poll0=watch.swap(other, 4))
     alone = make_sampler(other).sample(REQUESTS)
     assert found == [dataclasses.replace(one, first_version=4, last_version=4) for one in alone]
 
 
-def test_each_token_up_to_the_swap_is_of_the_old_weights_and_versions_are_exact(
+def test_tokens_before_an_update_use_the_old_weights_and_versions_are_exact(
     watch: Watch, other: LmHeadModel, alone: list[Generation]
 ) -> None:
-    found = watch.sample(REQUESTS, look3=watch.swap(other, 7))
+    found = watch.sample(REQUESTS, poll3=watch.swap(other, 7))
     for one, old in zip(found, alone, strict=True):
         assert one.token_ids[:BEFORE] == old.token_ids[:BEFORE]
         assert one.logprobs[:BEFORE] == old.logprobs[:BEFORE]
@@ -136,10 +135,10 @@ def test_each_token_up_to_the_swap_is_of_the_old_weights_and_versions_are_exact(
     assert [one.token_ids for one in found] != [one.token_ids for one in alone]
 
 
-def test_of_several_swaps_the_last_that_a_sequence_lived_to_see_counts(
+def test_last_version_is_that_of_the_last_update_before_the_end(
     watch: Watch, other: LmHeadModel, model: LmHeadModel
 ) -> None:
-    found = watch.sample(REQUESTS, look1=watch.swap(other, 2), look2=watch.swap(model, 3), look4=watch.swap(other, 5))
+    found = watch.sample(REQUESTS, poll1=watch.swap(other, 2), poll2=watch.swap(model, 3), poll4=watch.swap(other, 5))
     for one in found:
         # Polls 1, 2 and 4 come after 1, 4 and 10 tokens.
         wanted = 5 if len(one.token_ids) > 10 else 3 if len(one.token_ids) > 4 else 2 if len(one.token_ids) > 1 else 0
@@ -147,12 +146,12 @@ def test_of_several_swaps_the_last_that_a_sequence_lived_to_see_counts(
     assert {one.last_version for one in found} == {0, 2, 3, 5}
 
 
-def test_after_a_swap_of_the_head_alone_tokens_are_those_of_the_full_forward_pass(
+def test_after_an_update_of_the_head_tokens_match_the_full_forward_pass(
     watch: Watch, model: LmHeadModel, other: LmHeadModel
 ) -> None:
     """Both weights produce the same cache, so the oracle is the learner's forward pass under the new weights."""
     changed = eqx.tree_at(lambda m: m.lm_head.weight, model, other.lm_head.weight)
-    found = watch.sample(REQUESTS, look2=watch.swap(changed, 1))
+    found = watch.sample(REQUESTS, poll2=watch.swap(changed, 1))
     sequences = [request.prompt_tokens + one.token_ids[:-1] for request, one in zip(REQUESTS, found, strict=True)]
     versions = [log_softmax(full_logits(weights, sequences)) for weights in (model, changed)]
     compared = [0, 0]
@@ -203,12 +202,12 @@ def mixed_logprobs(tokens: Sequence[int], parts: Sequence[tuple[LmHeadModel, int
     return log_softmax(np.concatenate(found))
 
 
-def test_after_a_swap_of_all_weights_tokens_are_those_over_the_old_cache(
+def test_after_an_update_of_all_weights_tokens_use_the_old_cache(
     watch: Watch, model: LmHeadModel, other: LmHeadModel
 ) -> None:
     length = 16
     requests = make_requests([length] * SLOTS)
-    found = watch.sample(requests, look3=watch.swap(other, 1))
+    found = watch.sample(requests, poll3=watch.swap(other, 1))
     # Token BEFORE - 1 was sampled by the old weights, and is processed by the new ones.
     swap, end = length + BEFORE - 1, length + MAX_NEW - 1
     errors, differences = [], []
@@ -225,20 +224,20 @@ def test_after_a_swap_of_all_weights_tokens_are_those_over_the_old_cache(
     assert max(differences) > 0.1, "with a cache of the new weights they would be others"
 
 
-@pytest.mark.parametrize("look", [0, 2])
-def test_a_look_that_raises_ends_the_call_and_leaves_a_working_sampler(
-    watch: Watch, alone: list[Generation], look: int
+@pytest.mark.parametrize("poll", [0, 2])
+def test_failing_poll_ends_the_call_and_leaves_a_working_sampler(
+    watch: Watch, alone: list[Generation], poll: int
 ) -> None:
     def fail() -> None:
         raise OSError("no route to the weights")
 
     with pytest.raises(OSError, match="no route to the weights"):
-        watch.sample(REQUESTS, **{f"look{look}": fail})
+        watch.sample(REQUESTS, **{f"poll{poll}": fail})
     assert watch.sample(REQUESTS) == alone
 
 
-def test_weights_of_another_shape_are_refused_in_flight_too(watch: Watch, alone: list[Generation]) -> None:
+def test_weights_of_another_shape_are_rejected_in_flight(watch: Watch, alone: list[Generation]) -> None:
     halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), watch.model)
     with pytest.raises(ValueError, match="update_weights to version 9: the model's structure, shapes or dtypes differ"):
-        watch.sample(REQUESTS, look2=watch.swap(halves, 9))
+        watch.sample(REQUESTS, poll2=watch.swap(halves, 9))
     assert watch.sample(REQUESTS) == alone
