@@ -369,7 +369,8 @@ def everything(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) 
 LESSON = """
     import dataclasses
 
-    from marin_rl.environments.base import AbstractEnvironment, Split, Step, split_of
+    from marin_rl.environments.base import AbstractEnvironment, Split, Step
+    from marin_rl.splits import split_of
     from marin_rl.types import Task
 
 

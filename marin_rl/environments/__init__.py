@@ -5,12 +5,11 @@
 
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split, Step, TaskStream
-from marin_rl.environments.curriculum import CurriculumConfig
 from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig
 from marin_rl.environments.from_file import FileConfig
-from marin_rl.environments.mixture import MixtureConfig
 from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.environments.reasoning_gym import ReasoningGymConfig
+from marin_rl.environments.streams import CurriculumConfig, MixtureConfig
 from marin_rl.environments.text_game import TextGameConfig
 from marin_rl.environments.tool_use import ToolUseConfig
 

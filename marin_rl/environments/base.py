@@ -5,9 +5,7 @@
 
 import abc
 import dataclasses
-import enum
 import functools
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -16,18 +14,8 @@ import draccus
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import PythonResult
 from marin_rl.seeds import derive_seed
+from marin_rl.splits import Split
 from marin_rl.types import Info, Message, RolloutGroup, Task
-
-
-class Split(enum.StrEnum):
-    """Split of an environment's tasks; no problem text is in two splits."""
-
-    TRAIN = "train"
-    """Tasks for the warm start and RL training."""
-    VALIDATION = "validation"
-    """Tasks for tuning and for the stopping criterion of the warm start."""
-    HELD_OUT = "held_out"
-    """Tasks for the reported accuracy only."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,23 +236,3 @@ def check_nested(outer: EnvironmentConfig, inner: EnvironmentConfig, key: str) -
             f"{key}.type is {EnvironmentConfig.get_choice_name(type(inner))!r}, which cannot be nested in an "
             f"environment of type {EnvironmentConfig.get_choice_name(type(outer))!r}; use one of {', '.join(allowed)}"
         )
-
-
-def split_of(problem: str, held_out: float, validation: float) -> Split:
-    """Return the split of a problem, determined by the hash of its text on every machine and for every seed.
-
-    Args:
-        problem: complete text of the problem.
-        held_out: share of all problems that are held out, in [0, 1).
-        validation: share of all problems for validation, in [0, 1).
-
-    >>> split_of("2+3=", 0.1, 0.1) is split_of("2+3=", 0.1, 0.1)
-    True
-    """
-    digest = hashlib.sha256(problem.encode()).digest()
-    position = int.from_bytes(digest[:8], "big") / 2**64
-    if position < held_out:
-        return Split.HELD_OUT
-    if position < held_out + validation:
-        return Split.VALIDATION
-    return Split.TRAIN

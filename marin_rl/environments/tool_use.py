@@ -24,15 +24,18 @@ from marin_rl.environments.base import (
     check_nested,
 )
 from marin_rl.environments.single_turn import CORRECT
-from marin_rl.environments.tool_calls import ToolCall, describe_tools, find_calls, parse_call
 from marin_rl.environments.tools import (
     CalculatorConfig,
     PythonTool,
     Tool,
+    ToolCall,
     ToolConfig,
     ToolError,
     ToolTimeoutError,
     check_arguments,
+    describe_tools,
+    find_calls,
+    parse_call,
     tool_schema,
 )
 from marin_rl.rewards.component import RewardComponentConfig

@@ -21,7 +21,7 @@ from marin_rl.config.sections import Mode, RolloutConfig
 from marin_rl.config.train_config import TrainConfig, compilation_cache, default_trainer, levanter_defaults
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.dataset import JsonlConfig
-from marin_rl.environments.mixture import MixtureConfig, MixturePartConfig
+from marin_rl.environments.streams import MixtureConfig, MixturePartConfig
 from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives.advantages import (

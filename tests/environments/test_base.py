@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from marin_rl.environments import ArithmeticConfig, TextGameConfig
-from marin_rl.environments.base import Split, split_of
+from marin_rl.environments.base import Split
+from marin_rl.splits import split_of
 from marin_rl.types import Message
 
 

@@ -8,7 +8,7 @@ import pytest
 from marin_rl.config.decode import ConfigError, decode
 from marin_rl.environments import EnvironmentConfig
 from marin_rl.environments.base import Split, StreamState, TaskStream
-from marin_rl.environments.curriculum import CurriculumConfig, LessonConfig
+from marin_rl.environments.streams import CurriculumConfig, LessonConfig
 from marin_rl.types import RewardResult, RolloutGroup, Task
 from tests.environments.fake_environments import Cards, CardsConfig, group, rollout
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from marin_rl.environments.base import AbstractEnvironment, Split
-from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig
-from marin_rl.environments.rows import RowFormat
+from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig, RowFormat
 from marin_rl.rewards.grading import ExactConfig, MathVerifyConfig
 from marin_rl.rewards.math_worker import GroundTruthError
 from tests.one_reply import answer

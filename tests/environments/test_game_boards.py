@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from gymnasium.envs.toy_text.taxi import TaxiEnv
 
-from marin_rl.environments.game_boards import View, board_of
-from marin_rl.environments.game_start import construct_game
+from marin_rl.environments.games import View, board_of, construct_game
 
 LAKE = {"is_slippery": False, "desc": ["SFFH", "FHFF", "FFFF", "HFFG"]}
 TABLED: list[tuple[str, dict[str, Any]]] = [("FrozenLake-v1", LAKE), ("Taxi-v4", {}), ("CliffWalking-v1", {})]

@@ -5,9 +5,8 @@ import dataclasses
 
 import pytest
 
-from marin_rl.environments.game_boards import View
-from marin_rl.environments.game_episode import GameSettings, TextGameEpisode, parse_action
-from marin_rl.environments.game_start import draw_start
+from marin_rl.environments.games import View, draw_start
+from marin_rl.environments.text_game import GameSettings, TextGameEpisode, parse_action
 
 LINE = draw_start("FrozenLake-v1", {"is_slippery": False, "desc": ["SFFG"]}, seed=0, random_start=False)
 """FrozenLake with one row: the goal is three steps to the right."""

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from marin_rl.environments.game_plan import DISCOUNT, make_plan, reachable, read_table
+from marin_rl.environments.games import DISCOUNT, make_plan, reachable, read_table
 
 # 0 -> 1 -> 2 (won); from 0 a risky action reaches 2 or 3 (lost); 4 is unreachable.
 TABLE = {

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marin_rl.environments.game_start import Start, construct_game, draw_start, make_prototype
+from marin_rl.environments.games import Start, construct_game, draw_start, make_prototype
 
 STILL = {"is_slippery": False}
 

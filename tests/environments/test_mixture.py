@@ -11,7 +11,7 @@ import pytest
 from marin_rl.config.decode import ConfigError, decode
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, TextGameConfig
 from marin_rl.environments.base import Split
-from marin_rl.environments.mixture import MixtureConfig, MixturePartConfig
+from marin_rl.environments.streams import MixtureConfig, MixturePartConfig
 from marin_rl.types import Message, Task
 from tests.environments.fake_environments import CardsConfig
 from tests.one_reply import answer

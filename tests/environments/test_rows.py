@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from marin_rl.environments.rows import Row, RowFormat
+from marin_rl.environments.dataset import Row, RowFormat
 
 ASK = {"role": "user", "content": "1+1?"}
 

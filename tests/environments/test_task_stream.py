@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marin_rl.environments.base import EpochStream, Split, StreamState, TaskStream
-from marin_rl.environments.curriculum import CurriculumConfig, LessonConfig
-from marin_rl.environments.mixture import MixtureConfig, MixturePartConfig
 from marin_rl.environments.random_reward import RandomRewardEnvironment
+from marin_rl.environments.streams import CurriculumConfig, LessonConfig, MixtureConfig, MixturePartConfig
 from marin_rl.types import Task
 from tests.environments.fake_environments import Cards, CardsConfig, group
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marin_rl.environments.base import Episode, Split, Step
-from marin_rl.environments.game_boards import View
-from marin_rl.environments.game_start import make_prototype
+from marin_rl.environments.games import View, make_prototype
 from marin_rl.environments.text_game import TextGameConfig, TextGameEnvironment
 from marin_rl.types import Message, Task
 

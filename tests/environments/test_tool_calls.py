@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.environments.tool_calls import ToolCall, describe_tools, find_calls, parse_call
-from marin_rl.environments.tools import CalculatorTool, PythonTool, ToolError
+from marin_rl.environments.tools import (
+    CalculatorTool,
+    PythonTool,
+    ToolCall,
+    ToolError,
+    describe_tools,
+    find_calls,
+    parse_call,
+)
 
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), st.lists, max_leaves=4)
 

@@ -12,10 +12,9 @@ import pytest
 from marin_rl.config.decode import decode
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, MixtureConfig, RandomRewardConfig, ToolUseConfig
 from marin_rl.environments.base import AbstractEnvironment, NoSandboxError, Split, Step
-from marin_rl.environments.mixture import MixturePartConfig
-from marin_rl.environments.tool_calls import find_calls
+from marin_rl.environments.streams import MixturePartConfig
 from marin_rl.environments.tool_use import ToolDescription, ToolLimits, ToolUseEnvironment
-from marin_rl.environments.tools import CalculatorConfig, PythonConfig, ToolConfig, ToolError
+from marin_rl.environments.tools import CalculatorConfig, PythonConfig, ToolConfig, ToolError, find_calls
 from marin_rl.rewards.failures import RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox.config import Isolation, SandboxConfig
 from marin_rl.rewards.sandbox.pool import IsolationError, PythonResult, Sandbox

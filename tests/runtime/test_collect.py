@@ -10,8 +10,7 @@ import pytest
 
 from marin_rl.config.sections import Mode, ReplayConfig
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
-from marin_rl.environments.composite import CompositeEnvironment
-from marin_rl.environments.mixture import MixtureStream
+from marin_rl.environments.streams import CompositeEnvironment, MixtureStream
 from marin_rl.objectives.shaping import OverlongConfig, RewardTruncatedConfig
 from marin_rl.rollouts.filters import DropGroupsConfig, ResampleGroupsConfig
 from marin_rl.rollouts.rollout_builder import LongPrompts

@@ -1,19 +1,216 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Curricula: lessons that unlock as the policy improves on earlier ones."""
+"""Mixtures and curricula: training on several environments."""
 
+import bisect
 import dataclasses
 import difflib
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, StreamState, TaskStream, check_nested
-from marin_rl.environments.composite import CompositeEnvironment, by_name, draw_by_weight, part_rewards
+from marin_rl.environments.base import (
+    AbstractEnvironment,
+    CodeRunner,
+    EnvironmentConfig,
+    Episode,
+    Split,
+    StreamState,
+    TaskStream,
+    check_nested,
+)
 from marin_rl.environments.single_turn import CORRECT
 from marin_rl.rewards.component import RewardComponentConfig
-from marin_rl.types import Rollout, RolloutGroup, Task
+from marin_rl.seeds import derive_seed
+from marin_rl.types import Message, Rollout, RolloutGroup, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class CompositeEnvironment(AbstractEnvironment):
+    """Draws training tasks from several environments; each runs and scores its own tasks."""
+
+    name: str
+    """Name for messages; metrics use the names of the parts."""
+    parts: Mapping[str, AbstractEnvironment]
+    """Environments by name."""
+    make_stream: Callable[[int], TaskStream]
+    """Creates the stream of training tasks from a seed."""
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """Return the tasks of all parts, in the order of the parts."""
+        return [task for part in self.parts.values() for task in part.tasks(split)]
+
+    async def start(self, task: Task, seed: int) -> Episode:
+        """Start an attempt in the environment of the task.
+
+        Raises:
+            ValueError: if no part has the task.
+        """
+        return await self._part_of(task).start(task, seed)
+
+    def stream(self, seed: int) -> TaskStream:
+        """Return the stream of training tasks."""
+        return self.make_stream(seed)
+
+    def connect_code_runner(self, runner: CodeRunner | None) -> bool:
+        """Connect all parts that run programs to the sandbox; return whether any part does."""
+        needed = [part.connect_code_runner(runner) for part in self.parts.values()]
+        return any(needed)
+
+    def can_demonstrate(self, task: Task) -> bool:
+        """Return whether the task's environment has a conversation to imitate."""
+        return self._part_of(task).can_demonstrate(task)
+
+    def demonstrate(self, task: Task) -> tuple[Message, ...]:
+        """Return the demonstration or worked answer of the task's environment."""
+        return self._part_of(task).demonstrate(task)
+
+    def _part_of(self, task: Task) -> AbstractEnvironment:
+        if task.environment not in self.parts:
+            raise ValueError(
+                f"environment {self.name!r} cannot run task {task.id!r} of {task.environment!r}; its environments are "
+                + ", ".join(self.parts)
+            )
+        return self.parts[task.environment]
+
+
+def by_name(environments: Iterable[AbstractEnvironment], whole: str) -> dict[str, AbstractEnvironment]:
+    """Return environments by name.
+
+    Args:
+        environments: the environments, in order.
+        whole: name of the composite, for messages.
+
+    Raises:
+        ValueError: if there is no environment, two share a name, or one has no training tasks.
+    """
+    environments_by_name: dict[str, AbstractEnvironment] = {}
+    for environment in environments:
+        if environment.name in environments_by_name:
+            raise ValueError(
+                f"{whole} has two environments named {environment.name!r}, which would share metrics; "
+                "rename one of them"
+            )
+        if not environment.tasks(Split.TRAIN):
+            raise ValueError(f"{whole}: environment {environment.name!r} has no tasks to train on")
+        environments_by_name[environment.name] = environment
+    if not environments_by_name:
+        raise ValueError(f"{whole} has no environments; give it at least one")
+    return environments_by_name
+
+
+def part_rewards(
+    environment: AbstractEnvironment, parts: Sequence[EnvironmentConfig], more: tuple[RewardComponentConfig, ...]
+) -> dict[str, tuple[RewardComponentConfig, ...]]:
+    """Return the reward functions by part.
+
+    Args:
+        environment: the composite.
+        parts: configs of its parts, in order.
+        more: reward functions for all parts.
+    """
+    assert isinstance(environment, CompositeEnvironment)
+    components: dict[str, tuple[RewardComponentConfig, ...]] = {}
+    for config, part in zip(parts, environment.parts.values(), strict=True):
+        components |= config.reward_components(part)
+    return {name: (*own, *more) for name, own in components.items()}
+
+
+def draw_by_weight(
+    parts: Mapping[str, AbstractEnvironment], weights: Mapping[str, float], state: StreamState, count: int, seed: int
+) -> tuple[list[Task], StreamState]:
+    """Draw tasks, each from a part sampled by weight; every part continues in its own task order.
+
+    The part of the n-th task depends on seed, n and weights only.
+
+    Args:
+        parts: environments by name.
+        weights: weights of the parts to draw from, above 0.
+        state: has `drawn` and, by part, `parts`; other entries are kept.
+        count: number of tasks.
+        seed: seed for the choice of parts and for the task order of each part.
+    """
+    names = list(weights)
+    bounds = list(itertools.accumulate(weights[name] for name in names))
+    streams = {name: parts[name].stream(derive_seed(seed, "part", name)) for name in names}
+    start, cursors = state.get("drawn", 0), dict(state.get("parts", {}))
+    tasks: list[Task] = []
+    for index in range(start, start + count):
+        place = random.Random(derive_seed(seed, "which part", index)).random() * bounds[-1]
+        name = names[min(bisect.bisect_right(bounds, place), len(names) - 1)]
+        drawn, cursors[name] = streams[name].draw(cursors.get(name, {}), 1)
+        tasks += drawn
+    return tasks, {**state, "drawn": start + count, "parts": cursors}
+
+
+@dataclasses.dataclass(frozen=True)
+class MixturePartConfig:
+    """Environment of a mixture."""
+
+    environment: EnvironmentConfig
+    """The environment; names must differ between parts."""
+    weight: float = 1.0
+    """Sampling weight relative to the other parts; above 0."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f"weight must be finite and above 0, got {self.weight}; remove the part to exclude it")
+
+
+@EnvironmentConfig.register_subclass("mixture")
+@dataclasses.dataclass(frozen=True)
+class MixtureConfig(EnvironmentConfig):
+    """Several environments. Training tasks are sampled from them by weight; each is evaluated separately."""
+
+    level: ClassVar[int] = 2
+
+    parts: tuple[MixturePartConfig, ...]
+    """Environments and their weights."""
+    name: str = "mixture"
+    """Name of the mixture, for messages; metrics use the names of the parts."""
+
+    def __post_init__(self) -> None:
+        for index, part in enumerate(self.parts):
+            check_nested(self, part.environment, f"parts.{index}.environment")
+
+    def reward_components(self, environment: AbstractEnvironment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
+        """Return the reward functions of each part and of the mixture."""
+        return part_rewards(environment, [part.environment for part in self.parts], self.rewards)
+
+    def build(self) -> AbstractEnvironment:
+        """Build the parts.
+
+        Raises:
+            ValueError: if two of them share a name, or there are none.
+        """
+        environments = [part.environment.build() for part in self.parts]
+        parts = by_name(environments, f"mixture {self.name!r}")
+        weights = {environment.name: part.weight for environment, part in zip(environments, self.parts, strict=True)}
+        return CompositeEnvironment(self.name, parts, lambda seed: MixtureStream(parts, weights, seed))
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureStream(TaskStream):
+    """Draws from all parts by weight."""
+
+    environments: Mapping[str, AbstractEnvironment]
+    """Environments by name."""
+    weights: Mapping[str, float]
+    """Weights by environment name; above 0."""
+    seed: int
+    """Seed for the choice of parts and for the task order of each part."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of all parts; each has separate metrics."""
+        return tuple(self.environments)
+
+    def draw(self, state: StreamState, count: int) -> tuple[list[Task], StreamState]:
+        """Draw tasks from the parts by weight."""
+        return draw_by_weight(self.environments, self.weights, state, count, self.seed)
 
 
 @dataclasses.dataclass(frozen=True)

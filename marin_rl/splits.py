@@ -1,17 +1,29 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Deduplication of problems and their division into three disjoint splits."""
+"""Splits of tasks: deduplication of problems and their division into three disjoint splits."""
 
 import dataclasses
+import enum
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-from marin_rl.environments.base import Split, split_of
 from marin_rl.types import Task
 
 logger = logging.getLogger(__name__)
+
+
+class Split(enum.StrEnum):
+    """Split of an environment's tasks; no problem text is in two splits."""
+
+    TRAIN = "train"
+    """Tasks for the warm start and RL training."""
+    VALIDATION = "validation"
+    """Tasks for tuning and for the stopping criterion of the warm start."""
+    HELD_OUT = "held_out"
+    """Tasks for the reported accuracy only."""
+
 
 TaskSplits = Mapping[Split, Sequence[Task]]
 """Tasks of each split, in their original order."""
@@ -36,6 +48,26 @@ def problem_id(text: str) -> str:
     'c6668a5137bbbd2d'
     """
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def split_of(problem: str, held_out: float, validation: float) -> Split:
+    """Return the split of a problem, determined by the hash of its text on every machine and for every seed.
+
+    Args:
+        problem: complete text of the problem.
+        held_out: share of all problems that are held out, in [0, 1).
+        validation: share of all problems for validation, in [0, 1).
+
+    >>> split_of("2+3=", 0.1, 0.1) is split_of("2+3=", 0.1, 0.1)
+    True
+    """
+    digest = hashlib.sha256(problem.encode()).digest()
+    position = int.from_bytes(digest[:8], "big") / 2**64
+    if position < held_out:
+        return Split.HELD_OUT
+    if position < held_out + validation:
+        return Split.VALIDATION
+    return Split.TRAIN
 
 
 def check_shares(held_out: float, validation: float) -> None:

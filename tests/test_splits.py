@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.environments.base import Split, split_of
-from marin_rl.environments.splits import Problem, check_shares, split_problems, without_duplicates
+from marin_rl.environments.base import Split
+from marin_rl.splits import Problem, check_shares, split_of, split_problems, without_duplicates
 from marin_rl.types import Message, Task
 
 
