@@ -199,13 +199,13 @@ class RewardResult:
     """Explanation in text."""
     error: str | None = None
     """The error message if the call failed."""
-    lost: str | None = None
+    failure: str | None = None
     """The failure reason by which failed calls are counted (`timeout`, `memory`, …); None if there is a score."""
 
     def __post_init__(self) -> None:
-        if (self.score is None) != (self.lost is not None):
+        if (self.score is None) != (self.failure is not None):
             raise ValueError(
-                f"RewardResult of {self.component!r}: score is {self.score} and lost is {self.lost!r}; "
+                f"RewardResult of {self.component!r}: score is {self.score} and failure is {self.failure!r}; "
                 "exactly one of them is None"
             )
 

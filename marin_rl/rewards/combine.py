@@ -62,7 +62,7 @@ def evaluation_metrics(results: Iterable[RewardResult]) -> dict[str, Metric]:
 
 def _records(result: RewardResult) -> Iterable[dict[str, Metric]]:
     measured = [result.metrics, *(step.metrics for step in result.steps)]
-    scores = {f"failed_{result.lost}": total([1])} if result.score is None else {"score": mean([result.score])}
+    scores = {f"failed_{result.failure}": total([1])} if result.score is None else {"score": mean([result.score])}
     for record in (
         *({name: mean([value]) for name, value in part.items() if not _is_reserved(name)} for part in measured),
         scores,

@@ -114,7 +114,7 @@ class RewardPipeline:
             "reward %r failed for rollout %s: %.300s", component.name, request.rollout_id, error.split("\n")[0]
         )
         return RewardResult(
-            component=component.name, weight=component.weight, score=None, error=error, lost=cause.value
+            component=component.name, weight=component.weight, score=None, error=error, failure=cause.value
         )
 
 

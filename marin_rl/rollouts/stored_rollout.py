@@ -20,7 +20,7 @@ from jaxtyping import Float
 from marin_rl.objectives.advantage_inputs import TurnAdvantages
 from marin_rl.types import Info, Observation, RewardResult, Rollout, RolloutStatus, Turn
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Increased with every change of the columns; files of other versions are refused."""
 
 VERSION_KEY = b"marin_rl.rollouts.version"
@@ -43,7 +43,7 @@ _EVALUATION = pa.struct(
         ("weight", pa.float64()),
         ("score", pa.float64()),
         ("reason", pa.string()),
-        ("lost", pa.string()),
+        ("failure", pa.string()),
         ("error", pa.string()),
         ("metrics", _NUMBERS),
         ("steps", pa.list_(_STEP_REWARD)),
@@ -120,7 +120,7 @@ SCHEMA = pa.schema(
 _NULLABLE = frozenset(
     [
         *("answer", "error", "not_trained", "reward", "advantage", "info", "last_observation"),
-        *("score", "reason", "lost", "base_reward", "content", "more", "action"),
+        *("score", "reason", "failure", "base_reward", "content", "more", "action"),
         *("learner_logprobs", "reference_logprobs", "advantages", "values", "value_targets"),
         *("episode_advantage", "step_return", "step_advantage"),
     ]
@@ -303,7 +303,7 @@ def _evaluation_row(evaluation: RewardResult) -> dict[str, Any]:
         "weight": evaluation.weight,
         "score": evaluation.score,
         "reason": _text(evaluation.reason),
-        "lost": evaluation.lost,
+        "failure": evaluation.failure,
         "error": _text(evaluation.error),
         "metrics": _numbers(evaluation.metrics),
         "steps": [

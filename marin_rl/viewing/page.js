@@ -372,7 +372,7 @@ function rewards(rollout) {
   for (const name of new Set([...given.keys(), ...results.keys()])) {
     const one = results.get(name);
     const more = one ? one.metrics.map(([metric, value]) => `${metric} ${number(value)}`) : [];
-    const why = one ? [one.reason, one.lost, one.error, ...more].filter(Boolean).join(" \u00b7 ") : "";
+    const why = one ? [one.reason, one.failure, one.error, ...more].filter(Boolean).join(" \u00b7 ") : "";
     line(name, [number(given.get(name)), one ? number(one.score) : "", one ? number(one.weight) : ""], why, 0);
     for (const step of one ? one.steps : []) {
       const measured = step.metrics.map(([metric, value]) => `${metric} ${number(value)}`);

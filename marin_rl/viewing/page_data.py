@@ -200,7 +200,7 @@ def _evaluation(evaluation: Row) -> dict[str, Any]:
         "weight": _number(evaluation["weight"]),
         "score": _number(evaluation["score"]),
         "reason": escape(evaluation["reason"] or ""),
-        "lost": escape(evaluation["lost"] or ""),
+        "failure": escape(evaluation["failure"] or ""),
         "error": escape(evaluation["error"] or ""),
         "metrics": _pairs(evaluation["metrics"]),
         "steps": [

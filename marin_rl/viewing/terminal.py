@@ -131,7 +131,7 @@ def _rewards(row: Row) -> RenderableType:
     rewards = dict(row["rewards"])
     for name in dict.fromkeys([*rewards, *evaluations]):
         result = evaluations.get(name, {})
-        reason = " · ".join(part for part in (result.get("reason"), result.get("lost"), result.get("error")) if part)
+        reason = " · ".join(part for part in (result.get("reason"), result.get("failure"), result.get("error")) if part)
         values = (rewards.get(name), result.get("score"), result.get("weight"))
         table.add_row(Text(escape_line(name)), *map(number, values), Text(escape(reason)))
         for step in result.get("steps", ()):

@@ -14,7 +14,7 @@ CORRECT = RewardResult(
     metrics={"length": 3.0, "score": 99.0, "failed_timeout": 99.0},
 )
 SHORT = RewardResult("short", weight=-0.5, score=0.5, steps=(TurnReward(2, 4.0),))
-LOST = RewardResult("judge", weight=1.0, score=None, error="timeout: no answer", lost="timeout")
+LOST = RewardResult("judge", weight=1.0, score=None, error="timeout: no answer", failure="timeout")
 
 
 def test_rewards_are_weighted():
@@ -37,7 +37,7 @@ def test_turn_rewards_have_the_names_of_their_components():
 
 def test_metrics_are_means_over_rollouts_and_steps():
     other = RewardResult("correct", weight=2.0, score=0.0, metrics={"length": 6.0})
-    lost = RewardResult("correct", weight=2.0, score=None, error="timeout: no answer", lost="timeout")
+    lost = RewardResult("correct", weight=2.0, score=None, error="timeout: no answer", failure="timeout")
     found = evaluation_metrics([CORRECT, other, LOST, lost])
     assert {name: (metric.value, metric.weight) for name, metric in found.items()} == {
         "rewards/correct/score": (0.5, 2.0),

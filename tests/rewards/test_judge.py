@@ -211,7 +211,7 @@ def test_failed_judge_call_is_counted(endpoint: Endpoint, request_of):
         [evaluation] = await pipeline.score_rollout(request_of())
         await pipeline.close()
         assert evaluation.score is None
-        assert evaluation.lost == "request"
+        assert evaluation.failure == "request"
 
     asyncio.run(run())
 
@@ -312,7 +312,7 @@ def test_invalid_comparison_fails_the_whole_group(
 
     results = [evaluation for [evaluation] in asyncio.run(run())]
     assert len(endpoint.received) == 3
-    assert [(one.score, one.lost) for one in results] == [(None, "invalid_answer")] * 2
+    assert [(one.score, one.failure) for one in results] == [(None, "invalid_answer")] * 2
     assert all(problem in str(one.error) for one in results)
     assert evaluation_metrics(results)["rewards/taste/failed_invalid_answer"].value == 2
 

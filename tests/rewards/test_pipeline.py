@@ -117,7 +117,7 @@ def test_failed_score_fails_only_its_rollout(request_of, answer, cause, said):
     assert (good.score, bad.score) == (1.0, None)
     assert said in str(bad.error)
     assert f"reward 'bad': {cause.value}: " in str(failure([good, bad]))
-    assert bad.lost == cause.value
+    assert bad.failure == cause.value
     assert evaluation_metrics([good, bad, bad]) == {
         "rewards/good/score": Metric(1.0),
         f"rewards/bad/failed_{cause.value}": Metric(2.0, weight=2.0, reduction=Reduction.SUM),
@@ -128,7 +128,7 @@ def test_failed_group_call_fails_the_whole_group(request_of):
     pipeline = RewardPipeline([Scripted("compare", TIMEOUT, RewardScope.GROUP)])
     results = asyncio.run(pipeline.score_group([request_of(rollout_id="a"), request_of(rollout_id="b")]))
     assert [[one.score for one in rollout] for rollout in results] == [[None], [None]]
-    assert [one.lost for rollout in results for one in rollout] == ["timeout", "timeout"]
+    assert [one.failure for rollout in results for one in rollout] == ["timeout", "timeout"]
 
 
 def test_other_errors_propagate(request_of):
@@ -197,4 +197,4 @@ def test_rewards_of_a_user_file(request_of, tmp_path: Path, monkeypatch: pytest.
     assert weighted_rewards([*ones[1], *group[1]]) == {"accuracy": 2.0, "exact": 0.0, "shortest": 0.0}
     assert ones[0][0].steps == (TurnReward(0, 0.25),)
     assert "RuntimeError: cannot judge this" in str(failure(ones[2]))
-    assert [[one.lost for one in rollout] for rollout in ones] == [[None, None], [None, None], ["raised", "raised"]]
+    assert [[one.failure for one in rollout] for rollout in ones] == [[None, None], [None, None], ["raised", "raised"]]

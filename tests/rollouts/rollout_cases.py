@@ -80,7 +80,7 @@ def rich_rollout() -> Rollout:
         evaluations=(
             RewardResult("correct", 1.0, 1.0, steps, {"length": 3.0}, "equal to the answer"),
             RewardResult("style", 0.5, 1.0),
-            RewardResult("judge", 2.0, None, error="TimeoutError: 3 s", lost="timeout"),
+            RewardResult("judge", 2.0, None, error="TimeoutError: 3 s", failure="timeout"),
         ),
         metrics={"retries": 1.0, "metrics": 4.0},
         seconds={"sample": 0.5, "environment": 0.25, "reward": 0.125},

@@ -92,7 +92,7 @@ def test_step_rewards_are_added_to_environment_rewards():
 
 
 def test_a_rollout_without_a_score_has_no_reward():
-    lost = RewardResult("judge", 1.0, None, error="timeout: no answer", lost="timeout")
+    lost = RewardResult("judge", 1.0, None, error="timeout: no answer", failure="timeout")
     reward_functions, [[rollout]] = scored(1, one=[lost], group=[RewardResult("short", 1.0, 1.0)])
     assert (rollout.status, rollout.rewards) == (RolloutStatus.FAILED, {})
     assert rollout.error == "reward 'judge': timeout: no answer"

@@ -315,7 +315,7 @@ def test_a_turn_without_rewards_has_no_reward():
 
 
 def test_a_missing_score_removes_the_reward_and_keeps_the_turns():
-    lost = RewardResult("judge", 1.0, None, error="TimeoutError: 3 s", lost="timeout")
+    lost = RewardResult("judge", 1.0, None, error="TimeoutError: 3 s", failure="timeout")
     rollout = scored(RewardResult("style", 1.0, 1.0), lost)
     assert (rollout.status, rollout.rewards, rollout.total_reward) == (RolloutStatus.FAILED, {}, None)
     assert rollout.error == "reward 'judge': TimeoutError: 3 s"

@@ -65,7 +65,7 @@ def test_a_row_contains_all_fields_of_a_rollout(tmp_path, kind):
         "metrics": [("chars", 2.0)],
     }
     assert (correct["reason"], style["score"], judge["score"]) == ("equal to the answer", 1.0, None)
-    assert (judge["lost"], judge["error"]) == ("timeout", "TimeoutError: 3 s")
+    assert (judge["failure"], judge["error"]) == ("timeout", "TimeoutError: 3 s")
     first, second = good["turns"]
     assert first["pieces"] == [b"\xc3", b"\xa9", b"<|end|>"]
     assert b"".join(first["observation_pieces"]).decode() == "<|259|>2+3 — naïve?<|end|><|260|>"

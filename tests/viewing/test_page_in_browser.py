@@ -209,7 +209,7 @@ def evil_run(folder: Path) -> Path:
     task = Task(EVIL, EVIL, ({"role": "user", "content": EVIL},), EVIL)
     said = (
         RewardResult(EVIL, 1.0, 1.0, (TurnReward(0, 1.0, EVIL, {EVIL: 1.0}),), {EVIL: 1.0}, EVIL),
-        RewardResult("lost", 1.0, None, error=EVIL, lost=EVIL),
+        RewardResult("lost", 1.0, None, error=EVIL, failure=EVIL),
     )
     turn = dataclasses.replace(
         turn_of(EVIL, EVIL, action=EVIL, anchor_state=EVIL),
