@@ -75,8 +75,8 @@ def test_matches_the_loops(groups, omega, gamma, std, default, at_end):
 
 def test_worked_example():
     both = advantages(GigpoConfig().compute([EXAMPLE]))[0]
-    alone = advantages(GigpoConfig(omega=0.0).compute([EXAMPLE]))[0]
-    for episode, steps, sums, episodes in zip(EPISODE, STEP, both, alone, strict=True):
+    separate = advantages(GigpoConfig(omega=0.0).compute([EXAMPLE]))[0]
+    for episode, steps, sums, episodes in zip(EPISODE, STEP, both, separate, strict=True):
         np.testing.assert_allclose(episodes, [episode] * len(steps), atol=1e-15)
         np.testing.assert_allclose(sums, np.add(episode, steps), atol=1e-15)
     np.testing.assert_allclose(EPISODE, [0.333333, -0.666667, 0.333333], atol=5e-7)
@@ -113,7 +113,7 @@ def test_std_divides_each_component_by_its_standard_deviation():
 
 
 def test_repeated_visits_count_each_time():
-    # State s was seen three times: twice by the first rollout, with returns 3 and 5, and once with 1.
+    # State s is visited three times: twice by the first rollout, with returns 3 and 5, and once with 1.
     parts = step_advantages([np.array([3.0, 5.0]), np.array([1.0])], [["s", "s"], ["s"]], GigpoNormalization.NONE)
     assert [part.tolist() for part in parts] == [[0.0, 2.0], [-2.0]]
 
@@ -128,19 +128,19 @@ def test_all_tokens_of_a_turn_share_its_advantage():
     assert second == [-1.0]
 
 
-def test_the_episode_mean_is_over_episodes_not_over_steps():
+def test_episode_mean_is_over_rollouts_and_not_over_turns():
     long = make_inputs(1.0, [0.0] * 5 + [1.0], anchors=list("abcdef"))
     short = make_inputs(0.0, [0.0], anchors=["z"])
     assert advantages(GigpoConfig().compute([[long, short]]))[0] == [[0.5] * 6, [-0.5]]
 
 
-def test_singletons_are_zero():
-    # Each state seen once.
-    apart = [make_inputs(1.0, [1.0], anchors=["a"]), make_inputs(1.0, [1.0], anchors=["b"])]
+def test_states_and_groups_of_one_have_zero_advantages():
+    # Every state is visited once.
+    distinct = [make_inputs(1.0, [1.0], anchors=["a"]), make_inputs(1.0, [1.0], anchors=["b"])]
     for normalize in GigpoNormalization:
         config = GigpoConfig(normalize=normalize)
-        assert advantages(config.compute([apart])) == [[[0.0], [0.0]]]
-        # A group of one, even one that came to a state twice; so is one whose others failed.
+        assert advantages(config.compute([distinct])) == [[[0.0], [0.0]]]
+        # A group of one rollout, even if it visits a state twice; also a group with one graded rollout.
         twice = make_inputs(1.0, [0.0, 1.0], anchors=["a", "a"])
         assert advantages(config.compute([[twice]])) == [[[0.0, 0.0]]]
         assert advantages(config.compute([[twice, make_inputs(None, [9.0])]])) == [[[0.0, 0.0], [0.0]]]
@@ -153,10 +153,10 @@ def test_equal_returns_are_exactly_zero():
         assert advantages(GigpoConfig(normalize=normalize).compute([same])) == [[[0.0, 0.0]] * 6]
 
 
-def test_groups_do_not_see_one_another():
-    alone = [GigpoConfig().compute([group])[0] for group in (EXAMPLE, EXAMPLE[:2])]
-    together = GigpoConfig().compute([EXAMPLE, EXAMPLE[:2]])
-    assert advantages(together) == advantages(alone)
+def test_groups_are_independent():
+    separate = [GigpoConfig().compute([group])[0] for group in (EXAMPLE, EXAMPLE[:2])]
+    combined = GigpoConfig().compute([EXAMPLE, EXAMPLE[:2]])
+    assert advantages(combined) == advantages(separate)
 
 
 def test_one_turn_per_rollout_doubles_dr_grpo():

@@ -197,9 +197,9 @@ def test_sign_rule(config, advantage):
 def test_zero_advantage_gives_no_term_and_no_gradient(config):
     logprobs, old, _, mask, ids = ragged()
     with jax.enable_x64(True):
-        given = arrays(logprobs, old, np.zeros(mask.size), mask, ids)
-        assert not np.array(terms_of(config, *given).terms).any()
-        assert not np.array(gradient_of(config, *given, jnp.array(mask.astype(np.float64)))).any()
+        inputs = arrays(logprobs, old, np.zeros(mask.size), mask, ids)
+        assert not np.array(terms_of(config, *inputs).terms).any()
+        assert not np.array(gradient_of(config, *inputs, jnp.array(mask.astype(np.float64)))).any()
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
@@ -235,7 +235,7 @@ def test_terms_do_not_depend_on_token_order_or_rollout_ids(config):
     with jax.enable_x64(True):
         before = arrays(logprobs, old, advantages, mask, ids)
         after = arrays(*(array[order] for array in (logprobs, old, advantages, mask, renamed)))
-        terms, moved = (terms_of(config, *given) for given in (before, after))
+        terms, moved = (terms_of(config, *inputs) for inputs in (before, after))
         gradient = np.array(gradient_of(config, *before, jnp.array(weights)))
         moved_gradient = np.array(gradient_of(config, *after, jnp.array(weights[order])))
         visible = mask[order]
@@ -249,17 +249,17 @@ BOUNDED = [config for config in CONFIGS if not isinstance(config, (ReinforceLoss
 
 @pytest.mark.parametrize("config", BOUNDED, ids=repr)
 def test_clipped_tokens_are_those_with_zero_gradient(config):
-    result = [ragged(seed) for seed in range(5, 9)]
+    samples = [ragged(seed) for seed in range(5, 9)]
     with jax.enable_x64(True):
-        flags = [np.array(terms_of(config, *arrays(*given)).clipped) for given in result]
-        weights = [jnp.array(mask.astype(np.float64)) for *_, mask, _ in result]
-        gradients = [np.array(gradient_of(config, *arrays(*g), w)) for g, w in zip(result, weights, strict=True)]
-    mask = np.concatenate([mask for *_, mask, _ in result])
+        flags = [np.array(terms_of(config, *arrays(*inputs)).clipped) for inputs in samples]
+        weights = [jnp.array(mask.astype(np.float64)) for *_, mask, _ in samples]
+        gradients = [np.array(gradient_of(config, *arrays(*g), w)) for g, w in zip(samples, weights, strict=True)]
+    mask = np.concatenate([mask for *_, mask, _ in samples])
     clipped, gradient = np.concatenate(flags)[mask], np.concatenate(gradients)[mask]
     assert 0 < clipped.sum() < clipped.size
     if isinstance(config, CispoLossConfig):
         # CISPO bounds the weight, and every token has a gradient.
-        ratio = np.concatenate([np.exp(logprobs - old) for logprobs, old, *_ in result])[mask]
+        ratio = np.concatenate([np.exp(logprobs - old) for logprobs, old, *_ in samples])[mask]
         outside = (ratio > 1 + config.clip_high) | (ratio < 1 - config.clip_low)
         assert (clipped == outside).all()
         assert (gradient != 0).all()
@@ -305,13 +305,13 @@ class TestSequences:
         mask = np.array([[True, True, False], [True, True, False]])
         ids = np.array([[0, 0, 0], [0, 1, -1]], np.int32)
         advantages = np.where(ids == 1, -1.0, 2.0)
-        given = arrays(*(a.astype(np.float32) for a in (logprobs, old, advantages)), mask, ids)
-        gspo = terms_of(GspoLossConfig(0.5, 0.5), *given)
+        inputs = arrays(*(a.astype(np.float32) for a in (logprobs, old, advantages)), mask, ids)
+        gspo = terms_of(GspoLossConfig(0.5, 0.5), *inputs)
         each = -2 * math.exp(0.2)
         # Of exp(-1) and the bound 0.5, the negative advantage takes the bound.
         np.testing.assert_allclose(gspo.terms, [[each, each, 0], [each, 0.5, 0]], rtol=1e-6)
         assert gspo.clipped.tolist() == [[False, False, False], [False, True, False]]
-        rloo = terms_of(RlooSequenceLossConfig(0.5, 0.5), *given)
+        rloo = terms_of(RlooSequenceLossConfig(0.5, 0.5), *inputs)
         share = -2 * 1.5 / 3
         np.testing.assert_allclose(rloo.terms, [[share, share, 0], [share, 0.5, 0]], rtol=1e-6)
         assert rloo.clipped.tolist() == [[True, True, False], [True, True, False]]
@@ -333,10 +333,10 @@ class TestSequences:
 
     def test_clipped_terms_of_rollouts_of_one_token_agree(self):
         logprobs, old, advantages, mask, _ = ragged()
-        given = arrays(*(a.astype(np.float32) for a in (logprobs, old, advantages)), mask, np.arange(mask.size))
-        expected = terms_of(PpoClipLossConfig(0.2, 0.3), *given)
+        inputs = arrays(*(a.astype(np.float32) for a in (logprobs, old, advantages)), mask, np.arange(mask.size))
+        expected = terms_of(PpoClipLossConfig(0.2, 0.3), *inputs)
         for config in (GspoLossConfig(0.2, 0.3), RlooSequenceLossConfig(0.2, 0.3)):
-            actual = terms_of(config, *given)
+            actual = terms_of(config, *inputs)
             assert np.array(actual.terms)[mask].tolist() == np.array(expected.terms)[mask].tolist()
             assert np.array(actual.clipped)[mask].tolist() == np.array(expected.clipped)[mask].tolist()
 
@@ -363,21 +363,21 @@ class TestSequences:
     def test_values_outside_the_mask_are_ignored(self, config):
         logprobs, old = jnp.array([-1.0, jnp.nan, jnp.inf, -2.0]), jnp.array([-1.0, 0.0, -jnp.inf, -2.0])
         mask, ids = jnp.array([True, False, False, True]), jnp.array([0, 0, -1, 0])
-        given = logprobs, old, jnp.array([1.0, jnp.nan, 1.0, 1.0]), mask, ids
+        inputs = logprobs, old, jnp.array([1.0, jnp.nan, 1.0, 1.0]), mask, ids
         expected = -0.5 if isinstance(config, RlooSequenceLossConfig) else -1.0
-        assert terms_of(config, *given).terms.tolist() == [expected, 0.0, 0.0, expected]
+        assert terms_of(config, *inputs).terms.tolist() == [expected, 0.0, 0.0, expected]
 
         # On-policy, so that the gradient is that of -A·log π.
-        gradient = gradient_of(config, *given, jnp.ones(4))
+        gradient = gradient_of(config, *inputs, jnp.ones(4))
         assert gradient.tolist() == pytest.approx([-1.0, 0.0, 0.0, -1.0])
 
     @pytest.mark.parametrize("config", SEQUENCE_LEVEL, ids=repr)
     def test_fully_masked(self, config):
-        given = arrays(np.ones(3, np.float32), np.zeros(3, np.float32), np.ones(3, np.float32), np.zeros(3, bool))
-        result = terms_of(config, *given, jnp.array([0, 0, 1]))
+        inputs = arrays(np.ones(3, np.float32), np.zeros(3, np.float32), np.ones(3, np.float32), np.zeros(3, bool))
+        result = terms_of(config, *inputs, jnp.array([0, 0, 1]))
         assert result.terms.tolist() == [0.0] * 3
         assert result.clipped.tolist() == [False] * 3
-        assert gradient_of(config, *given, jnp.array([0, 0, 1]), jnp.ones(3)).tolist() == [0.0] * 3
+        assert gradient_of(config, *inputs, jnp.array([0, 0, 1]), jnp.ones(3)).tolist() == [0.0] * 3
 
 
 def test_ratio_is_clamped():
@@ -390,15 +390,15 @@ def test_extreme_differences_are_finite_in_float32(config):
     logprobs, old = jnp.array([[0.0, -1e30, -1.0]] * 2), jnp.array([[-1e30, 0.0, -1.0]] * 2)
     mask = jnp.ones((2, 3), bool)
     for advantage, ids in itertools.product((-3.0, 3.0), ([[0, 1, 2], [3, 4, 5]], [[0, 0, 0], [1, 2, 2]])):
-        given = logprobs, old, jnp.full((2, 3), advantage), mask, jnp.array(ids)
-        assert np.isfinite(terms_of(config, *given).terms).all()
-        assert np.isfinite(gradient_of(config, *given, jnp.ones((2, 3)))).all()
+        inputs = logprobs, old, jnp.full((2, 3), advantage), mask, jnp.array(ids)
+        assert np.isfinite(terms_of(config, *inputs).terms).all()
+        assert np.isfinite(gradient_of(config, *inputs, jnp.ones((2, 3)))).all()
 
 
 def test_long_rollouts_are_clamped_if_summed_and_not_if_averaged():
     tokens = 1000
-    given = arrays(np.zeros(tokens, np.float32), np.full(tokens, -0.1, np.float32), -np.ones(tokens, np.float32))
-    given = (*given, jnp.ones(tokens, bool), jnp.zeros(tokens, jnp.int32))
-    summed, averaged = (terms_of(config, *given).terms for config in (RlooSequenceLossConfig(), GspoLossConfig()))
+    inputs = arrays(np.zeros(tokens, np.float32), np.full(tokens, -0.1, np.float32), -np.ones(tokens, np.float32))
+    inputs = (*inputs, jnp.ones(tokens, bool), jnp.zeros(tokens, jnp.int32))
+    summed, averaged = (terms_of(config, *inputs).terms for config in (RlooSequenceLossConfig(), GspoLossConfig()))
     np.testing.assert_allclose(summed, math.exp(20) / tokens, rtol=1e-4)
     np.testing.assert_allclose(averaged, math.exp(0.1), rtol=1e-4)
