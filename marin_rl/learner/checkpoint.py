@@ -39,7 +39,7 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.trainer_state import TrainerState
 from levanter.utils.jax_utils import leaf_key_paths
 
-from marin_rl import processes
+from marin_rl import multihost
 from marin_rl.atomic_files import remove, replace_folder
 from marin_rl.errors import UserError
 
@@ -115,10 +115,10 @@ class Checkpoints:
         target = self._path(step)
         arrays = _array_folders(state)
         try:
-            partial = self.folder / processes.on_main(lambda: self._begin(target))
+            partial = self.folder / multihost.on_main(lambda: self._begin(target))
             levanter_save(state, step, partial / STATE, is_temporary=False)
             manifest = {"format": FORMAT, "step": step, "progress": dict(progress), "arrays": _array_types(state)}
-            processes.on_main(lambda: self._complete(partial, target, manifest, arrays, add_files))
+            multihost.on_main(lambda: self._complete(partial, target, manifest, arrays, add_files))
         except CheckpointError:
             self._remove_partials()
             raise
@@ -128,7 +128,7 @@ class Checkpoints:
                 f"could not write checkpoint {target}: {error}. Earlier checkpoints are untouched; free disk space or "
                 "fix the permissions, then run the same command again"
             ) from error
-        if processes.is_main():
+        if multihost.is_main():
             self._prune(newest=step)
         return target
 

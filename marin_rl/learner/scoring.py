@@ -13,7 +13,7 @@ from jaxtyping import Float32
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
-from marin_rl import processes
+from marin_rl import multihost
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import PackedBatch, RlExample, pack_to_score
@@ -79,4 +79,4 @@ class Scorer:
 
 def _on_host(packed: PackedBatch, arrays: Sequence[NamedArray]) -> list[np.ndarray]:
     axes = packed.microbatches[0].input_ids.axes
-    return packed.unpack([processes.fetch(array.rearrange(axes).array) for array in arrays])
+    return packed.unpack([multihost.fetch(array.rearrange(axes).array) for array in arrays])

@@ -22,7 +22,7 @@ from levanter.trainer import Trainer, TrainerConfig
 from levanter.trainer_state import TrainerState
 from levanter.utils.types import ComputeLossFunction
 
-from marin_rl import processes
+from marin_rl import multihost
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.errors import UserError
 
@@ -228,11 +228,11 @@ def place(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
     def put(leaf: Any) -> Any:
         if isinstance(leaf, NamedArray):
             sharding = NamedSharding(mesh, pspec_for_axis(leaf.axes, mapping))
-            return NamedArray(processes.put(leaf.array, sharding), leaf.axes)
+            return NamedArray(multihost.put(leaf.array, sharding), leaf.axes)
         if not eqx.is_array(leaf):
             return leaf
         # A jitted step returns P(None, ...). P() is equivalent, but would be another key of the compilation cache.
-        return processes.put(leaf, NamedSharding(mesh, PartitionSpec(*[None] * leaf.ndim)))
+        return multihost.put(leaf, NamedSharding(mesh, PartitionSpec(*[None] * leaf.ndim)))
 
     return jax.tree.map(put, tree, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
 

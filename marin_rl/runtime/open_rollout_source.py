@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl import processes
+from marin_rl import multihost
 from marin_rl.closing import Closing
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
@@ -86,15 +86,15 @@ def open_rollout_source(
     """
     if config.mode is Mode.SYNC:
         return LocalRollouts(config, runner)
-    token = processes.on_main(make_secret)
+    token = multihost.on_main(make_secret)
     sender = config.weights.open_sender(token, TrainingHost.current())
     # Where there are several hosts, it becomes the sender of them all.
     opened.enter_context(Closing(lambda: sender.close()))
-    addresses = processes.gather_texts(sender.address)
-    if len(addresses) > 1 and processes.is_main():
+    addresses = multihost.gather_texts(sender.address)
+    if len(addresses) > 1 and multihost.is_main():
         receiver = config.weights.open_receiver(addresses, token)
         sender = MultiHostSender(sender, receiver, patience=config.workers.no_progress_timeout)
-    if not processes.is_main():
+    if not multihost.is_main():
         return SharedWorkerPool(None, sender)
     # The workers end before the server that they fetch from.
     desk = opened.enter_context(ray_workers(config, progress.vocab_size, token))

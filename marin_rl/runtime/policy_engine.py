@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
-from marin_rl import processes
+from marin_rl import multihost
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.runtime.policy_sampler import PolicySampler
@@ -130,7 +130,7 @@ def open_trainer_engine(
         trainer: mesh, axis mapping and compute precision.
         version: steps of training behind the weights.
     """
-    if processes.several():
+    if multihost.is_multihost():
         return NoSampler()
     if config.mode is Mode.ASYNC:
         return PolicySampler(config, model, tokenizer, trainer, version)

@@ -21,7 +21,7 @@ from typing import TextIO
 import equinox as eqx
 import jax
 
-from marin_rl import processes
+from marin_rl import multihost
 from marin_rl.atomic_files import replace_folder
 from marin_rl.closing import Closing
 from marin_rl.config.command_line import to_yaml
@@ -91,16 +91,16 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
     config = resolve_model(config)
     directory = RunDirectory(Path(config.run_dir))
     join_processes(config.trainer)
-    with contextlib.ExitStack() as resources, processes.leaving_on_error():
-        processes.on_main(lambda: _lock(directory, config, resources))
+    with contextlib.ExitStack() as resources, multihost.exit_on_error():
+        multihost.on_main(lambda: _lock(directory, config, resources))
         require_same_config(config, MAY_DIFFER)
         require_shared_folder(directory.path)
-        processes.on_main(lambda: _create(directory, config))
-        main = processes.is_main()
+        multihost.on_main(lambda: _create(directory, config))
+        main = multihost.is_main()
         file = directory.log if main else directory.path / "processes" / f"{jax.process_index()}.txt"
         log = log_to(file, config.log_level.number, module_levels(config.logging))
         console = stream if main else resources.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
-        with log, logged_errors(), processes.explaining_errors(), Progress(config.num_steps, console) as progress:
+        with log, logged_errors(), multihost.explain_errors(), Progress(config.num_steps, console) as progress:
             run = _train(config, directory, progress)
         if main and run.progress.step >= config.num_steps:
             print_closing_table(progress.console, _summary(run, directory))
@@ -122,9 +122,9 @@ def _train(config: TrainConfig, directory: RunDirectory, progress: Progress) -> 
     report = functools.partial(_report, progress)
     run = open_run(config, directory.path, report)
     with Closing(run.close), stop_on_signals(report) as stop:
-        records = _open_records(run, directory) if processes.is_main() else None
+        records = _open_records(run, directory) if multihost.is_main() else None
         complete = train(run, _Sink(records, progress, stop))
-    if processes.is_main():
+    if multihost.is_main():
         # Imported here because matplotlib takes half a second to import.
         from marin_rl.runtime.curves import plot_curves
 
@@ -214,7 +214,7 @@ class _Sink:
     stop: StopRequest
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        processes.on_main(lambda: self._write(step, metrics))
+        multihost.on_main(lambda: self._write(step, metrics))
         self.progress.update(step, metrics)
 
     def _write(self, step: int, metrics: dict[str, float]) -> str:
@@ -223,7 +223,7 @@ class _Sink:
         return str(step)
 
     def stop_requested(self) -> bool:
-        return processes.agree(self.stop.requested)
+        return multihost.any_process(self.stop.requested)
 
 
 def _open_records(run: TrainingRun, directory: RunDirectory) -> StepRecords:
@@ -244,15 +244,15 @@ def _open_records(run: TrainingRun, directory: RunDirectory) -> StepRecords:
 def _export(run: TrainingRun, directory: RunDirectory) -> None:
     """Write the final weights in Hugging Face format, atomically."""
     policy = policy_of(run.state.model)
-    if processes.several():
-        policy = jax.tree.map(lambda leaf: processes.fetch(leaf) if eqx.is_array(leaf) else leaf, policy)
+    if multihost.is_multihost():
+        policy = jax.tree.map(lambda leaf: multihost.fetch(leaf) if eqx.is_array(leaf) else leaf, policy)
     with tempfile.TemporaryDirectory() as discarded:
         # All processes take part in the export; only the files of the main process are kept.
-        partial = directory.path / ".hf.partial" if processes.is_main() else Path(discarded)
+        partial = directory.path / ".hf.partial" if multihost.is_main() else Path(discarded)
         shutil.rmtree(partial, ignore_errors=True)
         with writing(directory.hf):
             save_hf_policy(policy, run.tokenizer, partial, run.trainer)
-            processes.on_main(lambda: _replace(directory.hf, partial))
+            multihost.on_main(lambda: _replace(directory.hf, partial))
 
 
 def _replace(folder: Path, partial: Path) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from marin_rl import processes
+from marin_rl import multihost
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
 from marin_rl.config.command_line import to_yaml
 from marin_rl.config.sections import Mode
@@ -67,7 +67,7 @@ class SharedWorkerPool:
 
         raise_if(stop_requested)
         # The others are told of every question, so that they never wait in one exchange for long.
-        while not (came := json.loads(processes.on_main(ask))):
+        while not (came := json.loads(multihost.on_main(ask))):
             raise_if(stop_requested)
         return [FinishedGroup(RequestNumber(*number), decode_group(text)) for number, text in came]
 
@@ -99,18 +99,18 @@ def require_shared_folder(folder: Path) -> None:
     Raises:
         RunDirectoryError: in every process, naming the processes that do not see the folder.
     """
-    if not processes.several():
+    if not multihost.is_multihost():
         return
     # A name that no host has looked up before: NFS clients remember for a while which names do not exist.
-    nonce = processes.on_main(lambda: _write_nonce(folder))
+    nonce = multihost.on_main(lambda: _write_nonce(folder))
     file = folder / f".{nonce}"
     try:
         sees = file.read_text(encoding="utf-8") == nonce
     except OSError:
         sees = False
     own = {"sees": sees, "place": f"{str(folder.absolute())!r} on host {socket.gethostname()}"}
-    found = [json.loads(text) for text in processes.gather_texts(json.dumps(own))]
-    if processes.is_main():
+    found = [json.loads(text) for text in multihost.gather_texts(json.dumps(own))]
+    if multihost.is_main():
         file.unlink()
     if blind := [f"process {index} ({each['place']})" for index, each in enumerate(found) if not each["sees"]]:
         raise RunDirectoryError(
@@ -137,11 +137,11 @@ def require_same_config(config: TrainConfig, may_differ: Sequence[str]) -> None:
     Raises:
         RunDirectoryError: in every process, naming the processes and keys that differ from the main one's.
     """
-    if not processes.several():
+    if not multihost.is_multihost():
         return
     own = to_yaml(config)
-    of_main = processes.on_main(lambda: own)
-    found = processes.gather_texts("\n".join(config_differences(of_main, own, [*may_differ, "run_dir"])))
+    of_main = multihost.on_main(lambda: own)
+    found = multihost.gather_texts("\n".join(config_differences(of_main, own, [*may_differ, "run_dir"])))
     if differing := [f"process {index}:\n{text}" for index, text in enumerate(found) if text]:
         raise RunDirectoryError(
             "the training processes have different configs; compared with the main process (there), in "
@@ -163,12 +163,12 @@ def require_same_batch(step: int, microbatches: Sequence[RlExample]) -> None:
     Raises:
         ProcessesDifferError: in every process, naming the processes and arrays that differ.
     """
-    if not processes.several():
+    if not multihost.is_multihost():
         return
     arrays = {name: [np.asarray(getattr(one, name).array) for one in microbatches] for name in PER_TOKEN_DTYPES}
     values = {name: b"".join(array.tobytes() for array in of_name) for name, of_name in arrays.items()}
     shapes = [array.shape for array in arrays["input_ids"]]
-    processes.require_equal({"shapes": f"{step} {shapes}".encode(), **values}, f"the batch of step {step}")
+    multihost.require_equal({"shapes": f"{step} {shapes}".encode(), **values}, f"the batch of step {step}")
 
 
 def check_config(config: TrainConfig) -> None:
@@ -197,7 +197,7 @@ def check_config(config: TrainConfig) -> None:
                 f"{setting}, but training runs in {count} processes, where the trainer's own sampler does not work; "
                 f"{remedy}"
             )
-    hosts = list(dict.fromkeys(processes.gather_texts(socket.gethostname())))
+    hosts = list(dict.fromkeys(multihost.gather_texts(socket.gethostname())))
     if len(hosts) > 1 and isinstance(config.weights, ArrowFlightConfig) and is_loopback(config.weights.host):
         raise ValueError(
             f"weights.host is {config.weights.host}, but training runs on {len(hosts)} hosts ({', '.join(hosts)}), and "
@@ -217,7 +217,7 @@ def newest_good(checkpoints: Checkpoints) -> Checkpoint | None:
         found.append(checkpoints.newest_good())
         return "" if found[0] is None else str(found[0].step)
 
-    step = processes.on_main(look)
+    step = multihost.on_main(look)
     if found:
         return found[0]
     return checkpoints.open(int(step)) if step else None

@@ -13,7 +13,7 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
-from marin_rl import processes
+from marin_rl import multihost
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import AbstractEnvironment, TaskStream
 from marin_rl.learner.checkpoint import Checkpoints
@@ -154,7 +154,7 @@ class TrainingRun:
         stale: Sequence[RolloutGroup] = (),
     ) -> None:
         """Store the rollouts of a step."""
-        if not processes.is_main():
+        if not multihost.is_main():
             return
         with writing(self.store.folder):
             self.store.write(step, groups, signals, stale=stale)

@@ -24,7 +24,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     import numpy as np
     from test_scoring import make_rollouts
 
-    from marin_rl import processes
+    from marin_rl import multihost
     from marin_rl.batching.packing import RowLayout
     from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
     from marin_rl.learner.scoring import Scorer
@@ -47,7 +47,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
 
     def on_host(tree: object) -> dict[str, np.ndarray]:
         arrays = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, eqx.is_array))
-        return {jax.tree_util.keystr(path): processes.fetch(array) for path, array in arrays}
+        return {jax.tree_util.keystr(path): multihost.fetch(array) for path, array in arrays}
 
     weights = on_host(state)
     scorer = Scorer(trainer, RowLayout(16, rows, packed=True), pad_token_id=0, temperature=0.8, block_size=4)
@@ -77,12 +77,12 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     try:
         require_same_batch(5, examples)
         differs = ""
-    except processes.ProcessesDifferError as raised:
+    except multihost.ProcessesDifferError as raised:
         differs = str(raised)
 
     try:
-        error = processes.on_main(fail)
-    except (OSError, processes.MainProcessError) as raised:
+        error = multihost.on_main(fail)
+    except (OSError, multihost.MainProcessError) as raised:
         error = f"{type(raised).__name__}: {raised}"
 
     sender = ArrowFlightConfig().open_sender(TOKEN, TrainingHost.current())
@@ -98,13 +98,13 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
         "own elements": sum(shard.data.size for shard in up_proj.addressable_shards),
         "restored": len(same) if all(same) else "differs",
         "kept": all(kept[name].tobytes() == weights[f".model{name}"].tobytes() for name in kept) and len(kept),
-        "said": [processes.on_main(lambda size=size: "ä" * size + str(index)) for size in (0, 300, 2**18)],
+        "said": [multihost.on_main(lambda size=size: "ä" * size + str(index)) for size in (0, 300, 2**18)],
         "error": error,
         "differs": differs,
-        "gathered": processes.gather_texts(f"{index}" * (1 + 500 * index)),
-        "agreed": [processes.agree(index == 1), processes.agree(False)],
-        "main": processes.is_main(),
-        "addresses": processes.gather_texts(sender.address),
+        "gathered": multihost.gather_texts(f"{index}" * (1 + 500 * index)),
+        "agreed": [multihost.any_process(index == 1), multihost.any_process(False)],
+        "main": multihost.is_main(),
+        "addresses": multihost.gather_texts(sender.address),
     }
     print(json.dumps(facts), flush=True)
     sys.stdin.read()

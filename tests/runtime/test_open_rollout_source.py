@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from marin_rl import processes
+from marin_rl import multihost
 from marin_rl.config.sections import Mode, ReplayConfig, WorkersConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
@@ -116,8 +116,8 @@ def asynchronous(weights: Weights) -> TrainConfig:
 
 
 def two_hosts(patched: pytest.MonkeyPatch, *, main: bool) -> None:
-    patched.setattr(processes, "gather_texts", lambda text: (text, "there"))
-    patched.setattr(processes, "is_main", lambda: main)
+    patched.setattr(multihost, "gather_texts", lambda text: (text, "there"))
+    patched.setattr(multihost, "is_main", lambda: main)
 
 
 def test_in_sync_mode_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_the_main_one_of_several_processes_watches_all_senders(monkeypatch: pyte
 def test_the_others_serve_and_have_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = Weights(reaches_others=False)
     two_hosts(monkeypatch, main=False)
-    monkeypatch.setattr(processes, "on_main", lambda work: "the main one's")
+    monkeypatch.setattr(multihost, "on_main", lambda work: "the main one's")
     monkeypatch.setattr(module, "ray_workers", workers_of(weights.said))
     with contextlib.ExitStack() as opened:
         rollout_source = open_it(asynchronous(weights), opened)

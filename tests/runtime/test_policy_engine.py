@@ -179,7 +179,7 @@ def sampled(engine: PolicyEngine) -> list[Generation]:
 
 
 def test_nobody_samples_where_training_runs_in_several_processes(opened: TrainingRun, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("marin_rl.processes.several", lambda: True)
+    monkeypatch.setattr("marin_rl.multihost.is_multihost", lambda: True)
     engine = open_trainer_engine(opened.config, opened.state.model, opened.tokenizer, opened.trainer, 0)
     engine.update(opened.state.model, 1)
     with pytest.raises(RuntimeError, match="the trainer does not sample where it runs in several processes"):

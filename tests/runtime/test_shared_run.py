@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from marin_rl import processes
+from marin_rl import multihost
 from marin_rl.config.command_line import to_yaml
 from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
 from marin_rl.runtime.rollout_source import StopRequestedError
@@ -49,14 +49,14 @@ def test_workers_that_sample_are_fine(two_processes: None):
 
 
 def test_weights_that_other_hosts_cannot_reach_are_refused(two_processes: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(processes, "gather_texts", lambda own: ("first", "second"))
+    monkeypatch.setattr(multihost, "gather_texts", lambda own: ("first", "second"))
     with pytest.raises(
         ValueError,
         match=r"weights\.host is 127\.0\.0\.1, but training runs on 2 hosts \(first, second\), .*: 0\.0\.0\.0",
     ):
         check_config(FITTING)
     check_config(dataclasses.replace(FITTING, weights=ArrowFlightConfig(host="0.0.0.0")))
-    monkeypatch.setattr(processes, "gather_texts", lambda own: ("first", "first"))
+    monkeypatch.setattr(multihost, "gather_texts", lambda own: ("first", "first"))
     check_config(FITTING)
 
 
@@ -75,7 +75,7 @@ def test_a_stop_ends_the_wait_of_a_process_without_workers(monkeypatch: pytest.M
         exchanges.append("stop")
         return len(exchanges) > 4
 
-    monkeypatch.setattr(processes, "on_main", from_main)
+    monkeypatch.setattr(multihost, "on_main", from_main)
     sender = SharedFilesConfig(folder=str(tmp_path)).open_sender("0123456789abcdef" * 4, TrainingHost.current())
     with pytest.raises(StopRequestedError):
         SharedWorkerPool(None, sender).wait(PhaseTimer(), stop_requested)
@@ -87,10 +87,10 @@ def test_a_stop_ends_the_wait_of_a_process_without_workers(monkeypatch: pytest.M
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Answers of the second of two processes, of which this one is the main one, to the next exchanges."""
     answers: list[str] = []
-    monkeypatch.setattr(processes, "several", lambda: True)
-    monkeypatch.setattr(processes, "is_main", lambda: True)
-    monkeypatch.setattr(processes, "on_main", lambda work: work())
-    monkeypatch.setattr(processes, "gather_texts", lambda own: (own, answers.pop(0)))
+    monkeypatch.setattr(multihost, "is_multihost", lambda: True)
+    monkeypatch.setattr(multihost, "is_main", lambda: True)
+    monkeypatch.setattr(multihost, "on_main", lambda work: work())
+    monkeypatch.setattr(multihost, "gather_texts", lambda own: (own, answers.pop(0)))
     return answers
 
 

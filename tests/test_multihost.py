@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from marin_rl import processes
+from marin_rl import multihost
 
 
 class Wire:
@@ -53,13 +53,13 @@ def raising(error: BaseException) -> Callable[[], str]:
 
 def test_an_interrupt_of_the_main_process_reaches_the_waiting_processes(first_of_two: Wire) -> None:
     with pytest.raises(KeyboardInterrupt):
-        processes.on_main(raising(KeyboardInterrupt("at work")))
+        multihost.on_main(raising(KeyboardInterrupt("at work")))
     assert [json.loads(text) for text in first_of_two.texts] == [{"error": "KeyboardInterrupt: at work"}]
 
 
 def test_messages_are_padded_to_few_sizes_and_unchanged(first_of_two: Wire) -> None:
     messages = ["x" * length + "ä" for length in range(0, 3000, 7)]
-    assert [processes.on_main(lambda text=text: text) for text in messages] == messages
+    assert [multihost.on_main(lambda text=text: text) for text in messages] == messages
     assert [json.loads(text)["result"] for text in first_of_two.texts] == messages
     # Each size compiles one program.
     assert len({array.shape for array in first_of_two.sent[1::2]}) <= 5
@@ -77,7 +77,7 @@ def test_jax_errors_with_several_processes_explain_a_lost_process(
     first_of_two: Wire, count: int, error: Exception, is_explained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: count)
-    with pytest.raises(type(error)) as raised, processes.explaining_errors():
+    with pytest.raises(type(error)) as raised, multihost.explain_errors():
         raise error
     text = "".join(traceback.format_exception(raised.value))
     assert (
@@ -93,10 +93,10 @@ def test_after_an_error_one_of_several_processes_exits_without_waiting(
     registered: list[Callable[[], object]] = []
     monkeypatch.setattr(jax, "process_count", lambda: count)
     monkeypatch.setattr(atexit, "register", registered.append)
-    with processes.leaving_on_error():
+    with multihost.exit_on_error():
         pass
     assert registered == []
-    with pytest.raises(OSError, match="pulled the plug"), processes.leaving_on_error():
+    with pytest.raises(OSError, match="pulled the plug"), multihost.exit_on_error():
         raise OSError("pulled the plug")
     assert len(registered) == count - 1
     ended: list[int] = []
@@ -119,11 +119,11 @@ def test_a_value_that_differs_between_processes_is_named_in_all(
 
     monkeypatch.setattr(multihost_utils, "process_allgather", gather)
     # The first call is made by the main process, the second by the other process.
-    processes.require_equal(values, "the batch of step 3")
+    multihost.require_equal(values, "the batch of step 3")
     other = {name: value + b"0" if name in altered else value for name, value in values.items()}
     expected = (
         f"the batch of step 3 is not the same .* it differs in process 1 in {', '.join(altered)}. .* last checkpoint"
     )
-    with pytest.raises(processes.ProcessesDifferError, match=expected) if altered else contextlib.nullcontext():
-        processes.require_equal(other, "the batch of step 3")
+    with pytest.raises(multihost.ProcessesDifferError, match=expected) if altered else contextlib.nullcontext():
+        multihost.require_equal(other, "the batch of step 3")
     assert len(rows) == 2

@@ -33,10 +33,10 @@ class ProcessesDifferError(UserError):
     """A value differs between training processes that should compute the same; names the processes and values."""
 
 
-def several() -> bool:
+def is_multihost() -> bool:
     """Whether the run has more than one process. Initializes no device if jax's distributed runtime is not in use.
 
-    >>> several()
+    >>> is_multihost()
     False
     """
     return jax.distributed.is_initialized() and jax.process_count() > 1
@@ -48,7 +48,7 @@ def is_main() -> bool:
     >>> is_main()
     True
     """
-    return not several() or jax.process_index() == 0
+    return not is_multihost() or jax.process_index() == 0
 
 
 def on_main(work: Callable[[], str]) -> str:
@@ -66,7 +66,7 @@ def on_main(work: Callable[[], str]) -> str:
     >>> on_main(lambda: "done")
     'done'
     """
-    if not several():
+    if not is_multihost():
         return work()
     if not is_main():
         message = json.loads(_broadcast(""))
@@ -88,7 +88,7 @@ def gather_texts(text: str) -> tuple[str, ...]:
     >>> gather_texts("alone")
     ('alone',)
     """
-    if not several():
+    if not is_multihost():
         return (text,)
     data = text.encode()
     sizes = multihost_utils.process_allgather(np.int32(len(data)))
@@ -96,28 +96,28 @@ def gather_texts(text: str) -> tuple[str, ...]:
     return tuple(_unpadded(row, int(size)) for row, size in zip(rows, sizes, strict=True))
 
 
-def agree(wish: bool) -> bool:
-    """Whether `wish` is true in any process.
+def any_process(flag: bool) -> bool:
+    """Whether `flag` is true in any process.
 
-    >>> agree(True), agree(False)
+    >>> any_process(True), any_process(False)
     (True, False)
     """
-    return "y" in gather_texts("y" if wish else "n")
+    return "y" in gather_texts("y" if flag else "n")
 
 
-def require_equal(values: Mapping[str, bytes], what: str) -> None:
+def require_equal(values: Mapping[str, bytes], name: str) -> None:
     """Check with one all-gather that named values are equal in all processes.
 
     Args:
         values: values by name, with the same names in all processes; compared by a 128-bit digest.
-        what: name of the values in the error message.
+        name: name of the values in the error message.
 
     Raises:
         ProcessesDifferError: in every process; names the processes and values that differ from the main process.
 
     >>> require_equal({"tokens": b"12"}, "the batch of step 1")
     """
-    if not several():
+    if not is_multihost():
         return
     digests = [hashlib.blake2b(value, digest_size=16).digest() for value in values.values()]
     own = np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), 16)
@@ -125,11 +125,11 @@ def require_equal(values: Mapping[str, bytes], what: str) -> None:
     differing = [
         f"process {index} in {', '.join(wrong)}"
         for index, other in enumerate(others, start=1)
-        if (wrong := [name for name, row, of_main in zip(values, other, main, strict=True) if any(row != of_main)])
+        if (wrong := [key for key, row, of_main in zip(values, other, main, strict=True) if any(row != of_main)])
     ]
     if differing:
         raise ProcessesDifferError(
-            f"{what} is not the same in all training processes; compared with the main process (0), it differs in "
+            f"{name} is not the same in all training processes; compared with the main process (0), it differs in "
             f"{'; in '.join(differing)}. All processes compute it from the same rollouts, so their config, data files, "
             "software or processors differ: make them equal on all training hosts, and run the same command again "
             "to resume from the last checkpoint"
@@ -137,7 +137,7 @@ def require_equal(values: Mapping[str, bytes], what: str) -> None:
 
 
 @contextlib.contextmanager
-def leaving_on_error() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """After an error, end this process without waiting for the others, which may be waiting for it.
 
     At exit jax would wait five minutes for the others. They end when jax detects that this process is gone.
@@ -145,19 +145,19 @@ def leaving_on_error() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if several():
+        if is_multihost():
             # Exit handlers run in reverse order of registration, so this one runs before jax's.
             atexit.register(_end)
         raise
 
 
 @contextlib.contextmanager
-def explaining_errors() -> Iterator[None]:
+def explain_errors() -> Iterator[None]:
     """If the run has several processes, add a note on lost processes to jax's errors."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if several():
+        if is_multihost():
             error.add_note(
                 f"This is training process {jax.process_index()} of {jax.process_count()}. If a connection failed, "
                 "another training process has ended or is unreachable: see its output and its machine for the cause. "
