@@ -3,12 +3,13 @@
 
 """Question-answer datasets: JSONL files, and Hugging Face datasets from the hub or a folder."""
 
+import abc
 import dataclasses
 import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.environments.single_turn import SingleTurnEnvironment
@@ -180,50 +181,121 @@ CHECKED_ANSWERS = 100
 answer column that does not fit its grader fails in the first rows, and a single bad row fails when it is used."""
 
 
+@dataclasses.dataclass(frozen=True)
+class DatasetConfig(EnvironmentConfig):
+    """Common settings of question-answer datasets."""
+
+    held_out_key: ClassVar[str]
+    """Name of the field that selects the held-out problems."""
+
+    rows: RowFormat = dataclasses.field(default_factory=RowFormat, kw_only=True)
+    """Meaning of the columns."""
+    grader: GraderConfig = dataclasses.field(default_factory=ExactConfig, kw_only=True)
+    """Grader that compares a reply with the answer."""
+    reply_regex: str | None = dataclasses.field(default=None, kw_only=True)
+    """Optional regular expression; group 1 of its last match in the reply is graded. A reply without a match is
+    wrong."""
+    held_out: float | None = dataclasses.field(default=None, kw_only=True)
+    """Share of problems that are held out, by hash of their text; default 0.1. Excludes a separate source of held-out
+    problems."""
+    validation: float = dataclasses.field(default=0.05, kw_only=True)
+    """Share of the (other) problems for validation, by hash of their text; in [0, 1)."""
+    format: FormatConfig | None = dataclasses.field(default=None, kw_only=True)
+    """Optional reward for the format of the reply."""
+    name: str | None = dataclasses.field(default=None, kw_only=True)
+    """Name for metrics; default: the file name without its extension, or the last part of a dataset's name."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.grader, NoGraderConfig) and self.format is None and not self.rewards:
+            raise ValueError(
+                "grader is none and rewards is empty, so replies would have no reward; add a reward function to "
+                "rewards, or use grader: {type: exact}"
+            )
+        _, held_out = self._sources()
+        if held_out is not None and self.held_out is not None:
+            raise ValueError(
+                f"held_out {self.held_out} and {self.held_out_key} {held_out!r} exclude each other; remove one"
+            )
+        if self.reply_regex is not None:
+            check_pattern("reply_regex", self.reply_regex, groups=1)
+        check_shares(self._held_out_share(), self.validation)
+
+    def build(self) -> AbstractEnvironment:
+        """Read the dataset.
+
+        Raises:
+            ValueError: if the dataset or its split does not exist, a line is invalid (with file and line number), a
+                column is missing, or a held-out problem is also a training problem.
+            FileNotFoundError: if a file is missing.
+        """
+        name = self._default_name() if self.name is None else self.name
+        training, held_out = self._sources()
+        source, problems = self._problems(training, name)
+        if held_out is None:
+            splits = split_problems(problems, self._held_out_share(), self.validation, source)
+        else:
+            splits = _with_held_out(problems, self._problems(held_out, name)[1], self.validation, source)
+        grader = self.grader.build()
+        if grader is not None:
+            for problem in problems[:CHECKED_ANSWERS]:
+                _check_answer(grader, problem)
+        return SingleTurnEnvironment(
+            name=name,
+            splits=splits,
+            score=None if grader is None else _GradeWith(grader).score,
+            format=self.format,
+            reply_regex=self.reply_regex,
+            blocks=grader is not None and grader.blocks,
+        )
+
+    def _problems(self, source: str, name: str) -> tuple[str, Sequence[Problem]]:
+        description, rows = self._read(source)
+        return description, without_duplicates((self.rows.problem(row, name) for row in rows), description)
+
+    def _held_out_share(self) -> float:
+        return DEFAULT_HELD_OUT if self.held_out is None else self.held_out
+
+    @abc.abstractmethod
+    def _default_name(self) -> str:
+        """Return the name for metrics if none is configured."""
+
+    @abc.abstractmethod
+    def _sources(self) -> tuple[str, str | None]:
+        """Return the source of the training problems and, if it is separate, of the held-out problems."""
+
+    @abc.abstractmethod
+    def _read(self, source: str) -> tuple[str, Iterable[Row]]:
+        """Return the description of a source for messages, and its rows."""
+
+
 @EnvironmentConfig.register_subclass("jsonl")
 @dataclasses.dataclass(frozen=True)
-class JsonlConfig(EnvironmentConfig):
+class JsonlConfig(DatasetConfig):
     """JSONL file with one object per line: `{"prompt": "3+4=", "answer": "7"}`."""
+
+    held_out_key: ClassVar[str] = "held_out_path"
 
     path: str
     """Path of the file, relative to the working directory."""
     held_out_path: str | None = None
     """Optional second file with the held-out problems; by default a share of the first file is held out."""
-    rows: RowFormat = dataclasses.field(default_factory=RowFormat)
-    """Meaning of the columns."""
-    grader: GraderConfig = dataclasses.field(default_factory=ExactConfig)
-    """Grader that compares a reply with the answer."""
-    reply_regex: str | None = None
-    """Optional regular expression; group 1 of its last match in the reply is graded. A reply without a match is
-    wrong."""
-    held_out: float | None = None
-    """Share of problems that are held out, by hash of their text; default 0.1. Excludes `held_out_path`."""
-    validation: float = 0.05
-    """Share of the (other) problems for validation, by hash of their text; in [0, 1)."""
-    format: FormatConfig | None = None
-    """Optional reward for the format of the reply."""
-    name: str | None = None
-    """Name for metrics; default: the file name without its extension."""
 
-    def __post_init__(self) -> None:
-        _check(self, "held_out_path", self.held_out_path)
+    def _default_name(self) -> str:
+        return Path(self.path).stem
 
-    def build(self) -> AbstractEnvironment:
-        """Read the files.
+    def _sources(self) -> tuple[str, str | None]:
+        return self.path, self.held_out_path
 
-        Raises:
-            ValueError: for an invalid line (with file and line number), a missing column, or a problem in both files.
-            FileNotFoundError: if a file is missing.
-        """
-        name = Path(self.path).stem if self.name is None else self.name
-        held_out = None if self.held_out_path is None else (self.held_out_path, _read_jsonl(self.held_out_path))
-        return _environment(self, name, (self.path, _read_jsonl(self.path)), held_out)
+    def _read(self, source: str) -> tuple[str, Iterable[Row]]:
+        return source, _read_jsonl(source)
 
 
 @EnvironmentConfig.register_subclass("hf")
 @dataclasses.dataclass(frozen=True)
-class HuggingFaceConfig(EnvironmentConfig):
+class HuggingFaceConfig(DatasetConfig):
     """Hugging Face dataset from the hub, a folder of data files, or a folder written by `save_to_disk`."""
+
+    held_out_key: ClassVar[str] = "held_out_split"
 
     path: str
     """Name on the hub (`openai/gsm8k`) or path of a local folder."""
@@ -235,84 +307,19 @@ class HuggingFaceConfig(EnvironmentConfig):
     """Dataset split with the held-out problems (`test`); by default a share of `split` is held out."""
     revision: str | None = None
     """Commit or tag on the hub; pin it to keep the data of an experiment fixed."""
-    rows: RowFormat = dataclasses.field(default_factory=RowFormat)
-    """Meaning of the columns."""
-    grader: GraderConfig = dataclasses.field(default_factory=ExactConfig)
-    """Grader that compares a reply with the answer."""
-    reply_regex: str | None = None
-    """Optional regular expression; group 1 of its last match in the reply is graded. A reply without a match is
-    wrong."""
-    held_out: float | None = None
-    """Share of problems that are held out, by hash of their text; default 0.1. Excludes `held_out_split`."""
-    validation: float = 0.05
-    """Share of the (other) problems for validation, by hash of their text; in [0, 1)."""
-    format: FormatConfig | None = None
-    """Optional reward for the format of the reply."""
-    name: str | None = None
-    """Name for metrics; default: the last part of `path`."""
 
-    def __post_init__(self) -> None:
-        _check(self, "held_out_split", self.held_out_split)
+    def _default_name(self) -> str:
+        return Path(self.path).name
 
-    def build(self) -> AbstractEnvironment:
-        """Load the dataset.
+    def _sources(self) -> tuple[str, str | None]:
+        return self.split, self.held_out_split
 
-        Raises:
-            ValueError: if the dataset, subset or split does not exist, a column is missing, or a problem is in both
-                splits.
-        """
-        name = Path(self.path).name if self.name is None else self.name
-        held_out = None if self.held_out_split is None else self._read(self.held_out_split)
-        return _environment(self, name, self._read(self.split), held_out)
-
-    def _read(self, split: str) -> tuple[str, Iterable[Row]]:
-        source = f"dataset {self.path!r}, split {split!r}"
-        dataset = _load_dataset(self, split)
-        return source, (
-            Row(cast(Mapping[str, Any], values), f"{source}, row {index}") for index, values in enumerate(dataset)
+    def _read(self, source: str) -> tuple[str, Iterable[Row]]:
+        description = f"dataset {self.path!r}, split {source!r}"
+        dataset = _load_dataset(self, source)
+        return description, (
+            Row(cast(Mapping[str, Any], values), f"{description}, row {index}") for index, values in enumerate(dataset)
         )
-
-
-def _check(config: JsonlConfig | HuggingFaceConfig, field: str, explicit: str | None) -> None:
-    if isinstance(config.grader, NoGraderConfig) and config.format is None and not config.rewards:
-        raise ValueError(
-            "grader is none and rewards is empty, so replies would have no reward; add a reward function to "
-            "rewards, or use grader: {type: exact}"
-        )
-    if explicit is not None and config.held_out is not None:
-        raise ValueError(f"held_out {config.held_out} and {field} {explicit!r} exclude each other; remove one")
-    if config.reply_regex is not None:
-        check_pattern("reply_regex", config.reply_regex, groups=1)
-    check_shares(_held_out_share(config), config.validation)
-
-
-def _held_out_share(config: JsonlConfig | HuggingFaceConfig) -> float:
-    return DEFAULT_HELD_OUT if config.held_out is None else config.held_out
-
-
-def _environment(
-    config: JsonlConfig | HuggingFaceConfig,
-    name: str,
-    rows: tuple[str, Iterable[Row]],
-    held_out: tuple[str, Iterable[Row]] | None,
-) -> AbstractEnvironment:
-    source, problems = rows[0], _problems(config, name, rows)
-    if held_out is None:
-        splits = split_problems(problems, _held_out_share(config), config.validation, source)
-    else:
-        splits = _with_held_out(problems, _problems(config, name, held_out), config.validation, source)
-    grader = config.grader.build()
-    if grader is not None:
-        for problem in problems[:CHECKED_ANSWERS]:
-            _check_answer(grader, problem)
-    return SingleTurnEnvironment(
-        name=name,
-        splits=splits,
-        score=None if grader is None else _GradeWith(grader).score,
-        format=config.format,
-        reply_regex=config.reply_regex,
-        blocks=grader is not None and grader.blocks,
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,11 +328,6 @@ class _GradeWith:
 
     def score(self, task: Task, reply: str) -> float:
         return self.grader.grade(reply, task.answer)
-
-
-def _problems(config: JsonlConfig | HuggingFaceConfig, name: str, rows: tuple[str, Iterable[Row]]) -> Sequence[Problem]:
-    source, values = rows
-    return without_duplicates((config.rows.problem(row, name) for row in values), source)
 
 
 def _with_held_out(
