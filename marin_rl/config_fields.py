@@ -1,11 +1,36 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Properties of config fields."""
+"""Facts about config fields: which ones are paths, and which ones may change when a run is resumed."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+
+def may_change(*keys: str) -> dict[str, Any]:
+    """Metadata of a config field that may change when a run is resumed, because it does not affect the results.
+
+    Args:
+        keys: keys of the field's section that may change; the whole field if empty.
+    """
+    return {"may_change": keys}
+
+
+def changeable_keys(config_class: Any) -> list[str]:
+    """Dotted keys and sections of a config that may change when a run is resumed.
+
+    Args:
+        config_class: dataclass with fields that have the metadata of `may_change`.
+    """
+    changeable = {field.name: field.metadata.get("may_change") for field in dataclasses.fields(config_class)}
+    return [
+        f"{name}.{key}" if key else name
+        for name, keys in changeable.items()
+        if keys is not None
+        for key in keys or ("",)
+    ]
 
 
 def local_path(value: str, key: str) -> Path:

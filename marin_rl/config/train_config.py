@@ -35,7 +35,7 @@ from marin_rl.config.sections import (
     WorkersConfig,
     module_levels,
 )
-from marin_rl.config_fields import check_paths, local_path
+from marin_rl.config_fields import check_paths, local_path, may_change
 from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.environments.base import EnvironmentConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, AttentionKernel, attention_kernel
@@ -134,7 +134,10 @@ class TrainConfig:
     """Rollouts per step, their limits, and the layout of batch rows."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling parameters of the policy."""
-    sampler: SamplerConfig = LevanterSamplerConfig()
+    sampler: SamplerConfig = dataclasses.field(
+        default=LevanterSamplerConfig(),
+        metadata=may_change("base_url", "model", "reload", "api_key_env", "timeout", "retry"),
+    )
     """Inference engine that samples answers."""
     sandbox: SandboxConfig = SandboxConfig()
     """Isolation and resource limits of reward functions and of programs written by a model."""
@@ -160,33 +163,42 @@ class TrainConfig:
     """Handling of groups in which all rewards are equal."""
     mode: Mode = Mode.SYNC
     """`sync` alternates sampling and training in one process; `async` samples in rollout workers during training."""
-    workers: WorkersConfig = WorkersConfig()
+    workers: WorkersConfig = dataclasses.field(
+        default=WorkersConfig(),
+        metadata=may_change("num_workers", "gpus_per_worker", "heartbeat_timeout", "no_progress_timeout"),
+    )
     """Rollout workers, for `mode: async`."""
-    ray_address: str | None = None
+    ray_address: str | None = dataclasses.field(default=None, metadata=may_change())
     """Ray cluster of the rollout workers: `auto` for the cluster of this machine, or `host:port` of the head node;
     null: a local cluster is started and stopped with the run."""
     replay: ReplayConfig = ReplayConfig()
     """Replay buffer and staleness limits, for `mode: async`."""
-    weights: WeightTransferConfig = ArrowFlightConfig()
+    weights: WeightTransferConfig = dataclasses.field(
+        default=ArrowFlightConfig(),
+        metadata=may_change("host", "port", "streams", "keep", "call_seconds", "retry"),
+    )
     """Weight transfer from the trainer to the workers, for `mode: async`."""
     logprob_block_size: int = 128
     """Positions of a row whose logits are in memory at once. At least 1."""
     warm_start: WarmStartConfig = WarmStartConfig()
     """Supervised training before RL."""
-    evaluation: EvaluationConfig = EvaluationConfig()
+    evaluation: EvaluationConfig = dataclasses.field(default=EvaluationConfig(), metadata=may_change("every"))
     """Evaluation on held-out tasks."""
-    log_level: LogLevel = LogLevel.INFO
+    log_level: LogLevel = dataclasses.field(default=LogLevel.INFO, metadata=may_change())
     """Minimum level of messages in `log.txt`, `processes/*.txt` and `workers/*.txt`: `debug`, `info`, `warning` or
     `error`. `debug` logs every turn of every episode."""
-    logging: dict[str, str] = dataclasses.field(default_factory=dict)
+    logging: dict[str, str] = dataclasses.field(default_factory=dict, metadata=may_change())
     """Log levels of modules or packages that override `log_level`, such as `{marin_rl.rollouts: debug}`."""
-    rollout_store: RolloutStoreConfig = RolloutStoreConfig()
+    rollout_store: RolloutStoreConfig = dataclasses.field(default=RolloutStoreConfig(), metadata=may_change())
     """Storage of rollouts in the run directory."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: CheckpointConfig = dataclasses.field(default=CheckpointConfig(), metadata=may_change())
     """Checkpoint schedule."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamConfig)
     """Optimizer and learning-rate schedule of RL (levanter's section)."""
-    trainer: TrainerConfig = dataclasses.field(default_factory=default_trainer)
+    trainer: TrainerConfig = dataclasses.field(
+        default_factory=default_trainer,
+        metadata=may_change("tracker", "jax_compilation_cache_dir", "distributed"),
+    )
     """Mesh, precision, microbatches and trackers (levanter's section). Batch size and number of steps follow from
     `rollouts` and `num_steps`."""
 

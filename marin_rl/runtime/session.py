@@ -28,6 +28,7 @@ from marin_rl.config.command_line import to_yaml
 from marin_rl.config.decode import encode
 from marin_rl.config.sections import Mode, module_levels
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.config_fields import changeable_keys
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.runtime.console import ClosingSummary, Progress, print_closing_table
@@ -43,35 +44,6 @@ from marin_rl.runtime.tracking import StepRecords, make_tracker
 from marin_rl.runtime.training_run import TrainingRun
 
 logger = logging.getLogger(__name__)
-
-MAY_DIFFER = (
-    "evaluation.every",
-    "checkpoint",
-    "log_level",
-    "logging",
-    "rollout_store",
-    "sampler.base_url",
-    "sampler.model",
-    "sampler.reload",
-    "sampler.api_key_env",
-    "sampler.timeout",
-    "sampler.retry",
-    "ray_address",
-    "workers.num_workers",
-    "workers.gpus_per_worker",
-    "workers.heartbeat_timeout",
-    "workers.no_progress_timeout",
-    "weights.host",
-    "weights.port",
-    "weights.streams",
-    "weights.keep",
-    "weights.call_seconds",
-    "weights.retry",
-    "trainer.tracker",
-    "trainer.jax_compilation_cache_dir",
-    "trainer.distributed",
-)
-"""Settings that may change when a run is resumed, because they do not affect the results."""
 
 
 def run_session(config: TrainConfig, stream: TextIO) -> None:
@@ -93,7 +65,7 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
     join_processes(config.trainer)
     with contextlib.ExitStack() as resources, multihost.exit_on_error():
         multihost.on_main(lambda: _lock(directory, config, resources))
-        require_same_config(config, MAY_DIFFER)
+        require_same_config(config, changeable_keys(TrainConfig))
         require_shared_folder(directory.path)
         multihost.on_main(lambda: _create(directory, config))
         main = multihost.is_main()
@@ -114,7 +86,7 @@ def _lock(directory: RunDirectory, config: TrainConfig, resources: contextlib.Ex
 
 
 def _create(directory: RunDirectory, config: TrainConfig) -> str:
-    create_or_open(directory.path, to_yaml(config), MAY_DIFFER)
+    create_or_open(directory.path, to_yaml(config), changeable_keys(TrainConfig))
     return str(directory.path)
 
 

@@ -16,9 +16,11 @@ from levanter.optim import AdamConfig
 from marin_rl.batching.packing import RowLayout
 from marin_rl.config.command_line import from_yaml, parse_config, to_yaml
 from marin_rl.config.decode import ConfigError
+from marin_rl.config.help import all_keys
 from marin_rl.config.objective_config import UpdateConfig
 from marin_rl.config.sections import Mode, RolloutConfig
 from marin_rl.config.train_config import TrainConfig, compilation_cache, default_trainer, levanter_defaults
+from marin_rl.config_fields import changeable_keys
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.environments.streams import MixtureConfig, MixturePartConfig
@@ -587,3 +589,10 @@ def test_settings_that_accept_addresses():
 def test_unsupported_kind_of_address_is_refused():
     with pytest.raises(ValueError, match=r"weights\.folder is 'gss://bucket/w', whose kind of address cannot be used"):
         SharedFilesConfig(folder="gss://bucket/w")
+
+
+def test_keys_that_may_change_on_resume_exist():
+    keys = changeable_keys(TrainConfig)
+    assert {"ray_address", "rollout_store", "workers.num_workers", "trainer.tracker"} <= set(keys)
+    raw = {"sampler": {"type": "openai"}, "weights": {"type": "arrow_flight"}}
+    assert set(keys) <= set(all_keys(TrainConfig, raw))
