@@ -51,6 +51,17 @@ __all__ = [
 ]
 
 
+class Normalization(enum.StrEnum):
+    """Divisor of the centred advantages."""
+
+    NONE = "none"
+    """No division."""
+    GROUP = "group"
+    """Standard deviation of the returns of the group (ddof = 1), + 1e-6."""
+    BATCH = "batch"
+    """Standard deviation of the advantages of the batch (ddof = 1), + 1e-6."""
+
+
 def rloo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
     """Compute leave-one-out advantages: each return minus the mean of the others.
 
@@ -75,6 +86,22 @@ def rloo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " gr
     return _apply(rewards, lambda present: centered(present) * (present.size / max(present.size - 1, 1)))
 
 
+@AdvantageConfig.register_subclass("rloo")
+@dataclasses.dataclass(frozen=True)
+class RlooConfig(AdvantageConfig):
+    """Leave-one-out baseline. Unbiased; by default not divided by a standard deviation."""
+
+    normalize: Normalization = Normalization.NONE
+    """Divisor of the advantages: none | group | batch. All but none are biased."""
+
+    def __post_init__(self) -> None:
+        convert_enum_fields(self)
+
+    def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
+        """See [`rloo_advantages`][marin_rl.objectives.advantages.rloo_advantages]."""
+        return _per_rollout(groups, rloo_advantages, self.normalize)
+
+
 def grpo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
     """Compute group-standardised advantages.
 
@@ -97,6 +124,16 @@ def grpo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " gr
     return _apply(rewards, standardized)
 
 
+@AdvantageConfig.register_subclass("grpo")
+@dataclasses.dataclass(frozen=True)
+class GrpoConfig(AdvantageConfig):
+    """Advantages centred and divided by the standard deviation of the group, so all groups weigh about the same."""
+
+    def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
+        """See [`grpo_advantages`][marin_rl.objectives.advantages.grpo_advantages]."""
+        return _per_rollout(groups, grpo_advantages)
+
+
 def dr_grpo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
     """Compute mean-centred advantages, `A_i = R_i - mean R`.
 
@@ -115,6 +152,22 @@ def dr_grpo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, "
     Source: Liu et al. 2025, arXiv 2503.20783, section 3.2.
     """
     return _apply(rewards, centered)
+
+
+@AdvantageConfig.register_subclass("dr_grpo")
+@dataclasses.dataclass(frozen=True)
+class DrGrpoConfig(AdvantageConfig):
+    """Advantages centred on the group mean: `rloo` times (G - 1)/G."""
+
+    normalize: Normalization = Normalization.NONE
+    """Divisor of the advantages: none | group | batch. With group this is `grpo`."""
+
+    def __post_init__(self) -> None:
+        convert_enum_fields(self)
+
+    def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
+        """See [`dr_grpo_advantages`][marin_rl.objectives.advantages.dr_grpo_advantages]."""
+        return _per_rollout(groups, dr_grpo_advantages, self.normalize)
 
 
 def reinforce_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
@@ -159,59 +212,6 @@ def turn_returns(inputs: AdvantageInputs, gamma: float) -> Float64[np.ndarray, "
     if inputs.score is not None:
         rewards[-1:] += inputs.score - math.fsum(inputs.turn_rewards)
     return discounted_returns(rewards, gamma)
-
-
-class Normalization(enum.StrEnum):
-    """Divisor of the centred advantages."""
-
-    NONE = "none"
-    """No division."""
-    GROUP = "group"
-    """Standard deviation of the returns of the group (ddof = 1), + 1e-6."""
-    BATCH = "batch"
-    """Standard deviation of the advantages of the batch (ddof = 1), + 1e-6."""
-
-
-@AdvantageConfig.register_subclass("rloo")
-@dataclasses.dataclass(frozen=True)
-class RlooConfig(AdvantageConfig):
-    """Leave-one-out baseline. Unbiased; by default not divided by a standard deviation."""
-
-    normalize: Normalization = Normalization.NONE
-    """Divisor of the advantages: none | group | batch. All but none are biased."""
-
-    def __post_init__(self) -> None:
-        convert_enum_fields(self)
-
-    def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
-        """See [`rloo_advantages`][marin_rl.objectives.advantages.rloo_advantages]."""
-        return _per_rollout(groups, rloo_advantages, self.normalize)
-
-
-@AdvantageConfig.register_subclass("grpo")
-@dataclasses.dataclass(frozen=True)
-class GrpoConfig(AdvantageConfig):
-    """Advantages centred and divided by the standard deviation of the group, so all groups weigh about the same."""
-
-    def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
-        """See [`grpo_advantages`][marin_rl.objectives.advantages.grpo_advantages]."""
-        return _per_rollout(groups, grpo_advantages)
-
-
-@AdvantageConfig.register_subclass("dr_grpo")
-@dataclasses.dataclass(frozen=True)
-class DrGrpoConfig(AdvantageConfig):
-    """Advantages centred on the group mean: `rloo` times (G - 1)/G."""
-
-    normalize: Normalization = Normalization.NONE
-    """Divisor of the advantages: none | group | batch. With group this is `grpo`."""
-
-    def __post_init__(self) -> None:
-        convert_enum_fields(self)
-
-    def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
-        """See [`dr_grpo_advantages`][marin_rl.objectives.advantages.dr_grpo_advantages]."""
-        return _per_rollout(groups, dr_grpo_advantages, self.normalize)
 
 
 @AdvantageConfig.register_subclass("reinforce")

@@ -23,10 +23,35 @@ from jaxtyping import Bool, Float32, Float64, Integer
 NO_ROLLOUT = -1
 """Rollout id of padding tokens."""
 
+LossMask = Bool[np.ndarray, "rows positions"]
+"""True for loss tokens."""
+RolloutIds = Integer[np.ndarray, "rows positions"]
+"""Rollout of each token; -1 for padding."""
+LossWeights = Float32[np.ndarray, "rows positions"]
+"""Weight of each token in the loss; 0 outside the loss mask."""
 
-def token_mean_weights(
-    loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
-) -> Float32[np.ndarray, "rows positions"]:
+
+@dataclasses.dataclass(frozen=True)
+class AggregationConfig(draccus.ChoiceRegistry, abc.ABC):
+    """Aggregation of per-token terms into a scalar loss, selected by `type`."""
+
+    @abc.abstractmethod
+    def loss_weights(self, loss_mask: LossMask, rollout_ids: RolloutIds) -> LossWeights:
+        """Compute the weight of each token of the global batch, so that the loss is `Σ weights · terms`.
+
+        Args:
+            loss_mask: True for loss tokens.
+            rollout_ids: rollout of each token; -1 for padding.
+
+        Returns:
+            Weight of each token; 0 outside the loss mask.
+
+        Raises:
+            ValueError: if a loss token has no rollout; the message gives its row and position.
+        """
+
+
+def token_mean_weights(loss_mask: LossMask, rollout_ids: RolloutIds) -> LossWeights:
     """Compute weights for the mean over all loss tokens, `w_t = 1/Σ_i T_i`. Long rollouts weigh more.
 
     Args:
@@ -46,12 +71,20 @@ def token_mean_weights(
     Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, equation 12.
     """
     tokens, _ = _count(loss_mask, rollout_ids)
-    return _spread(np.full(tokens.shape, 1.0 / max(tokens.size, 1)), loss_mask)
+    return _scatter(np.full(tokens.shape, 1.0 / max(tokens.size, 1)), loss_mask)
 
 
-def sequence_mean_weights(
-    loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
-) -> Float32[np.ndarray, "rows positions"]:
+@AggregationConfig.register_subclass("token_mean")
+@dataclasses.dataclass(frozen=True)
+class TokenMeanConfig(AggregationConfig):
+    """Mean over all loss tokens of the global batch."""
+
+    def loss_weights(self, loss_mask: LossMask, rollout_ids: RolloutIds) -> LossWeights:
+        """See [`token_mean_weights`][marin_rl.objectives.aggregation.token_mean_weights]."""
+        return token_mean_weights(loss_mask, rollout_ids)
+
+
+def sequence_mean_weights(loss_mask: LossMask, rollout_ids: RolloutIds) -> LossWeights:
     """Compute weights for the mean over rollouts of the token mean, `w_t = 1/(N·T_i)`. All rollouts weigh the same.
 
     Args:
@@ -71,12 +104,20 @@ def sequence_mean_weights(
     Source: Shao et al. 2024 (GRPO), arXiv 2402.03300, equation 3.
     """
     tokens, rollouts = _count(loss_mask, rollout_ids)
-    return _spread(1.0 / (tokens * max(rollouts, 1)), loss_mask)
+    return _scatter(1.0 / (tokens * max(rollouts, 1)), loss_mask)
 
 
-def sequence_sum_weights(
-    loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
-) -> Float32[np.ndarray, "rows positions"]:
+@AggregationConfig.register_subclass("sequence_mean")
+@dataclasses.dataclass(frozen=True)
+class SequenceMeanConfig(AggregationConfig):
+    """Mean over rollouts of the token mean."""
+
+    def loss_weights(self, loss_mask: LossMask, rollout_ids: RolloutIds) -> LossWeights:
+        """See [`sequence_mean_weights`][marin_rl.objectives.aggregation.sequence_mean_weights]."""
+        return sequence_mean_weights(loss_mask, rollout_ids)
+
+
+def sequence_sum_weights(loss_mask: LossMask, rollout_ids: RolloutIds) -> LossWeights:
     """Compute weights for the mean over rollouts of the token sum, `w_t = 1/N`.
 
     This gives the unbiased gradient of the expected return.
@@ -98,12 +139,20 @@ def sequence_sum_weights(
     Source: Ahmadian et al. 2024 (RLOO), arXiv 2402.14740, section 3.
     """
     tokens, rollouts = _count(loss_mask, rollout_ids)
-    return _spread(np.full(tokens.shape, 1.0 / max(rollouts, 1)), loss_mask)
+    return _scatter(np.full(tokens.shape, 1.0 / max(rollouts, 1)), loss_mask)
 
 
-def constant_weights(
-    loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"], length: int
-) -> Float32[np.ndarray, "rows positions"]:
+@AggregationConfig.register_subclass("sequence_sum")
+@dataclasses.dataclass(frozen=True)
+class SequenceSumConfig(AggregationConfig):
+    """Mean over rollouts of the token sum: the unbiased gradient of the expected return."""
+
+    def loss_weights(self, loss_mask: LossMask, rollout_ids: RolloutIds) -> LossWeights:
+        """See [`sequence_sum_weights`][marin_rl.objectives.aggregation.sequence_sum_weights]."""
+        return sequence_sum_weights(loss_mask, rollout_ids)
+
+
+def constant_weights(loss_mask: LossMask, rollout_ids: RolloutIds, length: int) -> LossWeights:
     """Compute weights for the token sum divided by a constant length, `w_t = 1/(N·L)`.
 
     This is `sequence_sum`, scaled to the size of a mean.
@@ -126,65 +175,7 @@ def constant_weights(
     Source: Liu et al. 2025 (Dr. GRPO), arXiv 2503.20783, section 3.2.
     """
     tokens, rollouts = _count(loss_mask, rollout_ids)
-    return _spread(np.full(tokens.shape, 1.0 / (max(rollouts, 1) * length)), loss_mask)
-
-
-@dataclasses.dataclass(frozen=True)
-class AggregationConfig(draccus.ChoiceRegistry, abc.ABC):
-    """Aggregation of per-token terms into a scalar loss, selected by `type`."""
-
-    @abc.abstractmethod
-    def loss_weights(
-        self, loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
-    ) -> Float32[np.ndarray, "rows positions"]:
-        """Compute the weight of each token of the global batch, so that the loss is `Σ weights · terms`.
-
-        Args:
-            loss_mask: True for loss tokens.
-            rollout_ids: rollout of each token; -1 for padding.
-
-        Returns:
-            Weight of each token; 0 outside the loss mask.
-
-        Raises:
-            ValueError: if a loss token has no rollout; the message gives its row and position.
-        """
-
-
-@AggregationConfig.register_subclass("token_mean")
-@dataclasses.dataclass(frozen=True)
-class TokenMeanConfig(AggregationConfig):
-    """Mean over all loss tokens of the global batch."""
-
-    def loss_weights(
-        self, loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
-    ) -> Float32[np.ndarray, "rows positions"]:
-        """See [`token_mean_weights`][marin_rl.objectives.aggregation.token_mean_weights]."""
-        return token_mean_weights(loss_mask, rollout_ids)
-
-
-@AggregationConfig.register_subclass("sequence_mean")
-@dataclasses.dataclass(frozen=True)
-class SequenceMeanConfig(AggregationConfig):
-    """Mean over rollouts of the token mean."""
-
-    def loss_weights(
-        self, loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
-    ) -> Float32[np.ndarray, "rows positions"]:
-        """See [`sequence_mean_weights`][marin_rl.objectives.aggregation.sequence_mean_weights]."""
-        return sequence_mean_weights(loss_mask, rollout_ids)
-
-
-@AggregationConfig.register_subclass("sequence_sum")
-@dataclasses.dataclass(frozen=True)
-class SequenceSumConfig(AggregationConfig):
-    """Mean over rollouts of the token sum: the unbiased gradient of the expected return."""
-
-    def loss_weights(
-        self, loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
-    ) -> Float32[np.ndarray, "rows positions"]:
-        """See [`sequence_sum_weights`][marin_rl.objectives.aggregation.sequence_sum_weights]."""
-        return sequence_sum_weights(loss_mask, rollout_ids)
+    return _scatter(np.full(tokens.shape, 1.0 / (max(rollouts, 1) * length)), loss_mask)
 
 
 @AggregationConfig.register_subclass("constant")
@@ -199,43 +190,31 @@ class ConstantConfig(AggregationConfig):
         if self.length < 1:
             raise ValueError(f"aggregation.length is {self.length}; it must be at least 1 token")
 
-    def loss_weights(
-        self, loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
-    ) -> Float32[np.ndarray, "rows positions"]:
+    def loss_weights(self, loss_mask: LossMask, rollout_ids: RolloutIds) -> LossWeights:
         """See [`constant_weights`][marin_rl.objectives.aggregation.constant_weights]."""
         return constant_weights(loss_mask, rollout_ids, self.length)
 
 
-def _count(
-    loss_mask: Bool[np.ndarray, "rows positions"], rollout_ids: Integer[np.ndarray, "rows positions"]
-) -> tuple[Integer[np.ndarray, " loss_tokens"], int]:
+def _count(loss_mask: LossMask, rollout_ids: RolloutIds) -> tuple[Integer[np.ndarray, " loss_tokens"], int]:
     """Count T_i for the rollout of each loss token, and N, the number of rollouts with loss tokens."""
     _check_ids(loss_mask, rollout_ids)
     _, rollout, lengths = np.unique(rollout_ids[loss_mask], return_inverse=True, return_counts=True)
     return lengths[rollout], lengths.size
 
 
-def _spread(
-    weights: Float64[np.ndarray, " loss_tokens"], loss_mask: Bool[np.ndarray, "rows positions"]
-) -> Float32[np.ndarray, "rows positions"]:
-    spread = np.zeros(loss_mask.shape, np.float32)
-    spread[loss_mask] = weights
-    return spread
+def _scatter(weights: Float64[np.ndarray, " loss_tokens"], loss_mask: LossMask) -> LossWeights:
+    scattered = np.zeros(loss_mask.shape, np.float32)
+    scattered[loss_mask] = weights
+    return scattered
 
 
-def _check_ids(
-    loss_mask: Bool[np.ndarray, "rows positions"],
-    rollout_ids: Integer[np.ndarray, "rows positions"],
-    num_rollouts: int | None = None,
-) -> None:
+def _check_ids(loss_mask: LossMask, rollout_ids: RolloutIds) -> None:
     if loss_mask.shape != rollout_ids.shape:
         raise ValueError(f"loss_mask has shape {loss_mask.shape} but rollout_ids has shape {rollout_ids.shape}")
-    limit = np.inf if num_rollouts is None else num_rollouts
-    bad = np.argwhere(loss_mask & ((rollout_ids < 0) | (rollout_ids >= limit)))
-    if bad.size:
-        row, position = bad[0].tolist()
-        allowed = "at least 0" if num_rollouts is None else f"in [0, {num_rollouts})"
+    invalid = np.argwhere(loss_mask & (rollout_ids < 0))
+    if invalid.size:
+        row, position = invalid[0].tolist()
         raise ValueError(
             f"the loss token at row {row}, position {position} has rollout id {rollout_ids[row, position]}; "
-            f"the rollout id of a loss token must be {allowed}"
+            "the rollout id of a loss token must be at least 0"
         )

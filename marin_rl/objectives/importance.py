@@ -23,6 +23,11 @@ from jaxtyping import Array, Bool, Float, Float64
 
 from marin_rl.objectives.kl import MAX_LOG_RATIO
 
+LogWeights = Sequence[Float[np.ndarray, " _tokens"]]
+"""Per rollout, `log w` (nats) of its action tokens."""
+Weights = list[Float64[np.ndarray, " _tokens"]]
+"""Per rollout, the factor of the policy term of each action token."""
+
 
 class LogRatioStatistics(NamedTuple):
     """Sums over loss tokens of functions of `Δ = log π - log π_old`; a pytree of scalars.
@@ -45,18 +50,6 @@ class LogRatioStatistics(NamedTuple):
     """Σ (w - 1)."""
     squared_excess: Float[Array, ""]
     """Σ (w - 1)²."""
-
-    def merge(self, other: "LogRatioStatistics") -> "LogRatioStatistics":
-        """Combine the statistics of two disjoint sets of tokens."""
-        return LogRatioStatistics(
-            num_tokens=self.num_tokens + other.num_tokens,
-            absolute=self.absolute + other.absolute,
-            maximum=jnp.maximum(self.maximum, other.maximum),
-            half_square=self.half_square + other.half_square,
-            k3=self.k3 + other.k3,
-            excess=self.excess + other.excess,
-            squared_excess=self.squared_excess + other.squared_excess,
-        )
 
     @property
     def mean_absolute(self) -> Float[Array, ""]:
@@ -138,72 +131,6 @@ def log_ratio_statistics(
     return jax.tree.map(jnp.asarray, statistics)
 
 
-LogWeights = Sequence[Float[np.ndarray, " _tokens"]]
-"""Per rollout, `log w` (nats) of its action tokens."""
-Weights = list[Float64[np.ndarray, " _tokens"]]
-"""Per rollout, the factor of the policy term of each action token."""
-
-
-def tis_weights(log_weights: LogWeights, cap: float) -> Weights:
-    """Compute token-level truncated importance weights, `min(w_t, C)`.
-
-    Args:
-        log_weights: per rollout, log w of its action tokens.
-        cap: C, above 0.
-
-    Returns:
-        Per rollout, the factor of each action token.
-
-    >>> tis_weights([np.log(np.array([0.5, 1.0, 4.0]))], cap=2.0)[0].tolist()
-    [0.5, 1.0, 2.0]
-
-    Source: Ionides 2008, "Truncated importance sampling", equation 3, on every token.
-    """
-    return [np.minimum(_weights(tokens), cap) for tokens in log_weights]
-
-
-def mask_weights(log_weights: LogWeights, cap: float) -> Weights:
-    """Mask rollouts that are much more probable under the learner than under the sampler, `1[exp(Σ_t log w_t) ≤ C]`.
-
-    Args:
-        log_weights: per rollout, log w of its action tokens.
-        cap: C, above 0.
-
-    Returns:
-        Per rollout, 1 for all its tokens, or 0 for all.
-
-    >>> [weights.tolist() for weights in mask_weights([np.array([0.5, -0.5]), np.array([0.5, 0.5])], cap=2.0)]
-    [[1.0, 1.0], [0.0, 0.0]]
-
-    Source: sequence-level masked importance sampling; Liu et al. 2025, "When speed kills stability: demystifying RL
-    collapse from the training-inference mismatch".
-    """
-    # The sum of logarithms avoids overflow of the product of a long rollout's weights.
-    return [np.full(tokens.shape, 1.0 if math.fsum(tokens) <= math.log(cap) else 0.0) for tokens in log_weights]
-
-
-def icepop_weights(log_weights: LogWeights, low: float, high: float) -> Weights:
-    """Keep token weights within bounds and mask all other tokens: `w_t` if `lo ≤ w_t ≤ hi`, else 0.
-
-    The denominators of the loss do not change: a token of weight 0 is still counted.
-
-    Args:
-        log_weights: per rollout, log w of its action tokens.
-        low: lo, in (0, 1].
-        high: hi, at least 1.
-
-    Returns:
-        Per rollout, the factor of each action token.
-
-    >>> icepop_weights([np.log(np.array([0.25, 0.5, 4.0, 8.0]))], low=0.5, high=5.0)[0].tolist()
-    [0.0, 0.5, 4.0, 0.0]
-
-    Source: Ling Team 2025 (IcePop), arXiv 2510.18855, section 3.
-    """
-    weights = [_weights(tokens) for tokens in log_weights]
-    return [np.where((low <= tokens) & (tokens <= high), tokens, 0.0) for tokens in weights]
-
-
 def log_weight_statistics(log_weights: LogWeights) -> LogRatioStatistics:
     """Summarise the raw weights of all action tokens on the host in float64, before any truncation.
 
@@ -279,6 +206,24 @@ class NoCorrectionConfig(OffPolicyCorrectionConfig):
         return [np.ones(tokens.shape) for tokens in log_weights]
 
 
+def tis_weights(log_weights: LogWeights, cap: float) -> Weights:
+    """Compute token-level truncated importance weights, `min(w_t, C)`.
+
+    Args:
+        log_weights: per rollout, log w of its action tokens.
+        cap: C, above 0.
+
+    Returns:
+        Per rollout, the factor of each action token.
+
+    >>> tis_weights([np.log(np.array([0.5, 1.0, 4.0]))], cap=2.0)[0].tolist()
+    [0.5, 1.0, 2.0]
+
+    Source: Ionides 2008, "Truncated importance sampling", equation 3, on every token.
+    """
+    return [np.minimum(_weights(tokens), cap) for tokens in log_weights]
+
+
 @OffPolicyCorrectionConfig.register_subclass("tis")
 @dataclasses.dataclass(frozen=True)
 class TisConfig(OffPolicyCorrectionConfig):
@@ -297,6 +242,26 @@ class TisConfig(OffPolicyCorrectionConfig):
         return tis_weights(log_weights, self.cap)
 
 
+def mask_weights(log_weights: LogWeights, cap: float) -> Weights:
+    """Mask rollouts that are much more probable under the learner than under the sampler, `1[exp(Σ_t log w_t) ≤ C]`.
+
+    Args:
+        log_weights: per rollout, log w of its action tokens.
+        cap: C, above 0.
+
+    Returns:
+        Per rollout, 1 for all its tokens, or 0 for all.
+
+    >>> [weights.tolist() for weights in mask_weights([np.array([0.5, -0.5]), np.array([0.5, 0.5])], cap=2.0)]
+    [[1.0, 1.0], [0.0, 0.0]]
+
+    Source: sequence-level masked importance sampling; Liu et al. 2025, "When speed kills stability: demystifying RL
+    collapse from the training-inference mismatch".
+    """
+    # The sum of logarithms avoids overflow of the product of a long rollout's weights.
+    return [np.full(tokens.shape, 1.0 if math.fsum(tokens) <= math.log(cap) else 0.0) for tokens in log_weights]
+
+
 @OffPolicyCorrectionConfig.register_subclass("mask")
 @dataclasses.dataclass(frozen=True)
 class MaskMismatchConfig(OffPolicyCorrectionConfig):
@@ -311,6 +276,28 @@ class MaskMismatchConfig(OffPolicyCorrectionConfig):
     def weights(self, log_weights: LogWeights) -> Weights:
         """See [`mask_weights`][marin_rl.objectives.importance.mask_weights]."""
         return mask_weights(log_weights, self.cap)
+
+
+def icepop_weights(log_weights: LogWeights, low: float, high: float) -> Weights:
+    """Keep token weights within bounds and mask all other tokens: `w_t` if `lo ≤ w_t ≤ hi`, else 0.
+
+    The denominators of the loss do not change: a token of weight 0 is still counted.
+
+    Args:
+        log_weights: per rollout, log w of its action tokens.
+        low: lo, in (0, 1].
+        high: hi, at least 1.
+
+    Returns:
+        Per rollout, the factor of each action token.
+
+    >>> icepop_weights([np.log(np.array([0.25, 0.5, 4.0, 8.0]))], low=0.5, high=5.0)[0].tolist()
+    [0.0, 0.5, 4.0, 0.0]
+
+    Source: Ling Team 2025 (IcePop), arXiv 2510.18855, section 3.
+    """
+    weights = [_weights(tokens) for tokens in log_weights]
+    return [np.where((low <= tokens) & (tokens <= high), tokens, 0.0) for tokens in weights]
 
 
 @OffPolicyCorrectionConfig.register_subclass("icepop")
