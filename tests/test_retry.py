@@ -7,7 +7,7 @@ import math
 import pytest
 
 from marin_rl.retry import Clock, RetryConfig, retrying, retrying_async
-from marin_rl.weights.errors import CorruptTransferError, ServerLostError, WeightTransferError, WrongTokenError
+from marin_rl.weights.errors import CorruptTransferError, ServerLostError, WeightTransferError, WrongSecretError
 
 
 class FakeTime:
@@ -62,7 +62,7 @@ def test_no_time_means_one_attempt():
     assert time.pauses == []
 
 
-@pytest.mark.parametrize("error", [WrongTokenError("no"), CorruptTransferError("no"), WeightTransferError("no")])
+@pytest.mark.parametrize("error", [WrongSecretError("no"), CorruptTransferError("no"), WeightTransferError("no")])
 def test_other_errors_are_raised_immediately(error: WeightTransferError):
     time = FakeTime()
     with pytest.raises(type(error), match=r"^no$"):
@@ -107,8 +107,8 @@ def test_async_retries_the_same_errors():
     config = RetryConfig(first_seconds=0.001, longest_seconds=0.002)
     assert in_a_loop(config, []) == ("weights", 1)
     assert in_a_loop(config, [ServerLostError("gone")] * 3) == ("weights", 4)
-    with pytest.raises(WrongTokenError, match=r"^no$"):
-        in_a_loop(config, [ServerLostError("gone"), WrongTokenError("no")])
+    with pytest.raises(WrongSecretError, match=r"^no$"):
+        in_a_loop(config, [ServerLostError("gone"), WrongSecretError("no")])
 
 
 def test_async_raises_the_last_error_when_time_is_up():

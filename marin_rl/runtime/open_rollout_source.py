@@ -93,7 +93,7 @@ def open_rollout_source(
     addresses = multihost.gather_texts(sender.address)
     if len(addresses) > 1 and multihost.is_main():
         receiver = config.weights.open_receiver(addresses, token)
-        sender = MultiHostSender(sender, receiver, patience=config.workers.no_progress_timeout)
+        sender = MultiHostSender(sender, receiver, timeout=config.workers.no_progress_timeout)
     if not multihost.is_main():
         return SharedWorkerPool(None, sender)
     # The workers end before the server that they fetch from.

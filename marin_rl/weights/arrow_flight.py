@@ -1,11 +1,12 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The sending end over Arrow Flight: one server for each training host, serving that host's shards.
+"""Arrow Flight server for weights: each training host serves its own shards.
 
-A stream is a sequence of record batches with one column of bytes, a chunk each, whose memory is the snapshot's own.
-Both ends authenticate in the TLS handshake, with certificates derived from the run's token, because gRPC reads a whole
-message before a handler or middleware sees its headers: without the token no message is read at all.
+A stream is a sequence of record batches with one column of bytes. Each batch is one chunk and shares the memory of the
+snapshot. Server and client authenticate in the TLS handshake with certificates derived from the run's secret. gRPC
+reads a whole message before a handler or middleware sees its headers, so the server must reject callers without the
+secret in the handshake.
 """
 
 import json
@@ -23,39 +24,39 @@ from marin_rl.weights.snapshot import Snapshot, TrainingHost
 from marin_rl.weights.version_cache import VersionCache
 
 SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
-"""What a stream carries."""
+"""Arrow schema of a stream."""
 
 LIST_VERSIONS = "versions"
-"""Action: answers with a JSON list of what is held."""
+"""Action that returns a JSON list of the available versions."""
 
 GET_MANIFEST = "manifest"
-"""Action, with a version as its body: answers with the sealed manifest."""
+"""Action that returns the signed manifest of the version in its body."""
 
 VERSION_GONE = b"version gone"
-"""The detail of an error that means that the version is not held."""
+"""Detail of the error for a version that is not available."""
 
 MAX_VERSION_BYTES = 32
-"""Longest body of the action `manifest`."""
+"""Maximum size of the body of the action `manifest`."""
 
 MAX_TICKET_BYTES_PER_CHUNK = 32
-"""Longest entry of a ticket: two indices with brackets and commas."""
+"""Maximum size of one ticket entry: two indices with brackets and commas."""
 
 WILDCARDS = ("0.0.0.0", "::")
-"""Hosts that mean every interface of the machine; nobody can connect to these names."""
+"""Hosts that bind every network interface. Clients cannot connect to these names."""
 
 
 class WeightServer(flight.FlightServerBase):
-    """Serves the snapshots of a shelf."""
+    """Flight server for the snapshots in a version cache."""
 
-    def __init__(self, cache: VersionCache[Snapshot], token: str, location: str) -> None:
-        """Start to serve, in threads of its own.
+    def __init__(self, cache: VersionCache[Snapshot], secret: str, location: str) -> None:
+        """Start serving in background threads.
 
         Args:
-            cache: what is served.
-            token: the run's secret; callers without it are refused in the TLS handshake.
-            location: `grpc+tls://host:port`; port 0 takes any free one.
+            cache: The snapshots to serve.
+            secret: The run's secret. Callers without it are rejected in the TLS handshake.
+            location: `grpc+tls://host:port`; port 0 selects a free port.
         """
-        identity = tls_identity(token)
+        identity = tls_identity(secret)
         super().__init__(
             location,
             tls_certificates=[(identity.certificate, identity.key)],
@@ -63,43 +64,43 @@ class WeightServer(flight.FlightServerBase):
             root_certificates=identity.root,
         )
         self._cache = cache
-        self._token = token
+        self._secret = secret
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> list[bytes]:
-        """Answer `versions` and `manifest`."""
+        """Handle the actions `versions` and `manifest`."""
         if action.type == LIST_VERSIONS:
             return [json.dumps(self._cache.versions()).encode()]
         if action.type == GET_MANIFEST:
-            return [sign(self._token, self._snapshot(_parse_version(action.body)).manifest.to_json())]
-        raise flight.FlightServerError(f"there is no action {action.type!r}; known are versions and manifest")
+            return [sign(self._secret, self._snapshot(_parse_version(action.body)).manifest.to_json())]
+        raise flight.FlightServerError(f"unknown action {action.type!r}; use versions or manifest")
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.GeneratorStream:
-        """Send chunks: the ticket is JSON, `{"version": v, "chunks": [[piece, number], …]}`."""
-        # Every version has the same layout, so the newest bounds what a ticket for any version can name.
+        """Stream the chunks of a JSON ticket, `{"version": v, "chunks": [[piece, number], …]}`."""
+        # Every version has the same layout, so the newest version bounds the size of any ticket.
         newest = self._cache.newest()
         if newest is None:
-            raise flight.FlightServerError("no version is held", extra_info=VERSION_GONE)
+            raise flight.FlightServerError("no version is available", extra_info=VERSION_GONE)
         count = newest[1].manifest.num_chunks
         limit = MAX_TICKET_BYTES_PER_CHUNK * (count + 2)
         if len(ticket.ticket) > limit:
             raise flight.FlightServerError(
-                f"the ticket has {len(ticket.ticket)} bytes; for the {count} chunks of a version it takes at most "
+                f"the ticket has {len(ticket.ticket)} bytes; a ticket for the {count} chunks of a version has at most "
                 f"{limit}"
             )
         version, chunks = _parse_ticket(ticket.ticket)
         manifest = self._snapshot(version).manifest
-        if wrong := [chunk for chunk in chunks if not manifest.has(chunk)]:
+        if unknown := [chunk for chunk in chunks if not manifest.has(chunk)]:
             raise flight.FlightServerError(
-                f"version {version} has no chunk {wrong[0].number} of piece {wrong[0].piece}"
+                f"version {version} has no chunk {unknown[0].number} of piece {unknown[0].piece}"
             )
         if len(set(chunks)) < len(chunks):
-            raise flight.FlightServerError(f"a ticket for version {version} names a chunk twice")
+            raise flight.FlightServerError(f"the ticket for version {version} contains a chunk twice")
         return flight.GeneratorStream(SCHEMA, self.send_chunks(version, chunks))
 
     def send_chunks(self, version: WeightVersion, chunks: list[Chunk]) -> Iterator[pa.RecordBatch]:
-        """Generate the record batches of one stream, a chunk each. Tests of faults pause or damage streams here."""
+        """Generate one record batch per chunk. Fault tests override this to pause or corrupt streams."""
         for chunk in chunks:
-            # Asked anew each time: a worker that stands still must not keep an old version in memory.
+            # Look up the snapshot for each chunk: a stalled worker must not keep an old version in memory.
             data = self._snapshot(version).chunk(chunk)
             column = pa.Array.from_buffers(pa.uint8(), len(data), [None, pa.py_buffer(data)])
             yield pa.record_batch([column], schema=SCHEMA)
@@ -113,7 +114,7 @@ class WeightServer(flight.FlightServerBase):
 
 def _parse_version(body: pa.Buffer) -> WeightVersion:
     if body.size > MAX_VERSION_BYTES:
-        raise flight.FlightServerError(f"a version of {body.size} bytes was asked for; at most {MAX_VERSION_BYTES}")
+        raise flight.FlightServerError(f"the version has {body.size} bytes; it may have at most {MAX_VERSION_BYTES}")
     try:
         return int(body.to_pybytes())
     except ValueError as error:
@@ -127,39 +128,37 @@ def _parse_ticket(ticket: bytes) -> tuple[WeightVersion, list[Chunk]]:
         if isinstance(version, int) and all(isinstance(index, int) for pair in pairs for index in pair):
             return version, [Chunk(piece, number) for piece, number in pairs]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise flight.FlightServerError(f"not a ticket: {error!r}") from error
-    raise flight.FlightServerError("not a ticket: version, pieces and chunk numbers are integers")
+        raise flight.FlightServerError(f"invalid ticket: {error!r}") from error
+    raise flight.FlightServerError("invalid ticket: version, pieces and chunk numbers must be integers")
 
 
-class FlightOutlet:
-    """A shelf and its server; see [`WeightBackend`][marin_rl.weights.backend.WeightBackend]."""
+class FlightBackend:
+    """Version cache with a Flight server; see [`WeightBackend`][marin_rl.weights.backend.WeightBackend]."""
 
-    def __init__(self, *, host: str, port: int, token: str, training_host: TrainingHost, keep: int) -> None:
-        """Bind the port and serve.
+    def __init__(self, *, host: str, port: int, secret: str, training_host: TrainingHost, keep: int) -> None:
+        """Bind the port and start the server.
 
         Args:
-            host: name or address to bind.
-            port: port to bind; 0 for any free one.
-            token: the run's secret.
-            training_host: whose shards are served.
-            keep: versions that are held.
+            host: Name or address to bind.
+            port: Port to bind; 0 selects a free port.
+            secret: The run's secret.
+            training_host: The training host of this process.
+            keep: Number of newest versions to keep.
 
         Raises:
-            OSError: if the address cannot be bound.
+            OSError: If the address cannot be bound.
         """
-        check_secret(token)
+        check_secret(secret)
         self._cache: VersionCache[Snapshot] = VersionCache(keep, f"training host {training_host.index}")
         try:
-            self._server = WeightServer(self._cache, token, _location(host, port))
+            self._server = WeightServer(self._cache, secret, _location(host, port))
         except (pa.ArrowException, OSError) as error:
-            raise OSError(
-                f"weights cannot be served at {_location(host, port)}: {error}; correct host and port"
-            ) from error
+            raise OSError(f"cannot serve weights at {_location(host, port)}: {error}; correct host and port") from error
         self._address = _location(socket.gethostname() if host in WILDCARDS else host, self._server.port)
 
     @property
     def address(self) -> str:
-        """`grpc+tls://host:port`; the machine's own name where the host is a wildcard."""
+        """`grpc+tls://host:port`, with this machine's name if the configured host is a wildcard."""
         return self._address
 
     def put(self, snapshot: Snapshot) -> None:
@@ -167,9 +166,9 @@ class FlightOutlet:
         self._cache.put(snapshot.manifest.version, snapshot)
 
     def close(self) -> None:
-        """See [`WeightBackend`][marin_rl.weights.backend.WeightBackend]; streams under way are cut.
+        """See [`WeightBackend`][marin_rl.weights.backend.WeightBackend]. Active streams are aborted.
 
-        A worker that stands still in mid-transfer holds this up until TCP gives its connection up, about 20 seconds.
+        A worker that stalls during a transfer delays this call until TCP closes its connection, about 20 seconds.
         """
         self._cache.clear()
         self._server.shutdown()

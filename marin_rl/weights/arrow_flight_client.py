@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The receiving end over Arrow Flight."""
+"""Arrow Flight client for weights."""
 
 import contextlib
 import json
@@ -19,36 +19,36 @@ from marin_rl.weights.errors import (
     ServerLostError,
     VersionGoneError,
     WeightTransferError,
-    WrongTokenError,
+    WrongSecretError,
 )
 from marin_rl.weights.manifest import Chunk, Manifest
 
 CHANNEL_OPTIONS = {
-    # Streams to the same server would otherwise share one connection.
+    # Without this, streams to the same server share one connection.
     "grpc.use_local_subchannel_pool": 1,
-    # Weights stay inside the cluster, whatever the environment says about the way out.
+    # Weights stay inside the cluster, so ignore the proxy variables of the environment.
     "grpc.enable_http_proxy": 0,
 }
-"""How gRPC connects."""
+"""gRPC channel options."""
 
 
 class FlightSource:
-    """One weight server; see [`WeightSource`][marin_rl.weights.source.WeightSource]."""
+    """Client of one weight server; see [`WeightSource`][marin_rl.weights.source.WeightSource]."""
 
-    def __init__(self, address: str, token: str, *, streams: int, call_seconds: float) -> None:
-        """Connect to nothing yet.
+    def __init__(self, address: str, secret: str, *, streams: int, call_seconds: float) -> None:
+        """Set up the client without connecting.
 
         Args:
-            address: `grpc+tls://host:port`.
-            token: the run's secret.
-            streams: how many are read at the same time, each on a connection of its own.
-            call_seconds: seconds after which a call counts as lost.
+            address: The server, `grpc+tls://host:port`.
+            secret: The run's secret.
+            streams: Number of concurrent streams, each on a separate connection.
+            call_seconds: Timeout of a call, in seconds.
         """
-        check_secret(token)
+        check_secret(secret)
         self._address = address
-        self._token = token
+        self._secret = secret
         self._streams = streams
-        self._identity = tls_identity(token)
+        self._identity = tls_identity(secret)
         self._options = flight.FlightCallOptions(timeout=call_seconds)
 
     def __str__(self) -> str:
@@ -65,25 +65,25 @@ class FlightSource:
         try:
             return [int(version) for version in json.loads(answer)]
         except (ValueError, TypeError) as error:
-            raise CorruptTransferError(f"{self}: the list of versions is damaged: {answer[:80]!r}") from error
+            raise CorruptTransferError(f"{self}: the list of versions is corrupt: {answer[:80]!r}") from error
 
     def manifests(self, version: WeightVersion) -> list[Manifest]:
         """See [`WeightSource`][marin_rl.weights.source.WeightSource]."""
-        body = verify(self._token, self._act(flight.Action(GET_MANIFEST, str(version).encode())), str(self))
+        body = verify(self._secret, self._act(flight.Action(GET_MANIFEST, str(version).encode())), str(self))
         return [Manifest.from_json(body)]
 
     def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Generator[np.ndarray, None, None]:
         """See [`WeightSource`][marin_rl.weights.source.WeightSource]."""
-        asked = {"version": manifest.version, "chunks": [(chunk.piece, chunk.number) for chunk in chunks]}
+        ticket = {"version": manifest.version, "chunks": [(chunk.piece, chunk.number) for chunk in chunks]}
         with self._connected() as client:
-            reader = client.do_get(flight.Ticket(json.dumps(asked, separators=(",", ":")).encode()), self._options)
+            reader = client.do_get(flight.Ticket(json.dumps(ticket, separators=(",", ":")).encode()), self._options)
             if reader.schema != SCHEMA:
-                raise CorruptTransferError(f"{self}: a stream of {reader.schema} instead of {SCHEMA}")
+                raise CorruptTransferError(f"{self}: the stream has schema {reader.schema}, expected {SCHEMA}")
             try:
                 for batch in reader:
                     yield np.frombuffer(batch.data.column(0).buffers()[1], np.uint8, count=batch.data.num_rows)
             finally:
-                # A reader that leaves early tells the server, which would otherwise wait for it.
+                # Cancel the call if the reader stops early; otherwise the server waits for it.
                 reader.cancel()
 
     def _act(self, action: flight.Action) -> bytes:
@@ -92,7 +92,7 @@ class FlightSource:
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[flight.FlightClient]:
-        """A connection of its own, whose errors are this package's."""
+        """Open a connection and translate its errors to `WeightTransferError`."""
         try:
             with flight.FlightClient(
                 self._address,
@@ -113,9 +113,11 @@ class FlightSource:
             and "handshake failed" in reason
             and "certificate" in reason
         ):
-            return WrongTokenError(f"{self} has another token, so it is another run's or an earlier launch's: {reason}")
+            return WrongSecretError(
+                f"{self} has a different secret, so it belongs to another run or an earlier launch: {reason}"
+            )
         if isinstance(error, flight.FlightError) and error.extra_info == VERSION_GONE:
             return VersionGoneError(f"{self}: {reason}")
         if isinstance(error, pa.ArrowInvalid):
-            return CorruptTransferError(f"{self}: what arrives cannot be read: {reason}")
-        return ServerLostError(f"{self} does not answer: {reason}")
+            return CorruptTransferError(f"{self}: the received data cannot be read: {reason}")
+        return ServerLostError(f"{self} does not respond: {reason}")

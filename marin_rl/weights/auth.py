@@ -1,7 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The secret of a run: who has it may read the run's weights, and can prove that a manifest is the run's own."""
+"""Authentication of weight transfers with a secret that all processes of a run share.
+
+The secret grants read access to the run's weights and signs the manifests.
+"""
 
 import dataclasses
 import datetime
@@ -19,55 +22,55 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def make_secret() -> str:
-    """A new secret. Every launch of a run makes its own, so that workers never read what an earlier launch left."""
+    """Make a new secret. Each launch makes one, so workers never read weights of an earlier launch."""
     return secrets.token_hex(32)
 
 
-def check_secret(token: str) -> None:
-    """Refuse a secret that is none.
+def check_secret(secret: str) -> None:
+    """Validate a secret.
 
     Raises:
-        ValueError: if it has fewer than 32 characters, or others than printable ASCII.
+        ValueError: If it has fewer than 32 characters, or characters that are not printable ASCII.
     """
-    if len(token) < 32 or not (token.isascii() and token.isprintable()):
+    if len(secret) < 32 or not (secret.isascii() and secret.isprintable()):
         raise ValueError(
-            f"the token of the weight transfer has {len(token)} characters; it needs at least 32, printable ASCII: "
-            "take one from marin_rl.weights.auth.make_secret()"
+            f"the secret of the weight transfer has {len(secret)} characters; it must have at least 32, all printable "
+            "ASCII: use marin_rl.weights.auth.make_secret()"
         )
 
 
-def fingerprint(token: str) -> str:
-    """16 hexadecimal digits that tell tokens apart and do not give them away."""
-    return hmac.digest(token.encode(), b"marin_rl weights of this run", "sha256").hex()[:16]
+def fingerprint(secret: str) -> str:
+    """Return 16 hexadecimal digits that identify a secret without revealing it."""
+    return hmac.digest(secret.encode(), b"marin_rl weights of this run", "sha256").hex()[:16]
 
 
 TLS_NAME = "weights.marin-rl"
-"""Host name in the certificates of weight servers, whatever machine they run on."""
+"""Host name in the certificates of all weight servers, independent of the machine."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TlsIdentity:
-    """Certificates with which processes that share a token authenticate each other."""
+    """Certificates for mutual authentication of processes that share a secret."""
 
     root: bytes
-    """Certificate of the authority that the other side's certificate must come from: PEM."""
+    """Certificate (PEM) of the authority that must have issued the peer's certificate."""
     certificate: bytes
-    """This side's certificate: PEM."""
+    """Certificate (PEM) of this process."""
     key: bytes
-    """The private key of both certificates: PEM, not encrypted."""
+    """Private key (PEM, unencrypted) of both certificates."""
 
 
-def tls_identity(token: str) -> TlsIdentity:
-    """Derive a key pair and certificates from the token, so that only the token has to be distributed.
+def tls_identity(secret: str) -> TlsIdentity:
+    """Derive a key pair and certificates from the secret, so that only the secret has to be distributed.
 
-    Processes with the same token derive the same key and issuer; their certificates differ in the signature only, and
-    each verifies the other's. Nothing sent in a TLS handshake reveals the token or the private key.
+    Processes with the same secret derive the same key and issuer. Their certificates differ only in the signature, so
+    each process can verify the others. A TLS handshake reveals neither the secret nor the private key.
 
     Args:
-        token: the run's secret.
+        secret: The run's secret.
     """
-    digest = hmac.digest(token.encode(), b"marin_rl TLS key", "sha512")
-    # P-256 takes a private value from 1 to below its order, which lies just under 2**256.
+    digest = hmac.digest(secret.encode(), b"marin_rl TLS key", "sha512")
+    # A P-256 private value is between 1 and the group order, which is slightly below 2**256.
     key = ec.derive_private_key(int.from_bytes(digest) % (2**255) + 1, ec.SECP256R1())
     issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"{TLS_NAME} root")])
     server = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, TLS_NAME)])
@@ -78,7 +81,7 @@ def tls_identity(token: str) -> TlsIdentity:
             subject_name=subject,
             public_key=key.public_key(),
             serial_number=serial,
-            # The token, which each start of a run makes anew, is what expires.
+            # Certificates need no expiry: each launch makes a new secret.
             not_valid_before=datetime.datetime(2000, 1, 1),
             not_valid_after=datetime.datetime(9999, 12, 31),
         )
@@ -99,23 +102,23 @@ def tls_identity(token: str) -> TlsIdentity:
     )
 
 
-def sign(token: str, body: bytes) -> bytes:
-    """Put proof (HMAC-SHA256) in front of a message that it was written with the token, and is whole."""
-    return hmac.digest(token.encode(), body, "sha256") + body
+def sign(secret: str, body: bytes) -> bytes:
+    """Prepend the HMAC-SHA256 of a message under the secret."""
+    return hmac.digest(secret.encode(), body, "sha256") + body
 
 
-def verify(token: str, sealed: bytes, source: str) -> bytes:
-    """The message that was sealed.
+def verify(secret: str, signed: bytes, source: str) -> bytes:
+    """Check a signed message and return its body.
 
     Args:
-        token: the run's.
-        sealed: what `sign` returned.
-        source: where it comes from, for the message.
+        secret: The run's secret.
+        signed: The return value of `sign`.
+        source: Name of the sender, for error messages.
 
     Raises:
-        CorruptTransferError: if it is not what was sealed with this token.
+        CorruptTransferError: If the signature does not match.
     """
-    proof, body = sealed[:_DIGEST_BYTES], sealed[_DIGEST_BYTES:]
-    if not hmac.compare_digest(proof, hmac.digest(token.encode(), body, "sha256")):
-        raise CorruptTransferError(f"{source}: the manifest ({len(sealed)} bytes) is damaged, or not the run's own")
+    signature, body = signed[:_DIGEST_BYTES], signed[_DIGEST_BYTES:]
+    if not hmac.compare_digest(signature, hmac.digest(secret.encode(), body, "sha256")):
+        raise CorruptTransferError(f"{source}: the manifest ({len(signed)} bytes) is corrupt or belongs to another run")
     return body

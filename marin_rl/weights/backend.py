@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Where a sender puts what it publishes: a server, or a folder."""
+"""Destination of published weights: a server or a folder."""
 
 from typing import Protocol, runtime_checkable
 
@@ -10,17 +10,17 @@ from marin_rl.weights.snapshot import Snapshot
 
 @runtime_checkable
 class WeightBackend(Protocol):
-    """Shows the newest versions of one training host to receivers."""
+    """Makes the newest versions of one training host available to receivers."""
 
     @property
     def address(self) -> str:
-        """Where receivers find it."""
+        """Address that receivers connect to."""
         ...
 
     def put(self, snapshot: Snapshot) -> None:
-        """Make a version visible, and forget the oldest where there are too many. Called from one thread at a time."""
+        """Make a version available and drop the oldest if there are too many. Calls must not be concurrent."""
         ...
 
     def close(self) -> None:
-        """Forget all versions, and free threads, ports and files."""
+        """Drop all versions and release threads, ports and files."""
         ...

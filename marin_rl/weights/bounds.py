@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Boxes of array indices: which part of an array a piece holds, and whether pieces cover what is wanted."""
+"""Boxes of array indices: their overlap, and whether a set of boxes covers another box."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 def bounds_of(index: tuple[slice, ...], shape: Sequence[int]) -> Bounds:
-    """The box that an index of slices without steps selects.
+    """Return the box that an index of slices without steps selects.
 
     >>> bounds_of((slice(None), slice(2, 4)), (3, 8))
     ((0, 3), (2, 4))
@@ -22,22 +22,22 @@ def bounds_of(index: tuple[slice, ...], shape: Sequence[int]) -> Bounds:
 
 
 def whole(shape: Sequence[int]) -> Bounds:
-    """The box of a complete array."""
+    """Return the box of a complete array."""
     return tuple((0, size) for size in shape)
 
 
 def shape_of(bounds: Bounds) -> tuple[int, ...]:
-    """The shape of the part of an array inside the box."""
+    """Return the shape of a box."""
     return tuple(stop - start for start, stop in bounds)
 
 
 def volume(bounds: Bounds) -> int:
-    """Elements inside the box."""
+    """Return the number of elements in a box."""
     return math.prod(shape_of(bounds))
 
 
 def overlap(left: Bounds, right: Bounds) -> Bounds | None:
-    """What two boxes of the same array share; None where that is no element.
+    """Return the intersection of two boxes of one array, or None if it is empty.
 
     >>> overlap(((0, 4), (0, 2)), ((2, 8), (1, 5)))
     ((2, 4), (1, 2))
@@ -49,7 +49,7 @@ def overlap(left: Bounds, right: Bounds) -> Bounds | None:
 
 
 def slices_within(part: Bounds, box: Bounds) -> tuple[slice, ...]:
-    """The index that selects `part` in an array that holds `box` alone.
+    """Return the index of `part` within an array that covers only `box`.
 
     >>> slices_within(((2, 4),), ((1, 5),))
     (slice(1, 3, None),)
@@ -57,19 +57,19 @@ def slices_within(part: Bounds, box: Bounds) -> tuple[slice, ...]:
     return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, box, strict=True))
 
 
-def find_gap(wanted: Bounds, held: Sequence[Bounds]) -> Bounds | None:
-    """A box inside `wanted` that no box of `held` covers; None where all of it is covered.
+def find_gap(target: Bounds, held: Sequence[Bounds]) -> Bounds | None:
+    """Return a box inside `target` that no box of `held` covers, or None if `target` is covered.
 
     >>> find_gap(((0, 4), (0, 2)), [((0, 4), (0, 1)), ((0, 2), (1, 2))])
     ((2, 4), (1, 2))
     """
-    if volume(wanted) == 0:
+    if volume(target) == 0:
         return None
-    parts = [part for box in held if (part := overlap(wanted, box)) is not None]
-    # Between neighbouring cuts a cell is covered as a whole or not at all.
+    parts = [part for box in held if (part := overlap(target, box)) is not None]
+    # A cell between neighbouring cuts is either fully covered or not covered at all.
     cuts = [
         sorted({*edges, *(edge for part in parts for edge in part[dimension])})
-        for dimension, edges in enumerate(wanted)
+        for dimension, edges in enumerate(target)
     ]
     covered = np.zeros([len(edges) - 1 for edges in cuts], dtype=bool)
     for part in parts:

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Copies of arrays on their own devices, which live on when the learner donates the originals."""
+"""On-device copies of arrays, which remain valid when the learner donates the originals."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
@@ -13,21 +13,21 @@ Array = jax.Array | np.ndarray
 
 
 class DeviceCopier:
-    """Copies many arrays in one program for each mesh, compiled at the first call."""
+    """Copies many arrays in one jitted program per mesh, compiled at the first call."""
 
     def __init__(self, dtype: str | None) -> None:
-        """Nothing is compiled yet.
+        """Set up the copier without compiling.
 
         Args:
-            dtype: what floating-point arrays are cast to; None leaves them as they are.
+            dtype: Dtype that floating-point arrays are cast to; None for no cast.
         """
         self._dtype = None if dtype is None else jnp.dtype(dtype)
         self._programs: dict[tuple[jax.sharding.Sharding, ...], Callable[[list[jax.Array]], list[jax.Array]]] = {}
 
     def __call__(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Start the copies, each with the sharding of its original, and return without waiting for the devices.
+        """Start the copies with the shardings of the originals, without waiting for the devices.
 
-        The runtime orders them before whatever is called afterwards, so the originals may be donated at once.
+        The runtime executes the copies before later programs, so the originals may be donated immediately.
         """
         copies: dict[str, Array] = {}
         groups: dict[Hashable, dict[str, jax.Array]] = {}
@@ -47,7 +47,7 @@ class DeviceCopier:
         return self._programs[shardings]
 
     def _copy_all(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        # An output that is an input as it stands would share its buffer; jnp.copy keeps jit from that.
+        # jit may alias an unchanged input with its output; jnp.copy prevents that.
         return [jnp.copy(array) if self._keeps(array.dtype) else array.astype(self._dtype) for array in arrays]
 
     def _copy_here(self, array: np.ndarray) -> np.ndarray:
@@ -58,5 +58,5 @@ class DeviceCopier:
 
 
 def _program_key(sharding: jax.sharding.Sharding) -> Hashable:
-    """Equal for arrays that one program can take."""
+    """Return a key that is equal for arrays that one program can take."""
     return sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else frozenset(sharding.device_set)

@@ -1,40 +1,39 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What can go wrong while weights travel, by what a worker does about it."""
+"""Errors of weight transfers, grouped by the reaction of a worker."""
 
 from marin_rl.errors import UserError
 
-
 class WeightTransferError(UserError):
-    """Weights did not arrive; the message names the server or folder and the reason."""
+    """Raised when weights do not arrive; the message names the server or folder and the reason."""
 
 
-class WrongTokenError(WeightTransferError):
-    """The token is not the run's. Never retried: it will not become right."""
+class WrongSecretError(WeightTransferError):
+    """Raised when the server has a different secret. Never retried."""
 
 
 class MismatchedWeightsError(WeightTransferError):
-    """What was published is not what the receiver's model needs: a name, shape, dtype or piece is wrong or missing.
+    """Raised when published weights do not fit the receiver's model: a wrong or missing name, shape, dtype or piece.
 
     Never retried.
     """
 
 
 class VersionGoneError(WeightTransferError):
-    """The version that was asked for is not held any more, or not yet.
+    """Raised when the requested version is no longer available, or not yet.
 
-    A receiver that asked for the newest takes the one that is newest now.
+    A receiver that requested the newest version retries with the current newest version.
     """
 
 
 class NoWeightsError(WeightTransferError):
-    """Nothing has been published yet that all servers hold."""
+    """Raised when no version is available on all servers yet."""
 
 
 class CorruptTransferError(WeightTransferError):
-    """Bytes are missing, too many, or not the ones that were published. Retried."""
+    """Raised for missing, surplus or corrupt bytes. Retried."""
 
 
 class ServerLostError(WeightTransferError):
-    """A server does not answer, or went away in mid-transfer. Retried."""
+    """Raised when a server does not respond or disconnects during a transfer. Retried."""

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a training host holds of one version: its pieces, in chunks with checksums."""
+"""Manifest of the pieces of one version on one training host, in chunks with checksums."""
 
 import dataclasses
 import json
@@ -15,36 +15,36 @@ from marin_rl.weights.bounds import Bounds, overlap, volume, whole
 from marin_rl.weights.errors import CorruptTransferError
 
 MAX_CHUNK_BYTES = 64 * 2**20
-"""The longest chunk: far below the 2 GiB that Arrow and gRPC allow one message."""
+"""Maximum chunk size, far below the message limit of Arrow and gRPC, 2 GiB."""
 
 
 def checksum(data: np.ndarray) -> int:
-    """XXH3 (64 bits) of uint8 data. It is ten times as fast as CRC-32 and, like it, no protection against intent."""
+    """Return the 64-bit XXH3 of uint8 data: ten times as fast as CRC-32, and not cryptographic either."""
     return xxhash.xxh3_64_intdigest(data.data)
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A box of one array, as its bytes travel: row-major, in chunks."""
+    """A box of one array, sent in row-major order and in chunks."""
 
     name: str
-    """The array's key path in the tree."""
+    """Key path of the array in the tree."""
     shape: tuple[int, ...]
     """Shape of the complete array."""
     dtype: str
-    """Name of the dtype that travels."""
+    """Name of the dtype during the transfer."""
     bounds: Bounds
-    """Which box of the array it is."""
+    """The box of the array."""
     checksums: tuple[int, ...]
     """Checksum of each chunk, in order."""
 
     def __post_init__(self) -> None:
         if overlap(self.bounds, whole(self.shape)) != self.bounds and volume(self.bounds):
-            raise ValueError(f"{self} lies outside the array, whose shape is {self.shape}")
+            raise ValueError(f"{self} is outside the array, which has shape {self.shape}")
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all chunks."""
+        """Total size of all chunks."""
         return volume(self.bounds) * jnp.dtype(self.dtype).itemsize
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A run of bytes of a piece."""
+    """A contiguous byte range of a piece."""
 
     piece: int
     """Index into `Manifest.pieces`."""
@@ -63,66 +63,66 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """All that one training host holds of one version."""
+    """Description of the pieces of one version on one training host."""
 
     version: WeightVersion
-    """The version."""
+    """Version of the weights."""
     host: int
-    """Which training host, from 0."""
+    """Index of the training host, from 0."""
     hosts: int
-    """How many there are."""
+    """Number of training hosts."""
     chunk_bytes: int
-    """Bytes of every chunk but a piece's last."""
+    """Chunk size; the last chunk of a piece may be shorter."""
     pieces: tuple[Piece, ...]
-    """In the order in which they lie in a file."""
+    """Pieces in file order."""
 
     def chunks(self, piece: int) -> list[Chunk]:
-        """The chunks of a piece, in order."""
+        """Return the chunks of a piece, in order."""
         return [Chunk(piece, number) for number in range(len(self.pieces[piece].checksums))]
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of all pieces."""
+        """Number of chunks of all pieces."""
         return sum(len(piece.checksums) for piece in self.pieces)
 
     def has(self, chunk: Chunk) -> bool:
-        """Whether there is such a chunk."""
+        """Return whether the chunk exists."""
         return 0 <= chunk.piece < len(self.pieces) and 0 <= chunk.number < len(self.pieces[chunk.piece].checksums)
 
     def span(self, chunk: Chunk) -> tuple[int, int]:
-        """First byte of a chunk within its piece, and the one after its last."""
+        """Return the start and stop offset of a chunk within its piece."""
         start = chunk.number * self.chunk_bytes
         return start, min(start + self.chunk_bytes, self.pieces[chunk.piece].num_bytes)
 
     def check(self, chunk: Chunk, data: np.ndarray, source: str) -> None:
-        """Compare what arrived with what was published.
+        """Check received bytes against length and checksum.
 
         Args:
-            chunk: which chunk it should be.
-            data: its bytes.
-            source: where they come from, for the message.
+            chunk: The expected chunk.
+            data: The received bytes.
+            source: Name of the sender, for error messages.
 
         Raises:
-            CorruptTransferError: if it is another length or another content.
+            CorruptTransferError: If length or checksum differ.
         """
         piece = self.pieces[chunk.piece]
         start, stop = self.span(chunk)
-        where = f"{source}: chunk {chunk.number} of {piece}, version {self.version},"
+        label = f"{source}: chunk {chunk.number} of {piece}, version {self.version},"
         if len(data) != stop - start:
-            raise CorruptTransferError(f"{where} has {len(data)} bytes instead of {stop - start}")
+            raise CorruptTransferError(f"{label} has {len(data)} bytes instead of {stop - start}")
         if checksum(data) != piece.checksums[chunk.number]:
-            raise CorruptTransferError(f"{where} fails its checksum")
+            raise CorruptTransferError(f"{label} fails its checksum")
 
     def to_json(self) -> bytes:
-        """The manifest as it travels and rests."""
+        """Encode the manifest for transfer and storage."""
         return json.dumps(dataclasses.asdict(self), separators=(",", ":")).encode()
 
     @staticmethod
     def from_json(text: bytes) -> "Manifest":
-        """The manifest that `to_json` wrote.
+        """Decode a manifest from `to_json`.
 
         Raises:
-            ValueError: if the text is none.
+            ValueError: If the text is not a manifest.
         """
         try:
             fields = json.loads(text)
@@ -138,4 +138,4 @@ class Manifest:
             )
             return Manifest(pieces=pieces, **fields)
         except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"not a manifest of weights: {error}") from error
+            raise ValueError(f"invalid manifest of weights: {error}") from error

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One training host's sender, where the others' count too."""
+"""Sender for one of several training hosts."""
 
 from marin_rl.retry import Clock
 from marin_rl.types import WeightVersion
@@ -9,32 +9,32 @@ from marin_rl.weights.errors import WeightTransferError
 from marin_rl.weights.protocol import WeightReceiver, WeightSender
 
 POLL = 0.05
-"""Seconds between two questions to the other hosts."""
+"""Seconds between two polls of the other hosts."""
 
 
 class MultiHostSender:
-    """Publishes a host's own shards; they are visible when all hosts' are. See `WeightSender`."""
+    """Publishes the shards of this host; a version is published when all hosts have it. See `WeightSender`."""
 
     def __init__(
-        self, own: WeightSender, all_senders: WeightReceiver, *, patience: float, clock: Clock | None = None
+        self, own: WeightSender, all_senders: WeightReceiver, *, timeout: float, clock: Clock | None = None
     ) -> None:
-        """Publish nothing yet.
+        """Set up the sender without publishing.
 
         Args:
-            own: this host's sender.
-            all_senders: reads from every host's sender.
-            patience: seconds that other hosts may be behind this one.
-            clock: time, as tests replace it; None for the real one.
+            own: Sender of this host.
+            all_senders: Receiver that reads from the senders of all hosts.
+            timeout: Seconds that `flush` waits for the other hosts.
+            clock: Clock for tests; None for the real one.
         """
         self._own = own
         self._all = all_senders
-        self._patience = patience
+        self._timeout = timeout
         self._clock = clock or Clock()
         self._last: WeightVersion | None = None
 
     @property
     def address(self) -> str:
-        """This host's own."""
+        """Address of this host's sender."""
         return self._own.address
 
     @property
@@ -48,18 +48,18 @@ class MultiHostSender:
         self._last = version
 
     def flush(self) -> None:
-        """Wait until all hosts' shards of what this one published are visible.
+        """Wait until all hosts have published the last version of this host.
 
         Raises:
-            WeightTransferError: if another host stays behind.
+            WeightTransferError: If another host does not publish it within the timeout.
         """
         self._own.flush()
         began = self._clock.now()
         while self._last is not None and ((newest := self.published) is None or newest < self._last):
-            if self._clock.now() - began > self._patience:
+            if self._clock.now() - began > self._timeout:
                 raise WeightTransferError(
-                    f"weights of version {self._last} are on this training host, but after {self._patience:g} s not on "
-                    "all others; their logs say what holds them up"
+                    f"version {self._last} of the weights is published by this training host, but after "
+                    f"{self._timeout:g} s not by all others; see their logs"
                 )
             self._clock.sleep(POLL)
 

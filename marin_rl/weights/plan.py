@@ -1,9 +1,9 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a receiver fetches from which training host.
+"""Transfer plan: the pieces that a receiver fetches from each training host.
 
-Everything that can be judged from the manifests is judged before a byte travels.
+All checks that need only the manifests are made before any weights are transferred.
 """
 
 import dataclasses
@@ -20,18 +20,18 @@ from marin_rl.weights.tree import named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """One array that the receiver's model needs."""
+class TargetArray:
+    """An array of the receiver's model."""
 
     shape: tuple[int, ...]
-    """Its shape."""
+    """Shape of the array."""
     dtype: np.dtype
-    """Its dtype."""
+    """Dtype of the array."""
     sharding: jax.sharding.Sharding | None
-    """Where it is put; None keeps it on the host, as numpy."""
+    """Sharding of the array; None keeps it on the host as a numpy array."""
 
     def boxes(self) -> set[Bounds]:
-        """The parts that this process holds."""
+        """Return the boxes of the shards of this process."""
         if self.sharding is None:
             return {whole(self.shape)}
         indices = self.sharding.addressable_devices_indices_map(self.shape).values()
@@ -40,7 +40,7 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class PieceKey:
-    """Names a piece among several manifests."""
+    """Identifies a piece among several manifests."""
 
     manifest: int
     """Index of the manifest."""
@@ -50,23 +50,23 @@ class PieceKey:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to fetch, and what becomes of it."""
+    """The pieces to fetch and the arrays to assemble."""
 
-    wanted: Mapping[str, Wanted]
-    """The receiver's arrays by name."""
+    targets: Mapping[str, TargetArray]
+    """Arrays of the receiver by name."""
     pieces: Mapping[str, Mapping[PieceKey, Piece]]
-    """By array, the pieces to fetch."""
+    """Pieces to fetch, by array name."""
 
     def fetched(self) -> list[PieceKey]:
-        """All pieces to fetch, in the order in which their hosts hold them."""
+        """Return all pieces to fetch, in manifest order."""
         return sorted(key for pieces in self.pieces.values() for key in pieces)
 
 
-def wanted_arrays(like: object) -> dict[str, Wanted]:
-    """What a tree with arrays or `jax.ShapeDtypeStruct`s asks for, by name."""
+def target_arrays(like: object) -> dict[str, TargetArray]:
+    """Return the target arrays of a tree of arrays or `jax.ShapeDtypeStruct`s, by name."""
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return {
-        name: Wanted(
+        name: TargetArray(
             tuple(leaf.shape),
             np.dtype(leaf.dtype),
             None if isinstance(leaf, np.ndarray) else leaf.sharding or default,
@@ -75,72 +75,79 @@ def wanted_arrays(like: object) -> dict[str, Wanted]:
     }
 
 
-def make_plan(wanted: Mapping[str, Wanted], manifests: Sequence[Manifest], *, cast: bool) -> Plan:
+def make_plan(targets: Mapping[str, TargetArray], manifests: Sequence[Manifest], *, cast: bool) -> Plan:
     """Choose the pieces that the receiver's devices need.
 
     Args:
-        wanted: the receiver's arrays.
-        manifests: one of every training host, all of one version.
-        cast: whether floating-point arrays may arrive in another floating-point dtype than is wanted.
+        targets: Arrays of the receiver, by name.
+        manifests: One manifest per training host, all of one version.
+        cast: Whether floating-point arrays may be sent in another floating-point dtype than the receiver's.
+
+    Returns:
+        The plan, which balances the bytes over the hosts.
 
     Raises:
-        MismatchedWeightsError: if names, shapes or dtypes differ, or pieces are missing or contradict each other; names
-            array and piece.
+        MismatchedWeightsError: If names, shapes or dtypes differ, or pieces are missing or inconsistent; the message
+            names array and piece.
     """
     held: dict[str, dict[PieceKey, Piece]] = {}
     for number, manifest in enumerate(manifests):
         for index, piece in enumerate(manifest.pieces):
             held.setdefault(piece.name, {})[PieceKey(number, index)] = piece
-    check_names(wanted.keys(), held.keys())
+    check_names(targets.keys(), held.keys())
     loads = [0] * len(manifests)
     chosen = {}
-    for name, want in wanted.items():
+    for name, target in targets.items():
         for piece in held[name].values():
-            check_fit(name, want, piece.shape, jnp.dtype(piece.dtype), cast=cast)
-        boxes = want.boxes()
+            check_compatible(name, target, piece.shape, jnp.dtype(piece.dtype), cast=cast)
+        boxes = target.boxes()
         _check_cover(name, boxes, held[name].values())
         chosen[name] = _choose(held[name], boxes, loads)
-    return Plan(wanted, chosen)
+    return Plan(targets, chosen)
 
 
-def check_names(wanted: Set[str], held: Set[str]) -> None:
-    """Refuse weights of another model.
+def check_names(targets: Set[str], held: Set[str]) -> None:
+    """Check that published and required arrays have the same names.
+
+    Args:
+        targets: Names of the receiver's arrays.
+        held: Names of the published arrays.
 
     Raises:
-        MismatchedWeightsError: if a name is on one side alone.
+        MismatchedWeightsError: If the sets differ.
     """
-    missing, extra = sorted(wanted - held), sorted(held - wanted)
+    missing, extra = sorted(targets - held), sorted(held - targets)
     if missing or extra:
         raise MismatchedWeightsError(
-            "the published weights are not those of the receiver's model: "
+            "the published weights do not match the receiver's model: "
             + "; ".join(
-                f"{what} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-                for what, names in (("they lack", missing), ("the model lacks", extra))
+                f"{verb} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+                for verb, names in (("they lack", missing), ("the model lacks", extra))
                 if names
             )
         )
 
 
-def check_fit(name: str, want: Wanted, shape: tuple[int, ...], sent: np.dtype, *, cast: bool) -> None:
-    """Refuse an array that was published with another shape or dtype than is wanted.
+def check_compatible(name: str, target: TargetArray, shape: tuple[int, ...], sent: np.dtype, *, cast: bool) -> None:
+    """Check shape and dtype of a published array against the receiver's array.
 
     Args:
-        name: the array.
-        want: what the receiver needs.
-        shape: what was published.
-        sent: the dtype that travels.
-        cast: whether floating-point arrays may arrive in another floating-point dtype than is wanted.
+        name: Name of the array.
+        target: The receiver's array.
+        shape: Published shape.
+        sent: Published dtype.
+        cast: Whether floating-point arrays may be sent in another floating-point dtype than the receiver's.
 
     Raises:
-        MismatchedWeightsError: if they differ.
+        MismatchedWeightsError: If they differ.
     """
-    if shape != want.shape:
-        raise MismatchedWeightsError(f"{name} was published with shape {shape}; the receiver needs {want.shape}")
-    floats = jnp.issubdtype(sent, jnp.floating) and jnp.issubdtype(want.dtype, jnp.floating)
-    if sent != want.dtype and not (cast and floats):
+    if shape != target.shape:
+        raise MismatchedWeightsError(f"{name} was published with shape {shape}; the receiver needs {target.shape}")
+    floats = jnp.issubdtype(sent, jnp.floating) and jnp.issubdtype(target.dtype, jnp.floating)
+    if sent != target.dtype and not (cast and floats):
         raise MismatchedWeightsError(
-            f"{name} was published as {sent.name}; the receiver needs {want.dtype.name}, and only a transfer whose "
-            "dtype is configured casts, between floating-point dtypes"
+            f"{name} was published as {sent.name}; the receiver needs {target.dtype.name}. Set weights.dtype to cast "
+            "between floating-point dtypes"
         )
 
 
@@ -148,12 +155,14 @@ def _check_cover(name: str, boxes: set[Bounds], pieces: Collection[Piece]) -> No
     for box in boxes:
         gap = find_gap(box, [piece.bounds for piece in pieces])
         if gap is not None:
-            where = [f"{start}:{stop}" for start, stop in gap]
-            raise MismatchedWeightsError(f"no training host holds {where} of {name}; a sender is missing or incomplete")
+            indices = [f"{start}:{stop}" for start, stop in gap]
+            raise MismatchedWeightsError(
+                f"no training host holds {indices} of {name}; a sender is missing or incomplete"
+            )
 
 
 def _choose(held: Mapping[PieceKey, Piece], boxes: set[Bounds], loads: list[int]) -> dict[PieceKey, Piece]:
-    """The pieces that overlap with the boxes; of those that several hosts hold, one from the least loaded."""
+    """Choose the pieces that overlap the boxes; of replicas, the one on the least loaded host."""
     copies: dict[Bounds, list[PieceKey]] = {}
     for key, piece in held.items():
         if any(overlap(piece.bounds, box) is not None for box in boxes):

@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The two ends of a weight transfer.
+"""Sender and receiver of a weight transfer.
 
-The learner publishes, workers receive. A version becomes visible whole or not at all, and one `receive` returns one
-version, never a mixture. Only arrays travel; whatever else a tree holds is the receiver's own.
+The learner publishes and workers receive. Publication of a version is atomic, and `receive` returns arrays of one
+version only. Only arrays are transferred; the receiver supplies all other leaves of a tree.
 """
 
 from typing import Protocol, TypeVar, runtime_checkable
@@ -16,57 +16,57 @@ T = TypeVar("T")
 
 @runtime_checkable
 class WeightSender(Protocol):
-    """One for each training host."""
+    """Publishes weights; one per training host."""
 
     @property
     def address(self) -> str:
-        """Where receivers find it: what `open_receiver` takes."""
+        """Address to pass to `open_receiver`."""
         ...
 
     @property
     def published(self) -> WeightVersion | None:
-        """The newest version that receivers can see; None before the first."""
+        """Newest version that receivers can fetch; None before the first."""
         ...
 
     def publish(self, weights: object, version: WeightVersion) -> None:
-        """Offer weights. Returns as soon as the learner may donate or overwrite its arrays.
+        """Publish weights in the background. Returns when the learner may donate or overwrite its arrays.
 
-        The copy to the host goes on in the background; the version becomes visible when it ends. Until then the devices
-        hold one more copy. At most one is under way: a call waits for the one before. On several training hosts, all
-        call it, in the same order.
+        The version becomes available when the copy to the host is complete; until then the devices hold a second copy
+        of the weights. A call waits for the previous publication. With several training hosts, all of them call
+        `publish` in the same order.
 
         Args:
-            weights: a tree of arrays, such as a model.
-            version: steps of training behind them; greater than all before.
+            weights: Tree of arrays, such as a model.
+            version: Number of training steps; greater than every earlier version.
 
         Raises:
-            ValueError: if the version is not greater than the one before, or a leaf cannot travel.
-            Exception: what went wrong in the background since the last call.
+            ValueError: If the version does not increase, or a leaf has a dtype that cannot be transferred.
+            Exception: An error in the background since the last call.
         """
         ...
 
     def flush(self) -> None:
-        """Wait until everything published is visible.
+        """Wait until the last published version is available.
 
         Raises:
-            Exception: what went wrong in the background.
+            Exception: An error in the background.
         """
         ...
 
     def close(self) -> None:
-        """Wait for what is under way, then stop serving and free threads, ports and files."""
+        """Wait for the pending publication, stop serving, and release threads, ports and files."""
         ...
 
 
 @runtime_checkable
 class WeightReceiver(Protocol):
-    """One for each worker."""
+    """Fetches weights; one per worker."""
 
     def newest(self) -> WeightVersion | None:
-        """The newest version that every sender holds; None before the first.
+        """Return the newest version that every sender has, or None before the first.
 
         Raises:
-            WeightTransferError: if a sender cannot be asked.
+            WeightTransferError: If a sender does not respond.
         """
         ...
 
@@ -74,21 +74,21 @@ class WeightReceiver(Protocol):
         """Fetch one version.
 
         Args:
-            like: the tree that is wanted, with arrays or `jax.ShapeDtypeStruct`s as leaves. Their shardings say which
-                parts are fetched and where they are put; leaves without one go to the default device.
-            version: the version; None for the newest.
+            like: Tree with arrays or `jax.ShapeDtypeStruct`s as leaves. Their shardings determine the shards to fetch
+                and their devices; leaves without a sharding are placed on the default device.
+            version: The version to fetch; None for the newest.
 
         Returns:
-            `like` with the arrays that were published, and their version.
+            `like` with the published arrays, and their version.
 
         Raises:
-            VersionGoneError: if `version` is given and not held by every sender.
-            MismatchedWeightsError: if what was published does not fit `like`.
-            WrongTokenError: if the token is not the run's.
-            WeightTransferError: if the weights did not arrive in the time that retries may take.
+            VersionGoneError: If `version` is given and a sender does not have it.
+            MismatchedWeightsError: If the published weights do not fit `like`.
+            WrongSecretError: If a sender has a different secret.
+            WeightTransferError: If the weights do not arrive within the retry limits.
         """
         ...
 
     def close(self) -> None:
-        """Free what the receiver holds."""
+        """Release the resources of the receiver."""
         ...

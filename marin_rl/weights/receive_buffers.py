@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Where pieces are written as they arrive: into the arrays that are wanted, wherever that can be.
+"""Host memory for received pieces, which are written directly into the target arrays if possible.
 
-A training host's share of an array lies within the array as rows of one length, one distance apart. A piece is the
-bytes of these rows, one after the other, so it is written where it belongs without a copy of its own.
+The share of a training host in an array usually consists of rows of equal length and stride. A piece holds the bytes of
+these rows in order, so its chunks can be written to the target array without an intermediate copy.
 """
 
 import math
@@ -15,62 +15,62 @@ import numpy as np
 
 from marin_rl.weights.bounds import Bounds, overlap, shape_of, slices_within, volume
 from marin_rl.weights.manifest import Piece
-from marin_rl.weights.plan import PieceKey, Plan, Wanted
+from marin_rl.weights.plan import PieceKey, Plan, TargetArray
 
 ALIGNMENT = 64
-"""Bytes. The CPU backend takes host memory as an array without a copy where it is aligned so."""
+"""Alignment in bytes with which the CPU backend uses host memory as an array without a copy."""
 
 
 class ReceiveBuffers:
-    """Memory for all that a plan fetches. Pieces may be written from several threads."""
+    """Memory for all pieces of a plan. Several threads may write different pieces."""
 
     def __init__(self, plan: Plan) -> None:
-        """Set memory aside; nothing is written yet.
+        """Allocate the memory.
 
         Args:
-            plan: what is fetched.
+            plan: The plan to allocate for.
         """
         self._rows: dict[PieceKey, np.ndarray] = {}
         self._boxes: dict[tuple[str, Bounds], np.ndarray] = {}
-        self._apart: dict[PieceKey, np.ndarray] = {}
-        for name, want in plan.wanted.items():
-            for box in want.boxes():
+        self._separate: dict[PieceKey, np.ndarray] = {}
+        for name, target in plan.targets.items():
+            for box in target.boxes():
                 pieces = plan.pieces[name].items()
-                self._land(name, want, box, {key: piece for key, piece in pieces if overlap(piece.bounds, box)})
+                self._assign(name, target, box, {key: piece for key, piece in pieces if overlap(piece.bounds, box)})
         for pieces in plan.pieces.values():
             for key in pieces.keys() - self._rows.keys():
-                self._apart[key] = _aligned_empty(pieces[key].num_bytes)
-                self._rows[key] = self._apart[key].reshape(1, -1)
+                self._separate[key] = _aligned_empty(pieces[key].num_bytes)
+                self._rows[key] = self._separate[key].reshape(1, -1)
 
-    def _land(self, name: str, want: Wanted, box: Bounds, pieces: Mapping[PieceKey, Piece]) -> None:
-        """Have pieces written into a box, if they fill it and each place belongs to one of them."""
+    def _assign(self, name: str, target: TargetArray, box: Bounds, pieces: Mapping[PieceKey, Piece]) -> None:
+        """Write pieces directly into a box if they tile it without overlap."""
         inside = all(overlap(piece.bounds, box) == piece.bounds for piece in pieces.values())
-        as_wanted = all(jnp.dtype(piece.dtype) == want.dtype for piece in pieces.values())
-        # They cover the box, as the plan has made sure.
-        if not (inside and as_wanted and sum(volume(piece.bounds) for piece in pieces.values()) == volume(box)):
+        same_dtype = all(jnp.dtype(piece.dtype) == target.dtype for piece in pieces.values())
+        # The plan guarantees that the pieces cover the box.
+        if not (inside and same_dtype and sum(volume(piece.bounds) for piece in pieces.values()) == volume(box)):
             return
-        memory = _aligned_empty(volume(box) * want.dtype.itemsize)
-        by_bytes = memory.reshape(*shape_of(box), want.dtype.itemsize)
+        memory = _aligned_empty(volume(box) * target.dtype.itemsize)
+        by_bytes = memory.reshape(*shape_of(box), target.dtype.itemsize)
         try:
             rows = {key: _rows(by_bytes[slices_within(piece.bounds, box)], piece, box) for key, piece in pieces.items()}
         except ValueError:
-            # Cut along several dimensions, its rows are at several distances.
+            # A piece that is cut along several dimensions has rows with several strides.
             return
         self._rows |= rows
-        self._boxes[name, box] = memory.view(want.dtype).reshape(shape_of(box))
+        self._boxes[name, box] = memory.view(target.dtype).reshape(shape_of(box))
 
     def write(self, key: PieceKey, start: int, data: np.ndarray) -> None:
-        """Put bytes where they belong.
+        """Write bytes of a piece.
 
         Args:
-            key: the piece.
-            start: the first byte, within the piece.
-            data: uint8.
+            key: The piece.
+            start: Offset of the first byte within the piece.
+            data: The bytes, uint8.
         """
         rows = self._rows[key]
         length = rows.shape[1]
         row, column = divmod(start, length)
-        # The rest of a row that was begun, whole rows, and the beginning of another.
+        # The rest of a partial row, complete rows, and the start of another row.
         head = min(length - column, len(data)) if column else 0
         whole = (len(data) - head) // length
         first, tail = row + bool(column), head + whole * length
@@ -81,16 +81,16 @@ class ReceiveBuffers:
             rows[first + whole, : len(data) - tail] = data[tail:]
 
     def box(self, name: str, box: Bounds) -> np.ndarray | None:
-        """A part of an array that was written as it is wanted; None where pieces are apart."""
+        """Return a box of an array if its pieces were written directly into it, otherwise None."""
         return self._boxes.get((name, box))
 
-    def apart(self, key: PieceKey) -> np.ndarray | None:
-        """The bytes of a piece that has memory of its own; None where it was written into an array."""
-        return self._apart.get(key)
+    def separate_piece(self, key: PieceKey) -> np.ndarray | None:
+        """Return the bytes of a piece with separate memory; None if it was written into an array."""
+        return self._separate.get(key)
 
 
 def _rows(part: np.ndarray, piece: Piece, box: Bounds) -> np.ndarray:
-    """The piece's place as `[row, byte]`, a view; ValueError where there is none."""
+    """Return a view `[row, byte]` of the memory of a piece; raise ValueError if its rows have several strides."""
     cut = [
         dimension for dimension, (own, all_of_it) in enumerate(zip(piece.bounds, box, strict=True)) if own != all_of_it
     ]

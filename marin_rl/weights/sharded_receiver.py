@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Fetches the pieces that a worker's devices need, from all training hosts at once."""
+"""Receiver that fetches the shards of a worker's devices from all training hosts concurrently."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ from marin_rl.weights.errors import (
     VersionGoneError,
 )
 from marin_rl.weights.manifest import Chunk, Manifest
-from marin_rl.weights.plan import PieceKey, Plan, make_plan, wanted_arrays
+from marin_rl.weights.plan import PieceKey, Plan, make_plan, target_arrays
 from marin_rl.weights.receive_buffers import ReceiveBuffers
 from marin_rl.weights.source import WeightSource
 
@@ -34,16 +34,16 @@ class ShardedReceiver:
     def __init__(
         self, sources: Sequence[WeightSource], retry: RetryConfig, *, cast: bool, clock: Clock | None = None
     ) -> None:
-        """Connect to nothing yet.
+        """Set up the receiver without connecting.
 
         Args:
-            sources: together they hold every piece.
-            retry: how long to go on when something fails.
-            cast: whether floating-point arrays may arrive in another floating-point dtype than is wanted.
-            clock: measures and waits between attempts; None for the real one.
+            sources: Sources that together have every piece.
+            retry: Limits of retries after an error.
+            cast: Whether floating-point arrays may be sent in another floating-point dtype than the receiver's.
+            clock: Clock for tests; None for the real one.
         """
         if not sources:
-            raise ValueError("a receiver of weights needs at least one address; it got none")
+            raise ValueError("a receiver of weights needs at least one address, got 0")
         self._sources = tuple(sources)
         self._retry = retry
         self._cast = cast
@@ -55,12 +55,12 @@ class ShardedReceiver:
 
     def receive(self, like: T, version: WeightVersion | None = None) -> tuple[T, WeightVersion]:
         """See [`WeightReceiver`][marin_rl.weights.protocol.WeightReceiver]."""
-        passing = (ServerLostError, CorruptTransferError, NoWeightsError)
-        errors = passing if version is not None else (*passing, VersionGoneError)
+        transient = (ServerLostError, CorruptTransferError, NoWeightsError)
+        errors = transient if version is not None else (*transient, VersionGoneError)
         return retrying(self._retry, errors, functools.partial(self._receive_once, like, version), self._clock)
 
     def close(self) -> None:
-        """Nothing is held between calls."""
+        """Do nothing: no resources are held between calls."""
 
     def _find_newest(self) -> WeightVersion | None:
         held = [set(source.versions()) for source in self._sources]
@@ -69,29 +69,29 @@ class ShardedReceiver:
     def _receive_once(self, like: T, version: WeightVersion | None) -> tuple[T, WeightVersion]:
         chosen = self._find_newest() if version is None else version
         if chosen is None:
-            raise NoWeightsError("no version has been published yet that all training hosts hold")
+            raise NoWeightsError("no version of the weights is available on all training hosts yet")
         owned = [(source, manifest) for source in self._sources for manifest in source.manifests(chosen)]
         manifests = [manifest for _, manifest in owned]
         _check_hosts(manifests, chosen)
-        plan = make_plan(wanted_arrays(like), manifests, cast=self._cast)
+        plan = make_plan(target_arrays(like), manifests, cast=self._cast)
         return assemble(like, plan, _download(owned, plan)), chosen
 
 
 def _check_hosts(manifests: Sequence[Manifest], version: WeightVersion) -> None:
     for manifest in manifests:
         if manifest.version != version:
-            raise CorruptTransferError(f"asked for version {version}, got the manifest of version {manifest.version}")
+            raise CorruptTransferError(f"requested version {version}, got the manifest of version {manifest.version}")
     hosts = sorted(manifest.host for manifest in manifests)
     for count in {manifest.hosts for manifest in manifests}:
         if hosts != list(range(count)):
             raise MismatchedWeightsError(
-                f"the weights are published by {count} training hosts, but the receiver reads those of {hosts}; "
-                "give it the address of each, once"
+                f"{count} training hosts publish the weights, but the receiver reads from hosts {hosts}; pass the "
+                "address of each host once"
             )
 
 
 class _Stream:
-    """Chunks of one manifest that are read one after the other."""
+    """Chunks of one manifest that are read sequentially."""
 
     def __init__(self, source: WeightSource, number: int, manifest: Manifest) -> None:
         self.source = source
@@ -99,8 +99,8 @@ class _Stream:
         self.manifest = manifest
         self.chunks: list[Chunk] = []
 
-    def read(self, landing: ReceiveBuffers, stop: threading.Event) -> None:
-        """Write the chunks where they belong; ends early when `stop` is set."""
+    def read(self, buffers: ReceiveBuffers, stop: threading.Event) -> None:
+        """Write the chunks to the buffers; return early if `stop` is set."""
         done = 0
         with contextlib.closing(self.source.fetch(self.manifest, self.chunks)) as arriving:
             for chunk, data in zip(self.chunks, arriving, strict=False):
@@ -108,7 +108,7 @@ class _Stream:
                     return
                 start, _ = self.manifest.span(chunk)
                 self.manifest.check(chunk, data, str(self.source))
-                landing.write(PieceKey(self.number, chunk.piece), start, data)
+                buffers.write(PieceKey(self.number, chunk.piece), start, data)
                 done += 1
         if done < len(self.chunks):
             raise CorruptTransferError(
@@ -118,8 +118,8 @@ class _Stream:
 
 
 def _download(owned: Sequence[tuple[WeightSource, Manifest]], plan: Plan) -> ReceiveBuffers:
-    """Fetch what is planned; its keys name manifests by position in `owned`."""
-    landing, keys = ReceiveBuffers(plan), plan.fetched()
+    """Fetch the pieces of a plan; its keys index the manifests in `owned`."""
+    buffers, keys = ReceiveBuffers(plan), plan.fetched()
     streams = []
     for number, (source, manifest) in enumerate(owned):
         pieces = [key.piece for key in keys if key.manifest == number]
@@ -128,7 +128,7 @@ def _download(owned: Sequence[tuple[WeightSource, Manifest]], plan: Plan) -> Rec
 
     def read(stream: _Stream) -> None:
         try:
-            stream.read(landing, stop)
+            stream.read(buffers, stop)
         except BaseException:
             stop.set()
             raise
@@ -138,11 +138,11 @@ def _download(owned: Sequence[tuple[WeightSource, Manifest]], plan: Plan) -> Rec
             reading = [threads.submit(read, stream) for stream in streams]
         for future in reading:
             future.result()
-    return landing
+    return buffers
 
 
 def _split(source: WeightSource, number: int, manifest: Manifest, pieces: Sequence[int]) -> list[_Stream]:
-    """Streams of about as many bytes each."""
+    """Split pieces into streams of about equal size."""
     chunks = [chunk for piece in pieces for chunk in manifest.chunks(piece)]
     total = sum(stop - start for start, stop in map(manifest.span, chunks))
     streams = [_Stream(source, number, manifest) for _ in range(source.streams)]

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Publishing beside the training: device copy at once, host copy and all that follows in a thread."""
+"""Sender that copies weights on the devices immediately, and to the host in a background thread."""
 
 from marin_rl.background_job import BackgroundJob
 from marin_rl.types import WeightVersion
@@ -12,16 +12,16 @@ from marin_rl.weights.tree import named_leaves
 
 
 class ShardedSender:
-    """Makes a snapshot of a host's shards in a thread of its own; see `WeightSender`."""
+    """Publishes snapshots of the shards of a host from a background thread; see `WeightSender`."""
 
     def __init__(self, backend: WeightBackend, host: TrainingHost, *, dtype: str | None, chunk_bytes: int) -> None:
-        """Start no thread yet.
+        """Set up the sender without starting a thread.
 
         Args:
-            backend: gets each version when it is complete, in the thread, one after the other; closed with the sender.
-            host: whose shards are published.
-            dtype: what floating-point arrays are cast to; None leaves them as they are.
-            chunk_bytes: bytes of a chunk.
+            backend: Destination of the snapshots; the sender closes it.
+            host: The training host of this process.
+            dtype: Dtype that floating-point arrays are cast to; None for no cast.
+            chunk_bytes: Bytes per chunk.
         """
         self._backend = backend
         self._host = host
@@ -33,7 +33,7 @@ class ShardedSender:
 
     @property
     def address(self) -> str:
-        """The outlet's."""
+        """Address of the backend."""
         return self._backend.address
 
     @property
@@ -44,7 +44,7 @@ class ShardedSender:
     def publish(self, weights: object, version: WeightVersion) -> None:
         """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
         self._job.flush()
-        check_order(self._last, version)
+        check_version_increases(self._last, version)
         arrays = self._copy(named_leaves(weights))
         start_copy_to_host(arrays, self._host)
         self._last = version
@@ -66,11 +66,11 @@ class ShardedSender:
             self._backend.close()
 
 
-def check_order(last: WeightVersion | None, version: WeightVersion) -> None:
-    """Versions only grow.
+def check_version_increases(last: WeightVersion | None, version: WeightVersion) -> None:
+    """Check that a version is greater than the last one.
 
     Raises:
-        ValueError: if this one does not.
+        ValueError: If it is not.
     """
     if last is not None and version <= last:
-        raise ValueError(f"version {version} cannot be published after version {last}; versions only grow")
+        raise ValueError(f"version {version} cannot be published after version {last}; versions must increase")

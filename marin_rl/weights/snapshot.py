@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One version of the weights on the host, in pieces: what a server serves and a folder holds."""
+"""Snapshot of one version of the weights in host memory, in pieces."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -17,42 +17,44 @@ from marin_rl.weights.manifest import Chunk, Manifest, Piece, checksum
 
 @dataclasses.dataclass(frozen=True)
 class TrainingHost:
-    """Which part of the training devices a sender speaks for."""
+    """A training host and its devices."""
 
     index: int
-    """Which host, from 0."""
+    """Index of the host, from 0."""
     count: int
-    """Training hosts in all."""
+    """Number of training hosts."""
     devices: frozenset[jax.Device]
-    """The devices whose shards this host sends."""
+    """Devices of the shards that this host sends."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
-            raise ValueError(f"training host {self.index} of {self.count}: the index runs from 0 to {self.count - 1}")
+            raise ValueError(
+                f"training host {self.index} of {self.count}: the index must be from 0 to {self.count - 1}"
+            )
 
     @staticmethod
     def current() -> "TrainingHost":
-        """This process, as jax counts them, with its own devices."""
+        """Return the host of this jax process, with its local devices."""
         return TrainingHost(jax.process_index(), jax.process_count(), frozenset(jax.local_devices()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """All that one training host holds of one version."""
+    """The pieces of one version on one training host."""
 
     manifest: Manifest
-    """What it is."""
+    """Description of the pieces."""
     data: tuple[np.ndarray, ...]
-    """The bytes of each piece: uint8, `[num_bytes]`."""
+    """Bytes of each piece: uint8, `[num_bytes]`."""
 
     def chunk(self, chunk: Chunk) -> np.ndarray:
-        """The bytes of one chunk, not copied."""
+        """Return a view of the bytes of a chunk."""
         start, stop = self.manifest.span(chunk)
         return self.data[chunk.piece][start:stop]
 
 
 def start_copy_to_host(arrays: Mapping[str, Array], host: TrainingHost) -> None:
-    """Ask the devices to copy what `take_snapshot` will read, without waiting."""
+    """Start asynchronous copies to the host of the shards that `take_snapshot` reads."""
     for array in arrays.values():
         if isinstance(array, jax.Array):
             for _, data in _own_shards(array, host):
@@ -60,16 +62,15 @@ def start_copy_to_host(arrays: Mapping[str, Array], host: TrainingHost) -> None:
 
 
 def take_snapshot(arrays: dict[str, Array], version: WeightVersion, host: TrainingHost, chunk_bytes: int) -> Snapshot:
-    """Read a host's shards and compute their checksums; waits for the devices.
+    """Copy the shards of a host to host memory and compute their checksums; waits for the devices.
 
-    Of shards that are held several times the first replica is taken, so over all hosts each is sent once. Arrays that
-    lie outside the devices are sent by every host.
+    Only the first replica of a shard is read, so each shard is sent once over all hosts. Every host sends numpy arrays.
 
     Args:
-        arrays: copies that nobody else writes to; emptied on the way, so that device memory is freed early.
-        version: the version.
-        host: whose shards.
-        chunk_bytes: bytes of a chunk.
+        arrays: Arrays that are not modified elsewhere. The dictionary is emptied, which frees device memory early.
+        version: Version of the weights.
+        host: The training host of this process.
+        chunk_bytes: Bytes per chunk.
     """
     pieces, data = [], []
     while arrays:

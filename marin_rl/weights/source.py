@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a receiver reads from: a server, or a folder."""
+"""Source of a receiver: a server or a folder."""
 
 from collections.abc import Generator, Sequence
 from typing import Protocol, runtime_checkable
@@ -14,35 +14,35 @@ from marin_rl.weights.manifest import Chunk, Manifest
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Serves the pieces of one or more training hosts. May be read from several threads at once."""
+    """Pieces of one or more training hosts. Thread-safe."""
 
     @property
     def streams(self) -> int:
-        """How many streams are read from it at the same time."""
+        """Number of concurrent streams."""
         ...
 
     def versions(self) -> list[WeightVersion]:
-        """What it holds completely, oldest first.
+        """Return the complete versions, oldest first.
 
         Raises:
-            WeightTransferError: if it cannot be asked, or refuses.
+            WeightTransferError: If the source does not respond or rejects the call.
         """
         ...
 
     def manifests(self, version: WeightVersion) -> list[Manifest]:
-        """What its training hosts hold of one version.
+        """Return the manifests of one version.
 
         Raises:
-            VersionGoneError: if it does not hold the version.
-            WeightTransferError: if it cannot be asked, or refuses.
+            VersionGoneError: If the version is not available.
+            WeightTransferError: If the source does not respond or rejects the call.
         """
         ...
 
     def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Generator[np.ndarray, None, None]:
-        """Bytes (uint8) of the chunks, in their order, as they arrive and unchecked; too few where a stream was cut.
+        """Yield the bytes (uint8) of the chunks in order, unchecked; fewer chunks if the stream was cut.
 
         Raises:
-            VersionGoneError: if the version is dropped meanwhile.
-            WeightTransferError: if the stream fails.
+            VersionGoneError: If the version is dropped during the transfer.
+            WeightTransferError: If the stream fails.
         """
         ...

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The arrays of a tree, by name."""
+"""Arrays of a tree by name."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -14,27 +14,27 @@ T = TypeVar("T")
 
 
 def named_leaves(tree: object) -> dict[str, Any]:
-    """Every array or `jax.ShapeDtypeStruct` of a tree by its key path; other leaves are left out.
+    """Return the arrays and `jax.ShapeDtypeStruct`s of a tree by key path; other leaves are skipped.
 
     >>> named_leaves({"bias": np.zeros(2), "activation": "relu"})
     {"['bias']": array([0., 0.])}
 
     Raises:
-        ValueError: if an array is not made of plain numbers (typed random keys, text, a foreign byte order), or two
-            have the same key path.
+        ValueError: If an array does not hold plain numbers (typed random keys, text, a foreign byte order), or two
+            arrays have the same key path.
     """
-    found = {}
+    leaves = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
             name = jax.tree_util.keystr(path)
             if not _is_plain(leaf):
                 raise ValueError(
-                    f"{name} has dtype {leaf.dtype}; only plain numbers can travel: leave it out of the tree"
+                    f"{name} has dtype {leaf.dtype}; only plain numbers can be transferred: remove it from the tree"
                 )
-            if name in found:
-                raise ValueError(f"two arrays of the tree have the same key path {name}; give its parts different keys")
-            found[name] = leaf
-    return found
+            if name in leaves:
+                raise ValueError(f"two arrays of the tree have the same key path {name}; use different keys")
+            leaves[name] = leaf
+    return leaves
 
 
 def _is_plain(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
@@ -43,11 +43,11 @@ def _is_plain(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
 
 
 def replace_leaves(tree: T, arrays: Mapping[str, jax.Array | np.ndarray]) -> T:
-    """The tree with other arrays.
+    """Return a tree with its arrays replaced.
 
     Args:
-        tree: its leaves that are no arrays stay.
-        arrays: one for each name of `named_leaves(tree)`.
+        tree: The tree; its other leaves are kept.
+        arrays: One array for each name of `named_leaves(tree)`.
     """
 
     def replace(path: Any, leaf: Any) -> Any:

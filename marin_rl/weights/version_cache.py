@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The newest few versions, held for whoever asks."""
+"""Cache of the newest versions."""
 
 import threading
 from typing import Generic, TypeVar
@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 
 class VersionCache(Generic[T]):
-    """Keeps the newest versions and forgets older ones; safe to use from several threads."""
+    """Keeps the newest versions and drops older ones. Thread-safe."""
 
     def __init__(self, keep: int, name: str) -> None:
-        """Make an empty shelf.
+        """Make an empty cache.
 
         Args:
-            keep: how many versions it holds at most.
-            name: what errors call it.
+            keep: Maximum number of versions.
+            name: Name in error messages.
         """
         self._keep = keep
         self._name = name
@@ -28,36 +28,36 @@ class VersionCache(Generic[T]):
         self._held: dict[WeightVersion, T] = {}
 
     def put(self, version: WeightVersion, item: T) -> None:
-        """Make a version visible, and forget the oldest where there are too many."""
+        """Add a version and drop the oldest if there are too many."""
         with self._lock:
             self._held[version] = item
             for old in sorted(self._held)[: -self._keep]:
                 del self._held[old]
 
     def get(self, version: WeightVersion) -> T:
-        """One version.
+        """Return the item of a version.
 
         Raises:
-            VersionGoneError: if it is not held.
+            VersionGoneError: If the version is not in the cache.
         """
         with self._lock:
             if version not in self._held:
                 raise VersionGoneError(
-                    f"{self._name} does not hold version {version}; it holds {sorted(self._held) or 'none'}"
+                    f"{self._name} does not have version {version}; available versions: {sorted(self._held) or 'none'}"
                 )
             return self._held[version]
 
     def newest(self) -> tuple[WeightVersion, T] | None:
-        """The newest version, and what is held of it; None where nothing is."""
+        """Return the newest version and its item, or None if the cache is empty."""
         with self._lock:
             return max(self._held.items(), key=lambda pair: pair[0], default=None)
 
     def versions(self) -> list[WeightVersion]:
-        """What is held, oldest first."""
+        """Return the versions in the cache, oldest first."""
         with self._lock:
             return sorted(self._held)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all versions."""
         with self._lock:
             self._held.clear()

@@ -15,7 +15,7 @@ from marin_rl.weights.errors import (
     NoWeightsError,
     ServerLostError,
     VersionGoneError,
-    WrongTokenError,
+    WrongSecretError,
 )
 from tests.runtime.inline_executor import InlineExecutor
 
@@ -101,7 +101,7 @@ def test_what_another_attempt_may_mend_is_logged_and_asked_again(
 
 
 @pytest.mark.usefixtures("inline")
-@pytest.mark.parametrize("error", [MismatchedWeightsError, WrongTokenError, KeyError])
+@pytest.mark.parametrize("error", [MismatchedWeightsError, WrongSecretError, KeyError])
 def test_what_no_attempt_mends_is_raised_by_the_next_look(error: type[Exception]) -> None:
     trainer = Trainer()
     trainer.error = error("for good")

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One array that training hosts hold in parts."""
+"""An array that is partitioned over training hosts."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 from marin_rl.weights.assemble import assemble
 from marin_rl.weights.bounds import Bounds
 from marin_rl.weights.manifest import Manifest, Piece, checksum
-from marin_rl.weights.plan import make_plan, wanted_arrays
+from marin_rl.weights.plan import make_plan, target_arrays
 from marin_rl.weights.receive_buffers import ReceiveBuffers
 
 FULL = np.arange(24, dtype=np.float32).reshape(6, 4)
@@ -23,7 +23,7 @@ def box(*edges: tuple[int, int]) -> Bounds:
 
 
 class Hosts:
-    """Training hosts that each hold some boxes of one array."""
+    """Return snapshots of training hosts that each have some boxes of one array."""
 
     def __init__(self, *boxes: list[Bounds]) -> None:
         self.parts = [[FULL[tuple(slice(*edge) for edge in bounds)].copy() for bounds in held] for held in boxes]
@@ -46,11 +46,11 @@ class Hosts:
         ]
 
     def plan(self, *, cast: bool = False, like=LIKE):
-        return make_plan(wanted_arrays(like), self.manifests, cast=cast)
+        return make_plan(target_arrays(like), self.manifests, cast=cast)
 
     def assemble(self, like=LIKE, *, cast: bool = False):
         plan = self.plan(like=like, cast=cast)
-        landing = ReceiveBuffers(plan)
+        buffers = ReceiveBuffers(plan)
         for key in plan.fetched():
-            landing.write(key, 0, self.parts[key.manifest][key.piece].reshape(-1).view(np.uint8))
-        return assemble(like, plan, landing)
+            buffers.write(key, 0, self.parts[key.manifest][key.piece].reshape(-1).view(np.uint8))
+        return assemble(like, plan, buffers)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Both ends of a transfer, as the tests open them."""
+"""Senders, servers and receivers for the tests of weight transfers."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ from marin_rl.weights.source import WeightSource
 from marin_rl.weights.tree import named_leaves
 from marin_rl.weights.version_cache import VersionCache
 
-TOKEN = make_secret()
+SECRET = make_secret()
 ONCE = RetryConfig(give_up_seconds=0.0)
 
 
@@ -38,12 +38,12 @@ def closing(sender: WeightSender) -> Iterator[WeightSender]:
 
 
 def snapshot_of(tree: object, version: WeightVersion, chunk_bytes: int = 1024) -> Snapshot:
-    """A snapshot as one training host makes it."""
+    """Return the snapshot of a single training host."""
     return take_snapshot(named_leaves(tree), version, TrainingHost.current(), chunk_bytes)
 
 
 def split(snapshot: Snapshot, hosts: int) -> list[Snapshot]:
-    """What several hosts would hold, its pieces dealt round."""
+    """Distribute the pieces of a snapshot round-robin over several hosts."""
     parts = []
     for host in range(hosts):
         pieces = snapshot.manifest.pieces[host::hosts]
@@ -52,13 +52,13 @@ def split(snapshot: Snapshot, hosts: int) -> list[Snapshot]:
     return parts
 
 
-def source_of(server: WeightServer, token: str = TOKEN, streams: int = 1) -> FlightSource:
-    return FlightSource(f"grpc+tls://127.0.0.1:{server.port}", token, streams=streams, call_seconds=60.0)
+def source_of(server: WeightServer, secret: str = SECRET, streams: int = 1) -> FlightSource:
+    return FlightSource(f"grpc+tls://127.0.0.1:{server.port}", secret, streams=streams, call_seconds=60.0)
 
 
 def client_of(server: WeightServer) -> flight.FlightClient:
-    """A bare connection with the run's token."""
-    identity = tls_identity(TOKEN)
+    """Connect a plain Flight client with the run's secret."""
+    identity = tls_identity(SECRET)
     return flight.FlightClient(
         f"grpc+tls://127.0.0.1:{server.port}",
         tls_root_certs=identity.root,
@@ -70,9 +70,9 @@ def client_of(server: WeightServer) -> flight.FlightClient:
 
 @contextlib.contextmanager
 def serving(server_type: type[WeightServer] = WeightServer) -> Iterator[tuple[VersionCache[Snapshot], WeightServer]]:
-    """A server with an empty shelf for two versions."""
+    """Serve an empty cache for two versions."""
     cache: VersionCache[Snapshot] = VersionCache(2, "the tested host")
-    server = server_type(cache, TOKEN, "grpc+tls://127.0.0.1:0")
+    server = server_type(cache, SECRET, "grpc+tls://127.0.0.1:0")
     try:
         yield cache, server
     finally:
@@ -80,7 +80,7 @@ def serving(server_type: type[WeightServer] = WeightServer) -> Iterator[tuple[Ve
 
 
 class HookedSource:
-    """Calls a function before every answer and after every chunk, so that a test decides what happens in between."""
+    """Source that calls a hook before every response and after every chunk."""
 
     def __init__(self, source: WeightSource, hook: Callable[[str], None]) -> None:
         self._source = source
@@ -113,7 +113,7 @@ def receiver_of(
     cast: bool = False,
     sleep: Callable[[float], None] | None = None,
 ) -> ShardedReceiver:
-    """A receiver whose pauses take no time."""
+    """Make a receiver with a simulated clock."""
     waited: list[float] = []
 
     def wait(seconds: float) -> None:
@@ -124,10 +124,10 @@ def receiver_of(
     return ShardedReceiver(sources, retry, cast=cast, clock=Clock(now=lambda: math.fsum(waited), sleep=wait))
 
 
-def assert_same(found: object, expected: object) -> None:
-    """Same structure, same dtypes, same bits."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_same(actual: object, expected: object) -> None:
+    """Assert equal structure, dtypes and bits."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for left, right in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert type(left) is type(right)
         if isinstance(right, jax.Array | np.ndarray):
             assert left.dtype == right.dtype

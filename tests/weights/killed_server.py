@@ -10,7 +10,7 @@ import sys
 import threading
 
 
-def main(token: str, port: str, version: str, gate: str) -> None:
+def main(secret: str, port: str, version: str, gate: str) -> None:
     import numpy as np
 
     from marin_rl.weights import arrow_flight
@@ -27,7 +27,7 @@ def main(token: str, port: str, version: str, gate: str) -> None:
     cache: VersionCache[Snapshot] = VersionCache(2, "the killed host")
     weights = {"['w']": np.full(2**20, int(version), np.float32)}
     cache.put(int(version), take_snapshot(weights, int(version), TrainingHost.current(), 2**18))
-    server = GatedServer(cache, token, f"grpc+tls://127.0.0.1:{port}")
+    server = GatedServer(cache, secret, f"grpc+tls://127.0.0.1:{port}")
     print(server.port, flush=True)
     sys.stdin.read()
 

@@ -1,14 +1,14 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Run by test_resharding.py on 8 fake CPU devices, in a process of its own; prints one line of JSON."""
+"""Run by test_resharding.py on 8 fake CPU devices, in a separate process; prints one line of JSON."""
 
 import json
 import sys
 
 
 def measure(way: str, folder: str) -> dict[str, object]:
-    """Publish a sharded model as four training hosts, and receive it on other meshes."""
+    """Publish a sharded model from four training hosts and receive it on other meshes."""
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -36,18 +36,18 @@ def measure(way: str, folder: str) -> dict[str, object]:
     }
     weights = {name: jax.device_put(values[name], NamedSharding(training, spec)) for name, spec in specs.items()}
 
-    token = make_secret()
+    secret = make_secret()
     config = ArrowFlightConfig() if way == "arrow_flight" else SharedFilesConfig(folder=folder)
     hosts = [TrainingHost(row, 4, frozenset(devices[2 * row : 2 * row + 2])) for row in range(4)]
-    senders = [config.open_sender(token, host) for host in hosts]
+    senders = [config.open_sender(secret, host) for host in hosts]
     for sender in senders:
         sender.publish(weights, 1)
-    # The learner goes on, and overwrites what it published.
+    # The learner continues and overwrites the published arrays.
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0 - 1, tree), donate_argnums=0)
     jax.block_until_ready(overwrite(weights))
     for sender in senders:
         sender.flush()
-    receiver = config.open_receiver([sender.address for sender in senders], token)
+    receiver = config.open_receiver([sender.address for sender in senders], secret)
 
     flat = Mesh(devices, ("data",))
     turned = Mesh(devices[::-1].reshape(2, 4), ("data", "model"))

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Run by test_arrow_flight.py: a worker that stops itself when a first chunk has arrived; prints what it received."""
+"""Run by test_arrow_flight.py: a worker that stops itself at the first chunk; prints the result."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import signal
 import sys
 
 
-def main(token: str, port: str) -> None:
+def main(secret: str, port: str) -> None:
     import numpy as np
 
     from marin_rl.retry import Clock, RetryConfig
@@ -31,7 +31,7 @@ def main(token: str, port: str) -> None:
             refused.append(str(super()._translate(error)))
             return super()._translate(error)
 
-    source = StoppingSource(f"grpc+tls://127.0.0.1:{port}", token, streams=2, call_seconds=60.0)
+    source = StoppingSource(f"grpc+tls://127.0.0.1:{port}", secret, streams=2, call_seconds=60.0)
     receiver = ShardedReceiver([source], RetryConfig(), cast=False, clock=Clock(sleep=lambda seconds: None))
     received, version = receiver.receive({name: np.zeros(600, np.float32) for name in "abcd"})
     told = {"version": version, "values": np.unique(list(received.values())).tolist(), "refused": " | ".join(refused)}

@@ -33,7 +33,7 @@ from marin_rl.weights.config import ArrowFlightConfig
 from marin_rl.weights.errors import (
     CorruptTransferError,
     VersionGoneError,
-    WrongTokenError,
+    WrongSecretError,
 )
 from marin_rl.weights.manifest import Chunk
 from marin_rl.weights.sharded_sender import ShardedSender
@@ -41,7 +41,7 @@ from marin_rl.weights.snapshot import Snapshot, TrainingHost
 from marin_rl.weights.version_cache import VersionCache
 from tests.weights.ends import (
     ONCE,
-    TOKEN,
+    SECRET,
     HookedSource,
     assert_same,
     client_of,
@@ -54,43 +54,45 @@ from tests.weights.ends import (
 )
 
 WEIGHTS = {"w": np.arange(3000, dtype=np.float32), "b": np.float32([[1], [2]])}
-PATIENT = RetryConfig(give_up_seconds=1000.0)
+PERSISTENT = RetryConfig(give_up_seconds=1000.0)
 
 
 def open_sender(**changes: object) -> ShardedSender:
-    return ArrowFlightConfig(**changes).open_sender(TOKEN, TrainingHost.current())
+    return ArrowFlightConfig(**changes).open_sender(SECRET, TrainingHost.current())
 
 
 def filled(version: int) -> dict[str, np.ndarray]:
     return {name: np.full(600, version, np.float32) for name in "abcd"}
 
 
-# The token.
+# The secret.
 
 
-def test_a_wrong_token_is_refused_and_never_tried_again():
+def test_wrong_secret_is_rejected_without_retry():
     pauses: list[float] = []
     with serving() as (cache, server):
         cache.put(1, snapshot_of(WEIGHTS, 1))
         manifest = source_of(server).manifests(1)[0]
         wrong = source_of(server, make_secret())
-        receiver = receiver_of(wrong, retry=PATIENT, sleep=pauses.append)
-        with pytest.raises(WrongTokenError, match=r"weight server grpc\+tls://127\.0\.0\.1:\d+ has another token"):
+        receiver = receiver_of(wrong, retry=PERSISTENT, sleep=pauses.append)
+        with pytest.raises(
+            WrongSecretError, match=r"weight server grpc\+tls://127\.0\.0\.1:\d+ has a different secret"
+        ):
             receiver.receive(WEIGHTS)
-        with pytest.raises(WrongTokenError):
+        with pytest.raises(WrongSecretError):
             receiver.newest()
-        with pytest.raises(WrongTokenError):
+        with pytest.raises(WrongSecretError):
             list(wrong.fetch(manifest, manifest.chunks(0)))
     assert pauses == []
 
 
 def peak_memory(process: subprocess.Popen[str]) -> int:
-    """The most bytes of memory that a process has had."""
+    """Return the peak resident memory of a process in bytes."""
     status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
-def test_no_message_is_read_without_the_token():
+def test_server_reads_no_message_without_the_secret():
     other = tls_identity(make_secret())
     strangers = {
         "grpc": {},
@@ -114,7 +116,7 @@ def test_no_message_is_read_without_the_token():
                 with pytest.raises(flight.FlightUnavailableError):
                     stranger.do_get(flight.Ticket(bytes(2**26)), flight.FlightCallOptions(timeout=60.0)).read_all()
         assert peak_memory(server) - before < 2**24
-        source = FlightSource(f"grpc+tls://127.0.0.1:{port}", TOKEN, streams=1, call_seconds=60.0)
+        source = FlightSource(f"grpc+tls://127.0.0.1:{port}", SECRET, streams=1, call_seconds=60.0)
         assert source.versions() == [1]
     finally:
         server.kill()
@@ -126,21 +128,21 @@ def test_no_message_is_read_without_the_token():
     [
         (
             json.dumps({"version": 1, "chunks": [[0, 0]] * 3_000_000}).encode(),
-            r"the ticket has 24000026 bytes; for the 13 chunks of a version it takes at most 480",
+            r"the ticket has 24000026 bytes; a ticket for the 13 chunks of a version has at most 480",
         ),
         (b'{"version": 1, "chunks": [[1, 12]]}', "version 1 has no chunk 12 of piece 1"),
         (b'{"version": 1, "chunks": [[0, -1]]}', "version 1 has no chunk -1 of piece 0"),
         (b'{"version": 1, "chunks": [[2, 0]]}', "version 1 has no chunk 0 of piece 2"),
-        (b'{"version": 1, "chunks": [[0, 0], [0, 0]]}', "a ticket for version 1 names a chunk twice"),
-        (b'{"version": 7, "chunks": [[0, 0]]}', "does not hold version 7"),
-        (b'{"version": 1, "chunks": [[0, 0.0]]}', "not a ticket: version, pieces and chunk numbers are integers"),
-        (b'{"version": 1, "chunks": [0]}', "not a ticket: TypeError"),
-        (b'{"chunks": []}', "not a ticket: KeyError"),
-        (b"\xff", "not a ticket: UnicodeDecodeError"),
+        (b'{"version": 1, "chunks": [[0, 0], [0, 0]]}', "the ticket for version 1 contains a chunk twice"),
+        (b'{"version": 7, "chunks": [[0, 0]]}', "does not have version 7"),
+        (b'{"version": 1, "chunks": [[0, 0.0]]}', "invalid ticket: version, pieces and chunk numbers must be integers"),
+        (b'{"version": 1, "chunks": [0]}', "invalid ticket: TypeError"),
+        (b'{"chunks": []}', "invalid ticket: KeyError"),
+        (b"\xff", "invalid ticket: UnicodeDecodeError"),
     ],
     ids=["oversize", "number", "negative", "piece", "twice", "version", "float", "pair", "key", "text"],
 )
-def test_a_ticket_names_chunks_of_a_version_once(ticket: bytes, message: str):
+def test_invalid_tickets_are_rejected(ticket: bytes, message: str):
     with serving() as (cache, server), client_of(server) as client:
         cache.put(1, snapshot_of(WEIGHTS, 1))
         with pytest.raises(flight.FlightServerError, match=message):
@@ -151,20 +153,20 @@ def test_a_ticket_names_chunks_of_a_version_once(ticket: bytes, message: str):
 
 
 @pytest.mark.parametrize(
-    ("body", "message"), [(b"1" * 33, "a version of 33 bytes was asked for; at most 32"), (b"one", "b'one' is not a")]
+    ("body", "message"), [(b"1" * 33, "the version has 33 bytes; it may have at most 32"), (b"one", "b'one' is not a")]
 )
-def test_a_version_is_a_short_number(body: bytes, message: str):
+def test_invalid_version_and_action_are_rejected(body: bytes, message: str):
     with serving() as (_, server), client_of(server) as client:
         with pytest.raises(flight.FlightServerError, match=message):
             list(client.do_action(flight.Action("manifest", body)))
-        with pytest.raises(flight.FlightServerError, match="there is no action 'anything'"):
+        with pytest.raises(flight.FlightServerError, match="unknown action 'anything'"):
             list(client.do_action(flight.Action("anything", b"")))
 
 
 # The address.
 
 
-def test_the_server_is_bound_to_loopback_unless_told_otherwise():
+def test_server_binds_loopback_by_default():
     with closing(open_sender()) as sender:
         port = int(sender.address.removeprefix("grpc+tls://127.0.0.1:"))
         with socket.create_connection(("127.0.0.1", port)):
@@ -173,24 +175,24 @@ def test_the_server_is_bound_to_loopback_unless_told_otherwise():
             socket.create_connection(("127.0.0.2", port))
 
 
-def test_a_wildcard_is_told_as_the_machines_name():
+def test_wildcard_host_is_announced_as_host_name():
     with closing(open_sender(host="0.0.0.0")) as sender:
         assert sender.address.startswith(f"grpc+tls://{socket.gethostname()}:")
 
 
-def test_a_taken_port_is_told():
+def test_error_names_an_occupied_port():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=rf"weights cannot be served at grpc\+tls://127\.0\.0\.1:{port}"):
+        with pytest.raises(OSError, match=rf"cannot serve weights at grpc\+tls://127\.0\.0\.1:{port}"):
             open_sender(port=port)
 
 
-def test_closing_frees_port_and_threads_even_while_a_worker_stands_still():
+def test_close_releases_port_and_threads_with_a_stalled_worker():
     before = set(threading.enumerate())
     sender = open_sender(chunk_mb=1)
     sender.publish({"w": np.zeros(2**24, np.float32)}, 1)
     sender.flush()
-    source = FlightSource(sender.address, TOKEN, streams=1, call_seconds=60.0)
+    source = FlightSource(sender.address, SECRET, streams=1, call_seconds=60.0)
     manifest = source.manifests(1)[0]
     stream = source.fetch(manifest, manifest.chunks(0))
     next(stream)
@@ -201,18 +203,18 @@ def test_closing_frees_port_and_threads_even_while_a_worker_stands_still():
     assert set(threading.enumerate()) <= before
 
 
-# Streams that lie.
+# Corrupt streams.
 
 
-class LyingServer(WeightServer):
-    """Sends the first streams wrong, each in the next way of `LIES`."""
+class CorruptingServer(WeightServer):
+    """Server that applies the next function of `corruptions` to each stream."""
 
-    lies: list[Callable[[list[np.ndarray]], list[np.ndarray]]]
+    corruptions: list[Callable[[list[np.ndarray]], list[np.ndarray]]]
 
     def send_chunks(self, version: int, chunks: list[Chunk]) -> Iterator[pa.RecordBatch]:
-        honest = [batch.column(0).to_numpy().copy() for batch in super().send_chunks(version, chunks)]
-        told = self.lies.pop(0)(honest) if self.lies else honest
-        for data in told:
+        chunk_data = [batch.column(0).to_numpy().copy() for batch in super().send_chunks(version, chunks)]
+        sent = self.corruptions.pop(0)(chunk_data) if self.corruptions else chunk_data
+        for data in sent:
             yield pa.record_batch([pa.array(data)], schema=pa.schema([pa.field("bytes", pa.uint8(), nullable=False)]))
 
 
@@ -221,7 +223,7 @@ def flip(chunks: list[np.ndarray]) -> list[np.ndarray]:
     return chunks
 
 
-LIES = {
+CORRUPTIONS = {
     "truncated": (lambda chunks: chunks[:-1], r"ended after 11 of 12 chunks"),
     "empty": (lambda chunks: [], r"ended after 0 of 12 chunks"),
     "corrupted": (flip, r"chunk 3 of piece \['0:3000'\] of \['w'\], version 1, fails its checksum"),
@@ -231,26 +233,26 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_stream_that_lies_is_refused_and_read_again(lie: str, caplog):
-    spoil, message = LIES[lie]
-    with serving(LyingServer) as (cache, server):
-        assert isinstance(server, LyingServer)
+@pytest.mark.parametrize("corruption", CORRUPTIONS)
+def test_corrupt_stream_is_detected_and_retried(corruption: str, caplog):
+    spoil, message = CORRUPTIONS[corruption]
+    with serving(CorruptingServer) as (cache, server):
+        assert isinstance(server, CorruptingServer)
         cache.put(1, snapshot_of({"w": WEIGHTS["w"]}, 1))
-        server.lies = [spoil]
+        server.corruptions = [spoil]
         with pytest.raises(CorruptTransferError, match=message):
             receiver_of(source_of(server)).receive({"w": WEIGHTS["w"]})
-        server.lies = [spoil, spoil]
-        received, _ = receiver_of(source_of(server), retry=PATIENT).receive({"w": WEIGHTS["w"]})
+        server.corruptions = [spoil, spoil]
+        received, _ = receiver_of(source_of(server), retry=PERSISTENT).receive({"w": WEIGHTS["w"]})
     assert_same(received, {"w": WEIGHTS["w"]})
     assert len(caplog.records) == 2
 
 
-# Versions that go away.
+# Dropped versions.
 
 
 class GatedServer(WeightServer):
-    """Sends one chunk of each stream, and the others when the test opens the gate."""
+    """Server that blocks each stream after the first chunk until the test opens the gate."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -272,7 +274,7 @@ def gated() -> Iterator[tuple[VersionCache[Snapshot], GatedServer]]:
             server.gate.set()
 
 
-def test_a_version_dropped_in_mid_transfer_is_refused_by_name():
+def test_version_dropped_during_transfer_is_named_in_error():
     with gated() as (cache, server):
         cache.put(1, snapshot_of(filled(1), 1))
         source = source_of(server)
@@ -282,11 +284,13 @@ def test_a_version_dropped_in_mid_transfer_is_refused_by_name():
         for version in (2, 3):
             cache.put(version, snapshot_of(filled(version), version))
         server.gate.set()
-        with pytest.raises(VersionGoneError, match=r"the tested host does not hold version 1; it holds \[2, 3\]"):
+        with pytest.raises(
+            VersionGoneError, match=r"the tested host does not have version 1; available versions: \[2, 3\]"
+        ):
             list(stream)
 
 
-def test_the_newest_is_taken_when_the_one_under_way_is_dropped(caplog):
+def test_receiver_takes_newest_when_version_is_dropped(caplog):
     with gated() as (cache, server):
         cache.put(1, snapshot_of(filled(1), 1))
 
@@ -296,13 +300,13 @@ def test_the_newest_is_taken_when_the_one_under_way_is_dropped(caplog):
                     cache.put(version, snapshot_of(filled(version), version))
                 server.gate.set()
 
-        received, version = receiver_of(HookedSource(source_of(server), drop), retry=PATIENT).receive(filled(0))
+        received, version = receiver_of(HookedSource(source_of(server), drop), retry=PERSISTENT).receive(filled(0))
     assert version == 3
     assert_same(received, filled(3))
-    assert "does not hold version 1" in caplog.text
+    assert "does not have version 1" in caplog.text
 
 
-def test_an_asked_version_that_is_dropped_is_not_replaced():
+def test_dropped_explicit_version_is_not_replaced():
     with gated() as (cache, server):
         cache.put(1, snapshot_of(filled(1), 1))
 
@@ -311,20 +315,20 @@ def test_an_asked_version_that_is_dropped_is_not_replaced():
                 cache.clear()
                 server.gate.set()
 
-        with pytest.raises(VersionGoneError, match="does not hold version 1; it holds none"):
-            receiver_of(HookedSource(source_of(server), drop), retry=PATIENT).receive(filled(0), 1)
+        with pytest.raises(VersionGoneError, match="does not have version 1; available versions: none"):
+            receiver_of(HookedSource(source_of(server), drop), retry=PERSISTENT).receive(filled(0), 1)
 
 
-# Processes that stop and die.
+# Stopped and killed processes.
 
 
 def start(script: str, *arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(marin_rl.__file__).parents[1])}
-    command = [sys.executable, str(pathlib.Path(__file__).with_name(script)), TOKEN, *arguments]
+    command = [sys.executable, str(pathlib.Path(__file__).with_name(script)), SECRET, *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
 
 
-def test_a_server_killed_in_mid_transfer_is_lost_and_its_successor_found(caplog):
+def test_receiver_recovers_from_killed_server(caplog):
     like = {"w": np.zeros(2**20, np.float32)}
     first = start("killed_server.py", "0", "1", "gated")
     assert first.stdout is not None
@@ -343,8 +347,8 @@ def test_a_server_killed_in_mid_transfer_is_lost_and_its_successor_found(caplog)
             assert servers[1].stdout.readline().strip() == port
 
     try:
-        source = FlightSource(f"grpc+tls://127.0.0.1:{port}", TOKEN, streams=2, call_seconds=60.0)
-        receiver = receiver_of(HookedSource(source, kill), retry=PATIENT, sleep=replace)
+        source = FlightSource(f"grpc+tls://127.0.0.1:{port}", SECRET, streams=2, call_seconds=60.0)
+        receiver = receiver_of(HookedSource(source, kill), retry=PERSISTENT, sleep=replace)
         received, version = receiver.receive(like)
     finally:
         for server in servers:
@@ -353,10 +357,10 @@ def test_a_server_killed_in_mid_transfer_is_lost_and_its_successor_found(caplog)
     assert version == 2
     assert (received["w"] == 2).all()
     assert first.returncode == -signal.SIGKILL
-    assert f"weight server grpc+tls://127.0.0.1:{port} does not answer" in caplog.text
+    assert f"weight server grpc+tls://127.0.0.1:{port} does not respond" in caplog.text
 
 
-def test_a_worker_that_stood_still_takes_the_newest_and_holds_nothing_back():
+def test_stalled_worker_takes_newest_and_keeps_no_version_alive():
     with gated() as (cache, server):
         cache.put(1, snapshot_of(filled(1), 1))
         worker = start("stopping_worker.py", str(server.port))
@@ -375,10 +379,10 @@ def test_a_worker_that_stood_still_takes_the_newest_and_holds_nothing_back():
         finally:
             worker.kill()
             worker.wait()
-        told = json.loads(output)
-    assert told["version"] == 3
-    assert told["values"] == [3.0]
-    assert "does not hold version 1; it holds [2, 3]" in told["refused"]
+        result = json.loads(output)
+    assert result["version"] == 3
+    assert result["values"] == [3.0]
+    assert "does not have version 1; available versions: [2, 3]" in result["refused"]
 
 
 # Several training hosts.
@@ -386,8 +390,8 @@ def test_a_worker_that_stood_still_takes_the_newest_and_holds_nothing_back():
 
 @settings(max_examples=25)
 @given(schedule=st.lists(st.sampled_from(["first", "second", "nothing"]), max_size=40), seed=st.integers(0, 2**16))
-def test_no_schedule_makes_a_mixture(schedule: list[str], seed: int):
-    """Two hosts publish at any moment of a transfer; what arrives is always one version, on all arrays."""
+def test_received_arrays_are_of_one_version(schedule: list[str], seed: int):
+    """Two hosts publish at any point of a transfer; all received arrays are of one version."""
     moves = list(schedule)
     publishing = threading.Lock()
     names = ("first", "second")
@@ -401,7 +405,7 @@ def test_no_schedule_makes_a_mixture(schedule: list[str], seed: int):
             versions[name] = version
 
         def move(point: str) -> None:
-            # Streams move from threads of their own; a training host publishes one version after the other.
+            # Hooks run in the threads of the streams; a training host publishes its versions in order.
             with publishing:
                 name = moves.pop(0) if moves else "nothing"
                 if name != "nothing":
@@ -416,7 +420,7 @@ def test_no_schedule_makes_a_mixture(schedule: list[str], seed: int):
         publish("second")
         sources = [HookedSource(source_of(server, streams=2), move) for server in (first, second)]
         random.Random(seed).shuffle(sources)
-        receiver = receiver_of(*sources, retry=PATIENT, sleep=catch_up)
+        receiver = receiver_of(*sources, retry=PERSISTENT, sleep=catch_up)
         last = 0
         for _ in range(3):
             received, version = receiver.receive(filled(0))
@@ -425,12 +429,12 @@ def test_no_schedule_makes_a_mixture(schedule: list[str], seed: int):
             last = version
 
 
-def test_a_closed_receiver_leaves_no_thread():
+def test_closed_receiver_leaves_no_thread():
     before = set(threading.enumerate())
     with closing(open_sender()) as sender:
         sender.publish({"w": jnp.zeros(1000)}, 1)
         sender.flush()
-        receiver = ArrowFlightConfig(retry=ONCE).open_receiver([sender.address], TOKEN)
+        receiver = ArrowFlightConfig(retry=ONCE).open_receiver([sender.address], SECRET)
         receiver.receive({"w": jnp.zeros(1000)})
         receiver.close()
     assert set(threading.enumerate()) <= before

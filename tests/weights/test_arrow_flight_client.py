@@ -13,13 +13,13 @@ from marin_rl.retry import RetryConfig
 from marin_rl.weights.arrow_flight import WeightServer
 from marin_rl.weights.arrow_flight_client import FlightSource
 from marin_rl.weights.errors import CorruptTransferError, ServerLostError
-from tests.weights.ends import TOKEN, assert_same, receiver_of, serving, snapshot_of, source_of
+from tests.weights.ends import SECRET, assert_same, receiver_of, serving, snapshot_of, source_of
 
 WEIGHTS = {"w": np.arange(3000, dtype=np.float32), "b": np.float32([[1], [2]])}
 
 
 class ForgingServer(WeightServer):
-    """Answers actions with what the test says."""
+    """Server with a fixed response to every action."""
 
     answers: dict[str, bytes]
 
@@ -27,59 +27,61 @@ class ForgingServer(WeightServer):
         return [self.answers[action.type]] if action.type in self.answers else super().do_action(context, action)
 
 
-def test_a_forged_manifest_is_refused():
+def test_forged_manifest_is_rejected():
     with serving(ForgingServer) as (cache, server):
         assert isinstance(server, ForgingServer)
         cache.put(1, snapshot_of(WEIGHTS, 1))
         manifest = snapshot_of(WEIGHTS, 1).manifest.to_json()
         server.answers = {"manifest": hashlib.sha256(manifest).digest() + manifest}
-        with pytest.raises(CorruptTransferError, match="damaged, or not the run's own"):
+        with pytest.raises(CorruptTransferError, match="corrupt or belongs to another run"):
             receiver_of(source_of(server)).receive(WEIGHTS)
 
 
 @pytest.mark.parametrize("answer", [b"", b"7", b"[null]", b'["new"]'])
-def test_a_damaged_list_of_versions_is_refused(answer: bytes):
+def test_corrupt_list_of_versions_is_rejected(answer: bytes):
     with serving(ForgingServer) as (_, server):
         assert isinstance(server, ForgingServer)
         server.answers = {"versions": answer}
-        with pytest.raises(CorruptTransferError, match="list of versions is damaged"):
+        with pytest.raises(CorruptTransferError, match="list of versions is corrupt"):
             receiver_of(source_of(server)).newest()
 
 
-def test_a_foreign_schema_is_refused():
+def test_wrong_schema_is_rejected():
     class ForeignServer(WeightServer):
         def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.RecordBatchStream:
             return flight.RecordBatchStream(pa.table({"text": ["a"]}))
 
     with serving(ForeignServer) as (cache, server):
         cache.put(1, snapshot_of(WEIGHTS, 1))
-        with pytest.raises(CorruptTransferError, match="a stream of text: string instead of bytes: uint8"):
+        with pytest.raises(CorruptTransferError, match="the stream has schema text: string, expected bytes: uint8"):
             receiver_of(source_of(server)).receive(WEIGHTS)
 
 
-def test_no_proxy_comes_between(monkeypatch: pytest.MonkeyPatch):
+def test_proxy_variables_are_ignored(monkeypatch: pytest.MonkeyPatch):
     with socket.create_server(("127.0.0.1", 0)) as proxy, serving() as (cache, server):
         for name in ("http_proxy", "grpc_proxy", "https_proxy"):
             monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("no_grpc_proxy", raising=False)
         cache.put(1, snapshot_of(WEIGHTS, 1))
-        source = FlightSource(f"grpc+tls://127.0.0.1:{server.port}", TOKEN, streams=1, call_seconds=5.0)
+        source = FlightSource(f"grpc+tls://127.0.0.1:{server.port}", SECRET, streams=1, call_seconds=5.0)
         assert_same(receiver_of(source).receive(WEIGHTS)[0], WEIGHTS)
 
 
-def test_a_lost_server_is_told_with_its_address():
+def test_error_names_address_of_lost_server():
     with serving() as (_, server):
         source = source_of(server)
-    with pytest.raises(ServerLostError, match=rf"weight server grpc\+tls://127\.0\.0\.1:{server.port} does not answer"):
+    with pytest.raises(
+        ServerLostError, match=rf"weight server grpc\+tls://127\.0\.0\.1:{server.port} does not respond"
+    ):
         receiver_of(source).newest()
     retry = RetryConfig(first_seconds=1.0, longest_seconds=1.0, give_up_seconds=3.0)
     with pytest.raises(ServerLostError, match="given up after"):
         receiver_of(source, retry=retry).receive(WEIGHTS)
 
 
-def test_a_server_that_hangs_is_lost_after_the_configured_time():
+def test_hanging_server_times_out():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"grpc+tls://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(ServerLostError, match="does not answer"):
-            receiver_of(FlightSource(address, TOKEN, streams=1, call_seconds=0.2)).newest()
+        with pytest.raises(ServerLostError, match="does not respond"):
+            receiver_of(FlightSource(address, SECRET, streams=1, call_seconds=0.2)).newest()

@@ -24,7 +24,7 @@ def mask(box: Bounds) -> np.ndarray:
 
 
 @given(boxes(), boxes())
-def test_overlap_is_what_both_masks_share(left: Bounds, right: Bounds):
+def test_overlap_is_the_intersection_of_masks(left: Bounds, right: Bounds):
     shared = overlap(left, right)
     both = mask(left) & mask(right)
     assert (shared is None) == (not both.any())
@@ -33,7 +33,7 @@ def test_overlap_is_what_both_masks_share(left: Bounds, right: Bounds):
 
 
 @given(boxes(), st.lists(boxes(), max_size=5))
-def test_a_gap_is_wanted_and_held_by_nobody(wanted: Bounds, held: list[Bounds]):
+def test_gap_is_in_target_and_not_covered(wanted: Bounds, held: list[Bounds]):
     missing = mask(wanted)
     for box in held:
         missing &= ~mask(box)
@@ -53,7 +53,7 @@ def test_slices_within_a_box_select_the_same_elements(left: Bounds, right: Bound
         np.testing.assert_array_equal(inside[slices_within(shared, left)], array[slices_within(shared, whole(SHAPE))])
 
 
-def test_an_array_without_dimensions_has_one_element():
+def test_scalar_has_one_element():
     assert bounds_of((), ()) == ()
     assert volume(()) == 1
     assert overlap((), ()) == ()

@@ -9,17 +9,17 @@ from marin_rl.weights.config import (
     SharedFilesConfig,
     TransferDtype,
     WeightTransferConfig,
-    one_address,
+    single_address,
 )
 from marin_rl.weights.snapshot import TrainingHost
-from tests.weights.ends import TOKEN
+from tests.weights.ends import SECRET
 
 
 def decode(fields: dict[str, object]) -> WeightTransferConfig:
     return draccus.decode(WeightTransferConfig, fields)
 
 
-def test_a_way_is_chosen_by_type():
+def test_transfer_is_selected_by_type():
     assert decode({"type": "arrow_flight", "dtype": "bfloat16", "port": 7000}) == ArrowFlightConfig(
         dtype=TransferDtype.BFLOAT16, port=7000
     )
@@ -44,41 +44,41 @@ def test_servers_are_on_loopback_by_default():
         ("call_seconds", float("nan")),
     ],
 )
-def test_impossible_settings_of_servers_are_refused(field: str, value: float):
+def test_invalid_arrow_flight_settings_are_rejected(field: str, value: float):
     with pytest.raises(ValueError, match=rf"weights\.{field} is {value}"):
         ArrowFlightConfig(**{field: value})
 
 
 @pytest.mark.parametrize(("field", "value"), [("streams", 0), ("chunk_mb", 65), ("keep", 0)])
-def test_impossible_settings_of_a_folder_are_refused(field: str, value: int):
+def test_invalid_shared_files_settings_are_rejected(field: str, value: int):
     with pytest.raises(ValueError, match=rf"weights\.{field} is {value}"):
         SharedFilesConfig(folder="w", **{field: value})
 
 
-def test_what_must_be_named_is_asked_for():
+def test_required_settings_are_checked():
     with pytest.raises(ValueError, match=r"weights\.folder is empty"):
         SharedFilesConfig()
     with pytest.raises(ValueError, match=r"weights\.host is empty"):
         ArrowFlightConfig(host="")
 
 
-def test_senders_of_one_place_have_one_address():
-    assert one_address(["a", "a"]) == "a"
+def test_single_address_requires_equal_addresses():
+    assert single_address(["a", "a"]) == "a"
     for addresses in ([], ["a", "b"]):
-        with pytest.raises(ValueError, match="all senders of this type have the same address"):
-            one_address(addresses)
+        with pytest.raises(ValueError, match="all senders of this type must have the same address"):
+            single_address(addresses)
 
 
 @pytest.mark.parametrize("config", [ArrowFlightConfig(), SharedFilesConfig(folder="w")])
-def test_a_weak_token_opens_nothing(config: WeightTransferConfig, tmp_path, monkeypatch):
+def test_weak_secret_opens_no_sender_or_receiver(config: WeightTransferConfig, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="the token of the weight transfer has 5 characters"):
+    with pytest.raises(ValueError, match="the secret of the weight transfer has 5 characters"):
         config.open_sender("short", TrainingHost.current())
-    with pytest.raises(ValueError, match="the token of the weight transfer has 5 characters"):
+    with pytest.raises(ValueError, match="the secret of the weight transfer has 5 characters"):
         config.open_receiver(["grpc+tls://127.0.0.1:1"], "short")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_receiver_needs_an_address():
+def test_receiver_requires_an_address():
     with pytest.raises(ValueError, match="at least one address"):
-        ArrowFlightConfig().open_receiver([], TOKEN)
+        ArrowFlightConfig().open_receiver([], SECRET)

@@ -9,7 +9,7 @@ from marin_rl.weights.device_copy import DeviceCopier
 from tests.weights.ends import assert_same
 
 
-def test_a_copy_shares_no_memory_with_its_original():
+def test_copy_shares_no_memory_with_original():
     arrays = {"f": jnp.arange(100.0), "i": jnp.arange(3), "n": np.arange(4.0), "s": jnp.float32(2)}
     copies = DeviceCopier(None)(arrays)
     assert_same(copies, arrays)
@@ -19,8 +19,8 @@ def test_a_copy_shares_no_memory_with_its_original():
     assert not np.shares_memory(copies["n"], arrays["n"])
 
 
-def test_a_copy_survives_donation_of_its_original():
-    # Without the copy, what numpy sees of a CPU array changes under it.
+def test_copy_survives_donation_of_original():
+    # Without the copy, a numpy view of a donated CPU array changes.
     overwrite = jax.jit(lambda array: array * 0 - 1, donate_argnums=0)
     copier = DeviceCopier(None)
     for value in range(10):
@@ -52,7 +52,7 @@ def test_only_floating_point_is_cast():
     assert copies["b"].unsafe_buffer_pointer() != arrays["b"].unsafe_buffer_pointer()
 
 
-def test_a_second_version_compiles_nothing():
+def test_second_version_does_not_recompile():
     copier = DeviceCopier(None)
     arrays = {"a": jnp.arange(5.0)}
     copier(arrays)

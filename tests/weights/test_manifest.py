@@ -13,23 +13,23 @@ def make() -> Manifest:
     return snapshot_of({"a": np.arange(700, dtype=np.float32), "b": np.float32([[1, 2]])}, 3).manifest
 
 
-def test_a_manifest_survives_json():
+def test_manifest_json_roundtrip():
     assert Manifest.from_json(make().to_json()) == make()
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"7", b'{"pieces": 3}', b'{"pieces": [], "version": 1}'])
-def test_other_text_is_no_manifest(text: bytes):
+def test_invalid_manifest_is_rejected(text: bytes):
     with pytest.raises(ValueError, match=r"manifest|Expecting value"):
         Manifest.from_json(text)
 
 
-def test_chunks_cover_a_piece_without_overlap():
+def test_chunks_partition_a_piece():
     manifest = make()
     assert [manifest.span(chunk) for chunk in manifest.chunks(0)] == [(0, 1024), (1024, 2048), (2048, 2800)]
     assert [manifest.span(chunk) for chunk in manifest.chunks(1)] == [(0, 8)]
 
 
-def test_a_chunk_is_checked_for_length_and_content():
+def test_check_detects_wrong_length_and_content():
     snapshot = snapshot_of({"a": np.arange(700, dtype=np.float32)}, 3)
     chunk = Chunk(0, 1)
     good = snapshot.chunk(chunk)
@@ -45,6 +45,6 @@ def test_a_chunk_is_checked_for_length_and_content():
 
 
 @pytest.mark.parametrize("bounds", [((0, 4), (0, 3)), ((-1, 2), (0, 2)), ((3, 4), (1, 2))])
-def test_a_piece_lies_inside_its_array(bounds):
-    with pytest.raises(ValueError, match=r"outside the array, whose shape is \(3, 2\)"):
+def test_piece_outside_array_is_rejected(bounds):
+    with pytest.raises(ValueError, match=r"outside the array, which has shape \(3, 2\)"):
         Piece("w", (3, 2), "float32", bounds, ())

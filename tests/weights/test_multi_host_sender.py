@@ -12,28 +12,28 @@ from marin_rl.weights.errors import WeightTransferError
 from marin_rl.weights.multi_host_sender import MultiHostSender
 from marin_rl.weights.sharded_sender import ShardedSender
 from marin_rl.weights.snapshot import TrainingHost
-from tests.weights.ends import TOKEN, closing
+from tests.weights.ends import SECRET, closing
 
 WEIGHTS = {"w": np.arange(6, dtype=np.float32)}
 
 
 def open_host(index: int) -> ShardedSender:
-    return ArrowFlightConfig().open_sender(TOKEN, TrainingHost(index, 2, frozenset()))
+    return ArrowFlightConfig().open_sender(SECRET, TrainingHost(index, 2, frozenset()))
 
 
 def multi_host_sender(own: ShardedSender, other: ShardedSender, meanwhile: Callable[[float], None]) -> MultiHostSender:
-    """With a clock on which ten seconds are over after each question; `meanwhile` is told the time."""
+    """Make a sender with a clock that advances ten seconds per poll and then calls `meanwhile` with the time."""
     slept: list[float] = []
 
     def sleep(seconds: float) -> None:
         slept.append(10.0)
         meanwhile(sum(slept))
 
-    receiver = ArrowFlightConfig().open_receiver([own.address, other.address], TOKEN)
-    return MultiHostSender(own, receiver, patience=60.0, clock=Clock(now=lambda: sum(slept), sleep=sleep))
+    receiver = ArrowFlightConfig().open_receiver([own.address, other.address], SECRET)
+    return MultiHostSender(own, receiver, timeout=60.0, clock=Clock(now=lambda: sum(slept), sleep=sleep))
 
 
-def test_weights_are_there_when_all_hosts_have_them():
+def test_flush_waits_for_all_hosts():
     seen = []
     with closing(open_host(0)) as own, closing(open_host(1)) as other:
 
@@ -53,9 +53,11 @@ def test_weights_are_there_when_all_hosts_have_them():
     assert seen == [(10.0, None), (20.0, None), (30.0, None)]
 
 
-def test_a_host_that_stays_behind_is_told_of():
+def test_flush_times_out_when_a_host_lags():
     with closing(open_host(0)) as own, closing(open_host(1)) as other:
         hosts = multi_host_sender(own, other, lambda now: None)
         hosts.publish(WEIGHTS, 1)
-        with pytest.raises(WeightTransferError, match="weights of version 1 are on this training host, but after 60 s"):
+        with pytest.raises(
+            WeightTransferError, match="version 1 of the weights is published by this training host, but after 60 s"
+        ):
             hosts.flush()

@@ -13,7 +13,7 @@ import marin_rl
 
 
 @pytest.mark.parametrize("way", ["arrow_flight", "shared_files"])
-def test_four_training_hosts_reach_workers_on_other_meshes(way: str, tmp_path):
+def test_weights_are_resharded_from_four_hosts_to_other_meshes(way: str, tmp_path):
     script = pathlib.Path(__file__).with_name("resharding.py")
     environment = {
         **os.environ,

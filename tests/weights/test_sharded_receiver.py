@@ -18,7 +18,7 @@ from tests.weights.ends import assert_same, receiver_of, snapshot_of, split
 
 
 class HeldSource:
-    """One version in memory, that remembers what each stream read."""
+    """In-memory source of one version that records the chunks of each stream."""
 
     def __init__(self, snapshot: Snapshot, streams: int = 1) -> None:
         self.snapshot = snapshot
@@ -49,33 +49,35 @@ def test_streams_share_the_bytes_evenly_and_read_each_chunk_once(lengths: list[i
     assert sorted(read, key=dataclasses.astuple) == sorted(everything, key=dataclasses.astuple)
     assert len(source.read) <= streams
     for chunks in source.read:
-        # A stream ends with the chunk that fills its share.
+        # A stream ends with the chunk that completes its share.
         assert sum(len(source.snapshot.chunk(chunk)) for chunk in chunks) < sum(lengths) / streams + 32
 
 
-def test_what_is_received_lies_where_a_device_can_take_it_as_it_is():
+def test_received_arrays_are_aligned():
     weights = {name: np.arange(7, dtype=np.float32) for name in "abcdefgh"}
     received, _ = receiver_of(HeldSource(snapshot_of(weights, 1))).receive(weights)
     assert [array.ctypes.data % ALIGNMENT for array in received.values()] == [0] * 8
 
 
-def test_the_manifest_of_another_version_is_refused():
-    with pytest.raises(CorruptTransferError, match="asked for version 2, got the manifest of version 1"):
+def test_manifest_of_another_version_is_rejected():
+    with pytest.raises(CorruptTransferError, match="requested version 2, got the manifest of version 1"):
         receiver_of(HeldSource(snapshot_of({"w": np.zeros(3)}, 1))).receive({"w": np.zeros(3)}, 2)
 
 
-def test_all_training_hosts_are_needed_once():
+def test_each_training_host_is_required_once():
     weights = {name: np.full(600, 1, np.float32) for name in "abcd"}
     first, second = (HeldSource(part) for part in split(snapshot_of(weights, 1), 2))
     assert_same(receiver_of(second, first).receive(weights)[0], weights)
-    with pytest.raises(MismatchedWeightsError, match=r"published by 2 training hosts, but the receiver reads .*\[1\]"):
+    with pytest.raises(
+        MismatchedWeightsError, match=r"2 training hosts publish the weights, but the receiver reads from hosts .*\[1\]"
+    ):
         receiver_of(second).receive(weights)
-    with pytest.raises(MismatchedWeightsError, match=r"those of \[0, 0\]"):
+    with pytest.raises(MismatchedWeightsError, match=r"from hosts \[0, 0\]"):
         receiver_of(first, first).receive(weights)
 
 
-def test_hosts_of_different_counts_are_not_one_run():
+def test_inconsistent_host_counts_are_rejected():
     weights = {name: np.full(6, 1, np.float32) for name in "abcd"}
     of_two, of_one = HeldSource(split(snapshot_of(weights, 1), 2)[1]), HeldSource(snapshot_of(weights, 1))
-    with pytest.raises(MismatchedWeightsError, match=r"those of \[0, 1\]"):
+    with pytest.raises(MismatchedWeightsError, match=r"from hosts \[0, 1\]"):
         receiver_of(of_one, of_two).receive(weights)

@@ -15,7 +15,7 @@ from marin_rl.weights.snapshot import Snapshot, TrainingHost
 
 
 class Outlet:
-    """Hands what it gets to a function."""
+    """Backend that passes snapshots to a function."""
 
     address = "the tested outlet"
 
@@ -53,7 +53,7 @@ def test_weights_may_be_donated_as_soon_as_publish_returns():
         assert (values(snapshot) == version).all()
 
 
-def test_publish_returns_before_the_version_is_visible():
+def test_publish_returns_before_version_is_available():
     may_end, offered = threading.Event(), []
 
     def put(snapshot: Snapshot) -> None:
@@ -70,7 +70,7 @@ def test_publish_returns_before_the_version_is_visible():
     sender.close()
 
 
-def test_what_fails_in_the_background_is_raised_by_the_next_call():
+def test_background_error_is_raised_by_next_call():
     def put(snapshot: Snapshot) -> None:
         raise OSError("no space left")
 
@@ -85,7 +85,7 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call():
 
 
 @pytest.mark.parametrize("version", [4, 5])
-def test_versions_only_grow(version: int):
+def test_versions_must_increase(version: int):
     sender = make(lambda snapshot: None)
     sender.publish({"w": jnp.zeros(3)}, 5)
     with pytest.raises(ValueError, match=f"version {version} cannot be published after version 5"):
@@ -93,14 +93,14 @@ def test_versions_only_grow(version: int):
     sender.close()
 
 
-def test_closing_ends_the_thread():
+def test_close_ends_the_thread():
     sender = make(lambda snapshot: None)
     sender.publish({"w": jnp.zeros(3)}, 1)
     sender.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("publish weights")]
 
 
-def test_closing_waits_for_what_is_under_way_and_then_closes_the_outlet(monkeypatch: pytest.MonkeyPatch):
+def test_close_waits_for_publication_before_closing_backend(monkeypatch: pytest.MonkeyPatch):
     may_end, found = threading.Event(), []
     close = BackgroundJob.close
 
@@ -122,7 +122,7 @@ def test_closing_waits_for_what_is_under_way_and_then_closes_the_outlet(monkeypa
     assert backend.is_closed
 
 
-def test_closing_closes_the_outlet_even_when_the_last_version_failed():
+def test_close_closes_backend_after_failed_publication():
     def put(snapshot: Snapshot) -> None:
         raise OSError("no space left")
 

@@ -11,27 +11,27 @@ from hypothesis import strategies as st
 
 from marin_rl.retry import RetryConfig
 from marin_rl.weights.auth import make_secret
-from marin_rl.weights.errors import CorruptTransferError, ServerLostError, VersionGoneError, WrongTokenError
+from marin_rl.weights.errors import CorruptTransferError, ServerLostError, VersionGoneError, WrongSecretError
 from marin_rl.weights.sharded_sender import ShardedSender
-from marin_rl.weights.shared_files import FolderOutlet, FolderSource
+from marin_rl.weights.shared_files import FolderBackend, FolderSource
 from marin_rl.weights.snapshot import TrainingHost
-from tests.weights.ends import TOKEN, HookedSource, assert_same, closing, receiver_of
+from tests.weights.ends import SECRET, HookedSource, assert_same, closing, receiver_of
 
-PATIENT = RetryConfig(give_up_seconds=1000.0)
+PERSISTENT = RetryConfig(give_up_seconds=1000.0)
 
 
 def filled(version: int) -> dict[str, np.ndarray]:
     return {name: np.full(600, version, np.float32) for name in "abc"}
 
 
-def open_sender(folder: pathlib.Path | str, token: str = TOKEN, host: int = 0, hosts: int = 1) -> ShardedSender:
+def open_sender(folder: pathlib.Path | str, secret: str = SECRET, host: int = 0, hosts: int = 1) -> ShardedSender:
     training_host = TrainingHost(host, hosts, frozenset())
-    backend = FolderOutlet(folder=str(folder), token=token, training_host=training_host, keep=2)
+    backend = FolderBackend(folder=str(folder), secret=secret, training_host=training_host, keep=2)
     return ShardedSender(backend, training_host, dtype=None, chunk_bytes=1024)
 
 
-def source_of(folder: pathlib.Path, token: str = TOKEN) -> FolderSource:
-    return FolderSource(str(folder), token, streams=2)
+def source_of(folder: pathlib.Path, secret: str = SECRET) -> FolderSource:
+    return FolderSource(str(folder), secret, streams=2)
 
 
 def publish(sender: ShardedSender, *versions: int) -> None:
@@ -44,14 +44,14 @@ def names(folder: pathlib.Path) -> list[str]:
     return sorted(path.name[:12].lstrip("0") + path.suffix for path in folder.iterdir())
 
 
-def test_only_the_newest_versions_stay_and_closing_deletes_them(tmp_path):
+def test_newest_versions_are_kept_and_deleted_on_close(tmp_path):
     with closing(open_sender(tmp_path)) as sender:
         publish(sender, 1, 2, 3)
         assert names(tmp_path) == ["2.manifest", "2.pieces", "3.manifest", "3.pieces"]
     assert names(tmp_path) == []
 
 
-def test_other_files_in_the_folder_are_left_alone(tmp_path):
+def test_other_files_in_the_folder_are_kept(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with closing(open_sender(tmp_path)) as sender:
         publish(sender, 1)
@@ -60,11 +60,11 @@ def test_other_files_in_the_folder_are_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("left", [".pieces", ".partial"])
-def test_a_version_without_its_manifest_is_not_there_and_is_cleared_by_the_next_launch(tmp_path, left: str):
+def test_version_without_manifest_is_ignored_and_deleted_by_next_launch(tmp_path, left: str):
     sender = open_sender(tmp_path)
     publish(sender, 1, 2)
     [manifest] = tmp_path.glob("000000000002-*.manifest")
-    # As a sender leaves it that is killed before the last move.
+    # State after a sender was killed before its last rename.
     if left == ".partial":
         manifest.rename(manifest.with_suffix(".partial"))
     else:
@@ -77,24 +77,24 @@ def test_a_version_without_its_manifest_is_not_there_and_is_cleared_by_the_next_
     sender.close()
 
 
-def test_a_folder_that_is_not_there_holds_nothing(tmp_path):
+def test_missing_folder_has_no_versions(tmp_path):
     assert receiver_of(source_of(tmp_path / "later")).newest() is None
 
 
-def test_weights_of_another_launch_are_refused_and_cleared_away(tmp_path):
+def test_weights_of_another_launch_are_rejected_and_deleted(tmp_path):
     old = open_sender(tmp_path, make_secret())
     publish(old, 7)
-    with pytest.raises(WrongTokenError, match="holds weights of another token alone"):
-        receiver_of(source_of(tmp_path), retry=PATIENT).newest()
+    with pytest.raises(WrongSecretError, match="contains only weights with another secret"):
+        receiver_of(source_of(tmp_path), retry=PERSISTENT).newest()
     with closing(open_sender(tmp_path)) as sender:
         assert receiver_of(source_of(tmp_path)).newest() is None
-        # A run that is taken up again starts below what the killed one had published.
+        # A resumed run starts below the last version of the killed run.
         publish(sender, 3)
         assert receiver_of(source_of(tmp_path)).receive(filled(0))[1] == 3
     old.close()
 
 
-def test_files_of_more_hosts_are_cleared_by_the_first_host(tmp_path):
+def test_first_host_deletes_files_of_other_host_counts(tmp_path):
     before = [open_sender(tmp_path, host=host, hosts=2) for host in range(2)]
     for sender in before:
         publish(sender, 1)
@@ -104,7 +104,7 @@ def test_files_of_more_hosts_are_cleared_by_the_first_host(tmp_path):
         sender.close()
 
 
-def test_a_version_is_there_when_every_host_has_written_it(tmp_path):
+def test_version_is_complete_when_all_hosts_have_written_it(tmp_path):
     with (
         closing(open_sender(tmp_path, host=0, hosts=2)) as first,
         closing(open_sender(tmp_path, host=1, hosts=2)) as second,
@@ -120,18 +120,18 @@ def test_a_version_is_there_when_every_host_has_written_it(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".pieces", ".manifest"])
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
-def test_a_damaged_file_is_refused(tmp_path, suffix: str, damage: str):
+def test_corrupt_file_is_rejected(tmp_path, suffix: str, damage: str):
     with closing(open_sender(tmp_path)) as sender:
         publish(sender, 1)
         [path] = tmp_path.glob(f"*{suffix}")
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes({"cut": content[:-1], "flipped": content, "empty": b""}[damage])
-        with pytest.raises(CorruptTransferError, match=r"weight folder .*(damaged|bytes instead of|checksum)"):
+        with pytest.raises(CorruptTransferError, match=r"weight folder .*(corrupt|bytes instead of|checksum)"):
             receiver_of(source_of(tmp_path)).receive(filled(0))
 
 
-def test_a_version_deleted_in_mid_transfer_gives_way_to_the_newest(tmp_path, caplog):
+def test_receiver_takes_newest_when_version_is_deleted(tmp_path, caplog):
     with closing(open_sender(tmp_path)) as sender:
         publish(sender, 1)
 
@@ -139,31 +139,31 @@ def test_a_version_deleted_in_mid_transfer_gives_way_to_the_newest(tmp_path, cap
             if point == "chunk" and sender.published == 1:
                 publish(sender, 2, 3)
 
-        hooked = HookedSource(FolderSource(str(tmp_path), TOKEN, streams=1), drop)
-        received, version = receiver_of(hooked, retry=PATIENT).receive(filled(0))
+        hooked = HookedSource(FolderSource(str(tmp_path), SECRET, streams=1), drop)
+        received, version = receiver_of(hooked, retry=PERSISTENT).receive(filled(0))
     assert version == 3
     assert_same(received, filled(3))
     assert "version 1 was deleted" in caplog.text
 
 
-def test_an_asked_version_that_was_deleted_is_refused_by_name(tmp_path):
+def test_deleted_explicit_version_is_named_in_error(tmp_path):
     with closing(open_sender(tmp_path)) as sender:
         publish(sender, 1, 2, 3)
-        with pytest.raises(VersionGoneError, match=r"does not hold version 1; it holds \[2, 3\]"):
-            receiver_of(source_of(tmp_path), retry=PATIENT).receive(filled(0), 1)
+        with pytest.raises(VersionGoneError, match=r"does not have version 1; available versions: \[2, 3\]"):
+            receiver_of(source_of(tmp_path), retry=PERSISTENT).receive(filled(0), 1)
 
 
-def test_a_folder_that_cannot_be_listed_is_tried_again(tmp_path):
+def test_folder_listing_error_is_retried(tmp_path):
     file = tmp_path / "file"
     file.write_text("no folder")
     pauses: list[float] = []
-    source = FolderSource(str(file / "weights"), TOKEN, streams=1)
+    source = FolderSource(str(file / "weights"), SECRET, streams=1)
     with pytest.raises(ServerLostError, match="cannot be listed"):
         receiver_of(source, retry=RetryConfig(give_up_seconds=1.0), sleep=pauses.append).newest()
     assert pauses
 
 
-def test_a_full_disk_is_told_by_the_next_publish(tmp_path, monkeypatch):
+def test_full_disk_error_is_raised_by_next_publish(tmp_path, monkeypatch):
     with closing(open_sender(tmp_path)) as sender:
         publish(sender, 1)
         monkeypatch.setattr(LocalFileSystem, "open", _no_space)
@@ -180,7 +180,7 @@ def _no_space(*arguments: object, **options: object) -> None:
 
 @settings(max_examples=20)
 @given(schedule=st.lists(st.sampled_from([0, 1, None]), max_size=30))
-def test_no_schedule_makes_a_mixture(tmp_path_factory, schedule: list[int | None]):
+def test_received_arrays_are_of_one_version(tmp_path_factory, schedule: list[int | None]):
     folder = tmp_path_factory.mktemp("weights")
     moves = list(schedule)
     versions = [0, 0]
@@ -205,8 +205,8 @@ def test_no_schedule_makes_a_mixture(tmp_path_factory, schedule: list[int | None
 
         step(0)
         step(1)
-        source = HookedSource(FolderSource(str(folder), TOKEN, streams=1), move)
-        receiver = receiver_of(source, retry=PATIENT, sleep=catch_up)
+        source = HookedSource(FolderSource(str(folder), SECRET, streams=1), move)
+        receiver = receiver_of(source, retry=PERSISTENT, sleep=catch_up)
         for _ in range(3):
             received, version = receiver.receive(filled(0))
             assert_same(received, filled(version))

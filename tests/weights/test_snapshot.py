@@ -12,7 +12,7 @@ from tests.weights.ends import snapshot_of
 
 
 @given(length=st.integers(0, 100), chunk_bytes=st.integers(1, 500), dtype=st.sampled_from(["float32", "int8", "bool"]))
-def test_the_chunks_of_a_piece_are_its_bytes(length: int, chunk_bytes: int, dtype: str):
+def test_chunks_concatenate_to_the_piece(length: int, chunk_bytes: int, dtype: str):
     array = (np.arange(length) % 3).astype(dtype)
     snapshot = snapshot_of({"w": array}, 4, chunk_bytes)
     chunks = snapshot.manifest.chunks(0)
@@ -23,24 +23,24 @@ def test_the_chunks_of_a_piece_are_its_bytes(length: int, chunk_bytes: int, dtyp
         snapshot.manifest.check(chunk, part, "the test")
 
 
-def test_a_chunk_is_no_copy():
+def test_chunk_is_a_view():
     snapshot = snapshot_of({"w": np.arange(1000)}, 1)
     for chunk in snapshot.manifest.chunks(0):
         assert np.shares_memory(snapshot.chunk(chunk), snapshot.data[0])
 
 
-def test_device_memory_is_let_go_on_the_way():
+def test_device_memory_is_released_during_snapshot():
     arrays = {"w": jnp.zeros(3), "b": jnp.zeros(2)}
     assert len(take_snapshot(arrays, 1, TrainingHost.current(), 1024).data) == 2
     assert arrays == {}
 
 
-def test_arrays_whose_bytes_do_not_lie_in_order_travel_as_they_read():
+def test_non_contiguous_arrays_are_sent_in_row_major_order():
     array = np.arange(12, dtype=np.float32).reshape(3, 4).T
     assert snapshot_of({"w": array}, 1).data[0].tobytes() == array.tobytes()
 
 
 @pytest.mark.parametrize(("index", "count"), [(-1, 1), (1, 1), (0, 0)])
-def test_a_training_host_is_one_of_its_count(index: int, count: int):
+def test_host_index_out_of_range_is_rejected(index: int, count: int):
     with pytest.raises(ValueError, match=f"training host {index} of {count}"):
         TrainingHost(index, count, frozenset())

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What every way of transfer does, whichever is configured."""
+"""Behaviour that all weight transfers share."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ from marin_rl.weights.config import (
 from marin_rl.weights.errors import MismatchedWeightsError, NoWeightsError, VersionGoneError
 from marin_rl.weights.protocol import WeightReceiver, WeightSender
 from marin_rl.weights.snapshot import TrainingHost
-from tests.weights.ends import ONCE, TOKEN, assert_same
+from tests.weights.ends import ONCE, SECRET, assert_same
 
 WAYS = ["arrow_flight", "shared_files", "object_store"]
 
@@ -34,8 +34,8 @@ WAYS = ["arrow_flight", "shared_files", "object_store"]
 @contextlib.contextmanager
 def ends(config: WeightTransferConfig) -> Iterator[tuple[WeightSender, WeightReceiver]]:
     before = set(threading.enumerate())
-    sender = config.open_sender(TOKEN, TrainingHost.current())
-    receiver = config.open_receiver([sender.address], TOKEN)
+    sender = config.open_sender(SECRET, TrainingHost.current())
+    receiver = config.open_receiver([sender.address], SECRET)
     try:
         yield sender, receiver
     finally:
@@ -68,7 +68,7 @@ def every_kind() -> dict[str, object]:
             jnp.asarray(noise.normal(size=9), jnp.bfloat16),
             "relu",
         ),
-        # Longer than two chunks, and no multiple of one.
+        # Longer than two chunks and not a multiple of the chunk size.
         "long": jnp.asarray(noise.normal(size=700_001), jnp.float32),
         "odd": jnp.asarray([0.0, -0.0, jnp.nan, jnp.inf, 1e-42], jnp.float32),
         "scalar": jnp.asarray(3, jnp.int32),
@@ -80,7 +80,7 @@ def every_kind() -> dict[str, object]:
     }
 
 
-def test_what_arrives_is_what_was_published_bit_for_bit(config: WeightTransferConfig):
+def test_received_weights_equal_published_weights_bitwise(config: WeightTransferConfig):
     weights = every_kind()
     with ends(config) as (sender, receiver):
         sender.publish(weights, 3)
@@ -91,7 +91,7 @@ def test_what_arrives_is_what_was_published_bit_for_bit(config: WeightTransferCo
     assert_same(received, weights)
 
 
-def test_shapes_are_enough_to_ask(config: WeightTransferConfig):
+def test_receive_accepts_shapes_only(config: WeightTransferConfig):
     weights = {"w": jnp.arange(6.0).reshape(2, 3), "step": 4}
     like = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32), "step": 9}
     with ends(config) as (sender, receiver):
@@ -102,7 +102,7 @@ def test_shapes_are_enough_to_ask(config: WeightTransferConfig):
     assert received["step"] == 9
 
 
-def test_a_policy_reaches_a_worker_that_knows_its_shapes_alone():
+def test_policy_is_received_from_shapes_only():
     llama = LlamaConfig(seq_len=8, hidden_dim=16, intermediate_dim=32, num_layers=2, num_heads=2, num_kv_heads=2)
     like = eqx.filter_eval_shape(llama.build, hax.Axis("vocab", 32), key=jax.random.PRNGKey(0))
     noise = np.random.default_rng(0)
@@ -114,7 +114,7 @@ def test_a_policy_reaches_a_worker_that_knows_its_shapes_alone():
     assert_same(received, policy)
 
 
-def test_bfloat16_on_request_is_rounded_once(config: WeightTransferConfig):
+def test_bfloat16_transfer_rounds_once(config: WeightTransferConfig):
     config = dataclasses.replace(config, dtype=TransferDtype.BFLOAT16)
     weights = {"f": jnp.asarray(np.random.default_rng(1).normal(size=1000), jnp.float32), "i": jnp.arange(3)}
     with ends(config) as (sender, receiver):
@@ -141,15 +141,15 @@ def test_published_weights_may_be_donated(config: WeightTransferConfig):
             assert (received["w"] == version).all()
 
 
-def test_before_the_first_version_there_is_none(config: WeightTransferConfig):
+def test_newest_is_none_before_first_publication(config: WeightTransferConfig):
     with ends(config) as (sender, receiver):
         assert sender.published is None
         assert receiver.newest() is None
-        with pytest.raises(NoWeightsError, match="published"):
+        with pytest.raises(NoWeightsError, match="no version of the weights is available"):
             receiver.receive({"w": jnp.zeros(3)})
 
 
-def test_the_newest_is_received_and_an_old_one_is_refused_by_name(config: WeightTransferConfig):
+def test_newest_is_received_and_old_version_is_rejected(config: WeightTransferConfig):
     with ends(config) as (sender, receiver):
         for version in (1, 2, 5):
             sender.publish({"w": jnp.full(3, version)}, version)
@@ -157,13 +157,13 @@ def test_the_newest_is_received_and_an_old_one_is_refused_by_name(config: Weight
         received, version = receiver.receive({"w": jnp.zeros(3, jnp.int32)})
         assert version == 5
         assert (received["w"] == 5).all()
-        with pytest.raises(VersionGoneError, match=r"does not hold version 1; it holds \[.*5\]"):
+        with pytest.raises(VersionGoneError, match=r"does not have version 1; available versions: \[.*5\]"):
             receiver.receive({"w": jnp.zeros(3, jnp.int32)}, 1)
-        with pytest.raises(VersionGoneError, match="does not hold version 6"):
+        with pytest.raises(VersionGoneError, match="does not have version 6"):
             receiver.receive({"w": jnp.zeros(3, jnp.int32)}, 6)
 
 
-def test_the_version_before_is_still_there(config: WeightTransferConfig):
+def test_previous_version_is_still_available(config: WeightTransferConfig):
     with ends(config) as (sender, receiver):
         for version in (1, 2):
             sender.publish({"w": jnp.full(3, version)}, version)
@@ -174,7 +174,7 @@ def test_the_version_before_is_still_there(config: WeightTransferConfig):
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_versions_only_grow(config: WeightTransferConfig, version: int):
+def test_versions_must_increase(config: WeightTransferConfig, version: int):
     with ends(config) as (sender, _):
         sender.publish({"w": jnp.zeros(3)}, 3)
         with pytest.raises(ValueError, match=f"version {version} cannot be published after version 3"):
@@ -191,7 +191,7 @@ def test_versions_only_grow(config: WeightTransferConfig, version: int):
         ({}, r"the model lacks \['w'\]"),
     ],
 )
-def test_weights_of_another_model_are_refused(config: WeightTransferConfig, like: dict, message: str):
+def test_weights_of_another_model_are_rejected(config: WeightTransferConfig, like: dict, message: str):
     with ends(config) as (sender, receiver):
         sender.publish({"w": jnp.zeros((2, 3))}, 3)
         sender.flush()
@@ -199,7 +199,7 @@ def test_weights_of_another_model_are_refused(config: WeightTransferConfig, like
             receiver.receive(like)
 
 
-def test_a_whole_number_is_never_cast(config: WeightTransferConfig):
+def test_integer_arrays_are_never_cast(config: WeightTransferConfig):
     config = dataclasses.replace(config, dtype=TransferDtype.BFLOAT16)
     with ends(config) as (sender, receiver):
         sender.publish({"w": jnp.zeros(2, jnp.int32)}, 3)
@@ -209,7 +209,7 @@ def test_a_whole_number_is_never_cast(config: WeightTransferConfig):
 
 
 def test_received_weights_may_be_donated(config: WeightTransferConfig):
-    """What arrives is the receiver's own."""
+    """Received arrays share no memory with the sender."""
     overwrite = jax.jit(lambda weights: weights - 7, donate_argnums=0)
     weights = {"w": jnp.arange(300_000.0)}
     with ends(config) as (sender, receiver):
@@ -221,7 +221,7 @@ def test_received_weights_may_be_donated(config: WeightTransferConfig):
         assert_same(second, weights)
 
 
-def test_several_workers_read_while_the_learner_publishes(config: WeightTransferConfig):
+def test_concurrent_workers_receive_during_publication(config: WeightTransferConfig):
     config = dataclasses.replace(config, retry=RetryConfig(first_seconds=0.001, longest_seconds=0.002))
     shape = {name: jnp.zeros(50_000, jnp.int32) for name in "abc"}
     done = threading.Event()

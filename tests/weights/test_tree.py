@@ -17,7 +17,7 @@ class Layer(eqx.Module):
     name: str = eqx.field(static=True)
 
 
-def test_arrays_of_a_model_have_names_and_the_rest_stays():
+def test_named_leaves_of_a_model():
     layer = Layer(hax.ones({"embed": 3}), 2.0, "first")
     leaves = named_leaves({"layers": [layer]})
     [name] = leaves
@@ -29,8 +29,8 @@ def test_arrays_of_a_model_have_names_and_the_rest_stays():
 
 
 @pytest.mark.parametrize("array", [jax.random.key(0), np.array(["a"]), np.zeros(2, ">f4"), np.array([None])])
-def test_what_is_no_plain_number_cannot_travel(array):
-    with pytest.raises(ValueError, match=r"\['w'\] has dtype .*; only plain numbers can travel"):
+def test_leaves_without_plain_numbers_are_rejected(array):
+    with pytest.raises(ValueError, match=r"\['w'\] has dtype .*; only plain numbers can be transferred"):
         named_leaves({"w": array})
 
 
@@ -44,7 +44,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def test_arrays_that_cannot_be_told_apart_are_refused():
+def test_duplicate_key_paths_are_rejected():
     with pytest.raises(ValueError, match=r"two arrays of the tree have the same key path \.same"):
         named_leaves(Twins(jnp.zeros(1), jnp.ones(1)))
 

@@ -7,7 +7,7 @@ from marin_rl.weights.errors import VersionGoneError
 from marin_rl.weights.version_cache import VersionCache
 
 
-def test_the_newest_are_kept():
+def test_newest_versions_are_kept():
     cache: VersionCache[str] = VersionCache(2, "host 3")
     assert cache.versions() == []
     assert cache.newest() is None
@@ -16,13 +16,13 @@ def test_the_newest_are_kept():
     assert cache.versions() == [5, 9]
     assert cache.get(5) == "weights 5"
     assert cache.newest() == (9, "weights 9")
-    with pytest.raises(VersionGoneError, match=r"host 3 does not hold version 4; it holds \[5, 9\]"):
+    with pytest.raises(VersionGoneError, match=r"host 3 does not have version 4; available versions: \[5, 9\]"):
         cache.get(4)
 
 
-def test_a_cleared_shelf_holds_nothing():
+def test_cleared_cache_is_empty():
     cache: VersionCache[str] = VersionCache(2, "host 3")
     cache.put(1, "weights")
     cache.clear()
-    with pytest.raises(VersionGoneError, match="it holds none"):
+    with pytest.raises(VersionGoneError, match="available versions: none"):
         cache.get(1)
