@@ -1,15 +1,14 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Faults at random moments of an asynchronous run, and whether it is right in the end.
+"""Inject faults at random times into an asynchronous run, and check the results.
 
     python -m experiments.soak --faults 100 --seed 0 --folder runs/soak
 
-A small model trains on sums, with two workers under Ray. Again and again a worker, all workers, the coordinator, the
-machine's Ray or the trainer itself is killed, the trainer also while a worker is in the midst of fetching weights from
-it, or workers stand still; the run must go on by itself, or with the same command where the trainer died. In the end
-every step must have been made of whole groups, none of them twice and none too old, and nothing may be left running. It
-prints a JSON object.
+A small model trains on sums, with two workers under Ray. Each fault kills a worker, all workers, the coordinator, the
+Ray node or the trainer, the last also during a weight transfer, or pauses workers. The run must continue, or resume
+with the same command if the trainer ended. At the end every step must have complete groups, without duplicates and
+within the staleness limit, and no process may be left. Prints a JSON object.
 """
 
 import argparse
@@ -35,7 +34,7 @@ from marin_rl.rollouts.store import read_rollouts
 CONFIG = Path(__file__).parent / "rloo_async.yaml"
 GROUPS, MEMBERS, STALENESS = 4, 4, 2
 SILENCE = 3.0
-"""Seconds that a worker may be silent."""
+"""Heartbeat timeout of workers, in seconds."""
 TINY = {
     "model.hidden_dim": 32,
     "model.intermediate_dim": 64,
@@ -43,7 +42,7 @@ TINY = {
     "warm_start.max_steps": 0,
     "evaluation.tasks": 0,
 }
-"""A model that takes no time, which knows nothing and is not asked."""
+"""A tiny untrained model without evaluations."""
 SETTINGS = {
     **TINY,
     "num_steps": 1_000_000,
@@ -55,23 +54,23 @@ SETTINGS = {
     "workers.num_workers": 2,
     "workers.heartbeat_timeout": SILENCE,
 }
-"""What is changed in the config: everything small, so that many faults fit into an hour."""
+"""Changes to the config: everything is small, so that many faults fit into an hour."""
 
 
 class SoakError(AssertionError):
-    """A run that did not survive; the message says what was seen."""
+    """Raised when the run fails; the message describes the failure."""
 
 
 class RunEndedError(SoakError):
-    """A run that ended while something was waited for."""
+    """Raised when the run ends during a wait."""
 
 
 STARTED = 19
-"""Index of the moment at which a process started, in the fields of `_stat`."""
+"""Index of the start time of a process in the fields of `_stat`."""
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name, as proc(5) has them: state, parent, and more."""
+    """Return the fields of /proc/PID/stat after the name (see proc(5)): state, parent, and more."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -79,15 +78,15 @@ class Child(NamedTuple):
     """A process that a run started."""
 
     pid: int
-    """Another process may have it later."""
+    """Process id, which may be reused later."""
     started: str
-    """When it began, so that it is not taken for that one."""
+    """Start time, which distinguishes it from a later process with the same id."""
     name: str
-    """Its command line."""
+    """Command line."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process is running."""
         try:
             return _stat(self.pid)[STARTED] == self.started
         except OSError:
@@ -96,20 +95,20 @@ class Child(NamedTuple):
 
 @dataclasses.dataclass
 class LiveRun:
-    """A training run in a process of its own, with all that it starts."""
+    """A training run in a separate process, with its child processes."""
 
     arguments: Sequence[str]
-    """Of `python -m marin_rl.train`."""
+    """Arguments of `python -m marin_rl.train`."""
     run_dir: Path
-    """Where it leaves what it makes."""
+    """Run directory."""
     output: Path
-    """What it prints goes there, one start after the other."""
+    """File for the output of all starts."""
     patience: float = 600.0
-    """Seconds that anything may take on a busy machine."""
+    """Timeout of every wait, in seconds."""
     prefix: Sequence[str] = ()
-    """Words before the command, of a program that becomes it."""
+    """Command prefix, such as a program that executes the command."""
     hold: Path | None = None
-    """The file that pauses transfers of weights, see `experiments.soak_train`; None where that is not needed."""
+    """File that pauses weight transfers, see `experiments.soak_train`; None if not needed."""
     process: "subprocess.Popen[bytes] | None" = None
     """The trainer; None before the first start."""
     _said_before: int = 0
@@ -124,59 +123,59 @@ class LiveRun:
 
     @property
     def said(self) -> str:
-        """What it has printed since its last start."""
+        """Output since the last start."""
         return self.output.read_bytes()[self._said_before :].decode()
 
     @property
     def is_running(self) -> bool:
-        """Whether the trainer has not ended."""
+        """Whether the trainer is running."""
         return self.process is not None and self.process.poll() is None
 
     @property
     def steps(self) -> int:
-        """Steps that are recorded; -1 before the first record, which is of step 0."""
+        """Number of recorded steps; -1 before the record of step 0."""
         metrics = self.run_dir / "metrics.jsonl"
         return metrics.read_bytes().count(b"\n") - 1 if metrics.exists() else -1
 
     @property
     def saved_steps(self) -> int:
-        """The step of the newest checkpoint; -1 for none."""
+        """Step of the newest checkpoint; -1 if there is none."""
         names = (path.name.removeprefix("step-") for path in (self.run_dir / "checkpoints").glob("step-*"))
         return max(map(int, names), default=-1)
 
     def records(self) -> list[dict[str, Any]]:
-        """What it has measured, step by step."""
-        # The last line may still be being written.
-        whole, _, _ = (self.run_dir / "metrics.jsonl").read_text().rpartition("\n")
-        return [json.loads(line) for line in whole.splitlines()]
+        """Return the metrics records."""
+        # The last line may be incomplete.
+        complete, _, _ = (self.run_dir / "metrics.jsonl").read_text().rpartition("\n")
+        return [json.loads(line) for line in complete.splitlines()]
 
     def children(self) -> set[Child]:
-        """Every process below the trainer."""
+        """Return all descendant processes of the trainer."""
         assert self.process is not None
-        parents, found = {}, {}
+        parents, processes = {}, {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError, IndexError):
                     fields = _stat(int(entry.name))
                     name = (entry / "cmdline").read_text().replace("\0", " ")
                     parents[int(entry.name)] = int(fields[1])
-                    found[int(entry.name)] = Child(int(entry.name), fields[STARTED], name)
+                    processes[int(entry.name)] = Child(int(entry.name), fields[STARTED], name)
         below = {self.process.pid}
         while more := {pid for pid, parent in parents.items() if parent in below} - below:
             below |= more
-        return {found[pid] for pid in below - {self.process.pid}}
+        return {processes[pid] for pid in below - {self.process.pid}}
 
     def named(self, *words: str) -> list[int]:
-        """Those of them whose command line begins with one of these, or has it as the name of its program."""
+        """Return the ids of child processes with a program name that starts with one of these words."""
         programs = {child.pid: child.name.split(" ")[0].rpartition("/")[2] for child in self.children()}
         return [pid for pid, program in programs.items() if program.startswith(words)]
 
     def wait_until(self, happened: Callable[[], bool], what: str) -> None:
-        """Wait for something that happens while it runs.
+        """Wait for an event while the run is running.
 
         Raises:
-            RunEndedError: if it ends before.
-            SoakError: if it takes too long.
+            RunEndedError: If the run ends first.
+            SoakError: If the wait times out.
         """
         deadline = time.monotonic() + self.patience
         while not happened():
@@ -187,10 +186,10 @@ class LiveRun:
             time.sleep(0.02)
 
     def end(self) -> int:
-        """Wait for the trainer; its exit status.
+        """Wait for the trainer and return its exit status.
 
         Raises:
-            SoakError: if it takes too long.
+            SoakError: If the wait times out.
         """
         assert self.process is not None
         try:
@@ -200,26 +199,26 @@ class LiveRun:
             raise SoakError(f"the run did not end in {self.patience:g} s:\n{said}") from None
 
     def kill(self) -> None:
-        """End it, if it runs."""
+        """Kill the trainer if it is running."""
         if self.process is not None and self.is_running:
             self.process.kill()
             self.process.wait()
 
 
 def whole_and_once(run: LiveRun, *, groups: int, members: int, staleness: int) -> int:
-    """See that every step trained on its number of groups, each whole and fresh, and no group twice.
+    """Check that every step trained on complete, fresh groups, and each group was used in one step.
 
     Args:
-        run: ended.
-        groups: of a step.
-        members: of a group.
-        staleness: most that was allowed.
+        run: A run that has ended.
+        groups: Groups per step.
+        members: Rollouts per group.
+        staleness: Maximum allowed staleness.
 
     Returns:
-        How many steps there are.
+        Number of steps.
 
     Raises:
-        SoakError: if it is not so.
+        SoakError: If a check fails.
     """
     trained: dict[str, set[int]] = {}
     sizes: collections.Counter[str] = collections.Counter()
@@ -229,46 +228,46 @@ def whole_and_once(run: LiveRun, *, groups: int, members: int, staleness: int) -
             sizes[row["group_id"]] += 1
     records = run.records()
     steps = len(records) - 1
-    seen = {
+    checks = {
         "steps in order": [record["step"] for record in records] == list(range(steps + 1)),
         "groups of every step": len(trained) == groups * steps,
         "each in one step": all(len(of_group) == 1 for of_group in trained.values()),
         "each whole": set(sizes.values()) <= {members},
         "none too old": max((record["staleness/max"] for record in records[1:]), default=0) <= staleness,
     }
-    wrong = [what for what, is_so in seen.items() if not is_so]
-    if wrong:
+    failed = [name for name, is_ok in checks.items() if not is_ok]
+    if failed:
         raise SoakError(
-            f"not so: {', '.join(wrong)}; {steps} steps, {len(trained)} groups, sizes {set(sizes.values())}"
+            f"failed checks: {', '.join(failed)}; {steps} steps, {len(trained)} groups, sizes {set(sizes.values())}"
         )
     return steps
 
 
 def arguments_of(run_dir: Path, settings: Mapping[str, Any]) -> list[str]:
-    """What `marin_rl.train` is given.
+    """Return the arguments for `marin_rl.train`.
 
     Args:
-        run_dir: of the run.
-        settings: what is changed in experiments/rloo_async.yaml.
+        run_dir: Run directory.
+        settings: Changes to experiments/rloo_async.yaml.
     """
     flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     return ["--config", str(CONFIG), "--run_dir", str(run_dir), *flags]
 
 
 def halt(pids: Sequence[int]) -> None:
-    """Have processes stand still; when it returns, every thread of theirs does."""
+    """Stop processes with SIGSTOP, and wait until all their threads have stopped."""
     _send(pids, signal.SIGSTOP)
     while any(state not in "TZX" for pid in pids for state in _thread_states(pid)):
         time.sleep(0.001)
 
 
 def wake(pids: Sequence[int]) -> None:
-    """Have processes that stand still go on."""
+    """Continue stopped processes."""
     _send(pids, signal.SIGCONT)
 
 
 def pause(pids: Sequence[int], seconds: float) -> None:
-    """Have processes stand still for so long."""
+    """Stop processes for the given time."""
     halt(pids)
     time.sleep(seconds)
     wake(pids)
@@ -281,7 +280,7 @@ def _send(pids: Sequence[int], number: signal.Signals) -> None:
 
 
 def _thread_states(pid: int) -> list[str]:
-    """A letter for each thread of a process, as proc(5) has them; none where it has ended."""
+    """Return the state letter of each thread of a process (see proc(5)); empty if it has ended."""
     states = []
     for file in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(OSError):
@@ -294,10 +293,10 @@ def _workers(run: LiveRun) -> list[int]:
 
 
 def kill_in_transfer(run: LiveRun) -> None:
-    """Kill a trainer while its weight server, a thread of it, is between two chunks of a transfer to a worker.
+    """Kill a trainer while its weight server is between two chunks of a transfer to a worker.
 
     Args:
-        run: it has a `hold`. If that file exists already, the run's transfers are paused from the version in it on.
+        run: A run with `hold`. If that file exists, transfers are already paused from the version in it.
     """
     assert run.hold is not None
     if not run.hold.exists():
@@ -310,20 +309,20 @@ def kill_in_transfer(run: LiveRun) -> None:
 FAULTS: dict[str, Callable[[LiveRun], None]] = {
     "a worker is killed": lambda run: _send(_workers(run)[:1], signal.SIGKILL),
     "all workers are killed": lambda run: _send(_workers(run), signal.SIGKILL),
-    "a worker stands still": lambda run: pause(_workers(run)[:1], 2 * SILENCE),
-    "all workers stand still": lambda run: pause(_workers(run), 2 * SILENCE),
+    "a worker is paused": lambda run: pause(_workers(run)[:1], 2 * SILENCE),
+    "all workers are paused": lambda run: pause(_workers(run), 2 * SILENCE),
     "the coordinator is killed": lambda run: _send(run.named("ray::CoordinatorActor"), signal.SIGKILL),
     "Ray's node is killed": lambda run: _send(run.named("raylet"), signal.SIGKILL),
     "the trainer is killed": lambda run: run.kill(),
-    "the weight server is killed in mid-transfer": kill_in_transfer,
+    "the weight server is killed during a transfer": kill_in_transfer,
 }
 
 
 def check_end(run: LiveRun) -> None:
-    """See why a trainer ended: it was killed, or Ray's node was, and it says so.
+    """Check that a trainer ended because it or Ray's node was killed.
 
     Raises:
-        SoakError: if it ended otherwise.
+        SoakError: If it ended for another reason.
     """
     assert run.process is not None
     if run.process.returncode != -signal.SIGKILL and "\nerror: Ray's node " not in run.said:
@@ -338,13 +337,16 @@ def soak(run: LiveRun, faults: int, chance: random.Random, report: Callable[[str
     """Train through faults.
 
     Args:
-        run: not started yet.
-        faults: how many.
-        chance: decides which and when.
-        report: is told of each, a line.
+        run: A run that is not started.
+        faults: Number of faults.
+        chance: Chooses the faults and their times.
+        report: Receives one line per fault.
+
+    Returns:
+        Counts and recovery times.
 
     Raises:
-        SoakError: if the run does not go on, or something is wrong in the end.
+        SoakError: If the run does not continue, or a check at the end fails.
     """
     recovery: dict[str, list[float]] = {name: [] for name in FAULTS}
     starts, left = 1, set[Child]()
@@ -355,16 +357,16 @@ def soak(run: LiveRun, faults: int, chance: random.Random, report: Callable[[str
         name = chance.choice(list(FAULTS))
         left |= run.children()
         before, began = run.steps, time.monotonic()
-        # It may have ended by itself; whether it may is looked at below.
+        # If the run ended by itself, check_end below decides whether that is an error.
         with contextlib.suppress(RunEndedError):
             FAULTS[name](run)
-        # Steps that were made before it died are none that it went on with.
+        # Only steps after a restart count as progress.
         while (not run.is_running or run.steps < before + 2) and time.monotonic() < began + run.patience:
             if not run.is_running:
                 check_end(run)
                 starts += 1
                 run.start()
-                # What came after the last checkpoint is forgotten, and done anew.
+                # Steps after the last checkpoint are repeated.
                 before = run.saved_steps
                 run.wait_until(functools.partial(_has_forgotten, run, before), "a resume")
             time.sleep(0.02)
@@ -378,7 +380,7 @@ def soak(run: LiveRun, faults: int, chance: random.Random, report: Callable[[str
     status = run.end()
     if status:
         raise SoakError(f"exit status {status}:\n{run.output.read_text()[-5000:]}")
-    # Ray's own helpers look for their node every few seconds, and end themselves where it was killed.
+    # Ray's helper processes check their node every few seconds, and end if it was killed.
     deadline = time.monotonic() + run.patience
     while still := [child for child in left if child.is_alive]:
         if time.monotonic() > deadline:
@@ -397,8 +399,8 @@ def soak(run: LiveRun, faults: int, chance: random.Random, report: Callable[[str
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the soak and print what came of it."""
-    parser = argparse.ArgumentParser(description="Faults at random moments of an asynchronous run.")
+    """Run the soak and print the results."""
+    parser = argparse.ArgumentParser(description="Inject faults at random times into an asynchronous run.")
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="a new folder for the run")
@@ -408,10 +410,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     hold = arguments.folder / "hold"
     run = LiveRun(arguments_of(run_dir, SETTINGS), run_dir, arguments.folder / "output.txt", hold=hold)
     try:
-        found = soak(run, arguments.faults, random.Random(arguments.seed), lambda line: print(line, flush=True))
+        results = soak(run, arguments.faults, random.Random(arguments.seed), lambda line: print(line, flush=True))
     finally:
         run.kill()
-    print(json.dumps(found, indent=2))
+    print(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

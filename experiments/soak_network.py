@@ -1,13 +1,13 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A network that is cut, a machine that is lost and one that joins, while an asynchronous run trains over two machines.
+"""Train asynchronously over two machines while the network is cut, and one machine is lost and rejoins.
 
     python -m experiments.soak_network --folder runs/soak_network
 
-The machines are two network namespaces of this one, with a cable between them: trainer, coordinator and a worker on the
-first, another worker on the second. It needs root and iproute2 and takes about five minutes. It prints a line for every
-fault, and in the end looks at the run as `experiments.soak` does.
+The machines are two network namespaces of this machine with a virtual cable: trainer, coordinator and a worker on the
+first, another worker on the second. Needs root and iproute2 and takes about five minutes. Prints a line per fault, and
+makes the final checks of `experiments.soak`.
 """
 
 import argparse
@@ -35,17 +35,17 @@ from experiments.soak import (
 ADDRESSES = ("10.231.77.1", "10.231.77.2")
 PORT = 6400
 LASTS = 60.0
-"""Seconds that the network is cut, and that workers stand still."""
+"""Seconds for which the network is cut, and for which workers are paused."""
 
 
 class Machines:
-    """Two network namespaces and the cable between them."""
+    """Two network namespaces with a virtual cable."""
 
     def __init__(self, folder: Path) -> None:
-        """Lay the cable.
+        """Create the namespaces and the cable.
 
         Args:
-            folder: where Ray keeps its files; a short path, because it holds sockets.
+            folder: Folder for Ray's files; a short path, because it holds sockets.
         """
         self.names = tuple(f"soak{os.getpid()}-{end}" for end in "ab")
         self._ends = tuple(f"s{os.getpid()}{end}" for end in "ab")
@@ -64,7 +64,7 @@ class Machines:
         _run("ip", "netns", "exec", name, *command)
 
     def start_ray(self, index: int) -> None:
-        """Start Ray with room for one worker; the first machine is the head."""
+        """Start Ray with room for one worker; the first machine is the head node."""
         ray = str(Path(sys.executable).with_name("ray"))
         head = f"{ADDRESSES[0]}:{PORT}"
         place = ["--head", f"--port={PORT}", f"--temp-dir={self._folder}", "--include-dashboard=false"]
@@ -73,22 +73,22 @@ class Machines:
         self.on(self.names[index], ray, "start", *place, *options)
 
     def connect(self, connected: bool) -> None:
-        """Cut the cable, or mend it."""
+        """Connect or cut the cable."""
         self.on(self.names[1], "ip", "link", "set", self._ends[1], "up" if connected else "down")
 
     def processes(self, index: int) -> list[int]:
-        """What runs on a machine."""
-        told = subprocess.run(["ip", "netns", "pids", self.names[index]], capture_output=True, text=True, check=True)
-        return [int(pid) for pid in told.stdout.split()]
+        """Return the ids of the processes on a machine."""
+        result = subprocess.run(["ip", "netns", "pids", self.names[index]], capture_output=True, text=True, check=True)
+        return [int(pid) for pid in result.stdout.split()]
 
     def kill(self, index: int) -> None:
-        """Switch a machine off."""
+        """Kill all processes of a machine."""
         for pid in self.processes(index):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Switch both off, and take them away."""
+        """Kill all processes and delete the namespaces."""
         for index, name in enumerate(self.names):
             self.kill(index)
             subprocess.run(["ip", "netns", "del", name], check=False)
@@ -102,7 +102,7 @@ def _run(*command: str) -> None:
 
 @contextlib.contextmanager
 def two_machines(folder: Path) -> Iterator[Machines]:
-    """Two machines with Ray on both, and nothing of them left afterwards."""
+    """Start two machines with Ray, and remove them at the end of the block."""
     machines = Machines(folder)
     try:
         machines.start_ray(0)
@@ -116,15 +116,15 @@ def soak(run: LiveRun, machines: Machines, report: Callable[[str], None]) -> int
     """Train through the faults.
 
     Args:
-        run: not started yet; its cluster is that of the machines.
-        machines: with Ray on both.
-        report: is told of each, a line.
+        run: A run that is not started, on the cluster of the machines.
+        machines: Machines with Ray.
+        report: Receives one line per fault.
 
     Returns:
-        Steps that were trained.
+        Number of trained steps.
 
     Raises:
-        SoakError: if the run does not go on, or something is wrong in the end.
+        SoakError: If the run does not continue, or a check at the end fails.
     """
 
     def alive() -> float:
@@ -142,7 +142,7 @@ def soak(run: LiveRun, machines: Machines, report: Callable[[str], None]) -> int
     time.sleep(LASTS)
     wait_for(1, f"it was cut for {LASTS:g} s")
     machines.connect(True)
-    # Ray gave the machine up, which then ends what it ran, and is as good as a new one.
+    # Ray has dropped the machine and its processes end, so it can join as a new machine.
     machines.kill(1)
     machines.start_ray(1)
     wait_for(2, "the machine joined again")
@@ -151,7 +151,7 @@ def soak(run: LiveRun, machines: Machines, report: Callable[[str], None]) -> int
     machines.start_ray(1)
     wait_for(2, "another machine joined")
     pause(run_workers(machines), LASTS)
-    wait_for(2, f"all workers stood still for {LASTS:g} s")
+    wait_for(2, f"all workers were paused for {LASTS:g} s")
     assert run.process is not None
     run.process.terminate()
     if status := run.end():
@@ -160,22 +160,22 @@ def soak(run: LiveRun, machines: Machines, report: Callable[[str], None]) -> int
 
 
 def run_workers(machines: Machines) -> list[int]:
-    """Processes of rollout workers on both machines."""
-    found = []
+    """Return the process ids of the rollout workers on both machines."""
+    workers = []
     for pid in [*machines.processes(0), *machines.processes(1)]:
         with contextlib.suppress(OSError):
             if (Path("/proc") / str(pid) / "cmdline").read_text().startswith("ray::Worker"):
-                found.append(pid)
-    return found
+                workers.append(pid)
+    return workers
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run it and print what happened."""
+    """Run the test and print the results."""
     parser = argparse.ArgumentParser(description="Network faults while an asynchronous run trains over two machines.")
     parser.add_argument("--folder", type=Path, default=Path("runs/soak_network"), help="a new folder for the run")
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True)
-    # Ray's command line and the trainer's must agree on whether the cluster asks for a token.
+    # Ray's command line and the trainer must agree on token authentication.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     folder = arguments.folder.resolve()
     settings = {**SETTINGS, "ray_address": f"{ADDRESSES[0]}:{PORT}", "weights.host": ADDRESSES[0]}
@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             steps = soak(run, machines, lambda line: print(line, flush=True))
         finally:
             run.kill()
-    print(f"{steps} steps, every one of whole groups, none twice and none too old")
+    print(f"{steps} steps, all with complete groups, without duplicates and within the staleness limit")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The training command with a weight server that can be paused in mid-transfer, so that it can be killed there.
+"""Training command with a weight server that can be paused during a transfer, so that it can be killed there.
 
     python -m experiments.soak_train HOLD --config experiments/rloo_async.yaml ...
 
-While the file HOLD exists, every stream of a weight version of at least the number in the file stops for good between
-its first chunk and its second. The server then creates the file HOLD.reached.
+While the file HOLD exists, every stream of a weight version of at least the number in the file stops permanently after
+its first chunk. The server then creates the file HOLD.reached.
 """
 
 import functools
@@ -27,24 +27,24 @@ from marin_rl.weights.manifest import Chunk
 def hold_transfers(hold: Path, version: WeightVersion = 0) -> None:
     """Pause transfers of this version and all later ones."""
     reached(hold).unlink(missing_ok=True)
-    # The server must never read a file that is half written.
+    # Replace the file atomically, because the server may read it at any time.
     written = hold.with_name(f"{hold.name}.new")
     written.write_text(str(version))
     written.replace(hold)
 
 
 def release_transfers(hold: Path) -> None:
-    """Let transfers pass that begin from now on."""
+    """Let transfers pass that start from now on."""
     hold.unlink()
 
 
 def reached(hold: Path) -> Path:
-    """The file that exists once a transfer is paused."""
+    """Return the path of the file that exists once a transfer is paused."""
     return hold.with_name(f"{hold.name}.reached")
 
 
 class PausedWeightServer(arrow_flight.WeightServer):
-    """A weight server that pauses between the first and the second chunk of a stream while a file exists."""
+    """Weight server that pauses each stream after its first chunk while a file exists."""
 
     def __init__(self, hold: Path, *arguments: Any) -> None:
         """Start to serve.
@@ -73,6 +73,6 @@ class PausedWeightServer(arrow_flight.WeightServer):
 
 
 if __name__ == "__main__":
-    # The trainer's outlet starts the server of this name.
+    # The trainer's weight backend starts the server of this name.
     arrow_flight.WeightServer = functools.partial(PausedWeightServer, Path(sys.argv[1]))  # pyrefly: ignore
     sys.exit(train.main(sys.argv[2:]))

@@ -56,9 +56,9 @@ class FixedLagRollouts:
         self._requests: list[GroupRequest] = []
         self.publish(policy_of(run.state.model), run.progress.step)
 
-    def submit(self, orders: Sequence[GroupRequest]) -> None:
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
         """See `RolloutSource`."""
-        self._requests += orders
+        self._requests += requests
 
     def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> list[FinishedGroup]:
         """Sample the groups requested for the next step; see `RolloutSource`. A stop takes effect after the step."""

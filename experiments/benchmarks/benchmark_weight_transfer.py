@@ -235,11 +235,11 @@ class TimedPolicy:
             self.arrivals.put(time.perf_counter())
         return arrived
 
-    def play(
-        self, orders: Sequence[GroupRequest], on_group_done: Callable[[FinishedGroup], Sequence[GroupRequest]]
+    def run(
+        self, requests: Sequence[GroupRequest], on_group_done: Callable[[FinishedGroup], Sequence[GroupRequest]]
     ) -> None:
         """See `WorkerPolicy`."""
-        self._policy.play(orders, on_group_done)
+        self._policy.run(requests, on_group_done)
 
 
 @contextlib.contextmanager
@@ -268,15 +268,15 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFl
     shapes = {name: leaf.shape for name, leaf in named_leaves(like).items()}
     num_bytes = sum(4 * math.prod(shape) for shape in shapes.values())
     with (
-        coordinator(config.workers.heartbeat_timeout) as desk,
+        coordinator(config.workers.heartbeat_timeout) as client,
         weight_servers(token, shapes, servers, way.chunk_mb) as started,
-        contextlib.closing(ReceivedPolicy(config, vocab_size, token, desk.announced)) as received,
+        contextlib.closing(ReceivedPolicy(config, vocab_size, token, client.announced)) as received,
         ThreadPoolExecutor(1, "worker") as threads,
     ):
         addresses = [server.address for server in started]
         receiver = way.open_receiver(addresses, token)
         policy = TimedPolicy(received)
-        worker = threads.submit(work, desk, "worker-0", policy, silence=config.workers.heartbeat_timeout)
+        worker = threads.submit(work, client, "worker-0", policy, heartbeat_timeout=config.workers.heartbeat_timeout)
         worker.add_done_callback(lambda _: policy.arrivals.put(None))
         versions = itertools.count(2)
 
@@ -285,7 +285,7 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFl
             for server in started:
                 server.publish(version)
             announced = time.perf_counter()
-            desk.announce(version, addresses)
+            client.announce(version, addresses)
             arrived = policy.arrivals.get()
             if arrived is None:
                 worker.result()
@@ -301,7 +301,7 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFl
         try:
             seconds = _take_turns(kinds, rounds)
         finally:
-            desk.stop()
+            client.stop()
     # Servers publish before the announcement; the first round is not timed.
     seconds["arrival"] = arrivals[1:]
     ratios = [whole / alone for whole, alone in zip(seconds["arrival"], seconds["transfer"], strict=True)]

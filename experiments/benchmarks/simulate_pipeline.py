@@ -101,7 +101,7 @@ class Simulation:
             StalenessLimits(pipeline.groups_per_step, pipeline.max_staleness, pipeline.max_uses)
         )
         self._replay = ReplayBuffer(max_staleness=pipeline.max_staleness, max_uses=pipeline.max_uses)
-        self._coordinator = Coordinator(lambda: self.now, silence=math.inf)
+        self._coordinator = Coordinator(lambda: self.now, heartbeat_timeout=math.inf)
         self._coordinator.announce(0, ["here"])
         self._groups: dict[RequestNumber, RolloutGroup] = {}
         self._workers = [_Worker(f"worker-{index}") for index in range(pipeline.workers)]
@@ -154,8 +154,8 @@ class Simulation:
     def _expire(self) -> None:
         stale = self._replay.expire(self._version)
         self.stale += len(stale)
-        self._orders.again(one.task for one in stale if one.uses_left == self.pipeline.max_uses)
-        self._coordinator.submit(self._orders.order(self._version, self._replay.uses_left, len(self._replay), _tasks))
+        self._orders.retry(one.task for one in stale if one.uses_left == self.pipeline.max_uses)
+        self._coordinator.submit(self._orders.request(self._version, self._replay.uses_left, len(self._replay), _tasks))
         self._wake()
 
     def _train_if_ready(self) -> None:
@@ -222,21 +222,21 @@ class Simulation:
         if worker.playing and not self.pipeline.is_in_flight and worker.version != newest:
             return
         room = self.pipeline.groups_together - worker.playing
-        told = self._coordinator.next_work(worker.name, str(worker.life), worker.version, room)
+        told = self._coordinator.next_assignment(worker.name, str(worker.life), worker.version, room)
         assert told is not None
         fetches = not worker.playing and told.newest.version != worker.version
-        worker.is_waiting = not (worker.playing or told.orders or fetches)
+        worker.is_waiting = not (worker.playing or told.requests or fetches)
         if fetches:
             worker.version = told.newest.version
         delay = self.pipeline.fetch_seconds if fetches else 0.0
-        if told.orders and not worker.playing:
+        if told.requests and not worker.playing:
             worker.since = self.now
-        for order in told.orders:
+        for order in told.requests:
             assert worker.version is not None
             worker.playing += 1
             ends = functools.partial(self._finish, worker, worker.life, order, worker.version)
             self._after(delay + self._duration(), ends)
-        if fetches and not told.orders:
+        if fetches and not told.requests:
             life = worker.life
             self._after(delay, lambda: self._ask(worker) if worker.life == life else None)
 

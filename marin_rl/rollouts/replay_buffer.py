@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Groups that were played and wait to be trained on: whole groups, none too old, none too often."""
+"""Replay buffer of finished groups that wait to be trained on, with limits on their age and number of uses."""
 
 import collections
 import dataclasses
@@ -24,55 +24,55 @@ _SCHEMA = pa.schema(
 
 
 class ReplayFileError(ValueError):
-    """A saved buffer that cannot be read; the message names the file."""
+    """Raised when a saved buffer cannot be read; the message names the file."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Waiting:
+class WaitingGroup:
     """A group in the buffer."""
 
     number: RequestNumber
-    """Its order."""
+    """Number of its request."""
     group: RolloutGroup
-    """What was played."""
+    """The rollouts."""
     uses_left: int
-    """Batches that it may still be part of."""
+    """Number of batches that may still use it."""
     oldest_version: WeightVersion | None
-    """Of its oldest token; None where none was sampled, because every attempt failed at once."""
+    """Weight version of its oldest token; None if no token was sampled because every rollout failed at once."""
 
     @property
     def task(self) -> Task:
-        """What was attempted."""
+        """Task of the rollouts."""
         return self.group.rollouts[0].task
 
     def age(self, version: WeightVersion) -> int:
-        """Its staleness under weights of this version."""
+        """Return the staleness for an update of weights of this version."""
         return 0 if self.oldest_version is None else version - self.oldest_version
 
 
 class ReplayBuffer:
-    """Holds groups between the samplers and the trainer.
+    """Buffer of groups between rollout source and trainer.
 
-    Every order is taken once: what came before, or was dropped, is refused.
+    A request is added once; a duplicate is an error.
     """
 
     def __init__(self, *, max_staleness: int, max_uses: int = 1, half_life: float | None = None, seed: int = 0) -> None:
-        """An empty buffer.
+        """Make an empty buffer.
 
         Args:
-            max_staleness: most versions between a group's oldest token and the weights that it is used to update.
-            max_uses: batches that a group is part of.
-            half_life: versions after which a group is half as likely to be drawn; None draws the oldest first.
-            seed: of the draws.
+            max_staleness: Maximum versions between the oldest token and the updated weights.
+            max_uses: Number of batches that use a group.
+            half_life: Versions after which a group is half as likely to be drawn; None draws the oldest first.
+            seed: Seed of the draws.
         """
         self._max_staleness = max_staleness
         self._uses = max_uses
         self._half_life = half_life
         self._seed = seed
-        self._waiting: dict[RequestNumber, Waiting] = {}
+        self._waiting: dict[RequestNumber, WaitingGroup] = {}
 
     def copy(self) -> "ReplayBuffer":
-        """A buffer with the same settings and groups, which changes on its own."""
+        """Return an independent buffer with the same settings and groups."""
         copied = ReplayBuffer(
             max_staleness=self._max_staleness,
             max_uses=self._uses,
@@ -87,109 +87,117 @@ class ReplayBuffer:
 
     @property
     def uses_left(self) -> int:
-        """How often its groups may be used, all together."""
+        """Remaining uses of all groups."""
         return sum(waiting.uses_left for waiting in self._waiting.values())
 
     def add(self, number: RequestNumber, group: RolloutGroup) -> None:
-        """Put a group in.
+        """Add a group.
 
         Raises:
-            ValueError: if it is in already.
+            ValueError: If it is already in the buffer.
         """
         if number in self._waiting:
-            raise ValueError(f"group {group.id} is in the replay buffer already; an order is settled once")
-        self._waiting[number] = Waiting(number, group, self._uses, oldest_version(group))
+            raise ValueError(f"group {group.id} is already in the replay buffer; each request is added once")
+        self._waiting[number] = WaitingGroup(number, group, self._uses, oldest_version(group))
 
-    def expire(self, version: WeightVersion, max_staleness: int | None = None) -> list[Waiting]:
-        """Take out what is too old to update weights of this version with.
+    def expire(self, version: WeightVersion, max_staleness: int | None = None) -> list[WaitingGroup]:
+        """Remove the groups that are too old to update weights of this version.
 
         Args:
-            version: of the weights.
-            max_staleness: what is too old; None for the buffer's own bound.
+            version: Version of the weights.
+            max_staleness: Limit on the staleness; None for the limit of the buffer.
 
         Returns:
-            What was taken out, in order.
+            The removed groups, in order.
         """
         bound = self._max_staleness if max_staleness is None else max_staleness
-        stale = [one for one in self._in_order() if one.age(version) > bound]
-        for one in stale:
-            del self._waiting[one.number]
+        stale = [item for item in self._in_order() if item.age(version) > bound]
+        for item in stale:
+            del self._waiting[item.number]
         return stale
 
-    def mix(self, count: int, owed: Iterable[GroupRequest]) -> dict[str, int]:
-        """Groups of each environment in the next batch: those of the oldest orders, whether they have come or not.
+    def mix(self, count: int, pending: Iterable[GroupRequest]) -> dict[str, int]:
+        """Return the share of each environment in the next batch: that of the oldest requests, finished or not.
 
-        What comes first is not what was drawn first: groups of a slow environment would be rare in the batches, and
-        many of them too old when their turn came. So a batch waits for its share of each. A group may be overtaken
-        by others of its environment, and is then part of a later batch's share.
+        The order of completion differs from the order of requests: groups of a slow environment would be rare in the
+        batches, and many of them too old when it is their turn. So a batch waits for its share of each environment. A
+        group that is overtaken by others of its environment is part of the share of a later batch.
 
         Args:
-            count: groups of the batch.
-            owed: orders whose groups have not come.
+            count: Number of groups in the batch.
+            pending: Requests without a finished group.
+
+        Returns:
+            Number of groups by environment.
         """
-        waiting = [(one.number, one.task.environment) for one in self._waiting.values()]
-        queue = sorted([*waiting, *((order.number, order.task.environment) for order in owed)])
+        waiting = [(item.number, item.task.environment) for item in self._waiting.values()]
+        queue = sorted([*waiting, *((request.number, request.task.environment) for request in pending)])
         return dict(collections.Counter(environment for _, environment in queue[:count]))
 
     def holds(self, mix: Mapping[str, int]) -> bool:
-        """Whether there are so many groups of each environment."""
-        counts = collections.Counter(one.task.environment for one in self._waiting.values())
+        """Return whether the buffer has the given number of groups of each environment."""
+        counts = collections.Counter(item.task.environment for item in self._waiting.values())
         return all(counts[environment] >= count for environment, count in mix.items())
 
     def draw(self, mix: Mapping[str, int], version: WeightVersion) -> list[RolloutGroup]:
-        """Groups for a batch, each at most once, in the order of their numbers.
+        """Draw the groups of a batch without replacement, in the order of their numbers.
 
-        With a half-life `h` a group of staleness `s` is drawn in proportion to `2^(-s/h)`, without replacement
-        (Efraimidis and Spirakis 2006: the largest of `log u / w`), among those of its environment.
+        With a half-life `h` a group of staleness `s` is drawn in proportion to `2^(-s/h)` among the groups of its
+        environment, by the largest `log u / w` (Efraimidis and Spirakis 2006).
 
         Args:
-            mix: how many of each environment; fewer come where there are no more.
-            version: of the weights that are to be updated; `expire` those that are too old for it first.
+            mix: Number of groups of each environment; fewer are drawn if there are not enough.
+            version: Version of the weights to update; call `expire` first.
+
+        Returns:
+            The groups.
 
         Raises:
-            ValueError: if a group is too old.
+            ValueError: If a group is too old.
         """
         candidates = self._in_order()
-        for one in candidates:
-            if one.age(version) > self._max_staleness:
+        for item in candidates:
+            if item.age(version) > self._max_staleness:
                 raise ValueError(
-                    f"group {one.group.id} has tokens of version {one.oldest_version}, too old for weights of version "
-                    f"{version} with max_staleness {self._max_staleness}; expire it first"
+                    f"group {item.group.id} has tokens of version {item.oldest_version}, too old for weights of "
+                    f"version {version} with max_staleness {self._max_staleness}; expire it first"
                 )
         if self._half_life is not None:
             candidates = self._recent_first(candidates, self._half_life, version)
         left = dict(mix)
         drawn = []
-        for one in candidates:
-            if left.get(one.task.environment, 0):
-                left[one.task.environment] -= 1
-                drawn.append(one)
-        for one in drawn:
-            if one.uses_left > 1:
-                self._waiting[one.number] = dataclasses.replace(one, uses_left=one.uses_left - 1)
+        for item in candidates:
+            if left.get(item.task.environment, 0):
+                left[item.task.environment] -= 1
+                drawn.append(item)
+        for item in drawn:
+            if item.uses_left > 1:
+                self._waiting[item.number] = dataclasses.replace(item, uses_left=item.uses_left - 1)
             else:
-                del self._waiting[one.number]
-        return [one.group for one in sorted(drawn, key=lambda one: one.number)]
+                del self._waiting[item.number]
+        return [item.group for item in sorted(drawn, key=lambda item: item.number)]
 
-    def _recent_first(self, candidates: Sequence[Waiting], half_life: float, version: WeightVersion) -> list[Waiting]:
+    def _recent_first(
+        self, candidates: Sequence[WaitingGroup], half_life: float, version: WeightVersion
+    ) -> list[WaitingGroup]:
         generator = np.random.default_rng(derive_seed(self._seed, "replay", version))
-        ages = np.array([one.age(version) for one in candidates], np.float64)
+        ages = np.array([item.age(version) for item in candidates], np.float64)
         keys = np.log(generator.uniform(size=len(candidates))) * np.exp2(ages / half_life)
-        return [candidates[place] for place in np.argsort(-keys, kind="stable")]
+        return [candidates[index] for index in np.argsort(-keys, kind="stable")]
 
     def ages(self, version: WeightVersion) -> list[int]:
-        """Staleness of every group under weights of this version, in order."""
-        return [one.age(version) for one in self._in_order()]
+        """Return the staleness of every group under weights of this version, in order."""
+        return [item.age(version) for item in self._in_order()]
 
     def save(self, file: Path) -> None:
-        """Write the buffer to a Parquet file, whole or not at all."""
+        """Write the buffer to a Parquet file atomically."""
         rows = self._in_order()
         table = pa.table(
             [
-                [one.number.step for one in rows],
-                [one.number.index for one in rows],
-                [one.uses_left for one in rows],
-                [encode_group(one.group) for one in rows],
+                [item.number.step for item in rows],
+                [item.number.index for item in rows],
+                [item.uses_left for item in rows],
+                [encode_group(item.group) for item in rows],
             ],
             schema=_SCHEMA,
         )
@@ -197,10 +205,10 @@ class ReplayBuffer:
             pq.write_table(table, stream, compression="zstd")
 
     def load(self, file: Path) -> None:
-        """Fill an empty buffer from a file.
+        """Load an empty buffer from a file.
 
         Raises:
-            ReplayFileError: if it is not there, or is none of `save`'s.
+            ReplayFileError: If the file does not exist or is not a saved buffer.
         """
         try:
             rows: Sequence[Mapping[str, object]] = pq.read_table(file, schema=_SCHEMA).to_pylist()
@@ -210,8 +218,8 @@ class ReplayBuffer:
                 self._waiting[number] = dataclasses.replace(self._waiting[number], uses_left=int(str(row["uses_left"])))
         except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
             raise ReplayFileError(
-                f"the replay buffer in {file} cannot be read: {error}; delete the checkpoint that it belongs to"
+                f"the replay buffer in {file} cannot be read: {error}; delete the checkpoint that contains it"
             ) from error
 
-    def _in_order(self) -> list[Waiting]:
+    def _in_order(self) -> list[WaitingGroup]:
         return [self._waiting[number] for number in sorted(self._waiting)]

@@ -81,12 +81,12 @@ def _collect(run: TrainingRun, step: int, timer: PhaseTimer, stop_requested: Cal
 
     skipped_before = progress.prompts_skipped
     stale = [run.drop_stale(version)]
-    rollout_source.submit(orders.order(version, replay.uses_left, len(replay), draw))
+    rollout_source.submit(orders.request(version, replay.uses_left, len(replay), draw))
     finished: dict[RequestNumber, RolloutGroup] = {}
     to_train: dict[RequestNumber, RolloutGroup] = {}
     left_out: dict[RequestNumber, RolloutGroup] = {}
     replaced = 0
-    while not replay.holds(mix := replay.mix(orders.wanted(step), orders.outstanding)):
+    while not replay.holds(mix := replay.mix(orders.groups_needed(step), orders.outstanding)):
         dropped = []
         for number, unshaped in rollout_source.wait(timer, stop_requested):
             if not orders.complete(number):
@@ -110,8 +110,8 @@ def _collect(run: TrainingRun, step: int, timer: PhaseTimer, stop_requested: Cal
         expired = run.drop_stale(version)
         if expired.count:
             stale.append(expired)
-            rollout_source.submit(orders.order(version, replay.uses_left, len(replay), draw))
-    ages, fill = replay.ages(version), replay.uses_left / orders.pace.room
+            rollout_source.submit(orders.request(version, replay.uses_left, len(replay), draw))
+    ages, fill = replay.ages(version), replay.uses_left / orders.limits.room
     groups = replay.draw(mix, version)
     in_order = [finished[number] for number in sorted(finished)]
     progress.task_stream = dict(run.stream.learn(progress.task_stream, in_order))

@@ -1,11 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Hands orders to rollout workers and their groups to the trainer, and notices who does not answer any more.
+"""Coordinator: assigns group requests to rollout workers and returns finished groups to the trainer.
 
-All of it is bookkeeping in one place, without threads, clocks or messages of its own: it runs inside an actor, and in
-tests that play every order of events. The trainer knows what it is owed, so nothing is lost with a coordinator: a new
-one is told again.
+`Coordinator` has no threads and takes its clock as an argument, so tests can simulate any order of events. The trainer
+keeps all pending requests and submits them again when a coordinator is restarted.
 """
 
 import bisect
@@ -27,66 +26,66 @@ class Announcement(NamedTuple):
     version: WeightVersion
     """Steps of training behind them."""
     addresses: tuple[str, ...]
-    """Where they are; empty where there are none yet."""
+    """Sender addresses; empty before the first publication."""
 
     def is_newer_than(self, version: WeightVersion | None) -> bool:
-        """Whether there are newer weights to fetch than those of this version; None for none."""
+        """Return whether these weights are newer than `version` (None for no weights)."""
         return bool(self.addresses) and (version is None or self.version > version)
 
 
 class Assignment(NamedTuple):
-    """What a worker is told when it asks."""
+    """Response to a worker that requests work."""
 
-    orders: list[GroupRequest]
-    """Groups to play; none where there is nothing that it may begin with its weights."""
+    requests: list[GroupRequest]
+    """Groups to run; empty if no waiting request accepts the weights of the worker."""
     newest: Announcement
     """The newest weights."""
     stop: bool
-    """Whether the run is over."""
+    """Whether the worker must stop."""
 
 
 class TrainerUpdate(NamedTuple):
-    """What the trainer is told when it asks."""
+    """Response to a trainer that polls for finished groups."""
 
     incarnation: str
-    """Names this coordinator; another one knows nothing of what the former was told."""
+    """Random id of this coordinator; a restarted coordinator has a new id and no state."""
     groups: list[tuple[RequestNumber, str]]
-    """Groups that came, encoded; they come again until they are acknowledged."""
+    """Finished groups, encoded; each is returned until it is acknowledged."""
     failure: str | None
-    """What ended a worker, where an error did."""
+    """Error that ended a worker, if any."""
     workers: dict[str, int]
-    """Who is there, and how many groups each has played."""
+    """Number of finished groups by worker."""
     counts: dict[str, int]
-    """What happened so far."""
+    """Event counts; see `Coordinator.counts`."""
     seconds: dict[str, float]
-    """How long workers were there so far, all of them together, and how long they had something to play."""
+    """Worker-seconds so far: `present` in total, `busy` with at least one group."""
 
 
 @dataclasses.dataclass
 class _Worker:
     incarnation: str
-    last_heard: float
+    last_call: float
     counted: float
-    orders: set[RequestNumber] = dataclasses.field(default_factory=set)
+    requests: set[RequestNumber] = dataclasses.field(default_factory=set)
     finished: int = 0
 
 
 class Coordinator:
-    """Who plays what."""
+    """Assigns group requests to rollout workers."""
 
-    def __init__(self, clock: Callable[[], float], *, silence: float) -> None:
-        """Know nothing.
+    def __init__(self, clock: Callable[[], float], *, heartbeat_timeout: float) -> None:
+        """Start without requests and workers.
 
         Args:
-            clock: seconds that go on.
-            silence: seconds after which a worker that says nothing is given up and its orders go to others.
+            clock: Monotonic time in seconds.
+            heartbeat_timeout: Seconds without a call after which a worker is dropped and its requests are reassigned.
         """
         self.incarnation = uuid.uuid4().hex
         self._clock = clock
-        self._silence = silence
-        self._orders: dict[RequestNumber, GroupRequest] = {}
+        self._heartbeat_timeout = heartbeat_timeout
+        self._requests: dict[RequestNumber, GroupRequest] = {}
         self._waiting: list[RequestNumber] = []
-        """Those of the orders that nobody plays, in order."""
+        """Unassigned requests, sorted."""
         self._finished: dict[RequestNumber, str] = {}
         self._workers: dict[str, _Worker] = {}
         self._version: WeightVersion = 0
@@ -94,36 +93,37 @@ class Coordinator:
         self._stop = False
         self._failure: str | None = None
         self.counts = {"joined": 0, "lost": 0, "handed_again": 0, "late_groups": 0}
-        """Workers that joined, and that were given up; orders that were taken from those; groups that nobody owed any
-        more."""
+        """Workers that joined; workers that were dropped; requests reassigned from dropped workers; groups that arrived
+        after another copy."""
         self._seconds = {"present": 0.0, "busy": 0.0}
 
-    # The trainer's side.
+    # Methods for the trainer.
 
-    def submit(self, orders: Sequence[GroupRequest]) -> None:
-        """Take orders; one that is known already is not taken twice."""
-        for order in orders:
-            if order.number not in self._finished and order.number not in self._orders:
-                self._orders[order.number] = order
-                bisect.insort(self._waiting, order.number)
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Add requests; duplicates are ignored."""
+        for request in requests:
+            if request.number not in self._finished and request.number not in self._requests:
+                self._requests[request.number] = request
+                bisect.insort(self._waiting, request.number)
 
     def announce(self, version: WeightVersion, addresses: Sequence[str]) -> None:
-        """Say that all senders of these addresses offer these weights; what is older than the newest is no news.
+        """Announce that weights are available at all addresses; older versions are ignored.
 
-        A coordinator that was started anew is told in two threads: what it missed in one, what is new in the other.
+        Announcements may arrive out of order: after a restart of the coordinator, one thread of the trainer repeats the
+        last announcement while another may send the next.
         """
         if version >= self._version:
             self._version, self._addresses = version, tuple(addresses)
 
     def take(self, acknowledged: Sequence[RequestNumber] = ()) -> TrainerUpdate:
-        """Groups that have come.
+        """Return the finished groups.
 
         Args:
-            acknowledged: what the trainer has of an earlier delivery, and does not need again.
+            acknowledged: Groups that the trainer has received; they are removed.
         """
         for number in acknowledged:
             self._finished.pop(number, None)
-        self.give_up_silent()
+        self.drop_silent_workers()
         self._count_seconds()
         return TrainerUpdate(
             self.incarnation,
@@ -135,156 +135,160 @@ class Coordinator:
         )
 
     def stop(self) -> None:
-        """Tell all workers, when they ask next, that the run is over."""
+        """Stop all workers at their next request for work."""
         self._stop = True
 
-    # The workers' side.
+    # Methods for workers.
 
     def join(self, worker: str, incarnation: str) -> None:
-        """A worker begins. What its former self was to play goes to others.
+        """Register a worker. The requests of its previous incarnation are reassigned.
 
         Args:
-            worker: its name.
-            incarnation: names this life of it.
+            worker: Name of the worker.
+            incarnation: Random id of this start of the worker.
         """
-        known = self._workers.get(worker)
-        if known is not None and known.incarnation == incarnation:
-            # The answer was lost, and the call came again.
+        record = self._workers.get(worker)
+        if record is not None and record.incarnation == incarnation:
+            # The response was lost and the call was repeated.
             return
-        if known is not None:
-            self._give_up(worker)
+        if record is not None:
+            self._drop(worker)
         self._workers[worker] = _Worker(incarnation, self._clock(), self._clock())
         self.counts["joined"] += 1
 
-    def next_work(self, worker: str, incarnation: str, version: WeightVersion | None, room: int) -> Assignment | None:
-        """What to play next: the oldest orders that weights of this version may begin.
+    def next_assignment(
+        self, worker: str, incarnation: str, version: WeightVersion | None, room: int
+    ) -> Assignment | None:
+        """Assign the oldest waiting requests that accept weights of this version.
 
         Args:
-            worker: who asks.
-            incarnation: which life of it.
-            version: of the weights that it has; None for none.
-            room: groups that it can begin.
+            worker: Name of the worker.
+            incarnation: Random id of this start of the worker.
+            version: Version of its weights; None for no weights.
+            room: Maximum number of requests to assign.
 
         Returns:
-            None where this worker is not known (any more): it joins anew, and forgets what it was to play.
+            The assignment; None if this incarnation is not registered and must join again without its requests.
         """
-        known = self._heard(worker, incarnation)
-        if known is None:
+        record = self._register_call(worker, incarnation)
+        if record is None:
             return None
-        self.give_up_silent()
-        ready = (number for number in self._waiting if self._orders[number].min_version <= (version or 0))
+        self.drop_silent_workers()
+        ready = (number for number in self._waiting if self._requests[number].min_version <= (version or 0))
         numbers = [] if version is None else list(itertools.islice(ready, room))
         self._count_seconds()
         for number in numbers:
             self._waiting.remove(number)
-        known.orders |= set(numbers)
-        return Assignment([self._orders[number] for number in numbers], self.announced, self._stop)
+        record.requests |= set(numbers)
+        return Assignment([self._requests[number] for number in numbers], self.announced, self._stop)
 
-    def plays(self, worker: str, incarnation: str, numbers: Collection[RequestNumber]) -> None:
-        """A worker says all that it plays. What it was handed besides never reached it, and goes to others."""
-        known = self._heard(worker, incarnation)
-        if known is None:
+    def set_running(self, worker: str, incarnation: str, numbers: Collection[RequestNumber]) -> None:
+        """Set the requests that a worker runs. Its other assignments were lost in transit and are reassigned."""
+        record = self._register_call(worker, incarnation)
+        if record is None:
             return
         self._count_seconds()
-        handed_again = {number for number in numbers if number in self._waiting}
-        self._waiting = [number for number in self._waiting if number not in handed_again]
-        for number in known.orders.difference(numbers):
+        taken = {number for number in numbers if number in self._waiting}
+        self._waiting = [number for number in self._waiting if number not in taken]
+        for number in record.requests.difference(numbers):
             bisect.insort(self._waiting, number)
-        known.orders = known.orders.intersection(numbers) | handed_again
+        record.requests = record.requests.intersection(numbers) | taken
 
     def finish(self, worker: str, incarnation: str, number: RequestNumber, group: str) -> bool:
-        """A group is played. The first that comes for an order counts, whoever played it.
+        """Accept a finished group. The first result of a request counts, from any worker.
 
         Returns:
-            Whether it was still owed.
+            Whether the request was still pending.
         """
-        known = self._heard(worker, incarnation)
+        record = self._register_call(worker, incarnation)
         self._count_seconds()
-        if known is not None:
-            known.orders.discard(number)
-            known.finished += 1
-        if self._orders.pop(number, None) is None:
+        if record is not None:
+            record.requests.discard(number)
+            record.finished += 1
+        if self._requests.pop(number, None) is None:
             self.counts["late_groups"] += 1
             return False
         if number in self._waiting:
             self._waiting.remove(number)
         for other in self._workers.values():
-            other.orders.discard(number)
+            other.requests.discard(number)
         self._finished[number] = group
         return True
 
-    def beat(self, worker: str, incarnation: str) -> bool:
-        """A worker is alive. False where it is not known (any more)."""
-        return self._heard(worker, incarnation) is not None
+    def heartbeat(self, worker: str, incarnation: str) -> bool:
+        """Keep a worker registered. Return False if this incarnation is not registered."""
+        return self._register_call(worker, incarnation) is not None
 
     def fail(self, worker: str, error: str) -> None:
-        """An error ends a worker. It is no accident of its machine, so the trainer is told."""
+        """Report an error that ended a worker to the trainer."""
         self._failure = f"{worker}: {error}"
 
     def leave(self, worker: str, incarnation: str) -> None:
-        """A worker ends in good order; what it has not played goes to others."""
-        if self._heard(worker, incarnation) is not None:
+        """Unregister a worker and reassign its unfinished requests."""
+        if self._register_call(worker, incarnation) is not None:
             self._count_seconds()
-            self._take_back(self._workers.pop(worker))
+            self._reassign(self._workers.pop(worker))
 
     @property
     def announced(self) -> Announcement:
         """The newest weights."""
         return Announcement(self._version, self._addresses)
 
-    def give_up_silent(self) -> None:
-        """Give up the workers that have not been heard of for too long."""
+    def drop_silent_workers(self) -> None:
+        """Drop workers without a call within the heartbeat timeout."""
         now = self._clock()
-        for name in [name for name, worker in self._workers.items() if now - worker.last_heard > self._silence]:
-            self._give_up(name)
+        for name in [
+            name for name, worker in self._workers.items() if now - worker.last_call > self._heartbeat_timeout
+        ]:
+            self._drop(name)
 
     @property
     def workers(self) -> dict[str, int]:
-        """Who is there, and how many groups each has played."""
+        """Number of finished groups by worker."""
         return {name: worker.finished for name, worker in sorted(self._workers.items())}
 
-    def _heard(self, worker: str, incarnation: str) -> _Worker | None:
-        known = self._workers.get(worker)
-        if known is None or known.incarnation != incarnation:
+    def _register_call(self, worker: str, incarnation: str) -> _Worker | None:
+        record = self._workers.get(worker)
+        if record is None or record.incarnation != incarnation:
             return None
-        known.last_heard = self._clock()
-        return known
+        record.last_call = self._clock()
+        return record
 
     def _count_seconds(self) -> None:
         now = self._clock()
         for worker in self._workers.values():
             self._seconds["present"] += now - worker.counted
-            self._seconds["busy"] += now - worker.counted if worker.orders else 0.0
+            self._seconds["busy"] += now - worker.counted if worker.requests else 0.0
             worker.counted = now
 
-    def _give_up(self, worker: str) -> None:
+    def _drop(self, worker: str) -> None:
         self._count_seconds()
-        lost = self._workers.pop(worker)
+        dropped = self._workers.pop(worker)
         self.counts["lost"] += 1
-        self.counts["handed_again"] += len(lost.orders)
-        self._take_back(lost)
+        self.counts["handed_again"] += len(dropped.requests)
+        self._reassign(dropped)
 
-    def _take_back(self, worker: _Worker) -> None:
-        for number in worker.orders:
+    def _reassign(self, worker: _Worker) -> None:
+        for number in worker.requests:
             bisect.insort(self._waiting, number)
 
 
 class CoordinatorActor:
-    """A coordinator that many threads may ask at once, and who has nothing to answer yet lets them wait."""
+    """Thread-safe coordinator with blocking calls, for use as a Ray actor."""
 
-    def __init__(self, silence: float) -> None:
-        """Open with a new coordinator.
+    def __init__(self, heartbeat_timeout: float) -> None:
+        """Make the coordinator.
 
         Args:
-            silence: see [`Coordinator`][marin_rl.runtime.coordinator.Coordinator].
+            heartbeat_timeout: See [`Coordinator`][marin_rl.runtime.coordinator.Coordinator].
         """
-        self._coordinator = Coordinator(time.monotonic, silence=silence)
+        self._coordinator = Coordinator(time.monotonic, heartbeat_timeout=heartbeat_timeout)
         self._changed = threading.Condition()
 
-    def submit(self, orders: Sequence[GroupRequest]) -> None:
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
         """See `Coordinator`."""
         with self._changed:
-            self._coordinator.submit(orders)
+            self._coordinator.submit(requests)
             self._changed.notify_all()
 
     def announce(self, version: WeightVersion, addresses: Sequence[str]) -> None:
@@ -294,7 +298,7 @@ class CoordinatorActor:
             self._changed.notify_all()
 
     def take(self, acknowledged: Sequence[RequestNumber], seconds: float) -> TrainerUpdate:
-        """See `Coordinator`; waits so long for something to come."""
+        """See `Coordinator`; waits up to `seconds` for a change if no group is finished."""
         with self._changed:
             update = self._coordinator.take(acknowledged)
             if not update.groups and self._changed.wait(seconds):
@@ -313,38 +317,40 @@ class CoordinatorActor:
             self._coordinator.join(worker, incarnation)
             self._changed.notify_all()
 
-    def next_work(
+    def next_assignment(
         self,
         worker: str,
         incarnation: str,
         version: WeightVersion | None,
         room: int,
-        playing: Collection[RequestNumber],
+        running: Collection[RequestNumber],
         seconds: float,
     ) -> Assignment | None:
-        """See `Coordinator`; waits so long for orders, for newer weights or for the end.
+        """See `Coordinator`; waits up to `seconds` for requests, newer weights or the end of the run.
 
-        An answer may get lost on its way, and the question come again: so it says what the worker plays.
+        A response may be lost and the call repeated, so the call lists the requests that the worker runs.
         """
         with self._changed:
-            self._coordinator.plays(worker, incarnation, playing)
-            work = self._coordinator.next_work(worker, incarnation, version, room)
-            if work is not None and not (work.orders or work.stop or work.newest.is_newer_than(version)):
+            self._coordinator.set_running(worker, incarnation, running)
+            assignment = self._coordinator.next_assignment(worker, incarnation, version, room)
+            if assignment is not None and not (
+                assignment.requests or assignment.stop or assignment.newest.is_newer_than(version)
+            ):
                 self._changed.wait(seconds)
-                work = self._coordinator.next_work(worker, incarnation, version, room)
-            return work
+                assignment = self._coordinator.next_assignment(worker, incarnation, version, room)
+            return assignment
 
     def finish(self, worker: str, incarnation: str, number: RequestNumber, group: str) -> bool:
         """See `Coordinator`."""
         with self._changed:
-            owed = self._coordinator.finish(worker, incarnation, number, group)
+            was_pending = self._coordinator.finish(worker, incarnation, number, group)
             self._changed.notify_all()
-            return owed
+            return was_pending
 
-    def beat(self, worker: str, incarnation: str) -> bool:
+    def heartbeat(self, worker: str, incarnation: str) -> bool:
         """See `Coordinator`."""
         with self._changed:
-            return self._coordinator.beat(worker, incarnation)
+            return self._coordinator.heartbeat(worker, incarnation)
 
     def announced(self) -> Announcement:
         """See `Coordinator`."""

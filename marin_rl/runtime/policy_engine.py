@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The engine that samples from the policy: in this process, or outside; the trainer's and a rollout worker's."""
+"""Samplers of the current policy, in this process or at an external server, for trainer and rollout workers."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -23,7 +23,7 @@ from marin_rl.types import Generation, WeightVersion
 
 @runtime_checkable
 class PolicyEngine(Protocol):
-    """A sampler of the policy that is being trained."""
+    """Sampler of the policy in training."""
 
     @property
     def batch_size(self) -> int:
@@ -35,17 +35,17 @@ class PolicyEngine(Protocol):
         ...
 
     def update(self, model: LmHeadModel, version: WeightVersion) -> None:
-        """Sample from `model` from now on.
+        """Use new weights for later samples.
 
         Args:
-            model: the learner's new weights.
-            version: steps of training behind them.
+            model: New weights of the learner.
+            version: Number of training steps.
         """
         ...
 
 
 class OpenAIEngine:
-    """Samples at a server, which is given the policy's weights."""
+    """Samples at an OpenAI-compatible server that loads the policy's weights."""
 
     def __init__(
         self,
@@ -56,19 +56,19 @@ class OpenAIEngine:
         trainer: TrainerConfig,
         version: WeightVersion,
     ) -> None:
-        """Have the server load the weights, and see what it answers.
+        """Load the weights into the server and check its responses.
 
         Args:
-            config: limits and sizes.
-            server: where it is, and how it loads weights.
-            model: the learner's weights.
-            tokenizer: names the stop tokens.
-            trainer: mesh and axis mapping of the weights.
-            version: steps of training behind them.
+            config: Limits and sizes.
+            server: Address of the server, and how it loads weights.
+            model: Weights of the learner.
+            tokenizer: Supplies the stop tokens.
+            trainer: Mesh and axis mapping of the weights.
+            version: Number of training steps.
 
         Raises:
-            UserFileError: if the user's function is missing or raises.
-            SamplerError: if the server does not answer what it must.
+            UserFileError: If the user's function is missing or raises.
+            SamplerError: If the server's responses are invalid.
         """
         self._weights = WeightReloader(server.reload, server.base_url, tokenizer, trainer)
         self._sampler = OpenAiSampler(
@@ -87,7 +87,7 @@ class OpenAIEngine:
         return self._sampler.batch_size
 
     def update(self, model: LmHeadModel, version: WeightVersion) -> None:
-        """See [`PolicyEngine`][marin_rl.runtime.policy_engine.PolicyEngine]; returns when the server has them."""
+        """See [`PolicyEngine`][marin_rl.runtime.policy_engine.PolicyEngine]. Waits for the server."""
         self._weights.serve(model, version)
         self._sampler.version = version
 
@@ -97,21 +97,21 @@ class OpenAIEngine:
 
 
 class NoSampler:
-    """Stands where the trainer's own sampler would, which does not work over several processes."""
+    """Placeholder for the trainer's sampler, which does not support several processes."""
 
     batch_size = 1
     """See `marin_rl.sampling.sampler.Sampler`."""
 
     def update(self, model: object, version: WeightVersion) -> None:
-        """Nothing samples from them."""
+        """Ignore the weights."""
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
-        """Nobody may ask.
+        """Fail.
 
         Raises:
-            RuntimeError: always.
+            RuntimeError: Always.
         """
-        raise RuntimeError("the trainer does not sample where it runs in several processes")
+        raise RuntimeError("the trainer cannot sample when it runs in several processes")
 
 
 def open_trainer_engine(
@@ -121,14 +121,17 @@ def open_trainer_engine(
     trainer: TrainerConfig,
     version: WeightVersion,
 ) -> PolicyEngine:
-    """The trainer's own: the configured one in `mode: sync`, and levanter's where a worker has that.
+    """Open the trainer's sampler: the configured one in `mode: sync`, otherwise levanter's.
 
     Args:
-        config: names the engine; limits and sizes.
-        model: the learner's weights.
-        tokenizer: names the stop tokens.
-        trainer: mesh, axis mapping and compute precision.
-        version: steps of training behind the weights.
+        config: Selects the engine; limits and sizes.
+        model: Weights of the learner.
+        tokenizer: Supplies the stop tokens.
+        trainer: Mesh, axis mapping and compute precision.
+        version: Number of training steps.
+
+    Returns:
+        The sampler.
     """
     if multihost.is_multihost():
         return NoSampler()
@@ -145,15 +148,18 @@ def open_worker_engine(
     version: WeightVersion,
     weight_poll: WeightPoll | None = None,
 ) -> PolicyEngine:
-    """The configured one, which samples what is trained on.
+    """Open the configured sampler.
 
     Args:
-        config: names the engine; limits and sizes.
-        model: the learner's weights.
-        tokenizer: names the stop tokens.
-        trainer: mesh, axis mapping and compute precision.
-        version: steps of training behind the weights.
-        weight_poll: when newer weights may come while sequences are being decoded, in this process; None for never.
+        config: Selects the engine; limits and sizes.
+        model: Weights of the learner.
+        tokenizer: Supplies the stop tokens.
+        trainer: Mesh, axis mapping and compute precision.
+        version: Number of training steps.
+        weight_poll: Polls for newer weights during decoding in this process; None for no polls.
+
+    Returns:
+        The sampler.
     """
     if isinstance(config.sampler, OpenAiSamplerConfig):
         return OpenAIEngine(config, config.sampler, model, tokenizer, trainer, version)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The sampler of a run: the learner's weights, on the learner's mesh, in compute precision."""
+"""In-process sampler with the learner's weights, on the learner's mesh, in compute precision."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from marin_rl.types import Generation, WeightVersion
 
 
 class PolicySampler:
-    """Samples from the policy that is being trained."""
+    """Samples from the policy in training."""
 
     def __init__(
         self,
@@ -28,16 +28,15 @@ class PolicySampler:
         version: WeightVersion,
         weight_poll: WeightPoll | None = None,
     ) -> None:
-        """Make the sampler; nothing is compiled yet.
+        """Make the sampler without compiling.
 
         Args:
-            config: limits and sizes.
-            model: the learner's weights. They are shared, not copied: hand over the new ones with `update`
-                after every step that donates these.
-            tokenizer: names the stop tokens.
-            trainer: mesh, axis mapping and compute precision.
-            version: steps of training behind the weights.
-            weight_poll: when newer ones may come while sequences are being decoded; None for never.
+            config: Limits and sizes.
+            model: Weights of the learner. They are shared, not copied: call `update` after each step that donates them.
+            tokenizer: Supplies the stop tokens.
+            trainer: Mesh, axis mapping and compute precision.
+            version: Number of training steps.
+            weight_poll: Polls for newer weights during decoding; None for no polls.
         """
         self._trainer = trainer
         with trainer.use_device_mesh(), hax.axis_mapping(trainer.compute_axis_mapping):
@@ -56,11 +55,11 @@ class PolicySampler:
         return self._sampler.batch_size
 
     def update(self, model: LmHeadModel, version: WeightVersion) -> None:
-        """Sample from `model` from now on.
+        """Use new weights for later samples.
 
         Args:
-            model: the learner's new weights; shared, not copied, where compute and parameter precision agree.
-            version: steps of training behind them.
+            model: New weights of the learner; shared, not copied, if compute and parameter precision are equal.
+            version: Number of training steps.
         """
         self._sampler.update_weights(self._trainer.mp.cast_to_compute(model), version)
 

@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A Ray node on this machine, started by a process without JAX.
+"""Ray node on this machine, started from a process without JAX.
 
-Ray starts the processes of a node with `fork`, which may deadlock in a process with JAX's threads. So the trainer
-runs this module in a process of its own, which starts the node and ends it when the trainer ends, however it ends.
+Ray starts the processes of a node with `fork`, which may deadlock in a process with JAX threads. So the trainer runs
+this module in a subprocess, which starts the node and stops it when the trainer ends for any reason.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ SETTINGS: dict[str, Any] = {
     "logging_level": logging.ERROR,
     "configure_logging": False,
 }
-"""Settings of `ray.init` for the process that starts the node and for the one that connects to it."""
+"""Arguments of `ray.init` for the process that starts the node and the one that connects to it."""
 READY = "ready"
-"""The line that the process prints when the node runs; Ray may print other lines before it."""
+"""Line that the subprocess prints when the node is running; Ray may print other lines before it."""
 ATTEMPTS = 3
-"""Times to start a node: Ray gives up after 30 s, which a busy machine may exceed."""
+"""Number of attempts to start a node: Ray gives up after 30 s, which a busy machine may exceed."""
 
 
 class RayStartError(UserError):
-    """Ray could not be started on this machine; its own output says why."""
+    """Raised when Ray cannot be started on this machine; see Ray's output for the reason."""
 
 
 @contextlib.contextmanager
@@ -43,13 +43,13 @@ def connected_to_local_node(num_cpus: int) -> Iterator[None]:
     """Run a Ray node on this machine during the block, and connect to it.
 
     Args:
-        num_cpus: CPUs that Ray hands out.
+        num_cpus: Number of CPUs that Ray may assign.
 
     Raises:
-        RayStartError: if the node does not start.
+        RayStartError: If the node does not start.
     """
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder, _start(folder, num_cpus):
-        # The node's address is in its folder; the environment would name another cluster.
+        # Ray reads the node's address from the folder, unless RAY_ADDRESS names another cluster.
         other = os.environ.pop("RAY_ADDRESS", None)
         try:
             ray.init(address="auto", _temp_dir=folder, **SETTINGS)
@@ -63,13 +63,13 @@ def connected_to_local_node(num_cpus: int) -> Iterator[None]:
 
 
 def _start(folder: str, num_cpus: int) -> "subprocess.Popen[str]":
-    """Start the process of a node, which ends when `Popen` closes its standard input at the end of a block."""
+    """Start the subprocess of a node. It ends when `Popen` closes its standard input at the end of a block."""
     command = [sys.executable, "-m", __name__, folder, str(num_cpus)]
-    # As Ray's own default for a node of one machine, about which it would print a line.
+    # Ray's default for a single-machine node; setting it explicitly avoids a printed line.
     environment = {"RAY_AUTH_MODE": "token", **os.environ}
     statuses = []
     for _ in range(ATTEMPTS):
-        # A session of its own: an interrupt at the terminal is for the trainer, which lets its workers end first.
+        # A separate session: an interrupt at the terminal must reach only the trainer, which stops its workers first.
         node = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -86,19 +86,19 @@ def _start(folder: str, num_cpus: int) -> "subprocess.Popen[str]":
         statuses.append(str(node.returncode))
     raise RayStartError(
         f"Ray did not start on this machine: `{' '.join(command)}` ended {ATTEMPTS} times, with status "
-        f"{', '.join(statuses)}; its output says why"
+        f"{', '.join(statuses)}; see its output for the reason"
     )
 
 
 def serve(folder: Path, num_cpus: int) -> None:
-    """Run a node until the standard input ends.
+    """Run a node until standard input ends.
 
     Args:
-        folder: for Ray's sockets and logs, and for the address of the node.
-        num_cpus: CPUs that Ray hands out.
+        folder: Folder for Ray's sockets and logs, and for the address of the node.
+        num_cpus: Number of CPUs that Ray may assign.
     """
     ray.init(address="local", _temp_dir=str(folder), num_cpus=num_cpus, include_dashboard=False, **SETTINGS)
-    # Where Ray looks for the address of a node that runs already.
+    # Ray reads the address of a running node from this file.
     (folder / "ray_current_cluster").write_text(ray.get_runtime_context().gcs_address, encoding="utf-8")
     print(READY, flush=True)
     sys.stdin.read()

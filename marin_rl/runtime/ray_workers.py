@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Coordinator and rollout workers as Ray actors. Ray starts, restarts and ends them; what they do is elsewhere."""
+"""Coordinator and rollout workers as Ray actors, which Ray starts, restarts and stops."""
 
 import contextlib
 import logging
@@ -24,38 +24,38 @@ from marin_rl.errors import UserError
 from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
 from marin_rl.runtime.coordinator import Announcement, Assignment, CoordinatorActor, TrainerUpdate
 from marin_rl.runtime.ray_node import connected_to_local_node
-from marin_rl.runtime.rollout_worker import telling_errors, work
+from marin_rl.runtime.rollout_worker import reporting_errors, work
 from marin_rl.runtime.run_directory import log_to
 from marin_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT = 20.0
-"""Seconds in which workers may end in good order."""
-CONNECT = 10.0
-"""Seconds in which a cluster's first machine has to answer."""
-ASK_AGAIN = 0.5
-"""Seconds until a coordinator that is down is asked again."""
-CALLS_AT_ONCE = 64
-"""Questions that the coordinator answers at the same time, besides one of each worker, which may wait for orders."""
+"""Seconds that workers have to stop before they are killed."""
+CONNECT_TIMEOUT = 10.0
+"""Timeout of the connection to the head node of a cluster, in seconds."""
+RETRY_SECONDS = 0.5
+"""Seconds between calls to a coordinator that is down."""
+EXTRA_CONCURRENCY = 64
+"""Concurrent calls of the coordinator in addition to one waiting call per worker."""
 
 
 class RayLostError(UserError):
-    """Ray has ended on this machine, and starts nothing anew any more; the message says what to do."""
+    """Raised when Ray has ended on this machine and cannot restart anything; the message names the remedy."""
 
 
 class NoClusterError(UserError):
-    """There is no Ray cluster where the config says; the message names the place."""
+    """Raised when there is no Ray cluster at the configured address."""
 
 
 def join_cluster(address: str) -> None:
-    """Connect to a cluster that runs already.
+    """Connect to a running cluster.
 
     Args:
-        address: `auto` for the one of this machine, or `host:port`.
+        address: `auto` for a cluster on this machine, or `host:port`.
 
     Raises:
-        NoClusterError: if none answers there.
+        NoClusterError: If no cluster responds.
     """
     find_cluster(address)
     with _no_cluster(address):
@@ -63,18 +63,18 @@ def join_cluster(address: str) -> None:
 
 
 def find_cluster(address: str) -> None:
-    """See whether somebody answers where a cluster should be; Ray itself would ask for minutes and end the process.
+    """Check that a cluster address accepts connections. Ray itself would retry for minutes and end the process.
 
     Args:
-        address: `host:port`, or `auto`, which only Ray can look for.
+        address: `host:port`, or `auto`, which only Ray can resolve.
 
     Raises:
-        NoClusterError: if nobody does.
+        NoClusterError: If the connection fails.
     """
     if address != "auto":
         host, _, port = address.rpartition(":")
         with _no_cluster(address):
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT).close()
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
 
 
 @contextlib.contextmanager
@@ -83,52 +83,52 @@ def _no_cluster(address: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise NoClusterError(
-            f"no Ray cluster answers at ray_address {address!r} ({error}); start it with `ray start --head` on its "
+            f"no Ray cluster responds at ray_address {address!r} ({error}); start it with `ray start --head` on its "
             "first machine, correct ray_address, or leave it out"
         ) from error
 
 
 class CoordinatorClient:
-    """The coordinator's desk, for trainer and workers, over Ray.
+    """Client of the coordinator actor, for trainer and workers.
 
-    A coordinator that is down is started anew by Ray; questions wait for it. Actors talk to one another directly, and
-    may go on for a while after Ray's node has died; but then nobody starts them anew.
+    Ray restarts a coordinator that is down, and calls are retried until then. Actors call each other directly, so they
+    may continue for a while after Ray's node has died; but then no actor is restarted.
     """
 
-    def __init__(self, coordinator: ActorHandle, patience: float) -> None:
-        """Ask this coordinator.
+    def __init__(self, coordinator: ActorHandle, no_progress_timeout: float) -> None:
+        """Make a client.
 
         Args:
-            coordinator: the actor.
-            patience: seconds that it may be down.
+            coordinator: The actor.
+            no_progress_timeout: Seconds of retries while the coordinator is down.
         """
         self._coordinator = coordinator
-        self._patience = patience
-        self._running: dict[str, Any] = {}
+        self._no_progress_timeout = no_progress_timeout
+        self._run_refs: dict[str, Any] = {}
 
     def watch(self, running: Mapping[str, Any]) -> None:
-        """Look at these workers too when no groups come: one that cannot even begin tells no coordinator.
+        """Check these workers whenever no groups are finished: a worker that fails to start cannot report its error.
 
         Args:
-            running: the end of each, by its name.
+            running: Ray reference to the result of each worker, by name.
         """
-        self._running = dict(running)
+        self._run_refs = dict(running)
 
-    def submit(self, orders: Sequence[GroupRequest]) -> None:
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
         """See `CoordinatorActor`."""
-        self._ask(lambda: self._coordinator.submit.remote(list(orders)))
+        self._call(lambda: self._coordinator.submit.remote(list(requests)))
 
     def announce(self, version: WeightVersion, addresses: Sequence[str]) -> None:
         """See `CoordinatorActor`."""
-        self._ask(lambda: self._coordinator.announce.remote(version, tuple(addresses)))
+        self._call(lambda: self._coordinator.announce.remote(version, tuple(addresses)))
 
     def take(self, acknowledged: Sequence[RequestNumber], seconds: float) -> TrainerUpdate:
         """See `CoordinatorActor`.
 
         Raises:
-            RayLostError: if nothing came, and Ray has ended on this machine.
+            RayLostError: If no group is finished and Ray has ended on this machine.
         """
-        update = self._ask(lambda: self._coordinator.take.remote(list(acknowledged), seconds))
+        update = self._call(lambda: self._coordinator.take.remote(list(acknowledged), seconds))
         if not update.groups:
             check_node()
             return update._replace(failure=update.failure or self._failure())
@@ -136,47 +136,47 @@ class CoordinatorClient:
 
     def stop(self) -> None:
         """See `CoordinatorActor`."""
-        self._ask(lambda: self._coordinator.stop.remote())
+        self._call(lambda: self._coordinator.stop.remote())
 
     def join(self, worker: str, incarnation: str) -> None:
         """See `CoordinatorActor`."""
-        self._ask(lambda: self._coordinator.join.remote(worker, incarnation))
+        self._call(lambda: self._coordinator.join.remote(worker, incarnation))
 
-    def next_work(
+    def next_assignment(
         self,
         worker: str,
         incarnation: str,
         version: WeightVersion | None,
         room: int,
-        playing: Collection[RequestNumber],
+        running: Collection[RequestNumber],
         seconds: float,
     ) -> Assignment | None:
         """See `CoordinatorActor`."""
-        asked = (worker, incarnation, version, room, list(playing), seconds)
-        return self._ask(lambda: self._coordinator.next_work.remote(*asked))
+        asked = (worker, incarnation, version, room, list(running), seconds)
+        return self._call(lambda: self._coordinator.next_assignment.remote(*asked))
 
     def finish(self, worker: str, incarnation: str, number: RequestNumber, group: str) -> bool:
         """See `CoordinatorActor`."""
-        return self._ask(lambda: self._coordinator.finish.remote(worker, incarnation, number, group))
+        return self._call(lambda: self._coordinator.finish.remote(worker, incarnation, number, group))
 
-    def beat(self, worker: str, incarnation: str) -> bool:
+    def heartbeat(self, worker: str, incarnation: str) -> bool:
         """See `CoordinatorActor`."""
-        return self._ask(lambda: self._coordinator.beat.remote(worker, incarnation))
+        return self._call(lambda: self._coordinator.beat.remote(worker, incarnation))
 
     def announced(self) -> Announcement:
         """See `CoordinatorActor`."""
-        return self._ask(lambda: self._coordinator.announced.remote())
+        return self._call(lambda: self._coordinator.announced.remote())
 
     def fail(self, worker: str, error: str) -> None:
         """See `CoordinatorActor`."""
-        self._ask(lambda: self._coordinator.fail.remote(worker, error))
+        self._call(lambda: self._coordinator.fail.remote(worker, error))
 
     def leave(self, worker: str, incarnation: str) -> None:
         """See `CoordinatorActor`."""
-        self._ask(lambda: self._coordinator.leave.remote(worker, incarnation))
+        self._call(lambda: self._coordinator.leave.remote(worker, incarnation))
 
     def _failure(self) -> str | None:
-        for name, end in self._running.items():
+        for name, end in self._run_refs.items():
             ended, _ = ray.wait([end], timeout=0)
             try:
                 ray.get(ended)
@@ -184,118 +184,121 @@ class CoordinatorClient:
                 return f"{name}: {str(error).strip().splitlines()[-1]}"
         return None
 
-    def _ask(self, question: Callable[[], "ray.ObjectRef[Any]"]) -> Any:
-        deadline = time.monotonic() + self._patience
+    def _call(self, call: Callable[[], "ray.ObjectRef[Any]"]) -> Any:
+        deadline = time.monotonic() + self._no_progress_timeout
         while True:
             try:
-                return ray.get(question())
+                return ray.get(call())
             except RayActorError:
                 if time.monotonic() > deadline:
                     raise
                 check_node()
-                logger.warning("the coordinator is down; asking again")
-                time.sleep(ASK_AGAIN)
+                logger.warning("the coordinator is down; retrying")
+                time.sleep(RETRY_SECONDS)
 
 
 def check_node() -> None:
-    """See that Ray's node of this process lives.
+    """Check that Ray's node of this process is alive.
 
     Raises:
-        RayLostError: if Ray has noticed that it does not, which takes it some seconds.
+        RayLostError: If it is not. Ray needs some seconds to notice.
     """
     own = ray.get_runtime_context().get_node_id()
     if not any(node["NodeID"] == own and node["Alive"] for node in ray.nodes()):
         raise RayLostError(
-            f"Ray's node {own[:8]} on this machine has died, and what else dies is not started anew; see whether the "
-            "machine ran out of memory, and run the same command again to go on from the last checkpoint"
+            f"Ray's node {own[:8]} on this machine has died, so failed workers cannot be restarted; check whether the "
+            "machine ran out of memory, and run the same command again to resume from the last checkpoint"
         )
 
 
 class Worker:
-    """A rollout worker in a process of its own."""
+    """Ray actor of a rollout worker."""
 
-    def __init__(self, config: str, vocab_size: int, token: str, name: str, coordinator: str) -> None:
-        """Take note of everything; nothing is loaded yet.
+    def __init__(self, config: str, vocab_size: int, secret: str, name: str, coordinator: str) -> None:
+        """Store the arguments without loading anything.
 
         Args:
-            config: the run's, as YAML.
-            vocab_size: of the model.
-            token: the run's secret.
-            name: the worker's.
-            coordinator: the actor that hands out orders, by its name: Ray would keep a handle in its object store, and
-                could not start the worker anew where that is lost.
+            config: Config of the run, as YAML.
+            vocab_size: Vocabulary size of the model.
+            secret: The run's secret.
+            name: Name of the worker.
+            coordinator: Name of the coordinator actor. Ray would keep a handle in its object store, and could not
+                restart the worker if the store is lost.
         """
         self._config = from_yaml(TrainConfig, config, "the run's config")
         self._vocab_size = vocab_size
-        self._token = token
+        self._secret = secret
         self._name = name
         self._coordinator = coordinator
 
     def run(self) -> None:
-        """Work until the run is over."""
+        """Run until the run ends."""
         from marin_rl.runtime.worker_policy import ReceivedPolicy
 
         workers, file = self._config.workers, Path(self._config.run_dir) / "workers" / f"{self._name}.txt"
         with log_to(file, self._config.log_level.number, module_levels(self._config.logging)):
             try:
-                desk = CoordinatorClient(ray.get_actor(self._coordinator), workers.no_progress_timeout)
-                with telling_errors(desk, self._name):
-                    policy = ReceivedPolicy(self._config, self._vocab_size, self._token, desk.announced)
+                client = CoordinatorClient(ray.get_actor(self._coordinator), workers.no_progress_timeout)
+                with reporting_errors(client, self._name):
+                    policy = ReceivedPolicy(self._config, self._vocab_size, self._secret, client.announced)
                 with Closing(policy.close):
-                    work(desk, self._name, policy, silence=workers.heartbeat_timeout)
+                    work(client, self._name, policy, heartbeat_timeout=workers.heartbeat_timeout)
             except BaseException:
                 logger.exception("worker %s ends with an error", self._name)
                 raise
 
 
 @contextlib.contextmanager
-def ray_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[CoordinatorClient]:
-    """Start coordinator and workers, and end them at the end of the block, whatever happens in it.
+def ray_workers(config: TrainConfig, vocab_size: int, secret: str) -> Iterator[CoordinatorClient]:
+    """Start coordinator and workers, and stop them at the end of the block.
 
     Args:
-        config: names how many, and the cluster to join.
-        vocab_size: of the model.
-        token: the run's secret.
+        config: Number of workers, and the cluster to join.
+        vocab_size: Vocabulary size of the model.
+        secret: The run's secret.
+
+    Yields:
+        Client of the coordinator.
     """
     workers = config.workers
     with contextlib.ExitStack() as opened:
         if config.ray_address is None:
-            # Ray may listen on the machine's network address even so; callers need its token.
+            # Ray may still listen on the machine's network address; it authenticates callers with a token.
             opened.enter_context(connected_to_local_node(workers.num_workers + 1))
         else:
             join_cluster(config.ray_address)
             opened.callback(ray.shutdown)
         name = f"coordinator-{uuid.uuid4().hex}"
-        # Idle workers that wait must not keep the others from being heard: those would count as silent.
-        calls = workers.num_workers + CALLS_AT_ONCE
+        # Waiting calls of idle workers must not block the heartbeats of other workers.
+        calls = workers.num_workers + EXTRA_CONCURRENCY
         coordinator_actor = _actor(CoordinatorActor, name=name, max_concurrency=calls, num_cpus=0)
         coordinator = coordinator_actor.remote(workers.heartbeat_timeout)
         opened.callback(ray.kill, coordinator)
-        desk = CoordinatorClient(coordinator, workers.no_progress_timeout)
+        client = CoordinatorClient(coordinator, workers.no_progress_timeout)
         worker = _actor(Worker, max_task_retries=-1, num_cpus=1, num_gpus=workers.gpus_per_worker)
         actors = [
-            worker.remote(to_yaml(config), vocab_size, token, f"worker-{index}", name)
+            worker.remote(to_yaml(config), vocab_size, secret, f"worker-{index}", name)
             for index in range(workers.num_workers)
         ]
         running = {f"worker-{index}": actor.run.remote() for index, actor in enumerate(actors)}
-        desk.watch(running)
+        client.watch(running)
         opened.callback(_shut_down, CoordinatorClient(coordinator, SHUTDOWN_TIMEOUT), actors, list(running.values()))
-        yield desk
+        yield client
 
 
 def _actor(kind: type, **options: Any) -> Any:
-    """A class whose objects Ray keeps in processes of their own, and starts anew where one dies."""
+    """Return a Ray actor class that is restarted after failures."""
     return cast(Any, ray.remote(kind)).options(max_restarts=-1, **options)
 
 
-def _shut_down(desk: CoordinatorClient, actors: Sequence[ActorHandle], running: Sequence[Any]) -> None:
-    """Let workers end in good order, and end those that do not."""
+def _shut_down(client: CoordinatorClient, actors: Sequence[ActorHandle], running: Sequence[Any]) -> None:
+    """Stop the workers, and kill those that do not stop in time."""
     try:
-        desk.stop()
+        client.stop()
         ended, _ = ray.wait(list(running), num_returns=len(running), timeout=SHUTDOWN_TIMEOUT)
-        logger.info("%d of %d workers ended in good order", len(ended), len(running))
+        logger.info("%d of %d workers stopped in time", len(ended), len(running))
     except (RayError, RayLostError):
-        logger.warning("the coordinator did not hear that the run is over", exc_info=True)
+        logger.warning("the coordinator could not be stopped", exc_info=True)
     finally:
         for actor in actors:
             ray.kill(actor)

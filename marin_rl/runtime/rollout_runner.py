@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What plays episodes of a run, in the trainer as in workers: limits, and reward functions."""
+"""Rollout runner of a run, for trainer and workers: limits and reward functions."""
 
 import contextlib
 
@@ -27,14 +27,26 @@ def make_runner(
     loop: BackgroundLoop,
     reward_functions: RewardFunctions,
 ) -> RolloutRunner:
-    """A player with the configured limits."""
+    """Make a rollout runner with the configured limits.
+
+    Args:
+        config: Limits and state hashing.
+        environment: Environment of the rollouts.
+        tokenizer: Chat tokenizer of the policy.
+        sampler: Sampler of the policy.
+        loop: Event loop of environments and reward functions.
+        reward_functions: Scores finished rollouts.
+
+    Returns:
+        The runner.
+    """
     hashing = config.rollouts.state_hashing
     state_hash = default_state_hash if hashing is None else hashing.build()
     return RolloutRunner(environment, tokenizer, sampler, make_limits(config), state_hash, reward_functions, loop)
 
 
 def make_limits(config: TrainConfig) -> Limits:
-    """The limits of every rollout of a run."""
+    """Return the limits of every rollout of a run."""
     return Limits(
         max_length=config.rollouts.max_length,
         max_new_tokens=config.sampling.max_new_tokens,
@@ -49,18 +61,21 @@ def make_limits(config: TrainConfig) -> Limits:
 def open_reward_functions(
     config: TrainConfig, environment: AbstractEnvironment, opened: contextlib.ExitStack
 ) -> tuple[RewardFunctions, BackgroundLoop]:
-    """The reward functions of the configured environment, started and checked, and the loop that they run in.
+    """Start and check the reward functions of the configured environment, and the event loop that runs them.
 
-    Tools of the environment share their sandbox.
+    Tools of the environment share the sandbox of the reward functions.
 
     Args:
-        config: names reward functions and sandbox.
-        environment: as the config made it.
-        opened: ends both.
+        config: Reward functions and sandbox.
+        environment: The environment that the config built.
+        opened: Closes both.
+
+    Returns:
+        Reward functions and event loop.
 
     Raises:
-        RewardConfigError: if one cannot be used, or needs all rollouts of a step together with `mode: async`.
-        IsolationError: if the machine offers less isolation than the sandbox requires.
+        RewardConfigError: If a function is invalid, or needs all rollouts of a step together with `mode: async`.
+        IsolationError: If the machine provides less isolation than the sandbox requires.
     """
     loop = BackgroundLoop()
     opened.enter_context(Closing(loop.close))
@@ -71,7 +86,7 @@ def open_reward_functions(
     opened.enter_context(Closing(reward_functions.close))
     if config.mode is Mode.ASYNC and reward_functions.has_batch_scope:
         raise RewardConfigError(
-            "a reward function has scope: batch, which is given all rollouts of a step together; with mode: async they "
-            "are played at different times by different workers, so use scope: group, or mode: sync"
+            "a reward function has scope: batch, which needs all rollouts of a step together; with mode: async they "
+            "run at different times in different workers, so use scope: group, or mode: sync"
         )
     return reward_functions, loop

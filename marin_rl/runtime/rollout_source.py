@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Whoever plays the groups that a run orders: the trainer itself, or workers."""
+"""Sources of rollout groups: the trainer's own sampler, or rollout workers."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,150 +15,155 @@ from marin_rl.types import RolloutGroup, WeightVersion
 
 
 class StopRequestedError(Exception):
-    """The run was asked to stop while a step waited for its groups."""
+    """Raised when a stop is requested while a step waits for its groups."""
 
 
 def raise_if(stop_requested: Callable[[], bool]) -> None:
-    """Raise StopRequestedError if the run was asked to stop."""
+    """Raise StopRequestedError if a stop was requested."""
     if stop_requested():
-        raise StopRequestedError("the run was asked to stop while a step waited for its groups")
+        raise StopRequestedError("a stop was requested while a step waited for its groups")
 
 
 class FinishedGroup(NamedTuple):
-    """A group that was played."""
+    """A finished group."""
 
     number: RequestNumber
-    """What it was ordered as."""
+    """Number of its request."""
     group: RolloutGroup
-    """All its attempts."""
+    """The rollouts of the group."""
 
 
 @runtime_checkable
 class RolloutSource(Protocol):
-    """Plays what is ordered."""
+    """Runs group requests."""
 
-    def submit(self, orders: Sequence[GroupRequest]) -> None:
-        """Take orders."""
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Submit requests."""
         ...
 
     def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> Sequence[FinishedGroup]:
-        """Wait until at least one group is there.
+        """Wait until at least one group is finished.
 
         Args:
-            timer: counts where the time goes.
-            stop_requested: whether to stop waiting, asked about once a second; in all training processes at the same
-                points of the program.
+            timer: Records the time by phase.
+            stop_requested: Returns whether to stop waiting. Called about once a second; with several training
+                processes, all of them call it at the same points of the program.
+
+        Returns:
+            The finished groups.
 
         Raises:
-            StopRequestedError: if a stop is requested.
+            StopRequestedError: If a stop is requested.
         """
         ...
 
     def publish(self, model: object, version: WeightVersion) -> None:
-        """Play with these weights from now on, or as soon as they have come to those who play.
+        """Use these weights for later groups, as soon as they have reached the samplers.
 
         Args:
-            model: the policy, a tree of arrays; when this returns, they may be donated.
-            version: steps of training behind it.
+            model: The policy, a tree of arrays that may be donated after this call.
+            version: Number of training steps.
         """
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What there is to say of it."""
+        """Return the metrics of this step."""
         ...
 
     @property
     def counts(self) -> dict[str, int]:
-        """What it has counted since the run began; part of the run's state."""
+        """Event counts since the start of the run; part of the run state."""
         ...
 
 
 class LocalRollouts:
-    """The trainer's own sampler, when it is waited for."""
+    """Runs groups with the trainer's sampler during `wait`."""
 
     def __init__(self, config: TrainConfig, runner: RolloutRunner) -> None:
-        """Have no order yet.
+        """Start without requests.
 
         Args:
-            config: size of a group, temperature and seed.
-            runner: plays; its sampler is kept at the newest weights by others.
+            config: Group size, temperature and seed.
+            runner: Runs the rollouts; its sampler has the newest weights.
         """
         self._config = config
         self._runner = runner
-        self._orders: list[GroupRequest] = []
+        self._requests: list[GroupRequest] = []
 
-    def submit(self, orders: Sequence[GroupRequest]) -> None:
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
         """See `RolloutSource`."""
-        self._orders += orders
+        self._requests += requests
 
     def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> list[FinishedGroup]:
-        """Play everything that was ordered; see `RolloutSource`. A stop takes effect after a round of sampling."""
-        orders, self._orders = self._orders, []
+        """Run all submitted requests; see `RolloutSource`. A stop takes effect after a round of sampling."""
+        requests, self._requests = self._requests, []
         runner = dataclasses.replace(self._runner, timer=timer, interrupt=lambda: raise_if(stop_requested))
-        return run_group_requests(self._config, runner, orders)
+        return run_group_requests(self._config, runner, requests)
 
     def publish(self, model: object, version: WeightVersion) -> None:
-        """Nothing: the sampler has the weights."""
+        """Do nothing: the sampler already has the weights."""
 
     def metrics(self) -> dict[str, float]:
-        """Nothing."""
+        """Return no metrics."""
         return {}
 
     @property
     def counts(self) -> dict[str, int]:
-        """Nothing."""
+        """No counts."""
         return {}
 
 
 def run_group_requests(
-    config: TrainConfig, runner: RolloutRunner, orders: Sequence[GroupRequest]
+    config: TrainConfig, runner: RolloutRunner, requests: Sequence[GroupRequest]
 ) -> list[FinishedGroup]:
-    """Play groups as they were ordered: each is the same wherever and with whatever others it is played.
+    """Run group requests. A group depends only on its request and the weights, not on the other requests.
 
     Args:
-        config: size of a group, temperature and seed.
-        runner: plays.
-        orders: any.
+        config: Group size, temperature and seed.
+        runner: Runs the rollouts.
+        requests: Any number of requests.
+
+    Returns:
+        The finished groups, in the order of `requests`.
     """
     groups = run_requests(
         runner,
-        [_request(config, order) for order in orders],
+        [_request(config, request) for request in requests],
         group_size=config.rollouts.group_size,
         temperature=config.sampling.temperature,
     )
-    return [FinishedGroup(order.number, group) for order, group in zip(orders, groups, strict=True)]
+    return [FinishedGroup(request.number, group) for request, group in zip(requests, groups, strict=True)]
 
 
 def stream_group_requests(
     config: TrainConfig,
     runner: RolloutRunner,
-    orders: Sequence[GroupRequest],
+    requests: Sequence[GroupRequest],
     on_group_done: Callable[[FinishedGroup], Sequence[GroupRequest]],
 ) -> None:
-    """Play groups as `run_group_requests` does, and further ones in their places, until there are none.
+    """Run groups as `run_group_requests` does, and start further groups as others finish.
 
     Args:
-        config: size of a group, temperature and seed.
-        runner: plays.
-        orders: what to play first.
-        on_group_done: is given each group as soon as it is whole, in a thread of its own; says what to play in its
-            place.
+        config: Group size, temperature and seed.
+        runner: Runs the rollouts.
+        requests: The first requests.
+        on_group_done: Called in a separate thread with each finished group; returns the requests to start in its place.
     """
-    numbers = {order.number.group_id: order.number for order in orders}
+    numbers = {request.number.group_id: request.number for request in requests}
 
-    def take(group: RolloutGroup) -> list[GroupInput]:
+    def finish(group: RolloutGroup) -> list[GroupInput]:
         further = on_group_done(FinishedGroup(numbers.pop(group.id), group))
-        numbers.update({order.number.group_id: order.number for order in further})
-        return [_request(config, order) for order in further]
+        numbers.update({request.number.group_id: request.number for request in further})
+        return [_request(config, request) for request in further]
 
     stream_requests(
         runner,
-        [_request(config, order) for order in orders],
+        [_request(config, request) for request in requests],
         group_size=config.rollouts.group_size,
         temperature=config.sampling.temperature,
-        on_group_done=take,
+        on_group_done=finish,
     )
 
 
-def _request(config: TrainConfig, order: GroupRequest) -> GroupInput:
-    return GroupInput(order.number.group_id, order.task, (config.seed, "train", *order.number))
+def _request(config: TrainConfig, request: GroupRequest) -> GroupInput:
+    return GroupInput(request.number.group_id, request.task, (config.seed, "train", *request.number))

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A rollout worker: fetches weights, plays groups, hands them in, until the run is over."""
+"""Rollout worker: fetches weights, runs groups and returns them to the coordinator."""
 
 import contextlib
 import logging
@@ -19,177 +19,185 @@ from marin_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 
-PAUSE = 1.0
-"""Seconds until a worker that weights do not reach asks for them again."""
+RETRY_SECONDS = 1.0
+"""Seconds between attempts of a worker that cannot fetch weights."""
 
 
 @runtime_checkable
-class WorkerDesk(Protocol):
-    """What a worker asks of a coordinator.
+class WorkerClient(Protocol):
+    """Worker interface of a coordinator.
 
-    A call whose answer got lost comes again: nothing is taken, played or lost twice by that.
+    A call may be repeated if its response is lost; all calls are idempotent.
     """
 
     def join(self, worker: str, incarnation: str) -> None:
-        """A worker begins."""
+        """Register a worker."""
         ...
 
-    def next_work(
+    def next_assignment(
         self,
         worker: str,
         incarnation: str,
         version: WeightVersion | None,
         room: int,
-        playing: Collection[RequestNumber],
+        running: Collection[RequestNumber],
         seconds: float,
     ) -> Assignment | None:
-        """What to play next, besides what is played; None where the worker has to join anew."""
+        """Return the next assignment; None if the worker must join again."""
         ...
 
     def announced(self) -> Announcement:
-        """The newest weights."""
+        """Return the newest weights."""
         ...
 
     def finish(self, worker: str, incarnation: str, number: RequestNumber, group: str) -> bool:
-        """A group is played."""
+        """Return a finished group."""
         ...
 
-    def beat(self, worker: str, incarnation: str) -> bool:
-        """The worker is alive."""
+    def heartbeat(self, worker: str, incarnation: str) -> bool:
+        """Keep the worker registered."""
         ...
 
     def fail(self, worker: str, error: str) -> None:
-        """An error ends the worker."""
+        """Report an error that ends the worker."""
         ...
 
     def leave(self, worker: str, incarnation: str) -> None:
-        """The worker ends in good order."""
+        """Unregister the worker."""
         ...
 
 
 @runtime_checkable
 class WorkerPolicy(Protocol):
-    """What a worker plays with."""
+    """Sampler, environment and weights of a worker."""
 
     @property
     def version(self) -> WeightVersion | None:
-        """Of the weights that it has; None for none."""
+        """Version of the weights; None before the first fetch."""
         ...
 
     @property
     def room(self) -> int:
-        """Groups that it plays together."""
+        """Number of groups to run concurrently."""
         ...
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether it goes over to newer weights while it plays."""
+        """Whether weights are updated while groups run."""
         ...
 
     def fetch(self, addresses: Sequence[str]) -> bool:
-        """Take the newest weights that are offered at these addresses; False where they do not come now."""
+        """Fetch the newest weights at these addresses. Return False if they are not available now."""
         ...
 
-    def play(
-        self, orders: Sequence[GroupRequest], on_group_done: Callable[[FinishedGroup], Sequence[GroupRequest]]
+    def run(
+        self, requests: Sequence[GroupRequest], on_group_done: Callable[[FinishedGroup], Sequence[GroupRequest]]
     ) -> None:
-        """Play groups until there are none.
+        """Run groups until none is left.
 
         Args:
-            orders: what to play first.
-            on_group_done: is given each group as soon as it is whole, from any thread; says what to play in its place.
+            requests: The first requests.
+            on_group_done: Called from any thread with each finished group; returns the requests to start in its place.
         """
         ...
 
 
-def work(desk: WorkerDesk, name: str, policy: WorkerPolicy, *, silence: float, poll: float = 5.0) -> None:
-    """Work until the run is over.
+def work(client: WorkerClient, name: str, policy: WorkerPolicy, *, heartbeat_timeout: float, poll: float = 5.0) -> None:
+    """Run a worker until the run ends.
 
     Args:
-        desk: the coordinator.
-        name: the worker's, unique in the run.
-        policy: plays.
-        silence: seconds after which the coordinator gives up a worker that says nothing; it says something four
+        client: Client of the coordinator.
+        name: Name of the worker, unique in the run.
+        policy: Runs the groups.
+        heartbeat_timeout: Seconds without a call after which the coordinator drops a worker. Heartbeats are sent four
             times as often.
-        poll: seconds that one question may wait for its answer.
+        poll: Seconds that one call to the coordinator may wait.
 
     Raises:
-        Exception: whatever ends it; the trainer is told.
+        Exception: Any error that ends the worker; it is reported to the trainer.
     """
     incarnation = uuid.uuid4().hex
-    desk.join(name, incarnation)
-    with telling_errors(desk, name), _Heartbeat(lambda: desk.beat(name, incarnation), silence / 4):
-        _work(desk, name, incarnation, policy, poll)
-    desk.leave(name, incarnation)
+    client.join(name, incarnation)
+    with reporting_errors(client, name), _Heartbeat(lambda: client.heartbeat(name, incarnation), heartbeat_timeout / 4):
+        _work(client, name, incarnation, policy, poll)
+    client.leave(name, incarnation)
 
 
 @contextlib.contextmanager
-def telling_errors(desk: WorkerDesk, name: str) -> Iterator[None]:
-    """Tell the trainer, who would wait for the worker, what ended it.
+def reporting_errors(client: WorkerClient, name: str) -> Iterator[None]:
+    """Report an error that ends the worker to the trainer.
 
     Args:
-        desk: the coordinator.
-        name: the worker's.
+        client: Client of the coordinator.
+        name: Name of the worker.
     """
     try:
         yield
     except Exception as error:
-        desk.fail(name, f"{type(error).__name__}: {error}")
+        client.fail(name, f"{type(error).__name__}: {error}")
         raise
 
 
-def _work(desk: WorkerDesk, name: str, incarnation: str, policy: WorkerPolicy, poll: float) -> None:
-    is_cut_off = False
+def _work(client: WorkerClient, name: str, incarnation: str, policy: WorkerPolicy, poll: float) -> None:
+    weights_unavailable = False
     while True:
-        told = desk.next_work(name, incarnation, policy.version, 0 if is_cut_off else policy.room, (), poll)
-        if told is None:
-            logger.warning("worker %s was given up; it joins anew", name)
-            desk.join(name, incarnation)
+        assignment = client.next_assignment(
+            name, incarnation, policy.version, 0 if weights_unavailable else policy.room, (), poll
+        )
+        if assignment is None:
+            logger.warning("worker %s was dropped; joining again", name)
+            client.join(name, incarnation)
             continue
-        if told.stop:
+        if assignment.stop:
             return
-        is_cut_off = told.newest.is_newer_than(policy.version) and not policy.fetch(told.newest.addresses)
-        if is_cut_off:
-            # The next question takes no orders, and says that none is played: what it was handed goes to others.
-            time.sleep(min(poll, PAUSE))
-        elif told.orders:
-            policy.play(told.orders, _Places(desk, name, incarnation, policy, told.orders).on_group_done)
+        weights_unavailable = assignment.newest.is_newer_than(policy.version) and not policy.fetch(
+            assignment.newest.addresses
+        )
+        if weights_unavailable:
+            # The next call lists no running groups, so the coordinator reassigns the requests of this worker.
+            time.sleep(min(poll, RETRY_SECONDS))
+        elif assignment.requests:
+            policy.run(
+                assignment.requests, _GroupStream(client, name, incarnation, policy, assignment.requests).on_group_done
+            )
 
 
-class _Places:
-    """What a worker plays at the same time: a group that is whole makes place for others."""
+class _GroupStream:
+    """Tracks the running groups of a worker and requests further ones as they finish."""
 
     def __init__(
-        self, desk: WorkerDesk, name: str, incarnation: str, policy: WorkerPolicy, orders: Sequence[GroupRequest]
+        self, client: WorkerClient, name: str, incarnation: str, policy: WorkerPolicy, requests: Sequence[GroupRequest]
     ) -> None:
-        self._desk = desk
+        self._client = client
         self._name = name
         self._incarnation = incarnation
         self._policy = policy
-        self._playing = {order.number for order in orders}
+        self._running = {request.number for request in requests}
         self._lock = threading.Lock()
 
-    def on_group_done(self, played: FinishedGroup) -> list[GroupRequest]:
-        """Hand in a group, and take as many orders as there is place for."""
-        self._desk.finish(self._name, self._incarnation, played.number, encode_group(played.group))
+    def on_group_done(self, finished: FinishedGroup) -> list[GroupRequest]:
+        """Return a group to the coordinator and request as many groups as there is room for."""
+        self._client.finish(self._name, self._incarnation, finished.number, encode_group(finished.group))
         with self._lock:
-            self._playing.remove(played.number)
-            orders = self._more()
-            self._playing |= {order.number for order in orders}
-            return orders
+            self._running.remove(finished.number)
+            requests = self._next_requests()
+            self._running |= {request.number for request in requests}
+            return requests
 
-    def _more(self) -> list[GroupRequest]:
+    def _next_requests(self) -> list[GroupRequest]:
         version = self._policy.version
-        # Between groups the places stay empty until all have ended, and the newer weights are fetched.
-        if not self._policy.is_in_flight and self._desk.announced().is_newer_than(version):
+        # With `between_groups`, start no further groups until all have finished and the weights are updated.
+        if not self._policy.is_in_flight and self._client.announced().is_newer_than(version):
             return []
-        room = self._policy.room - len(self._playing)
-        told = self._desk.next_work(self._name, self._incarnation, version, room, sorted(self._playing), 0.0)
-        return [] if told is None or told.stop else told.orders
+        room = self._policy.room - len(self._running)
+        assignment = self._client.next_assignment(
+            self._name, self._incarnation, version, room, sorted(self._running), 0.0
+        )
+        return [] if assignment is None or assignment.stop else assignment.requests
 
 
 class _Heartbeat:
-    """Says in a thread of its own that the worker is alive, while it plays."""
+    """Sends heartbeats from a background thread."""
 
     def __init__(self, beat: Callable[[], object], seconds: float) -> None:
         self._beat = beat
@@ -202,8 +210,8 @@ class _Heartbeat:
             try:
                 self._beat()
             except Exception:
-                # The worker's own next question meets the same trouble, and is where it is dealt with.
-                logger.warning("the coordinator does not answer", exc_info=True)
+                # The next call of the main thread handles the error.
+                logger.warning("the coordinator does not respond", exc_info=True)
 
     def __enter__(self) -> None:
         self._thread.start()

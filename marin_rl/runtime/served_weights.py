@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Weights for an engine outside: written into a folder, and loaded by the engine at the call of a user's function."""
+"""Weight updates of an external server, through a folder and a user's function that makes the server load it."""
 
 import shutil
 from pathlib import Path
@@ -17,19 +17,19 @@ from marin_rl.user_code import UserFileError, load_from_file
 
 
 class WeightReloader:
-    """Gives an engine new weights, version by version."""
+    """Writes versions of the weights and makes a server load them."""
 
     def __init__(self, config: ReloadConfig, base_url: str, tokenizer: ChatTokenizer, trainer: TrainerConfig) -> None:
         """Import the user's function.
 
         Args:
-            config: folder and function.
-            base_url: of the engine; handed to the function.
-            tokenizer: written beside the weights.
-            trainer: mesh and axis mapping of the weights.
+            config: Folder and function.
+            base_url: Address of the server; passed to the function.
+            tokenizer: Written with the weights.
+            trainer: Mesh and axis mapping of the weights.
 
         Raises:
-            UserFileError: if there is no such function.
+            UserFileError: If the function does not exist.
         """
         self._config = config
         self._base_url = base_url
@@ -39,28 +39,28 @@ class WeightReloader:
         self._function = load_from_file(config.path, config.function)
         if not callable(self._function):
             raise UserFileError(
-                f"{config.function!r} of {config.path} is {type(self._function).__name__}, and not a function of "
+                f"{config.function!r} of {config.path} is {type(self._function).__name__}; it must be a function of "
                 "folder, version and base_url"
             )
 
     def serve(self, model: LmHeadModel, version: WeightVersion) -> None:
-        """Write weights, and return when the engine has loaded them.
+        """Write weights, and return when the server has loaded them.
 
         Args:
-            model: the weights.
-            version: steps of training behind them. The same one may come again, with other weights.
+            model: The weights.
+            version: Number of training steps. A version may be served again with other weights.
 
         Raises:
-            UserFileError: if the function raises.
+            UserFileError: If the function raises.
         """
         folder = self._write(model, version)
         try:
             self._function(folder, version, self._base_url)
         except Exception as error:
-            where = f"sampler.reload: {self._config.function!r} of {self._config.path}"
-            raise UserFileError(f"{where} raised {type(error).__name__}: {error}") from error
-        # Only now: until then the engine may still read the older ones.
-        self._forget_old()
+            label = f"sampler.reload: {self._config.function!r} of {self._config.path}"
+            raise UserFileError(f"{label} raised {type(error).__name__}: {error}") from error
+        # Only after the call, because the server may read the older versions until then.
+        self._delete_old()
 
     def _write(self, model: LmHeadModel, version: WeightVersion) -> Path:
         folder = Path(self._config.folder).absolute() / f"version-{version}"
@@ -74,6 +74,6 @@ class WeightReloader:
         self._written.append(folder)
         return folder
 
-    def _forget_old(self) -> None:
+    def _delete_old(self) -> None:
         while len(self._written) > self._config.keep:
             shutil.rmtree(self._written.pop(0), ignore_errors=True)

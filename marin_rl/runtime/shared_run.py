@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A run over several training processes: one on each host, together they hold the mesh.
+"""Training in several processes: one per host, which together hold the device mesh.
 
-All of them run the same loop on the same groups, so that tasks, orders, replay buffer and batches are the same
-everywhere without being sent. The main process alone has workers, asks them, tells the others what came, and writes.
+All processes run the same loop on the same groups, so tasks, requests, replay buffer and batches are equal everywhere
+without being sent. Only the main process has workers; it broadcasts finished groups and writes the run directory.
 """
 
 import json
@@ -34,87 +34,87 @@ from marin_rl.weights.protocol import WeightSender
 
 
 class SharedWorkerPool:
-    """Workers whom the main process asks; what came of it, all processes are told."""
+    """Worker pool of the main process with a broadcast of its results to all processes."""
 
-    def __init__(self, rollout_source: WorkerPool | None, sender: WeightSender) -> None:
-        """Owe nothing.
+    def __init__(self, worker_pool: WorkerPool | None, sender: WeightSender) -> None:
+        """Start without pending requests.
 
         Args:
-            rollout_source: the main process's; None in the others.
-            sender: offers this process's shards of the weights, where there is no crew that does.
+            worker_pool: Worker pool of the main process; None in the other processes.
+            sender: Publishes the shards of this process if there is no worker pool.
         """
-        self._rollout_source = rollout_source
+        self._worker_pool = worker_pool
         self._sender = sender
 
-    def submit(self, orders: Sequence[GroupRequest]) -> None:
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
         """See [`RolloutSource`][marin_rl.runtime.rollout_source.RolloutSource]."""
-        if self._rollout_source is not None:
-            self._rollout_source.submit(orders)
+        if self._worker_pool is not None:
+            self._worker_pool.submit(requests)
 
     def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> list[FinishedGroup]:
         """See [`WorkerPool`][marin_rl.runtime.worker_pool.WorkerPool].
 
         Raises:
-            StopRequestedError: in every process, if a stop is requested.
-            MainProcessError: if the main process gave up.
+            StopRequestedError: In every process, if a stop is requested.
+            MainProcessError: If the wait failed in the main process.
         """
-        deadline = None if self._rollout_source is None else self._rollout_source.deadline()
+        deadline = None if self._worker_pool is None else self._worker_pool.deadline()
 
-        def ask() -> str:
-            assert self._rollout_source is not None
+        def poll() -> str:
+            assert self._worker_pool is not None
             assert deadline is not None
-            return json.dumps(self._rollout_source.ask(deadline))
+            return json.dumps(self._worker_pool.poll_groups(deadline))
 
         raise_if(stop_requested)
-        # The others are told of every question, so that they never wait in one exchange for long.
-        while not (came := json.loads(multihost.on_main(ask))):
+        # Broadcast the result of every poll, so that no process waits long in one exchange.
+        while not (groups := json.loads(multihost.on_main(poll))):
             raise_if(stop_requested)
-        return [FinishedGroup(RequestNumber(*number), decode_group(text)) for number, text in came]
+        return [FinishedGroup(RequestNumber(*number), decode_group(text)) for number, text in groups]
 
     def publish(self, model: object, version: WeightVersion) -> None:
         """See [`RolloutSource`][marin_rl.runtime.rollout_source.RolloutSource]."""
-        if self._rollout_source is None:
+        if self._worker_pool is None:
             self._sender.publish(model, version)
         else:
-            self._rollout_source.publish(model, version)
+            self._worker_pool.publish(model, version)
 
     def metrics(self) -> dict[str, float]:
-        """See [`RolloutSource`][marin_rl.runtime.rollout_source.RolloutSource]; nothing but in the main process."""
-        return {} if self._rollout_source is None else self._rollout_source.metrics()
+        """Return the worker metrics in the main process, and nothing in the others."""
+        return {} if self._worker_pool is None else self._worker_pool.metrics()
 
     @property
     def counts(self) -> dict[str, int]:
-        """See [`RolloutSource`][marin_rl.runtime.rollout_source.RolloutSource]; empty outside the main process."""
-        return {} if self._rollout_source is None else self._rollout_source.counts
+        """Event counts in the main process; empty in the others."""
+        return {} if self._worker_pool is None else self._worker_pool.counts
 
 
 def require_shared_folder(folder: Path) -> None:
-    """Check that all training processes see one run directory, into which each writes its shards of the checkpoints.
+    """Check that all training processes see the same run directory, which stores the checkpoint shards of each.
 
     The main process writes a random text, and every process reads it back.
 
     Args:
-        folder: the run directory, which exists on the main process's host.
+        folder: The run directory, which exists on the host of the main process.
 
     Raises:
-        RunDirectoryError: in every process, naming the processes that do not see the folder.
+        RunDirectoryError: In every process; names the processes that do not see the folder.
     """
     if not multihost.is_multihost():
         return
-    # A name that no host has looked up before: NFS clients remember for a while which names do not exist.
+    # A new file name: NFS clients cache for a while which names do not exist.
     nonce = multihost.on_main(lambda: _write_nonce(folder))
     file = folder / f".{nonce}"
     try:
         sees = file.read_text(encoding="utf-8") == nonce
     except OSError:
         sees = False
-    own = {"sees": sees, "place": f"{str(folder.absolute())!r} on host {socket.gethostname()}"}
-    found = [json.loads(text) for text in multihost.gather_texts(json.dumps(own))]
+    own_answer = {"sees": sees, "path": f"{str(folder.absolute())!r} on host {socket.gethostname()}"}
+    answers = [json.loads(text) for text in multihost.gather_texts(json.dumps(own_answer))]
     if multihost.is_main():
         file.unlink()
-    if blind := [f"process {index} ({each['place']})" for index, each in enumerate(found) if not each["sees"]]:
+    if blind := [f"process {index} ({answer['path']})" for index, answer in enumerate(answers) if not answer["sees"]]:
         raise RunDirectoryError(
-            f"training {', '.join(blind)} does not see the run directory of the main process ({found[0]['place']}). "
+            f"training {', '.join(blind)} does not see the run directory of the main process ({answers[0]['path']}). "
             "Every training process writes its shards of the checkpoints there: set run_dir to an absolute path on a "
             "file system that all training hosts share, such as NFS or a mounted bucket"
         )
@@ -128,21 +128,21 @@ def _write_nonce(folder: Path) -> str:
 
 
 def require_same_config(config: TrainConfig, may_differ: Sequence[str]) -> None:
-    """Check that all training processes were given one config.
+    """Check that all training processes have the same config.
 
     Args:
-        config: of this process.
-        may_differ: dotted keys, or sections, that do not change what the run computes.
+        config: Config of this process.
+        may_differ: Dotted keys or sections that do not change the results of the run.
 
     Raises:
-        RunDirectoryError: in every process, naming the processes and keys that differ from the main one's.
+        RunDirectoryError: In every process; names the processes and keys that differ from the main process.
     """
     if not multihost.is_multihost():
         return
     own = to_yaml(config)
     of_main = multihost.on_main(lambda: own)
-    found = multihost.gather_texts("\n".join(config_differences(of_main, own, [*may_differ, "run_dir"])))
-    if differing := [f"process {index}:\n{text}" for index, text in enumerate(found) if text]:
+    differences = multihost.gather_texts("\n".join(config_differences(of_main, own, [*may_differ, "run_dir"])))
+    if differing := [f"process {index}:\n{text}" for index, text in enumerate(differences) if text]:
         raise RunDirectoryError(
             "the training processes have different configs; compared with the main process (there), in "
             + "\n".join(differing)
@@ -151,50 +151,50 @@ def require_same_config(config: TrainConfig, may_differ: Sequence[str]) -> None:
 
 
 def require_same_batch(step: int, microbatches: Sequence[RlExample]) -> None:
-    """Check that all training processes are about to train on the same arrays.
+    """Check that all training processes have the same batch.
 
-    Each process computes the batch from the rollouts and puts its own rows on its devices, so a process that differs
-    would make the gradient wrong without any other sign.
+    Each process computes the batch from the rollouts and places its rows on its devices, so an undetected difference
+    would make the gradient wrong.
 
     Args:
-        step: of the run.
-        microbatches: all microbatches of all updates of the step.
+        step: Training step.
+        microbatches: All microbatches of all updates of the step.
 
     Raises:
-        ProcessesDifferError: in every process, naming the processes and arrays that differ.
+        ProcessesDifferError: In every process; names the processes and arrays that differ.
     """
     if not multihost.is_multihost():
         return
-    arrays = {name: [np.asarray(getattr(one, name).array) for one in microbatches] for name in PER_TOKEN_DTYPES}
+    arrays = {name: [np.asarray(getattr(batch, name).array) for batch in microbatches] for name in PER_TOKEN_DTYPES}
     values = {name: b"".join(array.tobytes() for array in of_name) for name, of_name in arrays.items()}
     shapes = [array.shape for array in arrays["input_ids"]]
     multihost.require_equal({"shapes": f"{step} {shapes}".encode(), **values}, f"the batch of step {step}")
 
 
 def check_config(config: TrainConfig) -> None:
-    """Check what several training processes need: samplers outside the trainer, and weights that all can fetch.
+    """Check that a config supports several training processes: rollout workers, and weights that all hosts can fetch.
 
     Raises:
-        ValueError: naming the setting and what to set instead.
+        ValueError: If it does not; the message names the setting and the remedy.
     """
     count = jax.process_count()
     if count == 1:
         return
-    refused = {
-        f"mode is {config.mode}": (config.mode is not Mode.ASYNC, "set mode: async, whose workers sample"),
+    unsupported = {
+        f"mode is {config.mode}": (config.mode is not Mode.ASYNC, "set mode: async, so that rollout workers sample"),
         f"warm_start.max_steps is {config.warm_start.max_steps}": (
             config.warm_start.max_steps > 0,
-            "set it to 0, and warm up in a run of its own on one process, whose directory initialize_from then names",
+            "set it to 0, and warm up in a separate run on one process, and set initialize_from to its run directory",
         ),
         f"evaluation.tasks is {config.evaluation.tasks}": (
             config.evaluation.tasks > 0,
             "set it to 0, and measure checkpoints with python -m marin_rl.evaluate --run RUN --evaluation.tasks N",
         ),
     }
-    for setting, (wrong, remedy) in refused.items():
-        if wrong:
+    for setting, (is_set, remedy) in unsupported.items():
+        if is_set:
             raise ValueError(
-                f"{setting}, but training runs in {count} processes, where the trainer's own sampler does not work; "
+                f"{setting}, but training runs in {count} processes, which the trainer's sampler does not support; "
                 f"{remedy}"
             )
     hosts = list(dict.fromkeys(multihost.gather_texts(socket.gethostname())))
@@ -206,18 +206,18 @@ def check_config(config: TrainConfig) -> None:
 
 
 def newest_good(checkpoints: Checkpoints) -> Checkpoint | None:
-    """The newest good checkpoint, the same one in every process: which it is, the main process says.
+    """Return the newest good checkpoint, chosen by the main process and equal in every process.
 
     Raises:
-        CheckpointError: if there are checkpoints and every one is damaged.
+        CheckpointError: If there are checkpoints and all of them are damaged.
     """
-    found: list[Checkpoint | None] = []
+    chosen: list[Checkpoint | None] = []
 
-    def look() -> str:
-        found.append(checkpoints.newest_good())
-        return "" if found[0] is None else str(found[0].step)
+    def choose() -> str:
+        chosen.append(checkpoints.newest_good())
+        return "" if chosen[0] is None else str(chosen[0].step)
 
-    step = multihost.on_main(look)
-    if found:
-        return found[0]
+    step = multihost.on_main(choose)
+    if chosen:
+        return chosen[0]
     return checkpoints.open(int(step)) if step else None

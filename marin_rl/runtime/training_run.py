@@ -112,8 +112,8 @@ class TrainingRun:
             max_staleness: maximum age in versions; None for the configured maximum.
         """
         stale = self.replay.expire(version, max_staleness)
-        untrained = [entry for entry in stale if entry.uses_left == self.orders.pace.max_uses]
-        self.orders.again(entry.task for entry in untrained)
+        untrained = [entry for entry in stale if entry.uses_left == self.orders.limits.max_uses]
+        self.orders.retry(entry.task for entry in untrained)
         return Dropped(len(stale), [entry.group for entry in untrained])
 
     @contextlib.contextmanager
@@ -130,7 +130,7 @@ class TrainingRun:
         except StopRequestedError:
             progress.tasks_drawn, progress.task_stream = tasks_drawn, task_stream
             progress.prompts_skipped = prompts_skipped
-            self.orders, self.replay = RolloutScheduler(self.orders.pace, orders), replay
+            self.orders, self.replay = RolloutScheduler(self.orders.limits, orders), replay
             raise
 
     def save(self) -> Path:

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Weights that travel to a worker while it plays."""
+"""Background fetch of weights while a worker runs groups."""
 
 import logging
 from collections.abc import Callable
@@ -15,66 +15,67 @@ from marin_rl.weights.errors import CorruptTransferError, NoWeightsError, Server
 
 logger = logging.getLogger(__name__)
 
-PASSING = (ServerLostError, CorruptTransferError, NoWeightsError, VersionGoneError)
-"""Errors that another attempt may mend. Until then a worker plays on with the weights that it has: what grows too old
-is dropped by the replay buffer."""
+TRANSIENT_ERRORS = (ServerLostError, CorruptTransferError, NoWeightsError, VersionGoneError)
+"""Errors that a retry may resolve. Until then a worker continues with its weights; the replay buffer drops groups that
+become too old.
+"""
 
 
 class Weights(NamedTuple):
-    """Weights that came."""
+    """Received weights."""
 
     model: LmHeadModel
     """The policy."""
     version: WeightVersion
-    """Steps of training behind it."""
+    """Number of training steps."""
 
 
 class WeightPrefetcher:
-    """Asks for newer weights in a thread of its own, so that sampling goes on while they travel.
+    """Fetches newer weights in a background thread, so that sampling continues during the transfer.
 
-    There is one question at a time, and what came is held until somebody looks: at most one copy of the weights lies
-    beside the one in use.
+    At most one fetch is pending and its result is kept until the next poll, so there is at most one copy of the weights
+    in addition to the one in use.
     """
 
     def __init__(self, fetch: Callable[[WeightVersion | None], Weights | None]) -> None:
-        """Ask nothing yet.
+        """Start without a fetch.
 
         Args:
-            fetch: gives newer weights than those of this version; None where there are none.
+            fetch: Returns newer weights than the given version, or None.
         """
         self._fetch = fetch
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="newer-weights")
-        self._under_way: Future[Weights | None] | None = None
+        self._pending: Future[Weights | None] | None = None
 
-    def look(self, version: WeightVersion | None) -> Weights | None:
-        """What the last question has brought, if its answer is there; asks the next one. Waits for nothing.
+    def poll(self, version: WeightVersion | None) -> Weights | None:
+        """Return the result of the last fetch if it is done, and start the next one. Does not block.
 
         Args:
-            version: of the weights in use.
+            version: Version of the weights in use.
 
         Returns:
-            Newer weights; None where none have come, or they did not arrive: the next look asks again.
+            Newer weights; None if none arrived and the next poll retries.
 
         Raises:
-            Exception: what no further attempt can mend.
+            Exception: An error that a retry cannot resolve.
         """
-        if self._under_way is not None and not self._under_way.done():
+        if self._pending is not None and not self._pending.done():
             return None
-        came = self.complete()
-        self._under_way = self._thread.submit(self._fetch, version if came is None else came.version)
-        return came
+        received = self.complete()
+        self._pending = self._thread.submit(self._fetch, version if received is None else received.version)
+        return received
 
     def complete(self) -> Weights | None:
-        """Wait for the question that is under way, if any; what it brought, as `look` gives it."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is None:
+        """Wait for the pending fetch, if any, and return its result as `poll` does."""
+        pending, self._pending = self._pending, None
+        if pending is None:
             return None
         try:
-            return under_way.result()
-        except PASSING as error:
-            logger.warning("newer weights did not arrive (%s); playing on, and asking again", error)
+            return pending.result()
+        except TRANSIENT_ERRORS as error:
+            logger.warning("newer weights did not arrive (%s); continuing with the current weights and retrying", error)
             return None
 
     def close(self) -> None:
-        """Wait for what is under way, whatever comes of it, and end the thread."""
+        """Wait for the pending fetch, ignore its result, and end the thread."""
         self._thread.shutdown()

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a rollout worker plays with: its own environment and sampler, under weights that it fetches."""
+"""Policy of a rollout worker: environment and sampler with the weights that it fetches."""
 
 import contextlib
 import logging
@@ -25,7 +25,7 @@ from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.policy_engine import PolicyEngine, open_worker_engine
 from marin_rl.runtime.rollout_runner import make_runner, open_reward_functions
 from marin_rl.runtime.rollout_source import FinishedGroup, stream_group_requests
-from marin_rl.runtime.weight_prefetcher import PASSING, WeightPrefetcher, Weights
+from marin_rl.runtime.weight_prefetcher import TRANSIENT_ERRORS, WeightPrefetcher, Weights
 from marin_rl.sampling.sampler import WeightPoll
 from marin_rl.types import WeightVersion
 from marin_rl.weights.protocol import WeightReceiver
@@ -34,20 +34,22 @@ logger = logging.getLogger(__name__)
 
 
 class ReceivedPolicy:
-    """Plays under the newest weights that it has fetched."""
+    """Runs groups with the newest weights that it has fetched."""
 
-    def __init__(self, config: TrainConfig, vocab_size: int, token: str, announced: Callable[[], Announcement]) -> None:
-        """Bring up devices, environment and reward functions; weights come with the first `fetch`.
+    def __init__(
+        self, config: TrainConfig, vocab_size: int, secret: str, announced: Callable[[], Announcement]
+    ) -> None:
+        """Start devices, environment and reward functions; the first `fetch` loads the weights.
 
         Args:
-            config: the run's.
-            vocab_size: of the model, which may be larger than the tokenizer's.
-            token: the run's secret.
-            announced: says which weights are the newest; asked while it plays, with `workers.refresh: in_flight`.
+            config: Config of the run.
+            vocab_size: Vocabulary size of the model, which may be larger than the tokenizer's.
+            secret: The run's secret.
+            announced: Returns the newest weights; called while groups run with `workers.refresh: in_flight`.
         """
         assert config.model is not None
         self._config = config
-        self._token = token
+        self._secret = secret
         self._announced = announced
         self._trainer = start_devices(
             config.trainer_config(), rows_per_device=config.rollouts.rows_per_device, alone=True
@@ -59,66 +61,69 @@ class ReceivedPolicy:
         self._addresses: tuple[str, ...] = ()
         self._sampler: PolicyEngine | None = None
         self._version: WeightVersion | None = None
-        self._newer = WeightPrefetcher(self._fetch_newer)
+        self._prefetcher = WeightPrefetcher(self._fetch_prefetcher)
         with contextlib.ExitStack() as opened:
             self._reward_functions, self._loop = open_reward_functions(config, self._environment, opened)
             opened.enter_context(Closing(self._close_receiver))
-            opened.enter_context(Closing(self._newer.close))
+            opened.enter_context(Closing(self._prefetcher.close))
             self._opened = opened.pop_all()
 
     @property
     def version(self) -> WeightVersion | None:
-        """Of the weights that it has; None for none."""
+        """Version of the weights; None before the first fetch."""
         return self._version
 
     @property
     def room(self) -> int:
-        """Groups that fill the sampler; at least one."""
+        """Number of groups that fill the sampler; at least 1."""
         return max(self._config.sampling.max_seqs // self._config.rollouts.group_size, 1)
 
     def fetch(self, addresses: Sequence[str]) -> bool:
-        """Take the newest weights that are offered at these addresses, or newer ones that are on their way already.
+        """Fetch the newest weights at these addresses, or use newer ones that are already being fetched.
 
         Returns:
-            Whether they came. Where not, others may still be reached, and it is to be asked again.
+            Whether the weights arrived. If not, they may be available to other workers, and the caller retries.
 
         Raises:
-            ServerLostError: and the other errors of a transfer, if it has none yet: then something is set up wrongly.
+            ServerLostError: If the first fetch fails, which indicates a configuration error; likewise the other errors
+                of a weight transfer.
         """
         try:
-            came = self._newer.complete() or self._receive(addresses)
-        except PASSING as error:
+            received = self._prefetcher.complete() or self._receive(addresses)
+        except TRANSIENT_ERRORS as error:
             if self._version is None:
                 raise
-            logger.warning("newer weights did not arrive (%s); asking again", error)
+            logger.warning("newer weights did not arrive (%s); retrying", error)
             return False
-        self._use(came)
+        self._use(received)
         return True
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether it goes over to newer weights while it plays."""
+        """Whether weights are updated while groups run."""
         return self._config.workers.refresh is Refresh.IN_FLIGHT
 
-    def play(
-        self, orders: Sequence[GroupRequest], on_group_done: Callable[[FinishedGroup], Sequence[GroupRequest]]
+    def run(
+        self, requests: Sequence[GroupRequest], on_group_done: Callable[[FinishedGroup], Sequence[GroupRequest]]
     ) -> None:
-        """Play groups beside one another, hand in each as soon as it is whole, and play what comes in its place."""
-        assert self._sampler is not None, "weights are fetched first"
+        """Run groups concurrently, return each when it is finished, and start the next ones in its place."""
+        assert self._sampler is not None, "call fetch first"
         runner = make_runner(
             self._config, self._environment, self._tokenizer, self._sampler, self._loop, self._reward_functions
         )
-        stream_group_requests(self._config, runner, orders, on_group_done)
+        stream_group_requests(self._config, runner, requests, on_group_done)
 
     def close(self) -> None:
-        """End what runs beside it."""
+        """Stop weight prefetching, reward workers and the event loop."""
         self._opened.close()
 
     def _use(self, weights: Weights) -> None:
         model, version = weights
         if self._sampler is None:
             weight_poll = (
-                WeightPoll(self._look, self._config.workers.decode_steps_per_weight_poll) if self.is_in_flight else None
+                WeightPoll(self._poll_weights, self._config.workers.decode_steps_per_weight_poll)
+                if self.is_in_flight
+                else None
             )
             self._sampler = open_worker_engine(
                 self._config, model, self._tokenizer, self._trainer, version, weight_poll
@@ -127,20 +132,20 @@ class ReceivedPolicy:
             self._sampler.update(model, version)
         self._version = version
 
-    def _look(self) -> None:
-        came = self._newer.look(self._version)
-        if came is not None:
-            logger.info("going over from version %s to %s in flight", self._version, came.version)
-            self._use(came)
+    def _poll_weights(self) -> None:
+        received = self._prefetcher.poll(self._version)
+        if received is not None:
+            logger.info("updating weights in flight from version %s to %s", self._version, received.version)
+            self._use(received)
 
-    def _fetch_newer(self, version: WeightVersion | None) -> Weights | None:
+    def _fetch_prefetcher(self, version: WeightVersion | None) -> Weights | None:
         announced = self._announced()
         return self._receive(announced.addresses) if announced.is_newer_than(version) else None
 
     def _receive(self, addresses: Sequence[str]) -> Weights:
         if tuple(addresses) != self._addresses or self._receiver is None:
             self._close_receiver()
-            self._receiver = self._config.weights.open_receiver(addresses, self._token)
+            self._receiver = self._config.weights.open_receiver(addresses, self._secret)
             self._addresses = tuple(addresses)
         return Weights(*self._receiver.receive(self._like))
 
@@ -151,11 +156,11 @@ class ReceivedPolicy:
 
 
 def placed_shape(shape: LmHeadModel, trainer: TrainerConfig) -> LmHeadModel:
-    """Shapes and dtypes with the places that the trainer's mesh and parameter mapping give them.
+    """Return shapes and dtypes with the shardings of the trainer's mesh and parameter mapping.
 
     Args:
-        shape: of a model, without arrays.
-        trainer: as `start_devices` completed it.
+        shape: Shapes of a model.
+        trainer: Trainer config, completed by `start_devices`.
     """
     mesh, mapping = trainer.device_mesh, trainer.parameter_axis_mapping
 

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The trainer's view of rollout workers: orders go out through a coordinator, groups come back."""
+"""Pool of rollout workers that the trainer uses through a coordinator."""
 
 import logging
 import time
@@ -22,73 +22,73 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerFailedError(UserError):
-    """An error of the run's own ended a rollout worker; it would end the next one too."""
+    """Raised when an error in the program of a rollout worker ended it; a restart would fail again."""
 
 
 class NoWorkersError(UserError):
-    """Nothing came from any worker for too long; says what was owed."""
+    """Raised when no worker finishes a group within the timeout; the message lists pending groups."""
 
 
 @runtime_checkable
-class TrainerDesk(Protocol):
-    """What a trainer asks of a coordinator; calls may be repeated without harm."""
+class TrainerClient(Protocol):
+    """Trainer interface of a coordinator; all calls are idempotent."""
 
-    def submit(self, orders: Sequence[GroupRequest]) -> None:
-        """Take orders."""
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Add requests."""
         ...
 
     def announce(self, version: WeightVersion, addresses: Sequence[str]) -> None:
-        """Say where the newest weights are."""
+        """Announce the newest weights and their addresses."""
         ...
 
     def take(self, acknowledged: Sequence[RequestNumber], seconds: float) -> TrainerUpdate:
-        """Groups that have come; waits so long for the first."""
+        """Return finished groups; waits up to `seconds` for the first."""
         ...
 
 
 class WorkerPool:
-    """Rollout workers in other processes. It remembers what is owed, and tells a new coordinator all of it."""
+    """Rollout workers in other processes. Pending requests are submitted again to a restarted coordinator."""
 
     def __init__(
         self,
-        desk: TrainerDesk,
+        client: TrainerClient,
         sender: WeightSender,
         *,
-        patience: float,
+        no_progress_timeout: float,
         poll: float = 1.0,
         addresses: Sequence[str] | None = None,
         counts: Mapping[str, int] | None = None,
     ) -> None:
-        """Owe nothing.
+        """Start without pending requests.
 
         Args:
-            desk: the coordinator.
-            sender: offers the weights; what it has flushed is there at all addresses.
-            patience: seconds without a single group after which to give up.
-            poll: seconds that one question may wait for its answer.
-            addresses: of the senders of all training hosts; None for this sender alone.
-            counts: what was counted before the run was taken up again.
+            client: Client of the coordinator.
+            sender: Publishes the weights; after `flush` they are available at all addresses.
+            no_progress_timeout: Seconds without any finished group after which `wait` fails.
+            poll: Seconds that one call to the coordinator may wait.
+            addresses: Sender addresses of all training hosts; None for the address of `sender`.
+            counts: Worker counts of the run before it was resumed.
         """
-        self._desk = desk
+        self._client = client
         self._sender = sender
         self._addresses = (sender.address,) if addresses is None else tuple(addresses)
-        self._patience = patience
+        self._no_progress_timeout = no_progress_timeout
         self._poll = poll
-        self._owed: dict[RequestNumber, GroupRequest] = {}
+        self._pending: dict[RequestNumber, GroupRequest] = {}
         self._received: list[RequestNumber] = []
         self._announced: tuple[WeightVersion, tuple[str, ...]] | None = None
         self._announcing = BackgroundJob("announce")
         self._incarnation: str | None = None
         self.workers: dict[str, int] = {}
-        """Who was there when the last groups came, and how many groups each had played."""
+        """Number of finished groups by worker, at the last poll."""
         self.counts = dict(counts or {})
-        """What the coordinators of the run have counted until then; see `Coordinator.counts`."""
+        """Event counts over all coordinators of the run, at the last poll; see `Coordinator.counts`."""
         self._counts_before = self.counts
         self._seconds = {"present": 0.0, "busy": 0.0}
         self._seconds_before = self._seconds
 
     def publish(self, model: object, version: WeightVersion) -> None:
-        """Offer the weights, and tell the workers as soon as they can have them; see `RolloutSource`."""
+        """Publish weights and announce them in the background when available; see `RolloutSource`."""
         self._announcing.flush()
         self._sender.publish(model, version)
         self._announcing.start(self._announce, version)
@@ -96,10 +96,10 @@ class WorkerPool:
     def _announce(self, version: WeightVersion) -> None:
         self._sender.flush()
         self._announced = (version, self._addresses)
-        self._desk.announce(*self._announced)
+        self._client.announce(*self._announced)
 
     def metrics(self) -> dict[str, float]:
-        """How many workers there are, and what became of them; see `RolloutSource`."""
+        """Return worker metrics: alive, busy share since the last call, and counts."""
         present, busy = (self._seconds[name] - self._seconds_before[name] for name in ("present", "busy"))
         self._seconds_before = self._seconds
         counts = {f"workers/{name}": float(count) for name, count in self.counts.items()}
@@ -110,74 +110,75 @@ class WorkerPool:
         }
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the pending announcement."""
         self._announcing.close()
 
-    def submit(self, orders: Sequence[GroupRequest]) -> None:
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
         """See [`RolloutSource`][marin_rl.runtime.rollout_source.RolloutSource]."""
-        if orders:
-            self._owed |= {order.number: order for order in orders}
-            self._desk.submit(orders)
+        if requests:
+            self._pending |= {request.number: request for request in requests}
+            self._client.submit(requests)
 
     def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> list[FinishedGroup]:
         """See [`RolloutSource`][marin_rl.runtime.rollout_source.RolloutSource].
 
         Raises:
-            StopRequestedError: if a stop is requested.
-            WorkerFailedError: if an error ended a worker.
-            NoWorkersError: if no group came in all the time of the patience.
+            StopRequestedError: If a stop is requested.
+            WorkerFailedError: If an error ended a worker.
+            NoWorkersError: If no group is finished within the timeout.
         """
         deadline = self.deadline()
         raise_if(stop_requested)
-        while not (came := self.ask(deadline)):
+        while not (finished := self.poll_groups(deadline)):
             raise_if(stop_requested)
-        return [FinishedGroup(number, decode_group(text)) for number, text in came]
+        return [FinishedGroup(number, decode_group(text)) for number, text in finished]
 
     def deadline(self) -> float:
-        """When the patience of who begins to wait now will be over."""
-        return time.monotonic() + self._patience
+        """Return the time at which a wait that starts now times out."""
+        return time.monotonic() + self._no_progress_timeout
 
-    def ask(self, deadline: float) -> list[tuple[RequestNumber, str]]:
-        """Groups that are owed and have come, encoded; waits for one question's time, and then there may be none.
+    def poll_groups(self, deadline: float) -> list[tuple[RequestNumber, str]]:
+        """Return finished pending groups, encoded; empty if none is finished within `poll` seconds.
 
         Args:
-            deadline: when the patience is over.
+            deadline: Time after which to fail.
 
         Raises:
-            WorkerFailedError: if an error ended a worker.
-            NoWorkersError: if the patience is over.
+            WorkerFailedError: If an error ended a worker.
+            NoWorkersError: If the deadline has passed.
         """
         if time.monotonic() > deadline:
-            owed = ", ".join(number.group_id for number in sorted(self._owed)[:5])
+            pending = ", ".join(number.group_id for number in sorted(self._pending)[:5])
             raise NoWorkersError(
-                f"no group came from any rollout worker in {self._patience:g} s (workers.no_progress_timeout); "
-                f"{len(self._owed)} are owed ({owed}, ...), and there are {len(self.workers)} workers. Their logs say "
-                "what holds them up; run the same command again to go on from the last checkpoint"
+                f"no rollout worker finished a group in {self._no_progress_timeout:g} s "
+                f"(workers.no_progress_timeout); {len(self._pending)} are pending ({pending}, ...), and there are "
+                f"{len(self.workers)} workers. See their logs for the cause; run the same command again to resume from "
+                "the last checkpoint"
             )
         self._announcing.raise_if_failed()
-        update = self._desk.take(self._received, self._poll)
+        update = self._client.take(self._received, self._poll)
         self._received = [number for number, _ in update.groups]
-        self._note(update)
-        came = [(number, text) for number, text in update.groups if self._owed.pop(number, None)]
-        if not came and update.failure is not None:
+        self._update_state(update)
+        finished = [(number, text) for number, text in update.groups if self._pending.pop(number, None)]
+        if not finished and update.failure is not None:
             raise WorkerFailedError(
                 f"a rollout worker ended with an error: {update.failure}. The workers' logs in the run directory "
                 "have the traceback"
             )
-        return came
+        return finished
 
-    def _note(self, update: TrainerUpdate) -> None:
+    def _update_state(self, update: TrainerUpdate) -> None:
         if self._incarnation != update.incarnation:
             if self._incarnation is not None:
                 logger.warning(
-                    "the coordinator was started anew; it is told of %d groups that are owed", len(self._owed)
+                    "the coordinator was restarted; submitting %d pending requests again", len(self._pending)
                 )
                 self._counts_before = self.counts
                 self._seconds_before = {"present": 0.0, "busy": 0.0}
-            # The first one that answers is told too: it need not be the one that was told before.
+            # Also for the first response: the coordinator may have been restarted before it.
             if self._announced is not None:
-                self._desk.announce(*self._announced)
-            self._desk.submit([self._owed[number] for number in sorted(self._owed)])
+                self._client.announce(*self._announced)
+            self._client.submit([self._pending[number] for number in sorted(self._pending)])
         self._incarnation = update.incarnation
         self.workers = update.workers
         self._seconds = update.seconds

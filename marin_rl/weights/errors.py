@@ -5,6 +5,7 @@
 
 from marin_rl.errors import UserError
 
+
 class WeightTransferError(UserError):
     """Raised when weights do not arrive; the message names the server or folder and the reason."""
 

@@ -29,7 +29,7 @@ from experiments.soak_train import hold_transfers, reached
 from marin_rl.weights.arrow_flight_client import FlightSource
 from marin_rl.weights.errors import ServerLostError
 from tests.tiny_run import TinyRun, copy_of
-from tests.weights.ends import TOKEN
+from tests.weights.ends import SECRET
 
 
 def ended(run: TinyRun) -> LiveRun:
@@ -51,7 +51,7 @@ def test_a_run_of_whole_groups_is_right(finished_run: TinyRun) -> None:
     ],
 )
 def test_what_is_wrong_is_named(finished_run: TinyRun, expected: dict[str, int], wrong: str) -> None:
-    with pytest.raises(SoakError, match=f"^not so: {wrong}; 6 steps, 24 groups"):
+    with pytest.raises(SoakError, match=f"^failed checks: {wrong}; 6 steps, 24 groups"):
         whole_and_once(ended(finished_run), **expected)
 
 
@@ -160,14 +160,14 @@ def test_a_transfer_is_held_between_two_chunks_from_a_version_on_and_its_server_
     run = LiveRun((), tmp_path, tmp_path / "output.txt", patience=60.0, hold=hold)
     run.output.touch()
     hold_transfers(hold, 2)
-    command = [sys.executable, str(Path(__file__).with_name("held_server.py")), str(hold), TOKEN]
+    command = [sys.executable, str(Path(__file__).with_name("held_server.py")), str(hold), SECRET]
     environment = {**os.environ, "PYTHONPATH": str(Path(marin_rl.__file__).parents[1])}
     run.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
     assert run.process.stdout is not None
     try:
         with run.process.stdout as printed:
             address = printed.readline().decode().strip()
-        source = FlightSource(address, TOKEN, streams=1, call_seconds=60.0)
+        source = FlightSource(address, SECRET, streams=1, call_seconds=60.0)
         one, two = (source.manifests(version)[0] for version in (1, 2))
         assert len(list(source.fetch(one, one.chunks(0)))) == 4
         assert not reached(hold).exists()

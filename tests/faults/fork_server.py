@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Runs commands of `marin_rl.train` in processes that are forked after all imports, and kills them where told to.
+"""Run commands of `marin_rl.train` in processes forked after all imports, and kill them at given file events.
 
 `python fork_server.py` reads orders from stdin, a JSON object a line, and answers each with two lines: the
 process id, then the exit status. An order names the command's arguments, a file for its output, and optionally a
@@ -15,13 +15,13 @@ import re
 import signal
 import sys
 
-# Imported before the forks, so that no command pays for it. Jax's threads start with its first computation; until
-# then a fork is safe.
+# Imported before the forks to save time. Jax starts its threads with its first computation; until then a fork is
+# safe.
 import marin_rl.runtime.session  # noqa: F401
 from marin_rl.train import main
 
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree"}
-"""The audit events of Python that are about files."""
+"""Python audit events of file operations."""
 
 
 def kill_at(pattern: str, count: int) -> None:
@@ -51,7 +51,7 @@ def kill_at(pattern: str, count: int) -> None:
 
 
 def run(order: dict) -> None:
-    """Carry out an order in a forked process; never returns."""
+    """Run a command in a forked process; never returns."""
     with open(order["output"], "wb") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -63,7 +63,7 @@ def run(order: dict) -> None:
 
 
 def serve() -> None:
-    """Carry out orders until there are no more."""
+    """Run commands until the input ends."""
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Asynchronous runs in processes of their own, with two workers under Ray."""
+"""Asynchronous runs in separate processes, with two workers under Ray."""
 
 import contextlib
 import time
@@ -14,13 +14,13 @@ from marin_rl.rollouts.store import read_rollouts
 from tests.tiny_run import TinyRun
 
 SILENCE = 3.0
-"""Seconds that a worker may be silent."""
+"""Heartbeat timeout of workers, in seconds."""
 PATIENCE = 600.0
-"""Seconds that anything may take on a busy machine."""
+"""Timeout of every wait, in seconds."""
 
 
 def async_settings(**changes: Any) -> dict[str, Any]:
-    """What makes a tiny run an asynchronous one that begins to train at once."""
+    """Return settings that make a tiny run asynchronous, without a warm start."""
     return {
         "mode": "async",
         "workers": {"num_workers": 2, "heartbeat_timeout": SILENCE, "no_progress_timeout": PATIENCE},
@@ -30,13 +30,13 @@ def async_settings(**changes: Any) -> dict[str, Any]:
 
 
 def verifiable_versions(problems: Path) -> dict[str, Any]:
-    """Changes to a run that let `each_of_one_version` check which weights sampled each token.
+    """Return settings with which `each_of_one_version` can check the weights behind each token.
 
     Args:
         problems: a file of them.
     """
     return {
-        # An untrained policy is never right; random rewards give it something to learn.
+        # An untrained policy is never correct; random rewards give it a signal.
         "environment": {
             "type": "random_control",
             "environment": {"type": "jsonl", "name": "ones", "path": str(problems)},
@@ -49,27 +49,27 @@ def verifiable_versions(problems: Path) -> dict[str, Any]:
 
 
 def each_of_one_version(run: LiveRun) -> None:
-    """See that a run with `verifiable_versions`, which has ended, sampled with weights that were never a mixture."""
+    """Check that every token of an ended run with `verifiable_versions` was sampled from a single version."""
     tables = read_rollouts(run.run_dir / "rollouts", None, ["step", "turns"], purposes=["training"])
     for row in (row for table in tables for row in table.to_pylist()):
         for turn in row["turns"]:
             assert row["step"] - 2 <= turn["first_version"] == turn["last_version"] < row["step"]
     records = run.records()[1:]
-    # Each token is as likely under the weights that it is said to be of as its sampler found: both compute in float32.
+    # The learner's log-probabilities under the recorded version equal the sampler's: both compute in float32.
     assert max(record["mismatch/logprob_difference_max"] for record in records) < 1e-4
-    # Under the weights of another version it is not.
+    # Under another version they differ.
     assert max(record["staleness/max"] for record in records) == 1
     assert max(abs(record["val/ratio"] - 1) for record in records) > 1e-3
 
 
 def live(run: TinyRun) -> LiveRun:
-    """The run's command, in a process of its own."""
+    """Make the run's command in a separate process."""
     return LiveRun(run.argv, run.path, run.path.parent / "output.txt", PATIENCE)
 
 
 @contextlib.contextmanager
 def started(run: LiveRun) -> Iterator[None]:
-    """The run, while it runs; ended at the end of the block."""
+    """Start the run, and end it at the end of the block."""
     run.start()
     try:
         yield
@@ -78,7 +78,7 @@ def started(run: LiveRun) -> Iterator[None]:
 
 
 def until(happened: Callable[[], bool], what: Callable[[], str]) -> None:
-    """Wait for something that happens though the trainer has ended."""
+    """Wait for an event, also after the trainer has ended."""
     deadline = time.monotonic() + PATIENCE
     while not happened():
         assert time.monotonic() < deadline, what()
@@ -86,7 +86,7 @@ def until(happened: Callable[[], bool], what: Callable[[], str]) -> None:
 
 
 def all_end(children: Iterable[Child]) -> None:
-    """Wait until none of these processes is left."""
+    """Wait until all of these processes have ended."""
 
     def left() -> list[str]:
         return [child for child in children if child.is_alive]

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Bad input ends with exit status 1 and a message that names the thing and a remedy, and nothing is lost."""
+"""Bad input ends with exit status 1 and a message with the cause and a remedy, and loses no data."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ Capture = pytest.CaptureFixture[str]
 
 @dataclasses.dataclass(frozen=True)
 class JudgeConfig(EnvironmentConfig):
-    """A judge whose whims are chosen by config; fair to all but training tasks."""
+    """Environment whose rewards for training tasks fail in a configurable way."""
 
     whim: str = "none"
 
@@ -62,7 +62,7 @@ class Verdict:
 
 @pytest.fixture
 def judge() -> Iterator[None]:
-    """`environment: {type: judge}`, for the time of a test."""
+    """Register `environment: {type: judge}` during a test."""
     EnvironmentConfig.register_subclass("judge")(JudgeConfig)
     yield
     del EnvironmentConfig._choice_registry["judge"]
@@ -70,7 +70,7 @@ def judge() -> Iterator[None]:
 
 @pytest.fixture
 def quick(finished_run: TinyRun) -> dict[str, Any]:
-    """Settings of a run that starts from trained weights, with little to measure and nothing to draw."""
+    """Return settings of a run from trained weights, with few evaluation tasks and no plots."""
     return {
         "initialize_from": str(finished_run.path),
         "warm_start__max_steps": 0,
@@ -86,7 +86,7 @@ def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def error(capfd: Capture) -> str:
-    """The message, which is one line or several, but no traceback."""
+    """Return the error message, and check that there is no traceback."""
     text = capfd.readouterr().err
     start = text.find("error: ")
     assert start >= 0, text
@@ -94,7 +94,7 @@ def error(capfd: Capture) -> str:
     return text[start:]
 
 
-# Before anything is made: the config and what it names.
+# Before files are created: the config and its references.
 
 
 @pytest.mark.parametrize(
@@ -116,16 +116,14 @@ def error(capfd: Capture) -> str:
         (["--updates.epochs", "2"], "updates sets 2 updates per step, but policy_loss 'reinforce' does"),
     ],
 )
-def test_a_config_that_cannot_be_touches_nothing(
-    finished_run: TinyRun, capfd: Capture, argv: list[str], message: str
-) -> None:
+def test_invalid_config_creates_no_files(finished_run: TinyRun, capfd: Capture, argv: list[str], message: str) -> None:
     before = contents(finished_run.path)
     assert finished_run.train(*argv) == 1
     assert message in error(capfd)
     assert contents(finished_run.path) == before
 
 
-def test_a_config_file_that_is_missing_is_named_with_the_nearest_one(finished_run: TinyRun, capfd: Capture) -> None:
+def test_missing_config_file_is_named_with_nearest_match(finished_run: TinyRun, capfd: Capture) -> None:
     assert main(["--config", str(finished_run.config.with_name("tyni.yaml"))]) == 1
     assert "tyni.yaml' does not exist; did you mean 'tiny.yaml'?" in error(capfd)
 
@@ -138,7 +136,7 @@ def test_a_config_file_that_is_missing_is_named_with_the_nearest_one(finished_ru
         (["--num_steps", "many", "--rollouts.groupsize", "4"], ["num_steps is 'many'", "did you mean 'group_size'?"]),
     ],
 )
-def test_several_problems_are_told_at_once(
+def test_several_config_errors_are_reported_together(
     finished_run: TinyRun, capfd: Capture, argv: list[str], messages: list[str]
 ) -> None:
     assert finished_run.train(*argv) == 1
@@ -167,7 +165,7 @@ GOOD_LINE = json.dumps({"prompt": "2x3", "answer": "1"})
         (f'{GOOD_LINE}\n{{"prompt": "a", "anwser": "1"}}\n', "problems.jsonl:2"),
     ],
 )
-def test_broken_data_is_named_by_file_and_line(
+def test_invalid_data_is_named_by_file_and_line(
     new_run: Callable[..., TinyRun], capfd: Capture, text: str, message: str
 ) -> None:
     run = new_run()
@@ -182,14 +180,14 @@ def test_broken_data_is_named_by_file_and_line(
     assert not (run.path / "metrics.jsonl").exists()
 
 
-def test_data_that_is_missing_is_named(new_run: Callable[..., TinyRun], capfd: Capture) -> None:
+def test_missing_data_is_named(new_run: Callable[..., TinyRun], capfd: Capture) -> None:
     run = new_run()
     run.config.with_name("problems.jsonl").unlink()
     assert run.train() == 1
     assert str(run.config.with_name("problems.jsonl")) in error(capfd)
 
 
-def test_a_prompt_longer_than_the_context_is_named(
+def test_prompt_longer_than_context_is_named(
     quick: dict[str, Any], new_run: Callable[..., TinyRun], capfd: Capture
 ) -> None:
     run = new_run(**quick, rollouts__max_length=6)
@@ -197,7 +195,7 @@ def test_a_prompt_longer_than_the_context_is_named(
     text = error(capfd)
     assert "of environment 'ones': its prompt has 6 tokens, but rollouts.max_length allows 5" in text
     assert "raise rollouts.max_length" in text
-    # The corrected config may have the same directory.
+    # The corrected config may use the same directory.
     assert run.train("--rollouts.max_length", "12", "--num_steps", "0") == 0
 
 
@@ -208,7 +206,7 @@ def test_a_prompt_longer_than_the_context_is_named(
         (["--trainer.require_accelerator", "true"], "trainer.require_accelerator is true, but jax found only a CPU"),
     ],
 )
-def test_what_does_not_fit_the_devices_is_told_in_numbers(
+def test_indivisible_batch_sizes_are_reported(
     new_run: Callable[..., TinyRun], capfd: Capture, argv: list[str], message: str
 ) -> None:
     run = new_run()
@@ -217,7 +215,7 @@ def test_what_does_not_fit_the_devices_is_told_in_numbers(
     assert run.steps() == []
 
 
-def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_told(
+def test_tokenizer_larger_than_model_vocabulary_is_rejected(
     finished_run: TinyRun, quick: dict[str, Any], new_run: Callable[..., TinyRun], tmp_path: Path, capfd: Capture
 ) -> None:
     weights = copy_of(finished_run, tmp_path / "copy").path / "hf"
@@ -231,7 +229,7 @@ def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_told(
     assert f"tokenizer.path: {weights}" in text
 
 
-def test_a_template_without_generation_blocks_is_told_with_what_to_write(
+def test_template_without_generation_blocks_is_rejected_with_remedy(
     new_run: Callable[..., TinyRun], tmp_path: Path, capfd: Capture
 ) -> None:
     template = tmp_path / "plain.jinja"
@@ -247,7 +245,7 @@ def test_a_template_without_generation_blocks_is_told_with_what_to_write(
     assert run.steps() == []
 
 
-def test_weights_of_a_run_that_has_not_finished_are_told(
+def test_initializing_from_unfinished_run_is_rejected(
     finished_run: TinyRun, quick: dict[str, Any], new_run: Callable[..., TinyRun], tmp_path: Path, capfd: Capture
 ) -> None:
     source = copy_of(finished_run, tmp_path / "copy").path
@@ -262,7 +260,7 @@ def test_weights_of_a_run_that_has_not_finished_are_told(
 
 
 @pytest.mark.parametrize(("whim", "value"), [("nan", "nan"), ("infinity", "-inf")])
-def test_a_reward_that_is_not_finite_names_the_rollout(
+def test_non_finite_reward_names_the_rollout(
     judge: None, quick: dict[str, Any], new_run: Callable[..., TinyRun], capfd: Capture, whim: str, value: str
 ) -> None:
     run = new_run(**quick)
@@ -275,21 +273,21 @@ def test_a_reward_that_is_not_finite_names_the_rollout(
 
 
 def with_judge(config: str, whim: str) -> str:
-    """The config with the judge as its environment."""
+    """Write the config with the judge as environment."""
     head, rest = config.split("environment:\n", 1)
     lines = rest.splitlines(keepends=True)
     after = next(index for index, line in enumerate(lines) if not line.startswith(" "))
     return f"{head}environment: {{type: judge, whim: {whim}}}\n{''.join(lines[after:])}"
 
 
-def test_rollouts_whose_judge_raises_are_marked_and_counted_and_the_run_goes_on(
+def test_reward_failures_are_recorded_and_the_run_continues(
     judge: None, quick: dict[str, Any], new_run: Callable[..., TinyRun]
 ) -> None:
     run = new_run(**{**quick, "evaluation": {"every": 1, "tasks": 2, "greedy": False}})
     run.config.write_text(with_judge(run.config.read_text(), "raises for some"))
     assert run.train() == 0
     records = run.records()[1:]
-    # Two updates of four tasks are a pass over all eight, three of which have no verdict.
+    # Two updates of four tasks use all eight tasks, three of which have no reward.
     assert sum(record["rollouts/failed"] for record in records) == 3 * 4
     stored = read_rollouts(run.path / "rollouts", purposes=["training"])
     written = [rollout for table in stored for rollout in table.to_pylist()]
@@ -301,7 +299,7 @@ def test_rollouts_whose_judge_raises_are_marked_and_counted_and_the_run_goes_on(
     assert "failed: TimeoutError: no verdict on t0" in (run.path / "log.txt").read_text()
 
 
-def test_when_every_rollout_fails_the_run_stops_and_says_why(
+def test_run_stops_when_every_rollout_fails(
     judge: None, quick: dict[str, Any], new_run: Callable[..., TinyRun], capfd: Capture
 ) -> None:
     run = new_run(**quick)
@@ -313,7 +311,7 @@ def test_when_every_rollout_fails_the_run_stops_and_says_why(
     assert run.steps() == [0]
 
 
-def test_a_loss_that_is_not_a_number_stops_before_the_weights_move(
+def test_nan_loss_stops_before_the_update(
     quick: dict[str, Any], new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     whole, run = new_run(**quick), new_run(**quick)
@@ -342,19 +340,17 @@ def test_a_loss_that_is_not_a_number_stops_before_the_weights_move(
     assert outcome(run) == outcome(whole)
 
 
-def test_a_learning_rate_that_blows_the_weights_up_ends_with_a_message(
-    quick: dict[str, Any], new_run: Callable[..., TinyRun], capfd: Capture
-) -> None:
+def test_diverging_weights_stop_the_run(quick: dict[str, Any], new_run: Callable[..., TinyRun], capfd: Capture) -> None:
     run = new_run(**{**quick, "optimizer__learning_rate": 1e30, "checkpoint__every": 0})
     assert run.train() == 1
     assert "log-probability nan; it must be finite and at most 0. Check the weights for NaN" in error(capfd)
     assert run.steps() == [0]
 
 
-# Places that cannot be written.
+# Paths that cannot be written.
 
 
-def test_a_run_directory_that_cannot_be_made_is_named(
+def test_error_names_a_run_directory_that_cannot_be_created(
     new_run: Callable[..., TinyRun], tmp_path: Path, capfd: Capture
 ) -> None:
     (tmp_path / "file").write_text("")

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One of two training hosts is killed, and with it one of two weight servers."""
+"""One of two training hosts is killed, with its weight server."""
 
 from pathlib import Path
 
@@ -20,13 +20,13 @@ JAX_ENDS = "This most likely indicates that another task died; see the other tas
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [pytest.param(0, id="the main host"), pytest.param(1, id="another host")])
-def test_when_a_training_host_dies_the_other_ends_and_the_same_commands_go_on(killed: int, tmp_path: Path) -> None:
+def test_dead_training_host_ends_the_run_which_resumes(killed: int, tmp_path: Path) -> None:
     settings = verifiable_versions(tmp_path / "problems.jsonl")
     run = make_run(tmp_path, **async_settings(**settings, num_steps=STEPS, checkpoint__every=2))
     training = hosts(run, 2)
     main, left = training[0], training[1 - killed]
     hold = training[killed].hold = tmp_path / "hold"
-    # Step 4 makes this version, so step 4 is trained and saved, and the run cannot end without the version.
+    # Step 4 publishes this version, so it is trained and saved, and the run cannot end without the version.
     hold_transfers(hold, 4)
     with started(training):
         main.wait_until(lambda: main.saved_steps >= 4, "the checkpoint of step 4")
@@ -35,13 +35,13 @@ def test_when_a_training_host_dies_the_other_ends_and_the_same_commands_go_on(ki
         assert left.end() != 0
         all_end([child for child in children if child.name.startswith(("ray::Worker", "ray::CoordinatorActor"))])
     said = left.output.read_text()
-    # Jax may end who has lost the main process before its exchange breaks.
+    # Jax may end the other process before its collective operation fails.
     assert EXPLAINED in said or (killed == 0 and JAX_ENDS in said), said
     saved = main.saved_steps
     assert saved < STEPS
     training = hosts(run, 2)
     with started(training):
-        # Helpers of Ray's look for their node once a minute.
+        # Ray's helper processes check their node once a minute.
         all_end(children)
         assert [host.end() for host in training] == [0, 0], [host.output.read_text() for host in training]
     log = (run.path / "log.txt").read_text()

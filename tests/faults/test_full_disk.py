@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A disk fills up while a run trains: it ends with a message, and the same command goes on when there is space."""
+"""A full disk ends a run with a message, and the same command resumes when there is space."""
 
 import base64
 import dataclasses
@@ -31,7 +31,7 @@ def mount(place: Path, size: str, *options: str) -> bool:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, with room for a checkpoint or two of the tiny model."""
+    """Mount a file system with room for one or two checkpoints of the tiny model."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = os.geteuid() == 0 and mount(place, "1500k")
@@ -41,7 +41,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_a_full_disk_stops_the_run_and_loses_nothing(
+def test_full_disk_stops_the_run_without_loss(
     finished_run: TinyRun,
     disk: Path,
     new_run: Callable[..., TinyRun],
@@ -74,7 +74,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(
 
 
 def fill(disk: Path, leave: int) -> Path:
-    """Take all space but so many bytes; the file that does."""
+    """Fill the disk except for some bytes; return the file that fills it."""
     file, status = disk / "filler", os.statvfs(disk)
     with file.open("wb") as stream:
         os.posix_fallocate(stream.fileno(), 0, status.f_bavail * status.f_frsize - leave)
@@ -82,7 +82,7 @@ def fill(disk: Path, leave: int) -> Path:
 
 
 @pytest.mark.parametrize("last", ["", "config.json", "model.safetensors"])
-def test_a_disk_that_is_full_at_the_end_keeps_the_former_export(
+def test_full_disk_at_the_end_keeps_the_previous_export(
     finished_run: TinyRun,
     disk: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -93,7 +93,7 @@ def test_a_disk_that_is_full_at_the_end_keeps_the_former_export(
     run = copy_of(finished_run, disk)
     before = contents(run.path / "hf")
     files = [run.path / "hf" / name for name in ("config.json", "model.safetensors", "tokenizer.json")]
-    # Room for those that are written until the last that fits.
+    # Room for the checkpoints up to the last that fits.
     fitting = files[: [file.name for file in files].index(last) + 1] if last else []
     leave = sum(file.stat().st_blocks * 512 for file in fitting)
     monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: fill(disk, leave))
@@ -105,17 +105,17 @@ def test_a_disk_that_is_full_at_the_end_keeps_the_former_export(
     assert contents(run.path / "hf") == before
 
 
-# The asynchronous run.
+# Asynchronous run.
 
 BULK = 100_000
-"""Characters of a worked answer, which is part of a waiting group and of no stored rollout."""
+"""Characters of a worked answer, which is stored with a waiting group but not with a rollout."""
 SMALL = 100_000
-"""Bytes that the rollouts, the record and the log of a step fit into, and two waiting groups do not."""
+"""Bytes that suffice for rollouts, record and log of a step, but not for two waiting groups."""
 STEPS, GROUPS, MEMBERS, STALENESS = 40, 4, 4, 3
 
 
 def bulky_run(disk: Path, finished_run: TinyRun) -> TinyRun:
-    """A run whose groups take most of the disk while they wait in the replay buffer."""
+    """A run with waiting groups in the replay buffer that take most of the disk."""
     chance = random.Random(0)
     problems = disk / "bulky.jsonl"
     with problems.open("w") as stream:
@@ -134,17 +134,17 @@ def bulky_run(disk: Path, finished_run: TinyRun) -> TinyRun:
 
 
 def is_between_saves(run: TinyRun) -> bool:
-    """Whether the last step is saved, and no other is being saved."""
+    """Return whether the last step is saved and no save is in progress."""
     return not list(run.checkpoints.glob(".*")) and run.steps()[-1] == run.records()[-1]["step"]
 
 
 def buffer_will_be_saved(run: TinyRun) -> bool:
-    """Whether more groups wait than the next step takes, by two, which do not fit into what is left."""
+    """Return whether two more groups wait than the next step uses, which do not fit on the disk."""
     return is_between_saves(run) and run.records()[-1].get("replay/waiting", 0) > GROUPS + 1
 
 
 def stopped(trainer: int, is_so: Callable[[], bool]) -> bool:
-    """Whether it is so, and then the trainer stands still in the midst of it."""
+    """Return whether that is the case, with the trainer stopped."""
     halt([trainer])
     if not is_so():
         wake([trainer])
@@ -159,7 +159,7 @@ def allocated(folder: Path) -> int:
 def fails_on_a_full_disk(
     running: LiveRun, run: TinyRun, disk: Path, ready: Callable[[TinyRun], bool], leave: Callable[[Path], int]
 ) -> str:
-    """Fill the disk while the run trains, see it end in good order, and free the disk; what it said."""
+    """Fill the disk during training, check that the run ends cleanly, free the disk, and return the output."""
     assert running.process is not None
     trainer, said_before = running.process.pid, running.output.stat().st_size
     running.wait_until(lambda: stopped(trainer, lambda: ready(run)), "a moment to fill the disk")
@@ -178,9 +178,7 @@ def fails_on_a_full_disk(
 
 
 @pytest.mark.slow
-def test_a_full_disk_stops_an_asynchronous_run_and_its_waiting_groups_are_not_lost(
-    finished_run: TinyRun, disk: Path
-) -> None:
+def test_full_disk_stops_an_async_run_without_losing_waiting_groups(finished_run: TinyRun, disk: Path) -> None:
     assert mount(disk, "64m", "remount")
     run = bulky_run(disk, finished_run)
     running = dataclasses.replace(live(run), output=disk.with_name("output.txt"))
@@ -194,7 +192,7 @@ def test_a_full_disk_stops_an_asynchronous_run_and_its_waiting_groups_are_not_lo
     failed = run.checkpoint(step + 1)
     assert f"error: could not write checkpoint {failed}: [Errno 28] No space left on device. Earlier checkp" in said
     assert "free disk space or fix the permissions, then run the same command again" in said
-    # It was the buffer that did not fit.
+    # The replay buffer did not fit.
     assert re.search(r'replay_buffer\.py", line \d+, in save\n', text := log.read_text()), text
     assert f"CheckpointError: could not write checkpoint {failed}" in log.read_text()
     waiting = ReplayBuffer(max_staleness=STALENESS)
@@ -204,7 +202,7 @@ def test_a_full_disk_stops_an_asynchronous_run_and_its_waiting_groups_are_not_lo
     with started(running):
         running.wait_until(lambda: running.saved_steps > step, "a further checkpoint")
         assert f"resuming after step {step}, from {run.checkpoint(step)}" in log.read_text()
-        # Now nothing fits, whatever comes first, the log included.
+        # Now no file fits, including the log.
         said = fails_on_a_full_disk(running, run, disk, is_between_saves, lambda newest: 0)
     assert re.search(rf"error: (cannot write '|could not write checkpoint ){re.escape(str(run.path))}/\S", said)
     assert "free" in said

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A run that was interrupted, however it was, ends as one that was not: bit for bit."""
+"""An interrupted run equals an uninterrupted one bit for bit."""
 
 import dataclasses
 import json
@@ -19,11 +19,11 @@ import pytest
 from tests.tiny_run import TinyRun, contents, interrupted_after, make_run, outcome
 
 LAST = 6
-"""Updates of the tiny run."""
+"""Number of updates of the tiny run."""
 
 
 def same_outcome(resumed: TinyRun, uninterrupted: TinyRun) -> None:
-    """Compare everything but which checkpoints were kept, piece by piece so that a failure says which one differs."""
+    """Compare everything except the list of kept checkpoints, part by part for readable failures."""
     found, expected = outcome(resumed), outcome(uninterrupted)
     assert [record["step"] for record in found["records"]] == list(range(LAST + 1))
     for record, wanted in zip(found["records"], expected["records"], strict=True):
@@ -34,18 +34,18 @@ def same_outcome(resumed: TinyRun, uninterrupted: TinyRun) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """When to kill a run: at a file event, or some time after something can be seen."""
+    """Time to kill a run: at a file event, or some time after a condition holds."""
 
     name: str
-    """For messages."""
+    """Name in messages."""
     pattern: str | None = None
-    """File event from which on to count; see `fork_server.kill_at`."""
+    """Pattern of the first file event to count; see `fork_server.kill_at`."""
     count: int = 0
-    """File events from there."""
+    """Number of file events after it."""
     seen: Callable[[TinyRun], bool] | None = None
-    """What must be seen first, where there is no pattern."""
+    """Condition to wait for if there is no pattern."""
     delay: float = 0.0
-    """Seconds from then."""
+    """Seconds after the condition."""
     leaves: str | None = None
     """Pattern of a half-written folder that the kill must leave behind."""
 
@@ -67,7 +67,7 @@ def recorded(step: int) -> Callable[[TinyRun], bool]:
 
 
 def moments(chance: random.Random) -> list[Moment]:
-    """Moments from the first second to the last, in an order that leaves work for each of them."""
+    """Return kill times over the whole run, in an order that leaves work for each of them."""
 
     def inside_checkpoint(step: int) -> Moment:
         partial = f".step-{step:08d}."
@@ -102,7 +102,7 @@ def moments(chance: random.Random) -> list[Moment]:
 
 
 class ForkServer:
-    """See `tests/faults/fork_server.py`."""
+    """Client of `tests/faults/fork_server.py`."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -113,7 +113,7 @@ class ForkServer:
         )
 
     def start(self, run: TinyRun, moment: Moment | None = None) -> int:
-        """Start the run's command; its process id."""
+        """Start the run's command and return its process id."""
         assert self.process.stdin is not None
         order = {"argv": run.argv, "output": str(run.path.parent / "output.txt")}
         if moment is not None:
@@ -123,7 +123,7 @@ class ForkServer:
         return self._answer()
 
     def wait(self) -> int:
-        """Exit status of what was started; negative where a signal ended it."""
+        """Return the exit status; negative if a signal ended the process."""
         return self._answer()
 
     def _answer(self) -> int:
@@ -145,7 +145,7 @@ def server() -> Iterator[ForkServer]:
 
 
 def kill_at(server: ForkServer, run: TinyRun, moment: Moment) -> None:
-    """Start the run, and end it with SIGKILL at the moment."""
+    """Start the run, and kill it at the given time."""
     process = server.start(run, moment)
     if moment.seen is not None:
         while not moment.seen(run):
@@ -159,7 +159,7 @@ def kill_at(server: ForkServer, run: TinyRun, moment: Moment) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_killed_14_times_ends_like_one_that_was_not(
+def test_run_killed_14_times_equals_uninterrupted_run(
     finished_run: TinyRun, tmp_path: Path, server: ForkServer
 ) -> None:
     run = make_run(tmp_path)
@@ -175,12 +175,12 @@ def test_a_run_killed_14_times_ends_like_one_that_was_not(
 
 @pytest.fixture
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes seconds, and nothing here looks at it."""
+    """Skip the plots, which take seconds and are not tested here."""
     monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
 
 
 def damage(path: Path) -> None:
-    """Change one bit of a file, and neither its size nor its time."""
+    """Flip one bit of a file without changing its size or time."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     times = path.stat()
@@ -188,7 +188,7 @@ def damage(path: Path) -> None:
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def test_what_a_dying_process_leaves_behind_is_no_hindrance(
+def test_leftovers_of_a_killed_process_are_ignored(
     finished_run: TinyRun, tmp_path: Path, no_curves: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = interrupted_after(finished_run, 5, tmp_path / "copy")
@@ -198,7 +198,7 @@ def test_what_a_dying_process_leaves_behind_is_no_hindrance(
     for file in (run.path / "rollouts" / ".step-00000006.parquet.partial", run.path / ".metrics.jsonl.partial"):
         file.write_text("half")
     with (run.path / "metrics.jsonl").open("a") as metrics:
-        # The record of an update that no checkpoint holds, and half of the next one.
+        # The record of an update without a checkpoint, and half of the next record.
         metrics.write(f'{json.dumps({**finished_run.records()[6], "loss/total": 42.0})}\n{{"step": 7, "lo')
     assert run.train() == 0
     assert "resuming after step 5, from" in capfd.readouterr().out
@@ -206,7 +206,7 @@ def test_what_a_dying_process_leaves_behind_is_no_hindrance(
     assert not list(run.path.rglob("half"))
 
 
-def test_damaged_checkpoints_are_passed_over_and_named(
+def test_damaged_checkpoints_are_skipped_and_named(
     finished_run: TinyRun, tmp_path: Path, no_curves: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = interrupted_after(finished_run, 5, tmp_path / "copy")
@@ -223,7 +223,7 @@ def test_damaged_checkpoints_are_passed_over_and_named(
     same_outcome(run, finished_run)
 
 
-def test_when_every_checkpoint_is_damaged_the_run_stops_and_says_so(
+def test_run_stops_when_every_checkpoint_is_damaged(
     finished_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = interrupted_after(finished_run, 1, tmp_path / "copy")
@@ -235,7 +235,7 @@ def test_when_every_checkpoint_is_damaged_the_run_stops_and_says_so(
     assert contents(run.checkpoints) == before
 
 
-def test_an_interrupt_finishes_the_update_saves_and_says_how_to_go_on(
+def test_interrupt_finishes_the_update_saves_and_prints_how_to_resume(
     finished_run: TinyRun,
     tmp_path: Path,
     no_curves: None,
@@ -262,7 +262,7 @@ def test_an_interrupt_finishes_the_update_saves_and_says_how_to_go_on(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     log = run.path / "log.txt"
     assert " DEBUG " not in log.read_text()
-    # The level of the log may differ from the first start, and changes nothing that is computed.
+    # The log level may differ from the first start and has no effect on results.
     assert run.train("--log_level", "debug", "--logging", "{marin_rl.rollouts.store: error}") == 0
     same_outcome(run, finished_run)
     debug = [line for line in log.read_text().splitlines() if " DEBUG " in line]
@@ -272,7 +272,7 @@ def test_an_interrupt_finishes_the_update_saves_and_says_how_to_go_on(
 
 
 @pytest.mark.parametrize("kind", ["in_loss", "in_reward"])
-def test_with_a_kl_penalty_too(
+def test_resume_with_kl_penalty(
     kind: str, finished_run: TinyRun, new_run: Callable[..., TinyRun], tmp_path: Path, no_curves: None
 ) -> None:
     settings = {
@@ -284,7 +284,7 @@ def test_with_a_kl_penalty_too(
     }
     whole = new_run(**settings)
     assert whole.train() == 0
-    # The reference is the policy as it was when RL began: its checkpoint is kept for good.
+    # The reference is the policy at the start of RL; its checkpoint is never deleted.
     assert whole.steps() == [0, 2, 3]
     assert [record["objective/kl"] == 0.0 for record in whole.records()[1:]] == [False] * 3
     resumed = interrupted_after(whole, 2, tmp_path / "copy")

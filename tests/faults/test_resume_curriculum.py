@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A curriculum of games, warm-started on demonstrations, with credit by turns: it trains, and resumes bit for bit."""
+"""Exact resume of a curriculum of games with a warm start and per-turn credit."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,12 +26,12 @@ def lake(name: str, size: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_curriculum_of_games_trains_and_resumes_bit_for_bit(
+def test_curriculum_of_games_resumes_exactly(
     new_run: Callable[..., TinyRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
     lessons = [
-        # Eight rollouts fill the window, and any score is enough: the second lesson opens after two steps.
+        # Eight rollouts fill the window and any score suffices, so the second lesson opens after two steps.
         {"name": "small", "environment": lake("lake3", 3), "window": 8, "unlock_at": 0.0},
         {"name": "large", "environment": lake("lake4", 4), "after": ["small"]},
     ]

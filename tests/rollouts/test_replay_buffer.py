@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The replay buffer: whole groups, none too old, none too often, none lost in a checkpoint."""
+"""Replay buffer: limits on staleness and uses, draws, and saved files."""
 
 import collections
 import dataclasses
@@ -20,7 +20,7 @@ from tests.rollouts.rollout_cases import group_of, rollout_of
 
 
 def group_at(number: RequestNumber, version: int, environment: str = "sums") -> RolloutGroup:
-    """A group of two rollouts, one of whose tokens comes from this version and the others from later ones."""
+    """Make a group of two rollouts with one token of this version and the others of later versions."""
     rollouts = []
     for member, first in enumerate((version + 1, version)):
         rollout = rollout_of(f"{number.group_id}-{member}", number.group_id)
@@ -37,7 +37,7 @@ def filled(buffer: ReplayBuffer, *versions: int) -> ReplayBuffer:
     return buffer
 
 
-def test_the_oldest_orders_are_drawn_first() -> None:
+def test_oldest_requests_are_drawn_first() -> None:
     buffer = ReplayBuffer(max_staleness=5)
     for index in (2, 0, 1):
         buffer.add(RequestNumber(1, index), group_at(RequestNumber(1, index), 0))
@@ -46,7 +46,7 @@ def test_the_oldest_orders_are_drawn_first() -> None:
     assert len(buffer) == 0
 
 
-def test_staleness_counts_from_the_oldest_token() -> None:
+def test_staleness_is_measured_from_the_oldest_token() -> None:
     buffer = filled(ReplayBuffer(max_staleness=1), 0, 1, 2)
     assert buffer.ages(2) == [2, 1, 0]
     with pytest.raises(ValueError, match=r"train-1-0 has tokens of version 0, too old for weights of version 2"):
@@ -56,7 +56,7 @@ def test_staleness_counts_from_the_oldest_token() -> None:
     assert [group.id for group in buffer.draw({"sums": 3}, 2)] == ["train-1-1", "train-1-2"]
 
 
-def test_a_copy_changes_on_its_own() -> None:
+def test_copy_is_independent() -> None:
     buffer = filled(ReplayBuffer(max_staleness=2, max_uses=2, half_life=1.0, seed=3), 0, 1, 2)
     copied = buffer.copy()
     drawn = buffer.draw({"sums": 2}, 2)
@@ -66,7 +66,7 @@ def test_a_copy_changes_on_its_own() -> None:
     assert len(copied) == 3
 
 
-def test_a_group_is_used_so_often_and_once_a_batch() -> None:
+def test_group_is_used_max_uses_times_and_once_per_batch() -> None:
     buffer = filled(ReplayBuffer(max_staleness=2, max_uses=2), 0, 0, 0)
     assert buffer.uses_left == 6
     drawn = [[group.id for group in buffer.draw({"sums": 2}, version)] for version in (0, 1, 2)]
@@ -74,8 +74,8 @@ def test_a_group_is_used_so_often_and_once_a_batch() -> None:
     assert buffer.uses_left == 1
 
 
-def test_recent_groups_are_drawn_more_often_by_the_half_life() -> None:
-    # Of two groups, one of them h versions older, the younger one comes first with probability 1/(1 + 1/2).
+def test_half_life_prefers_recent_groups() -> None:
+    # Of two groups that differ by h versions, the newer one is drawn first with probability 1/(1 + 1/2).
     firsts = collections.Counter(
         filled(ReplayBuffer(max_staleness=9, half_life=3.0, seed=seed), 0, 3).draw({"sums": 1}, 3)[0].id
         for seed in range(600)
@@ -84,7 +84,7 @@ def test_recent_groups_are_drawn_more_often_by_the_half_life() -> None:
     assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / 600)
 
 
-def test_the_same_draw_comes_again() -> None:
+def test_draws_are_reproducible() -> None:
     def draw() -> list[str]:
         return [
             group.id for group in filled(ReplayBuffer(max_staleness=9, half_life=1.0), *range(6)).draw({"sums": 3}, 6)
@@ -94,34 +94,34 @@ def test_the_same_draw_comes_again() -> None:
     assert draw() == sorted(draw())
 
 
-def test_an_order_is_taken_once() -> None:
+def test_group_is_added_once() -> None:
     buffer = filled(ReplayBuffer(max_staleness=1), 0)
-    with pytest.raises(ValueError, match="train-1-0 is in the replay buffer already"):
+    with pytest.raises(ValueError, match="train-1-0 is already in the replay buffer"):
         filled(buffer, 0)
 
 
-def test_a_group_without_tokens_never_grows_old() -> None:
+def test_group_without_tokens_never_expires() -> None:
     buffer = ReplayBuffer(max_staleness=0, half_life=1.0)
     buffer.add(RequestNumber(1, 5), group_of("train-1-5", None, None))
     assert buffer.expire(9) == []
     assert [group.id for group in buffer.draw({"sums": 1}, 9)] == ["train-1-5"]
 
 
-def owed(index: int, environment: str) -> GroupRequest:
+def pending(index: int, environment: str) -> GroupRequest:
     return GroupRequest(
         RequestNumber(1, index), Task(str(index), environment, ({"role": "user", "content": "?"},), ""), 0
     )
 
 
-def test_a_batch_waits_for_its_share_of_each_environment() -> None:
+def test_batch_waits_for_its_share_of_each_environment() -> None:
     buffer = ReplayBuffer(max_staleness=1)
     for index in (0, 2, 3, 5):
         buffer.add(RequestNumber(1, index), group_at(RequestNumber(1, index), 0, "quick"))
-    late = [owed(1, "slow"), owed(4, "slow")]
+    late = [pending(1, "slow"), pending(4, "slow")]
     mix = buffer.mix(4, late)
     assert mix == {"quick": 3, "slow": 1}
     assert not buffer.holds(mix)
-    # Another group of the same environment does as well.
+    # Another group of the same environment suffices.
     buffer.add(RequestNumber(1, 4), group_at(RequestNumber(1, 4), 0, "slow"))
     assert buffer.mix(4, late[:1]) == mix
     assert buffer.holds(mix)
@@ -134,25 +134,25 @@ def test_recent_groups_are_drawn_within_their_environment() -> None:
     buffer = ReplayBuffer(max_staleness=50, half_life=0.1)
     for index, (version, environment) in enumerate([(0, "slow"), (40, "quick"), (40, "quick"), (39, "slow")]):
         buffer.add(RequestNumber(1, index), group_at(RequestNumber(1, index), version, environment))
-    # Without its share the environment whose groups are old would have to wait.
+    # Without shares, the environment with old groups would have to wait.
     assert [group.id for group in buffer.draw({"quick": 1, "slow": 1}, 40)][-1] == "train-1-3"
 
 
 @pytest.mark.parametrize("overtaking", [False, True])
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=30), st.integers(1, 5), st.randoms(use_true_random=False))
-def test_batches_have_the_mix_that_was_drawn_whatever_comes_first(
+def test_batch_mix_does_not_depend_on_completion_order(
     overtaking: bool, environments: list[str], size: int, chance: random.Random
 ) -> None:
-    coming = [owed(index, environment) for index, environment in enumerate(environments)]
+    coming = [pending(index, environment) for index, environment in enumerate(environments)]
     buffer = ReplayBuffer(max_staleness=0)
     batches: list[list[RolloutGroup]] = []
     while coming or len(buffer):
         while not buffer.holds(mix := buffer.mix(size, coming)):
-            order = chance.choice(coming)
+            request = chance.choice(coming)
             if not overtaking:
-                order = next(other for other in coming if other.task.environment == order.task.environment)
-            coming.remove(order)
-            buffer.add(order.number, group_at(order.number, 0, order.task.environment))
+                request = next(other for other in coming if other.task.environment == request.task.environment)
+            coming.remove(request)
+            buffer.add(request.number, group_at(request.number, 0, request.task.environment))
         batches.append(buffer.draw(mix, 0))
     names = [group.id for batch in batches for group in batch]
     assert sorted(names) == sorted(f"train-1-{index}" for index in range(len(environments)))
@@ -163,28 +163,28 @@ def test_batches_have_the_mix_that_was_drawn_whatever_comes_first(
         assert [sorted(batch) for batch in found] == [sorted(batch) for batch in planned]
 
 
-def test_it_comes_back_from_a_file(tmp_path: Path) -> None:
+def test_buffer_file_roundtrip(tmp_path: Path) -> None:
     buffer = filled(ReplayBuffer(max_staleness=3, max_uses=2), 0, 1, 2)
     buffer.draw({"sums": 1}, 2)
     buffer.save(tmp_path / "replay.parquet")
     assert [path.name for path in tmp_path.iterdir()] == ["replay.parquet"]
-    again = ReplayBuffer(max_staleness=3, max_uses=2)
-    again.load(tmp_path / "replay.parquet")
-    assert again.uses_left == buffer.uses_left == 5
-    assert [again.draw({"sums": 3}, 3), again.draw({"sums": 3}, 3)] == [
+    restored = ReplayBuffer(max_staleness=3, max_uses=2)
+    restored.load(tmp_path / "replay.parquet")
+    assert restored.uses_left == buffer.uses_left == 5
+    assert [restored.draw({"sums": 3}, 3), restored.draw({"sums": 3}, 3)] == [
         buffer.draw({"sums": 3}, 3),
         buffer.draw({"sums": 3}, 3),
     ]
 
 
-def test_an_empty_one_comes_back_too(tmp_path: Path) -> None:
+def test_empty_buffer_file_roundtrip(tmp_path: Path) -> None:
     ReplayBuffer(max_staleness=0).save(tmp_path / "replay.parquet")
-    again = ReplayBuffer(max_staleness=0)
-    again.load(tmp_path / "replay.parquet")
-    assert len(again) == 0
+    restored = ReplayBuffer(max_staleness=0)
+    restored.load(tmp_path / "replay.parquet")
+    assert len(restored) == 0
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_error_names_a_damaged_file(tmp_path: Path) -> None:
     file = tmp_path / "replay.parquet"
     filled(ReplayBuffer(max_staleness=3), 0, 1).save(file)
     file.write_bytes(file.read_bytes()[:-20])
@@ -195,7 +195,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 
 @given(st.data())
-def test_no_group_is_used_beyond_its_bounds(data: st.DataObject) -> None:
+def test_uses_and_staleness_stay_within_limits(data: st.DataObject) -> None:
     staleness = data.draw(st.integers(0, 3))
     uses = data.draw(st.integers(1, staleness + 1))
     half_life = data.draw(st.sampled_from([None, 0.5, 2.0]))
@@ -219,59 +219,57 @@ def test_no_group_is_used_beyond_its_bounds(data: st.DataObject) -> None:
     assert buffer.uses_left == waiting
 
 
-def test_with_workers_that_always_keep_up_no_step_is_too_large_and_nothing_grows_too_old() -> None:
-    # Every second group teaches nothing. All that may be begun is played at once, and comes with the next step.
+def test_fast_workers_never_exceed_capacity_or_staleness() -> None:
+    # Every second group is dropped. All requests finish immediately and are received in the next step.
     def draw(count: int) -> list[Task]:
         return [rollout_of("").task] * count
 
     for staleness in (1, 2, 3):
         teaches = random.Random(staleness)
-        book, buffer = (
+        scheduler, buffer = (
             RolloutScheduler(StalenessLimits(4, max_staleness=staleness)),
             ReplayBuffer(max_staleness=staleness),
         )
         sizes = set()
         for version in range(60):
             assert buffer.expire(version) == []
-            book.order(version, buffer.uses_left, len(buffer), draw)
+            scheduler.request(version, buffer.uses_left, len(buffer), draw)
             dropped = []
-            for order in book.outstanding:
-                if order.min_version <= version:
-                    book.complete(order.number)
+            for request in scheduler.outstanding:
+                if request.min_version <= version:
+                    scheduler.complete(request.number)
                     if teaches.random() < 0.5:
-                        buffer.add(order.number, group_at(order.number, version))
+                        buffer.add(request.number, group_at(request.number, version))
                     else:
-                        dropped.append(order.number)
-            book.replace(dropped, version, draw)
-            mix = buffer.mix(book.wanted(version + 1), book.outstanding)
+                        dropped.append(request.number)
+            scheduler.replace(dropped, version, draw)
+            mix = buffer.mix(scheduler.groups_needed(version + 1), scheduler.outstanding)
             assert buffer.holds(mix)
             sizes.add(len(buffer.draw(mix, version)))
         assert sizes == {0, 1, 2, 3, 4}
 
 
 @given(st.integers(1, 5), st.integers(0, 4).flatmap(lambda stale: st.tuples(st.just(stale), st.integers(1, stale + 1))))
-def test_with_workers_that_always_keep_up_every_group_is_used_as_often_as_it_should_be(
-    groups: int, bounds: tuple[int, int]
-) -> None:
-    """No use is lost because it comes too late, no step lacks a group, and the room that the pace names suffices."""
+def test_fast_workers_use_every_group_max_uses_times(groups: int, bounds: tuple[int, int]) -> None:
+    """No use is lost, no step lacks a group, and the number of uses stays within `StalenessLimits.room`."""
     staleness, uses = bounds
     steps = 4 * (staleness + 1)
 
     def draw(count: int) -> list[Task]:
         return [rollout_of("").task] * count
 
-    book = RolloutScheduler(StalenessLimits(groups, staleness, uses, last_step=steps))
+    scheduler = RolloutScheduler(StalenessLimits(groups, staleness, uses, last_step=steps))
     buffer = ReplayBuffer(max_staleness=staleness, max_uses=uses)
     used = collections.Counter[str]()
     for version in range(steps):
         assert buffer.expire(version) == []
-        book.order(version, buffer.uses_left, len(buffer), draw)
-        for order in book.outstanding:
-            assert order.min_version <= version
-            book.complete(order.number)
-            buffer.add(order.number, group_at(order.number, version))
-        assert buffer.uses_left <= book.pace.room
-        drawn = buffer.draw(buffer.mix(book.wanted(version + 1), []), version)
+        scheduler.request(version, buffer.uses_left, len(buffer), draw)
+        for request in scheduler.outstanding:
+            assert request.min_version <= version
+            scheduler.complete(request.number)
+            buffer.add(request.number, group_at(request.number, version))
+        assert buffer.uses_left <= scheduler.limits.room
+        drawn = buffer.draw(buffer.mix(scheduler.groups_needed(version + 1), []), version)
         assert len(drawn) == groups
         used.update(group.id for group in drawn)
     left = {one.group.id for one in buffer.expire(steps, max_staleness=-1)}

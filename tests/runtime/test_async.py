@@ -252,5 +252,5 @@ def test_trainer_times_out_on_silent_workers(new_run: Callable[..., TinyRun], ca
         assert run.train() == 1
     output = capfd.readouterr().err
     assert (
-        "no group came from any rollout worker in 1 s (workers.no_progress_timeout); 8 are owed (train-1-0, " in output
+        "no rollout worker finished a group in 1 s (workers.no_progress_timeout); 8 are pending (train-1-0, " in output
     )

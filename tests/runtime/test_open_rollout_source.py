@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Who plays is opened as the config says, and closed in an order in which nobody misses what ended before."""
+"""The rollout source is opened according to the config, and its parts are closed in a safe order."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ RESAMPLE = ResampleGroupsConfig(max_batches=3)
 
 @dataclasses.dataclass
 class End:
-    """A sender or a receiver of weights."""
+    """Fake sender or receiver of weights."""
 
     name: str
     said: list[str]
@@ -72,7 +72,7 @@ class End:
 
 @dataclasses.dataclass(frozen=True)
 class Weights(WeightTransferConfig):
-    """Writes down what is opened and closed."""
+    """Records opened and closed parts."""
 
     said: list[str] = dataclasses.field(default_factory=list)
     reaches_others: bool = True
@@ -90,7 +90,7 @@ class Weights(WeightTransferConfig):
 
 
 def workers_of(said: list[str], fail: bool = False) -> Any:
-    """What stands in for `ray_workers`."""
+    """Fake of `ray_workers`."""
 
     @contextlib.contextmanager
     def workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[CoordinatorActor]:
@@ -120,7 +120,7 @@ def two_hosts(patched: pytest.MonkeyPatch, *, main: bool) -> None:
     patched.setattr(multihost, "is_main", lambda: main)
 
 
-def test_in_sync_mode_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_mode_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = Weights()
     monkeypatch.setattr(module, "ray_workers", workers_of(weights.said))
     with contextlib.ExitStack() as opened:
@@ -128,7 +128,7 @@ def test_in_sync_mode_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> None
     assert weights.said == []
 
 
-def test_workers_end_before_the_server_that_they_fetch_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_stop_before_the_weight_server(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = Weights()
     monkeypatch.setattr(module, "ray_workers", workers_of(weights.said))
     with contextlib.ExitStack() as opened:
@@ -136,7 +136,7 @@ def test_workers_end_before_the_server_that_they_fetch_from(monkeypatch: pytest.
         assert isinstance(rollout_source, WorkerPool)
         assert rollout_source.counts == {"lost": 3}
         rollout_source.publish({}, 7)
-    # What was published is told of before anybody ends.
+    # Publications are announced before anything is closed.
     assert weights.said == [
         "sender opens",
         "workers of a model of 264 tokens begin",
@@ -146,7 +146,7 @@ def test_workers_end_before_the_server_that_they_fetch_from(monkeypatch: pytest.
     ]
 
 
-def test_what_goes_wrong_with_the_last_weights_is_told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_last_announcement_is_raised_at_close(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = Weights(is_lost=True)
     monkeypatch.setattr(module, "ray_workers", workers_of(weights.said))
     opened = contextlib.ExitStack()
@@ -156,7 +156,7 @@ def test_what_goes_wrong_with_the_last_weights_is_told_at_the_end(monkeypatch: p
     assert weights.said[-2:] == ["workers end", "sender closes"]
 
 
-def test_without_workers_the_server_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_server_stops_when_workers_fail_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = Weights()
     monkeypatch.setattr(module, "ray_workers", workers_of(weights.said, fail=True))
     with pytest.raises(OSError, match="no workers to be had"), contextlib.ExitStack() as opened:
@@ -164,7 +164,7 @@ def test_without_workers_the_server_ends_too(monkeypatch: pytest.MonkeyPatch) ->
     assert weights.said == ["sender opens", "sender closes"]
 
 
-def test_the_main_one_of_several_processes_watches_all_senders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_process_uses_senders_of_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = Weights()
     two_hosts(monkeypatch, main=True)
     monkeypatch.setattr(module, "ray_workers", workers_of(weights.said))
@@ -180,7 +180,7 @@ def test_the_main_one_of_several_processes_watches_all_senders(monkeypatch: pyte
     ]
 
 
-def test_the_others_serve_and_have_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processes_publish_and_have_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = Weights(reaches_others=False)
     two_hosts(monkeypatch, main=False)
     monkeypatch.setattr(multihost, "on_main", lambda work: "the main one's")
@@ -192,7 +192,7 @@ def test_the_others_serve_and_have_no_workers(monkeypatch: pytest.MonkeyPatch) -
     assert weights.said == ["sender opens", "sender closes"]
 
 
-def test_a_server_ends_where_the_others_are_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_stops_when_other_processes_are_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = Weights(reaches_others=False)
     two_hosts(monkeypatch, main=True)
     with pytest.raises(OSError, match="nobody answers at there"), contextlib.ExitStack() as opened:
@@ -209,14 +209,14 @@ def test_a_server_ends_where_the_others_are_not_reached(monkeypatch: pytest.Monk
         ({"mode": Mode.ASYNC, "filter": RESAMPLE}, StalenessLimits(4, 2, 3, 8, 9, last_step=make_config().num_steps)),
     ],
 )
-def test_sampling_runs_ahead_in_async_mode_alone(changes: dict[str, Any], expected: StalenessLimits) -> None:
+def test_sampling_runs_ahead_only_in_async_mode(changes: dict[str, Any], expected: StalenessLimits) -> None:
     assert make_staleness_limits(make_config(**{"filter": KeepGroupsConfig(), "replay": REPLAY, **changes})) == expected
 
 
 @pytest.mark.parametrize(("mode", "uses", "ages"), [(Mode.SYNC, 1, []), (Mode.ASYNC, 3, [2])])
-def test_groups_wait_in_async_mode_alone(mode: Mode, uses: int, ages: list[int]) -> None:
+def test_groups_wait_only_in_async_mode(mode: Mode, uses: int, ages: list[int]) -> None:
     replay = make_replay(make_config(mode=mode, replay=REPLAY))
-    replay.add(RequestNumber(4, 0), group_of("train-4-0", 1.0, 0.0))  # sampled with weights of version 3
+    replay.add(RequestNumber(4, 0), group_of("train-4-0", 1.0, 0.0))  # sampled from weights of version 3
     assert replay.uses_left == uses
     replay.expire(5)
     assert replay.ages(5) == ages
@@ -225,7 +225,7 @@ def test_groups_wait_in_async_mode_alone(mode: Mode, uses: int, ages: list[int])
 @pytest.mark.parametrize(
     ("mode", "is_asked_for", "keeps"), [(Mode.SYNC, True, False), (Mode.ASYNC, True, True), (Mode.ASYNC, False, False)]
 )
-def test_old_weights_are_kept_in_async_mode_alone(mode: Mode, is_asked_for: bool, keeps: bool) -> None:
+def test_old_weights_are_kept_only_in_async_mode(mode: Mode, is_asked_for: bool, keeps: bool) -> None:
     replay = dataclasses.replace(REPLAY, keep_sampling_weights=is_asked_for)
     config = make_config(mode=mode, replay=replay, off_policy_correction=MaskMismatchConfig())
     assert (make_history(config) is not None) == keeps
@@ -249,7 +249,7 @@ REACHABLE = ArrowFlightConfig(host="0.0.0.0")
         ("gpu", {"workers": WITH_GPUS}, r"ray_address is not set, .* XLA_PYTHON_CLIENT_MEM_FRACTION=\.45"),
     ],
 )
-def test_workers_that_would_open_the_trainers_accelerators_are_refused(
+def test_workers_on_the_trainers_accelerators_are_rejected(
     platform: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(WorkerDevicesError, match=message):
@@ -266,7 +266,7 @@ def test_workers_that_would_open_the_trainers_accelerators_are_refused(
         ("gpu", {"workers": WITH_GPUS}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".45"}),
     ],
 )
-def test_workers_with_devices_of_their_own_are_fine(
+def test_workers_with_separate_devices_are_accepted(
     platform: str, changes: dict[str, Any], environ: dict[str, str]
 ) -> None:
     check_worker_devices(make_config(**{"mode": Mode.ASYNC, **changes}), platform, environ)

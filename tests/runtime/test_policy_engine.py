@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Runs whose rollouts a server samples, over HTTP on loopback, with weights that it reloads."""
+"""Runs that sample at a server over HTTP on loopback, which reloads the weights."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ SHORT = {
     "evaluation": {"every": 2, "tasks": 4, "samples": 1, "pass_at": [1]},
     "checkpoint": {"every": 1, "keep_every": 1},
 }
-"""A warm start, three steps, and few tasks to measure."""
+"""A warm start, three steps, and few evaluation tasks."""
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def server() -> Iterator[CompletionsServer]:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """One run twice: with the engine of its own, and with a server's."""
+    """The same run with the in-process sampler and with a server."""
 
     own: TinyRun
     served: TinyRun
@@ -70,27 +70,27 @@ def pair(finished_run: TinyRun, server: CompletionsServer, tmp_path_factory: pyt
     return Pair(own, served, loader, server)
 
 
-def test_a_server_changes_nothing_about_a_run(pair: Pair):
-    """Every record, rollout, weight and moment, bit for bit."""
+def test_run_with_a_server_equals_run_with_levanter(pair: Pair):
+    """Return all records, rollouts, weights and optimizer moments."""
     own, served = outcome(pair.own), outcome(pair.served)
     assert own["records"][-1]["step"] == 3
     for part in own:
         assert own[part] == served[part], part
 
 
-def test_the_server_sampled_with_every_version_of_the_weights(pair: Pair):
-    # Before and after each check of the warm start, at the start of RL, and after each step.
+def test_server_sampled_with_every_version(pair: Pair):
+    # Before and after each evaluation of the warm start, at the start of RL, and after each step.
     assert pair.loader.loaded[-4:] == ["version-0", "version-1", "version-2", "version-3"]
     assert set(pair.loader.loaded[:-4]) == {"version-0"}
     assert len(pair.loader.loaded) >= 6
-    # What was cached under old weights is never used with new ones.
+    # The prefix cache of old weights is never used with new ones.
     assert pair.server.calls == ["reload_weights", "reset_prefix_cache"] * len(pair.loader.loaded)
     # Training samples: 16 rollouts in each of 3 steps.
     assert len(pair.server.received) > 48
     assert pair.server.most_at_once > 1
 
 
-def test_the_newest_two_versions_stay(pair: Pair):
+def test_newest_two_versions_are_kept(pair: Pair):
     folder = pair.loader.current.parent
     assert sorted(path.name for path in folder.iterdir()) == ["current", "version-2", "version-3"]
     assert (folder / "current" / "model.safetensors").read_bytes() == (
@@ -98,9 +98,9 @@ def test_the_newest_two_versions_stay(pair: Pair):
     ).read_bytes()
 
 
-def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(pair: Pair, tmp_path: Path):
+def test_interrupted_run_resumes_exactly(pair: Pair, tmp_path: Path):
     interrupted = interrupted_after(pair.served, 1, tmp_path / "again")
-    # Another place of the same server is no other run.
+    # Another address of the same server is the same run.
     text = interrupted.config.read_text()
     interrupted.config.write_text(text.replace("/weights", "/other_weights"))
     folder = config_of(interrupted).sampler.reload.folder
@@ -111,10 +111,8 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(pair: Pair, tmp_p
     assert loader.loaded == ["version-1", "version-2", "version-3"]
 
 
-def test_a_worker_that_has_a_server_sample_changes_nothing_either(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Without staleness; the trainer measures with an engine of its own."""
+def test_worker_with_a_server_equals_worker_with_levanter(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without staleness; the trainer evaluates with the in-process sampler."""
     monkeypatch.setattr("marin_rl.runtime.open_rollout_source.ray_workers", thread_workers)
     start = {"initialize_from": str(config_of(pair.own).initialize_from), **SHORT}
     weights = tmp_path / "weights"
@@ -126,13 +124,13 @@ def test_a_worker_that_has_a_server_sample_changes_nothing_either(
     own, found = outcome(pair.own), outcome(run)
     for part in ("rollouts", "state", "hf"):
         assert found[part] == own[part], part
-    # It may hear of the last weights before it hears that the run is over.
+    # The worker may receive the last announcement before the stop.
     assert loader.loaded[:3] == ["version-0", "version-1", "version-2"]
-    # One question whether it answers as it must, and the rollouts that were trained on.
+    # One check of the server, and the rollouts of the training steps.
     assert len(pair.server.received) == asked + 1 + 48
 
 
-def test_an_engine_that_does_not_reload_ends_an_asynchronous_run_and_is_named(
+def test_server_reload_error_ends_an_async_run(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("marin_rl.runtime.open_rollout_source.ray_workers", thread_workers)
@@ -149,7 +147,7 @@ def test_an_engine_that_does_not_reload_ends_an_asynchronous_run_and_is_named(
     assert "Traceback" not in error
 
 
-def test_evaluating_a_run_needs_no_server(pair: Pair, capsys: pytest.CaptureFixture[str]):
+def test_evaluation_of_a_run_needs_no_server(pair: Pair, capsys: pytest.CaptureFixture[str]):
     from marin_rl.evaluate import main
 
     asked = len(pair.server.received)
@@ -158,7 +156,7 @@ def test_evaluating_a_run_needs_no_server(pair: Pair, capsys: pytest.CaptureFixt
     assert len(pair.server.received) == asked
 
 
-# One engine, without a run.
+# A sampler without a run.
 
 
 @pytest.fixture
@@ -178,22 +176,22 @@ def sampled(engine: PolicyEngine) -> list[Generation]:
     return engine.sample(REQUESTS)
 
 
-def test_nobody_samples_where_training_runs_in_several_processes(opened: TrainingRun, monkeypatch: pytest.MonkeyPatch):
+def test_trainer_does_not_sample_with_several_processes(opened: TrainingRun, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("marin_rl.multihost.is_multihost", lambda: True)
     engine = open_trainer_engine(opened.config, opened.state.model, opened.tokenizer, opened.trainer, 0)
     engine.update(opened.state.model, 1)
-    with pytest.raises(RuntimeError, match="the trainer does not sample where it runs in several processes"):
+    with pytest.raises(RuntimeError, match="the trainer cannot sample when it runs in several processes"):
         engine.sample([])
 
 
-def test_generations_are_those_of_the_engine_of_ones_own(opened: TrainingRun):
+def test_server_generations_equal_levanter_generations(opened: TrainingRun):
     assert isinstance(opened.sampler, OpenAIEngine)
     own = PolicySampler(opened.config, opened.state.model, opened.tokenizer, opened.trainer, 3)
     assert sampled(opened.sampler) == sampled(own)
     assert opened.sampler.batch_size == own.batch_size
 
 
-def test_generations_carry_the_version_that_was_loaded_and_change_with_it(opened: TrainingRun):
+def test_generations_record_the_loaded_version(opened: TrainingRun):
     import jax
     import numpy as np
 
@@ -208,18 +206,18 @@ def test_generations_carry_the_version_that_was_loaded_and_change_with_it(opened
     assert sampled(opened.sampler) == before
 
 
-def test_a_server_that_does_not_reload_ends_the_run_and_is_named(opened: TrainingRun, pair: Pair):
+def test_server_reload_error_ends_the_run(opened: TrainingRun, pair: Pair):
     def broken() -> Any:
         raise RuntimeError("no room for the weights")
 
     pair.server.load = broken
     with pytest.raises(UserFileError, match=r"sampler.reload: 'reload' of .*reload_vllm.py raised"):
         opened.sampler.update(opened.state.model, 4)
-    # What it sampled from is still what it says it is.
+    # The recorded version is still correct.
     assert {generation.first_version for generation in sampled(opened.sampler)} == {3}
 
 
-def test_a_server_without_weights_is_told_of_before_anything_is_trained(
+def test_server_without_weights_fails_before_training(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     hook = tmp_path / "hook.py"
@@ -235,10 +233,10 @@ def test_a_server_without_weights_is_told_of_before_anything_is_trained(
     assert "Traceback" not in error
 
 
-def test_raw_log_probs_are_refused_at_the_start(
+def test_raw_log_probs_are_rejected_at_the_start(
     pair: Pair, finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ):
-    """At another temperature than 1, and only there."""
+    """Only at temperatures other than 1."""
 
     def same_at_all_temperatures(answer: dict[str, Any]) -> dict[str, Any]:
         answer["choices"][0]["logprobs"]["top_logprobs"][0] = {"<1>": -1.5}

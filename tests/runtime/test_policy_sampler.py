@@ -17,7 +17,7 @@ def run(finished_run, tmp_path_factory):
     return reopen(copy_of(finished_run, tmp_path_factory.mktemp("sampler")))
 
 
-def test_generations_carry_the_version_of_the_weights_that_were_handed_over(run):
+def test_generations_record_the_version_of_the_weights(run):
     assert [g.first_version for g in run.sampler.sample([REQUEST])] == [run.progress.step]
     run.sampler.update(run.state.model, 99)
     assert [g.last_version for g in run.sampler.sample([REQUEST])] == [99]
@@ -25,7 +25,7 @@ def test_generations_carry_the_version_of_the_weights_that_were_handed_over(run)
     assert [g.last_version for g in run.sampler.sample([REQUEST])] == [run.progress.step]
 
 
-def test_new_weights_are_sampled_from_and_old_ones_give_the_old_answer_again(run):
+def test_update_changes_samples_and_old_weights_restore_them(run):
     before = run.sampler.sample([REQUEST])
     run.sampler.update(jax.tree.map(np.zeros_like, run.state.model), 100)
     (uniform,) = run.sampler.sample([REQUEST])

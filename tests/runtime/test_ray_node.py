@@ -23,14 +23,14 @@ print(os.environ["RAY_ADDRESS"], len(forks), ray.is_initialized())
 
 
 @pytest.mark.slow
-def test_a_node_is_started_without_a_fork_of_the_trainer() -> None:
-    """In a process of its own, because fork handlers stay for good."""
+def test_node_is_started_without_forking_the_trainer() -> None:
+    """Run in a separate process, because fork handlers cannot be removed."""
     said = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=False, timeout=600)
     assert said.returncode == 0, said.stderr
     assert said.stdout.splitlines() == ["1 3", "127.0.0.1:1 0 False"]
 
 
-def test_a_node_that_does_not_start_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_start_failure_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_node.sys, "executable", "/bin/false")
     expected = r"Ray did not start on this machine: `/bin/false .*` ended 3 times, with status 1, 1, 1"
     with pytest.raises(RayStartError, match=expected), connected_to_local_node(1):

@@ -35,12 +35,12 @@ def player_of(**rollouts: object) -> RolloutRunner:
     return make_runner(config, environment, TOKENIZER, sampler, BackgroundLoop(), RewardFunctions())
 
 
-def test_every_bound_of_an_episode_is_the_configured_one():
+def test_limits_are_the_configured_ones():
     found = player_of(row_length=64, max_turns=3, max_tokens=20, max_seconds=7.5).limits
     assert found == Limits(max_length=64, max_new_tokens=6, max_turns=3, max_tokens=20, max_seconds=7.5)
 
 
-def test_a_state_hashing_function_of_ones_own_takes_the_place_of_the_default(tmp_path: Path):
+def test_custom_state_hash_replaces_the_default(tmp_path: Path):
     assert player_of().state_hash is default_state_hash
     path = tmp_path / "hashing.py"
     path.write_text("def count(messages, anchor_state):\n    return f'{len(messages)} {anchor_state}'\n")
@@ -48,7 +48,7 @@ def test_a_state_hashing_function_of_ones_own_takes_the_place_of_the_default(tmp
     assert runner.state_hash((), "door") == "0 door"
 
 
-def test_where_a_reward_function_cannot_be_used_the_loop_ends(tmp_path: Path):
+def test_event_loop_closes_after_invalid_reward_function(tmp_path: Path):
     reward = FunctionRewardConfig(path=str(tmp_path / "gone.py"), function="length")
     config = make_config(
         environment=ArithmeticConfig(digits=1, size=50, rewards=(reward,)), sandbox=SandboxConfig(workers=1)
@@ -59,7 +59,7 @@ def test_where_a_reward_function_cannot_be_used_the_loop_ends(tmp_path: Path):
     assert "episodes" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
-def test_tools_run_in_the_same_sandbox():
+def test_tools_share_the_sandbox():
     environment = ToolUseConfig(
         questions=ArithmeticConfig(digits=1, size=50), tools=(PythonConfig(),), name="with_python"
     ).build()

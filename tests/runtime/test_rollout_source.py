@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What is ordered is played once, and is the same whoever plays it, with whatever others."""
+"""Each request runs once, and its group does not depend on the worker or other requests."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ CONFIG = make_config(
 
 
 def says_its_seed(request: SampleRequest) -> Sequence[int]:
-    """Seven letters that another seed hardly shares."""
+    """Return seven letters that depend on the seed."""
     return [*(97 + (request.seed >> 4 * place) % 16 for place in range(7)), END]
 
 
@@ -46,7 +46,7 @@ def answers(group: RolloutGroup) -> list[tuple[int, ...]]:
     return [turn.generation.token_ids for rollout in group.rollouts for turn in rollout.turns]
 
 
-def test_each_order_is_played_once_in_the_order_of_submission() -> None:
+def test_requests_run_once_in_order_of_submission() -> None:
     rollout_source = LocalRollouts(CONFIG, runner())
     rollout_source.submit(ORDERS[2:])
     rollout_source.submit(ORDERS[:1])
@@ -58,7 +58,7 @@ def test_each_order_is_played_once_in_the_order_of_submission() -> None:
     assert [number for number, _ in rollout_source.wait(PhaseTimer())] == [(1, 1)]
 
 
-def test_size_temperature_and_time_are_the_steps_own() -> None:
+def test_group_size_temperature_and_timer_are_those_of_the_step() -> None:
     playing, timer = runner(), PhaseTimer()
     rollout_source = LocalRollouts(CONFIG, playing)
     rollout_source.submit(ORDERS[:1])
@@ -71,11 +71,11 @@ def test_size_temperature_and_time_are_the_steps_own() -> None:
     assert playing.timer.seconds == {}
 
 
-def test_a_group_is_the_same_whoever_plays_it_and_whatever_is_played_with_it() -> None:
+def test_group_does_not_depend_on_worker_or_other_requests() -> None:
     rollout_source = LocalRollouts(CONFIG, runner())
     rollout_source.submit(ORDERS)
     wanted = {number: answers(group) for number, group in rollout_source.wait(PhaseTimer())}
-    # Attempts differ, and so do groups, also those of one task in two steps.
+    # Rollouts of a group differ, and so do groups of one task in two steps.
     assert len({said for group in wanted.values() for said in group}) == 9
     for one in ORDERS:
         rollout_source.submit([one])

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A worker's conversation with its coordinator, with a policy that plays nothing."""
+"""Calls of a worker to its coordinator, with a fake policy."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -17,17 +17,17 @@ from marin_rl.runtime.rollout_worker import work
 from marin_rl.types import RolloutGroup, Task, WeightVersion
 
 
-def order(index: int, min_version: int = 0) -> GroupRequest:
+def request(index: int, min_version: int = 0) -> GroupRequest:
     return GroupRequest(RequestNumber(1, index), Task("t", "sums", ({"role": "user", "content": ""},), ""), min_version)
 
 
-HandIn = Callable[[FinishedGroup], Sequence[GroupRequest]]
-Script = Callable[["Policy", Sequence[GroupRequest], HandIn], None]
+OnGroupDone = Callable[[FinishedGroup], Sequence[GroupRequest]]
+Script = Callable[["Policy", Sequence[GroupRequest], OnGroupDone], None]
 
 
 @dataclasses.dataclass
 class Policy:
-    """Plays whatever it is told to by a function."""
+    """Fake policy that calls a function instead of running groups."""
 
     coordinator_actor: CoordinatorActor
     script: Script
@@ -35,7 +35,7 @@ class Policy:
     version: WeightVersion | None = None
     room: int = 2
     failing: int = 0
-    """How many fetches bring nothing."""
+    """Number of fetches that fail."""
 
     def fetch(self, addresses: Sequence[str]) -> bool:
         assert addresses == ("here",)
@@ -45,43 +45,43 @@ class Policy:
         self.version = self.coordinator_actor.announced().version
         return True
 
-    def play(self, orders: Sequence[GroupRequest], on_group_done: HandIn) -> None:
-        self.script(self, orders, on_group_done)
+    def run(self, requests: Sequence[GroupRequest], on_group_done: OnGroupDone) -> None:
+        self.script(self, requests, on_group_done)
 
 
-def played(order: GroupRequest) -> FinishedGroup:
-    return FinishedGroup(order.number, RolloutGroup(order.number.group_id, []))
+def finished(request: GroupRequest) -> FinishedGroup:
+    return FinishedGroup(request.number, RolloutGroup(request.number.group_id, []))
 
 
 def delivered(coordinator_actor: CoordinatorActor) -> list[str]:
-    """Groups that the trainer would be given."""
+    """Return the ids of the groups that the trainer would receive."""
     return [decode_group(text).id for _, text in coordinator_actor.take([], 0.0).groups]
 
 
 def run(coordinator_actor: CoordinatorActor, script: Script, *, is_in_flight: bool = False) -> None:
-    work(coordinator_actor, "w", Policy(coordinator_actor, script, is_in_flight), silence=600.0, poll=0.0)
+    work(coordinator_actor, "w", Policy(coordinator_actor, script, is_in_flight), heartbeat_timeout=600.0, poll=0.0)
 
 
 @pytest.fixture
 def coordinator_actor() -> CoordinatorActor:
-    """Five orders, of which the last is for newer weights than there are."""
-    made = CoordinatorActor(silence=600.0)
-    made.announce(0, ["here"])
-    made.submit([*map(order, range(4)), order(4, min_version=1)])
-    return made
+    """A coordinator with five requests, of which the last needs newer weights."""
+    actor = CoordinatorActor(heartbeat_timeout=600.0)
+    actor.announce(0, ["here"])
+    actor.submit([*map(request, range(4)), request(4, min_version=1)])
+    return actor
 
 
-def indices(orders: Sequence[GroupRequest]) -> list[int]:
-    return [one.number.index for one in orders]
+def indices(requests: Sequence[GroupRequest]) -> list[int]:
+    return [item.number.index for item in requests]
 
 
-def test_each_group_is_with_the_trainer_before_the_next_is_played(coordinator_actor: CoordinatorActor) -> None:
+def test_group_is_returned_before_the_next_starts(coordinator_actor: CoordinatorActor) -> None:
     seen: list[list[str]] = []
 
-    def script(policy: Policy, orders: Sequence[GroupRequest], on_group_done: HandIn) -> None:
-        waiting = list(orders)
+    def script(policy: Policy, requests: Sequence[GroupRequest], on_group_done: OnGroupDone) -> None:
+        waiting = list(requests)
         while waiting:
-            waiting += on_group_done(played(waiting.pop(0)))
+            waiting += on_group_done(finished(waiting.pop(0)))
             seen.append(delivered(policy.coordinator_actor))
         policy.coordinator_actor.stop()
 
@@ -90,75 +90,81 @@ def test_each_group_is_with_the_trainer_before_the_next_is_played(coordinator_ac
     assert seen == [names[: index + 1] for index in range(4)]
 
 
-def test_a_group_that_is_whole_makes_place_for_another_and_places_that_stayed_empty_are_filled_later(
+def test_finished_groups_are_replaced_and_free_slots_filled_later(
     coordinator_actor: CoordinatorActor,
 ) -> None:
     taken: list[list[int]] = []
 
-    def script(policy: Policy, orders: Sequence[GroupRequest], on_group_done: HandIn) -> None:
-        one, other = orders
-        taken.append(indices(orders))
-        [third] = on_group_done(played(one))
-        [fourth] = on_group_done(played(other))
+    def script(policy: Policy, requests: Sequence[GroupRequest], on_group_done: OnGroupDone) -> None:
+        one, other = requests
+        taken.append(indices(requests))
+        [third] = on_group_done(finished(one))
+        [fourth] = on_group_done(finished(other))
         taken.append(indices([third, fourth]))
-        # There is nothing more that may be begun with these weights ...
-        taken.append(indices(on_group_done(played(third))))
-        # ... until others are ordered: two places are empty then.
-        policy.coordinator_actor.submit([order(index) for index in (5, 6, 7)])
-        fifth, sixth = on_group_done(played(fourth))
+        # No waiting request accepts these weights ...
+        taken.append(indices(on_group_done(finished(third))))
+        # ... until others are submitted, when two slots are free.
+        policy.coordinator_actor.submit([request(index) for index in (5, 6, 7)])
+        fifth, sixth = on_group_done(finished(fourth))
         taken.append(indices([fifth, sixth]))
         policy.coordinator_actor.stop()
-        taken.append(indices(on_group_done(played(fifth))))
-        assert on_group_done(played(sixth)) == []
+        taken.append(indices(on_group_done(finished(fifth))))
+        assert on_group_done(finished(sixth)) == []
 
     run(coordinator_actor, script)
     assert taken == [[0, 1], [2, 3], [], [5, 6], []]
 
 
-def test_a_worker_that_is_cut_off_from_the_weights_leaves_its_orders_to_others_and_asks_again(
+def test_worker_without_weights_releases_requests_and_retries(
     coordinator_actor: CoordinatorActor,
 ) -> None:
     seen: list[tuple[WeightVersion | None, list[int]]] = []
     coordinator_actor.announce(1, ["here"])
 
-    def script(policy: Policy, orders: Sequence[GroupRequest], on_group_done: HandIn) -> None:
-        seen.append((policy.version, indices(orders)))
+    def script(policy: Policy, requests: Sequence[GroupRequest], on_group_done: OnGroupDone) -> None:
+        seen.append((policy.version, indices(requests)))
         policy.coordinator_actor.stop()
-        for one in orders:
-            assert on_group_done(played(one)) == []
+        for one in requests:
+            assert on_group_done(finished(one)) == []
 
     failed: list[list[int]] = []
 
     @dataclasses.dataclass
     class CutOff(Policy):
         def fetch(self, addresses: Sequence[str]) -> bool:
-            came = Policy.fetch(self, addresses)
-            if not came:
+            is_received = Policy.fetch(self, addresses)
+            if not is_received:
                 coordinator_actor.join("other", "o")
-                given = coordinator_actor.next_work("other", "o", 1, 5, (), 0.0)
-                assert given is not None
-                failed.append(indices(given.orders))
+                assignment = coordinator_actor.next_assignment("other", "o", 1, 5, (), 0.0)
+                assert assignment is not None
+                failed.append(indices(assignment.requests))
                 coordinator_actor.leave("other", "o")
-            return came
+            return is_received
 
-    work(coordinator_actor, "w", CutOff(coordinator_actor, script, version=0, failing=2), silence=600.0, poll=0.0)
-    # Two are in its hands at first, and then none.
+    work(
+        coordinator_actor,
+        "w",
+        CutOff(coordinator_actor, script, version=0, failing=2),
+        heartbeat_timeout=600.0,
+        poll=0.0,
+    )
+    # The worker holds two requests at first, and then none.
     assert failed == [[2, 3, 4], [0, 1, 2, 3, 4]]
     assert seen == [(1, [0, 1])]
 
 
 @pytest.mark.parametrize("is_in_flight", [False, True])
-def test_newer_weights_are_waited_for_between_groups_and_not_in_flight(
+def test_worker_waits_for_newer_weights_only_between_groups(
     coordinator_actor: CoordinatorActor, is_in_flight: bool
 ) -> None:
     taken: list[tuple[WeightVersion | None, list[int]]] = []
 
-    def script(policy: Policy, orders: Sequence[GroupRequest], on_group_done: HandIn) -> None:
-        taken.append((policy.version, indices(orders)))
+    def script(policy: Policy, requests: Sequence[GroupRequest], on_group_done: OnGroupDone) -> None:
+        taken.append((policy.version, indices(requests)))
         policy.coordinator_actor.announce(1, ["here"])
-        waiting = list(orders)
+        waiting = list(requests)
         while waiting:
-            more = on_group_done(played(waiting.pop(0)))
+            more = on_group_done(finished(waiting.pop(0)))
             if more:
                 taken.append((policy.version, indices(more)))
             waiting += more
@@ -167,74 +173,74 @@ def test_newer_weights_are_waited_for_between_groups_and_not_in_flight(
 
     run(coordinator_actor, script, is_in_flight=is_in_flight)
     if is_in_flight:
-        # This policy looks for newer weights only where it is told to; an order that needs them waits for that.
+        # This policy updates its weights only in `fetch`; a request for newer weights waits until then.
         assert taken == [(0, [0, 1]), (0, [2]), (0, [3]), (1, [4])]
     else:
         assert taken == [(0, [0, 1]), (1, [2, 3]), (1, [4])]
 
 
-def test_weights_that_came_before_they_were_announced_are_not_fetched_again(
+def test_weights_newer_than_announced_are_not_fetched_again(
     coordinator_actor: CoordinatorActor,
 ) -> None:
     fetched: list[WeightVersion] = []
     taken: list[list[int]] = []
 
     class Ahead(Policy):
-        """Its weights are a version ahead of what the coordinator has heard of."""
+        """Policy with weights one version ahead of the announcement."""
 
         def fetch(self, addresses: Sequence[str]) -> bool:
             self.version = self.coordinator_actor.announced().version + 1
             fetched.append(self.version)
             return True
 
-    def script(policy: Policy, orders: Sequence[GroupRequest], on_group_done: HandIn) -> None:
-        waiting = list(orders)
-        taken.append(indices(orders))
+    def script(policy: Policy, requests: Sequence[GroupRequest], on_group_done: OnGroupDone) -> None:
+        waiting = list(requests)
+        taken.append(indices(requests))
         while waiting:
-            more = on_group_done(played(waiting.pop(0)))
+            more = on_group_done(finished(waiting.pop(0)))
             taken.append(indices(more))
             waiting += more
         policy.coordinator_actor.stop()
 
-    work(coordinator_actor, "w", Ahead(coordinator_actor, script), silence=600.0, poll=0.0)
+    work(coordinator_actor, "w", Ahead(coordinator_actor, script), heartbeat_timeout=600.0, poll=0.0)
     assert fetched == [1]
     assert taken == [[0, 1], [2], [3], [4], [], []]
 
 
-def test_orders_whose_answer_was_lost_are_handed_out_again() -> None:
+def test_lost_assignments_are_assigned_again() -> None:
     class Lossy(CoordinatorActor):
-        """The answers to two questions are lost on their way, and the questions come again."""
+        """Coordinator that loses two responses, so that the calls are repeated."""
 
-        def next_work(self, *question: Any) -> Assignment | None:
-            if questions.pop(0) if questions else False:
-                super().next_work(*question)
-            return super().next_work(*question)
+        def next_assignment(self, *arguments: Any) -> Assignment | None:
+            if is_lost.pop(0) if is_lost else False:
+                super().next_assignment(*arguments)
+            return super().next_assignment(*arguments)
 
-    # Weights come first. Then the orders that begin it all are lost, and those in the place of the first that is whole.
-    questions = [False, True, True]
-    coordinator_actor = Lossy(silence=600.0)
+    # The first call returns weights. Then the first assignment and the first replacement are lost.
+    is_lost = [False, True, True]
+    coordinator_actor = Lossy(heartbeat_timeout=600.0)
     coordinator_actor.announce(0, ["here"])
-    coordinator_actor.submit([order(index) for index in range(6)])
+    coordinator_actor.submit([request(index) for index in range(6)])
 
-    def script(policy: Policy, orders: Sequence[GroupRequest], on_group_done: HandIn) -> None:
-        waiting = list(orders)
+    def script(policy: Policy, requests: Sequence[GroupRequest], on_group_done: OnGroupDone) -> None:
+        waiting = list(requests)
         while waiting:
-            waiting += on_group_done(played(waiting.pop(0)))
+            waiting += on_group_done(finished(waiting.pop(0)))
         policy.coordinator_actor.stop()
 
     run(coordinator_actor, script)
     assert delivered(coordinator_actor) == [f"train-1-{index}" for index in range(6)]
 
 
-def test_a_worker_that_was_given_up_ends_what_it_plays_and_joins_anew(coordinator_actor: CoordinatorActor) -> None:
+def test_dropped_worker_finishes_its_groups_and_joins_again(coordinator_actor: CoordinatorActor) -> None:
     taken: list[list[int]] = []
 
-    def script(policy: Policy, orders: Sequence[GroupRequest], on_group_done: HandIn) -> None:
-        taken.append(indices(orders))
+    def script(policy: Policy, requests: Sequence[GroupRequest], on_group_done: OnGroupDone) -> None:
+        taken.append(indices(requests))
         if len(taken) == 1:
-            # Another life of it takes over what it was to play.
+            # Another incarnation of the worker takes over its requests.
             policy.coordinator_actor.join("w", "another")
-            assert [on_group_done(played(one)) for one in orders] == [[], []]
+            assert [on_group_done(finished(one)) for one in requests] == [[], []]
         else:
             policy.coordinator_actor.stop()
 

@@ -47,9 +47,7 @@ def written(tmp_path: Path, text: str) -> ReloadConfig:
     return ReloadConfig(folder=str(tmp_path / "weights"), path=str(hook), function="reload")
 
 
-def test_the_function_is_called_with_whole_weights_and_old_ones_go_when_it_has_returned(
-    parts: tuple[Any, Any, Any], tmp_path: Path
-):
+def test_function_gets_complete_weights_and_old_versions_are_deleted(parts: tuple[Any, Any, Any], tmp_path: Path):
     import json
 
     model, tokenizer, trainer = parts
@@ -71,9 +69,7 @@ def test_the_function_is_called_with_whole_weights_and_old_ones_go_when_it_has_r
             np.testing.assert_array_equal(one, other)
 
 
-def test_what_an_earlier_start_left_behind_is_replaced_and_others_folders_stay(
-    parts: tuple[Any, Any, Any], tmp_path: Path
-):
+def test_leftovers_are_replaced_and_other_folders_are_kept(parts: tuple[Any, Any, Any], tmp_path: Path):
     model, tokenizer, trainer = parts
     folder = tmp_path / "weights"
     for name in ("version-3", ".version-3.partial", "version-7", "mine"):
@@ -85,7 +81,7 @@ def test_what_an_earlier_start_left_behind_is_replaced_and_others_folders_stay(
     assert sorted(path.name for path in folder.iterdir()) == ["mine", "version-4", "version-5", "version-7"]
 
 
-def test_an_error_of_the_function_names_it_and_keeps_the_weights_before(parts: tuple[Any, Any, Any], tmp_path: Path):
+def test_function_error_is_named_and_previous_weights_are_kept(parts: tuple[Any, Any, Any], tmp_path: Path):
     model, tokenizer, trainer = parts
     config = written(
         tmp_path,
@@ -108,10 +104,10 @@ def test_an_error_of_the_function_names_it_and_keeps_the_weights_before(parts: t
     ("text", "problem"),
     [
         ("def relaod(folder, version, base_url): pass", "has no 'reload' .*did you mean 'relaod'"),
-        ("reload = 3", "'reload' of .* is int, and not a function of folder, version and base_url"),
+        ("reload = 3", "'reload' of .* is int; it must be a function of folder, version and base_url"),
     ],
 )
-def test_a_missing_function_is_told_before_anything_is_written(
+def test_missing_function_fails_before_weights_are_written(
     parts: tuple[Any, Any, Any], tmp_path: Path, text: str, problem: str
 ):
     _, tokenizer, trainer = parts

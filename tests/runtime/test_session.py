@@ -97,7 +97,7 @@ def test_missing_ray_cluster_is_reported_before_run_starts(
 ):
     run = new_run(mode="async", ray_address=f"127.0.0.1:{free_port()}")
     assert run.train() == 1
-    assert "error: no Ray cluster answers at ray_address '127.0.0.1:" in capfd.readouterr().err
+    assert "error: no Ray cluster responds at ray_address '127.0.0.1:" in capfd.readouterr().err
     assert not run.path.exists()
 
 

@@ -31,7 +31,10 @@ def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mode": Mode.SYNC}, r"mode is sync, but training runs in 2 processes, .*; set mode: async, whose workers"),
+        (
+            {"mode": Mode.SYNC},
+            r"mode is sync, but training runs in 2 processes, .*; set mode: async, so that rollout workers",
+        ),
         ({"warm_start": WarmStartConfig(max_steps=5)}, r"warm_start\.max_steps is 5, .*; set it to 0, and warm up in"),
         (
             {"evaluation": EvaluationConfig(tasks=3)},
@@ -39,16 +42,18 @@ def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_what_needs_the_trainers_sampler_is_refused(two_processes: None, changes: dict[str, object], message: str):
+def test_settings_that_need_the_trainers_sampler_are_rejected(
+    two_processes: None, changes: dict[str, object], message: str
+):
     with pytest.raises(ValueError, match=message):
         check_config(dataclasses.replace(FITTING, **changes))
 
 
-def test_workers_that_sample_are_fine(two_processes: None):
+def test_rollout_workers_are_accepted(two_processes: None):
     check_config(FITTING)
 
 
-def test_weights_that_other_hosts_cannot_reach_are_refused(two_processes: None, monkeypatch: pytest.MonkeyPatch):
+def test_loopback_weight_host_is_rejected_for_several_hosts(two_processes: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(multihost, "gather_texts", lambda own: ("first", "second"))
     with pytest.raises(
         ValueError,
@@ -60,11 +65,11 @@ def test_weights_that_other_hosts_cannot_reach_are_refused(two_processes: None, 
     check_config(FITTING)
 
 
-def test_one_process_may_do_anything():
+def test_one_process_accepts_all_settings():
     check_config(make_config())
 
 
-def test_a_stop_ends_the_wait_of_a_process_without_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_stop_ends_the_wait_in_a_process_without_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     exchanges: list[str] = []
 
     def from_main(work: Callable[[], str]) -> str:
@@ -79,13 +84,13 @@ def test_a_stop_ends_the_wait_of_a_process_without_workers(monkeypatch: pytest.M
     sender = SharedFilesConfig(folder=str(tmp_path)).open_sender("0123456789abcdef" * 4, TrainingHost.current())
     with pytest.raises(StopRequestedError):
         SharedWorkerPool(None, sender).wait(PhaseTimer(), stop_requested)
-    # The main process does the same exchanges in the same order.
+    # The main process makes the same exchanges in the same order.
     assert exchanges == ["stop", "groups", "stop", "groups", "stop"]
 
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Answers of the second of two processes, of which this one is the main one, to the next exchanges."""
+    """Responses of the second process to the next exchanges; this process is the main one."""
     answers: list[str] = []
     monkeypatch.setattr(multihost, "is_multihost", lambda: True)
     monkeypatch.setattr(multihost, "is_main", lambda: True)
@@ -94,7 +99,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return answers
 
 
-def test_a_process_with_another_config_is_named(answers: list[str]):
+def test_error_names_processes_with_another_config(answers: list[str]):
     config = dataclasses.replace(FITTING, seed=1)
     answers += [""]
     require_same_config(config, ())
@@ -107,10 +112,10 @@ def test_a_process_with_another_config_is_named(answers: list[str]):
         require_same_config(FITTING, ())
 
 
-def test_a_process_that_does_not_see_the_run_directory_is_named(answers: list[str], tmp_path: Path):
-    answers += [json.dumps({"sees": True, "place": "'/data/run' on host b"})]
+def test_error_names_processes_that_do_not_see_the_run_directory(answers: list[str], tmp_path: Path):
+    answers += [json.dumps({"sees": True, "path": "'/data/run' on host b"})]
     require_shared_folder(tmp_path)
-    answers += [json.dumps({"sees": False, "place": "'/home/run' on host b"})]
+    answers += [json.dumps({"sees": False, "path": "'/home/run' on host b"})]
     with pytest.raises(
         RunDirectoryError, match=r"training process 1 \('/home/run' on host b\) does not see .* set run_dir to an abs"
     ):

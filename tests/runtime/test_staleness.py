@@ -75,7 +75,7 @@ class World:
         self.workers = [self.born(f"w{index}") for index in range(workers)]
 
     def new_coordinator(self) -> Coordinator:
-        return Coordinator(lambda: self.now, silence=SILENCE)
+        return Coordinator(lambda: self.now, heartbeat_timeout=SILENCE)
 
     def born(self, name: str) -> RolloutRunner:
         self.lives += 1
@@ -85,8 +85,8 @@ class World:
 
     # Interface used by the trainer.
 
-    def submit(self, orders: Sequence[GroupRequest]) -> None:
-        self.coordinator.submit(orders)
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        self.coordinator.submit(requests)
 
     def announce(self, version: WeightVersion, addresses: Sequence[str]) -> None:
         self.announced = (version, tuple(addresses))
@@ -123,8 +123,10 @@ class World:
             self.ask(worker)
 
     def ask(self, worker: RolloutRunner) -> None:
-        self.coordinator.plays(worker.name, worker.incarnation, worker.playing)
-        told = self.coordinator.next_work(worker.name, worker.incarnation, worker.version, self.chance.randint(1, 4))
+        self.coordinator.set_running(worker.name, worker.incarnation, worker.playing)
+        told = self.coordinator.next_assignment(
+            worker.name, worker.incarnation, worker.version, self.chance.randint(1, 4)
+        )
         if self.chance.random() < 0.05:
             # The response is lost.
             return
@@ -133,7 +135,7 @@ class World:
             return
         if told.newest.addresses and self.chance.random() < 0.7:
             worker.version = told.newest.version
-        for order in told.orders:
+        for order in told.requests:
             assert worker.version is not None
             assert worker.version >= order.min_version
             worker.playing[order.number] = (order, worker.version)
@@ -181,7 +183,7 @@ def async_run(replay: ReplayConfig, filter_config: object, world: World) -> Trai
     )
     run = bare_run(config, Numbers())
     run.orders, run.replay = RolloutScheduler(make_staleness_limits(config)), make_replay(config)
-    run.rollout_source = WorkerPool(world, Sender(), patience=600.0, poll=1.0)
+    run.rollout_source = WorkerPool(world, Sender(), no_progress_timeout=600.0, poll=1.0)
     return run
 
 
@@ -254,13 +256,13 @@ def resumed(run: TrainingRun, world: World) -> TrainingRun:
     run.rollout_source.close()
     world.coordinator = world.new_coordinator()
     world.workers = [world.born(worker.name) for worker in world.workers]
-    again = async_run(run.config.replay, run.config.filter, world)
-    again.progress = Progress(**saved)
-    again.orders = RolloutScheduler(make_staleness_limits(run.config), again.progress.orders)
-    again.replay = run.replay
-    publish(again)
-    again.rollout_source.submit(again.orders.outstanding)
-    return again
+    restored = async_run(run.config.replay, run.config.filter, world)
+    restored.progress = Progress(**saved)
+    restored.orders = RolloutScheduler(make_staleness_limits(run.config), restored.progress.orders)
+    restored.replay = run.replay
+    publish(restored)
+    restored.rollout_source.submit(restored.orders.outstanding)
+    return restored
 
 
 def test_schedule_does_not_matter_without_staleness() -> None:

@@ -25,7 +25,7 @@ def weights(version: WeightVersion) -> Weights:
 
 
 class Trainer:
-    """Offers weights, and keeps what it was asked."""
+    """Fake source of weights that records calls."""
 
     def __init__(self) -> None:
         self.newest: WeightVersion = 0
@@ -45,14 +45,14 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("inline")
-def test_each_look_brings_the_answer_to_the_one_before_and_asks_for_what_is_newer_still() -> None:
+def test_poll_returns_last_result_and_fetches_newer_weights() -> None:
     trainer = Trainer()
     newer = WeightPrefetcher(trainer.fetch)
     in_use, found = 0, []
     for newest in (0, 3, 3, 3, 4):
         trainer.newest = newest
-        came = newer.look(in_use)
-        in_use = in_use if came is None else came.version
+        received = newer.poll(in_use)
+        in_use = in_use if received is None else received.version
         found.append(in_use)
     assert found == [0, 0, 3, 3, 3]
     assert trainer.asked == [0, 0, 3, 3, 3]
@@ -63,7 +63,7 @@ def test_each_look_brings_the_answer_to_the_one_before_and_asks_for_what_is_newe
     newer.close()
 
 
-def test_a_look_does_not_wait_for_weights_that_are_on_their_way() -> None:
+def test_poll_does_not_block() -> None:
     arrived = threading.Event()
     asked = []
 
@@ -73,39 +73,37 @@ def test_a_look_does_not_wait_for_weights_that_are_on_their_way() -> None:
         return weights(1)
 
     newer = WeightPrefetcher(slow)
-    # Were one of these to wait, it would do so until the thread gives up.
-    assert [newer.look(0) for _ in range(3)] == [None] * 3
+    # If one of these calls blocked, it would wait until the thread times out.
+    assert [newer.poll(0) for _ in range(3)] == [None] * 3
     arrived.set()
-    came = newer.complete()
-    assert came is not None
-    assert came.version == 1
+    received = newer.complete()
+    assert received is not None
+    assert received.version == 1
     newer.close()
     assert asked == [0]
 
 
 @pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("error", [ServerLostError, CorruptTransferError, NoWeightsError, VersionGoneError])
-def test_what_another_attempt_may_mend_is_logged_and_asked_again(
-    error: type[Exception], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_transient_error_is_logged_and_retried(error: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
     trainer = Trainer()
     trainer.newest, trainer.error = 2, error("the server at here is gone")
     newer = WeightPrefetcher(trainer.fetch)
-    assert [newer.look(0), newer.look(0)] == [None, None]
-    assert "newer weights did not arrive (the server at here is gone); playing on" in caplog.text
+    assert [newer.poll(0), newer.poll(0)] == [None, None]
+    assert "newer weights did not arrive (the server at here is gone); continuing" in caplog.text
     trainer.error = None
-    assert newer.look(0) is None
-    came = newer.look(0)
-    assert came is not None
-    assert came.version == 2
+    assert newer.poll(0) is None
+    received = newer.poll(0)
+    assert received is not None
+    assert received.version == 2
 
 
 @pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("error", [MismatchedWeightsError, WrongSecretError, KeyError])
-def test_what_no_attempt_mends_is_raised_by_the_next_look(error: type[Exception]) -> None:
+def test_permanent_error_is_raised_by_next_poll(error: type[Exception]) -> None:
     trainer = Trainer()
     trainer.error = error("for good")
     newer = WeightPrefetcher(trainer.fetch)
-    newer.look(0)
+    newer.poll(0)
     with pytest.raises(error, match="for good"):
-        newer.look(0)
+        newer.poll(0)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A worker's policy while the trainer publishes: which versions its tokens are of."""
+"""Versions of the sampled tokens while the trainer publishes weights."""
 
 import functools
 import re
@@ -35,7 +35,7 @@ TOKEN = "t" * 32
 
 
 class Trainer:
-    """Publishes weights from within the worker's own questions, so that they come at known moments."""
+    """Publishes weights during the worker's polls, so that their arrival is deterministic."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
@@ -43,7 +43,7 @@ class Trainer:
         self._tokenizer = config.tokenizer.build()
         self.sender: WeightSender = config.weights.open_sender(TOKEN, TrainingHost.current())
         self.version: WeightVersion = -1
-        self.questions = 0
+        self.polls = 0
         self.at: dict[int, Callable[[], None]] = {}
 
     def publish(self) -> None:
@@ -53,21 +53,21 @@ class Trainer:
             self._config.model, self._tokenizer, self._trainer, key=jax.random.PRNGKey(self.version)
         )
         self.sender.publish(model, self.version)
-        # As a trainer announces: when they can be had.
+        # Announced when available, as by a trainer.
         self.sender.flush()
 
     def announced(self) -> Announcement:
-        self.questions += 1
-        self.at.get(self.questions, lambda: None)()
+        self.polls += 1
+        self.at.get(self.polls, lambda: None)()
         return Announcement(self.version, (self.sender.address,))
 
 
 @pytest.fixture(autouse=True)
 def known_moments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("marin_rl.runtime.weight_prefetcher.ThreadPoolExecutor", InlineExecutor)
-    # All answers are sampled in one round, however slow the machine is.
-    desk = functools.partial(RequestBatcher, max_wait=600.0)
-    monkeypatch.setattr("marin_rl.rollouts.run_rollouts.RequestBatcher", desk)
+    # All generations are sampled in one round, independent of the speed of the machine.
+    client = functools.partial(RequestBatcher, max_wait=600.0)
+    monkeypatch.setattr("marin_rl.rollouts.run_rollouts.RequestBatcher", client)
 
 
 def make_config(folder: Path, refresh: str) -> TrainConfig:
@@ -94,33 +94,33 @@ def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Tra
     trainer.sender.close()
 
 
-def play(policy: ReceivedPolicy) -> list[RolloutGroup]:
+def run_groups(policy: ReceivedPolicy) -> list[RolloutGroup]:
     tasks = policy._environment.tasks(Split.TRAIN)
     orders = [GroupRequest(RequestNumber(1, index), tasks[index], 0) for index in range(GROUPS)]
-    came: dict[RequestNumber, RolloutGroup] = {}
+    received: dict[RequestNumber, RolloutGroup] = {}
 
     def on_group_done(played: FinishedGroup) -> tuple[GroupRequest, ...]:
-        came[played.number] = played.group
+        received[played.number] = played.group
         return ()
 
-    policy.play(orders, on_group_done)
-    return [came[order.number] for order in orders]
+    policy.run(orders, on_group_done)
+    return [received[order.number] for order in orders]
 
 
 def generations(groups: list[RolloutGroup]) -> list[Generation]:
     return [turn.generation for group in groups for rollout in group.rollouts for turn in rollout.turns]
 
 
-def test_weights_that_come_while_it_plays_sample_the_tokens_after_them(
+def test_in_flight_weights_sample_the_following_tokens(
     opened: tuple[Trainer, ReceivedPolicy],
 ) -> None:
     trainer, policy = opened
-    before = generations(play(policy))
+    before = generations(run_groups(policy))
     assert {(one.first_version, one.last_version) for one in before} == {(0, 0)}
-    # Look 1 is before the prompts are read, looks 2, 3, ... after 1, 2, ... tokens. A question is asked at a look and
-    # answered at the next; the first of this call finds the answer to the last of the call before.
-    trainer.questions, trainer.at = 0, {2: trainer.publish}
-    groups = play(policy)
+    # Poll 1 precedes the prefill, polls 2, 3, ... follow tokens 1, 2, .... A poll starts a fetch and the next poll
+    # returns its result; the first poll of this call returns the result of the last poll of the previous call.
+    trainer.polls, trainer.at = 0, {2: trainer.publish}
+    groups = run_groups(policy)
     for old, new in zip(before, generations(groups), strict=True):
         assert new.token_ids[:2] == old.token_ids[:2]
         assert new.logprobs[:2] == old.logprobs[:2]
@@ -131,17 +131,17 @@ def test_weights_that_come_while_it_plays_sample_the_tokens_after_them(
 
 
 @pytest.mark.parametrize("opened", ["between_groups"], indirect=True)
-def test_between_groups_nobody_is_asked_while_it_plays(opened: tuple[Trainer, ReceivedPolicy]) -> None:
+def test_between_groups_no_weights_are_fetched_during_rollouts(opened: tuple[Trainer, ReceivedPolicy]) -> None:
     trainer, policy = opened
     trainer.publish()
-    assert {(one.first_version, one.last_version) for one in generations(play(policy))} == {(0, 0)}
-    assert trainer.questions == 0
+    assert {(one.first_version, one.last_version) for one in generations(run_groups(policy))} == {(0, 0)}
+    assert trainer.polls == 0
     policy.fetch([trainer.sender.address])
-    assert {(one.first_version, one.last_version) for one in generations(play(policy))} == {(1, 1)}
+    assert {(one.first_version, one.last_version) for one in generations(run_groups(policy))} == {(1, 1)}
 
 
 @pytest.mark.parametrize("opened", ["between_groups"], indirect=True)
-def test_a_worker_that_is_cut_off_keeps_its_weights_and_one_that_never_had_any_ends(
+def test_failed_fetch_keeps_weights_and_fails_without_any(
     opened: tuple[Trainer, ReceivedPolicy], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer, policy = opened
@@ -157,18 +157,18 @@ def test_a_worker_that_is_cut_off_keeps_its_weights_and_one_that_never_had_any_e
         fresh.fetch([nobody])
 
 
-def test_weights_that_do_not_arrive_change_nothing(
+def test_failed_prefetch_keeps_the_weights(
     opened: tuple[Trainer, ReceivedPolicy], caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer, policy = opened
-    before = generations(play(policy))
+    before = generations(run_groups(policy))
 
     def lose_the_server() -> None:
         trainer.publish()
         trainer.sender.close()
 
-    trainer.questions, trainer.at = 0, {2: lose_the_server}
-    assert generations(play(policy)) == before
+    trainer.polls, trainer.at = 0, {2: lose_the_server}
+    assert generations(run_groups(policy)) == before
     assert policy.version == 0
-    assert trainer.questions > 2, "it asks again"
+    assert trainer.polls > 2, "it asks again"
     assert "newer weights did not arrive (weight server grpc" in caplog.text

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rollout workers as threads of the test's process: the same coordinator, worker and transfer, without Ray."""
+"""Rollout workers in threads of the test process, with the real coordinator, worker and transfer but without Ray."""
 
 import concurrent.futures
 import contextlib
@@ -10,20 +10,20 @@ from collections.abc import Iterator
 from marin_rl.closing import Closing
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.runtime.coordinator import CoordinatorActor
-from marin_rl.runtime.rollout_worker import telling_errors, work
+from marin_rl.runtime.rollout_worker import reporting_errors, work
 from marin_rl.runtime.worker_policy import ReceivedPolicy
 
 
 @contextlib.contextmanager
 def thread_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[CoordinatorActor]:
-    """Takes the place of `marin_rl.runtime.ray_workers.ray_workers`."""
+    """Replacement of `marin_rl.runtime.ray_workers.ray_workers`."""
     coordinator_actor = CoordinatorActor(config.workers.heartbeat_timeout)
 
     def run(name: str) -> None:
-        with telling_errors(coordinator_actor, name):
+        with reporting_errors(coordinator_actor, name):
             policy = ReceivedPolicy(config, vocab_size, token, coordinator_actor.announced)
         with Closing(policy.close):
-            work(coordinator_actor, name, policy, silence=config.workers.heartbeat_timeout, poll=0.5)
+            work(coordinator_actor, name, policy, heartbeat_timeout=config.workers.heartbeat_timeout, poll=0.5)
 
     with concurrent.futures.ThreadPoolExecutor(config.workers.num_workers, "worker") as pool:
         running = [pool.submit(run, f"worker-{index}") for index in range(config.workers.num_workers)]
@@ -31,5 +31,5 @@ def thread_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator
             yield coordinator_actor
         finally:
             coordinator_actor.stop()
-            # What ends a worker with an error is told to the trainer.
+            # Errors of workers are reported to the trainer.
             concurrent.futures.wait(running)
