@@ -8,7 +8,6 @@ averaged over rollouts, reduces the weight of the other groups. Estimators that 
 compare nothing (`reinforce`) also learn from such groups; a filter prevents that.
 """
 
-import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
@@ -47,16 +46,14 @@ def sort_groups(groups: Sequence[RolloutGroup]) -> Filtered:
 
 
 @dataclasses.dataclass(frozen=True)
-class FilterConfig(draccus.ChoiceRegistry, abc.ABC):
+class FilterConfig(draccus.ChoiceRegistry):
     """Handling of groups with equal rewards, selected by `type`."""
 
     drops: ClassVar[bool] = True
     """Whether such groups are excluded from the batch."""
 
-    @property
-    @abc.abstractmethod
-    def batches(self) -> int:
-        """Maximum number of groups that a step samples, in batches of `rollouts.prompts_per_step`."""
+    max_batches: ClassVar[int] = 1
+    """Maximum number of groups that a step samples, in batches of `rollouts.prompts_per_step`."""
 
 
 @FilterConfig.register_subclass("keep")
@@ -66,21 +63,11 @@ class KeepGroupsConfig(FilterConfig):
 
     drops: ClassVar[bool] = False
 
-    @property
-    def batches(self) -> int:
-        """Only the batch of the step itself."""
-        return 1
-
 
 @FilterConfig.register_subclass("drop")
 @dataclasses.dataclass(frozen=True)
 class DropGroupsConfig(FilterConfig):
     """Exclude groups with equal rewards. The batch becomes smaller; if no group is left, the update is skipped."""
-
-    @property
-    def batches(self) -> int:
-        """Only the batch of the step itself."""
-        return 1
 
 
 @FilterConfig.register_subclass("resample")
@@ -92,7 +79,8 @@ class ResampleGroupsConfig(FilterConfig):
         Yu et al., [DAPO](https://arxiv.org/abs/2503.14476), 2025, section 3.2.
     """
 
-    max_batches: int = 4
+    # A setting in this choice, a constant in the others.
+    max_batches: int = 4  # pyrefly: ignore[bad-override]
     """Maximum number of groups that a step samples, in batches of `rollouts.prompts_per_step`; at least 2, including
     the step's own batch. Groups still missing at the limit are left out."""
 
@@ -102,8 +90,3 @@ class ResampleGroupsConfig(FilterConfig):
                 f"filter.max_batches is {self.max_batches}; resampling needs at least 2, including the step's own "
                 "batch, or use filter: {type: drop}"
             )
-
-    @property
-    def batches(self) -> int:
-        """The configured maximum."""
-        return self.max_batches

@@ -37,7 +37,7 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
     positions, elsewhere = _positions(config)
     block = min(config.logprob_block_size, positions)
     prompts = rollouts.prompts_per_step * config.num_steps
-    resampling = f", {config.filter.batches} times that with resampling" if config.filter.batches > 1 else ""
+    resampling = f", {config.filter.max_batches} times that with resampling" if config.filter.max_batches > 1 else ""
     lines = [
         ("parameters", f"{parameters:,}, vocabulary {tokenizer.vocab_size:,}"),
         (

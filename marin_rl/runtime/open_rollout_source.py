@@ -110,7 +110,7 @@ def open_rollout_source(
 def make_staleness_limits(config: TrainConfig) -> StalenessLimits:
     """Return the staleness limits of a config; in `mode: sync` groups are never sampled ahead."""
     groups_per_step = config.rollouts.prompts_per_step
-    replacements = (config.filter.batches - 1) * groups_per_step
+    replacements = (config.filter.max_batches - 1) * groups_per_step
     if config.mode is Mode.SYNC:
         return StalenessLimits(groups_per_step, replacements_per_step=replacements)
     replay = config.replay

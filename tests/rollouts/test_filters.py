@@ -66,7 +66,7 @@ def test_no_group_is_lost_or_changed():
     ],
 )
 def test_settings_of_each_choice(config, drops: bool, batches: int):
-    assert (config.drops, config.batches) == (drops, batches)
+    assert (config.drops, config.max_batches) == (drops, batches)
 
 
 @pytest.mark.parametrize("batches", [1, 0, -3])

@@ -227,7 +227,7 @@ def test_random_faults_never_break_group_invariants(filter_config: object, data:
         assert seen.isdisjoint(finished)
         seen |= set(finished)
         assert run.replay.uses_left + uses * len(run.orders.outstanding) <= (staleness + 1) * GROUPS * (
-            run.config.filter.batches
+            run.config.filter.max_batches
         )
         run.progress.step = step
         publish(run)
