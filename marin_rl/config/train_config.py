@@ -283,8 +283,8 @@ class TrainConfig:
     def _check_workers(self) -> None:
         if self.ray_address is not None and not re.fullmatch(r"auto|[^/]+:\d{1,5}", self.ray_address):
             raise ValueError(
-                f"ray_address is {self.ray_address!r}; it is `auto`, or `host:port` of a cluster's head, such as "
-                "10.0.0.1:6379. Over Ray's client protocol (ray://) runs cannot be started: start them on a machine of "
+                f"ray_address is {self.ray_address!r}; it must be `auto`, or `host:port` of a cluster's head node, "
+                "such as 10.0.0.1:6379. Ray's client protocol (ray://) is not supported: start the run on a machine of "
                 "the cluster"
             )
         if self.mode is Mode.ASYNC and isinstance(self.sampler, OpenAiSamplerConfig):

@@ -125,8 +125,8 @@ def test_reinforce_accepts_groups_of_one():
         ({"logprob_block_size": 0}, "logprob_block_size is 0"),
         ({"optimizer": AdamConfig(learning_rate=-1e-3)}, r"optimizer\.learning_rate is -0\.001; it must be a finite"),
         ({"optimizer": AdamConfig(learning_rate=math.inf)}, r"optimizer\.learning_rate is inf; it must be a finite"),
-        ({"ray_address": "ray://head:10001"}, r"ray_address is 'ray://head:10001'; it is `auto`, or `host:port`"),
-        ({"ray_address": "head"}, "ray_address is 'head'; it is `auto`, or `host:port`"),
+        ({"ray_address": "ray://head:10001"}, r"ray_address is 'ray://head:10001'; it must be `auto`, or `host:port`"),
+        ({"ray_address": "head"}, "ray_address is 'head'; it must be `auto`, or `host:port`"),
         (
             {"mode": Mode.ASYNC, "ray_address": "10.0.0.1:6379"},
             r"weights\.host is 127\.0\.0\.1, which only this machine .* at ray_address '10\.0\.0\.1:6379'; set "
