@@ -25,13 +25,13 @@ from marin_rl.learner.critic import policy_of
 from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.scheduler import GroupRequest, RolloutScheduler, StalenessLimits
+from marin_rl.runtime.loop import train
 from marin_rl.runtime.metrics_file import append_record
 from marin_rl.runtime.open_run import open_run
 from marin_rl.runtime.rollout_source import FinishedGroup, run_group_requests
 from marin_rl.runtime.run_directory import create_or_open
 from marin_rl.runtime.session import run_session
 from marin_rl.runtime.starting_weights import resolve_model
-from marin_rl.runtime.sync_loop import train
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import WeightVersion
@@ -54,7 +54,7 @@ class FixedLagRollouts:
         self._run = run
         self._history: WeightHistory[Any] = WeightHistory(lag + 1)
         self._requests: list[GroupRequest] = []
-        self.publish(policy_of(run.state.model), run.progress.step)
+        self.publish(policy_of(run.trainer_state.model), run.state.progress.step)
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """See `RolloutSource`."""
@@ -66,9 +66,9 @@ class FixedLagRollouts:
         requests = [request for request in self._requests if request.number.step == step]
         self._requests = [request for request in self._requests if request.number.step != step]
         version = requests[0].min_version
-        run.sampler.update(self._history.get(version), version)
+        run.publisher.sampler.update(self._history.get(version), version)
         groups = run_group_requests(run.config, dataclasses.replace(run.runner, timer=timer), requests)
-        run.sampler.update(policy_of(run.state.model), run.progress.step)
+        run.publisher.sampler.update(policy_of(run.trainer_state.model), run.state.progress.step)
         return groups
 
     def publish(self, model: object, version: WeightVersion) -> None:
@@ -111,11 +111,13 @@ def train_with_lag(config: TrainConfig, lag: int) -> None:
     create_or_open(folder, to_yaml(config), ())
     run = open_run(config, folder, lambda message: print(message, flush=True))
     with Closing(run.close):
-        run.orders = RolloutScheduler(StalenessLimits(config.rollouts.prompts_per_step, lag))
-        run.replay = ReplayBuffer(max_staleness=lag)
-        run.rollout_source = FixedLagRollouts(run, lag)
+        run.state.scheduler = RolloutScheduler(StalenessLimits(config.rollouts.prompts_per_step, lag))
+        run.state.replay = ReplayBuffer(max_staleness=lag)
+        rollout_source = FixedLagRollouts(run, lag)
+        run.collector = dataclasses.replace(run.collector, rollout_source=rollout_source)
+        run.publisher = dataclasses.replace(run.publisher, rollout_source=rollout_source)
         records = _Records(folder / "metrics.jsonl")
-        records.record(0, run.progress.evaluations["before RL"])
+        records.record(0, run.state.progress.evaluations["before RL"])
         train(run, records)
 
 

@@ -6,11 +6,12 @@
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
+from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
@@ -24,11 +25,14 @@ from marin_rl.learner.critic import attach_critic, policy_of
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
+from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.scheduler import RolloutScheduler
-from marin_rl.rollouts.store import EVALUATION, RolloutStore
+from marin_rl.rollouts.store import RolloutStore
+from marin_rl.runtime.batch_builder import BatchBuilder
+from marin_rl.runtime.collect import GroupCollector
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import Keep, describe_accuracy, evaluate, forget
 from marin_rl.runtime.open_rollout_source import (
@@ -39,17 +43,15 @@ from marin_rl.runtime.open_rollout_source import (
     open_rollout_source,
 )
 from marin_rl.runtime.policy_engine import PolicyEngine, open_trainer_engine
-from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.rollout_runner import make_runner, open_reward_functions
-from marin_rl.runtime.run_directory import writing
+from marin_rl.runtime.run_state import REPLAY, Progress, RunState
 from marin_rl.runtime.shared_run import check_config, newest_good
 from marin_rl.runtime.starting_weights import first_policy, restore_policy, restore_state
-from marin_rl.runtime.training_run import REPLAY, TrainingRun
+from marin_rl.runtime.training_run import RolloutRecorder, TrainingRun, WeightPublisher
 from marin_rl.runtime.warm_start import warm_start
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenPieces
-from marin_rl.types import RolloutGroup
 
 Report = Callable[[str], None]
 """Receives progress messages of one line each."""
@@ -63,18 +65,18 @@ class Components(NamedTuple):
     environment: AbstractEnvironment
     reward_functions: RewardFunctions
     loop: BackgroundLoop
-    store: RolloutStore
+    recorder: RolloutRecorder
     checkpoints: Checkpoints
     learner: Learner
     layout: RowLayout
 
 
-class RunState(NamedTuple):
-    """State of a run when it starts or resumes."""
+class _Start(NamedTuple):
+    """Weights and progress of a run when it starts or resumes."""
 
-    state: TrainerState
+    trainer_state: TrainerState
     sampler: PolicyEngine
-    """Holds the weights of `state`."""
+    """Holds the weights of `trainer_state`."""
     progress: Progress
 
 
@@ -92,23 +94,39 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         ValueError: if components do not fit together (batch and mesh, tokenizer and model, reward functions and mode).
         CheckpointError: if the run has checkpoints and none is usable.
     """
-    with contextlib.ExitStack() as opened:
-        parts = _open_components(config, folder, opened)
+    with contextlib.ExitStack() as resources:
+        parts = _open_components(config, folder, resources)
         checkpoint = newest_good(parts.checkpoints)
-        run_state = _start(config, parts, report) if checkpoint is None else _resume(config, parts, checkpoint, report)
-        run = _assemble(config, parts, run_state, opened)
+        trainer_state, sampler, progress = (
+            _start(config, parts, report) if checkpoint is None else _resume(config, parts, checkpoint, report)
+        )
+        runner = _make_runner(config, parts, sampler)
+        rollout_source = open_rollout_source(config, runner, progress, resources)
+        scheduler = RolloutScheduler(make_staleness_limits(config), progress.scheduler)
+        state = RunState(progress, scheduler, make_replay(config))
         if checkpoint is not None:
-            run.replay.load(checkpoint.path / REPLAY)
-        run.offer()
-        if run.history is not None:
-            forget_older(run, report)
-        run.rollout_source.submit(run.orders.outstanding)
+            state.replay.load(checkpoint.path / REPLAY)
+        publisher = WeightPublisher(sampler, rollout_source, make_history(config))
+        publisher.offer(policy_of(trainer_state.model), progress.step)
+        if publisher.history is not None:
+            drop_groups_of_lost_weights(state, report)
+        rollout_source.submit(state.scheduler.outstanding)
         if checkpoint is None:
-            run.save()
-        if config.kl.needs_reference:
-            run.reference = restore_policy(parts.checkpoints.open(0), config, parts.trainer)
-        run.opened = opened.pop_all()
-    return run
+            parts.recorder.flush()
+            state.save(parts.checkpoints, trainer_state, rollout_source.counts)
+        return TrainingRun(
+            config=config,
+            state=state,
+            trainer_state=trainer_state,
+            collector=GroupCollector(config, parts.environment, parts.tokenizer, rollout_source),
+            batch_builder=_make_batch_builder(config, parts, publisher.history),
+            learner=parts.learner,
+            publisher=publisher,
+            runner=runner,
+            recorder=parts.recorder,
+            checkpoints=parts.checkpoints,
+            resources=resources.pop_all(),
+        )
 
 
 def make_loss(config: TrainConfig) -> RlLoss:
@@ -122,21 +140,21 @@ def make_loss(config: TrainConfig) -> RlLoss:
     )
 
 
-def forget_older(run: TrainingRun, report: Report) -> None:
+def drop_groups_of_lost_weights(state: RunState, report: Report) -> None:
     """Drop waiting groups that were sampled with weights that are no longer kept, and request them again.
 
     Args:
-        run: a run that was just resumed.
+        state: state of a run that was just resumed.
         report: called with a message if any group was dropped.
     """
-    if dropped := run.drop_stale(run.progress.step, max_staleness=0).count:
+    if dropped := state.drop_stale(state.progress.step, max_staleness=0).count:
         report(
             f"{dropped} waiting groups were sampled with weights that are no longer kept; those not trained on are "
             "sampled again"
         )
 
 
-def _open_components(config: TrainConfig, folder: Path, opened: contextlib.ExitStack) -> Components:
+def _open_components(config: TrainConfig, folder: Path, resources: contextlib.ExitStack) -> Components:
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
     layout = config.row_layout(trainer)
     check_config(config)
@@ -144,17 +162,18 @@ def _open_components(config: TrainConfig, folder: Path, opened: contextlib.ExitS
     tokenizer = config.tokenizer.build()
     environment = config.environment.build()
     reward_functions, loop = (
-        open_reward_functions(config, environment, opened)
+        open_reward_functions(config, environment, resources)
         if _samples(config)
         else (RewardFunctions(), BackgroundLoop())
     )
     store = RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer))
-    opened.enter_context(Closing(lambda: _close_store(store)))
+    recorder = RolloutRecorder(store)
+    resources.enter_context(Closing(recorder.close))
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
     # A run with 0 steps only warms up and exports, but a learning rate schedule needs at least one step.
     num_updates = max(config.num_steps, 1) * config.updates.per_step
     learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=num_updates)
-    return Components(trainer, tokenizer, environment, reward_functions, loop, store, checkpoints, learner, layout)
+    return Components(trainer, tokenizer, environment, reward_functions, loop, recorder, checkpoints, learner, layout)
 
 
 def _samples(config: TrainConfig) -> bool:
@@ -162,12 +181,7 @@ def _samples(config: TrainConfig) -> bool:
     return config.mode is Mode.SYNC or config.warm_start.max_steps > 0 or config.evaluation.tasks > 0
 
 
-def _close_store(store: RolloutStore) -> None:
-    with writing(store.folder):
-        store.close()
-
-
-def _resume(config: TrainConfig, parts: Components, checkpoint: Checkpoint, report: Report) -> RunState:
+def _resume(config: TrainConfig, parts: Components, checkpoint: Checkpoint, report: Report) -> _Start:
     try:
         progress = Progress(**checkpoint.progress)
     except TypeError as error:
@@ -180,10 +194,10 @@ def _resume(config: TrainConfig, parts: Components, checkpoint: Checkpoint, repo
         report(f"the checkpoint of step {damaged} is damaged and was skipped; see log.txt for the reason")
     report(f"resuming after step {progress.step}, from {checkpoint.path}")
     sampler = open_trainer_engine(config, policy_of(state.model), parts.tokenizer, parts.trainer, progress.step)
-    return RunState(state, sampler, progress)
+    return _Start(state, sampler, progress)
 
 
-def _start(config: TrainConfig, parts: Components, report: Report) -> RunState:
+def _start(config: TrainConfig, parts: Components, report: Report) -> _Start:
     policy = first_policy(config, parts.tokenizer, parts.trainer)
     progress = Progress(vocab_size=policy.vocab_size)
     sampler = open_trainer_engine(config, policy, parts.tokenizer, parts.trainer, version=0)
@@ -214,49 +228,33 @@ def _start(config: TrainConfig, parts: Components, report: Report) -> RunState:
     key = jax.random.PRNGKey(derive_seed(config.seed, "training") % 2**32)
     state = parts.learner.initial_state(trained, key)
     sampler.update(policy_of(state.model), 0)
-    measure("before RL", functools.partial(_store_evaluation, parts.store))
-    return RunState(state, sampler, progress)
-
-
-def _store_evaluation(store: RolloutStore, groups: Sequence[RolloutGroup]) -> None:
-    with writing(store.folder):
-        store.write(0, groups, {}, EVALUATION)
-
-
-def _assemble(config: TrainConfig, parts: Components, run_state: RunState, opened: contextlib.ExitStack) -> TrainingRun:
-    state, sampler, progress = run_state
-    runner = _make_runner(config, parts, sampler)
-    return TrainingRun(
-        config=config,
-        trainer=parts.trainer,
-        environment=parts.environment,
-        tokenizer=parts.tokenizer,
-        sampler=sampler,
-        learner=parts.learner,
-        scorer=_make_scorer(config, parts),
-        reference=None,
-        checkpoints=parts.checkpoints,
-        store=parts.store,
-        state=state,
-        progress=progress,
-        runner=runner,
-        rollout_source=open_rollout_source(config, runner, progress, opened),
-        orders=RolloutScheduler(make_staleness_limits(config), progress.orders),
-        replay=make_replay(config),
-        history=make_history(config),
-        opened=opened,
-    )
+    measure("before RL", functools.partial(parts.recorder.record_evaluation, 0))
+    return _Start(state, sampler, progress)
 
 
 def _make_runner(config: TrainConfig, parts: Components, sampler: PolicyEngine) -> RolloutRunner:
     return make_runner(config, parts.environment, parts.tokenizer, sampler, parts.loop, parts.reward_functions)
 
 
-def _make_scorer(config: TrainConfig, parts: Components) -> Scorer:
-    return Scorer(
+def _make_batch_builder(
+    config: TrainConfig, parts: Components, history: WeightHistory[LmHeadModel] | None
+) -> BatchBuilder:
+    scorer = Scorer(
         parts.trainer,
         parts.layout,
         pad_token_id=parts.tokenizer.pad_token_id,
         temperature=config.sampling.temperature,
         block_size=config.logprob_block_size,
+    )
+    score_reference = None
+    if config.kl.needs_reference:
+        reference = restore_policy(parts.checkpoints.open(0), config, parts.trainer)
+        score_reference = functools.partial(scorer.score, reference)
+    return BatchBuilder(
+        config,
+        parts.layout,
+        parts.tokenizer.pad_token_id,
+        scorer.score,
+        score_reference,
+        None if history is None else history.get,
     )

@@ -33,13 +33,13 @@ from marin_rl.learner.critic import policy_of
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.runtime.console import ClosingSummary, Progress, print_closing_table
 from marin_rl.runtime.devices import join_processes
+from marin_rl.runtime.loop import train
 from marin_rl.runtime.metrics_file import read_records, truncate_records
 from marin_rl.runtime.open_run import open_run
 from marin_rl.runtime.ray_workers import find_cluster
 from marin_rl.runtime.run_directory import RunDirectory, create_or_open, lock, log_to, writing
 from marin_rl.runtime.shared_run import require_same_config, require_shared_folder
 from marin_rl.runtime.starting_weights import resolve_model
-from marin_rl.runtime.sync_loop import train
 from marin_rl.runtime.tracking import StepRecords, make_tracker
 from marin_rl.runtime.training_run import TrainingRun
 
@@ -74,7 +74,7 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
         console = stream if main else resources.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
         with log, logged_errors(), multihost.explain_errors(), Progress(config.num_steps, console) as progress:
             run = _train(config, directory, progress)
-        if main and run.progress.step >= config.num_steps:
+        if main and run.state.progress.step >= config.num_steps:
             print_closing_table(progress.console, _summary(run, directory))
 
 
@@ -105,11 +105,11 @@ def _train(config: TrainConfig, directory: RunDirectory, progress: Progress) -> 
         _export(run, directory)
     else:
         report(
-            f"stopped after step {run.progress.step} of {config.num_steps}; everything is saved in "
+            f"stopped after step {run.state.progress.step} of {config.num_steps}; everything is saved in "
             f"{directory.path}. Run the same command again to resume"
         )
     if records is not None:
-        records.finish({"episodes": run.progress.episodes})
+        records.finish({"episodes": run.state.progress.episodes})
     return run
 
 
@@ -200,22 +200,21 @@ class _Sink:
 
 def _open_records(run: TrainingRun, directory: RunDirectory) -> StepRecords:
     """Open the metric records, truncated to the steps of the run's state; a new run gets a record of step 0."""
-    step = run.progress.step
+    step = run.state.progress.step
     truncate_records(directory.metrics, step if step else -1)
-    with writing(directory.rollouts):
-        run.store.truncate(step)
+    run.recorder.truncate(step)
     tracker = make_tracker(run.config.trainer.tracker, run.learner.trainer.run_id, encode(run.config), last_step=step)
     records = StepRecords(directory.metrics, tracker)
     if step == 0:
-        before = run.progress.evaluations.get("before warm start", {})
+        before = run.state.progress.evaluations.get("before warm start", {})
         start = {f"before_warm_start/{name}": value for name, value in before.items()}
-        records.record(0, {**start, **run.progress.evaluations.get("before RL", {})})
+        records.record(0, {**start, **run.state.progress.evaluations.get("before RL", {})})
     return records
 
 
 def _export(run: TrainingRun, directory: RunDirectory) -> None:
     """Write the final weights in Hugging Face format, atomically."""
-    policy = policy_of(run.state.model)
+    policy = policy_of(run.trainer_state.model)
     if multihost.is_multihost():
         policy = jax.tree.map(lambda leaf: multihost.fetch(leaf) if eqx.is_array(leaf) else leaf, policy)
     with tempfile.TemporaryDirectory() as discarded:
@@ -223,7 +222,7 @@ def _export(run: TrainingRun, directory: RunDirectory) -> None:
         partial = directory.path / ".hf.partial" if multihost.is_main() else Path(discarded)
         shutil.rmtree(partial, ignore_errors=True)
         with writing(directory.hf):
-            save_hf_policy(policy, run.tokenizer, partial, run.trainer)
+            save_hf_policy(policy, run.runner.tokenizer, partial, run.learner.trainer.config)
             multihost.on_main(lambda: _replace(directory.hf, partial))
 
 
@@ -240,12 +239,12 @@ def _summary(run: TrainingRun, directory: RunDirectory) -> ClosingSummary:
     seconds.pop("total", None)
     return ClosingSummary(
         run_directory=directory.path,
-        evaluations={landmark: run.progress.evaluations[landmark] for landmark in run.progress.evaluations},
+        evaluations={landmark: run.state.progress.evaluations[landmark] for landmark in run.state.progress.evaluations},
         seconds=seconds,
         totals={
-            "updates": run.progress.updates,
-            "rollouts": run.progress.episodes,
-            "tokens sampled": run.progress.sampled_tokens,
+            "updates": run.state.progress.updates,
+            "rollouts": run.state.progress.episodes,
+            "tokens sampled": run.state.progress.sampled_tokens,
         },
         next_commands={
             "Evaluate it again": f"python -m marin_rl.evaluate --run {directory.path}",

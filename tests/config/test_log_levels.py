@@ -28,11 +28,10 @@ from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.rollouts.run_rollouts import run_groups
 from marin_rl.runtime.run_directory import log_to
-from marin_rl.runtime.training_batch import build_batch
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer
-from tests.runtime.bare_run import ASSISTANT, END, MODEL, bare_run, make_config, make_runner
+from tests.runtime.bare_run import ASSISTANT, END, MODEL, NEWEST, bare_builder, make_config, make_runner
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
 
@@ -89,13 +88,13 @@ def log_step(file: Path, advantage: AdvantageConfig, **logged: Any) -> tuple[lis
     )
     questions = ArithmeticConfig(size=50)
     environment = ToolUseConfig(questions=questions, describe=ToolDescription.NONE).build()
-    run = bare_run(config, environment, values=lambda made: np.full(made.input_ids.shape, 0.5))
-    runner = dataclasses.replace(make_runner(run, sampled_tokens, environment), reward_functions=ConstantScorer())
+    builder = bare_builder(config, values=lambda made: np.full(made.input_ids.shape, 0.5))
+    runner = dataclasses.replace(make_runner(config, sampled_tokens, environment), reward_functions=ConstantScorer())
     with log_to(file, config.log_level.number, module_levels(config.logging)):
         [group] = run_groups(
             runner, environment.tasks(Split.TRAIN)[:1], group_size=2, temperature=1.0, seed_parts=(0, "train", 1)
         )
-        build_batch(run, [group], PhaseTimer())
+        builder.build([group], NEWEST, 1, PhaseTimer())
     runner.loop.close()
     lines = [line.split(": ", 1)[1] for line in file.read_text(encoding="utf-8").splitlines()]
     return lines, [turn.anchor_state for rollout in group.rollouts for turn in rollout.turns]

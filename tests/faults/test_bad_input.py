@@ -14,7 +14,7 @@ import pytest
 
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split, Step
 from marin_rl.rollouts.store import read_rollouts
-from marin_rl.runtime import sync_loop
+from marin_rl.runtime.batch_builder import BatchBuilder
 from marin_rl.train import main
 from marin_rl.types import Message, Task
 from tests.tiny_run import TinyRun, contents, copy_of, outcome
@@ -316,11 +316,11 @@ def test_nan_loss_stops_before_the_update(
 ) -> None:
     whole, run = new_run(**quick), new_run(**quick)
     assert whole.train() == 0
-    build_batch = sync_loop.build_batch
+    build = BatchBuilder.build
 
-    def poisoned(made: Any, groups: Any, timer: Any) -> Any:
-        batch = build_batch(made, groups, timer)
-        if made.progress.step == 0:
+    def poisoned(builder: BatchBuilder, groups: Any, model: Any, step: int, timer: Any) -> Any:
+        batch = build(builder, groups, model, step, timer)
+        if step == 1:
             return batch
         return batch._replace(
             token_advantages=[
@@ -329,7 +329,7 @@ def test_nan_loss_stops_before_the_update(
         )
 
     with monkeypatch.context() as patched:
-        patched.setattr(sync_loop, "build_batch", poisoned)
+        patched.setattr(BatchBuilder, "build", poisoned)
         assert run.train() == 1
     text = error(capfd)
     assert "update 2: loss nan" in text

@@ -242,17 +242,17 @@ def test_interrupt_finishes_the_update_saves_and_prints_how_to_resume(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    from marin_rl.runtime import sync_loop
+    from marin_rl.runtime.batch_builder import BatchBuilder
 
     run = interrupted_after(finished_run, 3, tmp_path / "copy")
-    build_batch = sync_loop.build_batch
+    build = BatchBuilder.build
 
     def interrupted(*arguments: object) -> object:
         signal.raise_signal(signal.SIGINT)
-        return build_batch(*arguments)
+        return build(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(sync_loop, "build_batch", interrupted)
+        patched.setattr(BatchBuilder, "build", interrupted)
         assert run.train() == 0
     output = capfd.readouterr().out
     assert "SIGINT: stopping and saving; a step that is still being sampled is discarded, one that is being" in output

@@ -4,8 +4,8 @@
 """A run without a model, for the parts of the loop that are plain Python; no function is compiled."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
@@ -18,16 +18,19 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.learner.scoring import Scores
-from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.rollout_builder import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.scheduler import RolloutScheduler
-from marin_rl.runtime.open_rollout_source import make_staleness_limits
-from marin_rl.runtime.progress import Progress
-from marin_rl.runtime.training_run import TrainingRun
+from marin_rl.runtime.batch_builder import BatchBuilder
+from marin_rl.runtime.collect import Collected, GroupCollector
+from marin_rl.runtime.open_rollout_source import make_replay, make_staleness_limits
+from marin_rl.runtime.rollout_source import LocalRollouts, RolloutSource
+from marin_rl.runtime.run_state import Progress, RunState
 from marin_rl.sampling.config import SamplingConfig
+from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import Task
 from tests.scripted_sampler import Script, ScriptedSampler
 
 END, USER, ASSISTANT = 257, 259, 260
@@ -50,67 +53,96 @@ def make_config(**changes: Any) -> TrainConfig:
 Score = Callable[[ProcessedRollout], np.ndarray]
 """Computes per-token scores of a rollout: `[batch, position]`."""
 
-
-@dataclasses.dataclass(frozen=True)
-class FixedScorer:
-    """Scores rollouts with a "model" that is a pair of formulas, for log-probs and values."""
-
-    def score(self, model: tuple[Score, Score], rollouts: Sequence[ProcessedRollout]) -> list[Scores]:
-        logprobs, values = model
-        return [Scores(on_loss(logprobs(rollout), rollout), on_loss(values(rollout), rollout)) for rollout in rollouts]
-
-
-def on_loss(array: np.ndarray, rollout: ProcessedRollout) -> np.ndarray:
-    return np.where(rollout.loss_mask, array, 0).astype(np.float32)
+NEWEST = "newest"
+"""Stands for the learner's newest weights in `BatchBuilder.build`."""
 
 
 def zeros(rollout: ProcessedRollout) -> np.ndarray:
     return np.zeros(rollout.input_ids.shape)
 
 
-def bare_run(
+def bare_builder(
     config: TrainConfig,
-    environment: AbstractEnvironment | None = None,
     *,
-    progress: Progress | None = None,
     reference: Score | None = None,
     learner: Score = zeros,
     values: Score = zeros,
+    sampling_weights: Callable[[int], tuple[Score, Score]] | None = None,
     rows: int = 8,
     tokenizer: ChatTokenizer = TOKENIZER,
-) -> TrainingRun:
-    """A run of which there is config, environment, tokenizer, progress, and a scorer that knows formulas.
+) -> BatchBuilder:
+    """A batch builder that scores rollouts by formulas instead of a model.
 
     Args:
-        config: what was asked for.
-        environment: gives tasks, where anybody draws them.
-        progress: by default nothing is done yet.
-        reference: log-probs of tokens under the reference; None where there is no reference.
-        learner: log-probs of tokens under the weights of the learner.
-        values: the critic's values of tokens.
-        rows: in a pass.
-        tokenizer: gives the padding token.
+        config: training config.
+        reference: log-probs of tokens under the reference; None without a reference.
+        learner: log-probs of tokens under the newest weights.
+        values: the critic's values of tokens under the newest weights.
+        sampling_weights: log-probs and values under former weights, by version.
+        rows: rows of a microbatch.
+        tokenizer: provides the padding token.
     """
-    run = object.__new__(TrainingRun)
-    run.config = config
-    run.trainer = dataclasses.replace(config.trainer, train_batch_size=rows)
-    run.tokenizer = tokenizer
-    run.progress = progress or Progress()
-    run.orders = RolloutScheduler(make_staleness_limits(config), run.progress.orders)
-    run.replay = ReplayBuffer(max_staleness=0)
-    run.history = None
-    run.scorer = FixedScorer()
-    run.reference = None if reference is None else (reference, zeros)
-    run.state = SimpleNamespace(model=(learner, values))
-    if environment is not None:
-        run.environment = environment
-    return run
+
+    def score(model: Any, rollouts: Sequence[ProcessedRollout]) -> list[Scores]:
+        logprobs, critic = (learner, values) if model == NEWEST else model
+        return [Scores(on_loss(logprobs(rollout), rollout), on_loss(critic(rollout), rollout)) for rollout in rollouts]
+
+    return BatchBuilder(
+        config,
+        config.row_layout(dataclasses.replace(config.trainer, train_batch_size=rows)),
+        tokenizer.pad_token_id,
+        score,
+        None if reference is None else functools.partial(score, (reference, zeros)),
+        sampling_weights,
+    )
+
+
+def on_loss(array: np.ndarray, rollout: ProcessedRollout) -> np.ndarray:
+    return np.where(rollout.loss_mask, array, 0).astype(np.float32)
+
+
+@dataclasses.dataclass
+class BareRun:
+    """Tasks, rollout source and host-side state of a run, without a model."""
+
+    config: TrainConfig
+    environment: AbstractEnvironment
+    rollout_source: RolloutSource
+    state: RunState
+
+    @property
+    def progress(self) -> Progress:
+        return self.state.progress
+
+    @property
+    def collector(self) -> GroupCollector:
+        return GroupCollector(self.config, self.environment, TOKENIZER, self.rollout_source)
+
+    def draw_tasks(self, count: int) -> list[Task]:
+        return self.collector.draw_tasks(self.progress, count)
+
+    def collect(self, step: int, stop_requested: Callable[[], bool] = lambda: False) -> Collected:
+        return self.collector.collect(self.state, step, PhaseTimer(), stop_requested)
+
+
+def bare_run(config: TrainConfig, environment: AbstractEnvironment, progress: Progress | None = None) -> BareRun:
+    """A run that samples in this process.
+
+    Args:
+        config: training config.
+        environment: provides the tasks.
+        progress: saved progress; None for a new run.
+    """
+    progress = progress or Progress()
+    scheduler = RolloutScheduler(make_staleness_limits(config), progress.scheduler)
+    rollout_source = LocalRollouts(config, make_runner(config, lambda request: (END,), environment))
+    return BareRun(config, environment, rollout_source, RunState(progress, scheduler, make_replay(config)))
 
 
 def make_runner(
-    run: TrainingRun, script: Script, environment: AbstractEnvironment, *, tokenizer: ChatTokenizer = TOKENIZER
+    config: TrainConfig, script: Script, environment: AbstractEnvironment, *, tokenizer: ChatTokenizer = TOKENIZER
 ) -> RolloutRunner:
-    """What plays that run's episodes, with answers from a script."""
-    limits = Limits(run.config.rollouts.max_length, run.config.sampling.max_new_tokens, run.config.rollouts.max_turns)
+    """A runner with the limits of the config and scripted replies."""
+    limits = Limits(config.rollouts.max_length, config.sampling.max_new_tokens, config.rollouts.max_turns)
     sampler = ScriptedSampler(script, stop_token_ids=[END], logprob=-0.25)
     return RolloutRunner(environment, tokenizer, sampler, limits)

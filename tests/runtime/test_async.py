@@ -115,9 +115,9 @@ def test_workers_sample_ahead_and_interrupted_run_resumes(
         checkpoint__keep_every=1,
         evaluation={"tasks": 2, "greedy": False, "every": 0},
     )
-    from marin_rl.runtime import collect
+    from marin_rl.runtime.collect import GroupCollector
 
-    draw_tasks, drawn = collect.draw_tasks, 0
+    draw_tasks, drawn = GroupCollector.draw_tasks, 0
 
     def dies_at_the_fourth(*arguments: Any) -> Any:
         nonlocal drawn
@@ -127,14 +127,16 @@ def test_workers_sample_ahead_and_interrupted_run_resumes(
         return draw_tasks(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(collect, "draw_tasks", dies_at_the_fourth)
+        patched.setattr(GroupCollector, "draw_tasks", dies_at_the_fourth)
         assert run.train() == 1
     died_after = run.steps()[-1]
     assert 0 < died_after < 6
     progress = json.loads((run.checkpoint(died_after) / "manifest.json").read_text())["progress"]
     waiting = ReplayBuffer(max_staleness=2)
     waiting.load(run.checkpoint(died_after) / "replay.parquet")
-    pending = [f"train-{step}-{index}" for step, index in (one["number"] for one in progress["orders"]["outstanding"])]
+    pending = [
+        f"train-{step}-{index}" for step, index in (one["number"] for one in progress["scheduler"]["outstanding"])
+    ]
     # Requested but unused groups are all restored, to be sampled or trained on.
     assert len(pending) + len(waiting) == 8
 

@@ -15,16 +15,12 @@ from marin_rl.objectives.shaping import OverlongConfig, RewardTruncatedConfig
 from marin_rl.rollouts.filters import DropGroupsConfig, ResampleGroupsConfig
 from marin_rl.rollouts.rollout_builder import LongPrompts
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner
-from marin_rl.rollouts.scheduler import RolloutScheduler
-from marin_rl.runtime.collect import Collected, collect_groups, draw_tasks
-from marin_rl.runtime.open_rollout_source import make_replay, make_staleness_limits
-from marin_rl.runtime.progress import Progress
+from marin_rl.runtime.collect import Collected
 from marin_rl.runtime.rollout_source import LocalRollouts, StopRequestedError
-from marin_rl.runtime.training_run import TrainingRun
+from marin_rl.runtime.run_state import Progress
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
-from marin_rl.timing import PhaseTimer
 from marin_rl.types import Message, RolloutStatus, Task
-from tests.runtime.bare_run import END, bare_run, make_config, make_runner
+from tests.runtime.bare_run import END, BareRun, bare_run, make_config, make_runner
 
 
 @dataclasses.dataclass
@@ -68,22 +64,22 @@ def reply_a(request: SampleRequest) -> Sequence[int]:
 
 def collect(
     kinds: Sequence[str], steps: int = 1, script=reply_a, **changes: Any
-) -> tuple[TrainingRun, RolloutRunner, list[Collected]]:
+) -> tuple[BareRun, RolloutRunner, list[Collected]]:
     """Collect the first steps of a run on tasks of these kinds."""
     run = bare_run(make_config(**changes), Exam(kinds))
-    runner = make_runner(run, script, run.environment)
+    runner = make_runner(run.config, script, run.environment)
     return run, runner, [next_step(run, runner) for _ in range(steps)]
 
 
-def next_step(run: TrainingRun, runner: RolloutRunner) -> Collected:
+def next_step(run: BareRun, runner: RolloutRunner) -> Collected:
     """Collect the groups of the next step."""
     runner.sampler.version = run.progress.step
     run.progress.step += 1
     run.rollout_source = LocalRollouts(run.config, runner)
-    return collect_groups(run, run.progress.step, PhaseTimer())
+    return run.collect(run.progress.step)
 
 
-def order(run: TrainingRun, count: int) -> list[Task]:
+def order(run: BareRun, count: int) -> list[Task]:
     """Draw the first tasks of a run without changing its state."""
     return run.environment.stream(run.config.seed).draw({}, count)[0]
 
@@ -109,7 +105,7 @@ def counts(found: Collected) -> dict[str, float]:
 
 def test_each_epoch_is_a_different_permutation_of_all_tasks():
     run = bare_run(make_config(), Exam(["mixed"] * 11))
-    drawn = [task.id for task in draw_tasks(run, 33)]
+    drawn = [task.id for task in run.draw_tasks(33)]
     epochs = [drawn[:11], drawn[11:22], drawn[22:]]
     everything = sorted(f"t{index}" for index in range(11))
     assert [sorted(epoch) for epoch in epochs] == [everything] * 3
@@ -120,7 +116,7 @@ def test_task_order_is_resumable_and_depends_on_seed():
     environment = Exam(["mixed"] * 11)
     run, other = bare_run(make_config(), environment), bare_run(make_config(seed=1), environment)
     whole = order(run, 30)
-    assert [*draw_tasks(run, 7), *draw_tasks(run, 1), *draw_tasks(run, 22)] == whole
+    assert [*run.draw_tasks(7), *run.draw_tasks(1), *run.draw_tasks(22)] == whole
     assert run.progress.tasks_drawn == 30
     assert order(other, 30) != whole
 
@@ -134,7 +130,7 @@ def test_steps_draw_consecutive_tasks():
 # Long prompts. A prompt has the name of its task and three template tokens: t9 has 5, t10 has 6.
 
 
-def skipping(longest: int, kinds: Sequence[str] = ("mixed",) * 14, **changes: Any) -> TrainingRun:
+def skipping(longest: int, kinds: Sequence[str] = ("mixed",) * 14, **changes: Any) -> BareRun:
     config = make_config(**changes)
     rollouts = dataclasses.replace(config.rollouts, max_prompt_length=longest, long_prompts=LongPrompts.SKIP)
     return bare_run(dataclasses.replace(config, rollouts=rollouts), Exam(kinds))
@@ -142,19 +138,19 @@ def skipping(longest: int, kinds: Sequence[str] = ("mixed",) * 14, **changes: An
 
 def test_tasks_with_long_prompts_are_skipped_and_counted():
     run, everything = skipping(5), bare_run(make_config(), Exam(["mixed"] * 14))
-    expected = [task.id for task in draw_tasks(everything, 28) if int(task.id[1:]) < 10]
+    expected = [task.id for task in everything.draw_tasks(28) if int(task.id[1:]) < 10]
     assert len(expected) == 20
-    assert [task.id for task in draw_tasks(run, 20)] == expected
+    assert [task.id for task in run.draw_tasks(20)] == expected
     assert run.progress.tasks_drawn == 20
     assert 4 <= run.progress.prompts_skipped <= 8
 
 
 def test_resumed_run_skips_same_tasks():
     run, whole = skipping(5), skipping(5)
-    expected = [task.id for task in draw_tasks(whole, 17)]
-    before = [task.id for task in draw_tasks(run, 8)]
+    expected = [task.id for task in whole.draw_tasks(17)]
+    before = [task.id for task in run.draw_tasks(8)]
     again = bare_run(run.config, run.environment, progress=Progress(**dataclasses.asdict(run.progress)))
-    assert before + [task.id for task in draw_tasks(again, 9)] == expected
+    assert before + [task.id for task in again.draw_tasks(9)] == expected
     assert again.progress == whole.progress
 
 
@@ -162,13 +158,13 @@ def test_all_prompts_too_long_raises():
     with pytest.raises(
         PromptTooLongError, match=r"14 training tasks in a row have more than 4 tokens.*max_prompt_length"
     ):
-        draw_tasks(skipping(4), 14)
+        skipping(4).draw_tasks(14)
 
 
 def test_single_fitting_task_is_found_in_every_epoch():
     run = skipping(5)
     run.environment = Exam(["mixed"] * 3, prompts=("a", "too long", "long too"))
-    assert {task.id for _ in range(40) for task in draw_tasks(run, 1)} == {"t0"}
+    assert {task.id for _ in range(40) for task in run.draw_tasks(1)} == {"t0"}
     # 39 complete epochs, and the one in which the last task was drawn.
     assert 78 <= run.progress.prompts_skipped <= 80
 
@@ -181,7 +177,7 @@ def test_stream_without_fitting_tasks_raises():
     streams = {part.name: part for part in parts}
     run.environment = CompositeEnvironment("both", streams, lambda seed: MixtureStream(streams, weights, seed))
     with pytest.raises(PromptTooLongError, match=r"1020 training tasks in a row have more than 5 tokens"):
-        draw_tasks(run, 1)
+        run.draw_tasks(1)
 
 
 def test_step_is_complete_and_counts_skipped_tasks():
@@ -276,11 +272,11 @@ def test_only_a_fully_failed_first_batch_raises():
     # A good task and seven broken ones: three in the first batch, and four as replacements.
     start = next(i for i in range(25) if ordered[i] == "mixed" and ordered[i + 1 : i + 8] == ["broken"] * 7)
     run.progress.task_stream = {"drawn": start}
-    found = next_step(run, make_runner(run, reply_a, run.environment))
+    found = next_step(run, make_runner(run.config, reply_a, run.environment))
     assert counts(found) == {"kept_groups": 1, "dropped_zero_spread": 0, "dropped_ungraded": 7, "replaced": 4}
     run.progress.task_stream = {"drawn": start + 1}
     with pytest.raises(AllRolloutsFailedError, match="all 16 rollouts failed; the first, train-2-0-0"):
-        next_step(run, make_runner(run, reply_a, run.environment))
+        next_step(run, make_runner(run.config, reply_a, run.environment))
 
 
 def test_resumed_run_samples_same_groups():
@@ -291,7 +287,7 @@ def test_resumed_run_samples_same_groups():
     num_requests = len(runner.sampler.requests)
     third = next_step(run, runner)
     resumed = bare_run(make_config(**changes), Exam(exam), progress=Progress(**saved))
-    resumed_runner = make_runner(resumed, reply_a, resumed.environment)
+    resumed_runner = make_runner(resumed.config, reply_a, resumed.environment)
     # Rewards in this test depend on earlier attempts at a task; this state belongs to the test, not to the run.
     resumed_runner.environment.started += [
         rollout.task.id for step in first for group in step.sampled for rollout in group.rollouts
@@ -307,7 +303,7 @@ def test_stopped_step_is_rolled_back():
     exam = ["mixed", "equal", "equal", "mixed", "equal"] * 4
     run, runner, _ = collect(exam, filter=RESAMPLE)
     runner.sampler.version = run.progress.step
-    before = dataclasses.asdict(run.progress), run.orders.state, run.replay.ages(1)
+    before = dataclasses.asdict(run.progress), run.state.scheduler.state, run.state.replay.ages(1)
     started, rounds = len(runner.environment.started), len(runner.sampler.requests)
 
     def stop_requested() -> bool:
@@ -315,9 +311,9 @@ def test_stopped_step_is_rolled_back():
         return len(runner.sampler.requests) > rounds + 16
 
     with pytest.raises(StopRequestedError):
-        collect_groups(run, 2, PhaseTimer(), stop_requested)
+        run.collect(2, stop_requested)
     assert len(runner.environment.started) > started + 16
-    assert (dataclasses.asdict(run.progress), run.orders.state, run.replay.ages(1)) == before
+    assert (dataclasses.asdict(run.progress), run.state.scheduler.state, run.state.replay.ages(1)) == before
     del runner.environment.started[started:]
     num_requests = len(runner.sampler.requests)
     again = next_step(run, runner)
@@ -334,13 +330,12 @@ def ahead(kinds: Sequence[str], steps: Sequence[int]) -> list[Collected]:
     """Collect steps of a run that samples one step ahead; all requested groups finish at the next wait."""
     config = make_config(mode=Mode.ASYNC, replay=ReplayConfig(max_staleness=1))
     run = bare_run(config, Exam(kinds))
-    run.orders, run.replay = RolloutScheduler(make_staleness_limits(config)), make_replay(config)
-    runner = make_runner(run, reply_a, run.environment)
+    runner = make_runner(run.config, reply_a, run.environment)
     run.rollout_source = LocalRollouts(config, runner)
     found = []
     for step in steps:
         runner.sampler.version = step - 1
-        found.append(collect_groups(run, step, PhaseTimer()))
+        found.append(run.collect(step))
     return found
 
 

@@ -24,14 +24,13 @@ from marin_rl.objectives.policy_loss import (
 )
 from marin_rl.rollouts.run_rollouts import run_groups
 from marin_rl.rollouts.stored_rollout import as_row
-from marin_rl.runtime.training_batch import TrainingBatch, build_batch, minibatches
-from marin_rl.runtime.training_run import TrainingRun
+from marin_rl.runtime.batch_builder import BatchBuilder, TrainingBatch
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Message, Rollout, RolloutGroup, Task
-from tests.runtime.bare_run import END, TOKENIZER, USER, bare_run, make_config, make_runner
+from tests.runtime.bare_run import END, NEWEST, TOKENIZER, USER, bare_builder, make_config, make_runner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,14 +86,15 @@ ROLLOUTS = RolloutConfig(prompts_per_step=1, group_size=4, max_length=64, max_tu
 
 def run_paths(
     paths: Sequence[Path], *, tokenizer: ChatTokenizer = TOKENIZER, rows: int = 4, **changes
-) -> tuple[TrainingRun, RolloutGroup, TrainingBatch]:
+) -> tuple[BatchBuilder, RolloutGroup, TrainingBatch]:
     """Sample one group with one attempt per path, and build its training batch."""
-    run = bare_run(make_config(rollouts=ROLLOUTS, **changes), Maze(paths), tokenizer=tokenizer, rows=rows)
-    runner = make_runner(run, answer, run.environment, tokenizer=tokenizer)
+    config, environment = make_config(rollouts=ROLLOUTS, **changes), Maze(paths)
+    builder = bare_builder(config, tokenizer=tokenizer, rows=rows)
+    runner = make_runner(config, answer, environment, tokenizer=tokenizer)
     [group] = run_groups(
-        runner, run.environment.tasks(Split.TRAIN), group_size=len(paths), temperature=1.0, seed_parts=(0, "train", 1)
+        runner, environment.tasks(Split.TRAIN), group_size=len(paths), temperature=1.0, seed_parts=(0, "train", 1)
     )
-    return run, group, build_batch(run, [group], PhaseTimer())
+    return builder, group, builder.build([group], NEWEST, 1, PhaseTimer())
 
 
 def episode(turns: int, reward: float) -> Path:
@@ -150,10 +150,10 @@ def test_observations_have_no_loss(tokenizer: ChatTokenizer):
 
 
 def test_logprobs_sum_over_all_turns(tokenizer: ChatTokenizer):
-    run, _, batch = run_paths(EPISODES, tokenizer=tokenizer)
-    [packed] = minibatches(run, batch, 1)
+    builder, _, batch = run_paths(EPISODES, tokenizer=tokenizer)
+    [packed] = builder.minibatches(batch, 1)
     rng = np.random.default_rng(0)
-    shape = (run.trainer.train_batch_size, 64)
+    shape = (builder.layout.rows_per_microbatch, 64)
     learner = [-rng.random(shape).astype(np.float32) for _ in packed.microbatches]
     loss = 0.0
     for part, logprobs in zip(packed.microbatches, learner, strict=True):
@@ -176,8 +176,8 @@ def test_logprobs_sum_over_all_turns(tokenizer: ChatTokenizer):
     ("config", "mean"), [(RlooSequenceLossConfig(0.9, 9.0), False), (GspoLossConfig(0.9, 9.0), True)]
 )
 def test_rollout_ratio_covers_all_turns(config, mean: bool, tokenizer: ChatTokenizer):
-    run, _, batch = run_paths(EPISODES, tokenizer=tokenizer, policy_loss=config)
-    [packed] = minibatches(run, batch, 1)
+    builder, _, batch = run_paths(EPISODES, tokenizer=tokenizer, policy_loss=config)
+    [packed] = builder.minibatches(batch, 1)
     change = [np.random.default_rng(index).normal(0, 0.05, (4, 64)).astype(np.float32) for index in range(9)]
     change = change[: len(packed.microbatches)]
     found = []
@@ -195,8 +195,8 @@ def test_rollout_ratio_covers_all_turns(config, mean: bool, tokenizer: ChatToken
 
 
 def test_rollout_of_several_sequences_counts_once():
-    run, _, batch = run_paths(EPISODES, tokenizer=rewriting_tokenizer(), rows=2)
-    [packed] = minibatches(run, batch, 1)
+    builder, _, batch = run_paths(EPISODES, tokenizer=rewriting_tokenizer(), rows=2)
+    [packed] = builder.minibatches(batch, 1)
     assert [len(slots) for slots in packed.slots] == list(TURNS)
     weights = packed.unpack([np.asarray(part.loss_weights.array) for part in packed.microbatches])
     # sequence_sum: one fourth, for four rollouts of twelve sequences.
@@ -205,8 +205,8 @@ def test_rollout_of_several_sequences_counts_once():
 
 
 def test_rollout_ratio_keeps_sequences_in_one_microbatch():
-    run, _, batch = run_paths(EPISODES, tokenizer=rewriting_tokenizer(), rows=2, policy_loss=GspoLossConfig())
-    [packed] = minibatches(run, batch, 1)
+    builder, _, batch = run_paths(EPISODES, tokenizer=rewriting_tokenizer(), rows=2, policy_loss=GspoLossConfig())
+    [packed] = builder.minibatches(batch, 1)
     assert len(packed.microbatches) > 1
     assert all(len({slot.microbatch_index for slot in slots}) == 1 for slots in packed.slots)
 
@@ -259,7 +259,7 @@ def test_gigpo_worked_example_on_tokens(tokenizer: ChatTokenizer):
 
 
 def test_gigpo_components_are_logged_per_turn(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.DEBUG, logger="marin_rl.runtime.training_batch"):
+    with caplog.at_level(logging.DEBUG, logger="marin_rl.runtime.batch_builder"):
         _, group, _ = run_paths(worked_example(), advantage=GigpoConfig())
     messages = [record.getMessage() for record in caplog.records if "anchor hash" in record.getMessage()]
     turns = [(rollout.id, index, turn) for rollout in group.rollouts for index, turn in enumerate(rollout.turns)]
@@ -353,17 +353,18 @@ def test_gae_rewards_at_turn_ends_across_observations():
         policy_loss=PpoClipLossConfig(),
     )
     row = np.sin(np.arange(64.0)).astype(np.float32)
-    run = bare_run(config, Maze(paths), values=lambda made: np.broadcast_to(row, made.input_ids.shape), rows=4)
+    environment = Maze(paths)
+    builder = bare_builder(config, values=lambda made: np.broadcast_to(row, made.input_ids.shape), rows=4)
     [group] = run_groups(
-        make_runner(run, answer, run.environment),
-        run.environment.tasks(Split.TRAIN),
+        make_runner(config, answer, environment),
+        environment.tasks(Split.TRAIN),
         group_size=len(paths),
         temperature=1.0,
         seed_parts=(0, "train", 1),
     )
     # A rollout-level reward that belongs to no turn, such as a length penalty.
     rollouts = [dataclasses.replace(one, rewards={**one.rewards, "short": 0.75}) for one in group.rollouts]
-    batch = build_batch(run, [RolloutGroup(group.id, rollouts)], PhaseTimer())
+    batch = builder.build([RolloutGroup(group.id, rollouts)], NEWEST, 1, PhaseTimer())
     for rollout, processed, token_advantages in zip(rollouts, batch.rollouts, batch.token_advantages, strict=True):
         expected = np.array(gae_by_position(rollout, row.astype(np.float64), 0.9, 0.8))
         np.testing.assert_allclose(token_advantages.advantages, expected, rtol=1e-12, atol=1e-12)

@@ -27,8 +27,8 @@ from marin_rl.runtime.open_rollout_source import (
     make_staleness_limits,
     open_rollout_source,
 )
-from marin_rl.runtime.progress import Progress
 from marin_rl.runtime.rollout_source import LocalRollouts
+from marin_rl.runtime.run_state import Progress
 from marin_rl.runtime.shared_run import SharedWorkerPool
 from marin_rl.runtime.worker_pool import WorkerPool
 from marin_rl.types import WeightVersion
@@ -36,7 +36,7 @@ from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig
 from marin_rl.weights.protocol import WeightReceiver, WeightSender
 from marin_rl.weights.snapshot import TrainingHost
 from tests.rollouts.rollout_cases import group_of
-from tests.runtime.bare_run import bare_run, make_config, make_runner
+from tests.runtime.bare_run import make_config, make_runner
 
 REPLAY = ReplayConfig(max_staleness=2, max_uses=3, half_life=1.5, capacity=9)
 RESAMPLE = ResampleGroupsConfig(max_batches=3)
@@ -107,7 +107,7 @@ def workers_of(said: list[str], fail: bool = False) -> Any:
 
 def open_it(config: TrainConfig, opened: contextlib.ExitStack) -> Any:
     environment = ArithmeticConfig(digits=1, size=50).build()
-    runner = make_runner(bare_run(config), {}, environment)
+    runner = make_runner(config, {}, environment)
     return open_rollout_source(config, runner, Progress(vocab_size=264, worker_counts={"lost": 3}), opened)
 
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
+from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.learner import checkpoint
 from marin_rl.learner.checkpoint import CheckpointError
 from marin_rl.learner.critic import CriticConfig
@@ -21,9 +23,9 @@ from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.scheduler import RequestNumber
 from marin_rl.runtime import open_run, rollout_runner
-from marin_rl.runtime.open_run import forget_older, make_loss
-from marin_rl.runtime.progress import Progress
+from marin_rl.runtime.open_run import drop_groups_of_lost_weights, make_loss
 from marin_rl.runtime.rollout_source import LocalRollouts
+from marin_rl.runtime.run_state import Progress
 from marin_rl.runtime.starting_weights import restore_policy
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.types import RolloutGroup
@@ -39,10 +41,10 @@ def test_run_resumes_from_newest_checkpoint(finished_run: TinyRun):
     opened = reopen(finished_run, messages.append)
     assert messages == [f"resuming after step 6, from {finished_run.checkpoint(6)}"]
     saved = json.loads((finished_run.checkpoint(6) / "manifest.json").read_text())["progress"]
-    assert dataclasses.asdict(opened.progress) == saved
-    assert list(opened.progress.evaluations) == ["before warm start", "before RL", "after RL"]
-    assert int(opened.state.step) == 6
-    assert opened.reference is None
+    assert dataclasses.asdict(opened.state.progress) == saved
+    assert list(opened.state.progress.evaluations) == ["before warm start", "before RL", "after RL"]
+    assert int(opened.trainer_state.step) == 6
+    assert opened.batch_builder.score_reference is None
     assert contents(finished_run.path) == files
 
 
@@ -57,8 +59,8 @@ def test_progress_of_another_version_is_rejected(finished_run: TinyRun, tmp_path
 
 
 def test_groups_sampled_with_lost_weights_are_requested_again():
-    run = bare_run(make_config(), progress=Progress(step=3))
-    run.replay = ReplayBuffer(max_staleness=2)
+    run = bare_run(make_config(), ArithmeticConfig().build(), Progress(step=3))
+    run.state.replay = ReplayBuffer(max_staleness=2)
     for index, version in enumerate((3, 2, 1)):
         group = group_of(f"train-4-{index}", 1.0, 0.0)
         rollouts = []
@@ -70,21 +72,21 @@ def test_groups_sampled_with_lost_weights_are_requested_again():
                     rollout, task=task, turns=(dataclasses.replace(rollout.turns[0], generation=sampled),)
                 )
             )
-        run.replay.add(RequestNumber(4, index), RolloutGroup(group.id, rollouts))
+        run.state.replay.add(RequestNumber(4, index), RolloutGroup(group.id, rollouts))
     messages: list[str] = []
-    forget_older(run, messages.append)
+    drop_groups_of_lost_weights(run.state, messages.append)
     assert messages == [
         "2 waiting groups were sampled with weights that are no longer kept; those not trained on are sampled again"
     ]
-    assert run.replay.ages(3) == [0]
-    assert [task["id"] for task in run.orders.state["again"]] == ["task-1", "task-2"]
+    assert run.state.replay.ages(3) == [0]
+    assert [task["id"] for task in run.state.scheduler.state["again"]] == ["task-1", "task-2"]
 
 
 def test_damaged_checkpoints_are_reported(finished_run: TinyRun, tmp_path: Path):
     copied = copy_of(finished_run, tmp_path / "copy")
     (copied.checkpoint(6) / "manifest.json").write_text("{")
     messages: list[str] = []
-    assert reopen(copied, messages.append).progress.step == 5
+    assert reopen(copied, messages.append).state.progress.step == 5
     assert messages[0] == "the checkpoint of step 6 is damaged and was skipped; see log.txt for the reason"
     assert messages[1].startswith("resuming after step 5")
 
@@ -95,16 +97,17 @@ def test_reference_is_not_loaded_without_penalty(
 ):
     monkeypatch.setattr("marin_rl.runtime.open_run.restore_policy", None)  # calling it would raise
     opened = reopen(finished_run, kl=kl)
-    assert opened.reference is None
+    assert opened.batch_builder.score_reference is None
     assert not opened.checkpoints.keep_first
 
 
 def test_reference_is_policy_before_rl(finished_run: TinyRun):
     opened = reopen(finished_run, kl=LossKlConfig(beta=0.1))
     assert opened.checkpoints.keep_first
-    first = restore_policy(opened.checkpoints.open(0), opened.config, opened.trainer)
-    assert opened.reference is not None
-    reference, before, now = map(jax.tree.leaves, (opened.reference, first, opened.state.model))
+    first = restore_policy(opened.checkpoints.open(0), opened.config, opened.learner.trainer.config)
+    score_reference = opened.batch_builder.score_reference
+    assert isinstance(score_reference, functools.partial)
+    reference, before, now = map(jax.tree.leaves, (score_reference.args[0], first, opened.trainer_state.model))
     assert all(np.array_equal(a, b) for a, b in zip(reference, before, strict=True))
     assert not all(np.array_equal(a, b) for a, b in zip(reference, now, strict=True))
 

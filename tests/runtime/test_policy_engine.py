@@ -178,32 +178,36 @@ def sampled(engine: PolicyEngine) -> list[Generation]:
 
 def test_trainer_does_not_sample_with_several_processes(opened: TrainingRun, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("marin_rl.multihost.is_multihost", lambda: True)
-    engine = open_trainer_engine(opened.config, opened.state.model, opened.tokenizer, opened.trainer, 0)
-    engine.update(opened.state.model, 1)
+    engine = open_trainer_engine(
+        opened.config, opened.trainer_state.model, opened.runner.tokenizer, opened.learner.trainer.config, 0
+    )
+    engine.update(opened.trainer_state.model, 1)
     with pytest.raises(RuntimeError, match="the trainer cannot sample when it runs in several processes"):
         engine.sample([])
 
 
 def test_server_generations_equal_levanter_generations(opened: TrainingRun):
-    assert isinstance(opened.sampler, OpenAIEngine)
-    own = PolicySampler(opened.config, opened.state.model, opened.tokenizer, opened.trainer, 3)
-    assert sampled(opened.sampler) == sampled(own)
-    assert opened.sampler.batch_size == own.batch_size
+    assert isinstance(opened.publisher.sampler, OpenAIEngine)
+    own = PolicySampler(
+        opened.config, opened.trainer_state.model, opened.runner.tokenizer, opened.learner.trainer.config, 3
+    )
+    assert sampled(opened.publisher.sampler) == sampled(own)
+    assert opened.publisher.sampler.batch_size == own.batch_size
 
 
 def test_generations_record_the_loaded_version(opened: TrainingRun):
     import jax
     import numpy as np
 
-    before = sampled(opened.sampler)
+    before = sampled(opened.publisher.sampler)
     assert {generation.first_version for generation in before} == {3}
-    opened.sampler.update(jax.tree.map(np.zeros_like, opened.state.model), 9)
-    uniform = sampled(opened.sampler)
+    opened.publisher.sampler.update(jax.tree.map(np.zeros_like, opened.trainer_state.model), 9)
+    uniform = sampled(opened.publisher.sampler)
     assert {generation.last_version for generation in uniform} == {9}
     for generation in uniform:
         np.testing.assert_allclose(generation.logprobs, -np.log(264), rtol=1e-5)
-    opened.publish()
-    assert sampled(opened.sampler) == before
+    opened.publisher.publish(opened.trainer_state.model, 3)
+    assert sampled(opened.publisher.sampler) == before
 
 
 def test_server_reload_error_ends_the_run(opened: TrainingRun, pair: Pair):
@@ -212,9 +216,9 @@ def test_server_reload_error_ends_the_run(opened: TrainingRun, pair: Pair):
 
     pair.server.load = broken
     with pytest.raises(UserFileError, match=r"sampler.reload: 'reload' of .*reload_vllm.py raised"):
-        opened.sampler.update(opened.state.model, 4)
+        opened.publisher.sampler.update(opened.trainer_state.model, 4)
     # The recorded version is still correct.
-    assert {generation.first_version for generation in sampled(opened.sampler)} == {3}
+    assert {generation.first_version for generation in sampled(opened.publisher.sampler)} == {3}
 
 
 def test_server_without_weights_fails_before_training(

@@ -15,7 +15,7 @@ from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup
-from tests.runtime.bare_run import END, bare_run, make_config, make_runner
+from tests.runtime.bare_run import END, make_config, make_runner
 from tests.scripted_sampler import ScriptedSampler
 
 ENVIRONMENT = ArithmeticConfig(digits=1, size=50).build()
@@ -32,7 +32,7 @@ def says_its_seed(request: SampleRequest) -> Sequence[int]:
 
 
 def runner() -> RolloutRunner:
-    return make_runner(bare_run(CONFIG, ENVIRONMENT), says_its_seed, ENVIRONMENT)
+    return make_runner(CONFIG, says_its_seed, ENVIRONMENT)
 
 
 def order(step: int, index: int) -> GroupRequest:

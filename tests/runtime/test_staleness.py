@@ -23,15 +23,12 @@ from marin_rl.rollouts.filters import DropGroupsConfig, KeepGroupsConfig, Resamp
 from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber, RolloutScheduler
-from marin_rl.runtime.collect import collect_groups
 from marin_rl.runtime.coordinator import Coordinator, TrainerUpdate
-from marin_rl.runtime.open_rollout_source import make_replay, make_staleness_limits
-from marin_rl.runtime.progress import Progress
-from marin_rl.runtime.training_run import TrainingRun
+from marin_rl.runtime.open_rollout_source import make_staleness_limits
+from marin_rl.runtime.run_state import Progress, RunState
 from marin_rl.runtime.worker_pool import WorkerPool
-from marin_rl.timing import PhaseTimer
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn, WeightVersion
-from tests.runtime.bare_run import bare_run, make_config
+from tests.runtime.bare_run import BareRun, bare_run, make_config
 
 GROUPS = 3
 SILENCE = 5.0
@@ -174,7 +171,7 @@ class Sender:
         pass
 
 
-def async_run(replay: ReplayConfig, filter_config: object, world: World) -> TrainingRun:
+def async_run(replay: ReplayConfig, filter_config: object, world: World) -> BareRun:
     config = make_config(
         mode=Mode.ASYNC,
         replay=replay,
@@ -182,12 +179,11 @@ def async_run(replay: ReplayConfig, filter_config: object, world: World) -> Trai
         rollouts=RolloutConfig(prompts_per_step=GROUPS, group_size=2, max_length=64, row_length=64),
     )
     run = bare_run(config, Numbers())
-    run.orders, run.replay = RolloutScheduler(make_staleness_limits(config)), make_replay(config)
     run.rollout_source = WorkerPool(world, Sender(), no_progress_timeout=600.0, poll=1.0)
     return run
 
 
-def publish(run: TrainingRun) -> None:
+def publish(run: BareRun) -> None:
     rollout_source = run.rollout_source
     assert isinstance(rollout_source, WorkerPool)
     rollout_source.publish(SimpleNamespace(), run.progress.step)
@@ -212,7 +208,7 @@ def test_random_faults_never_break_group_invariants(filter_config: object, data:
     seen: set[str] = set()
     for step in range(1, 9):
         version = step - 1
-        collected = collect_groups(run, step, PhaseTimer())
+        collected = run.collect(step)
         for group in collected.groups:
             assert [rollout.id for rollout in group.rollouts] == [f"{group.id}-0", f"{group.id}-1"]
             ages = [version - turn.generation.first_version for rollout in group.rollouts for turn in rollout.turns]
@@ -226,7 +222,7 @@ def test_random_faults_never_break_group_invariants(filter_config: object, data:
         finished = [group.id for group in collected.finished]
         assert seen.isdisjoint(finished)
         seen |= set(finished)
-        assert run.replay.uses_left + uses * len(run.orders.outstanding) <= (staleness + 1) * GROUPS * (
+        assert run.state.replay.uses_left + uses * len(run.state.scheduler.outstanding) <= (staleness + 1) * GROUPS * (
             run.config.filter.max_batches
         )
         run.progress.step = step
@@ -237,31 +233,31 @@ def test_random_faults_never_break_group_invariants(filter_config: object, data:
     assert set(trained) <= seen
     if isinstance(filter_config, KeepGroupsConfig):
         assert accounted_for(run, tasks) == collections.Counter(
-            task.id for task in run.stream.draw({}, run.progress.tasks_drawn)[0]
+            task.id for task in run.collector.stream.draw({}, run.progress.tasks_drawn)[0]
         )
     run.rollout_source.close()
 
 
-def accounted_for(run: TrainingRun, trained: dict[str, str]) -> collections.Counter[str]:
+def accounted_for(run: BareRun, trained: dict[str, str]) -> collections.Counter[str]:
     """Count the tasks of groups that were trained on, are buffered, are pending, or will be requested again."""
-    state = run.orders.state
-    waiting = {entry.group.id: entry.task.id for entry in run.replay._waiting.values()}
-    pending = [order.task.id for order in run.orders.outstanding]
+    state = run.state.scheduler.state
+    waiting = {entry.group.id: entry.task.id for entry in run.state.replay._waiting.values()}
+    pending = [order.task.id for order in run.state.scheduler.outstanding]
     return collections.Counter([*{**trained, **waiting}.values(), *pending, *(task["id"] for task in state["again"])])
 
 
-def resumed(run: TrainingRun, world: World) -> TrainingRun:
+def resumed(run: BareRun, world: World) -> BareRun:
     """Resume after a checkpoint, with a new trainer, coordinator and workers."""
-    saved = dataclasses.asdict(run.progress) | {"orders": run.orders.state}
+    saved = dataclasses.asdict(run.progress) | {"scheduler": run.state.scheduler.state}
     run.rollout_source.close()
     world.coordinator = world.new_coordinator()
     world.workers = [world.born(worker.name) for worker in world.workers]
     restored = async_run(run.config.replay, run.config.filter, world)
-    restored.progress = Progress(**saved)
-    restored.orders = RolloutScheduler(make_staleness_limits(run.config), restored.progress.orders)
-    restored.replay = run.replay
+    progress = Progress(**saved)
+    scheduler = RolloutScheduler(make_staleness_limits(run.config), progress.scheduler)
+    restored.state = RunState(progress, scheduler, run.state.replay)
     publish(restored)
-    restored.rollout_source.submit(restored.orders.outstanding)
+    restored.rollout_source.submit(restored.state.scheduler.outstanding)
     return restored
 
 
@@ -272,7 +268,7 @@ def test_schedule_does_not_matter_without_staleness() -> None:
         publish(run)
         found = []
         for step in range(1, 6):
-            collected = collect_groups(run, step, PhaseTimer())
+            collected = run.collect(step)
             found.append(sorted(f"{group.id} {group.rollouts[0].task.id}" for group in collected.groups))
             run.progress.step = step
             publish(run)
@@ -293,10 +289,10 @@ def test_max_staleness_bounds_group_age() -> None:
             world = World(random.Random(seed), 2, equal_share=0.0)
             run = async_run(ReplayConfig(max_staleness=1), KeepGroupsConfig(), world)
             if not checked:
-                run.replay = ReplayBuffer(max_staleness=99)
+                run.state.replay = ReplayBuffer(max_staleness=99)
             publish(run)
             for step in range(1, 15):
-                for group in collect_groups(run, step, PhaseTimer()).groups:
+                for group in run.collect(step).groups:
                     worst = max(worst, step - 1 - group.rollouts[0].turns[0].generation.first_version)
                 run.progress.step = step
                 publish(run)

@@ -7,35 +7,36 @@ import jax
 import numpy as np
 import pytest
 
-from marin_rl.rollouts.store import RolloutStore, RolloutStoreConfig
 from marin_rl.runtime.run_directory import RunDirectoryError
-from marin_rl.runtime.training_run import TrainingRun
-from tests.rollouts.rollout_cases import group_of, piece
+from tests.rollouts.rollout_cases import group_of
 from tests.runtime.reopened_run import reopen
 from tests.tiny_run import TinyRun, copy_of
 
 
-def test_failed_rollout_write_prevents_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failed_rollout_write_prevents_checkpoint(
+    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    # The run has only a store, so `save` fails differently if it continues after the failed write.
-    run = object.__new__(TrainingRun)
-    run.store = RolloutStore(tmp_path, RolloutStoreConfig(), piece)
-    monkeypatch.setattr("os.fsync", full)
-    run.store_rollouts(1, [group_of("g", 1.0)], {})
-    with pytest.raises(RunDirectoryError, match=r"the disk is full; free some space and rerun the same command"):
-        run.save()
-    run.store.close()
+    copied = copy_of(finished_run, tmp_path / "copy")
+    run = reopen(copied)
+    run.state.progress.step = 7
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", full)
+        run.recorder.record_step(7, [group_of("g", 1.0)], {})
+        with pytest.raises(RunDirectoryError, match=r"rollouts': the disk is full; free some space and rerun"):
+            run.save()
+    assert copied.steps()[-1] == 6
 
 
 def test_saved_state_is_restored_exactly(finished_run: TinyRun, tmp_path: Path):
     copied = copy_of(finished_run, tmp_path / "copy")
     first = reopen(copied)
-    first.progress.step = 7
+    first.state.progress.step = 7
     first.save()
     second = reopen(copied)
-    assert second.progress == first.progress
-    saved, restored = jax.tree.leaves(first.state), jax.tree.leaves(second.state)
+    assert second.state.progress == first.state.progress
+    saved, restored = jax.tree.leaves(first.trainer_state), jax.tree.leaves(second.trainer_state)
     assert len(saved) == len(restored)
     assert all(np.array_equal(a, b) for a, b in zip(saved, restored, strict=True))

@@ -18,12 +18,10 @@ from marin_rl.objectives.importance import IcepopConfig, MaskMismatchConfig, Tis
 from marin_rl.objectives.kl import LossKlConfig, NoKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.objectives.shaping import KeepTruncatedConfig, MaskTruncatedConfig
-from marin_rl.runtime.progress import Progress
-from marin_rl.runtime.training_batch import TrainingBatch, build_batch, minibatches
-from marin_rl.runtime.training_run import TrainingRun
+from marin_rl.runtime.batch_builder import BatchBuilder, TrainingBatch
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
-from tests.runtime.bare_run import Score, bare_run, make_config, zeros
+from tests.runtime.bare_run import NEWEST, Score, bare_builder, make_config, zeros
 
 TASK = Task("t", "ones", ({"role": "user", "content": "2x3"},), "1")
 PROMPT = (259, 50, 257, 260)
@@ -50,8 +48,8 @@ def group(*rewards: float | None) -> RolloutGroup:
     return RolloutGroup("g", [rollout(f"g-{index}", reward) for index, reward in enumerate(rewards)])
 
 
-def build(run: TrainingRun, *rollouts: Rollout) -> TrainingBatch:
-    return build_batch(run, [RolloutGroup("g", rollouts)], PhaseTimer())
+def build(builder: BatchBuilder, *rollouts: Rollout, step: int = 1) -> TrainingBatch:
+    return builder.build([RolloutGroup("g", rollouts)], NEWEST, step, PhaseTimer())
 
 
 def mean_advantages(batch: TrainingBatch) -> dict[str, float | None]:
@@ -90,11 +88,11 @@ def inputs_of(recorder: Recorder) -> dict[str, AdvantageInputs]:
 
 
 def test_rloo_worked_example_on_loss_tokens():
-    run = bare_run(make_config())
-    batch = build_batch(run, [group(1.0, 2.0, 5.0, 8.0)], PhaseTimer())
+    builder = bare_builder(make_config())
+    batch = builder.build([group(1.0, 2.0, 5.0, 8.0)], NEWEST, 1, PhaseTimer())
     expected = [-4, -8 / 3, 4 / 3, 16 / 3]
     np.testing.assert_allclose(list(mean_advantages(batch).values()), expected, rtol=1e-12)
-    [packed] = minibatches(run, batch, 1)
+    [packed] = builder.minibatches(batch, 1)
     [only] = packed.microbatches
     for array, advantage in zip(packed.unpack([np.asarray(only.advantages.array)]), expected, strict=True):
         np.testing.assert_allclose(array[0, 4:6], advantage, rtol=1e-6)
@@ -112,11 +110,11 @@ def test_rloo_worked_example_on_loss_tokens():
 
 
 def test_failed_rollout_is_excluded_from_baseline_and_arrays():
-    run = bare_run(make_config())
-    batch = build_batch(run, [group(1.0, None, 0.0)], PhaseTimer())
+    builder = bare_builder(make_config())
+    batch = builder.build([group(1.0, None, 0.0)], NEWEST, 1, PhaseTimer())
     assert mean_advantages(batch) == {"g-0": 1.0, "g-2": -1.0}
     assert [processed.id for processed in batch.rollouts] == ["g-0", "g-2"]
-    [packed] = minibatches(run, batch, 1)
+    [packed] = builder.minibatches(batch, 1)
     # sequence_sum over the two scored rollouts
     weights = np.unique(np.concatenate([np.asarray(part.loss_weights.array) for part in packed.microbatches]))
     assert weights.tolist() == [0.0, 0.5]
@@ -124,14 +122,14 @@ def test_failed_rollout_is_excluded_from_baseline_and_arrays():
 
 def test_advantage_inputs_of_a_rollout():
     recorder = Recorder()
-    run = bare_run(make_config(advantage=recorder), values=lambda processed: processed.turn_ids + 0.5)
+    builder = bare_builder(make_config(advantage=recorder), values=lambda processed: processed.turn_ids + 0.5)
     turns = (
         turn(2, 0.25, anchor_state="here"),
         turn(3, None, anchor_state="there", starts=False),
         turn(1, 0.0, anchor_state="here", starts=True),
     )
     good = dataclasses.replace(rollout("good", 1.0, *turns), rewards={"correct": 1.0, "overlong": -0.5})
-    build(run, good, rollout("failed", None, *turns[:2]))
+    build(builder, good, rollout("failed", None, *turns[:2]))
     inputs = inputs_of(recorder)
     assert inputs["good"].score == 0.5
     assert inputs["good"].turn_rewards.tolist() == [0.25, 0.0, 0.0]
@@ -149,10 +147,10 @@ def test_advantage_inputs_of_a_rollout():
 
 def test_groups_keep_their_order():
     recorder = Recorder()
-    run = bare_run(make_config(advantage=recorder))
+    builder = bare_builder(make_config(advantage=recorder))
     first = RolloutGroup("g", [rollout("a", 1.0), rollout("b", None), rollout("c", 0.0)])
     second = RolloutGroup("g", [rollout("d", 1.0), rollout("e", 1.0)])
-    batch = build_batch(run, [first, second], PhaseTimer())
+    batch = builder.build([first, second], NEWEST, 1, PhaseTimer())
     assert [[signal.id for signal in signals] for signals in recorder.calls[0]] == [["a", "b", "c"], ["d", "e"]]
     # Rollouts a to e get the advantages 0 to 4; b has no tokens.
     assert [token_advantages.advantages.tolist() for token_advantages in batch.token_advantages] == [
@@ -166,7 +164,7 @@ def test_groups_keep_their_order():
 
 def test_phases_are_timed():
     timer = PhaseTimer()
-    build_batch(bare_run(make_config()), [group(1.0, 0.0)], timer)
+    bare_builder(make_config()).build([group(1.0, 0.0)], NEWEST, 1, timer)
     assert set(timer.seconds) == {"batch", "reference"}
 
 
@@ -175,11 +173,11 @@ def test_phases_are_timed():
 
 def test_reward_penalty_is_subtracted_per_token_and_from_return():
     recorder = Recorder()
-    run = bare_run(
+    builder = bare_builder(
         make_config(advantage=recorder, kl=RewardKlConfig(beta=0.5)),
         reference=lambda processed: np.full(processed.input_ids.shape, -2.0),
     )
-    batch = build(run, rollout("a", 1.0), rollout("b", 0.0, turn(3)))
+    batch = build(builder, rollout("a", 1.0), rollout("b", 0.0, turn(3)))
     inputs = inputs_of(recorder)
     # log π is -0.5, -1, -1.5: k1 is 1.5, 1, 0.5.
     assert inputs["a"].penalties.tolist() == [0.75, 0.5]
@@ -193,8 +191,8 @@ def test_reward_penalty_is_subtracted_per_token_and_from_return():
 
 def test_kl_is_measured_without_penalty():
     def advantages(kl: NoKlConfig, reference: Score | None) -> tuple[list[list[float]], Mapping[str, float]]:
-        run = bare_run(make_config(kl=kl), reference=reference)
-        batch = build(run, rollout("a", 1.0), rollout("b", 0.0, turn(3)))
+        builder = bare_builder(make_config(kl=kl), reference=reference)
+        batch = build(builder, rollout("a", 1.0), rollout("b", 0.0, turn(3)))
         return [token_advantages.advantages.tolist() for token_advantages in batch.token_advantages], batch.metrics
 
     assert not NoKlConfig().needs_reference
@@ -212,10 +210,10 @@ def test_kl_is_measured_without_penalty():
 
 @pytest.mark.parametrize("masks", [False, True])
 def test_advantage_statistics_cover_loss_tokens(masks: bool):
-    run = bare_run(make_config(truncation=MaskTruncatedConfig() if masks else KeepTruncatedConfig()))
+    builder = bare_builder(make_config(truncation=MaskTruncatedConfig() if masks else KeepTruncatedConfig()))
     equal = RolloutGroup("h", [dataclasses.replace(rollout(name, 1.0), group_id="h") for name in ("c", "d")])
     made = RolloutGroup("g", [rollout("a", 1.0), rollout("b", 0.0, turn(4), truncated=True)])
-    metrics = build_batch(run, [made, equal], PhaseTimer()).metrics
+    metrics = builder.build([made, equal], NEWEST, 1, PhaseTimer()).metrics
     # rloo: 1 on two tokens, -1 on four tokens of a truncated rollout, 0 on four tokens.
     tokens = np.array([1.0] * 2 + ([] if masks else [-1.0] * 4) + [0.0] * 4)
     assert metrics["advantage/mean"] == pytest.approx(tokens.mean())
@@ -225,22 +223,22 @@ def test_advantage_statistics_cover_loss_tokens(masks: bool):
 
 def test_loss_penalty_does_not_change_reward_but_is_measured():
     recorder = Recorder()
-    run = bare_run(
+    builder = bare_builder(
         make_config(advantage=recorder, kl=LossKlConfig(beta=0.5)),
         reference=lambda processed: np.full(processed.input_ids.shape, -2.0),
     )
-    batch = build(run, rollout("a", 1.0))
+    batch = build(builder, rollout("a", 1.0))
     assert inputs_of(recorder)["a"].penalties.tolist() == [0.0, 0.0]
     assert batch.metrics["objective/kl"] == pytest.approx(2.5)
 
 
 def test_extreme_log_ratios_are_clamped():
     recorder = Recorder()
-    run = bare_run(
+    builder = bare_builder(
         make_config(advantage=recorder, kl=RewardKlConfig(beta=1.0)),
         reference=lambda processed: np.full(processed.input_ids.shape, -500.0),
     )
-    build(run, rollout("a", 1.0))
+    build(builder, rollout("a", 1.0))
     assert inputs_of(recorder)["a"].penalties.tolist() == [20.0, 20.0]
 
 
@@ -248,7 +246,7 @@ def test_extreme_log_ratios_are_clamped():
 
 
 def test_values_and_targets_in_estimator_batch_and_metrics():
-    run = bare_run(
+    builder = bare_builder(
         make_config(
             advantage=GaeConfig(gamma=1.0, lam=0.0, whiten=False),
             critic=CriticConfig(),
@@ -257,7 +255,7 @@ def test_values_and_targets_in_estimator_batch_and_metrics():
         # 1, 2, 3 on the tokens of the reply, after a prompt of four.
         values=lambda processed: np.broadcast_to(np.arange(64.0) - 3, processed.input_ids.shape),
     )
-    batch = build(run, rollout("a", 5.0, turn(3)))
+    batch = build(builder, rollout("a", 5.0, turn(3)))
     # The worked example of OBJECTIVES.md.
     assert [token_advantages.advantages.tolist() for token_advantages in batch.token_advantages] == [[1.0, 1.0, 2.0]]
     assert [token_advantages.value_targets.tolist() for token_advantages in batch.token_advantages] == [[2.0, 3.0, 5.0]]
@@ -271,7 +269,7 @@ def test_values_and_targets_in_estimator_batch_and_metrics():
     assert stored.value_targets is not None
     assert (stored.values.tolist(), stored.value_targets.tolist()) == ([1.0, 2.0, 3.0], [2.0, 3.0, 5.0])
     assert batch.metrics["critic/explained_variance"] == pytest.approx(1 - np.var([1.0, 1.0, 2.0], ddof=1) / variance)
-    [packed] = minibatches(run, batch, 1)
+    [packed] = builder.minibatches(batch, 1)
     for name, expected in (("values", [1.0, 2.0, 3.0]), ("returns", [2.0, 3.0, 5.0]), ("advantages", [1.0, 1.0, 2.0])):
         [array] = packed.unpack([np.asarray(getattr(part, name).array) for part in packed.microbatches])
         assert array[0, 4:7].tolist() == expected
@@ -281,8 +279,8 @@ def test_values_and_targets_in_estimator_batch_and_metrics():
 
 
 def test_ratios_use_sampler_logprobs_without_correction():
-    run = bare_run(make_config(), learner=lambda processed: processed.policy_logprobs - 1.0)
-    batch = build(run, rollout("a", 1.0))
+    builder = bare_builder(make_config(), learner=lambda processed: processed.policy_logprobs - 1.0)
+    batch = build(builder, rollout("a", 1.0))
     assert [weights.tolist() for weights in batch.importance_weights] == [[1.0, 1.0]]
     assert actions(batch, "policy_logprobs") == [[-0.5, -1.0]]
     assert batch.mismatch is None
@@ -302,10 +300,10 @@ def test_correction_weights_tokens_and_ratios_use_learner_logprobs(config, first
     def learner(processed):
         return processed.policy_logprobs + np.where(np.arange(64) == 4, -1.0, 2.0)
 
-    run = bare_run(make_config(off_policy_correction=config, policy_loss=PpoClipLossConfig()), learner=learner)
+    builder = bare_builder(make_config(off_policy_correction=config, policy_loss=PpoClipLossConfig()), learner=learner)
     answer = Generation((49, 49), (-0.5, -3.0), StopReason.STOP, 0, 0)
     made = rollout("a", 1.0, dataclasses.replace(turn(), generation=answer))
-    batch = build(run, made)
+    batch = build(builder, made)
     np.testing.assert_allclose(batch.importance_weights[0], [first, second], rtol=1e-6)
     np.testing.assert_allclose(actions(batch, "policy_logprobs"), [[-1.5, -1.0]], rtol=1e-6)
     # Metrics of the raw weights, before truncation.
@@ -313,7 +311,7 @@ def test_correction_weights_tokens_and_ratios_use_learner_logprobs(config, first
     assert batch.mismatch["mismatch/weight_max"] == pytest.approx(math.exp(2.0), rel=1e-5)
     assert batch.mismatch["mismatch/logprob_difference_mean"] == pytest.approx(1.5)
     assert batch.mismatch["mismatch/weight_mean"] == pytest.approx((math.exp(-1.0) + math.exp(2.0)) / 2, rel=1e-5)
-    [packed] = minibatches(run, batch, 1)
+    [packed] = builder.minibatches(batch, 1)
     [weights] = packed.unpack([np.asarray(part.importance_weights.array) for part in packed.microbatches])
     np.testing.assert_allclose(weights[0, 4:6], [first, second], rtol=1e-6)
     # A token of weight 0 still counts in the denominator.
@@ -321,7 +319,7 @@ def test_correction_weights_tokens_and_ratios_use_learner_logprobs(config, first
     assert loss[0, 4:6].tolist() == [1.0, 1.0]
 
 
-class Histories:
+class KeptWeights:
     """Kept weights that give each token a version-dependent log-prob."""
 
     def __init__(self) -> None:
@@ -336,19 +334,19 @@ class Histories:
 def test_kept_weights_score_their_own_rollouts(critic: CriticConfig | None):
     objective = {} if critic is None else {"critic": critic, "advantage": GaeConfig()}
     config = make_config(off_policy_correction=TisConfig(cap=2.0), policy_loss=PpoClipLossConfig(), **objective)
-    run = bare_run(
+    kept_weights = KeptWeights()
+    builder = bare_builder(
         config,
         learner=lambda processed: processed.policy_logprobs - 1.0,
         values=lambda processed: np.full(processed.input_ids.shape, 7.0),
-        progress=Progress(step=3),
+        sampling_weights=kept_weights.get,
     )
-    run.history = Histories()
     made = []
     for index, version in enumerate((3, 1, 2, 1)):
         sampled = dataclasses.replace(turn().generation, first_version=version, last_version=version)
         made.append(rollout(f"r{index}", float(index), dataclasses.replace(turn(), generation=sampled)))
-    batch = build(run, *made)
-    assert run.history.versions == [1, 2]
+    batch = build(builder, *made, step=4)
+    assert kept_weights.versions == [1, 2]
     assert actions(batch, "policy_logprobs") == [[-1.5, -2.0], [-10.5, -11.0], [-20.5, -21.0], [-10.5, -11.0]]
     np.testing.assert_allclose(np.log(batch.importance_weights), [[-1.0] * 2, [-10.0] * 2, [-20.0] * 2, [-10.0] * 2])
     # The critic's values are computed with the newest weights.
@@ -360,12 +358,12 @@ def test_kept_weights_score_their_own_rollouts(critic: CriticConfig | None):
 
 @pytest.mark.parametrize("aggregation", [SequenceSumConfig(), SequenceMeanConfig(), TokenMeanConfig()])
 def test_masked_rollouts_count_in_baseline_but_not_denominator(aggregation):
-    run = bare_run(make_config(truncation=MaskTruncatedConfig(), aggregation=aggregation))
+    builder = bare_builder(make_config(truncation=MaskTruncatedConfig(), aggregation=aggregation))
     made = [rollout("a", 1.0), rollout("b", 4.0, turn(6), truncated=True), rollout("c", 0.0)]
-    batch = build(run, *made)
+    batch = build(builder, *made)
     # The baseline is the mean of the other two, including the truncated rollout.
     assert mean_advantages(batch) == {"a": -1.0, "b": None, "c": -2.5}
-    [packed] = minibatches(run, batch, 1)
+    [packed] = builder.minibatches(batch, 1)
     assert packed.num_loss_tokens == 4
     a, b, c = packed.unpack([np.asarray(part.loss_weights.array) for part in packed.microbatches])
     each = {SequenceSumConfig: 1 / 2, SequenceMeanConfig: 1 / 4, TokenMeanConfig: 1 / 4}[type(aggregation)]
@@ -374,29 +372,29 @@ def test_masked_rollouts_count_in_baseline_but_not_denominator(aggregation):
 
 
 def test_truncated_rollouts_are_trained_on_by_default():
-    run = bare_run(make_config())
-    batch = build(run, rollout("a", 1.0), rollout("b", 4.0, truncated=True))
+    builder = bare_builder(make_config())
+    batch = build(builder, rollout("a", 1.0), rollout("b", 4.0, truncated=True))
     assert mean_advantages(batch) == {"a": -3.0, "b": 3.0}
-    [packed] = minibatches(run, batch, 1)
+    [packed] = builder.minibatches(batch, 1)
     assert packed.num_loss_tokens == 4
 
 
 def test_masked_rollout_return_includes_penalty():
-    run = bare_run(
+    builder = bare_builder(
         make_config(truncation=MaskTruncatedConfig(), kl=RewardKlConfig(beta=1.0), advantage=DrGrpoConfig()),
         reference=lambda processed: np.full(processed.input_ids.shape, -2.0),
     )
     # Returns 1 - 2.5 and 4 - 3.
-    batch = build(run, rollout("a", 1.0), rollout("b", 4.0, turn(3), truncated=True))
+    batch = build(builder, rollout("a", 1.0), rollout("b", 4.0, turn(3), truncated=True))
     assert mean_advantages(batch) == {"a": pytest.approx(-1.25), "b": None}
     assert batch.metrics["objective/kl"] == pytest.approx((2.5 + 3.0) / 2)
     assert batch.metrics["objective/rlhf_reward"] == pytest.approx(2.5 - 2.75)
 
 
 def test_no_update_if_all_rollouts_are_masked():
-    run = bare_run(make_config(truncation=MaskTruncatedConfig()))
-    batch = build(run, *(rollout(name, 1.0, truncated=True) for name in "ab"))
-    assert list(minibatches(run, batch, 1)) == []
+    builder = bare_builder(make_config(truncation=MaskTruncatedConfig()))
+    batch = build(builder, *(rollout(name, 1.0, truncated=True) for name in "ab"))
+    assert list(builder.minibatches(batch, 1)) == []
 
 
 # Minibatches.
@@ -410,17 +408,17 @@ def named(count: int) -> list[Rollout]:
 def split(config: Any, count: int, step: int = 1, seed: int = 0, **changes: Any) -> list[list[int]]:
     """Numbers of the rollouts in each update."""
     # An advantage of 0 looks like padding, so rollout 0 is removed.
-    run = bare_run(
+    builder = bare_builder(
         make_config(updates=config, policy_loss=PpoClipLossConfig(), advantage=Recorder(), seed=seed, **changes)
     )
-    batch = build(run, *named(count + 1))
+    batch = build(builder, *named(count + 1))
     batch = batch._replace(
         rollouts=batch.rollouts[1:],
         token_advantages=batch.token_advantages[1:],
         importance_weights=batch.importance_weights[1:],
     )
     updates = []
-    for packed in minibatches(run, batch, step):
+    for packed in builder.minibatches(batch, step):
         arrays = packed.unpack([np.asarray(part.advantages.array) for part in packed.microbatches])
         updates.append([int(array.max()) for array in arrays])
         owners = {number for number in np.concatenate([array.reshape(-1) for array in arrays]).tolist() if number}
@@ -460,9 +458,9 @@ def test_empty_minibatches_are_skipped():
 
 
 def test_denominator_is_per_minibatch():
-    run = bare_run(make_config(updates=UpdateConfig(minibatches=2), policy_loss=PpoClipLossConfig()))
-    batch = build(run, *named(6))
-    for packed in minibatches(run, batch, 1):
+    builder = bare_builder(make_config(updates=UpdateConfig(minibatches=2), policy_loss=PpoClipLossConfig()))
+    batch = build(builder, *named(6))
+    for packed in builder.minibatches(batch, 1):
         weights = [np.asarray(part.loss_weights.array) for part in packed.microbatches]
         # sequence_sum over three rollouts of two tokens each.
         assert sum(array.sum() for array in weights) == pytest.approx(2.0)
@@ -470,7 +468,7 @@ def test_denominator_is_per_minibatch():
 
 
 def test_no_groups_make_empty_batch():
-    run = bare_run(make_config(updates=UpdateConfig(epochs=2, minibatches=2), policy_loss=PpoClipLossConfig()))
-    batch = build_batch(run, [], PhaseTimer())
+    builder = bare_builder(make_config(updates=UpdateConfig(epochs=2, minibatches=2), policy_loss=PpoClipLossConfig()))
+    batch = builder.build([], NEWEST, 1, PhaseTimer())
     assert (mean_advantages(batch), batch.metrics) == ({}, {})
-    assert list(minibatches(run, batch, 1)) == []
+    assert list(builder.minibatches(batch, 1)) == []

@@ -12,23 +12,25 @@ metrics of the rollouts of step n, which in sync mode were sampled with the weig
 update of the weights, or several if `updates` sets epochs or minibatches.
 """
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from levanter.metrics import Metric
+from levanter.models.lm_model import LmConfig
 
 from marin_rl.batching.rl_example import PackedBatch
+from marin_rl.learner.critic import policy_of
 from marin_rl.learner.loss import first_log_ratios, loss_metrics
 from marin_rl.objectives.importance import mismatch_metrics
-from marin_rl.runtime.collect import Collected, collect_groups
 from marin_rl.runtime.evaluation import evaluate
 from marin_rl.runtime.rollout_source import StopRequestedError
+from marin_rl.runtime.run_state import Progress
 from marin_rl.runtime.shared_run import require_same_batch
 from marin_rl.runtime.throughput import model_flops_utilization, throughput_metrics
-from marin_rl.runtime.training_batch import build_batch, minibatches
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.timing import PhaseTimer
+from marin_rl.types import RolloutGroup
 
 
 @runtime_checkable
@@ -56,44 +58,44 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
     Returns:
         Whether the run is complete.
     """
-    config, progress = run.config, run.progress
+    config, progress = run.config, run.state.progress
     saved = progress.step
     while progress.step < config.num_steps:
         started, step = time.perf_counter(), progress.step + 1
         timer = PhaseTimer()
         try:
-            collected = collect_groups(run, step, timer, sink.stop_requested)
+            collected = run.collector.collect(run.state, step, timer, sink.stop_requested)
         except StopRequestedError:
             if saved < progress.step:
                 run.save()
             break
-        batch = build_batch(run, collected.groups, timer)
+        batch = run.batch_builder.build(collected.groups, run.trainer_state.model, step, timer)
         with timer.phase("batch"):
-            updates = list(minibatches(run, batch, step))
+            updates = list(run.batch_builder.minibatches(batch, step))
             require_same_batch(step, [microbatch for packed in updates for microbatch in packed.microbatches])
         with timer.phase("step"):
-            update_metrics = _update(run, updates)
-        _advance(run, collected, updates)
+            update_metrics = []
+            for packed in updates:
+                run.trainer_state, measured = run.learner.step(run.trainer_state, packed.microbatches)
+                update_metrics.append(measured)
+        _advance(progress, collected.finished, updates)
         with timer.phase("transfer"):
-            run.publish()
+            run.publisher.publish(policy_of(run.trainer_state.model), step)
         with timer.phase("store"):
-            run.store_rollouts(step, collected.sampled, batch.stored, collected.stale)
+            run.recorder.record_step(step, collected.sampled, batch.stored, collected.stale)
         elapsed = time.perf_counter() - started
         metrics = {name: metric.value for name, metric in collected.metrics.items()}
         if update_metrics:
             metrics |= loss_metrics(update_metrics)
             metrics |= batch.mismatch or mismatch_metrics(first_log_ratios(update_metrics))
         metrics |= batch.metrics
-        metrics |= _rates(run, collected, updates, timer.seconds, elapsed)
+        metrics |= _rates(config.model, progress, collected.finished, updates, timer.seconds, elapsed)
         if config.evaluation.is_due(step, config.num_steps):
-            progress.evaluations["after RL"] = evaluate(
-                run.runner,
-                config.evaluation,
-                temperature=config.sampling.temperature,
-                seed=config.seed,
-                keep=run.store_evaluation,
-            )
-            metrics |= progress.evaluations["after RL"]
+            keep = functools.partial(run.recorder.record_evaluation, step)
+            temperature = config.sampling.temperature
+            accuracy = evaluate(run.runner, config.evaluation, temperature=temperature, seed=config.seed, keep=keep)
+            progress.evaluations["after RL"] = accuracy
+            metrics |= accuracy
         sink.record(step, metrics)
         last = step == config.num_steps or sink.stop_requested()
         if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
@@ -104,18 +106,8 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
     return progress.step >= config.num_steps
 
 
-def _update(run: TrainingRun, updates: Sequence[PackedBatch]) -> list[dict[str, Metric]]:
-    """Run one weight update per batch, and return the metrics of each; `updates` is empty if no group was kept."""
-    metrics = []
-    for packed in updates:
-        run.state, measured = run.learner.step(run.state, packed.microbatches)
-        metrics.append(measured)
-    return metrics
-
-
-def _advance(run: TrainingRun, collected: Collected, updates: Sequence[PackedBatch]) -> None:
-    progress = run.progress
-    rollouts = [rollout for group in collected.finished for rollout in group.rollouts]
+def _advance(progress: Progress, finished: Sequence[RolloutGroup], updates: Sequence[PackedBatch]) -> None:
+    rollouts = [rollout for group in finished for rollout in group.rollouts]
     progress.step += 1
     progress.updates += len(updates)
     progress.episodes += len(rollouts)
@@ -124,16 +116,17 @@ def _advance(run: TrainingRun, collected: Collected, updates: Sequence[PackedBat
 
 
 def _rates(
-    run: TrainingRun,
-    collected: Collected,
+    model: LmConfig | None,
+    progress: Progress,
+    finished: Sequence[RolloutGroup],
     updates: Sequence[PackedBatch],
     seconds: Mapping[str, float],
     elapsed: float,
 ) -> dict[str, float]:
-    assert run.config.model is not None
+    assert model is not None
     return {
-        "episode": float(run.progress.episodes),
-        "updates": float(run.progress.updates),
-        **throughput_metrics(collected.finished, updates, seconds, elapsed),
-        **model_flops_utilization(run.config.model, run.progress.vocab_size, updates, seconds["step"]),
+        "episode": float(progress.episodes),
+        "updates": float(progress.updates),
+        **throughput_metrics(finished, updates, seconds, elapsed),
+        **model_flops_utilization(model, progress.vocab_size, updates, seconds["step"]),
     }

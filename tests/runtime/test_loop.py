@@ -20,14 +20,15 @@ from marin_rl.rollouts.run_rollouts import run_groups
 from marin_rl.rollouts.store import read_rollouts
 from marin_rl.rollouts.stored_rollout import as_row
 from marin_rl.runtime.collect import Collected
+from marin_rl.runtime.loop import _rates, train
 from marin_rl.runtime.rollout_source import LocalRollouts
+from marin_rl.runtime.run_state import Progress
 from marin_rl.runtime.starting_weights import restore_policy
-from marin_rl.runtime.sync_loop import _rates, train
 from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.types import Task
 from tests.rollouts.rollout_cases import group_of
-from tests.runtime.bare_run import bare_run, make_config
+from tests.runtime.bare_run import MODEL
 from tests.runtime.reopened_run import config_of, reopen
 from tests.tiny_run import TinyRun, contents, copy_of, outcome, without_losses, without_timings
 
@@ -61,10 +62,10 @@ ALWAYS = {
 def reopened(run: TinyRun, step: int) -> TrainingRun:
     """Open the run with the weights after a step."""
     opened = reopen(run)
-    opened.progress.step = step
-    model = restore_policy(opened.checkpoints.open(step), opened.config, opened.trainer)
-    opened.state = dataclasses.replace(opened.state, model=model)
-    opened.publish()
+    opened.state.progress.step = step
+    model = restore_policy(opened.checkpoints.open(step), opened.config, opened.learner.trainer.config)
+    opened.trainer_state = dataclasses.replace(opened.trainer_state, model=model)
+    opened.publisher.publish(model, step)
     return opened
 
 
@@ -81,7 +82,7 @@ def rows_of(run: TinyRun, step: int) -> list[dict[str, Any]]:
 
 
 def leaves(run: TrainingRun) -> list[np.ndarray]:
-    return [np.array(leaf) for leaf in jax.tree.leaves(run.state)]
+    return [np.array(leaf) for leaf in jax.tree.leaves(run.trainer_state)]
 
 
 def evaluations(record: dict[str, Any]) -> dict[str, float]:
@@ -124,13 +125,13 @@ def test_rollouts_of_record_n_are_sampled_with_weights_before_step_n(
     groups = run_groups(
         after_two.runner,
         # Two steps of four tasks precede this one.
-        after_two.environment.stream(config.seed).draw({"drawn": 8}, 4)[0],
+        after_two.runner.environment.stream(config.seed).draw({"drawn": 8}, 4)[0],
         group_size=config.rollouts.group_size,
         temperature=config.sampling.temperature,
         seed_parts=(config.seed, "train", 3),
     )
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    piece = TokenPieces(after_two.tokenizer.tokenizer)
+    piece = TokenPieces(after_two.runner.tokenizer.tokenizer)
     for rollout, row in zip(rollouts, rows_of(finished_run, 3), strict=True):
         again = as_row(rollout, 3, "training", None, piece)
         for name in ("id", "group_id", "task_id", "answer", "status", "reward", "rewards", "evaluations"):
@@ -232,7 +233,8 @@ def test_phase_seconds_sum_to_total(finished_run: TinyRun) -> None:
 
 def test_rates_count_finished_and_not_reused_groups() -> None:
     again, other = group_of("train-1-0", 1.0, 0.0), group_of("train-2-0", 1.0)
-    rates = _rates(bare_run(make_config()), Collected([again], [], [other], {}), [], {"step": 1.0}, elapsed=2.0)
+    collected = Collected([again], [], [other], {})
+    rates = _rates(MODEL, Progress(), collected.finished, [], {"step": 1.0}, elapsed=2.0)
     assert rates["eps"] == 1 / 2
     assert rates["tokens/sampled_per_second"] == other.rollouts[0].num_generated_tokens / 2
 
@@ -272,15 +274,15 @@ def test_stop_request_saves_finished_step(
         path.rename(path.with_name(f"gone-{step}"))
     checkpoint = dataclasses.replace(config_of(copied).checkpoint, every=0, keep_every=0)
     run = reopen(copied, checkpoint=checkpoint)
-    assert run.progress.step == 3
+    assert run.state.progress.step == 3
     sink = Sink(stop_after=5)
     compared: list[tuple[int, int]] = []
 
     def compare(step: int, microbatches: Sequence[object]) -> None:
         assert microbatches
-        compared.append((step, int(run.state.step)))
+        compared.append((step, int(run.trainer_state.step)))
 
-    monkeypatch.setattr("marin_rl.runtime.sync_loop.require_same_batch", compare)
+    monkeypatch.setattr("marin_rl.runtime.loop.require_same_batch", compare)
     assert train(run, sink) is False
     # Training processes compare the batch of a step before the update.
     assert compared == [(4, 3), (5, 4)]
@@ -319,8 +321,9 @@ class Praise:
 def test_step_without_kept_groups_is_recorded_and_keeps_weights(finished_run: TinyRun, tmp_path: Path) -> None:
     copied = copy_of(finished_run, tmp_path / "copy")
     run = reopen(copied, num_steps=8, filter=ResampleGroupsConfig(max_batches=2))
-    run.environment = Generous(run.environment)
-    run.rollout_source = LocalRollouts(run.config, dataclasses.replace(run.runner, environment=run.environment))
+    environment = Generous(run.runner.environment)
+    rollout_source = LocalRollouts(run.config, dataclasses.replace(run.runner, environment=environment))
+    run.collector = dataclasses.replace(run.collector, environment=environment, rollout_source=rollout_source)
     before, sink = leaves(run), Sink(stop_after=8)
     assert train(run, sink) is True
     assert all(np.array_equal(one, other) for one, other in zip(before, leaves(run), strict=True))
@@ -338,7 +341,7 @@ def test_step_without_kept_groups_is_recorded_and_keeps_weights(finished_run: Ti
         assert record["tokens/trained_per_second"] == 0.0
         # There are no metrics of a loss that was not computed.
         assert not any(name.startswith(("loss/", "val/ratio", "grad_norm", "objective/rlhf")) for name in record)
-    assert (run.progress.step, run.progress.updates, run.progress.tasks_drawn) == (8, 6, 24 + 16)
+    assert (run.state.progress.step, run.state.progress.updates, run.state.progress.tasks_drawn) == (8, 6, 24 + 16)
     assert copied.steps()[-1] == 8
     rows = rows_of(copied, 8)
     assert [(row["advantage"], row["not_trained"]) for row in rows] == [(None, "filtered")] * 32

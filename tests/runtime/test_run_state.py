@@ -4,7 +4,7 @@
 import dataclasses
 import json
 
-from marin_rl.runtime.progress import Progress
+from marin_rl.runtime.run_state import Progress
 
 
 def test_progress_is_json():
