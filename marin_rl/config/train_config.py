@@ -20,7 +20,7 @@ from levanter.trainer import TrainerConfig
 
 import marin_rl.objectives.gae
 import marin_rl.objectives.gigpo
-import marin_rl.rewards.components  # noqa: F401
+import marin_rl.rewards.pipeline  # noqa: F401
 from marin_rl.batching.packing import RowLayout
 from marin_rl.config.decode import decode
 from marin_rl.config.objective_config import ObjectiveConfig, UpdateConfig

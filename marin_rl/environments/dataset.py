@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.environments.single_turn import SingleTurnEnvironment
-from marin_rl.rewards.grading import ExactConfig, Grader, GraderConfig, NoGraderConfig
+from marin_rl.rewards.grading import (
+    ExactConfig,
+    FormatConfig,
+    Grader,
+    GraderConfig,
+    NoGraderConfig,
+    check_pattern,
+    extract_last,
+)
 from marin_rl.rewards.math_worker import GroundTruthError
-from marin_rl.rewards.patterns import FormatConfig, check_pattern, extract_last
 from marin_rl.splits import Problem, TaskSplits, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.types import Message, Task
 

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
-from marin_rl.rewards.patterns import FormatConfig, extract_last
+from marin_rl.rewards.grading import FormatConfig, extract_last
 from marin_rl.splits import TaskSplits
 from marin_rl.types import Task
 

@@ -15,7 +15,7 @@ from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split, Step
 from marin_rl.environments.games import Board, Start, View, draw_start
 from marin_rl.environments.single_turn import CORRECT, FORMAT
-from marin_rl.rewards.patterns import check_pattern, extract_last
+from marin_rl.rewards.grading import check_pattern, extract_last
 from marin_rl.seeds import derive_seed
 from marin_rl.splits import (
     Problem,

@@ -1,20 +1,26 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Reward components: the weighted terms of a rollout's reward, chosen by `type` in the config."""
+"""Reward components: the weighted terms of a rollout's reward, chosen by `type` in the config.
+
+The component `function` runs a user's reward function in the sandbox; `code` and `judge` contain the others.
+"""
 
 import abc
 import dataclasses
 import enum
+import json
 import math
 import re
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import draccus
 
-from marin_rl.rewards.functions import EvaluateResult, RewardRequest
-from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.enum_fields import convert_enum_fields
+from marin_rl.rewards.functions import STANDARD_KEYWORDS, EvaluateResult, RewardMode, RewardRequest
+from marin_rl.rewards.sandbox.pool import FunctionDescription, Sandbox, UserFileError, UserFunction
 
 
 class RewardConfigError(ValueError):
@@ -102,3 +108,106 @@ def check_component(name: str, weight: float) -> None:
         raise ValueError(f"rewards: invalid name {name!r}; use letters, digits, '_', '-' and '.'")
     if not math.isfinite(weight):
         raise ValueError(f"rewards: weight of {name!r} must be finite, got {weight}")
+
+
+@RewardComponentConfig.register_subclass("function")
+@dataclasses.dataclass(frozen=True)
+class FunctionRewardConfig(RewardComponentConfig):
+    """Scores rollouts with a function in a Python file."""
+
+    path: str
+    """Path of the Python file, absolute or relative to the working directory."""
+    function: str
+    """Name of the function, which is decorated with `@reward_function`."""
+    name: str = ""
+    """Name under which its scores are logged; by default the function's name."""
+    weight: float = 1.0
+    """Factor of its scores."""
+    scope: RewardScope | None = None
+    """Rollouts per call: `pointwise` (one), `group` or `batch`. By default pointwise, or group for a function in batch
+    mode."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Further keyword arguments of the function; JSON values."""
+
+    def __post_init__(self) -> None:
+        convert_enum_fields(self)
+        check_component(self.component_name, self.weight)
+        reserved = sorted(set(self.options) & set(STANDARD_KEYWORDS))
+        if reserved:
+            raise ValueError(
+                f"rewards: options of {self.component_name!r} contain {', '.join(reserved)}, which every function "
+                "receives; rename them"
+            )
+        try:
+            json.dumps(self.options, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"rewards: options of {self.component_name!r} must be JSON values, got {self.options!r}: {error}"
+            ) from error
+
+    @property
+    def component_name(self) -> str:
+        """Name under which its scores are logged."""
+        return self.name or self.function
+
+    def build(self, sandbox: Sandbox) -> "FunctionReward":
+        """Build the component; its `check` loads the file."""
+        return FunctionReward(self, sandbox)
+
+
+class FunctionReward:
+    """Scores rollouts with a user's function."""
+
+    def __init__(self, config: FunctionRewardConfig, sandbox: Sandbox):
+        self.name = config.component_name
+        self.weight = config.weight
+        self._config = config
+        self._sandbox = sandbox
+        self._function = UserFunction(str(Path(config.path).resolve()), config.function)
+        self.scope: RewardScope | None = None
+
+    async def check(self) -> None:
+        """Load the file in a worker and check that it defines the function with a suitable mode and parameters.
+
+        Raises:
+            RewardConfigError: if it does not.
+        """
+        if not Path(self._function.file).is_file():
+            raise RewardConfigError(
+                f"reward {self.name!r}: the file {self._function.file} does not exist; correct `path`"
+            )
+        try:
+            functions = await self._sandbox.functions(self._function.file)
+        except UserFileError as error:
+            raise RewardConfigError(f"reward {self.name!r}: {error}") from error
+        self.scope = _resolve_scope(self._config, functions)
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
+        """Score all rollouts in one call and return one result per rollout.
+
+        Raises:
+            RewardCallError: if the call failed.
+        """
+        return await self._sandbox.call(self._function, requests, self._config.options)
+
+    async def close(self) -> None:
+        """Do nothing: the caller closes the sandbox."""
+
+
+def _resolve_scope(config: FunctionRewardConfig, functions: Mapping[str, FunctionDescription]) -> RewardScope:
+    subject = f"reward {config.component_name!r}: {config.function} in {config.path}"
+    if config.function not in functions:
+        available = ", ".join(sorted(functions)) or "none; decorate the function with @reward_function"
+        raise RewardConfigError(f"{subject} is not a reward function; available reward functions: {available}")
+    function = functions[config.function]
+    missing = sorted(set(function.required) - set(config.options))
+    if missing:
+        raise RewardConfigError(f"{subject} requires {', '.join(missing)}; set it under options")
+    if config.scope is None:
+        return RewardScope.POINTWISE if function.mode is RewardMode.POINTWISE else RewardScope.GROUP
+    if (config.scope is RewardScope.POINTWISE) is not (function.mode is RewardMode.POINTWISE):
+        valid = "pointwise" if function.mode is RewardMode.POINTWISE else "group or batch"
+        raise RewardConfigError(
+            f"{subject} has mode {function.mode.value}, so scope must be {valid}, got {config.scope.value}"
+        )
+    return config.scope

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Graders: compare a reply with the correct answer."""
+"""Graders and regular expressions: compare a reply with the correct answer, check its format, extract parts of it."""
 
 import abc
 import contextlib
@@ -14,11 +14,69 @@ import sys
 import threading
 import weakref
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import draccus
 
 from marin_rl.rewards.math_worker import GroundTruthError
+
+
+def check_pattern(field: str, pattern: str, groups: int = 0) -> None:
+    """Validate a regular expression from a config.
+
+    Args:
+        field: name of the config field, for the message.
+        pattern: the regular expression, in Python's syntax.
+        groups: minimum number of groups.
+
+    Raises:
+        ValueError: if it does not compile or has too few groups; the message names field and pattern.
+    """
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{field}: {pattern!r} is not a regular expression: {error}") from error
+    if compiled.groups < groups:
+        raise ValueError(
+            f"{field}: {pattern!r} has {compiled.groups} groups but needs {groups}; "
+            "put parentheses around the part to extract"
+        )
+
+
+def extract_last(pattern: str, text: str) -> str | None:
+    r"""Return group 1 of the last match of `pattern` in `text`, or None if there is no match.
+
+    The last match counts, because a reply that corrects itself ends with the final answer.
+
+    >>> extract_last(r"#### (-?\d+)", "first #### 41, no: #### 42")
+    '42'
+    """
+    result = None
+    for match in re.finditer(pattern, text):
+        result = match.group(1)
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class FormatConfig:
+    """Reward for the format of a reply, independent of its correctness."""
+
+    regex: str
+    """Regular expression that the whole reply must match; start it with `(?s)` to let `.` cross lines."""
+    weight: float = 1.0
+    """Reward for a reply that matches; other replies get 0."""
+
+    def __post_init__(self) -> None:
+        check_pattern("format.regex", self.regex)
+
+    def reward(self, reply: str) -> float:
+        """Return the reward component `format` of a reply.
+
+        >>> FormatConfig(regex=r"-?[0-9]+", weight=0.5).reward("46")
+        0.5
+        """
+        return self.weight if re.fullmatch(self.regex, reply) else 0.0
+
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +88,8 @@ _WORKER = Path(__file__).with_name("math_worker.py")
 class Grader(Protocol):
     """Compares replies with ground truths. Thread-safe."""
 
-    @property
-    def blocks(self) -> bool:
-        """Whether grading can take long and should run in a thread."""
-        ...
+    blocks: ClassVar[bool]
+    """Whether grading can take long and should run in a thread."""
 
     def check(self, answer: str) -> None:
         """Check that an answer is a usable ground truth.
@@ -90,10 +146,8 @@ class ExactGrader:
     ignore_case: bool
     """Whether to ignore case."""
 
-    @property
-    def blocks(self) -> bool:
-        """False: comparing two strings is fast."""
-        return False
+    # Comparing two strings is fast.
+    blocks: ClassVar[bool] = False
 
     def check(self, answer: str) -> None:
         """Check that the answer is not empty.
@@ -145,16 +199,14 @@ class MathVerifyGrader:
     handler interrupts. Only killing the process helps. The process is reused for later replies.
     """
 
+    # A reply can take its whole time limit.
+    blocks: ClassVar[bool] = True
+
     def __init__(self, timeout: float):
         self._timeout = timeout
         self._lock = threading.Lock()
         self._worker: subprocess.Popen[str] | None = None
         self._stop: weakref.finalize | None = None
-
-    @property
-    def blocks(self) -> bool:
-        """True: a reply can take its whole time limit."""
-        return True
 
     def check(self, answer: str) -> None:
         """Check that math-verify can parse the answer.

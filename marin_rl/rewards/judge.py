@@ -28,7 +28,7 @@ from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
 from marin_rl.rewards.failures import RewardCallError, RewardFailure
 from marin_rl.rewards.functions import EvaluateResult, RewardRequest
-from marin_rl.rewards.patterns import check_pattern, extract_last
+from marin_rl.rewards.grading import check_pattern, extract_last
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.seeds import derive_seed
 from marin_rl.types import MAX_REWARD

@@ -1,14 +1,19 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Evaluation of rollouts by all reward components of an environment."""
+"""Evaluation of rollouts by all reward components of an environment.
+
+Importing this module registers all types of components.
+"""
 
 import asyncio
 import collections
 import logging
 from collections.abc import Sequence
 
-from marin_rl.rewards.align import StepIndexError, align_steps
+import marin_rl.rewards.code
+import marin_rl.rewards.judge  # noqa: F401
+from marin_rl.rewards.combine import StepIndexError, align_steps
 from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardConfigError, RewardScope
 from marin_rl.rewards.failures import RewardCallError, RewardFailure
 from marin_rl.rewards.functions import EvaluateResult, RewardRequest

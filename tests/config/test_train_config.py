@@ -42,7 +42,7 @@ from marin_rl.objectives.importance import OffPolicyCorrectionConfig
 from marin_rl.objectives.kl import KlConfig, KlEstimator, LossKlConfig
 from marin_rl.objectives.policy_loss import GspoLossConfig, PolicyLossConfig, RlooSequenceLossConfig
 from marin_rl.objectives.shaping import TruncationConfig
-from marin_rl.rewards.function_component import FunctionRewardConfig
+from marin_rl.rewards.component import FunctionRewardConfig
 from marin_rl.rollouts.filters import FilterConfig
 from marin_rl.rollouts.rollout_builder import LongPrompts
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, SamplingConfig

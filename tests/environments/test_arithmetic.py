@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import AbstractEnvironment, Split
-from marin_rl.rewards.patterns import FormatConfig
+from marin_rl.rewards.grading import FormatConfig
 from tests.one_reply import answer
 
 

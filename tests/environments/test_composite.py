@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from marin_rl.environments import ArithmeticConfig
 from marin_rl.environments.streams import CompositeEnvironment, by_name, draw_by_weight, part_rewards
-from marin_rl.rewards.function_component import FunctionRewardConfig
+from marin_rl.rewards.component import FunctionRewardConfig
 from marin_rl.seeds import derive_seed
 from marin_rl.types import Task
 from tests.environments.fake_environments import Cards

@@ -13,7 +13,7 @@ FILE = '''
 import dataclasses
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
-from marin_rl.rewards.patterns import FormatConfig
+from marin_rl.rewards.grading import FormatConfig
 
 @dataclasses.dataclass(frozen=True)
 class Sums(EnvironmentConfig):

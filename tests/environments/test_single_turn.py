@@ -8,7 +8,7 @@ import pytest
 
 from marin_rl.environments.base import Split
 from marin_rl.environments.single_turn import SingleTurnEnvironment
-from marin_rl.rewards.patterns import FormatConfig
+from marin_rl.rewards.grading import FormatConfig
 from marin_rl.types import Message, Task
 from tests.one_reply import answer
 

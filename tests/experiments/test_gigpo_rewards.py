@@ -14,7 +14,7 @@ from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig, levanter_defaults
 from marin_rl.environments.base import Split
 from marin_rl.objectives.gigpo import GigpoConfig
-from marin_rl.rewards.components import FunctionRewardConfig
+from marin_rl.rewards.component import FunctionRewardConfig
 from marin_rl.types import Message
 
 ROOT = Path(__file__).parents[2]

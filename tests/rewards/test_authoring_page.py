@@ -19,10 +19,9 @@ from marin_rl.config.decode import decode
 from marin_rl.rewards.code import parse_tests
 from marin_rl.rewards.combine import turn_rewards, weighted_rewards
 from marin_rl.rewards.component import RewardScope
-from marin_rl.rewards.components import RewardComponentConfig
 from marin_rl.rewards.failures import RewardFailure
 from marin_rl.rewards.judge import JudgeComparison, LlmJudgeConfig
-from marin_rl.rewards.pipeline import build_pipeline
+from marin_rl.rewards.pipeline import RewardComponentConfig, build_pipeline
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox

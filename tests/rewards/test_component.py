@@ -1,11 +1,17 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import asyncio
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from marin_rl.rewards.component import check_component
+from marin_rl.rewards.component import FunctionRewardConfig, RewardConfigError, RewardScope, check_component
+from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.isolation import Isolation
+from marin_rl.rewards.sandbox.pool import Sandbox
 
 
 @pytest.mark.parametrize("name", ["style", "Style_2.b-c", "0"])
@@ -25,3 +31,67 @@ def test_invalid_names_are_errors(name: str):
 def test_infinite_weights_are_errors(weight: float):
     with pytest.raises(ValueError, match=f"rewards: weight of 'style' must be finite, got {weight}"):
         check_component("style", weight)
+
+
+REWARDS = """
+from marin_rl.rewards import reward_function
+
+@reward_function
+def accuracy(messages, ground_truth, tolerance=0, **kwargs): ...
+
+@reward_function(mode="batch")
+def shortest(messages, ground_truth, **kwargs): ...
+
+@reward_function
+def needs(messages, ground_truth, model, **kwargs): ...
+"""
+
+
+def checked(config: FunctionRewardConfig) -> RewardScope | None:
+    async def run() -> RewardScope | None:
+        async with Sandbox(SandboxConfig(require=Isolation.NONE, workers=1)) as sandbox:
+            component = config.build(sandbox)
+            assert component.scope is None
+            await component.check()
+            return component.scope
+
+    return asyncio.run(run())
+
+
+def test_function_components_are_checked_early(tmp_path: Path):
+    file = tmp_path / "my_rewards.py"
+    file.write_text(REWARDS)
+
+    def config(function: str, **fields: Any) -> FunctionRewardConfig:
+        return FunctionRewardConfig(path=str(file), function=function, **fields)
+
+    assert checked(config("shortest")) is RewardScope.GROUP
+    assert checked(config("shortest", scope=RewardScope.BATCH)) is RewardScope.BATCH
+    assert checked(config("accuracy")) is RewardScope.POINTWISE
+    for wrong, message in [
+        (config("acuracy"), r"acuracy in .*my_rewards.py is not a reward function; .*: accuracy, needs, shortest"),
+        (config("needs"), "requires model; set it under options"),
+        (config("accuracy", scope=RewardScope.GROUP), "has mode pointwise, so scope must be pointwise, got group"),
+        (config("shortest", scope=RewardScope.POINTWISE), "scope must be group or batch, got pointwise"),
+        (FunctionRewardConfig(path=str(tmp_path / "none.py"), function="f"), "none.py does not exist"),
+    ]:
+        with pytest.raises(RewardConfigError, match=message):
+            checked(wrong)
+    file.write_text("def accuracy(messages, ground_truth, **kwargs): ...")
+    with pytest.raises(RewardConfigError, match="functions: none; decorate the function"):
+        checked(config("accuracy"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weight": float("nan")}, "weight of 'f' must be finite, got nan"),
+        ({"name": "my reward"}, "invalid name 'my reward'"),
+        ({"options": {"status": 1, "task_id": 2}}, "contain status, task_id, which every function receives"),
+        ({"options": {"a": float("inf")}}, "must be JSON values"),
+        ({"options": {"a": object()}}, "must be JSON values"),
+    ],
+)
+def test_function_configs_are_validated(fields: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        FunctionRewardConfig(path="f.py", function="f", **fields)

@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +13,8 @@ import pytest
 
 from marin_rl.metrics import Metric, Reduction
 from marin_rl.rewards.combine import evaluation_metrics, failure, weighted_rewards
-from marin_rl.rewards.component import RewardComponent, RewardConfigError, RewardScope
+from marin_rl.rewards.component import FunctionRewardConfig, RewardComponent, RewardConfigError, RewardScope
 from marin_rl.rewards.failures import RewardCallError, RewardFailure
-from marin_rl.rewards.function_component import FunctionRewardConfig
 from marin_rl.rewards.functions import EvaluateResult, RewardRequest, StepOutput
 from marin_rl.rewards.pipeline import RewardPipeline, build_pipeline
 from marin_rl.rewards.sandbox.config import SandboxConfig
@@ -198,3 +200,16 @@ def test_rewards_of_a_user_file(request_of, tmp_path: Path, monkeypatch: pytest.
     assert ones[0][0].steps == (TurnReward(0, 0.25),)
     assert "RuntimeError: cannot judge this" in str(failure(ones[2]))
     assert [[one.failure for one in rollout] for rollout in ones] == [[None, None], [None, None], ["raised", "raised"]]
+
+
+LIST_TYPES = """
+import json
+from marin_rl.rewards.pipeline import RewardComponentConfig
+print(json.dumps(sorted(RewardComponentConfig.get_known_choices())))
+"""
+
+
+def test_all_component_types_are_registered():
+    # Runs in a separate process, because other tests have registered the types here.
+    done = subprocess.run([sys.executable, "-c", LIST_TYPES], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == ["code", "function", "llm_judge"]

@@ -15,7 +15,7 @@ import pytest
 
 from marin_rl.environments import ArithmeticConfig, TextGameConfig, ToolUseConfig
 from marin_rl.environments.base import Split, Step
-from marin_rl.rewards.function_component import FunctionRewardConfig
+from marin_rl.rewards.component import FunctionRewardConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox

@@ -12,8 +12,7 @@ from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import Split, Step
 from marin_rl.environments.tool_use import ToolUseConfig
 from marin_rl.environments.tools import PythonConfig
-from marin_rl.rewards.component import RewardConfigError
-from marin_rl.rewards.components import FunctionRewardConfig
+from marin_rl.rewards.component import FunctionRewardConfig, RewardConfigError
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.reward_functions import RewardFunctions

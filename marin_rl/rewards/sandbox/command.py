@@ -12,7 +12,7 @@ from pathlib import Path
 
 import marin_rl
 from marin_rl.rewards.sandbox.limits import FOLDER_FILES
-from marin_rl.rewards.sandbox.spec import WorkerSpec
+from marin_rl.rewards.sandbox.protocol import WorkerSpec
 
 _SYSTEM = (
     "/usr",

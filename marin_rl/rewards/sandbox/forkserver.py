@@ -24,11 +24,11 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from marin_rl.rewards.sandbox import frames, kernel
+from marin_rl.rewards.sandbox import kernel, protocol
 from marin_rl.rewards.sandbox.landlock import restrict_files, restrict_writes
 from marin_rl.rewards.sandbox.limits import limit_call, limit_import
+from marin_rl.rewards.sandbox.protocol import WorkerSpec
 from marin_rl.rewards.sandbox.seccomp import SystemCalls, restrict_system_calls
-from marin_rl.rewards.sandbox.spec import WorkerSpec
 
 CONFINED = b"confined\n"
 """First bytes on the answer pipe of a call, written after its process is confined and before it runs user code. A call
@@ -57,7 +57,7 @@ def run(spec: WorkerSpec, source: str, connection: socket.socket, parent: int) -
     try:
         module = None if spec.file is None else _load(spec.file, source)
     except BaseException as error:
-        connection.sendall(frames.encode({"forkserver": None, "failed": _explain(error)}))
+        connection.sendall(protocol.encode({"forkserver": None, "failed": _explain(error)}))
         return
     # A forked process has only the thread that forked. Off Linux the loading process itself serves calls.
     if kernel.IS_LINUX and os.fork() != 0:
@@ -76,7 +76,7 @@ def _serve(spec: WorkerSpec, connection: socket.socket, module: types.ModuleType
     # process.
     gc.collect()
     gc.freeze()
-    connection.sendall(frames.encode({"forkserver": os.getpid(), "failed": None}))
+    connection.sendall(protocol.encode({"forkserver": os.getpid(), "failed": None}))
     if not connection.recv(len(CONTINUE)):
         return
     if kernel.IS_LINUX:
@@ -182,11 +182,11 @@ def _describe(function: Any) -> dict[str, Any]:
 
 
 def _serve_one(spec: WorkerSpec, connection: socket.socket, functions: Mapping[str, Any]) -> bool:
-    header, descriptors, _, _ = socket.recv_fds(connection, frames.HEADER_BYTES, _DESCRIPTORS)
-    if len(header) < frames.HEADER_BYTES:
+    header, descriptors, _, _ = socket.recv_fds(connection, protocol.HEADER_BYTES, _DESCRIPTORS)
+    if len(header) < protocol.HEADER_BYTES:
         return False
     data = bytearray()
-    size = frames.length(header)
+    size = protocol.length(header)
     while len(data) < size:
         part = connection.recv(size - len(data))
         if not part:

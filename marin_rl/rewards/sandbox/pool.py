@@ -27,7 +27,7 @@ from typing import Any, Self
 import pydantic
 
 from marin_rl.errors import UserError
-from marin_rl.rewards.failures import RewardCallError, RewardFailure
+from marin_rl.rewards.failures import RewardCallError, RewardFailure, failure_of
 from marin_rl.rewards.functions import (
     EvaluateResult,
     RewardFunctionError,
@@ -37,12 +37,10 @@ from marin_rl.rewards.functions import (
 )
 from marin_rl.rewards.sandbox.command import hidden_path, python_path, readable_paths
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rewards.sandbox.failure_reasons import failure_of
-from marin_rl.rewards.sandbox.isolation import Isolation
+from marin_rl.rewards.sandbox.isolation import Isolation, SelfTest
 from marin_rl.rewards.sandbox.landlock import OLDEST_VERSION, landlock_version
+from marin_rl.rewards.sandbox.protocol import WorkerSpec
 from marin_rl.rewards.sandbox.seccomp import seccomp_is_supported
-from marin_rl.rewards.sandbox.self_test import SelfTest
-from marin_rl.rewards.sandbox.spec import WorkerSpec
 from marin_rl.rewards.sandbox.worker_process import WorkerLostError, WorkerProcess
 
 logger = logging.getLogger(__name__)

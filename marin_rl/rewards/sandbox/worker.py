@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from marin_rl.rewards.sandbox import forkserver, frames, kernel
+from marin_rl.rewards.sandbox import forkserver, kernel, protocol
 from marin_rl.rewards.sandbox.folders import exceeds_size, remove
 from marin_rl.rewards.sandbox.limits import FOLDER_FILES, address_space
 from marin_rl.rewards.sandbox.processes import (
@@ -34,7 +34,7 @@ from marin_rl.rewards.sandbox.processes import (
     scan_descendants,
     wait_until_alone,
 )
-from marin_rl.rewards.sandbox.spec import WorkerSpec
+from marin_rl.rewards.sandbox.protocol import WorkerSpec
 
 POLL_SECONDS = 0.02
 """Interval in seconds of counting processes and threads while a call runs or a file is loaded."""
@@ -84,10 +84,10 @@ class Worker:
 
     def serve(self) -> None:
         """Answer requests until the trainer closes the pipe or exits."""
-        while (request := frames.read(_REQUESTS)) is not None:
+        while (request := protocol.read(_REQUESTS)) is not None:
             # From here on user code may have run. A call can be retried in another worker only before this message.
-            frames.write(_ANSWERS, {"began": True})
-            frames.write(_ANSWERS, self._answer(request))
+            protocol.write(_ANSWERS, {"began": True})
+            protocol.write(_ANSWERS, self._answer(request))
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         self._source = request.pop("source", self._source)
@@ -118,8 +118,8 @@ class Worker:
             {ours.fileno(): ready},
             deadline,
             lambda: (
-                len(ready.data) >= frames.HEADER_BYTES
-                and len(ready.data) >= frames.HEADER_BYTES + frames.length(bytes(ready.data))
+                len(ready.data) >= protocol.HEADER_BYTES
+                and len(ready.data) >= protocol.HEADER_BYTES + protocol.length(bytes(ready.data))
             ),
             processes=2 + self._spec.limits.processes,
             cpu_seconds=self._spec.start_seconds,
@@ -136,7 +136,7 @@ class Worker:
             return f"loading it exceeded the limit on {violation}"
         if ready.ended:
             return "the loading process ended"
-        process, failed = forkserver.parse_ready(bytes(ready.data[frames.HEADER_BYTES :]))
+        process, failed = forkserver.parse_ready(bytes(ready.data[protocol.HEADER_BYTES :]))
         return failed if process is None else self._adopt_forkserver(process)
 
     def _adopt_forkserver(self, process: int) -> str | None:
@@ -274,9 +274,9 @@ class Worker:
     def _send(self, message: dict[str, Any], descriptors: list[int]) -> None:
         assert self._connection is not None
         self._connection.settimeout(END_SECONDS)
-        data = frames.encode(message)
-        socket.send_fds(self._connection, [data[: frames.HEADER_BYTES]], descriptors)
-        self._connection.sendall(data[frames.HEADER_BYTES :])
+        data = protocol.encode(message)
+        socket.send_fds(self._connection, [data[: protocol.HEADER_BYTES]], descriptors)
+        self._connection.sendall(data[protocol.HEADER_BYTES :])
 
     def _watch(
         self,

@@ -13,10 +13,10 @@ import subprocess
 import tempfile
 from typing import Any, Self
 
-from marin_rl.rewards.sandbox import frames
+from marin_rl.rewards.sandbox import protocol
 from marin_rl.rewards.sandbox.command import SCRATCH, worker_command, worker_environment
 from marin_rl.rewards.sandbox.folders import remove
-from marin_rl.rewards.sandbox.spec import WorkerSpec
+from marin_rl.rewards.sandbox.protocol import WorkerSpec
 
 END_SECONDS = 5.0
 """Seconds to wait for a worker to exit by itself."""
@@ -97,7 +97,7 @@ class WorkerProcess:
             async with asyncio.timeout(seconds):
                 stdin = self._process.stdin
                 assert stdin is not None
-                stdin.write(frames.encode(request))
+                stdin.write(protocol.encode(request))
                 await stdin.drain()
                 began = (await self._read()) == {"began": True}
                 answer = await self._read()
@@ -155,7 +155,7 @@ class WorkerProcess:
     async def _read(self) -> dict[str, Any]:
         stdout = self._process.stdout
         assert stdout is not None
-        size = frames.length(await stdout.readexactly(frames.HEADER_BYTES))
+        size = protocol.length(await stdout.readexactly(protocol.HEADER_BYTES))
         return json.loads(await stdout.readexactly(size))
 
     async def _death_reason(self) -> str:

@@ -16,7 +16,7 @@ from marin_rl.rewards.sandbox.command import (
     worker_environment,
 )
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rewards.sandbox.spec import WorkerSpec
+from marin_rl.rewards.sandbox.protocol import WorkerSpec
 
 
 def test_folder_of_file_is_readable_except_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

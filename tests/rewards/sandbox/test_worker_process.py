@@ -10,7 +10,7 @@ import pytest
 
 from marin_rl.rewards.sandbox import worker_process
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rewards.sandbox.spec import WorkerSpec
+from marin_rl.rewards.sandbox.protocol import WorkerSpec
 from marin_rl.rewards.sandbox.worker_process import WorkerLostError, WorkerProcess
 
 SPEC = WorkerSpec(

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from marin_rl.rewards.failures import RewardFailure
-from marin_rl.rewards.sandbox.failure_reasons import failure_of
+from marin_rl.rewards.failures import RewardFailure, failure_of
 
 
 def ended(program: str) -> int:
