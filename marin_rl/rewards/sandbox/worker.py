@@ -308,7 +308,8 @@ class Worker:
                 return "timeout"
             for descriptor, _ in poll.poll(1000 * (min(left, POLL_SECONDS) if kernel.IS_LINUX else left)):
                 if descriptor == _REQUESTS:
-                    _end_all()
+                    _clean_up(self._spec)
+                    os._exit(1)
                 if _read_some(descriptor, streams[descriptor]):
                     poll.unregister(descriptor)
                 if streams[descriptor].exceeded:
@@ -375,11 +376,12 @@ def _exceeded_count(processes: int, threads: int) -> str | None:
     return "threads" if sum(process.threads for process in found) - 1 > threads else None
 
 
-def _end_all(*_: object) -> None:
-    """Kill all descendants and exit, because the trainer has exited."""
+def _clean_up(spec: WorkerSpec) -> None:
+    """Kill all descendants and remove the scratch folder, which a killed trainer cannot do."""
     if kernel.IS_LINUX:
         end_descendants(None, END_SECONDS)
-    os._exit(1)
+    if not spec.has_namespaces:
+        remove(spec.scratch)
 
 
 def _input(text: str, scratch: str, stack: contextlib.ExitStack) -> int:
@@ -421,7 +423,12 @@ def main(text: str) -> None:
         text: the spec, as JSON.
     """
     spec = WorkerSpec.from_json(text)
-    signal.signal(signal.SIGTERM, _end_all)
+
+    def terminate(*_: object) -> None:
+        _clean_up(spec)
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, terminate)
     if kernel.IS_LINUX:
         # In namespaces all other processes end with this one, so no handler is needed.
         kernel.signal_on_parent_exit(signal.SIGKILL if spec.has_namespaces else signal.SIGTERM)
@@ -429,3 +436,4 @@ def main(text: str) -> None:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     sys.path.extend(spec.python_path)
     Worker(spec).serve()
+    _clean_up(spec)

@@ -242,10 +242,11 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_killed_trainer_leaves_no_process(level: Isolation):
+def test_killed_trainer_leaves_no_process_and_no_file(level: Isolation, tmp_path: Path):
     require(level)
     code = TRAINER.format(root=str(ROOT), level=level.value)
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as trainer:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as trainer:
         try:
             assert trainer.stdout is not None
             assert trainer.stdout.readline() == "running\n"
@@ -257,6 +258,7 @@ def test_killed_trainer_leaves_no_process(level: Isolation):
     while alive(found) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not alive(found)
+    assert list(tmp_path.glob("marin_rl_calls_*")) == []
 
 
 def test_workers_are_shared_between_files():
