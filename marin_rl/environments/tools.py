@@ -120,15 +120,13 @@ class CalculatorTool:
         "Works out an arithmetic expression, such as (3 + 4) * 2 ** 5. It knows + - * / // % ** and abs, max, min, "
         "round, sqrt."
     )
-
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        """Schema with the expression."""
-        return {
+    parameters: Mapping[str, Any] = dataclasses.field(
+        default_factory=lambda: {
             "type": "object",
             "properties": {"expression": {"type": "string", "description": "The expression."}},
             "required": ["expression"],
         }
+    )
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """Return the value of the expression."""
@@ -156,15 +154,13 @@ class PythonTool:
     description: str = "Runs a Python program and returns what it printed."
     runner: CodeRunner | None = None
     """Sandbox for programs; None until it is connected."""
-
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        """Schema with the program."""
-        return {
+    parameters: Mapping[str, Any] = dataclasses.field(
+        default_factory=lambda: {
             "type": "object",
             "properties": {"code": {"type": "string", "description": "The program. Print what is wanted."}},
             "required": ["code"],
         }
+    )
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """Return the output of the program.

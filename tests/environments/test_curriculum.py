@@ -147,7 +147,7 @@ def test_environments_of_lessons_need_different_names():
         CurriculumConfig((LessonConfig("a", same), LessonConfig("b", same))).build()
 
 
-def test_from_yaml():
+def test_curriculum_from_yaml():
     def one(name: str, *after: str) -> dict:
         return {"name": name, "after": list(after), "environment": {"type": "arithmetic", "name": name}}
 

@@ -6,18 +6,16 @@ import dataclasses
 import pytest
 
 from marin_rl.environments.games import View, draw_start
-from marin_rl.environments.text_game import GameSettings, TextGameEpisode, parse_action
+from marin_rl.environments.text_game import TextGameConfig, TextGameEpisode, parse_action
 
-LINE = draw_start("FrozenLake-v1", {"is_slippery": False, "desc": ["SFFG"]}, seed=0, random_start=False)
+LINE_START = draw_start("FrozenLake-v1", {"is_slippery": False, "desc": ["SFFG"]}, seed=0, random_start=False)
 """FrozenLake with one row: the goal is three steps to the right."""
-LAKE = LINE.prototype.board
-TERMS = GameSettings(
-    View.COMPACT, action_regex=None, max_steps=None, game_weight=1.0, step_reward=0.0, invalid_reward=0.0
-)
+LAKE = LINE_START.prototype.board
+CONFIG = TextGameConfig(id="FrozenLake-v1", view=View.COMPACT)
 
 
-def episode(**settings) -> TextGameEpisode:
-    return TextGameEpisode(dataclasses.replace(TERMS, **settings), LINE, LAKE, *LINE.begin(0))
+def episode(max_steps: int | None = None, **rewards: float) -> TextGameEpisode:
+    return TextGameEpisode(dataclasses.replace(CONFIG, **rewards), max_steps, LINE_START, LAKE, *LINE_START.begin(0))
 
 
 @pytest.mark.parametrize(
@@ -42,31 +40,31 @@ def test_the_last_action_name_counts(view: View, regex: str | None, reply: str, 
 
 
 def test_a_reply_without_an_action_does_not_change_the_game():
-    played = episode()
-    step = played.play("x")
-    assert (step.done, step.action, step.anchor_state) == (False, None, LINE.anchor(LINE.state))
-    assert played.observation == LINE.state
-    assert [played.play("r").done for _ in range(3)] == [False, False, True]
-    assert (played.steps, played.invalid) == (4, 1)
+    game = episode()
+    step = game.take_turn("x")
+    assert (step.done, step.action, step.anchor_state) == (False, None, LINE_START.anchor(LINE_START.state))
+    assert game.observation == LINE_START.state
+    assert [game.take_turn("r").done for _ in range(3)] == [False, False, True]
+    assert (game.steps, game.invalid) == (4, 1)
 
 
 @pytest.mark.parametrize(("max_steps", "won"), [(3, 1.0), (2, 0.0)])
 def test_the_last_permitted_step_counts(max_steps: int, won: float):
-    played = episode(max_steps=max_steps)
-    steps = [played.play("r") for _ in range(max_steps)]
+    game = episode(max_steps=max_steps)
+    steps = [game.take_turn("r") for _ in range(max_steps)]
     assert [step.done for step in steps] == [False] * (max_steps - 1) + [True]
     assert (steps[-1].rewards["correct"], steps[-1].metrics["success"]) == (won, won)
 
 
 def test_components_with_zero_weight_are_absent():
-    assert set(episode(game_weight=0.0).play("r").rewards) == {"correct"}
-    paid = episode(game_weight=2.0, step_reward=-0.25, invalid_reward=-0.5)
-    assert dict(paid.play("x").rewards) == {"correct": 0.0, "game": 0.0, "step": -0.25, "format": -0.5}
-    assert dict(paid.play("r").rewards) == {"correct": 0.0, "game": 0.0, "step": -0.25, "format": 0.0}
+    assert set(episode(game_weight=0.0).take_turn("r").rewards) == {"correct"}
+    rewarded = episode(game_weight=2.0, step_reward=-0.25, invalid_reward=-0.5)
+    assert dict(rewarded.take_turn("x").rewards) == {"correct": 0.0, "game": 0.0, "step": -0.25, "format": -0.5}
+    assert dict(rewarded.take_turn("r").rewards) == {"correct": 0.0, "game": 0.0, "step": -0.25, "format": 0.0}
 
 
 def test_step_after_the_end_raises():
-    played = episode(max_steps=1)
-    played.play("r")
+    game = episode(max_steps=1)
+    game.take_turn("r")
     with pytest.raises(RuntimeError, match="the game 'FrozenLake-v1' has ended"):
-        played.play("r")
+        game.take_turn("r")

@@ -70,7 +70,7 @@ def test_a_mixture_needs_environments_with_different_names():
             MixturePartConfig(CardsConfig(), weight)
 
 
-def test_from_yaml():
+def test_mixture_from_yaml():
     raw = {
         "type": "mixture",
         "parts": [

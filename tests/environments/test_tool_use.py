@@ -206,7 +206,7 @@ def test_a_template_receives_the_schemas_and_the_default_text():
 
 class Runner:
     async def run_python(self, code: str, stdin: str = "") -> PythonResult:
-        return PythonResult(stdout=f"ran {code}", stderr="", loss=None, seconds=0.1)
+        return PythonResult(stdout=f"ran {code}", stderr="", failure=None, seconds=0.1)
 
 
 def test_python_needs_its_sandbox_and_gets_it_through_mixtures():

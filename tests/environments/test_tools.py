@@ -79,8 +79,8 @@ class Runner:
 
     async def run_python(self, code: str, stdin: str = "") -> PythonResult:
         self.ran.append(code)
-        loss = None if self.cause is None else RewardCallError(self.cause, "so it was")
-        return PythonResult(stdout="out", stderr="", loss=loss, seconds=0.1)
+        failure = None if self.cause is None else RewardCallError(self.cause, "so it was")
+        return PythonResult(stdout="out", stderr="", failure=failure, seconds=0.1)
 
 
 def test_python_runs_in_the_connected_runner():
