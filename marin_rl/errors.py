@@ -5,7 +5,7 @@
 
 
 class UserError(RuntimeError):
-    """Base class of errors whose message names the cause and the remedy."""
+    """Base class of errors with a message that names the cause and the remedy."""
 
 
 USER_ERRORS = (UserError, ValueError, OSError)

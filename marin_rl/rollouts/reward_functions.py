@@ -41,7 +41,7 @@ class RewardFunctions:
         """Start the sandbox and check every component. Without components no sandbox is started.
 
         Args:
-            components: reward components by the name of the environment whose rollouts they score.
+            components: reward components by environment name; they score rollouts of that environment.
             sandbox: the sandbox of their code, not yet started; by default one with default settings.
             loop: the event loop of all calls; by default a new one.
             runs_programs: whether an environment's tools use the sandbox too, so that it is always started.

@@ -365,7 +365,7 @@ def _text(text: str | None) -> str | None:
 
 
 def _info_text(info: Info) -> str | None:
-    """Free metadata as ASCII JSON; None if there is none."""
+    """Free metadata as ASCII JSON; None if empty."""
     return json.dumps(info, sort_keys=True) if info else None
 
 

@@ -648,8 +648,8 @@ class Held:
         pass
 
 
-def hold_the_first() -> tuple[Game, threading.Event]:
-    """A game whose episodes of the task `first` wait for the event."""
+def game_with_blocked_first_task() -> tuple[Game, threading.Event]:
+    """A game in which episodes of the task `first` wait for the event."""
     release = threading.Event()
     return Game(lambda task, seed: Held(task, release) if task.id == "first1" else Countdown(task, seed)), release
 
@@ -658,7 +658,7 @@ REQUESTS = [GroupInput(f"g-{name}", task(prompt=name), (1, name)) for name in ("
 
 
 def test_a_group_is_passed_on_while_others_still_run():
-    game, release = hold_the_first()
+    game, release = game_with_blocked_first_task()
     finished: dict[str, RolloutGroup] = {}
 
     def on_group_done(group: RolloutGroup) -> tuple[GroupInput, ...]:
@@ -677,7 +677,7 @@ def test_a_group_is_passed_on_while_others_still_run():
 
 
 def test_new_groups_replace_complete_groups_while_a_long_one_runs():
-    game, release = hold_the_first()
+    game, release = game_with_blocked_first_task()
     further = [GroupInput(f"g-more{number}", task(prompt="more"), (1, "more", number)) for number in range(5)]
     finished: dict[str, RolloutGroup] = {}
 
@@ -692,7 +692,7 @@ def test_new_groups_replace_complete_groups_while_a_long_one_runs():
     stream_requests(without_timeout(game), REQUESTS, group_size=2, temperature=1.0, on_group_done=on_group_done)
     assert sorted(finished) == sorted(request.group_id for request in (*REQUESTS, *further))
     # The results do not depend on the start time or the other groups.
-    game, release = hold_the_first()
+    game, release = game_with_blocked_first_task()
     release.set()
     together = run_requests(without_timeout(game), [*REQUESTS, *further], group_size=2, temperature=1.0)
     assert [untimed(finished[group.id]) for group in together] == [untimed(group) for group in together]
@@ -737,7 +737,7 @@ def test_no_group_is_passed_on_before_its_batch_is_scored():
 
 
 def test_an_error_of_the_callback_cancels_the_other_groups():
-    game, release = hold_the_first()
+    game, release = game_with_blocked_first_task()
 
     def refuse(group: RolloutGroup) -> list[GroupInput]:
         raise ConnectionError("no connection")

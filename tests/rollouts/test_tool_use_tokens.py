@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Several turns with tools, under templates that rewrite history: what is trained on was sampled, token by token."""
+"""Turns with tools, with templates that rewrite history: exactly the sampled tokens carry loss."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ from tests.scripted_sampler import ScriptedSampler
 from tests.tokenization.conftest import CHATML, THINKING, chatml_tokenizer, llama_tokenizer
 from tests.tokenization.tool_templates import QWEN3, SILENT
 
-# Answers stand in the user's role, and the thinking of every reply but the last is dropped.
+# Tool results have the role of the user, and thoughts are removed from all replies except the last.
 STRIPPING = """\
 {%- set ns = namespace(last_user=-1) %}
 {%- for message in messages %}
