@@ -21,14 +21,14 @@ from typing import Any
 from marin_rl.closing import Closing
 from marin_rl.config.command_line import parse_config, to_yaml
 from marin_rl.config.train_config import TrainConfig, levanter_defaults
+from marin_rl.distributed.replay_buffer import ReplayBuffer
+from marin_rl.distributed.rollout_source import FinishedGroup, run_group_requests
+from marin_rl.distributed.scheduler import GroupRequest, RolloutScheduler, StalenessLimits
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.weight_history import WeightHistory
-from marin_rl.rollouts.replay_buffer import ReplayBuffer
-from marin_rl.rollouts.scheduler import GroupRequest, RolloutScheduler, StalenessLimits
 from marin_rl.runtime.loop import train
 from marin_rl.runtime.metrics_file import append_record
 from marin_rl.runtime.open_run import open_run
-from marin_rl.runtime.rollout_source import FinishedGroup, run_group_requests
 from marin_rl.runtime.run_directory import create_or_open
 from marin_rl.runtime.session import run_session
 from marin_rl.runtime.starting_weights import resolve_model

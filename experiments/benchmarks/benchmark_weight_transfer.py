@@ -48,16 +48,16 @@ from experiments.benchmarks.measurement import (
 )
 from experiments.benchmarks.weight_servers import Share
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.coordinator import CoordinatorActor
+from marin_rl.distributed.ray_node import connected_to_local_node
+from marin_rl.distributed.rollout_source import FinishedGroup
+from marin_rl.distributed.scheduler import GroupRequest
+from marin_rl.distributed.worker import WorkerPolicy, work
 from marin_rl.learner.policy_model import initialize_policy, model_shape
 from marin_rl.learner.train_step import Learner
-from marin_rl.rollouts.scheduler import GroupRequest
-from marin_rl.runtime.coordinator import CoordinatorActor
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.open_run import make_loss
-from marin_rl.runtime.ray_node import connected_to_local_node
 from marin_rl.runtime.ray_workers import CoordinatorClient
-from marin_rl.runtime.rollout_source import FinishedGroup
-from marin_rl.runtime.rollout_worker import WorkerPolicy, work
 from marin_rl.runtime.worker_policy import ReceivedPolicy
 from marin_rl.types import WeightVersion
 from marin_rl.weights.auth import make_secret

@@ -24,9 +24,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from marin_rl.config.sections import Refresh
-from marin_rl.rollouts.replay_buffer import ReplayBuffer
-from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber, RolloutScheduler, StalenessLimits
-from marin_rl.runtime.coordinator import Coordinator
+from marin_rl.distributed.coordinator import Coordinator
+from marin_rl.distributed.replay_buffer import ReplayBuffer
+from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, RolloutScheduler, StalenessLimits
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn, WeightVersion
 
 

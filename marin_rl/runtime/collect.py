@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.rollout_source import RolloutSource
+from marin_rl.distributed.scheduler import RequestNumber
 from marin_rl.environments.base import AbstractEnvironment, Split, TaskStream
 from marin_rl.metrics import Metric
 from marin_rl.objectives.shaping import shape_rewards
@@ -20,9 +22,7 @@ from marin_rl.rewards.combine import evaluation_metrics
 from marin_rl.rollouts.filters import sort_groups
 from marin_rl.rollouts.metrics import environment_metrics, rollout_metrics, staleness_metrics
 from marin_rl.rollouts.run_rollouts import require_one_success
-from marin_rl.rollouts.scheduler import RequestNumber
 from marin_rl.runtime.rollout_runner import make_limits
-from marin_rl.runtime.rollout_source import RolloutSource
 from marin_rl.runtime.run_state import Progress, RunState
 from marin_rl.sampling.sampler import PromptTooLongError
 from marin_rl.timing import PhaseTimer

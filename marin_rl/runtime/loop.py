@@ -20,11 +20,11 @@ from typing import Protocol, runtime_checkable
 from levanter.models.lm_model import LmConfig
 
 from marin_rl.batching.rl_example import PackedBatch
+from marin_rl.distributed.rollout_source import StopRequestedError
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.loss import first_log_ratios, loss_metrics
 from marin_rl.objectives.importance import mismatch_metrics
 from marin_rl.runtime.evaluation import evaluate
-from marin_rl.runtime.rollout_source import StopRequestedError
 from marin_rl.runtime.run_state import Progress
 from marin_rl.runtime.shared_run import require_same_batch
 from marin_rl.runtime.throughput import model_flops_utilization, throughput_metrics

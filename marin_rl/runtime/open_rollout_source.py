@@ -12,15 +12,15 @@ from marin_rl import multihost
 from marin_rl.closing import Closing
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.replay_buffer import ReplayBuffer
+from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
+from marin_rl.distributed.scheduler import StalenessLimits
+from marin_rl.distributed.worker_pool import WorkerPool
 from marin_rl.learner.weight_history import WeightHistory
-from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.rollouts.scheduler import StalenessLimits
 from marin_rl.runtime.ray_workers import ray_workers
-from marin_rl.runtime.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.runtime.run_state import Progress
 from marin_rl.runtime.shared_run import SharedWorkerPool
-from marin_rl.runtime.worker_pool import WorkerPool
 from marin_rl.weights.auth import make_secret
 from marin_rl.weights.multi_host_sender import MultiHostSender
 from marin_rl.weights.snapshot import TrainingHost

@@ -19,6 +19,7 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.closing import Closing
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.scheduler import RolloutScheduler
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from marin_rl.learner.critic import attach_critic, policy_of
@@ -29,7 +30,6 @@ from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.rollouts.scheduler import RolloutScheduler
 from marin_rl.rollouts.store import RolloutStore
 from marin_rl.runtime.batch_builder import BatchBuilder
 from marin_rl.runtime.collect import GroupCollector

@@ -20,11 +20,11 @@ from marin_rl.closing import Closing
 from marin_rl.config.command_line import from_yaml, to_yaml
 from marin_rl.config.sections import module_levels
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.coordinator import Announcement, Assignment, CoordinatorActor, TrainerUpdate
+from marin_rl.distributed.ray_node import connected_to_local_node
+from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
+from marin_rl.distributed.worker import reporting_errors, work
 from marin_rl.errors import UserError
-from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
-from marin_rl.runtime.coordinator import Announcement, Assignment, CoordinatorActor, TrainerUpdate
-from marin_rl.runtime.ray_node import connected_to_local_node
-from marin_rl.runtime.rollout_worker import reporting_errors, work
 from marin_rl.runtime.run_directory import log_to
 from marin_rl.types import WeightVersion
 

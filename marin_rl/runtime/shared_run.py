@@ -21,12 +21,12 @@ from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
 from marin_rl.config.command_line import to_yaml
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.rollout_source import FinishedGroup, raise_if
+from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
+from marin_rl.distributed.worker_pool import WorkerPool
 from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
 from marin_rl.rollouts.group_codec import decode_group
-from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
-from marin_rl.runtime.rollout_source import FinishedGroup, raise_if
 from marin_rl.runtime.run_directory import RunDirectoryError, config_differences, writing
-from marin_rl.runtime.worker_pool import WorkerPool
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import WeightVersion
 from marin_rl.weights.config import ArrowFlightConfig, is_loopback
@@ -47,12 +47,12 @@ class SharedWorkerPool:
         self._sender = sender
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """See [`RolloutSource`][marin_rl.runtime.rollout_source.RolloutSource]."""
+        """See [`RolloutSource`][marin_rl.distributed.rollout_source.RolloutSource]."""
         if self._worker_pool is not None:
             self._worker_pool.submit(requests)
 
     def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> list[FinishedGroup]:
-        """See [`WorkerPool`][marin_rl.runtime.worker_pool.WorkerPool].
+        """See [`WorkerPool`][marin_rl.distributed.worker_pool.WorkerPool].
 
         Raises:
             StopRequestedError: In every process, if a stop is requested.
@@ -72,7 +72,7 @@ class SharedWorkerPool:
         return [FinishedGroup(RequestNumber(*number), decode_group(text)) for number, text in groups]
 
     def publish(self, model: object, version: WeightVersion) -> None:
-        """See [`RolloutSource`][marin_rl.runtime.rollout_source.RolloutSource]."""
+        """See [`RolloutSource`][marin_rl.distributed.rollout_source.RolloutSource]."""
         if self._worker_pool is None:
             self._sender.publish(model, version)
         else:

@@ -13,6 +13,7 @@ from levanter.trainer_state import TrainerState
 
 from marin_rl import multihost
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.rollout_source import RolloutSource
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.train_step import Learner
 from marin_rl.learner.weight_history import WeightHistory
@@ -22,7 +23,6 @@ from marin_rl.rollouts.stored_rollout import StoredAdvantages
 from marin_rl.runtime.batch_builder import BatchBuilder
 from marin_rl.runtime.collect import GroupCollector
 from marin_rl.runtime.policy_engine import PolicyEngine
-from marin_rl.runtime.rollout_source import RolloutSource
 from marin_rl.runtime.run_directory import writing
 from marin_rl.runtime.run_state import RunState
 from marin_rl.types import RolloutGroup, WeightVersion

@@ -18,13 +18,13 @@ from levanter.trainer import TrainerConfig
 from marin_rl.closing import Closing
 from marin_rl.config.sections import Refresh
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.coordinator import Announcement
+from marin_rl.distributed.rollout_source import FinishedGroup, stream_group_requests
+from marin_rl.distributed.scheduler import GroupRequest
 from marin_rl.learner.policy_model import model_shape
-from marin_rl.rollouts.scheduler import GroupRequest
-from marin_rl.runtime.coordinator import Announcement
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.policy_engine import PolicyEngine, open_worker_engine
 from marin_rl.runtime.rollout_runner import make_runner, open_reward_functions
-from marin_rl.runtime.rollout_source import FinishedGroup, stream_group_requests
 from marin_rl.runtime.weight_prefetcher import TRANSIENT_ERRORS, WeightPrefetcher, Weights
 from marin_rl.sampling.sampler import WeightPoll
 from marin_rl.types import WeightVersion

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from experiments.soak import LiveRun, halt, wake, whole_and_once
+from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.learner.checkpoint import open_checkpoint
-from marin_rl.rollouts.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.store import read_rollouts
 from marin_rl.runtime.run_state import REPLAY
 from tests.faults.live_run import all_end, async_settings, live, started

@@ -15,16 +15,16 @@ from levanter.models.llama import LlamaConfig
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
+from marin_rl.distributed.scheduler import RolloutScheduler
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.learner.scoring import Scores
 from marin_rl.rollouts.rollout_builder import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.rollouts.scheduler import RolloutScheduler
 from marin_rl.runtime.batch_builder import BatchBuilder
 from marin_rl.runtime.collect import Collected, GroupCollector
 from marin_rl.runtime.open_rollout_source import make_replay, make_staleness_limits
-from marin_rl.runtime.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.runtime.run_state import Progress, RunState
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.timing import PhaseTimer

@@ -15,13 +15,13 @@ from typing import Any, cast
 import pytest
 
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.rollouts.replay_buffer import ReplayBuffer
+from marin_rl.distributed.coordinator import CoordinatorActor
+from marin_rl.distributed.replay_buffer import ReplayBuffer
+from marin_rl.distributed.scheduler import GroupRequest
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.rollouts.scheduler import GroupRequest
 from marin_rl.rollouts.store import read_rollouts
 from marin_rl.runtime import worker_policy
-from marin_rl.runtime.coordinator import CoordinatorActor
 from marin_rl.runtime.worker_policy import ReceivedPolicy
 from tests.runtime.inline_executor import InlineExecutor
 from tests.runtime.thread_workers import thread_workers
@@ -250,7 +250,7 @@ def test_trainer_times_out_on_silent_workers(new_run: Callable[..., TinyRun], ca
         evaluation={"tasks": 2, "greedy": False, "every": 0},
     )
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("marin_rl.runtime.rollout_worker._work", lambda *arguments: None)
+        patched.setattr("marin_rl.distributed.worker._work", lambda *arguments: None)
         assert run.train() == 1
     output = capfd.readouterr().err
     assert (

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from marin_rl.config.sections import Mode, ReplayConfig
+from marin_rl.distributed.rollout_source import LocalRollouts, StopRequestedError
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.environments.streams import CompositeEnvironment, MixtureStream
 from marin_rl.objectives.shaping import OverlongConfig, RewardTruncatedConfig
@@ -16,7 +17,6 @@ from marin_rl.rollouts.filters import DropGroupsConfig, ResampleGroupsConfig
 from marin_rl.rollouts.rollout_builder import LongPrompts
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner
 from marin_rl.runtime.collect import Collected
-from marin_rl.runtime.rollout_source import LocalRollouts, StopRequestedError
 from marin_rl.runtime.run_state import Progress
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.types import Message, RolloutStatus, Task

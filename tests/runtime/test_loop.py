@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from marin_rl.distributed.rollout_source import LocalRollouts
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.evaluate import EvaluateConfig, run_evaluation
 from marin_rl.rollouts.filters import ResampleGroupsConfig
@@ -21,7 +22,6 @@ from marin_rl.rollouts.store import read_rollouts
 from marin_rl.rollouts.stored_rollout import as_row
 from marin_rl.runtime.collect import Collected
 from marin_rl.runtime.loop import _rates, train
-from marin_rl.runtime.rollout_source import LocalRollouts
 from marin_rl.runtime.run_state import Progress
 from marin_rl.runtime.starting_weights import restore_policy
 from marin_rl.runtime.training_run import TrainingRun

@@ -13,12 +13,14 @@ import pytest
 from marin_rl import multihost
 from marin_rl.config.sections import Mode, ReplayConfig, WorkersConfig
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.coordinator import CoordinatorActor
+from marin_rl.distributed.rollout_source import LocalRollouts
+from marin_rl.distributed.scheduler import RequestNumber, StalenessLimits
+from marin_rl.distributed.worker_pool import WorkerPool
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.objectives.importance import MaskMismatchConfig
 from marin_rl.rollouts.filters import KeepGroupsConfig, ResampleGroupsConfig
-from marin_rl.rollouts.scheduler import RequestNumber, StalenessLimits
 from marin_rl.runtime import open_rollout_source as module
-from marin_rl.runtime.coordinator import CoordinatorActor
 from marin_rl.runtime.open_rollout_source import (
     WorkerDevicesError,
     check_worker_devices,
@@ -27,10 +29,8 @@ from marin_rl.runtime.open_rollout_source import (
     make_staleness_limits,
     open_rollout_source,
 )
-from marin_rl.runtime.rollout_source import LocalRollouts
 from marin_rl.runtime.run_state import Progress
 from marin_rl.runtime.shared_run import SharedWorkerPool
-from marin_rl.runtime.worker_pool import WorkerPool
 from marin_rl.types import WeightVersion
 from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig
 from marin_rl.weights.protocol import WeightReceiver, WeightSender

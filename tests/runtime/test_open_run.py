@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 
 from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
+from marin_rl.distributed.replay_buffer import ReplayBuffer
+from marin_rl.distributed.rollout_source import LocalRollouts
+from marin_rl.distributed.scheduler import RequestNumber
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.learner import checkpoint
 from marin_rl.learner.checkpoint import CheckpointError
@@ -20,11 +23,8 @@ from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives.advantages import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
-from marin_rl.rollouts.replay_buffer import ReplayBuffer
-from marin_rl.rollouts.scheduler import RequestNumber
 from marin_rl.runtime import open_run, rollout_runner
 from marin_rl.runtime.open_run import drop_groups_of_lost_weights, make_loss
-from marin_rl.runtime.rollout_source import LocalRollouts
 from marin_rl.runtime.run_state import Progress
 from marin_rl.runtime.starting_weights import restore_policy
 from marin_rl.sampling.config import SamplingConfig

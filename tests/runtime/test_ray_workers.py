@@ -16,8 +16,8 @@ from ray.exceptions import RayActorError
 
 from marin_rl.config.command_line import to_yaml
 from marin_rl.config.sections import Mode, WorkersConfig
+from marin_rl.distributed.coordinator import CoordinatorActor, TrainerUpdate
 from marin_rl.runtime import ray_workers
-from marin_rl.runtime.coordinator import CoordinatorActor, TrainerUpdate
 from marin_rl.runtime.ray_workers import (
     CoordinatorClient,
     NoClusterError,

@@ -12,7 +12,7 @@ import pytest
 from marin_rl import multihost
 from marin_rl.config.command_line import to_yaml
 from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
-from marin_rl.runtime.rollout_source import StopRequestedError
+from marin_rl.distributed.rollout_source import StopRequestedError
 from marin_rl.runtime.run_directory import RunDirectoryError, config_differences
 from marin_rl.runtime.shared_run import SharedWorkerPool, check_config, require_same_config, require_shared_folder
 from marin_rl.timing import PhaseTimer

@@ -14,13 +14,13 @@ import pytest
 from marin_rl.closing import Closing
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig, levanter_defaults
+from marin_rl.distributed.coordinator import Announcement
+from marin_rl.distributed.rollout_source import FinishedGroup
+from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, oldest_version
 from marin_rl.environments.base import Split
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.rollouts.request_batcher import RequestBatcher
-from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber, oldest_version
-from marin_rl.runtime.coordinator import Announcement
 from marin_rl.runtime.devices import start_devices
-from marin_rl.runtime.rollout_source import FinishedGroup
 from marin_rl.runtime.worker_policy import ReceivedPolicy
 from marin_rl.types import Generation, RolloutGroup, WeightVersion
 from marin_rl.weights.errors import ServerLostError

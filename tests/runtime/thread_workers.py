@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from marin_rl.closing import Closing
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.runtime.coordinator import CoordinatorActor
-from marin_rl.runtime.rollout_worker import reporting_errors, work
+from marin_rl.distributed.coordinator import CoordinatorActor
+from marin_rl.distributed.worker import reporting_errors, work
 from marin_rl.runtime.worker_policy import ReceivedPolicy
 
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from marin_rl.runtime import ray_node
-from marin_rl.runtime.ray_node import RayStartError, connected_to_local_node
+from marin_rl.distributed import ray_node
+from marin_rl.distributed.ray_node import RayStartError, connected_to_local_node
 
 FORKS = """
 import os
@@ -15,7 +15,7 @@ forks = []
 os.register_at_fork(before=lambda: forks.append(1))
 os.environ["RAY_ADDRESS"] = "127.0.0.1:1"
 import ray
-from marin_rl.runtime.ray_node import connected_to_local_node
+from marin_rl.distributed.ray_node import connected_to_local_node
 with connected_to_local_node(3):
     print(len(ray.nodes()), int(ray.cluster_resources()["CPU"]))
 print(os.environ["RAY_ADDRESS"], len(forks), ray.is_initialized())

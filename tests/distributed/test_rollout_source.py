@@ -6,11 +6,11 @@
 from collections.abc import Sequence
 
 from marin_rl.config.sections import RolloutConfig
+from marin_rl.distributed.rollout_source import FinishedGroup, LocalRollouts, stream_group_requests
+from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import Split
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
-from marin_rl.runtime.rollout_source import FinishedGroup, LocalRollouts, stream_group_requests
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from marin_rl.atomic_files import open_atomically
+from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, oldest_version
 from marin_rl.rollouts.group_codec import decode_group, encode_group
-from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber, oldest_version
 from marin_rl.seeds import derive_seed
 from marin_rl.types import RolloutGroup, Task, WeightVersion
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from marin_rl.distributed.coordinator import Assignment, CoordinatorActor
+from marin_rl.distributed.rollout_source import FinishedGroup
+from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
+from marin_rl.distributed.worker import work
 from marin_rl.rollouts.group_codec import decode_group
-from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
-from marin_rl.runtime.coordinator import Assignment, CoordinatorActor
-from marin_rl.runtime.rollout_source import FinishedGroup
-from marin_rl.runtime.rollout_worker import work
 from marin_rl.types import RolloutGroup, Task, WeightVersion
 
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from marin_rl.background_job import BackgroundJob
+from marin_rl.distributed.coordinator import TrainerUpdate
+from marin_rl.distributed.rollout_source import FinishedGroup, raise_if
+from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.errors import UserError
 from marin_rl.rollouts.group_codec import decode_group
-from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
-from marin_rl.runtime.coordinator import TrainerUpdate
-from marin_rl.runtime.rollout_source import FinishedGroup, raise_if
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import WeightVersion
 from marin_rl.weights.protocol import WeightSender
@@ -114,13 +114,13 @@ class WorkerPool:
         self._announcing.close()
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """See [`RolloutSource`][marin_rl.runtime.rollout_source.RolloutSource]."""
+        """See [`RolloutSource`][marin_rl.distributed.rollout_source.RolloutSource]."""
         if requests:
             self._pending |= {request.number: request for request in requests}
             self._client.submit(requests)
 
     def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> list[FinishedGroup]:
-        """See [`RolloutSource`][marin_rl.runtime.rollout_source.RolloutSource].
+        """See [`RolloutSource`][marin_rl.distributed.rollout_source.RolloutSource].
 
         Raises:
             StopRequestedError: If a stop is requested.

@@ -11,10 +11,10 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
+from marin_rl.distributed.coordinator import Announcement, Assignment
+from marin_rl.distributed.rollout_source import FinishedGroup
+from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.rollouts.group_codec import encode_group
-from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
-from marin_rl.runtime.coordinator import Announcement, Assignment
-from marin_rl.runtime.rollout_source import FinishedGroup
 from marin_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)

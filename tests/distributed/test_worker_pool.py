@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from marin_rl.distributed.coordinator import TrainerUpdate
+from marin_rl.distributed.rollout_source import StopRequestedError
+from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
+from marin_rl.distributed.worker_pool import NoWorkersError, WorkerFailedError, WorkerPool
 from marin_rl.rollouts.group_codec import encode_group
-from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
-from marin_rl.runtime.coordinator import TrainerUpdate
-from marin_rl.runtime.rollout_source import StopRequestedError
-from marin_rl.runtime.worker_pool import NoWorkersError, WorkerFailedError, WorkerPool
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup, Task, WeightVersion
 from tests.runtime.inline_executor import InlineExecutor

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
+from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.types import WeightVersion
 
 
@@ -280,7 +280,7 @@ class CoordinatorActor:
         """Make the coordinator.
 
         Args:
-            heartbeat_timeout: See [`Coordinator`][marin_rl.runtime.coordinator.Coordinator].
+            heartbeat_timeout: See [`Coordinator`][marin_rl.distributed.coordinator.Coordinator].
         """
         self._coordinator = Coordinator(time.monotonic, heartbeat_timeout=heartbeat_timeout)
         self._changed = threading.Condition()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber, RolloutScheduler, StalenessLimits
+from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, RolloutScheduler, StalenessLimits
 from marin_rl.types import Task
 
 

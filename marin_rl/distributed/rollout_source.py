@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, run_requests, stream_requests
-from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup, WeightVersion
 

@@ -5,8 +5,8 @@
 
 import pytest
 
-from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber
-from marin_rl.runtime.coordinator import Assignment, Coordinator
+from marin_rl.distributed.coordinator import Assignment, Coordinator
+from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.types import Task
 
 

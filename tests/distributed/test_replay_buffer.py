@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.rollouts.replay_buffer import ReplayBuffer, ReplayFileError
-from marin_rl.rollouts.scheduler import GroupRequest, RequestNumber, RolloutScheduler, StalenessLimits
+from marin_rl.distributed.replay_buffer import ReplayBuffer, ReplayFileError
+from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, RolloutScheduler, StalenessLimits
 from marin_rl.types import RolloutGroup, Task
 from tests.rollouts.rollout_cases import group_of, rollout_of
 
