@@ -139,12 +139,12 @@ def report(rollouts: dict[str, list[Step]]) -> str:
     for row, name in enumerate(rollouts):
         by_turn = {step.turn: step for step in example.evaluations[row].steps}
         token_advantages = example.token_advantages_list[row]
-        assert token_advantages.of_turns is not None
+        assert token_advantages.turn_advantages is not None
         for index, step in enumerate(example.steps[row]):
             raw.append([name, index, NAMES[step.observation], step.move, step.reward])
             base = by_turn[index].base_reward
             aligned.append([name, 2 * index + 1, index, base, WEIGHT * base, example.turn_rewards[row][index]])
-            episode, returns, steps = token_advantages.of_turns
+            episode, returns, steps = token_advantages.turn_advantages
             total = token_advantages.advantages[index]
             advantages.append([name, index, NAMES[step.observation], returns[index], episode, steps[index], total])
     scores = [

@@ -95,7 +95,7 @@ class TokenAdvantages(NamedTuple):
     """A: the factor of the policy term."""
     value_targets: Float64[np.ndarray, " tokens"]
     """Regression targets of the critic; zeros without one."""
-    of_turns: TurnAdvantages | None = None
+    turn_advantages: TurnAdvantages | None = None
     """Turn-level components, if the estimator computes them (GiGPO); for logs and stored rollouts."""
 
 

@@ -199,7 +199,7 @@ class StoredAdvantages:
     """The critic's values before the update; None without a critic."""
     value_targets: Float[np.ndarray, " tokens"] | None = None
     """Targets of the critic; None without a critic, or if no token was trained on."""
-    of_turns: TurnAdvantages | None = None
+    turn_advantages: TurnAdvantages | None = None
     """The parts of each turn's advantage (GiGPO)."""
 
     @property
@@ -271,9 +271,9 @@ def _check_lengths(rollout: Rollout, stored: StoredAdvantages | None) -> None:
         ("values", stored.values, tokens),
         ("value_targets", stored.value_targets, tokens),
     ]
-    if stored.of_turns is not None:
-        expected += [("returns", stored.of_turns.returns, turns)]
-        expected += [("step_advantages", stored.of_turns.step_advantages, turns)]
+    if stored.turn_advantages is not None:
+        expected += [("returns", stored.turn_advantages.returns, turns)]
+        expected += [("step_advantages", stored.turn_advantages.step_advantages, turns)]
     for name, array, length in expected:
         if array is not None and len(array) != length:
             raise ValueError(f"rollout {rollout.id}: {name} has length {len(array)}, expected {length}")
@@ -389,7 +389,7 @@ def _advantage_columns(stored: StoredAdvantages | None, turn: int, tokens: slice
         "advantages": _part(stored.advantages, tokens),
         "values": _part(stored.values, tokens),
         "value_targets": _part(stored.value_targets, tokens),
-        **_turn_advantage_columns(stored.of_turns, turn),
+        **_turn_advantage_columns(stored.turn_advantages, turn),
     }
 
 

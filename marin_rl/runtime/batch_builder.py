@@ -204,7 +204,7 @@ class BatchBuilder:
                 reference_logprobs=rollout.reference_logprobs[mask] if has_reference else None,
                 values=rollout.values[mask] if has_critic else None,
                 value_targets=token_advantages.value_targets if has_critic and has_loss else None,
-                of_turns=token_advantages.of_turns,
+                turn_advantages=token_advantages.turn_advantages,
             )
         return stored
 
@@ -280,10 +280,10 @@ def _log_advantages(
         advantages = (
             token_advantages.advantages[own] if token_advantages.advantages.size else token_advantages.advantages
         )
-        if token_advantages.of_turns is None:
+        if token_advantages.turn_advantages is None:
             logger.debug("rollout %s turn %d: advantages [%s]", rollout.id, index, _format(advantages))
             continue
-        episode, returns, steps = token_advantages.of_turns
+        episode, returns, steps = token_advantages.turn_advantages
         logger.debug(
             "rollout %s turn %d: anchor hash %s, return %.6g, A_E %.6g, A_S %.6g, advantage [%s]",
             rollout.id,

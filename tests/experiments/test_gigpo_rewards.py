@@ -45,10 +45,10 @@ def test_every_stage_is_what_one_finds_by_hand(example: Example) -> None:
         (0.4, [0.5, 1.0], [0.225, 0.7]),
     ]
     for token_advantages, (episode, returns, steps) in zip(example.token_advantages_list, expected, strict=True):
-        assert token_advantages.of_turns is not None
-        assert token_advantages.of_turns.episode_advantage == pytest.approx(episode)
-        np.testing.assert_allclose(token_advantages.of_turns.returns, returns, rtol=1e-12)
-        np.testing.assert_allclose(token_advantages.of_turns.step_advantages, steps, atol=1e-12)
+        assert token_advantages.turn_advantages is not None
+        assert token_advantages.turn_advantages.episode_advantage == pytest.approx(episode)
+        np.testing.assert_allclose(token_advantages.turn_advantages.returns, returns, rtol=1e-12)
+        np.testing.assert_allclose(token_advantages.turn_advantages.step_advantages, steps, atol=1e-12)
         np.testing.assert_allclose(token_advantages.advantages, episode + np.array(steps), rtol=1e-12)
 
 

@@ -84,7 +84,7 @@ def test_worked_example():
 
 def test_components_of_the_worked_example():
     [results] = GigpoConfig().compute([EXAMPLE])
-    parts = [result.of_turns for result in results]
+    parts = [result.turn_advantages for result in results]
     assert [part.episode_advantage for part in parts] == pytest.approx(EPISODE)
     assert [part.step_advantages.tolist() for part in parts] == [pytest.approx(own) for own in STEP]
     returns = [[0.9025, 0.95, 1.0], [0.0, 0.0, 0.0], [0.95, 1.0]]
@@ -93,7 +93,7 @@ def test_components_of_the_worked_example():
 
 def test_a_failed_rollout_has_no_components():
     [results] = GigpoConfig().compute([[*EXAMPLE, make_inputs(None, [0.0], anchors=["s0"], id="T3")]])
-    assert [result.of_turns is None for result in results] == [
+    assert [result.turn_advantages is None for result in results] == [
         False,
         False,
         False,

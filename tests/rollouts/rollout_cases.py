@@ -97,7 +97,7 @@ def rich_signal() -> StoredAdvantages:
         reference_logprobs=np.array([-1.0, -1.0, -1.0, -2.0, -2.0]),
         values=np.array([0.5, 0.25, 0.75, -1.5, 2.0]),
         value_targets=np.array([1.0, 1.0, 1.0, 0.5, 0.5]),
-        of_turns=TurnAdvantages(0.25, np.array([1.2, 1.0]), np.array([0.25, -0.5])),
+        turn_advantages=TurnAdvantages(0.25, np.array([1.2, 1.0]), np.array([0.25, -0.5])),
     )
 
 
