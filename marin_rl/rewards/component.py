@@ -33,7 +33,7 @@ class RewardScope(enum.StrEnum):
     POINTWISE = "pointwise"
     """A single rollout, as soon as it has ended."""
     GROUP = "group"
-    """All attempts at one prompt."""
+    """All rollouts of one prompt."""
     BATCH = "batch"
     """All rollouts of a step."""
 

@@ -74,7 +74,7 @@ class EvaluateResult(pydantic.BaseModel):
     """Result of a reward function for one rollout: a score, step rewards, or both.
 
     Raises:
-        pydantic.ValidationError: if neither `score` nor `step_outputs` is given for a valid result, if a number is
+        pydantic.ValidationError: if neither `score` nor `step_outputs` is set for a valid result, if a number is
             not finite, or if the sum of the step rewards exceeds 1e30 in magnitude without a score.
 
     >>> EvaluateResult(step_outputs=[StepOutput(step_index=1, base_reward=0.5)]).total_score

@@ -77,10 +77,10 @@ def test_the_config_works(folder: Path, monkeypatch: pytest.MonkeyPatch, request
     asyncio.run(run())
 
 
-def conversation(*said: str) -> tuple[dict[str, str], ...]:
+def conversation(*texts: str) -> tuple[dict[str, str], ...]:
     """Messages of the roles u(ser), a(ssistant) and t(ool), written as `a: 46`."""
     roles = {"u": "user", "a": "assistant", "t": "tool"}
-    return tuple({"role": roles[text[0]], "content": text[3:]} for text in said)
+    return tuple({"role": roles[text[0]], "content": text[3:]} for text in texts)
 
 
 def test_the_examples_with_steps_work(folder: Path, monkeypatch: pytest.MonkeyPatch, request_of: Any):

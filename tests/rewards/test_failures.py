@@ -24,8 +24,8 @@ def killed(number: int) -> str:
 
 
 def report(status: int | None = 0, violation: str | None = None, cpu: float = 0.0) -> dict[str, Any]:
-    said = {"stderr": "said", "stdout": "", "answer": ""}
-    return {"status": status, "violation": violation, "cpu": cpu, "confined": True, **said}
+    streams = {"stderr": "said", "stdout": "", "answer": ""}
+    return {"status": status, "violation": violation, "cpu": cpu, "confined": True, **streams}
 
 
 def test_successful_call_has_no_failure():

@@ -25,7 +25,7 @@ from marin_rl.types import RewardResult
 Reply = tuple[int, Any]
 
 
-def said(content: Any) -> Reply:
+def reply_with(content: Any) -> Reply:
     return 200, {"id": "1", "object": "chat.completion", "choices": [{"index": 0, "message": {"content": content}}]}
 
 
@@ -36,7 +36,7 @@ class Endpoint(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         ThreadingHTTPServer.__init__(self, ("127.0.0.1", 0), Handler)
-        self.replies: Callable[[int], Reply] = lambda count: said("Score: 1")
+        self.replies: Callable[[int], Reply] = lambda count: reply_with("Score: 1")
         self.received: list[dict[str, Any]] = []
         self.at_once = 0
         self.most_at_once = 0
@@ -114,7 +114,7 @@ def judge(configured: LlmJudgeConfig, *requests: Any) -> Any:
 
 def test_a_score(endpoint: Endpoint, request_of, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JUDGE_KEY", "key-1")
-    endpoint.replies = lambda count: said("First I thought Score: 0.1, but then.\nScore: 0.75")
+    endpoint.replies = lambda count: reply_with("First I thought Score: 0.1, but then.\nScore: 0.75")
     [result] = judge(config(endpoint, api_key_env="JUDGE_KEY", temperature=0.5, max_tokens=77), request_of("46"))
     assert result.score == 0.75
     assert result.reason.endswith("Score: 0.75")
@@ -142,9 +142,9 @@ def test_judged_text_is_data(endpoint: Endpoint, request_of):
         ((500, {"error": "overloaded"}), "status 500"),
         ((429, {"error": "slow down"}), "status 429"),
         ((503, b""), "status 503"),
-        (said("I would rather not say."), "no score in"),
-        (said("Score: 7"), "score 7.0 is not between 0.0 and 1.0"),
-        (said(None), "no chat completion"),
+        (reply_with("I would rather not say."), "no score in"),
+        (reply_with("Score: 7"), "score 7.0 is not between 0.0 and 1.0"),
+        (reply_with(None), "no chat completion"),
         ((200, {"choices": []}), "no chat completion"),
         ((200, b"<html>"), "no chat completion"),
         ((200, []), "no chat completion"),
@@ -152,7 +152,7 @@ def test_judged_text_is_data(endpoint: Endpoint, request_of):
     ],
 )
 def test_retried_failures(endpoint: Endpoint, request_of, first: Reply, problem: str):
-    endpoint.replies = lambda count: first if count < 3 else said("Score: 0.5")
+    endpoint.replies = lambda count: first if count < 3 else reply_with("Score: 0.5")
     [result] = judge(config(endpoint), request_of())
     assert (result.score, len(endpoint.received)) == (0.5, 3)
     endpoint.received.clear()
@@ -242,7 +242,9 @@ def test_a_judge_scores_a_group_in_one_call(endpoint: Endpoint, request_of):
 
     def answer(count: int) -> Reply:
         order[:] = shown(endpoint)
-        return said("Scores: 0, 0, 0, 0 at first.\n**Scores: " + ", ".join(str(worth[reply]) for reply in order) + "**")
+        return reply_with(
+            "Scores: 0, 0, 0, 0 at first.\n**Scores: " + ", ".join(str(worth[reply]) for reply in order) + "**"
+        )
 
     endpoint.replies = answer
     results = compare(endpoint, [request_of(reply, group_seed=5) for reply in REPLIES])
@@ -258,7 +260,7 @@ def test_a_judge_scores_a_group_in_one_call(endpoint: Endpoint, request_of):
 def test_a_ranking_becomes_evenly_spaced_scores(endpoint: Endpoint, request_of):
     def answer(count: int) -> Reply:
         order = shown(endpoint)
-        return said(
+        return reply_with(
             "Ranking: " + " > ".join(str(order.index(reply) + 1) for reply in ("47", "46", "I cannot", "forty-six"))
         )
 
@@ -269,7 +271,7 @@ def test_a_ranking_becomes_evenly_spaced_scores(endpoint: Endpoint, request_of):
 
 
 def test_shown_order_depends_on_group_seed(endpoint: Endpoint, request_of):
-    endpoint.replies = lambda count: said("Scores: 0, 0, 0, 0")
+    endpoint.replies = lambda count: reply_with("Scores: 0, 0, 0, 0")
     for seed in (5, 5, 6):
         compare(endpoint, [request_of(reply, group_seed=seed) for reply in REPLIES])
     first, again, other = (shown(endpoint, call) for call in range(3))
@@ -298,7 +300,7 @@ def test_shown_order_depends_on_group_seed(endpoint: Endpoint, request_of):
 def test_invalid_comparison_fails_the_whole_group(
     endpoint: Endpoint, request_of, comparison: str, answer: str, problem: str
 ):
-    endpoint.replies = lambda count: said(answer)
+    endpoint.replies = lambda count: reply_with(answer)
     configured = config(
         endpoint, name="taste", prompt=COMPARE, scope=RewardScope.GROUP, comparison=JudgeComparison(comparison)
     )

@@ -84,7 +84,7 @@ class WorkerSpec:
 
     @property
     def can_start_processes(self) -> bool:
-        """Whether the kernel lets a call start processes, allowed or not."""
+        """Whether the kernel permits a call to start processes, which the worker may then count."""
         return self.limits.processes > 0 or not self.seccomp
 
     def to_json(self) -> str:

@@ -356,14 +356,14 @@ def test_names_of_metrics(attacks: Attacks):
     attack = attacks.at(Isolation.NONE, "tight", **TIGHT)
     names = [f"part/{index}" for index in range(64)]
     assert list(attack.call("names_metrics", names=names).metrics) == names
-    for wrong, said in (
+    for wrong, message in (
         ([*names, "one_more"], "the results hold 65 metric names"),
         (["\x1b[31mred"], "String should match pattern"),
         (["x" * 101], "at most 100 characters"),
     ):
         failure = attack.failure("names_metrics", names=wrong)
         assert failure.cause is RewardFailure.RAISED
-        assert said in failure.detail
+        assert message in failure.detail
 
 
 def test_signal_to_its_parent(attack: Attack):

@@ -46,10 +46,10 @@ def test_process_ends_with_its_parent(end: str):
     program = (
         f"{IMPORT}"
         "parent = os.getpid()\n"
-        "ready, told = os.pipe()\n"
+        "ready, writing = os.pipe()\n"
         "if os.fork() == 0:\n"
         "    kernel.exit_with_parent(parent)\n"
-        "    os.write(told, b'x')\n"
+        "    os.write(writing, b'x')\n"
         # If the test fails, the process still ends.
         "    signal.alarm(120)\n"
         "    signal.pause()\n"

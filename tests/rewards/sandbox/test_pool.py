@@ -431,7 +431,7 @@ def test_forkserver_with_threads_is_replaced(
 
 def test_invalid_exit_status_is_a_worker_failure(attacks: Attacks, tmp_path: Path):
     file = tmp_path / "rewards.py"
-    # Patched in the forkserver, where user code ran: returns the status of a stopped process.
+    # User code replaces a function in the forkserver, which then returns the status of a stopped process.
     forges = "import struct\npack = struct.pack\nstruct.pack = lambda kind, *values: pack(kind, 0x137f, 0.0)\n"
     file.write_text(IMPORT + SCORES + forges)
     attack = attacks.at(Isolation.NONE, "tight", **TIGHT)

@@ -91,13 +91,13 @@ def test_worker_with_a_pending_answer_is_not_used(monkeypatch: pytest.MonkeyPatc
 
         with monkeypatch.context() as patch:
             patch.setattr(worker, "end", end_once_it_was_cancelled)
-            asked = asyncio.create_task(worker.ask({"kind": "load"}, 60.0))
+            request = asyncio.create_task(worker.ask({"kind": "load"}, 60.0))
             await asyncio.sleep(0)
-            asked.cancel()
+            request.cancel()
             await ending.wait()
-            asked.cancel()
+            request.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await asked
+                await request
         assert not worker.is_usable
         await worker.end()
 
