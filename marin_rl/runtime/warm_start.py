@@ -52,8 +52,7 @@ def warm_start(
 ) -> LmHeadModel:
     """Train `model` on worked answers or demonstrations until it solves some tasks.
 
-    The loss is the policy term of REINFORCE with an advantage of 1 on every assistant token: cross-entropy, computed
-    by the same code as in RL.
+    The loss is the policy term of REINFORCE with an advantage of 1 on every assistant token, which is cross-entropy.
 
     Args:
         config: number of updates, learning rate and stopping criterion.
@@ -71,8 +70,7 @@ def warm_start(
         The trained model.
 
     Raises:
-        WarmStartError: if no training task has a worked answer or demonstration, no answer of a batch fits into a row,
-            or the environment has no validation tasks.
+        WarmStartError: if the environment lacks worked answers or validation tasks, or no answer of a batch fits.
     """
     tasks, check_tasks = _worked_tasks(runner), _check_tasks(config, runner)
     optimizer = AdamConfig(learning_rate=config.learning_rate, lr_schedule="constant", warmup=0, weight_decay=0.0)

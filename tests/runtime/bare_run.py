@@ -54,7 +54,7 @@ Score = Callable[[ProcessedRollout], np.ndarray]
 """Computes per-token scores of a rollout: `[batch, position]`."""
 
 NEWEST = "newest"
-"""Stands for the learner's newest weights in `BatchBuilder.build`."""
+"""Placeholder for the newest weights of the learner in `BatchBuilder.build`."""
 
 
 def zeros(rollout: ProcessedRollout) -> np.ndarray:

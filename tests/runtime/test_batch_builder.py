@@ -36,7 +36,7 @@ def turn(length: int = 2, reward: float | None = None, *, logprob: float = -0.5,
 
 
 def rollout(name: str, reward: float | None, *turns: Turn, truncated: bool = False) -> Rollout:
-    """A rollout of one turn, or of `turns`; failed if `reward` is None."""
+    """A rollout of one turn, or of `turns`, which failed if `reward` is None."""
     turns = turns or (turn(reward=reward),)
     if reward is None:
         return Rollout(name, "g", TASK, turns, RolloutStatus.FAILED, {}, "it broke")
