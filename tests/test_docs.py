@@ -49,14 +49,14 @@ WHOLE = {"run_dir": "runs/x", "model": {"type": "llama"}, "environment": {"type"
 
 def blocks(language: str) -> list[Any]:
     """The fenced blocks of a language on all pages, each named by page and line."""
-    found = []
+    params = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for match in FENCE.finditer(text):
             if match[1] == language:
                 line = text.count("\n", 0, match.start()) + 1
-                found.append(pytest.param(match[2], id=f"{page.relative_to(ROOT)}:{line}"))
-    return found
+                params.append(pytest.param(match[2], id=f"{page.relative_to(ROOT)}:{line}"))
+    return params
 
 
 @pytest.fixture
@@ -155,13 +155,13 @@ def test_inline_configs_have_existing_keys(text: str) -> None:
     assert not MISSPELT.search(config_error(text))
 
 
-@pytest.mark.parametrize(("asked", "instead"), [(row[0], row[2]) for row in REFUSED])
-def test_refused_combinations_are_refused_and_remedies_work(asked: str, instead: str) -> None:
-    asked, instead = CODE.findall(asked)[0], CODE.findall(instead)[0]
-    wrong = config_error(asked)
-    assert any(section in wrong for section in parse_yaml(asked, "the page"))
+@pytest.mark.parametrize(("refused", "remedy"), [(row[0], row[2]) for row in REFUSED])
+def test_refused_combinations_are_refused_and_remedies_work(refused: str, remedy: str) -> None:
+    refused, remedy = CODE.findall(refused)[0], CODE.findall(remedy)[0]
+    wrong = config_error(refused)
+    assert any(section in wrong for section in parse_yaml(refused, "the page"))
     assert not MISSPELT.search(wrong)
-    assert config_error(asked, instead) == ""
+    assert config_error(refused, remedy) == ""
 
 
 @pytest.fixture
@@ -297,16 +297,16 @@ class Definition(NamedTuple):
 
 def defined_metrics() -> list[Definition]:
     """Definitions in the tables of the metrics page; `/max` after `a/min` is `a/max`."""
-    found: list[Definition] = []
+    definitions: list[Definition] = []
     for line in (ROOT / "docs" / "pages" / "metrics.md").read_text(encoding="utf-8").splitlines():
         if not line.startswith("| `"):
             continue
         cells = [cell.strip() for cell in CELL.split(line)[1:-1]]
         assert len(cells) == 5, line
         for name in CODE.findall(cells[0]):
-            whole = found[-1].name.rsplit("/", 1)[0] + name if name.startswith("/") else name
-            found.append(Definition(whole, cells[2]))
-    return found
+            full_name = definitions[-1].name.rsplit("/", 1)[0] + name if name.startswith("/") else name
+            definitions.append(Definition(full_name, cells[2]))
+    return definitions
 
 
 def pattern(name: str) -> str:

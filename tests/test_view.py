@@ -88,8 +88,8 @@ def test_texts_of_models_are_escaped(tmp_path, capsys):
     evil = "\x1b[2J\x1b]0;title\x07\x1b]8;;https://x\x1b\\[red]red[/red][link=x]\x9b31m\r\u202e:smile:"
     run = empty_run(tmp_path / "run")
     turns = (turn_of(evil, evil, action=evil),)
-    made = rollout_of("evil-0", turns=turns, error=evil, rewards={evil: 1.0, "correct": 0.5}, metrics={evil: 1.0})
-    write(run / "rollouts", 1, [RolloutGroup("g", [made])])
+    rollout = rollout_of("evil-0", turns=turns, error=evil, rewards={evil: 1.0, "correct": 0.5}, metrics={evil: 1.0})
+    write(run / "rollouts", 1, [RolloutGroup("g", [rollout])])
     listed, full = view(capsys, str(run)), view(capsys, str(run), "--id", "evil-0", "--tokens")
     for out in (listed, full, view(capsys, str(run), "--compare", "evil-0", "evil-0")):
         assert not set(out) & {"\x1b", "\x07", "\x9b", "\r", "\u202e"}

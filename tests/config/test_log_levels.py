@@ -88,7 +88,7 @@ def log_step(file: Path, advantage: AdvantageConfig, **logged: Any) -> tuple[lis
     )
     questions = ArithmeticConfig(size=50)
     environment = ToolUseConfig(questions=questions, describe=ToolDescription.NONE).build()
-    builder = bare_builder(config, values=lambda made: np.full(made.input_ids.shape, 0.5))
+    builder = bare_builder(config, values=lambda batch: np.full(batch.input_ids.shape, 0.5))
     runner = dataclasses.replace(make_runner(config, sampled_tokens, environment), reward_functions=ConstantScorer())
     with log_to(file, config.log_level.number, module_levels(config.logging)):
         [group] = run_groups(
@@ -108,17 +108,17 @@ def question() -> str:
 
 def test_debug_logs_every_turn_of_an_episode(tmp_path: Path, question: str):
     lines, anchors = log_step(tmp_path / "log.txt", GigpoConfig(), log_level=LogLevel.DEBUG)
-    asked = [{"role": "user", "content": question}]
+    messages = [{"role": "user", "content": question}]
     tokens = [*CALL.encode(), END]
     first = "rollout train-1-0-0 turn 0: "
     expected = [
         # The observation, and the raw and structured action with log-probabilities.
-        f"{first}observation {asked}",
+        f"{first}observation {messages}",
         f"{first}action {CALL!r}, stop reason stop, tokens {tokens}, log-probs [{', '.join(['-0.25'] * len(tokens))}]",
         f"{first}structured action {CALL!r}, rewards {{'tools': 0.0}}, done False, "
         "next [{'role': 'tool', 'content': '42'}]",
         # The anchor states that GiGPO groups by.
-        f"{first}anchor state {asked}, hash {anchors[0]}",
+        f"{first}anchor state {messages}, hash {anchors[0]}",
         f"rollout train-1-0-0 turn 1: anchor state [{{'role': 'tool', 'content': '42'}}], hash {anchors[1]}",
         # Both rollouts are equal, so advantages are 0. Each step reward is 0.5; the discount per turn is 0.95.
         f"{first}anchor hash {anchors[0]}, return 0.975, A_E 0, A_S 0, advantage [0]",

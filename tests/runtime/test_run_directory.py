@@ -248,10 +248,10 @@ def test_full_disk_of_the_log_is_reported_once_and_hides_no_error(tmp_path, capf
 
     with pytest.raises(ValueError, match="the run's own"):
         run()
-    said = capfd.readouterr().err
-    assert said.count("cannot be written") == 1
-    assert f"warning: {directory.log} cannot be written ([Errno 28] No space left on device); lines are miss" in said
-    assert "Traceback" not in said
+    output = capfd.readouterr().err
+    assert output.count("cannot be written") == 1
+    assert f"warning: {directory.log} cannot be written ([Errno 28] No space left on device); lines are miss" in output
+    assert "Traceback" not in output
     assert logging.getLogger("marin_rl").handlers == []
 
 

@@ -80,10 +80,10 @@ class Browser:
 
     def run(self, code: str) -> Any:
         """The value of a JavaScript expression."""
-        found = self.call("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
-        if "exceptionDetails" in found:
-            raise RuntimeError(found["exceptionDetails"]["exception"].get("description", found["exceptionDetails"]))
-        return found["result"].get("value")
+        result = self.call("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in result:
+            raise RuntimeError(result["exceptionDetails"]["exception"].get("description", result["exceptionDetails"]))
+        return result["result"].get("value")
 
     def press(self, key: str, code: int = 0) -> None:
         """Press a key."""
@@ -94,18 +94,18 @@ class Browser:
         """Move the pointer to the middle of an element's first line."""
         # Elements off the screen are laid out when they are scrolled to, which moves them.
         box = self.run(
-            f"(async () => {{ const found = document.querySelector({json.dumps(selector)}); "
-            "for (let frame = 0; frame < 3; frame++) { found.scrollIntoView({block: 'center'}); "
+            f"(async () => {{ const element = document.querySelector({json.dumps(selector)}); "
+            "for (let frame = 0; frame < 3; frame++) { element.scrollIntoView({block: 'center'}); "
             "await new Promise((done) => requestAnimationFrame(done)); } "
-            "const box = found.getClientRects()[0]; return [box.left + box.width / 2, box.top + box.height / 2]; })()"
+            "const box = element.getClientRects()[0]; return [box.left + box.width / 2, box.top + box.height / 2]; })()"
         )
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
 
     def complaints(self) -> list[str]:
         """Errors and console messages of the page so far, including policy violations."""
         self.run("1")
-        told = {"Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"}
-        return [json.dumps(event["params"]) for event in self._events if event["method"] in told]
+        kinds = {"Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"}
+        return [json.dumps(event["params"]) for event in self._events if event["method"] in kinds]
 
     def requests(self) -> list[str]:
         """Requested addresses, including the page itself, without those that its policy blocked."""
@@ -136,10 +136,10 @@ def browser(profile: Path) -> Iterator[Browser]:
     os.close(command_read)
     os.close(answer_write)
     try:
-        made = Browser(command_write, answer_read)
-        yield made
-        made._session = None
-        made.call("Browser.close")
+        tab = Browser(command_write, answer_read)
+        yield tab
+        tab._session = None
+        tab.call("Browser.close")
     finally:
         os.close(command_write)
         os.close(answer_read)

@@ -30,13 +30,13 @@ def test_token_texts_concatenate_to_the_text_of_their_bytes(pieces):
 
 @given(st.integers(1, 500), st.integers(1, 500))
 def test_evenly_spaced_with_both_ends(count, selected):
-    found = page_data._evenly(count, selected)
-    assert found == sorted(set(found))
-    assert len(found) == min(count, selected)
-    assert found[-1] == count - 1
+    indices = page_data._evenly(count, selected)
+    assert indices == sorted(set(indices))
+    assert len(indices) == min(count, selected)
+    assert indices[-1] == count - 1
     if selected > 1:
-        assert found[0] == 0
-        steps = [after - before for before, after in itertools.pairwise(found)]
+        assert indices[0] == 0
+        steps = [after - before for before, after in itertools.pairwise(indices)]
         assert max(steps, default=1) - min(steps, default=1) <= 1
 
 

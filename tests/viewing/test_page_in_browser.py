@@ -207,7 +207,7 @@ def evil_run(folder: Path) -> Path:
     """A run in which every text is an injection attempt."""
     run = empty_run(folder)
     task = Task(EVIL, EVIL, ({"role": "user", "content": EVIL},), EVIL)
-    said = (
+    results = (
         RewardResult(EVIL, 1.0, 1.0, (TurnReward(0, 1.0, EVIL, {EVIL: 1.0}),), {EVIL: 1.0}, EVIL),
         RewardResult("lost", 1.0, None, error=EVIL, failure=EVIL),
     )
@@ -215,13 +215,13 @@ def evil_run(folder: Path) -> Path:
         turn_of(EVIL, EVIL, action=EVIL, anchor_state=EVIL),
         messages=({"role": EVIL, "content": EVIL}, {"role": "assistant", "content": EVIL}),
     )
-    made = rollout_of(
-        EVIL, EVIL, turns=(turn,), evaluations=said, rewards={EVIL: 1.0}, metrics={EVIL: 2.0}, seconds={EVIL: 1.0}
+    rollout = rollout_of(
+        EVIL, EVIL, turns=(turn,), evaluations=results, rewards={EVIL: 1.0}, metrics={EVIL: 2.0}, seconds={EVIL: 1.0}
     )
     lost = rollout_of("lost", EVIL, reward=None, error=EVIL)
-    made, lost = (dataclasses.replace(one, task=task) for one in (made, lost))
-    tokens = made.num_generated_tokens
-    write(run / "rollouts", 1, [RolloutGroup(EVIL, [made, lost])], {EVIL: StoredAdvantages(np.ones(tokens))})
+    rollout, lost = (dataclasses.replace(one, task=task) for one in (rollout, lost))
+    tokens = rollout.num_generated_tokens
+    write(run / "rollouts", 1, [RolloutGroup(EVIL, [rollout, lost])], {EVIL: StoredAdvantages(np.ones(tokens))})
     write_records(run, [{"step": 1, EVIL: 1.0, f"eval/{EVIL}": 1.0, f"seconds/{EVIL}": 1.0, "seconds/total": 1.0}])
     return run
 
@@ -268,10 +268,10 @@ def test_policy_blocks_scripts_and_requests(tab, small, tmp_path):
 
 def test_very_long_rollout_is_complete_and_responsive(tab, tmp_path):
     run = empty_run(tmp_path / "run")
-    made = rollout_of("long", reply="word " * 4000)
-    tokens = made.num_generated_tokens
+    rollout = rollout_of("long", reply="word " * 4000)
+    tokens = rollout.num_generated_tokens
     assert tokens > 20_000
-    write(run / "rollouts", 1, [RolloutGroup("g", [made])], {"long": StoredAdvantages(np.linspace(-1, 1, tokens))})
+    write(run / "rollouts", 1, [RolloutGroup("g", [rollout])], {"long": StoredAdvantages(np.linspace(-1, 1, tokens))})
     tab.open(page_of(run), width=360, address="#1%2Ftraining%2Flong")
     assert len(texts(tab, "#one .tokens[data-turn] span")) == tokens
     choose(tab, "#colour", "logprob")

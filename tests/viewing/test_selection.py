@@ -81,8 +81,8 @@ def test_filters_are_combined(folder, selection, expected):
 
 
 def test_list_is_sorted_and_limited_with_the_total_count(folder):
-    found = list_rollouts(folder, Selection(), sort=SortKey.REWARD, descending=True, limit=3)
-    assert ([row["id"] for row in found.rows], found.total) == (["g-0", "s1-0", "s2-0"], 7)
+    listing = list_rollouts(folder, Selection(), sort=SortKey.REWARD, descending=True, limit=3)
+    assert ([row["id"] for row in listing.rows], listing.total) == (["g-0", "s1-0", "s2-0"], 7)
     rising = list_rollouts(folder, Selection(), sort=SortKey.REWARD, limit=99).rows
     assert [row["reward"] for row in rising] == [0.0, 0.0, 0.25, 1.0, 1.0, 1.5, None]
 

@@ -85,8 +85,8 @@ def test_shorter_rollout_ends_first_side_by_side():
 
 def test_anchor_states_rewards_by_name_and_metadata_are_shown():
     turns = (turn_of("2+3", "5", anchor_state="0123456789abcdef\x1b", rewards={"moves": 0.5, "style": -0.25}),)
-    made = rollout_of("r", turns=turns, info={"map": "\x1b[31m"})
-    text = "\n".join(shown(print_rollout, row_of(made), tokens=False))
+    rollout = rollout_of("r", turns=turns, info={"map": "\x1b[31m"})
+    text = "\n".join(shown(print_rollout, row_of(rollout), tokens=False))
     assert "reward 0.25 · anchor 0123456789ab · weights 3" in text
     assert "moves 0.5, style -0.25" in text
     assert '{"map": "\\u001b[31m"}' in text
