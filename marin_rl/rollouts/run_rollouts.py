@@ -10,6 +10,7 @@ of others.
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -247,22 +248,29 @@ def _run_all(
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    def check() -> None:
-        if not runner.loop.responds(runner.limits.max_seconds):
-            raise BlockedEventLoopError(
-                f"environment {runner.environment.name!r} has blocked the event loop of all episodes for over "
-                f"{runner.limits.max_seconds:g} s (rollouts.max_seconds); run blocking code with "
-                "`await asyncio.to_thread(...)`"
-            )
-
     running = runner.loop.submit(run_all())
     running.add_done_callback(lambda _: batcher.close())
     try:
-        batcher.serve(runner.sampler, runner.timer, check, runner.limits.max_seconds, runner.interrupt)
+        batcher.serve(
+            runner.sampler,
+            runner.timer,
+            functools.partial(_check_event_loop, runner),
+            runner.limits.max_seconds,
+            runner.interrupt,
+        )
         running.result()
     finally:
         # After an error no rollout may continue in the background.
         running.cancel()
+
+
+def _check_event_loop(runner: RolloutRunner) -> None:
+    if not runner.loop.responds(runner.limits.max_seconds):
+        raise BlockedEventLoopError(
+            f"environment {runner.environment.name!r} has blocked the event loop of all episodes for over "
+            f"{runner.limits.max_seconds:g} s (rollouts.max_seconds); run blocking code with "
+            "`await asyncio.to_thread(...)`"
+        )
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
