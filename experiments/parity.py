@@ -29,7 +29,7 @@ from marin_rl.environments import ReasoningGymConfig
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
 from marin_rl.learner.scoring import Scorer
 from marin_rl.runtime.devices import start_devices
-from marin_rl.runtime.policy_sampler import PolicySampler
+from marin_rl.runtime.samplers import open_levanter_sampler
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.load import TokenizerConfig
@@ -91,7 +91,7 @@ def sample_and_score(config: TrainConfig, prompts: Sequence[str]) -> list[Sample
         )
         for seed, prompt in enumerate(prompts)
     ]
-    generations = PolicySampler(config, model, tokenizer, trainer, 0).sample(requests)
+    generations = open_levanter_sampler(config, model, tokenizer, trainer, 0).sample(requests)
     rollouts = [
         _rollout(request.prompt_tokens + generation.token_ids, len(request.prompt_tokens))
         for request, generation in zip(requests, generations, strict=True)

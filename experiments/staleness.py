@@ -66,9 +66,9 @@ class FixedLagRollouts:
         requests = [request for request in self._requests if request.number.step == step]
         self._requests = [request for request in self._requests if request.number.step != step]
         version = requests[0].min_version
-        run.publisher.sampler.update(self._history.get(version), version)
+        run.publisher.sampler.update_weights(self._history.get(version), version)
         groups = run_group_requests(run.config, dataclasses.replace(run.runner, timer=timer), requests)
-        run.publisher.sampler.update(policy_of(run.trainer_state.model), run.state.progress.step)
+        run.publisher.sampler.update_weights(policy_of(run.trainer_state.model), run.state.progress.step)
         return groups
 
     def publish(self, model: object, version: WeightVersion) -> None:

@@ -23,9 +23,9 @@ from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from marin_rl.learner.scoring import Scorer
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.evaluation import evaluate, first_of_each, reference_loss
-from marin_rl.runtime.policy_sampler import PolicySampler
 from marin_rl.runtime.rollout_runner import make_runner, open_reward_functions
 from marin_rl.runtime.run_directory import RunDirectory, open_existing
+from marin_rl.runtime.samplers import open_levanter_sampler
 from marin_rl.runtime.starting_weights import restore_policy
 
 FLAGS = {"json": "Print one JSON object instead of lines."}
@@ -86,7 +86,7 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     )
     model = restore_policy(checkpoint, train_config, trainer)
     tokenizer = train_config.tokenizer.build()
-    sampler = PolicySampler(train_config, model, tokenizer, trainer, checkpoint.step)
+    sampler = open_levanter_sampler(train_config, model, tokenizer, trainer, checkpoint.step)
     environment = train_config.environment.build()
     evaluation = config.evaluation or train_config.evaluation
     with contextlib.ExitStack() as opened:

@@ -56,6 +56,10 @@ class ScriptedSampler:
         self.requests += requests
         return [self._answer(request) for request in requests]
 
+    def update_weights(self, model: object, version: WeightVersion) -> None:
+        """Use the version for later generations."""
+        self.version = version
+
     def _answer(self, request: SampleRequest) -> Generation:
         tokens: list[int] = []
         for token in self._reply(request)[: request.max_new_tokens]:

@@ -42,13 +42,14 @@ from marin_rl.runtime.open_rollout_source import (
     make_staleness_limits,
     open_rollout_source,
 )
-from marin_rl.runtime.policy_engine import PolicyEngine, open_trainer_engine
 from marin_rl.runtime.rollout_runner import make_runner, open_reward_functions
 from marin_rl.runtime.run_state import REPLAY, Progress, RunState
+from marin_rl.runtime.samplers import open_trainer_sampler
 from marin_rl.runtime.shared_run import check_config, newest_good
 from marin_rl.runtime.starting_weights import first_policy, restore_policy, restore_state
 from marin_rl.runtime.training_run import RolloutRecorder, TrainingRun, WeightPublisher
 from marin_rl.runtime.warm_start import warm_start
+from marin_rl.sampling.sampler import Sampler
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenPieces
@@ -75,7 +76,7 @@ class _Start(NamedTuple):
     """Weights and progress of a run when it starts or resumes."""
 
     trainer_state: TrainerState
-    sampler: PolicyEngine
+    sampler: Sampler
     """Holds the weights of `trainer_state`."""
     progress: Progress
 
@@ -193,14 +194,14 @@ def _resume(config: TrainConfig, parts: Components, checkpoint: Checkpoint, repo
     for damaged in [step for step in parts.checkpoints.steps() if step > progress.step]:
         report(f"the checkpoint of step {damaged} is damaged and was skipped; see log.txt for the reason")
     report(f"resuming after step {progress.step}, from {checkpoint.path}")
-    sampler = open_trainer_engine(config, policy_of(state.model), parts.tokenizer, parts.trainer, progress.step)
+    sampler = open_trainer_sampler(config, policy_of(state.model), parts.tokenizer, parts.trainer, progress.step)
     return _Start(state, sampler, progress)
 
 
 def _start(config: TrainConfig, parts: Components, report: Report) -> _Start:
     policy = first_policy(config, parts.tokenizer, parts.trainer)
     progress = Progress(vocab_size=policy.vocab_size)
-    sampler = open_trainer_engine(config, policy, parts.tokenizer, parts.trainer, version=0)
+    sampler = open_trainer_sampler(config, policy, parts.tokenizer, parts.trainer, version=0)
     runner = _make_runner(config, parts, sampler)
 
     def measure(milestone: str, keep: Keep = forget) -> None:
@@ -221,18 +222,18 @@ def _start(config: TrainConfig, parts: Components, report: Report) -> _Start:
             seed=config.seed,
             block_size=config.logprob_block_size,
             temperature=config.sampling.temperature,
-            use_weights=lambda model: sampler.update(model, 0),
+            use_weights=lambda model: sampler.update_weights(model, 0),
             report=report,
         )
     trained = attach_critic(config.critic, policy, parts.trainer)
     key = jax.random.PRNGKey(derive_seed(config.seed, "training") % 2**32)
     state = parts.learner.initial_state(trained, key)
-    sampler.update(policy_of(state.model), 0)
+    sampler.update_weights(policy_of(state.model), 0)
     measure("before RL", functools.partial(parts.recorder.record_evaluation, 0))
     return _Start(state, sampler, progress)
 
 
-def _make_runner(config: TrainConfig, parts: Components, sampler: PolicyEngine) -> RolloutRunner:
+def _make_runner(config: TrainConfig, parts: Components, sampler: Sampler) -> RolloutRunner:
     return make_runner(config, parts.environment, parts.tokenizer, sampler, parts.loop, parts.reward_functions)
 
 

@@ -22,9 +22,9 @@ from marin_rl.rollouts.store import EVALUATION, RolloutStore
 from marin_rl.rollouts.stored_rollout import StoredAdvantages
 from marin_rl.runtime.batch_builder import BatchBuilder
 from marin_rl.runtime.collect import GroupCollector
-from marin_rl.runtime.policy_engine import PolicyEngine
 from marin_rl.runtime.run_directory import writing
 from marin_rl.runtime.run_state import RunState
+from marin_rl.sampling.sampler import Sampler
 from marin_rl.types import RolloutGroup, WeightVersion
 
 
@@ -32,7 +32,7 @@ from marin_rl.types import RolloutGroup, WeightVersion
 class WeightPublisher:
     """Sends new weights to all samplers."""
 
-    sampler: PolicyEngine
+    sampler: Sampler
     """Sampler of this process, which uses the weights without a copy."""
     rollout_source: RolloutSource
     """Samples the groups to train on."""
@@ -41,7 +41,7 @@ class WeightPublisher:
 
     def publish(self, policy: LmHeadModel, version: WeightVersion) -> None:
         """Send weights to the sampler of this process, the weight history and the rollout source."""
-        self.sampler.update(policy, version)
+        self.sampler.update_weights(policy, version)
         self.offer(policy, version)
 
     def offer(self, policy: LmHeadModel, version: WeightVersion) -> None:

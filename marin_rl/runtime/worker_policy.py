@@ -23,10 +23,10 @@ from marin_rl.distributed.rollout_source import FinishedGroup, stream_group_requ
 from marin_rl.distributed.scheduler import GroupRequest
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.runtime.devices import start_devices
-from marin_rl.runtime.policy_engine import PolicyEngine, open_worker_engine
 from marin_rl.runtime.rollout_runner import make_runner, open_reward_functions
+from marin_rl.runtime.samplers import open_worker_sampler
 from marin_rl.runtime.weight_prefetcher import TRANSIENT_ERRORS, WeightPrefetcher, Weights
-from marin_rl.sampling.sampler import WeightPoll
+from marin_rl.sampling.sampler import Sampler, WeightPoll
 from marin_rl.types import WeightVersion
 from marin_rl.weights.protocol import WeightReceiver
 
@@ -59,7 +59,7 @@ class ReceivedPolicy:
         self._environment = config.environment.build()
         self._receiver: WeightReceiver | None = None
         self._addresses: tuple[str, ...] = ()
-        self._sampler: PolicyEngine | None = None
+        self._sampler: Sampler | None = None
         self._version: WeightVersion | None = None
         self._prefetcher = WeightPrefetcher(self._fetch_prefetcher)
         with contextlib.ExitStack() as opened:
@@ -125,11 +125,11 @@ class ReceivedPolicy:
                 if self.is_in_flight
                 else None
             )
-            self._sampler = open_worker_engine(
+            self._sampler = open_worker_sampler(
                 self._config, model, self._tokenizer, self._trainer, version, weight_poll
             )
         else:
-            self._sampler.update(model, version)
+            self._sampler.update_weights(model, version)
         self._version = version
 
     def _poll_weights(self) -> None:

@@ -9,6 +9,7 @@ clones of a long prompt a wrong cache, and cannot be reused after `reset` or aft
 validates every output.
 """
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Collection, Iterator, Sequence
@@ -23,6 +24,7 @@ from haliax import NamedArray
 from levanter.inference.engine import GenerationResult, InferenceEngine, InferenceEngineConfig, Request
 from levanter.inference.jit_scheduler import SeqDecodingParams
 from levanter.models.lm_model import LmHeadModel
+from levanter.trainer import TrainerConfig
 
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.paged_attention import with_batched_attention
@@ -69,8 +71,8 @@ class _DecodeParams(NamedTuple):
 class LevanterSampler:
     """Continues prompts with levanter's paged, batched inference engine.
 
-    Equal requests, weights and `SamplingConfig` give bit-identical generations, independent of earlier calls. Call it
-    within the mesh and axis-mapping contexts in which the model was created.
+    Equal requests, weights and `SamplingConfig` give bit-identical generations, independent of earlier calls. Without
+    a `trainer`, call it within the mesh and axis-mapping contexts in which the model was created.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class LevanterSampler:
         max_context: int,
         version: WeightVersion = 0,
         weight_poll: WeightPoll | None = None,
+        trainer: TrainerConfig | None = None,
     ) -> None:
         """Create the engine and its KV cache, without compiling.
 
@@ -94,6 +97,7 @@ class LevanterSampler:
             version: number of training steps that produced `model`.
             weight_poll: polls for newer weights during decoding; None disables polling. Polling without newer weights
                 does not change generations.
+            trainer: mesh, axis mapping and compute precision; None uses the caller's contexts and `model`'s precision.
 
         Raises:
             ValueError: if the sizes are inconsistent.
@@ -111,9 +115,11 @@ class LevanterSampler:
         self._stop_tokens = _stop_sequences(stop_ids)
         self._weight_poll = weight_poll
         self._engine_config = _engine_config(config, max_context, len(stop_ids), weight_poll)
-        self._model = _for_this_backend(model)
+        self._trainer = trainer
         self._version = version
-        self._engine: InferenceEngine | None = self._build_engine()
+        with self._on_mesh():
+            self._model = self._prepare(model)
+            self._engine: InferenceEngine | None = self._build_engine()
 
     @property
     def version(self) -> WeightVersion:
@@ -139,7 +145,7 @@ class LevanterSampler:
         Raises:
             ValueError: if the structure, a shape or a dtype differs.
         """
-        model = _for_this_backend(model)
+        model = self._prepare(model)
         if _signature(model) != _signature(self._model):
             raise ValueError(
                 f"update_weights to version {version}: the model's structure, shapes or dtypes differ from those "
@@ -159,6 +165,10 @@ class LevanterSampler:
             SamplerError: if the engine returned an incomplete generation or an invalid log-probability (the weights
                 may contain NaN).
         """
+        with self._on_mesh():
+            return self._sample(requests)
+
+    def _sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
         allowed = [self._allowed_tokens(index, request) for index, request in enumerate(requests)]
         generations: list[Generation] = []
         for start, stop in self._chunks(requests):
@@ -172,6 +182,21 @@ class LevanterSampler:
             generations += read_answer(answer, start, allowed[start:stop], self._stop_ids)
             self._engine = engine
         return generations
+
+    @contextlib.contextmanager
+    def _on_mesh(self) -> Iterator[None]:
+        """Enter the trainer's mesh and axis mapping, if any."""
+        if self._trainer is None:
+            yield
+            return
+        with self._trainer.use_device_mesh(), hax.axis_mapping(self._trainer.compute_axis_mapping):
+            yield
+
+    def _prepare(self, model: LmHeadModel) -> LmHeadModel:
+        """Cast to compute precision and, except on TPU, use batched attention; TPU has levanter's kernel."""
+        if self._trainer is not None:
+            model = self._trainer.mp.cast_to_compute(model)
+        return model if jax.default_backend() == "tpu" else with_batched_attention(model)
 
     def _build_engine(self) -> InferenceEngine:
         return InferenceEngine.from_model_with_config(self._model, tokenizer=None, config=self._engine_config)
@@ -331,11 +356,6 @@ def _engine_config(
         max_stop_tokens=min(num_stop_ids, 1),
         compute_dtype=jnp.dtype(config.kv_cache_dtype),
     )
-
-
-def _for_this_backend(model: LmHeadModel) -> LmHeadModel:
-    """Replace attention by the batched implementation, except on TPU, which has levanter's kernel."""
-    return model if jax.default_backend() == "tpu" else with_batched_attention(model)
 
 
 def _signature(model: LmHeadModel) -> tuple[object, ...]:

@@ -13,6 +13,7 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 import httpx
+from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.retry import retrying_async
 from marin_rl.sampling.completions import completion_body, most_likely_logprob, read_completion
@@ -61,6 +62,7 @@ class OpenAiSampler:
         max_context: int,
         vocab_size: int,
         version: WeightVersion = 0,
+        load_weights: Callable[[LmHeadModel, WeightVersion], None] = lambda model, version: None,
     ) -> None:
         """Read the API key, without sending a request.
 
@@ -71,12 +73,14 @@ class OpenAiSampler:
             max_context: maximum number of prompt and new tokens of a sequence.
             vocab_size: vocabulary size of the model.
             version: number of training steps that produced the server's weights.
+            load_weights: makes the server load weights; the default is for a server with fixed weights.
 
         Raises:
             ValueError: if the environment variable for the API key is not set.
         """
         self.version = version
-        """Number of training steps that produced the server's weights; set by the code that reloads them."""
+        """Number of training steps that produced the server's weights."""
+        self._load_weights = load_weights
         self._server = server
         self._config = config
         self._stop_ids = frozenset(stop_token_ids)
@@ -132,6 +136,16 @@ class OpenAiSampler:
             )
 
         return self._run_all(continue_one, len(requests))
+
+    def update_weights(self, model: LmHeadModel, version: WeightVersion) -> None:
+        """Make the server load weights; returns when they are loaded.
+
+        Args:
+            model: the new weights.
+            version: number of training steps that produced them.
+        """
+        self._load_weights(model, version)
+        self.version = version
 
     def check_server(self) -> None:
         """Verify that the server returns token ids and log-probs at the sampling temperature, with one-token requests.

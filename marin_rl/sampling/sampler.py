@@ -8,8 +8,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
+from levanter.models.lm_model import LmHeadModel
+
 from marin_rl.errors import UserError
-from marin_rl.types import Generation
+from marin_rl.types import Generation, WeightVersion
 
 LOGPROB_ROUNDING = 1e-5
 """Rounding error, in nats, by which the log-probability of a near-certain token may exceed 0."""
@@ -44,6 +46,15 @@ class Sampler(Protocol):
 
         Raises:
             PromptTooLongError: if a prompt leaves no room for a new token.
+        """
+        ...
+
+    def update_weights(self, model: LmHeadModel, version: WeightVersion) -> None:
+        """Use new weights for later tokens.
+
+        Args:
+            model: the new weights.
+            version: number of training steps that produced them.
         """
         ...
 

@@ -28,6 +28,9 @@ class RecordingSampler:
         self._before(names)
         return [Generation((name,), (-1.0,), StopReason.STOP, 0, 0) for name in names]
 
+    def update_weights(self, model: object, version: int) -> None:
+        raise NotImplementedError
+
 
 def request(name: int) -> SampleRequest:
     return SampleRequest((name,), seed=0, max_new_tokens=1)

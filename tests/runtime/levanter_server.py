@@ -12,7 +12,8 @@ from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig, levanter_defaults
 from marin_rl.learner.policy_model import load_hf_policy
 from marin_rl.runtime.devices import start_devices
-from marin_rl.runtime.policy_sampler import PolicySampler
+from marin_rl.runtime.samplers import open_levanter_sampler
+from marin_rl.sampling.levanter_sampler import LevanterSampler
 from tests.sampling.completions_server import CompletionsServer, SamplerEngine
 from tests.tiny_run import TinyRun
 
@@ -46,7 +47,7 @@ class Loader:
     """The link."""
     loaded: list[str] = dataclasses.field(default_factory=list)
     """Names of the folders that were loaded."""
-    sampler: PolicySampler | None = None
+    sampler: LevanterSampler | None = None
     """The engine."""
 
     def __call__(self) -> SamplerEngine:
@@ -56,8 +57,8 @@ class Loader:
         model = load_hf_policy(str(self.current), tokenizer, trainer, config.model)
         self.loaded.append(self.current.resolve().name)
         if self.sampler is None:
-            self.sampler = PolicySampler(config, model, tokenizer, trainer, 0)
+            self.sampler = open_levanter_sampler(config, model, tokenizer, trainer, 0)
         else:
-            self.sampler.update(model, 0)
+            self.sampler.update_weights(model, 0)
         stop_token_ids = sorted(tokenizer.stop_token_ids)
         return SamplerEngine(self.sampler, model.vocab_size, config.rollouts.max_length, stop_token_ids)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from marin_rl.runtime.open_run import open_run
-from marin_rl.runtime.policy_engine import OpenAIEngine, PolicyEngine, open_trainer_engine
-from marin_rl.runtime.policy_sampler import PolicySampler
+from marin_rl.runtime.samplers import open_levanter_sampler, open_trainer_sampler
 from marin_rl.runtime.starting_weights import resolve_model
 from marin_rl.runtime.training_run import TrainingRun
-from marin_rl.sampling.sampler import SampleRequest, SamplerError
+from marin_rl.sampling.openai_sampler import OpenAiSampler
+from marin_rl.sampling.sampler import Sampler, SampleRequest, SamplerError
 from marin_rl.types import Generation
 from marin_rl.user_code import UserFileError
 from tests.runtime.levanter_server import Loader, config_of, served_by
@@ -172,23 +172,23 @@ def opened(pair: Pair, tmp_path: Path) -> Iterator[TrainingRun]:
 REQUESTS = [SampleRequest((259, 50, 257, 260), seed, 3, (0.0, 0.7, 1.0)[seed % 3]) for seed in range(20)]
 
 
-def sampled(engine: PolicyEngine) -> list[Generation]:
+def sampled(engine: Sampler) -> list[Generation]:
     return engine.sample(REQUESTS)
 
 
 def test_trainer_does_not_sample_with_several_processes(opened: TrainingRun, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("marin_rl.multihost.is_multihost", lambda: True)
-    engine = open_trainer_engine(
+    engine = open_trainer_sampler(
         opened.config, opened.trainer_state.model, opened.runner.tokenizer, opened.learner.trainer.config, 0
     )
-    engine.update(opened.trainer_state.model, 1)
+    engine.update_weights(opened.trainer_state.model, 1)
     with pytest.raises(RuntimeError, match="the trainer cannot sample when it runs in several processes"):
         engine.sample([])
 
 
 def test_server_generations_equal_levanter_generations(opened: TrainingRun):
-    assert isinstance(opened.publisher.sampler, OpenAIEngine)
-    own = PolicySampler(
+    assert isinstance(opened.publisher.sampler, OpenAiSampler)
+    own = open_levanter_sampler(
         opened.config, opened.trainer_state.model, opened.runner.tokenizer, opened.learner.trainer.config, 3
     )
     assert sampled(opened.publisher.sampler) == sampled(own)
@@ -201,7 +201,7 @@ def test_generations_record_the_loaded_version(opened: TrainingRun):
 
     before = sampled(opened.publisher.sampler)
     assert {generation.first_version for generation in before} == {3}
-    opened.publisher.sampler.update(jax.tree.map(np.zeros_like, opened.trainer_state.model), 9)
+    opened.publisher.sampler.update_weights(jax.tree.map(np.zeros_like, opened.trainer_state.model), 9)
     uniform = sampled(opened.publisher.sampler)
     assert {generation.last_version for generation in uniform} == {9}
     for generation in uniform:
@@ -216,7 +216,7 @@ def test_server_reload_error_ends_the_run(opened: TrainingRun, pair: Pair):
 
     pair.server.load = broken
     with pytest.raises(UserFileError, match=r"sampler.reload: 'reload' of .*reload_vllm.py raised"):
-        opened.publisher.sampler.update(opened.trainer_state.model, 4)
+        opened.publisher.sampler.update_weights(opened.trainer_state.model, 4)
     # The recorded version is still correct.
     assert {generation.first_version for generation in sampled(opened.publisher.sampler)} == {3}
 

@@ -19,7 +19,7 @@ def run(finished_run, tmp_path_factory):
 
 def test_generations_record_the_version_of_the_weights(run):
     assert [g.first_version for g in run.sampler.sample([REQUEST])] == [run.progress.step]
-    run.sampler.update(run.state.model, 99)
+    run.sampler.update_weights(run.state.model, 99)
     assert [g.last_version for g in run.sampler.sample([REQUEST])] == [99]
     run.publish()
     assert [g.last_version for g in run.sampler.sample([REQUEST])] == [run.progress.step]
@@ -27,7 +27,7 @@ def test_generations_record_the_version_of_the_weights(run):
 
 def test_update_changes_samples_and_old_weights_restore_them(run):
     before = run.sampler.sample([REQUEST])
-    run.sampler.update(jax.tree.map(np.zeros_like, run.state.model), 100)
+    run.sampler.update_weights(jax.tree.map(np.zeros_like, run.state.model), 100)
     (uniform,) = run.sampler.sample([REQUEST])
     np.testing.assert_allclose(uniform.logprobs, -np.log(264), rtol=1e-5)
     run.publish()

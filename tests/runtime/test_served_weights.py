@@ -13,7 +13,7 @@ from haliax import Axis  # noqa: F401  before marin_rl: see tests/tiny_run.py
 
 from marin_rl.learner.policy_model import initialize_policy, load_hf_policy
 from marin_rl.runtime.devices import start_devices
-from marin_rl.runtime.served_weights import WeightReloader
+from marin_rl.runtime.samplers import WeightReloader
 from marin_rl.sampling.config import ReloadConfig
 from marin_rl.user_code import UserFileError
 from tests.runtime.levanter_server import config_of
@@ -55,7 +55,7 @@ def test_function_gets_complete_weights_and_old_versions_are_deleted(parts: tupl
     weights = WeightReloader(written(tmp_path, HOOK.format(log=str(log))), URL, tokenizer, trainer)
     double = jax.tree.map(lambda leaf: 2 * leaf, model)
     for version, one in ((0, model), (0, double), (1, model), (2, double)):
-        weights.serve(one, version)
+        weights(one, version)
     assert [json.loads(line) for line in log.read_text().splitlines()] == [
         ["version-0", True, 0, URL, True, ["version-0"]],
         ["version-0", True, 0, URL, True, ["version-0"]],
@@ -77,7 +77,7 @@ def test_leftovers_are_replaced_and_other_folders_are_kept(parts: tuple[Any, Any
         (folder / name / "half").write_text("half")
     weights = WeightReloader(written(tmp_path, HOOK.format(log="/dev/null")), URL, tokenizer, trainer)
     for version in (3, 4, 5):
-        weights.serve(model, version)
+        weights(model, version)
     assert sorted(path.name for path in folder.iterdir()) == ["mine", "version-4", "version-5", "version-7"]
 
 
@@ -93,9 +93,9 @@ def test_function_error_is_named_and_previous_weights_are_kept(parts: tuple[Any,
     )
     weights = WeightReloader(config, URL, tokenizer, trainer)
     for version in (0, 1):
-        weights.serve(model, version)
+        weights(model, version)
     with pytest.raises(UserFileError, match=r"sampler.reload: 'reload' of .*hook.py raised ConnectionError: nobody"):
-        weights.serve(model, 2)
+        weights(model, 2)
     assert (tmp_path / "weights" / "version-1").is_dir()
     assert (tmp_path / "weights" / "version-0").is_dir()
 
@@ -103,7 +103,7 @@ def test_function_error_is_named_and_previous_weights_are_kept(parts: tuple[Any,
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("def relaod(folder, version, base_url): pass", "has no 'reload' .*did you mean 'relaod'"),
+        ("def relaod(folder, version, base_url): pass", "does not define 'reload'; did you mean 'relaod'"),
         ("reload = 3", "'reload' of .* is int; it must be a function of folder, version and base_url"),
     ],
 )

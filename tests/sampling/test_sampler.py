@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from marin_rl.runtime.policy_sampler import PolicySampler
+from marin_rl.runtime.samplers import NoSampler
 from marin_rl.sampling.levanter_sampler import LevanterSampler
+from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import PromptTooLongError, Sampler, SampleRequest, WeightPoll, allowed_tokens
 from tests.scripted_sampler import ScriptedSampler
 
@@ -18,8 +19,8 @@ def allowed(**changes: Any) -> int:
 
 
 def test_samplers_implement_the_protocol():
-    for kind in (LevanterSampler, PolicySampler):
-        assert {"batch_size", "sample"} <= set(dir(kind))
+    for kind in (LevanterSampler, OpenAiSampler, NoSampler):
+        assert {"batch_size", "sample", "update_weights"} <= set(dir(kind))
     assert isinstance(ScriptedSampler({}, stop_token_ids=[0]), Sampler)
     assert not isinstance({}, Sampler)
 

@@ -1,0 +1,185 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Creates the samplers of a run: those of the trainer and of rollout workers, in this process or on a server."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from levanter.models.lm_model import LmHeadModel
+from levanter.trainer import TrainerConfig
+
+from marin_rl import multihost
+from marin_rl.config.sections import Mode
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.learner.policy_model import save_hf_policy
+from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig
+from marin_rl.sampling.levanter_sampler import LevanterSampler
+from marin_rl.sampling.openai_sampler import OpenAiSampler
+from marin_rl.sampling.sampler import Sampler, SampleRequest, WeightPoll
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import Generation, WeightVersion
+from marin_rl.user_code import UserFileError, load_from_file
+
+
+def open_trainer_sampler(
+    config: TrainConfig,
+    model: LmHeadModel,
+    tokenizer: ChatTokenizer,
+    trainer: TrainerConfig,
+    version: WeightVersion,
+) -> Sampler:
+    """Open the trainer's sampler: the configured one in `mode: sync`, otherwise levanter's.
+
+    Args:
+        config: selects the sampler; limits and sizes.
+        model: the learner's weights.
+        tokenizer: provides the stop tokens.
+        trainer: mesh, axis mapping and compute precision.
+        version: number of training steps that produced the weights.
+    """
+    if multihost.is_multihost():
+        return NoSampler()
+    if config.mode is Mode.ASYNC:
+        return open_levanter_sampler(config, model, tokenizer, trainer, version)
+    return open_worker_sampler(config, model, tokenizer, trainer, version)
+
+
+def open_worker_sampler(
+    config: TrainConfig,
+    model: LmHeadModel,
+    tokenizer: ChatTokenizer,
+    trainer: TrainerConfig,
+    version: WeightVersion,
+    weight_poll: WeightPoll | None = None,
+) -> Sampler:
+    """Open the configured sampler.
+
+    Args:
+        config: selects the sampler; limits and sizes.
+        model: the learner's weights.
+        tokenizer: provides the stop tokens.
+        trainer: mesh, axis mapping and compute precision.
+        version: number of training steps that produced the weights.
+        weight_poll: polls for newer weights during decoding in this process; None disables polling.
+
+    Raises:
+        UserFileError: if the function that reloads a server's weights is missing or raises.
+        SamplerError: if a server's responses are invalid.
+    """
+    server = config.sampler
+    if not isinstance(server, OpenAiSamplerConfig):
+        return open_levanter_sampler(config, model, tokenizer, trainer, version, weight_poll)
+    sampler = OpenAiSampler(
+        server,
+        config=config.sampling,
+        stop_token_ids=tokenizer.stop_token_ids,
+        max_context=config.rollouts.max_length,
+        vocab_size=model.vocab_size,
+        load_weights=WeightReloader(server.reload, server.base_url, tokenizer, trainer),
+    )
+    sampler.update_weights(model, version)
+    sampler.check_server()
+    return sampler
+
+
+def open_levanter_sampler(
+    config: TrainConfig,
+    model: LmHeadModel,
+    tokenizer: ChatTokenizer,
+    trainer: TrainerConfig,
+    version: WeightVersion,
+    weight_poll: WeightPoll | None = None,
+) -> LevanterSampler:
+    """Open a sampler in this process, with the learner's weights on its mesh; see `open_worker_sampler`."""
+    return LevanterSampler(
+        model,
+        config=config.sampling,
+        stop_token_ids=tokenizer.stop_token_ids,
+        max_context=config.rollouts.max_length,
+        version=version,
+        weight_poll=weight_poll,
+        trainer=trainer,
+    )
+
+
+class NoSampler:
+    """Placeholder for the trainer's sampler, which does not support several processes."""
+
+    batch_size = 1
+    """See `marin_rl.sampling.sampler.Sampler`."""
+
+    def update_weights(self, model: object, version: WeightVersion) -> None:
+        """Ignore the weights."""
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+        """Fail.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("the trainer cannot sample when it runs in several processes")
+
+
+class WeightReloader:
+    """Writes versions of the weights and makes a server load them."""
+
+    def __init__(self, config: ReloadConfig, base_url: str, tokenizer: ChatTokenizer, trainer: TrainerConfig) -> None:
+        """Import the user's function.
+
+        Args:
+            config: folder and function.
+            base_url: address of the server; passed to the function.
+            tokenizer: written with the weights.
+            trainer: mesh and axis mapping of the weights.
+
+        Raises:
+            UserFileError: if the function does not exist.
+        """
+        self._config = config
+        self._base_url = base_url
+        self._tokenizer = tokenizer
+        self._trainer = trainer
+        self._written: list[Path] = []
+        self._function = load_from_file(config.path, config.function)
+        if not callable(self._function):
+            raise UserFileError(
+                f"{config.function!r} of {config.path} is {type(self._function).__name__}; it must be a function of "
+                "folder, version and base_url"
+            )
+
+    def __call__(self, model: LmHeadModel, version: WeightVersion) -> None:
+        """Write weights, and return when the server has loaded them.
+
+        Args:
+            model: the weights.
+            version: number of training steps. A version may be served again with other weights.
+
+        Raises:
+            UserFileError: if the function raises.
+        """
+        folder = self._write(model, version)
+        try:
+            self._function(folder, version, self._base_url)
+        except Exception as error:
+            label = f"sampler.reload: {self._config.function!r} of {self._config.path}"
+            raise UserFileError(f"{label} raised {type(error).__name__}: {error}") from error
+        # Only after the call, because the server may read the older versions until then.
+        self._delete_old()
+
+    def _write(self, model: LmHeadModel, version: WeightVersion) -> Path:
+        folder = Path(self._config.folder).absolute() / f"version-{version}"
+        partial = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        save_hf_policy(model, self._tokenizer, partial, self._trainer)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        if folder in self._written:
+            self._written.remove(folder)
+        self._written.append(folder)
+        return folder
+
+    def _delete_old(self) -> None:
+        while len(self._written) > self._config.keep:
+            shutil.rmtree(self._written.pop(0), ignore_errors=True)
