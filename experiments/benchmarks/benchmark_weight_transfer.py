@@ -62,7 +62,7 @@ from marin_rl.runtime.worker_policy import ReceivedPolicy
 from marin_rl.types import WeightVersion
 from marin_rl.weights.auth import make_secret
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig
-from marin_rl.weights.snapshot import TrainingHost
+from marin_rl.weights.publish import TrainingHost
 from marin_rl.weights.tree import named_leaves
 
 ARRAYS, COLUMNS = 16, 1024

@@ -15,11 +15,9 @@ import threading
 
 import numpy as np
 
-from marin_rl.weights.arrow_flight import WeightServer
-from marin_rl.weights.bounds import volume, whole
-from marin_rl.weights.manifest import Manifest, Piece, checksum
-from marin_rl.weights.snapshot import Snapshot
-from marin_rl.weights.version_cache import VersionCache
+from marin_rl.weights.arrow_flight import VersionCache, WeightServer
+from marin_rl.weights.manifest import Manifest, Piece, checksum, volume, whole
+from marin_rl.weights.publish import Snapshot
 
 
 @dataclasses.dataclass(frozen=True)

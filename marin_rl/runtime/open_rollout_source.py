@@ -22,8 +22,7 @@ from marin_rl.runtime.ray_workers import ray_workers
 from marin_rl.runtime.run_state import Progress
 from marin_rl.runtime.shared_run import SharedWorkerPool
 from marin_rl.weights.auth import make_secret
-from marin_rl.weights.multi_host_sender import MultiHostSender
-from marin_rl.weights.snapshot import TrainingHost
+from marin_rl.weights.publish import MultiHostSender, TrainingHost
 
 
 class WorkerDevicesError(ValueError):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.types import WeightVersion
-from marin_rl.weights.errors import CorruptTransferError, NoWeightsError, ServerLostError, VersionGoneError
+from marin_rl.weights.protocol import CorruptTransferError, NoWeightsError, ServerLostError, VersionGoneError
 
 logger = logging.getLogger(__name__)
 

@@ -9,19 +9,82 @@ reads a whole message before a handler or middleware sees its headers, so the se
 secret in the handshake.
 """
 
+import contextlib
 import json
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from typing import Generic, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 
 from marin_rl.types import WeightVersion
-from marin_rl.weights.auth import check_secret, sign, tls_identity
-from marin_rl.weights.errors import VersionGoneError
-from marin_rl.weights.manifest import Chunk
-from marin_rl.weights.snapshot import Snapshot, TrainingHost
-from marin_rl.weights.version_cache import VersionCache
+from marin_rl.weights.auth import TLS_NAME, check_secret, sign, tls_identity, verify
+from marin_rl.weights.manifest import Chunk, Manifest
+from marin_rl.weights.protocol import (
+    CorruptTransferError,
+    ServerLostError,
+    VersionGoneError,
+    WeightTransferError,
+    WrongSecretError,
+)
+from marin_rl.weights.publish import Snapshot, TrainingHost
+
+T = TypeVar("T")
+
+
+class VersionCache(Generic[T]):
+    """Keeps the newest versions and drops older ones. Thread-safe."""
+
+    def __init__(self, keep: int, name: str) -> None:
+        """Make an empty cache.
+
+        Args:
+            keep: Maximum number of versions.
+            name: Name in error messages.
+        """
+        self._keep = keep
+        self._name = name
+        self._lock = threading.Lock()
+        self._held: dict[WeightVersion, T] = {}
+
+    def put(self, version: WeightVersion, item: T) -> None:
+        """Add a version and drop the oldest if there are too many."""
+        with self._lock:
+            self._held[version] = item
+            for old in sorted(self._held)[: -self._keep]:
+                del self._held[old]
+
+    def get(self, version: WeightVersion) -> T:
+        """Return the item of a version.
+
+        Raises:
+            VersionGoneError: If the version is not in the cache.
+        """
+        with self._lock:
+            if version not in self._held:
+                raise VersionGoneError(
+                    f"{self._name} does not have version {version}; available versions: {sorted(self._held) or 'none'}"
+                )
+            return self._held[version]
+
+    def newest(self) -> tuple[WeightVersion, T] | None:
+        """Return the newest version and its item, or None if the cache is empty."""
+        with self._lock:
+            return max(self._held.items(), key=lambda pair: pair[0], default=None)
+
+    def versions(self) -> list[WeightVersion]:
+        """Return the versions in the cache, oldest first."""
+        with self._lock:
+            return sorted(self._held)
+
+    def clear(self) -> None:
+        """Drop all versions."""
+        with self._lock:
+            self._held.clear()
+
 
 SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
 """Arrow schema of a stream."""
@@ -133,7 +196,7 @@ def _parse_ticket(ticket: bytes) -> tuple[WeightVersion, list[Chunk]]:
 
 
 class FlightBackend:
-    """Version cache with a Flight server; see [`WeightBackend`][marin_rl.weights.backend.WeightBackend]."""
+    """Version cache with a Flight server; see [`WeightBackend`][marin_rl.weights.publish.WeightBackend]."""
 
     def __init__(self, *, host: str, port: int, secret: str, training_host: TrainingHost, keep: int) -> None:
         """Bind the port and start the server.
@@ -162,11 +225,11 @@ class FlightBackend:
         return self._address
 
     def put(self, snapshot: Snapshot) -> None:
-        """See [`WeightBackend`][marin_rl.weights.backend.WeightBackend]."""
+        """See [`WeightBackend`][marin_rl.weights.publish.WeightBackend]."""
         self._cache.put(snapshot.manifest.version, snapshot)
 
     def close(self) -> None:
-        """See [`WeightBackend`][marin_rl.weights.backend.WeightBackend]. Active streams are aborted.
+        """See [`WeightBackend`][marin_rl.weights.publish.WeightBackend]. Active streams are aborted.
 
         A worker that stalls during a transfer delays this call until TCP closes its connection, about 20 seconds.
         """
@@ -176,3 +239,103 @@ class FlightBackend:
 
 def _location(host: str, port: int) -> str:
     return f"grpc+tls://[{host}]:{port}" if ":" in host else f"grpc+tls://{host}:{port}"
+
+
+CHANNEL_OPTIONS = {
+    # Without this, streams to the same server share one connection.
+    "grpc.use_local_subchannel_pool": 1,
+    # Weights stay inside the cluster, so ignore the proxy variables of the environment.
+    "grpc.enable_http_proxy": 0,
+}
+"""gRPC channel options."""
+
+
+class FlightSource:
+    """Client of one weight server; see [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
+
+    def __init__(self, address: str, secret: str, *, streams: int, call_seconds: float) -> None:
+        """Set up the client without connecting.
+
+        Args:
+            address: The server, `grpc+tls://host:port`.
+            secret: The run's secret.
+            streams: Number of concurrent streams, each on a separate connection.
+            call_seconds: Timeout of a call, in seconds.
+        """
+        check_secret(secret)
+        self._address = address
+        self._secret = secret
+        self._streams = streams
+        self._identity = tls_identity(secret)
+        self._options = flight.FlightCallOptions(timeout=call_seconds)
+
+    def __str__(self) -> str:
+        return f"weight server {self._address}"
+
+    @property
+    def streams(self) -> int:
+        """See [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
+        return self._streams
+
+    def versions(self) -> list[WeightVersion]:
+        """See [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
+        answer = self._act(flight.Action(LIST_VERSIONS, b""))
+        try:
+            return [int(version) for version in json.loads(answer)]
+        except (ValueError, TypeError) as error:
+            raise CorruptTransferError(f"{self}: the list of versions is corrupt: {answer[:80]!r}") from error
+
+    def manifests(self, version: WeightVersion) -> list[Manifest]:
+        """See [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
+        body = verify(self._secret, self._act(flight.Action(GET_MANIFEST, str(version).encode())), str(self))
+        return [Manifest.from_json(body)]
+
+    def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Generator[np.ndarray, None, None]:
+        """See [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
+        ticket = {"version": manifest.version, "chunks": [(chunk.piece, chunk.number) for chunk in chunks]}
+        with self._connected() as client:
+            reader = client.do_get(flight.Ticket(json.dumps(ticket, separators=(",", ":")).encode()), self._options)
+            if reader.schema != SCHEMA:
+                raise CorruptTransferError(f"{self}: the stream has schema {reader.schema}, expected {SCHEMA}")
+            try:
+                for batch in reader:
+                    yield np.frombuffer(batch.data.column(0).buffers()[1], np.uint8, count=batch.data.num_rows)
+            finally:
+                # Cancel the call if the reader stops early; otherwise the server waits for it.
+                reader.cancel()
+
+    def _act(self, action: flight.Action) -> bytes:
+        with self._connected() as client:
+            return b"".join(result.body.to_pybytes() for result in client.do_action(action, self._options))
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[flight.FlightClient]:
+        """Open a connection and translate its errors to `WeightTransferError`."""
+        try:
+            with flight.FlightClient(
+                self._address,
+                tls_root_certs=self._identity.root,
+                cert_chain=self._identity.certificate,
+                private_key=self._identity.key,
+                override_hostname=TLS_NAME,
+                generic_options=list(CHANNEL_OPTIONS.items()),
+            ) as client:
+                yield client
+        except (pa.ArrowException, OSError) as error:
+            raise self._translate(error) from error
+
+    def _translate(self, error: pa.ArrowException | OSError) -> WeightTransferError:
+        reason = str(error).split(". gRPC client debug context", maxsplit=1)[0]
+        if (
+            isinstance(error, flight.FlightUnavailableError)
+            and "handshake failed" in reason
+            and "certificate" in reason
+        ):
+            return WrongSecretError(
+                f"{self} has a different secret, so it belongs to another run or an earlier launch: {reason}"
+            )
+        if isinstance(error, flight.FlightError) and error.extra_info == VERSION_GONE:
+            return VersionGoneError(f"{self}: {reason}")
+        if isinstance(error, pa.ArrowInvalid):
+            return CorruptTransferError(f"{self}: the received data cannot be read: {reason}")
+        return ServerLostError(f"{self} does not respond: {reason}")

@@ -16,7 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from marin_rl.weights.errors import CorruptTransferError
+from marin_rl.weights.protocol import CorruptTransferError
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 

@@ -15,14 +15,12 @@ import fsspec
 
 from marin_rl.enum_fields import convert_enum_fields
 from marin_rl.retry import RetryConfig
-from marin_rl.weights.arrow_flight import FlightBackend
-from marin_rl.weights.arrow_flight_client import FlightSource
+from marin_rl.weights.arrow_flight import FlightBackend, FlightSource
+from marin_rl.weights.fetch import ShardedReceiver
 from marin_rl.weights.manifest import MAX_CHUNK_BYTES
 from marin_rl.weights.protocol import WeightReceiver, WeightSender
-from marin_rl.weights.sharded_receiver import ShardedReceiver
-from marin_rl.weights.sharded_sender import ShardedSender
+from marin_rl.weights.publish import ShardedSender, TrainingHost
 from marin_rl.weights.shared_files import FolderBackend, FolderSource
-from marin_rl.weights.snapshot import TrainingHost
 
 
 class TransferDtype(enum.StrEnum):

@@ -18,9 +18,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from marin_rl.types import WeightVersion
 from marin_rl.weights.auth import check_secret, fingerprint, sign, verify
-from marin_rl.weights.errors import ServerLostError, VersionGoneError, WrongSecretError
 from marin_rl.weights.manifest import Chunk, Manifest
-from marin_rl.weights.snapshot import Snapshot, TrainingHost
+from marin_rl.weights.protocol import ServerLostError, VersionGoneError, WrongSecretError
+from marin_rl.weights.publish import Snapshot, TrainingHost
 
 _NAME = re.compile(r"(\d{12})-(\d{5})-of-(\d{5})-([0-9a-f]{16})\.(pieces|manifest|partial)")
 
@@ -71,7 +71,7 @@ class _Folder:
 
 
 class FolderBackend:
-    """Files of one training host in the folder; see [`WeightBackend`][marin_rl.weights.backend.WeightBackend]."""
+    """Files of one training host in the folder; see [`WeightBackend`][marin_rl.weights.publish.WeightBackend]."""
 
     def __init__(self, *, folder: str, secret: str, training_host: TrainingHost, keep: int) -> None:
         """Create the folder and delete the files of earlier launches.
@@ -96,7 +96,7 @@ class FolderBackend:
         return self._folder.url
 
     def put(self, snapshot: Snapshot) -> None:
-        """See [`WeightBackend`][marin_rl.weights.backend.WeightBackend]."""
+        """See [`WeightBackend`][marin_rl.weights.publish.WeightBackend]."""
         version = snapshot.manifest.version
         file = _File(version, self._host.index, self._host.count, fingerprint(self._secret))
         with self._folder.files.open(self._folder.path(file, "pieces"), "wb") as stream:
@@ -107,7 +107,7 @@ class FolderBackend:
         self._clear(lambda held: self._is_own(held) and held.version not in kept)
 
     def close(self) -> None:
-        """See [`WeightBackend`][marin_rl.weights.backend.WeightBackend]. Deletes the files of this host."""
+        """See [`WeightBackend`][marin_rl.weights.publish.WeightBackend]. Deletes the files of this host."""
         self._clear(self._is_own)
 
     def _is_own(self, file: _File) -> bool:
@@ -131,7 +131,7 @@ class FolderBackend:
 
 
 class FolderSource:
-    """Source that reads a folder of weights; see [`WeightSource`][marin_rl.weights.source.WeightSource]."""
+    """Source that reads a folder of weights; see [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
 
     def __init__(self, folder: str, secret: str, *, streams: int) -> None:
         """Set up the source without reading.
@@ -151,11 +151,11 @@ class FolderSource:
 
     @property
     def streams(self) -> int:
-        """See [`WeightSource`][marin_rl.weights.source.WeightSource]."""
+        """See [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
         return self._streams
 
     def versions(self) -> list[WeightVersion]:
-        """See [`WeightSource`][marin_rl.weights.source.WeightSource].
+        """See [`WeightSource`][marin_rl.weights.fetch.WeightSource].
 
         Raises:
             WrongSecretError: If all files were written with another secret.
@@ -163,7 +163,7 @@ class FolderSource:
         return sorted(self._complete())
 
     def manifests(self, version: WeightVersion) -> list[Manifest]:
-        """See [`WeightSource`][marin_rl.weights.source.WeightSource]."""
+        """See [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
         complete = self._complete()
         if version not in complete:
             raise VersionGoneError(
@@ -172,7 +172,7 @@ class FolderSource:
         return [self._manifest(file) for file in complete[version]]
 
     def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Generator[np.ndarray, None, None]:
-        """See [`WeightSource`][marin_rl.weights.source.WeightSource]."""
+        """See [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
         file = _File(manifest.version, manifest.host, manifest.hosts, fingerprint(self._secret))
         starts = list(itertools.accumulate((piece.num_bytes for piece in manifest.pieces), initial=0))
         for chunk in chunks:

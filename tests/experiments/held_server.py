@@ -12,8 +12,8 @@ def main(hold: str, token: str) -> None:
     import numpy as np
 
     from experiments.soak_train import PausedWeightServer
-    from marin_rl.weights.snapshot import Snapshot, TrainingHost, take_snapshot
-    from marin_rl.weights.version_cache import VersionCache
+    from marin_rl.weights.arrow_flight import VersionCache
+    from marin_rl.weights.publish import Snapshot, TrainingHost, take_snapshot
 
     cache: VersionCache[Snapshot] = VersionCache(2, "the held host")
     for version in (1, 2):

@@ -26,8 +26,8 @@ from experiments.soak import (
     whole_and_once,
 )
 from experiments.soak_train import hold_transfers, reached
-from marin_rl.weights.arrow_flight_client import FlightSource
-from marin_rl.weights.errors import ServerLostError
+from marin_rl.weights.arrow_flight import FlightSource
+from marin_rl.weights.protocol import ServerLostError
 from tests.tiny_run import TinyRun, copy_of
 from tests.weights.ends import SECRET
 

@@ -31,7 +31,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     from marin_rl.learner.weight_history import WeightHistory
     from marin_rl.runtime.shared_run import require_same_batch
     from marin_rl.weights.config import ArrowFlightConfig
-    from marin_rl.weights.snapshot import TrainingHost
+    from marin_rl.weights.publish import TrainingHost
 
     if count > 1:
         jax.distributed.initialize(f"127.0.0.1:{port}", count, index, initialization_timeout=600)

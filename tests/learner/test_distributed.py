@@ -21,7 +21,7 @@ import pytest
 
 import marin_rl
 from marin_rl.learner.checkpoint import CheckpointError, open_checkpoint
-from marin_rl.weights.arrow_flight_client import FlightSource
+from marin_rl.weights.arrow_flight import FlightSource
 from marin_rl.weights.config import ArrowFlightConfig
 from tests.free_port import free_port
 

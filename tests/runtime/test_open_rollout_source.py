@@ -34,7 +34,7 @@ from marin_rl.runtime.shared_run import SharedWorkerPool
 from marin_rl.types import WeightVersion
 from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig
 from marin_rl.weights.protocol import WeightReceiver, WeightSender
-from marin_rl.weights.snapshot import TrainingHost
+from marin_rl.weights.publish import TrainingHost
 from tests.rollouts.rollout_cases import group_of
 from tests.runtime.bare_run import make_config, make_runner
 

@@ -17,7 +17,7 @@ from marin_rl.runtime.run_directory import RunDirectoryError, config_differences
 from marin_rl.runtime.shared_run import SharedWorkerPool, check_config, require_same_config, require_shared_folder
 from marin_rl.timing import PhaseTimer
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig
-from marin_rl.weights.snapshot import TrainingHost
+from marin_rl.weights.publish import TrainingHost
 from tests.runtime.bare_run import make_config
 
 FITTING = make_config(mode=Mode.ASYNC, evaluation=EvaluationConfig(tasks=0), warm_start=WarmStartConfig(max_steps=0))

@@ -9,7 +9,7 @@ import pytest
 
 from marin_rl.runtime.weight_prefetcher import WeightPrefetcher, Weights
 from marin_rl.types import WeightVersion
-from marin_rl.weights.errors import (
+from marin_rl.weights.protocol import (
     CorruptTransferError,
     MismatchedWeightsError,
     NoWeightsError,

@@ -23,9 +23,8 @@ from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.runtime.devices import start_devices
 from marin_rl.runtime.worker_policy import ReceivedPolicy
 from marin_rl.types import Generation, RolloutGroup, WeightVersion
-from marin_rl.weights.errors import ServerLostError
-from marin_rl.weights.protocol import WeightSender
-from marin_rl.weights.snapshot import TrainingHost
+from marin_rl.weights.protocol import ServerLostError, WeightSender
+from marin_rl.weights.publish import TrainingHost
 from tests.free_port import free_port
 from tests.runtime.inline_executor import InlineExecutor
 from tests.tiny_run import make_run

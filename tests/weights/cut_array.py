@@ -7,11 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from marin_rl.weights.assemble import assemble
-from marin_rl.weights.bounds import Bounds
-from marin_rl.weights.manifest import Manifest, Piece, checksum
-from marin_rl.weights.plan import make_plan, target_arrays
-from marin_rl.weights.receive_buffers import ReceiveBuffers
+from marin_rl.weights.fetch import ReceiveBuffers, assemble, make_plan, target_arrays
+from marin_rl.weights.manifest import Bounds, Manifest, Piece, checksum
 
 FULL = np.arange(24, dtype=np.float32).reshape(6, 4)
 LIKE = {"w": jax.ShapeDtypeStruct((6, 4), jnp.float32)}

@@ -14,16 +14,13 @@ import pyarrow.flight as flight
 
 from marin_rl.retry import Clock, RetryConfig
 from marin_rl.types import WeightVersion
-from marin_rl.weights.arrow_flight import WeightServer
-from marin_rl.weights.arrow_flight_client import FlightSource
+from marin_rl.weights.arrow_flight import FlightSource, VersionCache, WeightServer
 from marin_rl.weights.auth import TLS_NAME, make_secret, tls_identity
+from marin_rl.weights.fetch import ShardedReceiver, WeightSource
 from marin_rl.weights.manifest import Chunk, Manifest
 from marin_rl.weights.protocol import WeightSender
-from marin_rl.weights.sharded_receiver import ShardedReceiver
-from marin_rl.weights.snapshot import Snapshot, TrainingHost, take_snapshot
-from marin_rl.weights.source import WeightSource
+from marin_rl.weights.publish import Snapshot, TrainingHost, take_snapshot
 from marin_rl.weights.tree import named_leaves
-from marin_rl.weights.version_cache import VersionCache
 
 SECRET = make_secret()
 ONCE = RetryConfig(give_up_seconds=0.0)

@@ -14,8 +14,8 @@ def main(secret: str, port: str, version: str, gate: str) -> None:
     import numpy as np
 
     from marin_rl.weights import arrow_flight
-    from marin_rl.weights.snapshot import Snapshot, TrainingHost, take_snapshot
-    from marin_rl.weights.version_cache import VersionCache
+    from marin_rl.weights.arrow_flight import VersionCache
+    from marin_rl.weights.publish import Snapshot, TrainingHost, take_snapshot
 
     class GatedServer(arrow_flight.WeightServer):
         def send_chunks(self, version, chunks):

@@ -15,7 +15,7 @@ def measure(way: str, folder: str) -> dict[str, object]:
 
     from marin_rl.weights.auth import make_secret
     from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig
-    from marin_rl.weights.snapshot import TrainingHost
+    from marin_rl.weights.publish import TrainingHost
 
     devices = np.array(jax.devices())
     training = Mesh(devices.reshape(4, 2), ("data", "model"))

@@ -13,8 +13,8 @@ def main(secret: str, port: str) -> None:
     import numpy as np
 
     from marin_rl.retry import Clock, RetryConfig
-    from marin_rl.weights.arrow_flight_client import FlightSource
-    from marin_rl.weights.sharded_receiver import ShardedReceiver
+    from marin_rl.weights.arrow_flight import FlightSource
+    from marin_rl.weights.fetch import ShardedReceiver
 
     stopped = []
     refused = []

@@ -26,19 +26,16 @@ from hypothesis import strategies as st
 
 import marin_rl
 from marin_rl.retry import RetryConfig
-from marin_rl.weights.arrow_flight import WeightServer
-from marin_rl.weights.arrow_flight_client import FlightSource
+from marin_rl.weights.arrow_flight import FlightSource, VersionCache, WeightServer
 from marin_rl.weights.auth import make_secret, tls_identity
 from marin_rl.weights.config import ArrowFlightConfig
-from marin_rl.weights.errors import (
+from marin_rl.weights.manifest import Chunk
+from marin_rl.weights.protocol import (
     CorruptTransferError,
     VersionGoneError,
     WrongSecretError,
 )
-from marin_rl.weights.manifest import Chunk
-from marin_rl.weights.sharded_sender import ShardedSender
-from marin_rl.weights.snapshot import Snapshot, TrainingHost
-from marin_rl.weights.version_cache import VersionCache
+from marin_rl.weights.publish import ShardedSender, Snapshot, TrainingHost
 from tests.weights.ends import (
     ONCE,
     SECRET,

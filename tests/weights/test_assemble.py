@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from marin_rl.weights.assemble import assemble
-from marin_rl.weights.bounds import Bounds
-from marin_rl.weights.errors import MismatchedWeightsError
-from marin_rl.weights.receive_buffers import ReceiveBuffers
+from marin_rl.weights.fetch import ReceiveBuffers, assemble
+from marin_rl.weights.manifest import Bounds
+from marin_rl.weights.protocol import MismatchedWeightsError
 from tests.weights.cut_array import FULL, LIKE, NAME, Hosts, box
 
 

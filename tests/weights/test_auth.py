@@ -4,7 +4,7 @@
 import pytest
 
 from marin_rl.weights.auth import check_secret, fingerprint, make_secret, sign, verify
-from marin_rl.weights.errors import CorruptTransferError
+from marin_rl.weights.protocol import CorruptTransferError
 
 
 def test_make_secret_returns_distinct_valid_secrets():

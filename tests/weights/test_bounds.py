@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.weights.bounds import Bounds, bounds_of, find_gap, overlap, shape_of, slices_within, volume, whole
+from marin_rl.weights.manifest import Bounds, bounds_of, find_gap, overlap, shape_of, slices_within, volume, whole
 
 SHAPE = (5, 4)
 

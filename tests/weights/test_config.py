@@ -11,7 +11,7 @@ from marin_rl.weights.config import (
     WeightTransferConfig,
     single_address,
 )
-from marin_rl.weights.snapshot import TrainingHost
+from marin_rl.weights.publish import TrainingHost
 from tests.weights.ends import SECRET
 
 

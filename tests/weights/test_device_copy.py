@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from marin_rl.weights.device_copy import DeviceCopier
+from marin_rl.weights.publish import DeviceCopier
 from tests.weights.ends import assert_same
 
 

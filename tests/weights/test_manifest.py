@@ -4,8 +4,8 @@
 import numpy as np
 import pytest
 
-from marin_rl.weights.errors import CorruptTransferError
 from marin_rl.weights.manifest import Chunk, Manifest, Piece
+from marin_rl.weights.protocol import CorruptTransferError
 from tests.weights.ends import snapshot_of
 
 

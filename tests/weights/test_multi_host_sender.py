@@ -8,10 +8,8 @@ import pytest
 
 from marin_rl.retry import Clock
 from marin_rl.weights.config import ArrowFlightConfig
-from marin_rl.weights.errors import WeightTransferError
-from marin_rl.weights.multi_host_sender import MultiHostSender
-from marin_rl.weights.sharded_sender import ShardedSender
-from marin_rl.weights.snapshot import TrainingHost
+from marin_rl.weights.protocol import WeightTransferError
+from marin_rl.weights.publish import MultiHostSender, ShardedSender, TrainingHost
 from tests.weights.ends import SECRET, closing
 
 WEIGHTS = {"w": np.arange(6, dtype=np.float32)}

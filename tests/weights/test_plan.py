@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from marin_rl.weights.errors import MismatchedWeightsError
-from marin_rl.weights.plan import PieceKey, make_plan
+from marin_rl.weights.fetch import PieceKey, make_plan
+from marin_rl.weights.protocol import MismatchedWeightsError
 from tests.weights.cut_array import Hosts, box
 
 

@@ -11,11 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.weights.assemble import assemble
-from marin_rl.weights.bounds import Bounds, slices_within, whole
-from marin_rl.weights.manifest import Manifest, Piece
-from marin_rl.weights.plan import PieceKey, make_plan, target_arrays
-from marin_rl.weights.receive_buffers import ALIGNMENT, ReceiveBuffers
+from marin_rl.weights.fetch import ALIGNMENT, PieceKey, ReceiveBuffers, assemble, make_plan, target_arrays
+from marin_rl.weights.manifest import Bounds, Manifest, Piece, slices_within, whole
 
 NAME = "['w']"
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marin_rl.types import WeightVersion
-from marin_rl.weights.errors import CorruptTransferError, MismatchedWeightsError
+from marin_rl.weights.fetch import ALIGNMENT
 from marin_rl.weights.manifest import Chunk, Manifest
-from marin_rl.weights.receive_buffers import ALIGNMENT
-from marin_rl.weights.snapshot import Snapshot
+from marin_rl.weights.protocol import CorruptTransferError, MismatchedWeightsError
+from marin_rl.weights.publish import Snapshot
 from tests.weights.ends import assert_same, receiver_of, snapshot_of, split
 
 

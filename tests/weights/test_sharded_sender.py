@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from marin_rl.background_job import BackgroundJob
-from marin_rl.weights.sharded_sender import ShardedSender
-from marin_rl.weights.snapshot import Snapshot, TrainingHost
+from marin_rl.weights.publish import ShardedSender, Snapshot, TrainingHost
 
 
 class Outlet:

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from marin_rl.retry import RetryConfig
 from marin_rl.weights.auth import make_secret
-from marin_rl.weights.errors import CorruptTransferError, ServerLostError, VersionGoneError, WrongSecretError
-from marin_rl.weights.sharded_sender import ShardedSender
+from marin_rl.weights.protocol import CorruptTransferError, ServerLostError, VersionGoneError, WrongSecretError
+from marin_rl.weights.publish import ShardedSender, TrainingHost
 from marin_rl.weights.shared_files import FolderBackend, FolderSource
-from marin_rl.weights.snapshot import TrainingHost
 from tests.weights.ends import SECRET, HookedSource, assert_same, closing, receiver_of
 
 PERSISTENT = RetryConfig(give_up_seconds=1000.0)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.weights.snapshot import TrainingHost, take_snapshot
+from marin_rl.weights.publish import TrainingHost, take_snapshot
 from tests.weights.ends import snapshot_of
 
 

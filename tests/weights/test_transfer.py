@@ -23,9 +23,14 @@ from marin_rl.weights.config import (
     TransferDtype,
     WeightTransferConfig,
 )
-from marin_rl.weights.errors import MismatchedWeightsError, NoWeightsError, VersionGoneError
-from marin_rl.weights.protocol import WeightReceiver, WeightSender
-from marin_rl.weights.snapshot import TrainingHost
+from marin_rl.weights.protocol import (
+    MismatchedWeightsError,
+    NoWeightsError,
+    VersionGoneError,
+    WeightReceiver,
+    WeightSender,
+)
+from marin_rl.weights.publish import TrainingHost
 from tests.weights.ends import ONCE, SECRET, assert_same
 
 WAYS = ["arrow_flight", "shared_files", "object_store"]

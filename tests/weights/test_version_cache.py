@@ -3,8 +3,8 @@
 
 import pytest
 
-from marin_rl.weights.errors import VersionGoneError
-from marin_rl.weights.version_cache import VersionCache
+from marin_rl.weights.arrow_flight import VersionCache
+from marin_rl.weights.protocol import VersionGoneError
 
 
 def test_newest_versions_are_kept():

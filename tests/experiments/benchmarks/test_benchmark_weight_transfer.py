@@ -12,8 +12,8 @@ import pytest
 from experiments.benchmarks import benchmark_weight_transfer
 from experiments.benchmarks.benchmark_weight_transfer import synthetic_shapes
 from experiments.benchmarks.weight_servers import Share, make_snapshot
-from marin_rl.weights.bounds import find_gap, whole
 from marin_rl.weights.config import ArrowFlightConfig
+from marin_rl.weights.manifest import find_gap, whole
 from tests.tiny_run import make_run
 
 

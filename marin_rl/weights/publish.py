@@ -1,0 +1,301 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Sender of weights: device copy, snapshot in host memory, and publication from a background thread."""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from marin_rl.background_job import BackgroundJob
+from marin_rl.retry import Clock
+from marin_rl.types import WeightVersion
+from marin_rl.weights.manifest import Bounds, Chunk, Manifest, Piece, bounds_of, checksum, whole
+from marin_rl.weights.protocol import WeightReceiver, WeightSender, WeightTransferError
+from marin_rl.weights.tree import named_leaves
+
+Array = jax.Array | np.ndarray
+
+
+class DeviceCopier:
+    """Copies many arrays in one jitted program per mesh, compiled at the first call."""
+
+    def __init__(self, dtype: str | None) -> None:
+        """Set up the copier without compiling.
+
+        Args:
+            dtype: Dtype that floating-point arrays are cast to; None for no cast.
+        """
+        self._dtype = None if dtype is None else jnp.dtype(dtype)
+        self._programs: dict[tuple[jax.sharding.Sharding, ...], Callable[[list[jax.Array]], list[jax.Array]]] = {}
+
+    def __call__(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Start the copies with the shardings of the originals, without waiting for the devices.
+
+        The runtime executes the copies before later programs, so the originals may be donated immediately.
+        """
+        copies: dict[str, Array] = {}
+        groups: dict[Hashable, dict[str, jax.Array]] = {}
+        for name, array in arrays.items():
+            if isinstance(array, jax.Array):
+                groups.setdefault(_program_key(array.sharding), {})[name] = array
+            else:
+                copies[name] = self._copy_here(array)
+        for group in groups.values():
+            copied = self._program(tuple(array.sharding for array in group.values()))(list(group.values()))
+            copies.update(zip(group, copied, strict=True))
+        return {name: copies[name] for name in arrays}
+
+    def _program(self, shardings: tuple[jax.sharding.Sharding, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+        if shardings not in self._programs:
+            self._programs[shardings] = jax.jit(self._copy_all, out_shardings=list(shardings))
+        return self._programs[shardings]
+
+    def _copy_all(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        # jit may alias an unchanged input with its output; jnp.copy prevents that.
+        return [jnp.copy(array) if self._keeps(array.dtype) else array.astype(self._dtype) for array in arrays]
+
+    def _copy_here(self, array: np.ndarray) -> np.ndarray:
+        return np.array(array, dtype=None if self._keeps(array.dtype) else self._dtype, copy=True)
+
+    def _keeps(self, dtype: np.dtype) -> bool:
+        return self._dtype is None or dtype == self._dtype or not jnp.issubdtype(dtype, jnp.floating)
+
+
+def _program_key(sharding: jax.sharding.Sharding) -> Hashable:
+    """Return a key that is equal for arrays that one program can take."""
+    return sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else frozenset(sharding.device_set)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingHost:
+    """A training host and its devices."""
+
+    index: int
+    """Index of the host, from 0."""
+    count: int
+    """Number of training hosts."""
+    devices: frozenset[jax.Device]
+    """Devices of the shards that this host sends."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise ValueError(
+                f"training host {self.index} of {self.count}: the index must be from 0 to {self.count - 1}"
+            )
+
+    @staticmethod
+    def current() -> "TrainingHost":
+        """Return the host of this jax process, with its local devices."""
+        return TrainingHost(jax.process_index(), jax.process_count(), frozenset(jax.local_devices()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The pieces of one version on one training host."""
+
+    manifest: Manifest
+    """Description of the pieces."""
+    data: tuple[np.ndarray, ...]
+    """Bytes of each piece: uint8, `[num_bytes]`."""
+
+    def chunk(self, chunk: Chunk) -> np.ndarray:
+        """Return a view of the bytes of a chunk."""
+        start, stop = self.manifest.span(chunk)
+        return self.data[chunk.piece][start:stop]
+
+
+def start_copy_to_host(arrays: Mapping[str, Array], host: TrainingHost) -> None:
+    """Start asynchronous copies to the host of the shards that `take_snapshot` reads."""
+    for array in arrays.values():
+        if isinstance(array, jax.Array):
+            for _, data in _own_shards(array, host):
+                data.copy_to_host_async()
+
+
+def take_snapshot(arrays: dict[str, Array], version: WeightVersion, host: TrainingHost, chunk_bytes: int) -> Snapshot:
+    """Copy the shards of a host to host memory and compute their checksums; waits for the devices.
+
+    Only the first replica of a shard is read, so each shard is sent once over all hosts. Every host sends numpy arrays.
+
+    Args:
+        arrays: Arrays that are not modified elsewhere. The dictionary is emptied, which frees device memory early.
+        version: Version of the weights.
+        host: The training host of this process.
+        chunk_bytes: Bytes per chunk.
+    """
+    pieces, data = [], []
+    while arrays:
+        name = next(iter(arrays))
+        array = arrays.pop(name)
+        for bounds, part in _parts(array, host):
+            flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+            starts = range(0, len(flat), chunk_bytes)
+            checksums = tuple(checksum(flat[start : start + chunk_bytes]) for start in starts)
+            pieces.append(Piece(name, array.shape, array.dtype.name, bounds, checksums))
+            data.append(flat)
+    manifest = Manifest(version, host.index, host.count, chunk_bytes, tuple(pieces))
+    return Snapshot(manifest, tuple(data))
+
+
+def _own_shards(array: jax.Array, host: TrainingHost) -> Iterator[tuple[Bounds, jax.Array]]:
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0 and shard.device in host.devices:
+            assert shard.data is not None
+            yield bounds_of(shard.index, array.shape), shard.data
+
+
+def _parts(array: Array, host: TrainingHost) -> Iterator[tuple[Bounds, np.ndarray]]:
+    if not isinstance(array, jax.Array):
+        yield whole(array.shape), array
+        return
+    for bounds, data in _own_shards(array, host):
+        yield bounds, np.asarray(data)
+
+
+@runtime_checkable
+class WeightBackend(Protocol):
+    """Makes the newest versions of one training host available to receivers."""
+
+    @property
+    def address(self) -> str:
+        """Address that receivers connect to."""
+        ...
+
+    def put(self, snapshot: Snapshot) -> None:
+        """Make a version available and drop the oldest if there are too many. Calls must not be concurrent."""
+        ...
+
+    def close(self) -> None:
+        """Drop all versions and release threads, ports and files."""
+        ...
+
+
+class ShardedSender:
+    """Publishes snapshots of the shards of a host from a background thread; see `WeightSender`."""
+
+    def __init__(self, backend: WeightBackend, host: TrainingHost, *, dtype: str | None, chunk_bytes: int) -> None:
+        """Set up the sender without starting a thread.
+
+        Args:
+            backend: Destination of the snapshots; the sender closes it.
+            host: The training host of this process.
+            dtype: Dtype that floating-point arrays are cast to; None for no cast.
+            chunk_bytes: Bytes per chunk.
+        """
+        self._backend = backend
+        self._host = host
+        self._copy = DeviceCopier(dtype)
+        self._chunk_bytes = chunk_bytes
+        self._job = BackgroundJob("publish weights")
+        self._last: WeightVersion | None = None
+        self._published: WeightVersion | None = None
+
+    @property
+    def address(self) -> str:
+        """Address of the backend."""
+        return self._backend.address
+
+    @property
+    def published(self) -> WeightVersion | None:
+        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
+        return self._published
+
+    def publish(self, weights: object, version: WeightVersion) -> None:
+        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
+        self._job.flush()
+        check_version_increases(self._last, version)
+        arrays = self._copy(named_leaves(weights))
+        start_copy_to_host(arrays, self._host)
+        self._last = version
+        self._job.start(self._finish, arrays, version)
+
+    def _finish(self, arrays: dict[str, Array], version: WeightVersion) -> None:
+        self._backend.put(take_snapshot(arrays, version, self._host, self._chunk_bytes))
+        self._published = version
+
+    def flush(self) -> None:
+        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
+        self._job.flush()
+
+    def close(self) -> None:
+        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
+        try:
+            self._job.close()
+        finally:
+            self._backend.close()
+
+
+def check_version_increases(last: WeightVersion | None, version: WeightVersion) -> None:
+    """Check that a version is greater than the last one.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if last is not None and version <= last:
+        raise ValueError(f"version {version} cannot be published after version {last}; versions must increase")
+
+
+POLL = 0.05
+"""Seconds between two polls of the other hosts."""
+
+
+class MultiHostSender:
+    """Publishes the shards of this host; a version is published when all hosts have it. See `WeightSender`."""
+
+    def __init__(
+        self, own: WeightSender, all_senders: WeightReceiver, *, timeout: float, clock: Clock | None = None
+    ) -> None:
+        """Set up the sender without publishing.
+
+        Args:
+            own: Sender of this host.
+            all_senders: Receiver that reads from the senders of all hosts.
+            timeout: Seconds that `flush` waits for the other hosts.
+            clock: Clock for tests; None for the real one.
+        """
+        self._own = own
+        self._all = all_senders
+        self._timeout = timeout
+        self._clock = clock or Clock()
+        self._last: WeightVersion | None = None
+
+    @property
+    def address(self) -> str:
+        """Address of this host's sender."""
+        return self._own.address
+
+    @property
+    def published(self) -> WeightVersion | None:
+        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
+        return self._all.newest()
+
+    def publish(self, weights: object, version: WeightVersion) -> None:
+        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
+        self._own.publish(weights, version)
+        self._last = version
+
+    def flush(self) -> None:
+        """Wait until all hosts have published the last version of this host.
+
+        Raises:
+            WeightTransferError: If another host does not publish it within the timeout.
+        """
+        self._own.flush()
+        began = self._clock.now()
+        while self._last is not None and ((newest := self.published) is None or newest < self._last):
+            if self._clock.now() - began > self._timeout:
+                raise WeightTransferError(
+                    f"version {self._last} of the weights is published by this training host, but after "
+                    f"{self._timeout:g} s not by all others; see their logs"
+                )
+            self._clock.sleep(POLL)
+
+    def close(self) -> None:
+        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
+        self._all.close()
+        self._own.close()
