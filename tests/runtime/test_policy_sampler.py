@@ -18,17 +18,17 @@ def run(finished_run, tmp_path_factory):
 
 
 def test_generations_record_the_version_of_the_weights(run):
-    assert [g.first_version for g in run.sampler.sample([REQUEST])] == [run.progress.step]
-    run.sampler.update_weights(run.state.model, 99)
-    assert [g.last_version for g in run.sampler.sample([REQUEST])] == [99]
-    run.publish()
-    assert [g.last_version for g in run.sampler.sample([REQUEST])] == [run.progress.step]
+    assert [g.first_version for g in run.publisher.sampler.sample([REQUEST])] == [run.state.progress.step]
+    run.publisher.sampler.update_weights(run.trainer_state.model, 99)
+    assert [g.last_version for g in run.publisher.sampler.sample([REQUEST])] == [99]
+    run.publisher.publish(run.trainer_state.model, run.state.progress.step)
+    assert [g.last_version for g in run.publisher.sampler.sample([REQUEST])] == [run.state.progress.step]
 
 
 def test_update_changes_samples_and_old_weights_restore_them(run):
-    before = run.sampler.sample([REQUEST])
-    run.sampler.update_weights(jax.tree.map(np.zeros_like, run.state.model), 100)
-    (uniform,) = run.sampler.sample([REQUEST])
+    before = run.publisher.sampler.sample([REQUEST])
+    run.publisher.sampler.update_weights(jax.tree.map(np.zeros_like, run.trainer_state.model), 100)
+    (uniform,) = run.publisher.sampler.sample([REQUEST])
     np.testing.assert_allclose(uniform.logprobs, -np.log(264), rtol=1e-5)
-    run.publish()
-    assert run.sampler.sample([REQUEST]) == before
+    run.publisher.publish(run.trainer_state.model, run.state.progress.step)
+    assert run.publisher.sampler.sample([REQUEST]) == before
