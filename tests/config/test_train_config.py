@@ -587,7 +587,9 @@ def test_settings_that_accept_addresses():
 
 
 def test_unsupported_kind_of_address_is_refused():
-    with pytest.raises(ValueError, match=r"weights\.folder is 'gss://bucket/w', whose kind of address cannot be used"):
+    with pytest.raises(
+        ValueError, match=r"weights\.folder is 'gss://bucket/w', but this kind of address is not supported here"
+    ):
         SharedFilesConfig(folder="gss://bucket/w")
 
 
