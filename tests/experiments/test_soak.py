@@ -155,7 +155,7 @@ def test_a_run_that_does_not_end_is_an_error_with_what_it_said(tmp_path: Path) -
         run.kill()
 
 
-def test_a_transfer_is_held_between_two_chunks_from_a_version_on_and_its_server_killed_there(tmp_path: Path) -> None:
+def test_transfer_is_held_between_two_chunks_and_its_server_killed(tmp_path: Path) -> None:
     hold = tmp_path / "hold"
     run = LiveRun((), tmp_path, tmp_path / "output.txt", patience=60.0, hold=hold)
     run.output.touch()
