@@ -61,7 +61,7 @@ class ReceivedPolicy:
         self._addresses: tuple[str, ...] = ()
         self._sampler: Sampler | None = None
         self._version: WeightVersion | None = None
-        self._prefetcher = WeightPrefetcher(self._fetch_prefetcher)
+        self._prefetcher = WeightPrefetcher(self._fetch_newer)
         with contextlib.ExitStack() as opened:
             self._reward_functions, self._loop = open_reward_functions(config, self._environment, opened)
             opened.enter_context(Closing(self._close_receiver))
@@ -138,7 +138,7 @@ class ReceivedPolicy:
             logger.info("updating weights in flight from version %s to %s", self._version, received.version)
             self._use(received)
 
-    def _fetch_prefetcher(self, version: WeightVersion | None) -> Weights | None:
+    def _fetch_newer(self, version: WeightVersion | None) -> Weights | None:
         announced = self._announced()
         return self._receive(announced.addresses) if announced.is_newer_than(version) else None
 

@@ -186,23 +186,23 @@ def test_in_flight_generations_continue_with_new_weights(
         warm_start__max_steps=0,
         evaluation={"tasks": 2, "greedy": False, "every": 0},
     )
-    weight_poll = 0
-    look = ReceivedPolicy._look
+    polls = 0
+    poll_weights = ReceivedPolicy._poll_weights
 
-    def look_when_the_first_step_is_trained(policy: ReceivedPolicy) -> None:
+    def poll_when_step_1_is_trained(policy: ReceivedPolicy) -> None:
         # Polls 1 to 3 belong to the first four groups, which step 1 trains on; poll 5 follows the first tokens of the
         # groups that replace them.
-        nonlocal weight_poll
-        weight_poll += 1
-        if weight_poll == 5:
+        nonlocal polls
+        polls += 1
+        if polls == 5:
             coordinator_actor = cast(Any, policy._announced).__self__
             with coordinator_actor._changed:
                 assert coordinator_actor._changed.wait_for(
                     lambda: coordinator_actor._coordinator.announced.version >= 1, 120
                 )
-        look(policy)
+        poll_weights(policy)
 
-    monkeypatch.setattr(ReceivedPolicy, "_look", look_when_the_first_step_is_trained)
+    monkeypatch.setattr(ReceivedPolicy, "_poll_weights", poll_when_step_1_is_trained)
     monkeypatch.setattr("marin_rl.runtime.weight_prefetcher.ThreadPoolExecutor", InlineExecutor)
     monkeypatch.setattr(
         "marin_rl.rollouts.run_rollouts.RequestBatcher", functools.partial(RequestBatcher, max_wait=600.0)
