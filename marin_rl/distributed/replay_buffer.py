@@ -211,7 +211,7 @@ class ReplayBuffer:
             ReplayFileError: If the file does not exist or is not a saved buffer.
         """
         try:
-            rows: Sequence[Mapping[str, object]] = pq.read_table(file, schema=_SCHEMA).to_pylist()
+            rows: Sequence[Mapping[str, object]] = pq.read_table(file, schema=_SCHEMA, use_threads=False).to_pylist()
             for row in rows:
                 number = RequestNumber(int(str(row["step"])), int(str(row["index"])))
                 self.add(number, decode_group(str(row["group"])))

@@ -50,6 +50,10 @@ class LogRatioStatistics(NamedTuple):
     """Σ (w - 1)."""
     squared_excess: Float[Array, ""]
     """Σ (w - 1)²."""
+    ratio: Float[Array, ""]
+    """Σ w; unlike `excess`, exact for w close to 0."""
+    squared_ratio: Float[Array, ""]
+    """Σ w²."""
 
     @property
     def mean_absolute(self) -> Float[Array, ""]:
@@ -82,12 +86,13 @@ class LogRatioStatistics(NamedTuple):
 
     @property
     def effective_sample_size(self) -> Float[Array, ""]:
-        """Effective sample size of the weighted batch as a share of its tokens, `(Σw)²/(n·Σw²)`, in (0, 1].
+        """Effective sample size as a share of the tokens, `(Σw)²/(n·Σw²)`, in (0, 1]; 1 if there are no tokens.
 
         Source: Kong 1992, "A note on importance sampling using standardized weights"; Owen 2013, "Monte Carlo theory,
         methods and examples", section 9.3.
         """
-        return jnp.square(self.mean_ratio) / (jnp.square(self.mean_ratio) + self.ratio_variance)
+        size = jnp.square(self.ratio) / (self._divisor * self.squared_ratio)
+        return jnp.where(self.num_tokens > 0, size, 1)
 
     @property
     def _divisor(self) -> Float[Array, ""]:
@@ -119,6 +124,7 @@ def log_ratio_statistics(
     difference = xp.where(loss_mask, log_ratios, 0)
     clamped = xp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     excess = xp.expm1(clamped)
+    ratios = xp.where(loss_mask, xp.exp(clamped), 0)
     statistics = LogRatioStatistics(
         num_tokens=xp.sum(loss_mask, dtype=difference.dtype),
         absolute=xp.sum(xp.abs(difference)),
@@ -127,6 +133,8 @@ def log_ratio_statistics(
         k3=xp.sum(excess - clamped),
         excess=xp.sum(excess),
         squared_excess=xp.sum(xp.square(excess)),
+        ratio=xp.sum(ratios),
+        squared_ratio=xp.sum(xp.square(ratios)),
     )
     return jax.tree.map(jnp.asarray, statistics)
 

@@ -220,18 +220,17 @@ def read_file(path: Path, columns: Sequence[str] | None = None) -> pa.Table | No
         RolloutStoreError: if the file is damaged or has another version; names the file.
     """
     try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    try:
         if path.suffix == ".jsonl":
-            return _from_jsonl(data, columns)
-        # Not a Python file: Arrow's threads may still hold one when the interpreter exits, which aborts the process.
-        parquet = pq.ParquetFile(pa.BufferReader(data))
-        _check_version((parquet.schema_arrow.metadata or {}).get(VERSION_KEY, _NO_VERSION.encode()).decode())
-        table = parquet.read(columns=None if columns is None else list(columns))
+            return _from_jsonl(path.read_bytes(), columns)
+        # Neither a Python object nor threads: a thread of Arrow that releases a Python object while the interpreter
+        # exits aborts the process.
+        with pq.ParquetFile(str(path)) as parquet:
+            _check_version((parquet.schema_arrow.metadata or {}).get(VERSION_KEY, _NO_VERSION.encode()).decode())
+            table = parquet.read(columns=None if columns is None else list(columns), use_threads=False)
         check_columns(table, SCHEMA.names if columns is None else columns)
         return table
+    except FileNotFoundError:
+        return None
     except _OtherVersionError as error:
         raise RolloutStoreError(
             f"{path} was written by another version of marin_rl: {error}. Read it with that version; to continue with "

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from marin_rl.objectives.importance import (
@@ -208,6 +208,8 @@ class TestCorrections:
 
 
 class TestMismatchMetrics:
+    @example([[-8.0, -12.0]])
+    @example([[-20.0, -20.0, -19.0]])
     @given(ragged)
     def test_metrics_match_the_raw_weights(self, log_weights):
         together = [d for own in log_weights for d in own] or [0.0]

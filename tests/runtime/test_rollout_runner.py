@@ -53,7 +53,10 @@ def test_event_loop_closes_after_invalid_reward_function(tmp_path: Path):
         environment=ArithmeticConfig(digits=1, size=50, rewards=(reward,)), sandbox=SandboxConfig(workers=1)
     )
     before = set(threading.enumerate())
-    with pytest.raises(RewardConfigError, match=r"the file .*gone\.py does not exist"), contextlib.ExitStack() as opened:
+    with (
+        pytest.raises(RewardConfigError, match=r"the file .*gone\.py does not exist"),
+        contextlib.ExitStack() as opened,
+    ):
         open_reward_functions(config, config.environment.build(), opened)
     assert "episodes" not in {thread.name for thread in set(threading.enumerate()) - before}
 
