@@ -12,7 +12,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from marin_rl.runtime.metrics_file import read_records
+from marin_rl.training.metrics_file import read_records
 
 
 def plot(runs: list[Path], picture: Path) -> None:

@@ -25,7 +25,7 @@ from marin_rl.objectives.aggregation import ConstantConfig, SequenceMeanConfig, 
 from marin_rl.objectives.gae import GaeConfig
 from marin_rl.objectives.kl import RewardKlConfig
 from marin_rl.objectives.policy_loss import CispoLossConfig, GspoLossConfig, PolicyLossConfig, PpoClipLossConfig
-from marin_rl.runtime.session import run_session
+from marin_rl.training.session import run_session
 
 
 def in_minibatches(config: TrainConfig, policy_loss: PolicyLossConfig) -> TrainConfig:

@@ -28,11 +28,11 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import ReasoningGymConfig
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
 from marin_rl.learner.scoring import Scorer
-from marin_rl.runtime.devices import start_devices
-from marin_rl.runtime.samplers import open_levanter_sampler
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.load import TokenizerConfig
+from marin_rl.training.devices import start_devices
+from marin_rl.training.samplers import open_levanter_sampler
 from marin_rl.types import Message
 
 MAX_LENGTH = 64

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from marin_rl.runtime.metrics_file import read_records
+from marin_rl.training.metrics_file import read_records
 
 SEEDS = (1, 2, 3)
 

@@ -16,8 +16,8 @@ from levanter.optim import AdamConfig
 from marin_rl.config.sections import EvaluationConfig, RolloutConfig, WarmStartConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import ReasoningGymConfig
-from marin_rl.runtime.session import run_session
 from marin_rl.sampling.config import SamplingConfig
+from marin_rl.training.session import run_session
 
 
 def rloo(seed: int = 0) -> TrainConfig:

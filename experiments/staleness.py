@@ -26,14 +26,14 @@ from marin_rl.distributed.rollout_source import FinishedGroup, run_group_request
 from marin_rl.distributed.scheduler import GroupRequest, RolloutScheduler, StalenessLimits
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.weight_history import WeightHistory
-from marin_rl.runtime.loop import train
-from marin_rl.runtime.metrics_file import append_record
-from marin_rl.runtime.open_run import open_run
-from marin_rl.runtime.run_directory import create_or_open
-from marin_rl.runtime.session import run_session
-from marin_rl.runtime.starting_weights import resolve_model
-from marin_rl.runtime.training_run import TrainingRun
 from marin_rl.timing import PhaseTimer
+from marin_rl.training.loop import train
+from marin_rl.training.metrics_file import append_record
+from marin_rl.training.open_run import open_run
+from marin_rl.training.run_directory import create_or_open
+from marin_rl.training.session import run_session
+from marin_rl.training.starting_weights import resolve_model
+from marin_rl.training.training_run import TrainingRun
 from marin_rl.types import WeightVersion
 
 CONFIG = Path(__file__).parent / "rloo_async.yaml"

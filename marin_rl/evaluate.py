@@ -21,12 +21,12 @@ from marin_rl.errors import USER_ERRORS
 from marin_rl.escaping import escape, escape_line
 from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from marin_rl.learner.scoring import Scorer
-from marin_rl.runtime.devices import start_devices
-from marin_rl.runtime.evaluation import evaluate, first_of_each, reference_loss
-from marin_rl.runtime.rollout_runner import make_runner, open_reward_functions
-from marin_rl.runtime.run_directory import RunDirectory, open_existing
-from marin_rl.runtime.samplers import open_levanter_sampler
-from marin_rl.runtime.starting_weights import restore_policy
+from marin_rl.training.devices import start_devices
+from marin_rl.training.evaluation import evaluate, first_of_each, reference_loss
+from marin_rl.training.rollout_runner import make_runner, open_reward_functions
+from marin_rl.training.run_directory import RunDirectory, open_existing
+from marin_rl.training.samplers import open_levanter_sampler
+from marin_rl.training.starting_weights import restore_policy
 
 FLAGS = {"json": "Print one JSON object instead of lines."}
 
@@ -70,7 +70,7 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
         config: run, checkpoint and evaluation settings.
 
     Returns:
-        The step of the checkpoint, and the metrics of `marin_rl.runtime.evaluation.evaluate` and `reference_loss`.
+        The step of the checkpoint, and the metrics of `marin_rl.training.evaluation.evaluate` and `reference_loss`.
 
     Raises:
         RunDirectoryError: if the run does not exist.

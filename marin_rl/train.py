@@ -37,9 +37,9 @@ def _run(arguments: Sequence[str]) -> int:
     from marin_rl.config.train_config import TrainConfig, levanter_defaults
     from marin_rl.environments.base import Split
     from marin_rl.errors import USER_ERRORS
-    from marin_rl.runtime.dry_run import describe_run
-    from marin_rl.runtime.session import run_session
-    from marin_rl.runtime.starting_weights import resolve_model
+    from marin_rl.training.dry_run import describe_run
+    from marin_rl.training.session import run_session
+    from marin_rl.training.starting_weights import resolve_model
 
     try:
         parsed = parse_config(TrainConfig, arguments, levanter_defaults(), FLAGS)

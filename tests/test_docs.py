@@ -34,8 +34,8 @@ from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
 from marin_rl.rewards import EvaluateResult, StepOutput
 from tests.config_classes import config_classes
 from tests.one_reply import answer
-from tests.runtime.thread_workers import thread_workers
 from tests.tiny_run import TinyRun, make_run
+from tests.training.thread_workers import thread_workers
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").rglob("*.md"))]
@@ -345,7 +345,7 @@ def test_ranges_are_parsed() -> None:
 def everything(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Records of PPO with a critic, several updates per step, a filter, shaping and corrections."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
+        patch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
         run = make_run(
             tmp_path_factory.mktemp("everything"),
             initialize_from=str(finished_run.path),
@@ -424,7 +424,7 @@ def lessons(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> 
     }
     numbers = {"type": "arithmetic", "terms": 2, "digits": 1, "size": 100, "name": "sums"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
+        patch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
         run = make_run(
             folder,
             environment={
@@ -447,8 +447,8 @@ def lessons(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> 
 def ahead(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Records of an asynchronous run with a worker."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
-        patch.setattr("marin_rl.runtime.open_rollout_source.ray_workers", thread_workers)
+        patch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+        patch.setattr("marin_rl.training.open_rollout_source.ray_workers", thread_workers)
         run = make_run(
             tmp_path_factory.mktemp("ahead"),
             mode="async",

@@ -91,7 +91,7 @@ def test_resumed_run_prints_the_summary(finished_run: TinyRun, tmp_path: Path, c
 def test_training_starts_from_the_weights_of_a_finished_run(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
     run = new_run(
         initialize_from=str(finished_run.path),
         model=None,
@@ -113,7 +113,7 @@ def test_interrupt_before_the_first_update_exits_with_130(
     def interrupted(config: object, stream: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("marin_rl.runtime.session.run_session", interrupted)
+    monkeypatch.setattr("marin_rl.training.session.run_session", interrupted)
     assert new_run().train() == 130
     assert "run the same command again" in capfd.readouterr().err
 
@@ -122,7 +122,7 @@ def test_errors_are_escaped(new_run: Callable[..., TinyRun], monkeypatch: pytest
     def failed(config: object, stream: object) -> None:
         raise ValueError("task \x1b[2J\nis wrong")
 
-    monkeypatch.setattr("marin_rl.runtime.session.run_session", failed)
+    monkeypatch.setattr("marin_rl.training.session.run_session", failed)
     assert new_run().train() == 1
     assert capfd.readouterr().err == "error: task \\x1b[2J\nis wrong\n"
     assert main(["--x\x1b[2J", "3"]) == 1
@@ -133,7 +133,7 @@ def test_internal_errors_keep_their_traceback(new_run: Callable[..., TinyRun], m
     def broken(config: object, stream: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("marin_rl.runtime.session.run_session", broken)
+    monkeypatch.setattr("marin_rl.training.session.run_session", broken)
     with pytest.raises(ZeroDivisionError):
         new_run().train()
 

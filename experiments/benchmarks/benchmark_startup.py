@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks.measurement import benchmark_parser, config_arguments, make_report, say, spread, timed
-from marin_rl.runtime.metrics_file import read_records
+from marin_rl.training.metrics_file import read_records
 
 MODULES = ("jax", "levanter", "marin_rl.train")
 

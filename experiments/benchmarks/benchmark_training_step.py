@@ -47,8 +47,8 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.train_step import Learner
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
-from marin_rl.runtime.devices import microbatch_rows, start_devices
-from marin_rl.runtime.open_run import make_loss
+from marin_rl.training.devices import microbatch_rows, start_devices
+from marin_rl.training.open_run import make_loss
 
 SIGMA = 0.8
 """Standard deviation of the logarithm of a rollout's length."""

@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from marin_rl.runtime.run_directory import write_atomically
+from marin_rl.training.run_directory import write_atomically
 from marin_rl.viewing.page_data import page_data
 from marin_rl.viewing.selection import Selection, StoredRollouts
 

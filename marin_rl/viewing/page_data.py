@@ -11,7 +11,7 @@ from typing import Any
 
 from marin_rl.escaping import escape
 from marin_rl.rollouts.store import StoredFile, read_file
-from marin_rl.runtime.metrics_file import read_records
+from marin_rl.training.metrics_file import read_records
 from marin_rl.viewing.selection import Row, Selection, StoredRollouts
 
 MAX_STEPS = 10

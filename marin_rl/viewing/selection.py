@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from marin_rl.rollouts.store import EVALUATION, TRAINING, StoredFile, StoredFormat, list_files, read_file
-from marin_rl.runtime.run_directory import RunDirectoryError, open_existing
+from marin_rl.training.run_directory import RunDirectoryError, open_existing
 from marin_rl.types import RolloutStatus
 
 Row = Mapping[str, Any]

@@ -27,11 +27,11 @@ from marin_rl.rewards.pipeline import RewardPipeline
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.rollouts.run_rollouts import run_groups
-from marin_rl.runtime.run_directory import log_to
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer
-from tests.runtime.bare_run import ASSISTANT, END, MODEL, NEWEST, bare_builder, make_config, make_runner
+from marin_rl.training.run_directory import log_to
+from tests.training.bare_run import ASSISTANT, END, MODEL, NEWEST, bare_builder, make_config, make_runner
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
 

@@ -15,8 +15,8 @@ from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup
-from tests.runtime.bare_run import END, make_config, make_runner
 from tests.scripted_sampler import ScriptedSampler
+from tests.training.bare_run import END, make_config, make_runner
 
 ENVIRONMENT = ArithmeticConfig(digits=1, size=50).build()
 CONFIG = make_config(

@@ -15,7 +15,7 @@ from marin_rl.distributed.worker_pool import NoWorkersError, WorkerFailedError, 
 from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup, Task, WeightVersion
-from tests.runtime.inline_executor import InlineExecutor
+from tests.training.inline_executor import InlineExecutor
 
 NOTHING = TrainerUpdate("one", [], None, {}, {}, {"present": 0.0, "busy": 0.0})
 

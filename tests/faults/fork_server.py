@@ -17,7 +17,7 @@ import sys
 
 # Imported before the forks to save time. Jax starts its threads with its first computation; until then a fork is
 # safe.
-import marin_rl.runtime.session  # noqa: F401
+import marin_rl.training.session  # noqa: F401
 from marin_rl.train import main
 
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree"}

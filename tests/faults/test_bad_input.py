@@ -14,8 +14,8 @@ import pytest
 
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split, Step
 from marin_rl.rollouts.store import read_rollouts
-from marin_rl.runtime.batch_builder import BatchBuilder
 from marin_rl.train import main
+from marin_rl.training.batch_builder import BatchBuilder
 from marin_rl.types import Message, Task
 from tests.tiny_run import TinyRun, contents, copy_of, outcome
 
@@ -82,7 +82,7 @@ def quick(finished_run: TinyRun) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
 
 
 def error(capfd: Capture) -> str:

@@ -19,7 +19,7 @@ from experiments.soak import LiveRun, halt, wake, whole_and_once
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.learner.checkpoint import open_checkpoint
 from marin_rl.rollouts.store import read_rollouts
-from marin_rl.runtime.run_state import REPLAY
+from marin_rl.training.run_state import REPLAY
 from tests.faults.live_run import all_end, async_settings, live, started
 from tests.tiny_run import PROBLEMS, TinyRun, contents, copy_of, make_run, outcome
 
@@ -48,7 +48,7 @@ def test_full_disk_stops_the_run_without_loss(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
     settings = {
         "initialize_from": str(finished_run.path),
         "warm_start__max_steps": 0,
@@ -96,7 +96,7 @@ def test_full_disk_at_the_end_keeps_the_previous_export(
     # Room for the checkpoints up to the last that fits.
     fitting = files[: [file.name for file in files].index(last) + 1] if last else []
     leave = sum(file.stat().st_blocks * 512 for file in fitting)
-    monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: fill(disk, leave))
+    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: fill(disk, leave))
     capfd.readouterr()
     assert run.train() == 1
     told = capfd.readouterr().err

@@ -176,7 +176,7 @@ def test_run_killed_14_times_equals_uninterrupted_run(
 @pytest.fixture
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the plots, which take seconds and are not tested here."""
-    monkeypatch.setattr("marin_rl.runtime.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
 
 
 def damage(path: Path) -> None:
@@ -242,7 +242,7 @@ def test_interrupt_finishes_the_update_saves_and_prints_how_to_resume(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    from marin_rl.runtime.batch_builder import BatchBuilder
+    from marin_rl.training.batch_builder import BatchBuilder
 
     run = interrupted_after(finished_run, 3, tmp_path / "copy")
     build = BatchBuilder.build

@@ -29,7 +29,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
     from marin_rl.learner.scoring import Scorer
     from marin_rl.learner.weight_history import WeightHistory
-    from marin_rl.runtime.shared_run import require_same_batch
+    from marin_rl.training.shared_run import require_same_batch
     from marin_rl.weights.config import ArrowFlightConfig
     from marin_rl.weights.publish import TrainingHost
 

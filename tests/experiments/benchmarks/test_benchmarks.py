@@ -22,7 +22,7 @@ from experiments.benchmarks import (
     measurement,
 )
 from marin_rl.learner.policy_model import initialize_policy
-from marin_rl.runtime.devices import start_devices
+from marin_rl.training.devices import start_devices
 from tests.tiny_run import make_run
 
 

@@ -1,0 +1,99 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Summary of a config for `--dry_run`: sizes, tokens and steps, computed before anything runs."""
+
+import contextlib
+import math
+
+import jax
+from haliax import Axis
+
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
+from marin_rl.learner.critic import CriticConfig
+from marin_rl.learner.policy_model import model_shape
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.training.devices import microbatch_rows
+
+
+def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int) -> str:
+    """Describe the token and step counts of a run.
+
+    Args:
+        config: training config; `model` is set.
+        tokenizer: determines the vocabulary size of the model.
+        train_tasks: number of distinct training tasks.
+
+    Returns:
+        One `name  value` line per quantity.
+    """
+    assert config.model is not None
+    rollouts, limits = config.rollouts, config.sampling
+    shape = model_shape(config.model, Axis("vocab", tokenizer.vocab_size), config.trainer)
+    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shape))
+    per_step, updates = rollouts.rollouts_per_step, config.updates
+    rows = microbatch_rows(config.trainer, rollouts.rows_per_device)
+    positions, elsewhere = _positions(config)
+    block = min(config.logprob_block_size, positions)
+    prompts = rollouts.prompts_per_step * config.num_steps
+    resampling = f", {config.filter.max_batches} times that with resampling" if config.filter.max_batches > 1 else ""
+    lines = [
+        ("parameters", f"{parameters:,}, vocabulary {tokenizer.vocab_size:,}"),
+        (
+            "one step",
+            f"{rollouts.prompts_per_step:,} prompts x {rollouts.group_size} attempts = {per_step:,} rollouts",
+        ),
+        ("sampled per step", f"at most {per_step * rollouts.max_turns * limits.max_new_tokens:,} tokens{resampling}"),
+        (
+            "updates per step",
+            f"{updates.per_step:,} = {updates.epochs:,} x {updates.minibatches:,} (epochs x minibatches)",
+        ),
+        (
+            "one microbatch",
+            f"{rows:,} rows x {positions:,} positions = {rows * positions:,} tokens on each data-parallel device, "
+            f"{'several sequences' if rollouts.packing else 'one sequence'} in a row{elsewhere}",
+        ),
+        (
+            "the run",
+            f"{config.num_steps:,} steps, {updates.per_step * config.num_steps:,} updates, "
+            f"{per_step * config.num_steps:,} rollouts, each of {train_tasks:,} training tasks "
+            f"{prompts / train_tasks:.2f} times",
+        ),
+        (
+            "logits at a time",
+            f"{rows:,} x {block:,} x {tokenizer.vocab_size:,} floats on each data-parallel device",
+        ),
+        ("evaluations", f"{_evaluations(config):,}, of {config.evaluation.tasks:,} held-out tasks"),
+        ("reference model", "yes" if config.kl.needs_reference else "not loaded, the KL coefficient is 0"),
+        ("critic", _critic(config.critic)),
+    ]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def _positions(config: TrainConfig) -> tuple[int, str]:
+    """Positions per row on the first supported platform, and a remark on platforms with a different number."""
+    by_platform: dict[str, int] = {}
+    for platform in PLATFORMS:
+        # Config validation has already rejected a row length that no platform supports.
+        with contextlib.suppress(ValueError):
+            by_platform[platform] = config.rollouts.positions(attention_kernel(config.model, platform))
+    first = next(iter(by_platform.values()))
+    others = [f"{count:,} positions on {platform}" for platform, count in by_platform.items() if count != first]
+    return first, "".join(f"; {other}" for other in others)
+
+
+def _critic(critic: CriticConfig | None) -> str:
+    if critic is None:
+        return "none"
+    return "one output on the policy's trunk" if critic.shared_trunk else "a separate trunk"
+
+
+def _evaluations(config: TrainConfig) -> int:
+    if config.evaluation.tasks == 0:
+        return 0
+    before = 2 if config.warm_start.max_steps else 1
+    every = config.evaluation.every
+    during = max(config.num_steps - 1, 0) // every if every else 0
+    return before + during + (1 if config.num_steps else 0)

@@ -1,0 +1,143 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Open the rollout source, replay buffer, staleness limits and weight history of a config."""
+
+import contextlib
+from collections.abc import Mapping
+
+from levanter.models.lm_model import LmHeadModel
+
+from marin_rl import multihost
+from marin_rl.closing import Closing
+from marin_rl.config.sections import Mode
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.replay_buffer import ReplayBuffer
+from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
+from marin_rl.distributed.scheduler import StalenessLimits
+from marin_rl.distributed.worker_pool import WorkerPool
+from marin_rl.learner.weight_history import WeightHistory
+from marin_rl.rollouts.run_rollouts import RolloutRunner
+from marin_rl.training.ray_workers import ray_workers
+from marin_rl.training.run_state import Progress
+from marin_rl.training.shared_run import SharedWorkerPool
+from marin_rl.weights.auth import make_secret
+from marin_rl.weights.publish import MultiHostSender, TrainingHost
+
+
+class WorkerDevicesError(ValueError):
+    """Raised when rollout workers would open accelerators of the trainer; the message names the remedy."""
+
+
+SHARES_GPU_MEMORY = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
+"""Environment variables with which several jax processes can share the memory of a GPU."""
+
+
+def check_worker_devices(config: TrainConfig, platform: str, environ: Mapping[str, str]) -> None:
+    """Check that rollout workers do not open the accelerators of the trainer.
+
+    Ray hides GPUs only from workers that request some, and jax opens every visible accelerator.
+
+    Args:
+        config: Mode, workers and cluster.
+        platform: Platform of the trainer's devices: `cpu`, `gpu` or `tpu`.
+        environ: Environment variables of the trainer, which workers inherit if the trainer starts Ray.
+
+    Raises:
+        WorkerDevicesError: If they would; the message names the settings to change.
+    """
+    if config.mode is Mode.SYNC or platform == "cpu":
+        return
+    if platform == "tpu":
+        raise WorkerDevicesError(
+            "mode is async, but this trainer runs on TPU: rollout workers reserve no TPU chips and would open the "
+            "trainer's. Set mode: sync, on one TPU host; rollout workers on TPU, and therefore training on several "
+            "TPU hosts, are not supported yet"
+        )
+    remedy = (
+        "Give trainer and workers separate GPUs: start Ray with the GPUs of the workers (CUDA_VISIBLE_DEVICES=4,5,6,7 "
+        "ray start --head) and the trainer with the others (CUDA_VISIBLE_DEVICES=0,1,2,3, ray_address: 127.0.0.1:6379)"
+    )
+    if config.workers.gpus_per_worker == 0:
+        raise WorkerDevicesError(
+            "workers.gpus_per_worker is 0, but this trainer runs on GPU: a worker that requests no GPU from Ray sees "
+            f"all GPUs of its machine and would open the trainer's. {remedy} and workers.gpus_per_worker: 1; or set "
+            "mode: sync"
+        )
+    if config.ray_address is None and not any(environ.get(name) for name in SHARES_GPU_MEMORY):
+        raise WorkerDevicesError(
+            "ray_address is not set, so workers get GPUs of the trainer, and jax reserves three quarters of a GPU's "
+            f"memory for the first process. {remedy}; or let them share each GPU with "
+            "XLA_PYTHON_CLIENT_MEM_FRACTION=.45 in the environment"
+        )
+
+
+def open_rollout_source(
+    config: TrainConfig, runner: RolloutRunner, progress: Progress, opened: contextlib.ExitStack
+) -> RolloutSource:
+    """Open the trainer's sampler as rollout source, or start workers and a weight server.
+
+    Args:
+        config: Mode, number of workers and weight transfer.
+        runner: Runs the trainer's rollouts.
+        progress: Vocabulary size of the model, and worker counts of the run so far.
+        opened: Closes everything that is started here.
+
+    Returns:
+        The rollout source.
+    """
+    if config.mode is Mode.SYNC:
+        return LocalRollouts(config, runner)
+    secret = multihost.on_main(make_secret)
+    sender = config.weights.open_sender(secret, TrainingHost.current())
+    # With several hosts, `sender` is replaced below.
+    opened.enter_context(Closing(lambda: sender.close()))
+    addresses = multihost.gather_texts(sender.address)
+    if len(addresses) > 1 and multihost.is_main():
+        receiver = config.weights.open_receiver(addresses, secret)
+        sender = MultiHostSender(sender, receiver, timeout=config.workers.no_progress_timeout)
+    if not multihost.is_main():
+        return SharedWorkerPool(None, sender)
+    # Workers are stopped before their weight server.
+    client = opened.enter_context(ray_workers(config, progress.vocab_size, secret))
+    timeout, counts = config.workers.no_progress_timeout, progress.worker_counts
+    rollout_source = WorkerPool(client, sender, no_progress_timeout=timeout, addresses=addresses, counts=counts)
+    opened.enter_context(Closing(rollout_source.close))
+    return rollout_source if len(addresses) == 1 else SharedWorkerPool(rollout_source, sender)
+
+
+def make_staleness_limits(config: TrainConfig) -> StalenessLimits:
+    """Return the staleness limits of a config; in `mode: sync` groups are never sampled ahead."""
+    groups_per_step = config.rollouts.prompts_per_step
+    replacements = (config.filter.max_batches - 1) * groups_per_step
+    if config.mode is Mode.SYNC:
+        return StalenessLimits(groups_per_step, replacements_per_step=replacements)
+    replay = config.replay
+    return StalenessLimits(
+        groups_per_step,
+        replay.max_staleness,
+        replay.max_uses,
+        replacements,
+        replay.capacity,
+        last_step=config.num_steps,
+    )
+
+
+def make_replay(config: TrainConfig) -> ReplayBuffer:
+    """Make an empty replay buffer; in `mode: sync` it holds the groups of one step only."""
+    if config.mode is Mode.SYNC:
+        return ReplayBuffer(max_staleness=0)
+    replay = config.replay
+    return ReplayBuffer(
+        max_staleness=replay.max_staleness,
+        max_uses=replay.max_uses,
+        half_life=replay.half_life,
+        seed=config.seed,
+    )
+
+
+def make_history(config: TrainConfig) -> WeightHistory[LmHeadModel] | None:
+    """Make the history of sampling weights for groups in the replay buffer; None if it is not needed."""
+    if config.mode is Mode.SYNC or not config.replay.keep_sampling_weights:
+        return None
+    return WeightHistory(config.replay.max_staleness + 1)

@@ -1,0 +1,261 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Build the components of a run, and start it or resume it from its newest checkpoint."""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from levanter.models.lm_model import LmHeadModel
+from levanter.trainer import TrainerConfig
+from levanter.trainer_state import TrainerState
+
+from marin_rl.batching.packing import RowLayout
+from marin_rl.closing import Closing
+from marin_rl.config.sections import Mode
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.scheduler import RolloutScheduler
+from marin_rl.environments.base import AbstractEnvironment
+from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from marin_rl.learner.critic import attach_critic, policy_of
+from marin_rl.learner.loss import RlLoss
+from marin_rl.learner.scoring import Scorer
+from marin_rl.learner.train_step import Learner
+from marin_rl.learner.weight_history import WeightHistory
+from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.rollouts.reward_functions import RewardFunctions
+from marin_rl.rollouts.run_rollouts import RolloutRunner
+from marin_rl.rollouts.store import RolloutStore
+from marin_rl.sampling.sampler import Sampler
+from marin_rl.seeds import derive_seed
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import TokenPieces
+from marin_rl.training.batch_builder import BatchBuilder
+from marin_rl.training.collect import GroupCollector
+from marin_rl.training.devices import start_devices
+from marin_rl.training.evaluation import Keep, describe_accuracy, evaluate, forget
+from marin_rl.training.open_rollout_source import (
+    check_worker_devices,
+    make_history,
+    make_replay,
+    make_staleness_limits,
+    open_rollout_source,
+)
+from marin_rl.training.rollout_runner import make_runner, open_reward_functions
+from marin_rl.training.run_state import REPLAY, Progress, RunState
+from marin_rl.training.samplers import open_trainer_sampler
+from marin_rl.training.shared_run import check_config, newest_good
+from marin_rl.training.starting_weights import first_policy, restore_policy, restore_state
+from marin_rl.training.training_run import RolloutRecorder, TrainingRun, WeightPublisher
+from marin_rl.training.warm_start import warm_start
+
+Report = Callable[[str], None]
+"""Receives progress messages of one line each."""
+
+
+class Components(NamedTuple):
+    """Components of a run that do not depend on its weights."""
+
+    trainer: TrainerConfig
+    tokenizer: ChatTokenizer
+    environment: AbstractEnvironment
+    reward_functions: RewardFunctions
+    loop: BackgroundLoop
+    recorder: RolloutRecorder
+    checkpoints: Checkpoints
+    learner: Learner
+    layout: RowLayout
+
+
+class _Start(NamedTuple):
+    """Weights and progress of a run when it starts or resumes."""
+
+    trainer_state: TrainerState
+    sampler: Sampler
+    """Holds the weights of `trainer_state`."""
+    progress: Progress
+
+
+def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
+    """Start a run, or resume it from its newest valid checkpoint.
+
+    Closes all opened resources if it raises or is interrupted.
+
+    Args:
+        config: training config; `model` is set.
+        folder: run directory.
+        report: called with each progress message.
+
+    Raises:
+        ValueError: if components do not fit together (batch and mesh, tokenizer and model, reward functions and mode).
+        CheckpointError: if the run has checkpoints and none is usable.
+    """
+    with contextlib.ExitStack() as resources:
+        parts = _open_components(config, folder, resources)
+        checkpoint = newest_good(parts.checkpoints)
+        trainer_state, sampler, progress = (
+            _start(config, parts, report) if checkpoint is None else _resume(config, parts, checkpoint, report)
+        )
+        runner = _make_runner(config, parts, sampler)
+        rollout_source = open_rollout_source(config, runner, progress, resources)
+        scheduler = RolloutScheduler(make_staleness_limits(config), progress.scheduler)
+        state = RunState(progress, scheduler, make_replay(config))
+        if checkpoint is not None:
+            state.replay.load(checkpoint.path / REPLAY)
+        publisher = WeightPublisher(sampler, rollout_source, make_history(config))
+        publisher.offer(policy_of(trainer_state.model), progress.step)
+        if publisher.history is not None:
+            drop_groups_of_lost_weights(state, report)
+        rollout_source.submit(state.scheduler.outstanding)
+        if checkpoint is None:
+            parts.recorder.flush()
+            state.save(parts.checkpoints, trainer_state, rollout_source.counts)
+        return TrainingRun(
+            config=config,
+            state=state,
+            trainer_state=trainer_state,
+            collector=GroupCollector(config, parts.environment, parts.tokenizer, rollout_source),
+            batch_builder=_make_batch_builder(config, parts, publisher.history),
+            learner=parts.learner,
+            publisher=publisher,
+            runner=runner,
+            recorder=parts.recorder,
+            checkpoints=parts.checkpoints,
+            resources=resources.pop_all(),
+        )
+
+
+def make_loss(config: TrainConfig) -> RlLoss:
+    """Build the configured loss."""
+    return RlLoss(
+        policy_loss=config.policy_loss,
+        kl=config.kl,
+        temperature=config.sampling.temperature,
+        block_size=config.logprob_block_size,
+        critic=config.critic,
+    )
+
+
+def drop_groups_of_lost_weights(state: RunState, report: Report) -> None:
+    """Drop waiting groups that were sampled with weights that are no longer kept, and request them again.
+
+    Args:
+        state: state of a run that was just resumed.
+        report: called with a message if any group was dropped.
+    """
+    if dropped := state.drop_stale(state.progress.step, max_staleness=0).count:
+        report(
+            f"{dropped} waiting groups were sampled with weights that are no longer kept; those not trained on are "
+            "sampled again"
+        )
+
+
+def _open_components(config: TrainConfig, folder: Path, resources: contextlib.ExitStack) -> Components:
+    trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
+    layout = config.row_layout(trainer)
+    check_config(config)
+    check_worker_devices(config, jax.default_backend(), os.environ)
+    tokenizer = config.tokenizer.build()
+    environment = config.environment.build()
+    reward_functions, loop = (
+        open_reward_functions(config, environment, resources)
+        if _samples(config)
+        else (RewardFunctions(), BackgroundLoop())
+    )
+    store = RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer))
+    recorder = RolloutRecorder(store)
+    resources.enter_context(Closing(recorder.close))
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
+    # A run with 0 steps only warms up and exports, but a learning rate schedule needs at least one step.
+    num_updates = max(config.num_steps, 1) * config.updates.per_step
+    learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=num_updates)
+    return Components(trainer, tokenizer, environment, reward_functions, loop, recorder, checkpoints, learner, layout)
+
+
+def _samples(config: TrainConfig) -> bool:
+    """Return whether this process runs episodes, and therefore needs reward functions and their sandbox."""
+    return config.mode is Mode.SYNC or config.warm_start.max_steps > 0 or config.evaluation.tasks > 0
+
+
+def _resume(config: TrainConfig, parts: Components, checkpoint: Checkpoint, report: Report) -> _Start:
+    try:
+        progress = Progress(**checkpoint.progress)
+    except TypeError as error:
+        raise CheckpointError(
+            f"the progress in checkpoint {checkpoint.path} is of another version: {error}; resume with the version "
+            "that wrote it, or delete the run directory to start over"
+        ) from error
+    state = restore_state(checkpoint, config, parts.learner)
+    for damaged in [step for step in parts.checkpoints.steps() if step > progress.step]:
+        report(f"the checkpoint of step {damaged} is damaged and was skipped; see log.txt for the reason")
+    report(f"resuming after step {progress.step}, from {checkpoint.path}")
+    sampler = open_trainer_sampler(config, policy_of(state.model), parts.tokenizer, parts.trainer, progress.step)
+    return _Start(state, sampler, progress)
+
+
+def _start(config: TrainConfig, parts: Components, report: Report) -> _Start:
+    policy = first_policy(config, parts.tokenizer, parts.trainer)
+    progress = Progress(vocab_size=policy.vocab_size)
+    sampler = open_trainer_sampler(config, policy, parts.tokenizer, parts.trainer, version=0)
+    runner = _make_runner(config, parts, sampler)
+
+    def measure(milestone: str, keep: Keep = forget) -> None:
+        if config.evaluation.tasks:
+            progress.evaluations[milestone] = metrics = evaluate(
+                runner, config.evaluation, temperature=config.sampling.temperature, seed=config.seed, keep=keep
+            )
+            report(f"{milestone}: {describe_accuracy(metrics)}")
+
+    if config.warm_start.max_steps:
+        measure("before warm start")
+        policy = warm_start(
+            config.warm_start,
+            policy,
+            runner,
+            parts.trainer,
+            parts.layout,
+            seed=config.seed,
+            block_size=config.logprob_block_size,
+            temperature=config.sampling.temperature,
+            use_weights=lambda model: sampler.update_weights(model, 0),
+            report=report,
+        )
+    trained = attach_critic(config.critic, policy, parts.trainer)
+    key = jax.random.PRNGKey(derive_seed(config.seed, "training") % 2**32)
+    state = parts.learner.initial_state(trained, key)
+    sampler.update_weights(policy_of(state.model), 0)
+    measure("before RL", functools.partial(parts.recorder.record_evaluation, 0))
+    return _Start(state, sampler, progress)
+
+
+def _make_runner(config: TrainConfig, parts: Components, sampler: Sampler) -> RolloutRunner:
+    return make_runner(config, parts.environment, parts.tokenizer, sampler, parts.loop, parts.reward_functions)
+
+
+def _make_batch_builder(
+    config: TrainConfig, parts: Components, history: WeightHistory[LmHeadModel] | None
+) -> BatchBuilder:
+    scorer = Scorer(
+        parts.trainer,
+        parts.layout,
+        pad_token_id=parts.tokenizer.pad_token_id,
+        temperature=config.sampling.temperature,
+        block_size=config.logprob_block_size,
+    )
+    score_reference = None
+    if config.kl.needs_reference:
+        reference = restore_policy(parts.checkpoints.open(0), config, parts.trainer)
+        score_reference = functools.partial(scorer.score, reference)
+    return BatchBuilder(
+        config,
+        parts.layout,
+        parts.tokenizer.pad_token_id,
+        scorer.score,
+        score_reference,
+        None if history is None else history.get,
+    )

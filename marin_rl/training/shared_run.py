@@ -1,0 +1,223 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Training in several processes: one per host, which together hold the device mesh.
+
+All processes run the same loop on the same groups, so tasks, requests, replay buffer and batches are equal everywhere
+without being sent. Only the main process has workers; it broadcasts finished groups and writes the run directory.
+"""
+
+import json
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from marin_rl import multihost
+from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
+from marin_rl.config.command_line import to_yaml
+from marin_rl.config.sections import Mode
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.rollout_source import FinishedGroup, raise_if
+from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
+from marin_rl.distributed.worker_pool import WorkerPool
+from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
+from marin_rl.rollouts.group_codec import decode_group
+from marin_rl.timing import PhaseTimer
+from marin_rl.training.run_directory import RunDirectoryError, config_differences, writing
+from marin_rl.types import WeightVersion
+from marin_rl.weights.config import ArrowFlightConfig, is_loopback
+from marin_rl.weights.protocol import WeightSender
+
+
+class SharedWorkerPool:
+    """Worker pool of the main process with a broadcast of its results to all processes."""
+
+    def __init__(self, worker_pool: WorkerPool | None, sender: WeightSender) -> None:
+        """Start without pending requests.
+
+        Args:
+            worker_pool: Worker pool of the main process; None in the other processes.
+            sender: Publishes the shards of this process if there is no worker pool.
+        """
+        self._worker_pool = worker_pool
+        self._sender = sender
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """See [`RolloutSource`][marin_rl.distributed.rollout_source.RolloutSource]."""
+        if self._worker_pool is not None:
+            self._worker_pool.submit(requests)
+
+    def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> list[FinishedGroup]:
+        """See [`WorkerPool`][marin_rl.distributed.worker_pool.WorkerPool].
+
+        Raises:
+            StopRequestedError: In every process, if a stop is requested.
+            MainProcessError: If the wait failed in the main process.
+        """
+        deadline = None if self._worker_pool is None else self._worker_pool.deadline()
+
+        def poll() -> str:
+            assert self._worker_pool is not None
+            assert deadline is not None
+            return json.dumps(self._worker_pool.poll_groups(deadline))
+
+        raise_if(stop_requested)
+        # Broadcast the result of every poll, so that no process waits long in one exchange.
+        while not (groups := json.loads(multihost.on_main(poll))):
+            raise_if(stop_requested)
+        return [FinishedGroup(RequestNumber(*number), decode_group(text)) for number, text in groups]
+
+    def publish(self, model: object, version: WeightVersion) -> None:
+        """See [`RolloutSource`][marin_rl.distributed.rollout_source.RolloutSource]."""
+        if self._worker_pool is None:
+            self._sender.publish(model, version)
+        else:
+            self._worker_pool.publish(model, version)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the worker metrics in the main process, and nothing in the others."""
+        return {} if self._worker_pool is None else self._worker_pool.metrics()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Event counts in the main process; empty in the others."""
+        return {} if self._worker_pool is None else self._worker_pool.counts
+
+
+def require_shared_folder(folder: Path) -> None:
+    """Check that all training processes see the same run directory, which stores the checkpoint shards of each.
+
+    The main process writes a random text, and every process reads it back.
+
+    Args:
+        folder: The run directory, which exists on the host of the main process.
+
+    Raises:
+        RunDirectoryError: In every process; names the processes that do not see the folder.
+    """
+    if not multihost.is_multihost():
+        return
+    # A new file name: NFS clients cache for a while which names do not exist.
+    nonce = multihost.on_main(lambda: _write_nonce(folder))
+    file = folder / f".{nonce}"
+    try:
+        sees = file.read_text(encoding="utf-8") == nonce
+    except OSError:
+        sees = False
+    own_answer = {"sees": sees, "path": f"{str(folder.absolute())!r} on host {socket.gethostname()}"}
+    answers = [json.loads(text) for text in multihost.gather_texts(json.dumps(own_answer))]
+    if multihost.is_main():
+        file.unlink()
+    if blind := [f"process {index} ({answer['path']})" for index, answer in enumerate(answers) if not answer["sees"]]:
+        raise RunDirectoryError(
+            f"training {', '.join(blind)} does not see the run directory of the main process ({answers[0]['path']}). "
+            "Every training process writes its shards of the checkpoints there: set run_dir to an absolute path on a "
+            "file system that all training hosts share, such as NFS or a mounted bucket"
+        )
+
+
+def _write_nonce(folder: Path) -> str:
+    nonce = secrets.token_hex(16)
+    with writing(folder):
+        (folder / f".{nonce}").write_text(nonce, encoding="utf-8")
+    return nonce
+
+
+def require_same_config(config: TrainConfig, may_differ: Sequence[str]) -> None:
+    """Check that all training processes have the same config.
+
+    Args:
+        config: Config of this process.
+        may_differ: Dotted keys or sections that do not change the results of the run.
+
+    Raises:
+        RunDirectoryError: In every process; names the processes and keys that differ from the main process.
+    """
+    if not multihost.is_multihost():
+        return
+    own = to_yaml(config)
+    of_main = multihost.on_main(lambda: own)
+    differences = multihost.gather_texts("\n".join(config_differences(of_main, own, [*may_differ, "run_dir"])))
+    if differing := [f"process {index}:\n{text}" for index, text in enumerate(differences) if text]:
+        raise RunDirectoryError(
+            "the training processes have different configs; compared with the main process (there), in "
+            + "\n".join(differing)
+            + "\nstart all of them with the same config"
+        )
+
+
+def require_same_batch(step: int, microbatches: Sequence[RlExample]) -> None:
+    """Check that all training processes have the same batch.
+
+    Each process computes the batch from the rollouts and places its rows on its devices, so an undetected difference
+    would make the gradient wrong.
+
+    Args:
+        step: Training step.
+        microbatches: All microbatches of all updates of the step.
+
+    Raises:
+        ProcessesDifferError: In every process; names the processes and arrays that differ.
+    """
+    if not multihost.is_multihost():
+        return
+    arrays = {name: [np.asarray(getattr(batch, name).array) for batch in microbatches] for name in PER_TOKEN_DTYPES}
+    values = {name: b"".join(array.tobytes() for array in of_name) for name, of_name in arrays.items()}
+    shapes = [array.shape for array in arrays["input_ids"]]
+    multihost.require_equal({"shapes": f"{step} {shapes}".encode(), **values}, f"the batch of step {step}")
+
+
+def check_config(config: TrainConfig) -> None:
+    """Check that a config supports several training processes: rollout workers, and weights that all hosts can fetch.
+
+    Raises:
+        ValueError: If it does not; the message names the setting and the remedy.
+    """
+    count = jax.process_count()
+    if count == 1:
+        return
+    unsupported = {
+        f"mode is {config.mode}": (config.mode is not Mode.ASYNC, "set mode: async, so that rollout workers sample"),
+        f"warm_start.max_steps is {config.warm_start.max_steps}": (
+            config.warm_start.max_steps > 0,
+            "set it to 0, and warm up in a separate run on one process, and set initialize_from to its run directory",
+        ),
+        f"evaluation.tasks is {config.evaluation.tasks}": (
+            config.evaluation.tasks > 0,
+            "set it to 0, and measure checkpoints with python -m marin_rl.evaluate --run RUN --evaluation.tasks N",
+        ),
+    }
+    for setting, (is_set, remedy) in unsupported.items():
+        if is_set:
+            raise ValueError(
+                f"{setting}, but training runs in {count} processes, which the trainer's sampler does not support; "
+                f"{remedy}"
+            )
+    hosts = list(dict.fromkeys(multihost.gather_texts(socket.gethostname())))
+    if len(hosts) > 1 and isinstance(config.weights, ArrowFlightConfig) and is_loopback(config.weights.host):
+        raise ValueError(
+            f"weights.host is {config.weights.host}, but training runs on {len(hosts)} hosts ({', '.join(hosts)}), and "
+            "workers fetch weights from each of them; set weights.host: 0.0.0.0 in a network that you trust"
+        )
+
+
+def newest_good(checkpoints: Checkpoints) -> Checkpoint | None:
+    """Return the newest good checkpoint, chosen by the main process and equal in every process.
+
+    Raises:
+        CheckpointError: If there are checkpoints and all of them are damaged.
+    """
+    chosen: list[Checkpoint | None] = []
+
+    def choose() -> str:
+        chosen.append(checkpoints.newest_good())
+        return "" if chosen[0] is None else str(chosen[0].step)
+
+    step = multihost.on_main(choose)
+    if chosen:
+        return chosen[0]
+    return checkpoints.open(int(step)) if step else None

@@ -1,0 +1,149 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Supervised warm start: train on worked answers until RL has correct answers to reinforce."""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from levanter.models.lm_model import LmHeadModel
+from levanter.optim import AdamConfig
+from levanter.trainer import TrainerConfig
+
+from marin_rl.batching.packing import RowLayout
+from marin_rl.batching.processed_rollout import ProcessedRollout, process_conversation
+from marin_rl.batching.rl_example import pack_batch
+from marin_rl.config.sections import WarmStartConfig
+from marin_rl.environments.base import Split
+from marin_rl.learner.loss import RlLoss
+from marin_rl.learner.train_step import Learner
+from marin_rl.objectives.advantage_inputs import TokenAdvantages
+from marin_rl.objectives.aggregation import TokenMeanConfig
+from marin_rl.objectives.kl import NoKlConfig
+from marin_rl.objectives.policy_loss import ReinforceLossConfig
+from marin_rl.rollouts.metrics import is_correct
+from marin_rl.rollouts.run_rollouts import RolloutRunner, run_groups
+from marin_rl.seeds import derive_seed
+from marin_rl.training.evaluation import first_of_each
+from marin_rl.types import Task
+
+logger = logging.getLogger(__name__)
+
+
+class WarmStartError(ValueError):
+    """The environment does not support a warm start; the message names the missing data."""
+
+
+def warm_start(
+    config: WarmStartConfig,
+    model: LmHeadModel,
+    runner: RolloutRunner,
+    trainer: TrainerConfig,
+    layout: RowLayout,
+    *,
+    seed: int,
+    block_size: int,
+    temperature: float,
+    use_weights: Callable[[LmHeadModel], None],
+    report: Callable[[str], None],
+) -> LmHeadModel:
+    """Train `model` on worked answers or demonstrations until it solves some tasks.
+
+    The loss is the policy term of REINFORCE with an advantage of 1 on every assistant token, which is cross-entropy.
+
+    Args:
+        config: number of updates, learning rate and stopping criterion.
+        model: initial weights; **donated**, use the returned model.
+        runner: runs the validation tasks; its environment provides all tasks and answers.
+        trainer: mesh and precision.
+        layout: shape of a microbatch.
+        seed: seed of the run.
+        block_size: number of positions with logits in memory at a time.
+        temperature: sampling temperature of the accuracy measurement.
+        use_weights: loads weights into the runner's sampler.
+        report: called with each progress message.
+
+    Returns:
+        The trained model.
+
+    Raises:
+        WarmStartError: if the environment lacks worked answers or validation tasks, or no answer of a batch fits.
+    """
+    tasks, check_tasks = _worked_tasks(runner), _check_tasks(config, runner)
+    optimizer = AdamConfig(learning_rate=config.learning_rate, lr_schedule="constant", warmup=0, weight_decay=0.0)
+    loss = RlLoss(ReinforceLossConfig(), NoKlConfig(), temperature=1.0, block_size=block_size)
+
+    @functools.cache
+    def example(index: int) -> ProcessedRollout | None:
+        return _worked_example(tasks[index], runner)
+
+    pad = runner.tokenizer.pad_token_id
+    learner = Learner(trainer, optimizer, loss, num_updates=config.max_steps)
+    state = learner.initial_state(model, jax.random.PRNGKey(derive_seed(seed, "warm start") % 2**32))
+    for step in range(1, config.max_steps + 1):
+        rng = np.random.default_rng(derive_seed(seed, "warm start", step))
+        drawn = [example(int(index)) for index in rng.integers(len(tasks), size=config.batch_size)]
+        examples = _require_fitting(drawn, runner)
+        token_advantages = [_unit_advantages(processed) for processed in examples]
+        batch = pack_batch(examples, token_advantages, TokenMeanConfig(), layout, pad_token_id=pad)
+        state, metrics = learner.step(state, batch.microbatches)
+        if step % config.check_every == 0 or step == config.max_steps:
+            use_weights(state.model)
+            accuracy = _accuracy(runner, check_tasks, temperature, seed)
+            report(f"warm start {step}: loss {float(metrics['loss/total']):.3f}, validation accuracy {accuracy:.3f}")
+            if accuracy >= config.target_accuracy:
+                break
+    return state.model
+
+
+def _worked_tasks(runner: RolloutRunner) -> Sequence[Task]:
+    tasks = [task for task in runner.environment.tasks(Split.TRAIN) if runner.environment.can_demonstrate(task)]
+    if not tasks:
+        raise WarmStartError(
+            f"environment {runner.environment.name!r} has no worked answers or demonstrations to train on; set "
+            "warm_start.max_steps: 0 and start from weights that solve some tasks (initialize_from)"
+        )
+    return tasks
+
+
+def _check_tasks(config: WarmStartConfig, runner: RolloutRunner) -> Sequence[Task]:
+    tasks = first_of_each(runner.environment.tasks(Split.VALIDATION), config.check_tasks, runner)
+    if not tasks:
+        raise WarmStartError(
+            f"environment {runner.environment.name!r} has no validation tasks to measure the warm start on; "
+            "set environment.validation, or warm_start.max_steps: 0"
+        )
+    return tasks
+
+
+def _worked_example(task: Task, runner: RolloutRunner) -> ProcessedRollout | None:
+    return process_conversation(
+        runner.environment.demonstrate(task),
+        id=task.id,
+        source=task.environment,
+        length=runner.limits.max_length,
+        tokenizer=runner.tokenizer,
+    )
+
+
+def _require_fitting(examples: Sequence[ProcessedRollout | None], runner: RolloutRunner) -> list[ProcessedRollout]:
+    fitting = [example for example in examples if example is not None]
+    if not fitting:
+        raise WarmStartError(
+            f"environment {runner.environment.name!r}: none of {len(examples)} worked answers fits into "
+            f"{runner.limits.max_length} tokens; raise rollouts.max_length, or set warm_start.max_steps: 0"
+        )
+    return fitting
+
+
+def _unit_advantages(example: ProcessedRollout) -> TokenAdvantages:
+    tokens = example.num_loss_tokens
+    return TokenAdvantages(np.ones(tokens), np.zeros(tokens))
+
+
+def _accuracy(runner: RolloutRunner, tasks: Sequence[Task], temperature: float, seed: int) -> float:
+    groups = run_groups(runner, tasks, group_size=1, temperature=temperature, seed_parts=(seed, "warm-start-check"))
+    return sum(is_correct(group.rollouts[0]) for group in groups) / len(groups)

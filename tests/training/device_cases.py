@@ -1,0 +1,36 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Print the results of `start_devices` on eight devices as a JSON object. Run by `test_devices.py`."""
+
+import dataclasses
+import json
+import os
+import sys
+
+from marin_rl.config.train_config import default_trainer
+from marin_rl.training.devices import DeviceError, start_devices
+
+CASES = {
+    "data axis": {},
+    "model axis": {"model_axis_size": 2},
+    "replicas": {"replica_ici_axis_size": 4},
+    "configured rows": {"per_device_parallelism": 5},
+    "model axis too large": {"model_axis_size": 3},
+    "accelerator": {"require_accelerator": True},
+}
+
+
+def outcome(changes: dict) -> str:
+    """Return the rows per microbatch and per device, or the error message."""
+    section = dataclasses.replace(default_trainer(), jax_compilation_cache_dir=None, **changes)
+    try:
+        started = start_devices(section, rows_per_device=3)
+    except DeviceError as error:
+        return str(error)
+    return f"{started.train_batch_size} rows, {started.per_device_parallelism} a device"
+
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    json.dump({name: outcome(changes) for name, changes in CASES.items()}, sys.stdout)

@@ -1,0 +1,31 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Open an already trained tiny run in this process."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+
+from marin_rl.config.command_line import from_yaml
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.training.open_run import open_run
+from marin_rl.training.training_run import TrainingRun
+from tests.tiny_run import TinyRun
+
+
+def config_of(run: TinyRun) -> TrainConfig:
+    """Read the config of a run directory."""
+    path = run.path / "config.yaml"
+    return from_yaml(TrainConfig, path.read_text(), str(path))
+
+
+def discard(message: str) -> None:
+    """Discard a progress message."""
+
+
+def reopen(run: TinyRun, report: Callable[[str], None] = discard, **changes: Any) -> TrainingRun:
+    """Resume a run from its newest checkpoint, with some settings changed."""
+    return open_run(dataclasses.replace(config_of(run), **changes), run.path, report)

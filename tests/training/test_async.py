@@ -1,0 +1,258 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""`mode: async`: rollout workers, weight transfer over Arrow Flight, and a replay buffer."""
+
+import functools
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.coordinator import CoordinatorActor
+from marin_rl.distributed.replay_buffer import ReplayBuffer
+from marin_rl.distributed.scheduler import GroupRequest
+from marin_rl.rollouts.request_batcher import RequestBatcher
+from marin_rl.rollouts.run_rollouts import RolloutRunner
+from marin_rl.rollouts.store import read_rollouts
+from marin_rl.training import worker_policy
+from marin_rl.training.worker_policy import ReceivedPolicy
+from tests.tiny_run import TinyRun, outcome, without_timings
+from tests.training.inline_executor import InlineExecutor
+from tests.training.thread_workers import thread_workers
+
+
+@pytest.fixture(autouse=True)
+def workers_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("marin_rl.training.open_rollout_source.ray_workers", thread_workers)
+    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+
+
+def comparable(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in without_timings(record).items() if not name.startswith("workers/")}
+
+
+def trained_groups(run: TinyRun) -> dict[int, list[str]]:
+    """Ids of the groups that each step trained on."""
+    found: dict[int, list[str]] = {}
+    for table in read_rollouts(run.path / "rollouts", None, purposes=["training"]):
+        for row in table.select(["step", "group_id"]).to_pylist():
+            names = found.setdefault(row["step"], [])
+            if row["group_id"] not in names:
+                names.append(row["group_id"])
+    return found
+
+
+@pytest.mark.parametrize("refresh", ["between_groups", "in_flight"])
+def test_async_without_staleness_equals_sync(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], refresh: str
+) -> None:
+    run = new_run(
+        mode="async",
+        replay__max_staleness=0,
+        checkpoint__keep_every=1,
+        checkpoint__every=1,
+        workers={"refresh": refresh, "decode_steps_per_weight_poll": 1},
+    )
+    assert run.train() == 0
+    for record, expected in zip(run.records(), finished_run.records(), strict=True):
+        assert comparable(record) == comparable(expected)
+    found, expected = outcome(run), outcome(finished_run)
+    assert found["rollouts"] == expected["rollouts"]
+    assert found["hf"] == expected["hf"]
+    assert found["state"] == expected["state"]
+
+
+def test_sigterm_while_workers_are_busy_saves_last_finished_step(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(mode="async", replay__max_staleness=0, checkpoint__keep_every=1, checkpoint__every=1, num_steps=3)
+    over = threading.Event()
+    stream_group_requests, stop = worker_policy.stream_group_requests, CoordinatorActor.stop
+
+    def hold_step_3(
+        config: TrainConfig, runner: RolloutRunner, orders: Sequence[GroupRequest], on_group_done: Any
+    ) -> None:
+        if min(order.number.step for order in orders) < 3:
+            stream_group_requests(config, runner, orders, on_group_done)
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+            over.wait()
+
+    def stop_holding(coordinator_actor: CoordinatorActor) -> None:
+        stop(coordinator_actor)
+        over.set()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker_policy, "stream_group_requests", hold_step_3)
+        patched.setattr(CoordinatorActor, "stop", stop_holding)
+        assert run.train("--checkpoint.every", "0") == 0
+    assert run.steps() == [0, 2]
+    assert run.train() == 0
+    assert run.steps() == [0, 2, 3]
+    assert [comparable(record) for record in run.records()] == [
+        comparable(record) for record in finished_run.records()[:4]
+    ]
+
+
+def test_workers_sample_ahead_and_interrupted_run_resumes(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(
+        mode="async",
+        replay__max_staleness=2,
+        workers__num_workers=2,
+        weights={"type": "arrow_flight", "streams": 2},
+        initialize_from=str(finished_run.path),
+        warm_start__max_steps=0,
+        checkpoint__every=1,
+        checkpoint__keep_every=1,
+        evaluation={"tasks": 2, "greedy": False, "every": 0},
+    )
+    from marin_rl.training.collect import GroupCollector
+
+    draw_tasks, drawn = GroupCollector.draw_tasks, 0
+
+    def dies_at_the_fourth(*arguments: Any) -> Any:
+        nonlocal drawn
+        drawn += 1
+        if drawn == 4:
+            raise OSError("pulled the plug")
+        return draw_tasks(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GroupCollector, "draw_tasks", dies_at_the_fourth)
+        assert run.train() == 1
+    died_after = run.steps()[-1]
+    assert 0 < died_after < 6
+    progress = json.loads((run.checkpoint(died_after) / "manifest.json").read_text())["progress"]
+    waiting = ReplayBuffer(max_staleness=2)
+    waiting.load(run.checkpoint(died_after) / "replay.parquet")
+    pending = [
+        f"train-{step}-{index}" for step, index in (one["number"] for one in progress["scheduler"]["outstanding"])
+    ]
+    # Requested but unused groups are all restored, to be sampled or trained on.
+    assert len(pending) + len(waiting) == 8
+
+    assert run.train() == 0
+    groups = trained_groups(run)
+    assert sorted(groups) == [1, 2, 3, 4, 5, 6]
+    assert [len(names) for _, names in sorted(groups.items())] == [4] * 6
+    names = [name for step in groups.values() for name in step]
+    assert len(set(names)) == len(names)
+    later = {name for step, of_step in groups.items() if step > died_after for name in of_step}
+    assert {f"train-{number.step}-{number.index}" for number in waiting._waiting} <= later | set(pending)
+    records = run.records()[1:]
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert max(record["staleness/max"] for record in records) in (1, 2)
+    assert all(record["workers/alive"] == 2 for record in records)
+
+
+def test_kept_weights_remove_version_mismatch(finished_run: TinyRun, new_run: Callable[..., TinyRun]) -> None:
+    run = new_run(
+        mode="async",
+        num_steps=4,
+        replay={"max_staleness": 2, "keep_sampling_weights": True},
+        off_policy_correction={"type": "tis"},
+        policy_loss={"type": "ppo_clip"},
+        initialize_from=str(finished_run.path),
+        warm_start__max_steps=0,
+        evaluation={"tasks": 2, "greedy": False, "every": 0},
+    )
+    assert run.train() == 0
+    records = run.records()[1:]
+    assert max(record["staleness/max"] for record in records) >= 1
+    # Both compute in float32; with the wrong version they would differ in the third digit.
+    assert max(record["mismatch/logprob_difference_max"] for record in records) < 1e-4
+    assert max(abs(record["val/ratio"] - 1) for record in records) > 1e-4
+
+
+def test_in_flight_generations_continue_with_new_weights(
+    new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An untrained policy rarely ends an answer early.
+    run = new_run(
+        mode="async",
+        num_steps=3,
+        replay__max_staleness=2,
+        workers={"refresh": "in_flight", "decode_steps_per_weight_poll": 1},
+        weights={"type": "arrow_flight"},
+        warm_start__max_steps=0,
+        evaluation={"tasks": 2, "greedy": False, "every": 0},
+    )
+    polls = 0
+    poll_weights = ReceivedPolicy._poll_weights
+
+    def poll_when_step_1_is_trained(policy: ReceivedPolicy) -> None:
+        # Polls 1 to 3 belong to the first four groups, which step 1 trains on; poll 5 follows the first tokens of the
+        # groups that replace them.
+        nonlocal polls
+        polls += 1
+        if polls == 5:
+            coordinator_actor = cast(Any, policy._announced).__self__
+            with coordinator_actor._changed:
+                assert coordinator_actor._changed.wait_for(
+                    lambda: coordinator_actor._coordinator.announced.version >= 1, 120
+                )
+        poll_weights(policy)
+
+    monkeypatch.setattr(ReceivedPolicy, "_poll_weights", poll_when_step_1_is_trained)
+    monkeypatch.setattr("marin_rl.training.weight_prefetcher.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr(
+        "marin_rl.rollouts.run_rollouts.RequestBatcher", functools.partial(RequestBatcher, max_wait=600.0)
+    )
+    assert run.train() == 0
+    assert {step: len(names) for step, names in trained_groups(run).items()} == {1: 4, 2: 4, 3: 4}
+    rows = [
+        row
+        for table in read_rollouts(run.path / "rollouts", None, purposes=["training"])
+        for row in table.select(["step", "turns"]).to_pylist()
+    ]
+    mixed = [row for row in rows if any(turn["first_version"] != turn["last_version"] for turn in row["turns"])]
+    versions = [(turn["first_version"], turn["last_version"]) for row in mixed for turn in row["turns"]]
+    assert (0, 1) in versions
+    shares = {record["step"]: record["staleness/mixed_share"] for record in run.records()[1:]}
+    assert shares == {step: pytest.approx(sum(row["step"] == step for row in mixed) / 16) for step in (1, 2, 3)}
+    assert shares[1] == 0 < shares[2]
+    for row in rows:
+        assert 0 <= row["step"] - 1 - min(turn["first_version"] for turn in row["turns"]) <= 2
+
+
+def test_worker_error_ends_run(
+    new_run: Callable[..., TinyRun], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(
+        mode="async",
+        weights={"type": "shared_files", "folder": str(tmp_path / "weights")},
+        warm_start__max_steps=0,
+        evaluation={"tasks": 2, "greedy": False, "every": 0},
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("marin_rl.training.worker_policy.stream_group_requests", lambda *arguments: 1 / 0)
+        assert run.train() == 1
+    output = capfd.readouterr().err
+    assert "error: a rollout worker ended with an error: worker-0: ZeroDivisionError: division by zero" in output
+    assert not list((tmp_path / "weights").rglob("*.*"))
+
+
+def test_trainer_times_out_on_silent_workers(new_run: Callable[..., TinyRun], capfd) -> None:
+    run = new_run(
+        mode="async",
+        workers__no_progress_timeout=1.0,
+        weights={"type": "arrow_flight"},
+        warm_start__max_steps=0,
+        evaluation={"tasks": 2, "greedy": False, "every": 0},
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("marin_rl.distributed.worker._work", lambda *arguments: None)
+        assert run.train() == 1
+    output = capfd.readouterr().err
+    assert (
+        "no rollout worker finished a group in 1 s (workers.no_progress_timeout); 8 are pending (train-1-0, " in output
+    )

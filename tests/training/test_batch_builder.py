@@ -1,0 +1,474 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from marin_rl.config.objective_config import UpdateConfig
+from marin_rl.learner.critic import CriticConfig
+from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs, TokenAdvantages
+from marin_rl.objectives.advantages import DrGrpoConfig, GaeConfig
+from marin_rl.objectives.aggregation import SequenceMeanConfig, SequenceSumConfig, TokenMeanConfig
+from marin_rl.objectives.importance import IcepopConfig, MaskMismatchConfig, TisConfig
+from marin_rl.objectives.kl import LossKlConfig, NoKlConfig, RewardKlConfig
+from marin_rl.objectives.policy_loss import PpoClipLossConfig
+from marin_rl.objectives.shaping import KeepTruncatedConfig, MaskTruncatedConfig
+from marin_rl.timing import PhaseTimer
+from marin_rl.training.batch_builder import BatchBuilder, TrainingBatch
+from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
+from tests.training.bare_run import NEWEST, Score, bare_builder, make_config, zeros
+
+TASK = Task("t", "ones", ({"role": "user", "content": "2x3"},), "1")
+PROMPT = (259, 50, 257, 260)
+
+
+def turn(length: int = 2, reward: float | None = None, *, logprob: float = -0.5, starts: bool = True, **more) -> Turn:
+    """A reply of `length` tokens with decreasing log-probs, to a prompt of four."""
+    logprobs = tuple(logprob * (index + 1) for index in range(length))
+    generation = Generation((49,) * length, logprobs, StopReason.STOP, 0, 0)
+    rewards = {} if reward is None else {"correct": reward}
+    return Turn(PROMPT, generation, TASK.messages, rewards, starts_sequence=starts, **more)
+
+
+def rollout(name: str, reward: float | None, *turns: Turn, truncated: bool = False) -> Rollout:
+    """A rollout of one turn, or of `turns`, which failed if `reward` is None."""
+    turns = turns or (turn(reward=reward),)
+    if reward is None:
+        return Rollout(name, "g", TASK, turns, RolloutStatus.FAILED, {}, "it broke")
+    status = RolloutStatus.TRUNCATED if truncated else RolloutStatus.COMPLETED
+    return Rollout(name, "g", TASK, turns, status, {"correct": reward})
+
+
+def group(*rewards: float | None) -> RolloutGroup:
+    return RolloutGroup("g", [rollout(f"g-{index}", reward) for index, reward in enumerate(rewards)])
+
+
+def build(builder: BatchBuilder, *rollouts: Rollout, step: int = 1) -> TrainingBatch:
+    return builder.build([RolloutGroup("g", rollouts)], NEWEST, step, PhaseTimer())
+
+
+def mean_advantages(batch: TrainingBatch) -> dict[str, float | None]:
+    return {id: signal.mean_advantage for id, signal in batch.stored.items()}
+
+
+def actions(batch: TrainingBatch, name: str) -> list[list[float]]:
+    """Values of an array at the action tokens of each rollout."""
+    return [getattr(processed, name)[processed.loss_mask].tolist() for processed in batch.rollouts]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorder(AdvantageConfig):
+    """Records its inputs, and returns the advantages 0, 1, 2, … on all tokens of the rollouts."""
+
+    calls: list[Sequence[Sequence[AdvantageInputs]]] = dataclasses.field(default_factory=list)
+
+    def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
+        self.calls.append(groups)
+        numbers = iter(range(1000))
+        return [
+            [
+                TokenAdvantages(np.full(len(s.turn_ids), float(next(numbers))), np.zeros(len(s.turn_ids)))
+                for s in signals
+            ]
+            for signals in groups
+        ]
+
+
+def inputs_of(recorder: Recorder) -> dict[str, AdvantageInputs]:
+    [groups] = recorder.calls
+    return {signal.id: signal for signals in groups for signal in signals}
+
+
+# From rollouts to advantages.
+
+
+def test_rloo_worked_example_on_loss_tokens():
+    builder = bare_builder(make_config())
+    batch = builder.build([group(1.0, 2.0, 5.0, 8.0)], NEWEST, 1, PhaseTimer())
+    expected = [-4, -8 / 3, 4 / 3, 16 / 3]
+    np.testing.assert_allclose(list(mean_advantages(batch).values()), expected, rtol=1e-12)
+    [packed] = builder.minibatches(batch, 1)
+    [only] = packed.microbatches
+    for array, advantage in zip(packed.unpack([np.asarray(only.advantages.array)]), expected, strict=True):
+        np.testing.assert_allclose(array[0, 4:6], advantage, rtol=1e-6)
+        assert not array[0, :4].any()
+        assert not array[0, 6:].any()
+    mask = np.asarray(only.loss_mask.array)
+    assert not np.asarray(only.advantages.array)[~mask].any()
+    assert batch.metrics == {
+        "objective/rlhf_reward": 4.0,
+        "objective/non_score_reward": 0.0,
+        "advantage/mean": pytest.approx(0.0, abs=1e-12),
+        "advantage/std": pytest.approx(np.std(expected)),
+        "advantage/zero_share": 0.0,
+    }
+
+
+def test_failed_rollout_is_excluded_from_baseline_and_arrays():
+    builder = bare_builder(make_config())
+    batch = builder.build([group(1.0, None, 0.0)], NEWEST, 1, PhaseTimer())
+    assert mean_advantages(batch) == {"g-0": 1.0, "g-2": -1.0}
+    assert [processed.id for processed in batch.rollouts] == ["g-0", "g-2"]
+    [packed] = builder.minibatches(batch, 1)
+    # sequence_sum over the two scored rollouts
+    weights = np.unique(np.concatenate([np.asarray(part.loss_weights.array) for part in packed.microbatches]))
+    assert weights.tolist() == [0.0, 0.5]
+
+
+def test_advantage_inputs_of_a_rollout():
+    recorder = Recorder()
+    builder = bare_builder(make_config(advantage=recorder), values=lambda processed: processed.turn_ids + 0.5)
+    turns = (
+        turn(2, 0.25, anchor_state="here"),
+        turn(3, None, anchor_state="there", starts=False),
+        turn(1, 0.0, anchor_state="here", starts=True),
+    )
+    good = dataclasses.replace(rollout("good", 1.0, *turns), rewards={"correct": 1.0, "overlong": -0.5})
+    build(builder, good, rollout("failed", None, *turns[:2]))
+    inputs = inputs_of(recorder)
+    assert inputs["good"].score == 0.5
+    assert inputs["good"].turn_rewards.tolist() == [0.25, 0.0, 0.0]
+    # A missing reward differs from a reward of 0.
+    assert inputs["good"].unrewarded_turns == (1,)
+    assert inputs["good"].anchors == ("here", "there", "here")
+    # Over both sequences: the last turn started a new one.
+    assert inputs["good"].turn_ids.tolist() == [0, 0, 1, 1, 1, 2]
+    assert inputs["good"].penalties.tolist() == [0.0] * 6
+    # Without critic and correction, the learner does not score the rollouts.
+    assert inputs["good"].values.tolist() == [0.0] * 6
+    failed = inputs["failed"]
+    assert (failed.score, failed.anchors, failed.turn_ids.size) == (None, ("here", "there"), 0)
+
+
+def test_groups_keep_their_order():
+    recorder = Recorder()
+    builder = bare_builder(make_config(advantage=recorder))
+    first = RolloutGroup("g", [rollout("a", 1.0), rollout("b", None), rollout("c", 0.0)])
+    second = RolloutGroup("g", [rollout("d", 1.0), rollout("e", 1.0)])
+    batch = builder.build([first, second], NEWEST, 1, PhaseTimer())
+    assert [[signal.id for signal in signals] for signals in recorder.calls[0]] == [["a", "b", "c"], ["d", "e"]]
+    # Rollouts a to e get the advantages 0 to 4; b has no tokens.
+    assert [token_advantages.advantages.tolist() for token_advantages in batch.token_advantages] == [
+        [0, 0],
+        [2, 2],
+        [3, 3],
+        [4, 4],
+    ]
+    assert mean_advantages(batch) == {"a": 0.0, "c": 2.0, "d": 3.0, "e": 4.0}
+
+
+def test_phases_are_timed():
+    timer = PhaseTimer()
+    bare_builder(make_config()).build([group(1.0, 0.0)], NEWEST, 1, timer)
+    assert set(timer.seconds) == {"batch", "reference"}
+
+
+# The reference.
+
+
+def test_reward_penalty_is_subtracted_per_token_and_from_return():
+    recorder = Recorder()
+    builder = bare_builder(
+        make_config(advantage=recorder, kl=RewardKlConfig(beta=0.5)),
+        reference=lambda processed: np.full(processed.input_ids.shape, -2.0),
+    )
+    batch = build(builder, rollout("a", 1.0), rollout("b", 0.0, turn(3)))
+    inputs = inputs_of(recorder)
+    # log π is -0.5, -1, -1.5: k1 is 1.5, 1, 0.5.
+    assert inputs["a"].penalties.tolist() == [0.75, 0.5]
+    assert inputs["a"].total_return == pytest.approx(1.0 - 1.25)
+    assert inputs["b"].penalties.tolist() == [0.75, 0.5, 0.25]
+    assert actions(batch, "reference_logprobs") == [[-2.0] * 2, [-2.0] * 3]
+    assert batch.metrics["objective/kl"] == pytest.approx((2.5 + 3.0) / 2)
+    assert batch.metrics["objective/non_score_reward"] == pytest.approx(0.5 * 2.75)
+    assert batch.metrics["objective/rlhf_reward"] == pytest.approx(0.5 - 0.5 * 2.75)
+
+
+def test_kl_is_measured_without_penalty():
+    def advantages(kl: NoKlConfig, reference: Score | None) -> tuple[list[list[float]], Mapping[str, float]]:
+        builder = bare_builder(make_config(kl=kl), reference=reference)
+        batch = build(builder, rollout("a", 1.0), rollout("b", 0.0, turn(3)))
+        return [token_advantages.advantages.tolist() for token_advantages in batch.token_advantages], batch.metrics
+
+    assert not NoKlConfig().needs_reference
+    assert NoKlConfig(watch=True).needs_reference
+    watched, metrics = advantages(NoKlConfig(watch=True), lambda processed: np.full(processed.input_ids.shape, -2.0))
+    plain, without = advantages(NoKlConfig(), None)
+    # log π is -0.5, -1, -1.5: k1 is 1.5, 1, 0.5.
+    assert metrics["objective/kl"] == pytest.approx((2.5 + 3.0) / 2)
+    assert "objective/kl" not in without
+    assert watched == plain
+    for name in ("objective/non_score_reward", "objective/rlhf_reward"):
+        assert metrics[name] == without[name]
+    assert metrics["objective/non_score_reward"] == 0.0
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_advantage_statistics_cover_loss_tokens(masks: bool):
+    builder = bare_builder(make_config(truncation=MaskTruncatedConfig() if masks else KeepTruncatedConfig()))
+    equal = RolloutGroup("h", [dataclasses.replace(rollout(name, 1.0), group_id="h") for name in ("c", "d")])
+    made = RolloutGroup("g", [rollout("a", 1.0), rollout("b", 0.0, turn(4), truncated=True)])
+    metrics = builder.build([made, equal], NEWEST, 1, PhaseTimer()).metrics
+    # rloo: 1 on two tokens, -1 on four tokens of a truncated rollout, 0 on four tokens.
+    tokens = np.array([1.0] * 2 + ([] if masks else [-1.0] * 4) + [0.0] * 4)
+    assert metrics["advantage/mean"] == pytest.approx(tokens.mean())
+    assert metrics["advantage/std"] == pytest.approx(math.sqrt(np.mean((tokens - tokens.mean()) ** 2)))
+    assert metrics["advantage/zero_share"] == pytest.approx(4 / tokens.size)
+
+
+def test_loss_penalty_does_not_change_reward_but_is_measured():
+    recorder = Recorder()
+    builder = bare_builder(
+        make_config(advantage=recorder, kl=LossKlConfig(beta=0.5)),
+        reference=lambda processed: np.full(processed.input_ids.shape, -2.0),
+    )
+    batch = build(builder, rollout("a", 1.0))
+    assert inputs_of(recorder)["a"].penalties.tolist() == [0.0, 0.0]
+    assert batch.metrics["objective/kl"] == pytest.approx(2.5)
+
+
+def test_extreme_log_ratios_are_clamped():
+    recorder = Recorder()
+    builder = bare_builder(
+        make_config(advantage=recorder, kl=RewardKlConfig(beta=1.0)),
+        reference=lambda processed: np.full(processed.input_ids.shape, -500.0),
+    )
+    build(builder, rollout("a", 1.0))
+    assert inputs_of(recorder)["a"].penalties.tolist() == [20.0, 20.0]
+
+
+# The critic.
+
+
+def test_values_and_targets_in_estimator_batch_and_metrics():
+    builder = bare_builder(
+        make_config(
+            advantage=GaeConfig(gamma=1.0, lam=0.0, whiten=False),
+            critic=CriticConfig(),
+            policy_loss=PpoClipLossConfig(),
+        ),
+        # 1, 2, 3 on the tokens of the reply, after a prompt of four.
+        values=lambda processed: np.broadcast_to(np.arange(64.0) - 3, processed.input_ids.shape),
+    )
+    batch = build(builder, rollout("a", 5.0, turn(3)))
+    # The worked example of OBJECTIVES.md.
+    assert [token_advantages.advantages.tolist() for token_advantages in batch.token_advantages] == [[1.0, 1.0, 2.0]]
+    assert [token_advantages.value_targets.tolist() for token_advantages in batch.token_advantages] == [[2.0, 3.0, 5.0]]
+    assert actions(batch, "values") == [[1.0, 2.0, 3.0]]
+    variance = np.var([2.0, 3.0, 5.0], ddof=1)
+    assert batch.metrics["critic/value_mean"] == pytest.approx(2.0)
+    assert batch.metrics["critic/value_std"] == pytest.approx(1.0)
+    assert batch.metrics["critic/target_mean"] == pytest.approx(10 / 3)
+    [stored] = batch.stored.values()
+    assert stored.values is not None
+    assert stored.value_targets is not None
+    assert (stored.values.tolist(), stored.value_targets.tolist()) == ([1.0, 2.0, 3.0], [2.0, 3.0, 5.0])
+    assert batch.metrics["critic/explained_variance"] == pytest.approx(1 - np.var([1.0, 1.0, 2.0], ddof=1) / variance)
+    [packed] = builder.minibatches(batch, 1)
+    for name, expected in (("values", [1.0, 2.0, 3.0]), ("returns", [2.0, 3.0, 5.0]), ("advantages", [1.0, 1.0, 2.0])):
+        [array] = packed.unpack([np.asarray(getattr(part, name).array) for part in packed.microbatches])
+        assert array[0, 4:7].tolist() == expected
+
+
+# Off-policy correction.
+
+
+def test_ratios_use_sampler_logprobs_without_correction():
+    builder = bare_builder(make_config(), learner=lambda processed: processed.policy_logprobs - 1.0)
+    batch = build(builder, rollout("a", 1.0))
+    assert [weights.tolist() for weights in batch.importance_weights] == [[1.0, 1.0]]
+    assert actions(batch, "policy_logprobs") == [[-0.5, -1.0]]
+    assert batch.mismatch is None
+
+
+@pytest.mark.parametrize(
+    ("config", "first", "second"),
+    [
+        (TisConfig(cap=2.0), math.exp(-1.0), 2.0),
+        (IcepopConfig(low=0.5, high=20.0), 0.0, math.exp(2.0)),
+        (MaskMismatchConfig(cap=2.0), 0.0, 0.0),
+        (MaskMismatchConfig(cap=3.0), 1.0, 1.0),
+    ],
+)
+def test_correction_weights_tokens_and_ratios_use_learner_logprobs(config, first: float, second: float):
+    # log w is -1 and 2, with a sum of 1.
+    def learner(processed):
+        return processed.policy_logprobs + np.where(np.arange(64) == 4, -1.0, 2.0)
+
+    builder = bare_builder(make_config(off_policy_correction=config, policy_loss=PpoClipLossConfig()), learner=learner)
+    answer = Generation((49, 49), (-0.5, -3.0), StopReason.STOP, 0, 0)
+    made = rollout("a", 1.0, dataclasses.replace(turn(), generation=answer))
+    batch = build(builder, made)
+    np.testing.assert_allclose(batch.importance_weights[0], [first, second], rtol=1e-6)
+    np.testing.assert_allclose(actions(batch, "policy_logprobs"), [[-1.5, -1.0]], rtol=1e-6)
+    # Metrics of the raw weights, before truncation.
+    assert batch.mismatch is not None
+    assert batch.mismatch["mismatch/weight_max"] == pytest.approx(math.exp(2.0), rel=1e-5)
+    assert batch.mismatch["mismatch/logprob_difference_mean"] == pytest.approx(1.5)
+    assert batch.mismatch["mismatch/weight_mean"] == pytest.approx((math.exp(-1.0) + math.exp(2.0)) / 2, rel=1e-5)
+    [packed] = builder.minibatches(batch, 1)
+    [weights] = packed.unpack([np.asarray(part.importance_weights.array) for part in packed.microbatches])
+    np.testing.assert_allclose(weights[0, 4:6], [first, second], rtol=1e-6)
+    # A token of weight 0 still counts in the denominator.
+    [loss] = packed.unpack([np.asarray(part.loss_weights.array) for part in packed.microbatches])
+    assert loss[0, 4:6].tolist() == [1.0, 1.0]
+
+
+class KeptWeights:
+    """Kept weights that give each token a version-dependent log-prob."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    def get(self, version: int):
+        self.versions.append(version)
+        return (lambda processed: processed.policy_logprobs - 10.0 * version, zeros)
+
+
+@pytest.mark.parametrize("critic", [None, CriticConfig()])
+def test_kept_weights_score_their_own_rollouts(critic: CriticConfig | None):
+    objective = {} if critic is None else {"critic": critic, "advantage": GaeConfig()}
+    config = make_config(off_policy_correction=TisConfig(cap=2.0), policy_loss=PpoClipLossConfig(), **objective)
+    kept_weights = KeptWeights()
+    builder = bare_builder(
+        config,
+        learner=lambda processed: processed.policy_logprobs - 1.0,
+        values=lambda processed: np.full(processed.input_ids.shape, 7.0),
+        sampling_weights=kept_weights.get,
+    )
+    made = []
+    for index, version in enumerate((3, 1, 2, 1)):
+        sampled = dataclasses.replace(turn().generation, first_version=version, last_version=version)
+        made.append(rollout(f"r{index}", float(index), dataclasses.replace(turn(), generation=sampled)))
+    batch = build(builder, *made, step=4)
+    assert kept_weights.versions == [1, 2]
+    assert actions(batch, "policy_logprobs") == [[-1.5, -2.0], [-10.5, -11.0], [-20.5, -21.0], [-10.5, -11.0]]
+    np.testing.assert_allclose(np.log(batch.importance_weights), [[-1.0] * 2, [-10.0] * 2, [-20.0] * 2, [-10.0] * 2])
+    # The critic's values are computed with the newest weights.
+    assert actions(batch, "values") == [[7.0 if critic else 0.0] * 2] * 4
+
+
+# Truncated rollouts.
+
+
+@pytest.mark.parametrize("aggregation", [SequenceSumConfig(), SequenceMeanConfig(), TokenMeanConfig()])
+def test_masked_rollouts_count_in_baseline_but_not_denominator(aggregation):
+    builder = bare_builder(make_config(truncation=MaskTruncatedConfig(), aggregation=aggregation))
+    made = [rollout("a", 1.0), rollout("b", 4.0, turn(6), truncated=True), rollout("c", 0.0)]
+    batch = build(builder, *made)
+    # The baseline is the mean of the other two, including the truncated rollout.
+    assert mean_advantages(batch) == {"a": -1.0, "b": None, "c": -2.5}
+    [packed] = builder.minibatches(batch, 1)
+    assert packed.num_loss_tokens == 4
+    a, b, c = packed.unpack([np.asarray(part.loss_weights.array) for part in packed.microbatches])
+    each = {SequenceSumConfig: 1 / 2, SequenceMeanConfig: 1 / 4, TokenMeanConfig: 1 / 4}[type(aggregation)]
+    assert (a[0, 4:6].tolist(), c[0, 4:6].tolist()) == ([each] * 2, [each] * 2)
+    assert not b.any()
+
+
+def test_truncated_rollouts_are_trained_on_by_default():
+    builder = bare_builder(make_config())
+    batch = build(builder, rollout("a", 1.0), rollout("b", 4.0, truncated=True))
+    assert mean_advantages(batch) == {"a": -3.0, "b": 3.0}
+    [packed] = builder.minibatches(batch, 1)
+    assert packed.num_loss_tokens == 4
+
+
+def test_masked_rollout_return_includes_penalty():
+    builder = bare_builder(
+        make_config(truncation=MaskTruncatedConfig(), kl=RewardKlConfig(beta=1.0), advantage=DrGrpoConfig()),
+        reference=lambda processed: np.full(processed.input_ids.shape, -2.0),
+    )
+    # Returns 1 - 2.5 and 4 - 3.
+    batch = build(builder, rollout("a", 1.0), rollout("b", 4.0, turn(3), truncated=True))
+    assert mean_advantages(batch) == {"a": pytest.approx(-1.25), "b": None}
+    assert batch.metrics["objective/kl"] == pytest.approx((2.5 + 3.0) / 2)
+    assert batch.metrics["objective/rlhf_reward"] == pytest.approx(2.5 - 2.75)
+
+
+def test_no_update_if_all_rollouts_are_masked():
+    builder = bare_builder(make_config(truncation=MaskTruncatedConfig()))
+    batch = build(builder, *(rollout(name, 1.0, truncated=True) for name in "ab"))
+    assert list(builder.minibatches(batch, 1)) == []
+
+
+# Minibatches.
+
+
+def named(count: int) -> list[Rollout]:
+    """Rollouts that the recorder gives distinct advantages: the n-th has n."""
+    return [rollout(f"r{index}", 1.0) for index in range(count)]
+
+
+def split(config: Any, count: int, step: int = 1, seed: int = 0, **changes: Any) -> list[list[int]]:
+    """Numbers of the rollouts in each update."""
+    # An advantage of 0 looks like padding, so rollout 0 is removed.
+    builder = bare_builder(
+        make_config(updates=config, policy_loss=PpoClipLossConfig(), advantage=Recorder(), seed=seed, **changes)
+    )
+    batch = build(builder, *named(count + 1))
+    batch = batch._replace(
+        rollouts=batch.rollouts[1:],
+        token_advantages=batch.token_advantages[1:],
+        importance_weights=batch.importance_weights[1:],
+    )
+    updates = []
+    for packed in builder.minibatches(batch, step):
+        arrays = packed.unpack([np.asarray(part.advantages.array) for part in packed.microbatches])
+        updates.append([int(array.max()) for array in arrays])
+        owners = {number for number in np.concatenate([array.reshape(-1) for array in arrays]).tolist() if number}
+        assert len(owners) == len(updates[-1])
+    return updates
+
+
+def test_single_update_has_all_rollouts_in_order():
+    assert split(UpdateConfig(), 5) == [[1, 2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize(("epochs", "parts", "count"), [(1, 4, 16), (3, 2, 16), (2, 3, 10), (4, 1, 7)])
+def test_each_epoch_contains_each_rollout_once(epochs: int, parts: int, count: int):
+    found = split(UpdateConfig(epochs=epochs, minibatches=parts), count)
+    assert len(found) == epochs * parts
+    assert {len(part) for part in found} <= {count // parts, -(-count // parts)}
+    for epoch in range(epochs):
+        drawn = [number for part in found[epoch * parts : (epoch + 1) * parts] for number in part]
+        assert sorted(drawn) == list(range(1, count + 1))
+
+
+def test_minibatches_depend_on_epoch_step_and_seed():
+    config = UpdateConfig(epochs=2, minibatches=2)
+    first, second = split(config, 16)[:2], split(config, 16)[2:]
+    assert first != second
+    assert split(config, 16, step=2)[:2] != first
+    assert split(config, 16, seed=1)[:2] != first
+
+
+def test_minibatches_are_deterministic():
+    config = UpdateConfig(epochs=2, minibatches=3)
+    assert split(config, 11, step=5, seed=3) == split(config, 11, step=5, seed=3)
+
+
+def test_empty_minibatches_are_skipped():
+    assert sorted(split(UpdateConfig(minibatches=4), 3)) == [[1], [2], [3]]
+
+
+def test_denominator_is_per_minibatch():
+    builder = bare_builder(make_config(updates=UpdateConfig(minibatches=2), policy_loss=PpoClipLossConfig()))
+    batch = build(builder, *named(6))
+    for packed in builder.minibatches(batch, 1):
+        weights = [np.asarray(part.loss_weights.array) for part in packed.microbatches]
+        # sequence_sum over three rollouts of two tokens each.
+        assert sum(array.sum() for array in weights) == pytest.approx(2.0)
+        assert packed.num_loss_tokens == 6
+
+
+def test_no_groups_make_empty_batch():
+    builder = bare_builder(make_config(updates=UpdateConfig(epochs=2, minibatches=2), policy_loss=PpoClipLossConfig()))
+    batch = builder.build([], NEWEST, 1, PhaseTimer())
+    assert (mean_advantages(batch), batch.metrics) == ({}, {})
+    assert list(builder.minibatches(batch, 1)) == []

@@ -1,0 +1,213 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import io
+import itertools
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from marin_rl.training.console import (
+    MAX_PLAIN_LINES,
+    ClosingSummary,
+    Progress,
+    format_seconds,
+    is_live,
+    print_closing_table,
+)
+
+
+class Stream(io.StringIO):
+    """Text stream with the attributes that the type checker requires."""
+
+    mode, name, buffer = "w", "stream", None
+
+
+class Terminal(Stream):
+    def isatty(self):
+        return True
+
+
+METRICS = {
+    "seconds/total": 5.0,
+    "eps": 12.25,
+    "train/rewards": 0.25,
+    "objective/kl": 0.0125,
+    "train/output_length": 5.25,
+    "tokens/sampled_per_second": 8123.0,
+    "policy/entropy_avg": 0.5,
+}
+ACCURACY = {"eval/sums/accuracy_sampled": 0.625, "eval/sums/accuracy_greedy": 0.75}
+
+SUMMARY = ClosingSummary(
+    run_directory=Path("runs/a-rather-long-name-for-a-run-directory/that-does-not-fit-on-a-narrow-terminal"),
+    evaluations={
+        "before RL": {"eval/sums/accuracy_sampled": 0.25, "eval/sums/accuracy_greedy": 0.5, "eval/sums/tasks": 512.0},
+        "after RL": {"eval/sums/accuracy_sampled": 0.625, "eval/sums/accuracy_greedy": 0.75, "eval/sums/pass@4": 0.9},
+    },
+    seconds={"step": 60.0, "sample": 180.0},
+    totals={"updates": 200.0, "tokens sampled": 5123456.0},
+    next_commands={"train on": "python -m marin_rl.train --config experiments/rloo.yaml --num_steps 400 --run_dir b"},
+)
+
+
+def plain(total: int, steps, metrics=METRICS, clock=None) -> list[str]:
+    stream = Stream()
+    with Progress(total, stream, clock=clock or itertools.count(0, 2).__next__) as progress:
+        for step in steps:
+            progress.update(step, metrics)
+    return stream.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("stream", "environment", "expected"),
+    [
+        (Terminal(), {"TERM": "xterm"}, True),
+        (Terminal(), {}, True),
+        (Terminal(), {"TERM": "dumb"}, False),
+        (Terminal(), {"TERM": "xterm", "CI": "true"}, False),
+        (Stream(), {"TERM": "xterm"}, False),
+    ],
+)
+def test_lines_are_redrawn_only_on_capable_terminals(stream, environment, expected):
+    assert is_live(stream, environment) is expected
+
+
+def test_plain_line_contains_all_metrics():
+    assert plain(10, [1, 2]) == [
+        "step 1/10   reward 0.250   KL 0.013   length 5.2   tok/s 8.1k   rollouts/s 12   entropy 0.500   left <45.0s",
+        "step 2/10   reward 0.250   KL 0.013   length 5.2   tok/s 8.1k   rollouts/s 12   entropy 0.500   left 16.0s",
+    ]
+
+
+def test_missing_metrics_are_omitted():
+    assert plain(10, [1], {"train/rewards": 1.0}) == ["step 1/10   reward 1.000   left ?"]
+    assert plain(10, [1], {}) == ["step 1/10   left ?"]
+
+
+@pytest.mark.parametrize("total", [1, 7, 50, 51, 200, 10_000])
+def test_run_prints_about_fifty_lines_with_the_first_and_last(total):
+    lines = plain(total, range(1, total + 1))
+    assert len(lines) <= MAX_PLAIN_LINES + 2
+    assert len(lines) >= min(total, MAX_PLAIN_LINES // 2)
+    assert lines[0].startswith(f"step 1/{total} ")
+    assert lines[-1].startswith(f"step {total}/{total} ")
+
+
+def test_evaluations_are_always_printed_and_not_repeated():
+    stream = Stream()
+    with Progress(1000, stream) as progress:
+        progress.update(7, METRICS | ACCURACY)
+        progress.update(20, METRICS)
+        progress.update(21, METRICS)
+    first, second = stream.getvalue().splitlines()
+    assert "held-out 0.625   greedy 0.750" in first
+    assert second.startswith("step 20/1000 ")
+    assert "held-out" not in second
+
+
+def test_remaining_time_excludes_the_first_update():
+    times = iter([100.0, 101.0, 102.0, 103.0])
+    lines = plain(10, [1, 2, 3, 4], clock=times.__next__)
+    assert lines[0].endswith("left <45.0s")
+    assert lines[-1].endswith("left 6.0s")
+
+
+def test_remaining_time_is_zero_after_the_last_update():
+    assert plain(1, [1])[-1].endswith("left 0.0s")
+
+
+def test_plain_output_has_no_control_characters():
+    stream = Stream()
+    with Progress(10, stream, width=40) as progress:
+        progress.say("held-out [bold]accuracy[/bold] " + "x" * 100)
+        progress.update(1, METRICS)
+    text = stream.getvalue()
+    assert "\x1b" not in text
+    assert text.splitlines()[0] == "held-out [bold]accuracy[/bold] " + "x" * 100
+    assert len(text.splitlines()) == 2
+
+
+@pytest.mark.parametrize("width", [20, 60, 80, 120])
+def test_live_lines_fit_and_keep_the_most_important_metrics(width):
+    # Rich does not detect a terminal, so it draws the lines once, at the end, without control characters.
+    stream = Stream()
+    with Progress(10, stream, live=True, width=width, clock=itertools.count(0, 2).__next__) as progress:
+        progress.update(1, METRICS | ACCURACY)
+        progress.update(2, METRICS)
+    bar, line = stream.getvalue().splitlines()
+    assert len(bar) <= width
+    assert len(line) <= width
+    assert line.startswith("reward 0.250")
+    if width >= 60:
+        assert bar.startswith("step 2/10 ")
+        assert bar.endswith("16.0s left")
+        assert "KL 0.013" in line
+    if width >= 80:
+        assert "held-out 0.625" in line
+
+
+def test_permanent_lines_are_printed_above_live_lines():
+    stream = Terminal()
+    with Progress(10, stream, live=True, width=100) as progress:
+        progress.update(1, METRICS)
+        progress.say("a line that stays")
+    assert "a line that stays" in stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_closing_table(width):
+    stream = Stream()
+    print_closing_table(Console(file=stream, width=width, highlight=False), SUMMARY)
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    rows = {line.strip().split("  ")[0]: line.split() for line in lines if line}
+    assert rows["sampled"] == ["sampled", "greedy", "pass@4"]
+    assert rows["before RL"][-2:] == ["0.250", "0.500"]
+    assert rows["after RL"][-3:] == ["0.625", "0.750", "0.900"]
+    assert rows["change"] == ["change", "+0.375", "+0.250"]
+    assert rows["sample"] == ["sample", "3:00", "75%"]
+    assert rows["total"] == ["total", "4:00"]
+    assert rows["tokens sampled"][-1] == "5,123,456"
+    assert f"run directory   {SUMMARY.run_directory}" in lines
+    # A wrapped command could not be copied.
+    assert "  " + SUMMARY.next_commands["train on"] in lines
+    assert max(len(line) for line in lines if "marin_rl.train" not in line and "runs/" not in line) <= width
+
+
+def test_closing_table_without_evaluation_and_time():
+    stream = Stream()
+    print_closing_table(Console(file=stream, width=80), ClosingSummary(Path("runs/a"), {}, {}, {}, {}))
+    assert stream.getvalue().split() == ["run", "directory", "runs/a"]
+
+
+def test_closing_table_names_environments_if_there_are_several():
+    stream = Stream()
+    evaluations = {"after RL": {"eval/a/accuracy_sampled": 0.1, "eval/b/accuracy_sampled": 0.2}}
+    print_closing_table(Console(file=stream, width=80), ClosingSummary(Path("x"), evaluations, {}, {}, {}))
+    assert "a sampled   b sampled" in stream.getvalue()
+
+
+def test_seconds_round_up_to_minutes():
+    assert format_seconds(59.96) == "1:00"
+    assert format_seconds(3599.7) == "1:00:00"
+
+
+def test_names_and_messages_are_escaped():
+    stream = Stream()
+    progress = Progress(10, stream, live=False, width=200)
+    progress.say("warming up on '\x1b]0;title\x07ascii'\nand more")
+    hostile = {"eval/\x1b[31mred[bold]/accuracy_greedy": 0.5, "eval/plain/accuracy_greedy": 0.5}
+    summary = ClosingSummary(Path("runs/\x1b[2J"), {"before RL": hostile}, {}, {}, {"go on": "python \x07"})
+    print_closing_table(Console(file=stream, width=200), summary)
+    printed = stream.getvalue()
+    assert "\x1b" not in printed
+    assert "\x07" not in printed
+    for text in (
+        r"'\x1b]0;title\x07ascii'",
+        r"\x1b[31mred[bold] greedy",
+        r"runs/\x1b[2J",
+        r"python \x07",
+        "\nand more",
+    ):
+        assert text in printed

@@ -1,0 +1,61 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from marin_rl.config.train_config import default_trainer
+from marin_rl.training.devices import start_devices
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    """Results of each case on eight devices, computed in a subprocess because JAX fixes its number of devices."""
+    script = Path(__file__).with_name("device_cases.py")
+    completed = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True)
+    return json.loads(completed.stdout)
+
+
+@pytest.mark.parametrize(
+    ("case", "rows"),
+    [
+        ("data axis", "24 rows, 3 a device"),
+        # Pairs of devices share the same rows.
+        ("model axis", "12 rows, 3 a device"),
+        ("replicas", "24 rows, 3 a device"),
+        ("configured rows", "40 rows, 5 a device"),
+    ],
+)
+def test_rows_per_data_parallel_device(outcomes: dict[str, str], case: str, rows: str):
+    assert outcomes[case] == rows
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (
+            "model axis too large",
+            "8 devices cannot be split into trainer.model_axis_size 3 x trainer.replica_ici_axis_size 1: their "
+            "product must divide a slice's devices",
+        ),
+        (
+            "accelerator",
+            "trainer.require_accelerator is true, but jax found only a CPU; set it to false to use that",
+        ),
+    ],
+)
+def test_device_errors_name_the_numbers(outcomes: dict[str, str], case: str, message: str):
+    assert outcomes[case] == message
+
+
+def test_input_config_is_not_modified():
+    section = default_trainer()
+    started = start_devices(section, rows_per_device=4)
+    assert section == default_trainer()
+    assert section.per_device_parallelism == -1
+    assert (started.per_device_parallelism, started.train_batch_size) == (4, 4 * jax.device_count())

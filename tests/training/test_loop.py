@@ -1,0 +1,360 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The training loop: record n holds metrics of step n and the evaluation of the weights after step n."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from marin_rl.distributed.rollout_source import LocalRollouts
+from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
+from marin_rl.evaluate import EvaluateConfig, run_evaluation
+from marin_rl.rollouts.filters import ResampleGroupsConfig
+from marin_rl.rollouts.run_rollouts import run_groups
+from marin_rl.rollouts.store import read_rollouts
+from marin_rl.rollouts.stored_rollout import as_row
+from marin_rl.tokenization.load import TokenPieces
+from marin_rl.training.collect import Collected
+from marin_rl.training.loop import _rates, train
+from marin_rl.training.run_state import Progress
+from marin_rl.training.starting_weights import restore_policy
+from marin_rl.training.training_run import TrainingRun
+from marin_rl.types import Task
+from tests.rollouts.rollout_cases import group_of
+from tests.tiny_run import TinyRun, contents, copy_of, outcome, without_losses, without_timings
+from tests.training.bare_run import MODEL
+from tests.training.reopened_run import config_of, reopen
+
+# OBJECTIVES.md, "Metrics that every run logs", without those that need a critic, a reference or a known device.
+ALWAYS = {
+    *("eps", "episode", "lr", "grad_norm", "step"),
+    *("objective/entropy", "objective/scores", "objective/non_score_reward", "objective/rlhf_reward"),
+    *("policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "policy/neg_logprob", "loss/policy_avg"),
+    *("val/ratio", "val/ratio_var", "val/num_eos_tokens"),
+    *("train/rewards", "train/format_rewards", "train/correct_rewards", "train/output_length"),
+    *("reward/correct/mean", "reward/correct/std", "reward/format/mean", "reward/format/std"),
+    *("groups/zero_spread_share", "groups/all_good_share", "groups/all_bad_share"),
+    *("rollouts/truncated_share", "rollouts/turns", "rollouts/failed"),
+    *("mismatch/logprob_difference_mean", "mismatch/logprob_difference_max", "mismatch/k3"),
+    *("mismatch/effective_sample_size", "staleness/min", "staleness/mean", "staleness/max"),
+    *("tokens/trained_per_second", "tokens/sampled_per_second", "batch/packing_efficiency", "batch/microbatches"),
+    *(
+        "filter/kept_groups",
+        "filter/dropped_zero_spread",
+        "filter/dropped_ungraded",
+        "filter/replaced",
+        "updates",
+        "replay/stale",
+        "replay/waiting",
+    ),
+    *(f"seconds/{phase}" for phase in ("sample", "reward", "batch", "reference", "step", "transfer", "store", "wait")),
+    "seconds/total",
+}
+
+
+def reopened(run: TinyRun, step: int) -> TrainingRun:
+    """Open the run with the weights after a step."""
+    opened = reopen(run)
+    opened.state.progress.step = step
+    model = restore_policy(opened.checkpoints.open(step), opened.config, opened.learner.trainer.config)
+    opened.trainer_state = dataclasses.replace(opened.trainer_state, model=model)
+    opened.publisher.publish(model, step)
+    return opened
+
+
+@pytest.fixture(scope="module")
+def after_two(finished_run: TinyRun) -> TrainingRun:
+    """The finished run with the weights after step 2."""
+    return reopened(finished_run, 2)
+
+
+def rows_of(run: TinyRun, step: int) -> list[dict[str, Any]]:
+    """The stored rollouts of a step."""
+    [table] = read_rollouts(run.path / "rollouts", [step], purposes=["training"])
+    return table.to_pylist()
+
+
+def leaves(run: TrainingRun) -> list[np.ndarray]:
+    return [np.array(leaf) for leaf in jax.tree.leaves(run.trainer_state)]
+
+
+def evaluations(record: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in record.items() if name.startswith("eval/")}
+
+
+def test_one_record_per_step(finished_run: TinyRun) -> None:
+    assert [record["step"] for record in finished_run.records()] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_every_record_has_all_metrics(finished_run: TinyRun) -> None:
+    for record in finished_run.records()[1:]:
+        assert set(record) >= ALWAYS
+        assert all(isinstance(value, int | float) for value in record.values())
+
+
+def test_evaluations_run_before_rl_periodically_and_at_the_end(finished_run: TinyRun) -> None:
+    assert [record["step"] for record in finished_run.records() if evaluations(record)] == [0, 3, 6]
+    assert "before_warm_start/eval/ones/accuracy_sampled" in finished_run.records()[0]
+
+
+def test_evaluation_of_record_n_uses_weights_after_step_n(finished_run: TinyRun) -> None:
+    measured = {}
+    for step in (0, 2, 3, 6):
+        found, measured[step] = run_evaluation(EvaluateConfig(str(finished_run.path), step))
+        assert found == step
+    records = finished_run.records()
+    for step in (0, 3, 6):
+        recorded = evaluations(records[step])
+        assert recorded == without_losses(measured[step])
+    # Consecutive weights differ, so equality identifies the step.
+    assert measured[2] != measured[3]
+    assert len({tuple(evaluation.values()) for evaluation in measured.values()}) == 4
+
+
+def test_rollouts_of_record_n_are_sampled_with_weights_before_step_n(
+    finished_run: TinyRun, after_two: TrainingRun
+) -> None:
+    config = after_two.config
+    groups = run_groups(
+        after_two.runner,
+        # Two steps of four tasks precede this one.
+        after_two.runner.environment.stream(config.seed).draw({"drawn": 8}, 4)[0],
+        group_size=config.rollouts.group_size,
+        temperature=config.sampling.temperature,
+        seed_parts=(config.seed, "train", 3),
+    )
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    piece = TokenPieces(after_two.runner.tokenizer.tokenizer)
+    for rollout, row in zip(rollouts, rows_of(finished_run, 3), strict=True):
+        again = as_row(rollout, 3, "training", None, piece)
+        for name in ("id", "group_id", "task_id", "answer", "status", "reward", "rewards", "evaluations"):
+            assert row[name] == again[name]
+        for turn, repeated in zip(row["turns"], again["turns"], strict=True):
+            for name in ("messages", "observation_tokens", "token_ids", "pieces", "stop_reason", "first_version"):
+                assert list(turn[name]) == list(repeated[name]) if name.endswith("s") else turn[name] == repeated[name]
+            np.testing.assert_array_equal(turn["logprobs"], np.float32(repeated["logprobs"]))
+    assert {turn.generation.first_version for rollout in rollouts for turn in rollout.turns} == {2}
+    record = finished_run.records()[3]
+    assert record["objective/scores"] == pytest.approx(np.mean([rollout.total_reward for rollout in rollouts]))
+    assert [record[f"staleness/{kind}"] for kind in ("min", "mean", "max")] == [0.0] * 3
+
+
+def test_stored_evaluations_match_records(finished_run: TinyRun) -> None:
+    tables = list(read_rollouts(finished_run.path / "rollouts", purposes=["evaluation"]))
+    assert [set(table["step"].to_pylist()) for table in tables] == [{0}, {3}, {6}]
+    for table, step in zip(tables, (0, 3, 6), strict=True):
+        rows = table.to_pylist()
+        greedy = [row for row in rows if "-greedy-" in row["id"]]
+        # Each task has two sampled attempts and a greedy one.
+        assert 3 * len(greedy) == len(rows)
+        right = np.mean([dict(row["rewards"])["correct"] for row in greedy])
+        assert right == pytest.approx(finished_run.records()[step]["eval/ones/accuracy_greedy"])
+        assert {row["not_trained"] for row in rows} == {"evaluation"}
+        assert {turn["last_version"] for row in rows for turn in row["turns"]} == {step}
+
+
+def test_storing_learner_logprobs_does_not_affect_training(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    settings = {
+        "initialize_from": str(finished_run.path),
+        "warm_start__max_steps": 0,
+        "num_steps": 2,
+        "kl": {"type": "in_loss", "beta": 0.1},
+    }
+    plain = new_run(**settings)
+    asked = new_run(**settings, rollout_store={"learner_logprobs": True, "every": 2})
+    for run in (plain, asked):
+        assert run.train() == 0
+    assert outcome(asked)["state"] == outcome(plain)["state"]
+    turns = [turn for row in rows_of(asked, 2) for turn in row["turns"]]
+    policy, learner, reference = (
+        np.concatenate([turn[name] for turn in turns])
+        for name in ("logprobs", "learner_logprobs", "reference_logprobs")
+    )
+    assert 0 < np.abs(policy - learner).max() < 1e-5
+    # The reference still has the weights from before step 1.
+    assert np.abs(policy - reference).max() > 1e-3
+    assert {turn["learner_logprobs"] for row in rows_of(plain, 2) for turn in row["turns"]} == {None}
+    assert not (asked.path / "rollouts" / "step-00000001.parquet").exists()
+
+
+def test_group_advantages_are_leave_one_out(finished_run: TinyRun) -> None:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for rollout in rows_of(finished_run, 3):
+        groups.setdefault(rollout["group_id"], []).append(rollout)
+    assert len(groups) == 4
+    for group in groups.values():
+        rewards = [rollout["reward"] for rollout in group]
+        for rollout, reward in zip(group, rewards, strict=True):
+            others = (sum(rewards) - reward) / (len(group) - 1)
+            assert rollout["advantage"] == pytest.approx(reward - others)
+
+
+def test_sampler_and_learner_logprobs_agree(finished_run: TinyRun) -> None:
+    for record in finished_run.records()[1:]:
+        assert record["mismatch/logprob_difference_max"] < 1e-5
+        assert record["val/ratio"] == pytest.approx(1.0, abs=1e-5)
+        assert record["policy/clipfrac_avg"] == 0.0
+
+
+def test_run_improves_accuracy(finished_run: TinyRun) -> None:
+    records = finished_run.records()
+    assert records[6]["eval/ones/accuracy_sampled"] > records[0]["eval/ones/accuracy_sampled"] + 0.2
+    assert all(record["grad_norm"] > 0 for record in records[1:])
+
+
+def test_progress_counters(finished_run: TinyRun) -> None:
+    records = finished_run.records()[1:]
+    assert [record["episode"] for record in records] == [16.0 * step for step in range(1, 7)]
+    assert [record["updates"] for record in records] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    manifest = json.loads((finished_run.checkpoint(6) / "manifest.json").read_text())
+    sampled = sum(record["train/output_length"] * 16 for record in records)
+    assert manifest["progress"]["sampled_tokens"] == pytest.approx(sampled)
+    assert manifest["progress"]["trained_tokens"] == manifest["progress"]["sampled_tokens"]
+    assert manifest["progress"]["step"] == manifest["progress"]["updates"] == 6
+    assert manifest["progress"]["tasks_drawn"] == 6 * 4
+
+
+def test_phase_seconds_sum_to_total(finished_run: TinyRun) -> None:
+    for record in finished_run.records()[1:]:
+        seconds = {name: value for name, value in record.items() if name.startswith("seconds/")}
+        total = seconds.pop("seconds/total")
+        assert sum(seconds.values()) == pytest.approx(total)
+
+
+def test_rates_count_finished_and_not_reused_groups() -> None:
+    again, other = group_of("train-1-0", 1.0, 0.0), group_of("train-2-0", 1.0)
+    collected = Collected([again], [], [other], {})
+    rates = _rates(MODEL, Progress(), collected.finished, [], {"step": 1.0}, elapsed=2.0)
+    assert rates["eps"] == 1 / 2
+    assert rates["tokens/sampled_per_second"] == other.rollouts[0].num_generated_tokens / 2
+
+
+def test_evaluation_has_no_side_effects(after_two: TrainingRun, finished_run: TinyRun) -> None:
+    before = leaves(after_two)
+    files = contents(finished_run.path)
+    step, _ = run_evaluation(EvaluateConfig(str(finished_run.path), 2))
+    from marin_rl.training.evaluation import evaluate
+
+    evaluate(after_two.runner, after_two.config.evaluation, temperature=1.0, seed=after_two.config.seed)
+    assert step == 2
+    assert all(np.array_equal(one, other) for one, other in zip(before, leaves(after_two), strict=True))
+    assert contents(finished_run.path) == files
+
+
+@dataclasses.dataclass
+class Sink:
+    """Stores records, and requests a stop after one of them."""
+
+    stop_after: int
+    records: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
+
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        self.records[step] = metrics
+
+    def stop_requested(self) -> bool:
+        return max(self.records, default=0) >= self.stop_after
+
+
+def test_stop_request_saves_finished_step(
+    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = copy_of(finished_run, tmp_path / "copy")
+    for step in (4, 5, 6):
+        path = copied.checkpoint(step)
+        path.rename(path.with_name(f"gone-{step}"))
+    checkpoint = dataclasses.replace(config_of(copied).checkpoint, every=0, keep_every=0)
+    run = reopen(copied, checkpoint=checkpoint)
+    assert run.state.progress.step == 3
+    sink = Sink(stop_after=5)
+    compared: list[tuple[int, int]] = []
+
+    def compare(step: int, microbatches: Sequence[object]) -> None:
+        assert microbatches
+        compared.append((step, int(run.trainer_state.step)))
+
+    monkeypatch.setattr("marin_rl.training.loop.require_same_batch", compare)
+    assert train(run, sink) is False
+    # Training processes compare the batch of a step before the update.
+    assert compared == [(4, 3), (5, 4)]
+    assert list(sink.records) == [4, 5]
+    assert copied.steps()[-1] == 5
+    expected = [without_timings(record) for record in finished_run.records()]
+    for step, metrics in sink.records.items():
+        assert without_timings({"step": step, **metrics}) == expected[step]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generous(AbstractEnvironment):
+    """An environment that gives every reply the same reward."""
+
+    inner: AbstractEnvironment
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return self.inner.tasks(split)
+
+    async def start(self, task: Task, seed: int) -> Episode:
+        return Praise()
+
+
+class Praise:
+    async def step(self, reply: str) -> Step:
+        return Step({"correct": 1.0})
+
+    async def close(self) -> None:
+        pass
+
+
+def test_step_without_kept_groups_is_recorded_and_keeps_weights(finished_run: TinyRun, tmp_path: Path) -> None:
+    copied = copy_of(finished_run, tmp_path / "copy")
+    run = reopen(copied, num_steps=8, filter=ResampleGroupsConfig(max_batches=2))
+    environment = Generous(run.runner.environment)
+    rollout_source = LocalRollouts(run.config, dataclasses.replace(run.runner, environment=environment))
+    run.collector = dataclasses.replace(run.collector, environment=environment, rollout_source=rollout_source)
+    before, sink = leaves(run), Sink(stop_after=8)
+    assert train(run, sink) is True
+    assert all(np.array_equal(one, other) for one, other in zip(before, leaves(run), strict=True))
+    assert list(sink.records) == [7, 8]
+    for step, record in sink.records.items():
+        assert {name: value for name, value in record.items() if name.startswith("filter/")} == {
+            "filter/kept_groups": 0,
+            "filter/dropped_zero_spread": 8,
+            "filter/dropped_ungraded": 0,
+            "filter/replaced": 4,
+        }
+        assert record["updates"] == 6
+        assert record["episode"] == 6 * 16 + (step - 6) * 32
+        assert record["objective/scores"] == 1.0
+        assert record["tokens/trained_per_second"] == 0.0
+        # There are no metrics of a loss that was not computed.
+        assert not any(name.startswith(("loss/", "val/ratio", "grad_norm", "objective/rlhf")) for name in record)
+    assert (run.state.progress.step, run.state.progress.updates, run.state.progress.tasks_drawn) == (8, 6, 24 + 16)
+    assert copied.steps()[-1] == 8
+    rows = rows_of(copied, 8)
+    assert [(row["advantage"], row["not_trained"]) for row in rows] == [(None, "filtered")] * 32
+
+
+def test_runs_are_deterministic_in_config_and_seed(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    settings = {"initialize_from": str(finished_run.path), "warm_start__max_steps": 0, "num_steps": 1}
+    one, same, other = new_run(**settings), new_run(**settings), new_run(**settings, seed=4)
+    for run in (one, same, other):
+        assert run.train() == 0
+    assert outcome(one) == outcome(same)
+    assert outcome(one)["state"] != outcome(other)["state"]
+    assert outcome(one)["rollouts"] != outcome(other)["rollouts"]

@@ -1,0 +1,100 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from marin_rl.training.metrics_file import append_record, read_records, truncate_records
+from marin_rl.training.run_directory import RunDirectoryError
+
+
+def metrics_of(step: int) -> dict[str, float]:
+    return {"train/rewards": step / 3, "loss/policy_avg": -1e-7 * step}
+
+
+def write_run(path, steps):
+    for step in steps:
+        append_record(path, step, metrics_of(step))
+
+
+def test_records_round_trip(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_run(path, [1, 2])
+    assert read_records(path) == [{"step": 1, **metrics_of(1)}, {"step": 2, **metrics_of(2)}]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_nan_and_infinities_round_trip_as_strings(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    append_record(path, 1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": float(np.float32(0.1))})
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    assert json.loads(path.read_text(), parse_constant=refuse)["a"] == "NaN"
+    (record,) = read_records(path)
+    assert math.isnan(record["a"])
+    assert (record["b"], record["c"], record["d"]) == (math.inf, -math.inf, float(np.float32(0.1)))
+
+
+def test_array_scalars_are_written_as_numbers(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    append_record(path, 1, {"a": np.float64(0.5), "b": 3})
+    assert read_records(path) == [{"step": 1, "a": 0.5, "b": 3.0}]
+
+
+@pytest.mark.parametrize("killed_after", [0, 4, 5, 7])
+@pytest.mark.parametrize("torn", ["", '{"step": 8, "train/rew', '{"step": 8}'])
+def test_resumed_run_has_the_file_of_an_uninterrupted_run(tmp_path, killed_after, torn):
+    whole, resumed = tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl"
+    write_run(whole, range(1, 11))
+    write_run(resumed, range(1, killed_after + 1))
+    with resumed.open("a") as file:
+        file.write(torn)
+    checkpoint = min(killed_after, 4)
+    truncate_records(resumed, after_step=checkpoint)
+    write_run(resumed, range(checkpoint + 1, 11))
+    assert resumed.read_bytes() == whole.read_bytes()
+
+
+def test_incomplete_last_line_is_ignored(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_run(path, [1])
+    with path.open("a") as file:
+        file.write('{"step": 2}')
+    assert [record["step"] for record in read_records(path)] == [1]
+
+
+def test_truncating_a_missing_or_short_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    truncate_records(path, after_step=3)
+    assert not path.exists()
+    assert read_records(path) == []
+    write_run(path, [1, 2])
+    inode = path.stat().st_ino
+    truncate_records(path, after_step=2)
+    assert path.stat().st_ino == inode
+
+
+@pytest.mark.parametrize("line", ["nonsense", "3", '{"a": 1}', '{"step": 2, "a": "x"}', '{"step": 2, "a": null}'])
+def test_invalid_line_is_named_and_the_file_is_kept(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    write_run(path, [1])
+    with path.open("a") as file:
+        file.write(f"{line}\n")
+    write_run(path, [3])
+    before = path.read_bytes()
+    for act in (read_records, lambda path: truncate_records(path, after_step=1)):
+        with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2 is not the record of a step"):
+            act(path)
+    assert path.read_bytes() == before
+
+
+def test_full_disk_is_reported(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl': the disk is full; free some space and rerun"):
+        append_record(path, 1, {})

@@ -1,0 +1,374 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Multi-turn episodes with different numbers of turns, from observations to the training batch."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from marin_rl.config.sections import RolloutConfig
+from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
+from marin_rl.learner.critic import CriticConfig
+from marin_rl.objectives.advantages import GaeConfig, GigpoConfig, ReinforceConfig
+from marin_rl.objectives.policy_loss import (
+    GspoLossConfig,
+    PpoClipLossConfig,
+    ReinforceLossConfig,
+    RlooSequenceLossConfig,
+    TokenBatch,
+)
+from marin_rl.rollouts.run_rollouts import run_groups
+from marin_rl.rollouts.stored_rollout import as_row
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.timing import PhaseTimer
+from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.training.batch_builder import BatchBuilder, TrainingBatch
+from marin_rl.types import Message, Rollout, RolloutGroup, Task
+from tests.training.bare_run import END, NEWEST, TOKENIZER, USER, bare_builder, make_config, make_runner
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """A step of an episode: the observation, and the reward of the reply (None for no reward)."""
+
+    place: str
+    reward: float | None = None
+
+
+Path = Sequence[Visit]
+
+
+@dataclasses.dataclass
+class Maze(AbstractEnvironment):
+    """One task; attempt number n follows path number n, independent of the replies."""
+
+    paths: Sequence[Path]
+    name: str = "maze"
+    started: int = 0
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return [Task("t", self.name, (Message(role="user", content=self.paths[0][0].place),), "")]
+
+    async def start(self, task: Task, seed: int) -> Episode:
+        self.started += 1
+        return Walk(self.paths[self.started - 1])
+
+
+@dataclasses.dataclass
+class Walk:
+    path: Path
+    taken: int = 0
+
+    async def step(self, reply: str) -> Step:
+        here, self.taken = self.path[self.taken], self.taken + 1
+        rewards: Mapping[str, float] = {} if here.reward is None else {"found": here.reward}
+        if self.taken == len(self.path):
+            return Step(rewards)
+        return Step(rewards, (Message(role="user", content=self.path[self.taken].place),), done=False)
+
+    async def close(self) -> None:
+        pass
+
+
+def answer(request: SampleRequest) -> Sequence[int]:
+    """Reply with one to four tokens, depending on the number of turns."""
+    return (*[97] * (request.prompt_tokens.count(USER) % 4), END)
+
+
+ROLLOUTS = RolloutConfig(prompts_per_step=1, group_size=4, max_length=64, max_turns=8, row_length=64)
+
+
+def run_paths(
+    paths: Sequence[Path], *, tokenizer: ChatTokenizer = TOKENIZER, rows: int = 4, **changes
+) -> tuple[BatchBuilder, RolloutGroup, TrainingBatch]:
+    """Sample one group with one attempt per path, and build its training batch."""
+    config, environment = make_config(rollouts=ROLLOUTS, **changes), Maze(paths)
+    builder = bare_builder(config, tokenizer=tokenizer, rows=rows)
+    runner = make_runner(config, answer, environment, tokenizer=tokenizer)
+    [group] = run_groups(
+        runner, environment.tasks(Split.TRAIN), group_size=len(paths), temperature=1.0, seed_parts=(0, "train", 1)
+    )
+    return builder, group, builder.build([group], NEWEST, 1, PhaseTimer())
+
+
+def episode(turns: int, reward: float) -> Path:
+    """A path of `turns` turns with a reward at the end."""
+    return [*(Visit(f"n{index}") for index in range(turns - 1)), Visit(f"n{turns - 1}", reward)]
+
+
+TURNS = (1, 2, 6, 3)
+EPISODES = [episode(turns, reward) for turns, reward in zip(TURNS, (1.0, 2.0, 5.0, 8.0), strict=True)]
+ADVANTAGES = (-4.0, -8 / 3, 4 / 3, 16 / 3)
+TOKENS = (2, 5, 15, 9)
+"""Sampled tokens of each episode; the turns have 2, 3, 4, 1, 2, 3."""
+
+
+def rewriting_tokenizer() -> ChatTokenizer:
+    """A tokenizer with a template that omits all replies but the last, so every turn starts a new sequence."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{%- for message in messages -%}"
+        "{%- if message['role'] == 'user' or loop.last -%}"
+        "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
+        "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+    )
+    return ChatTokenizer(tokenizer)
+
+
+@pytest.fixture(params=["one sequence", "a sequence a turn"])
+def tokenizer(request: pytest.FixtureRequest) -> ChatTokenizer:
+    return TOKENIZER if request.param == "one sequence" else rewriting_tokenizer()
+
+
+def sequence_counts(tokenizer: ChatTokenizer) -> list[int]:
+    return [1] * 4 if tokenizer is TOKENIZER else list(TURNS)
+
+
+def test_group_with_different_numbers_of_turns(tokenizer: ChatTokenizer):
+    _, group, batch = run_paths(EPISODES, tokenizer=tokenizer)
+    assert [len(rollout.turns) for rollout in group.rollouts] == list(TURNS)
+    assert [processed.input_ids.shape[0] for processed in batch.rollouts] == sequence_counts(tokenizer)
+    assert [processed.num_loss_tokens for processed in batch.rollouts] == list(TOKENS)
+    # One advantage per rollout, the same on the tokens of all its turns.
+    for token_advantages, advantage, tokens in zip(batch.token_advantages, ADVANTAGES, TOKENS, strict=True):
+        np.testing.assert_allclose(token_advantages.advantages, [advantage] * tokens, rtol=1e-12)
+
+
+def test_observations_have_no_loss(tokenizer: ChatTokenizer):
+    _, group, batch = run_paths(EPISODES, tokenizer=tokenizer)
+    for rollout, processed in zip(group.rollouts, batch.rollouts, strict=True):
+        sampled = [token for turn in rollout.turns for token in turn.generation.token_ids]
+        assert processed.input_ids[processed.loss_mask].tolist() == sampled
+        turns = [index for index, turn in enumerate(rollout.turns) for _ in turn.generation.token_ids]
+        assert processed.turn_ids[processed.loss_mask].tolist() == turns
+
+
+def test_logprobs_sum_over_all_turns(tokenizer: ChatTokenizer):
+    builder, _, batch = run_paths(EPISODES, tokenizer=tokenizer)
+    [packed] = builder.minibatches(batch, 1)
+    rng = np.random.default_rng(0)
+    shape = (builder.layout.rows_per_microbatch, 64)
+    learner = [-rng.random(shape).astype(np.float32) for _ in packed.microbatches]
+    loss = 0.0
+    for part, logprobs in zip(packed.microbatches, learner, strict=True):
+        tokens = TokenBatch(
+            jnp.asarray(logprobs),
+            part.policy_logprobs.array,
+            part.advantages.array,
+            part.loss_mask.array,
+            part.rollout_ids.array,
+        )
+        terms = ReinforceLossConfig().per_token(tokens)
+        loss += float(jnp.sum(part.loss_weights.array * terms.terms))
+    # -1/4 · Σ_i A_i Σ_t log π_t: four rollouts, independent of the number of sequences.
+    own = packed.unpack(learner)
+    sums = [array[made.loss_mask].sum(dtype=np.float64) for array, made in zip(own, batch.rollouts, strict=True)]
+    assert loss == pytest.approx(-np.dot(ADVANTAGES, sums) / 4, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "mean"), [(RlooSequenceLossConfig(0.9, 9.0), False), (GspoLossConfig(0.9, 9.0), True)]
+)
+def test_rollout_ratio_covers_all_turns(config, mean: bool, tokenizer: ChatTokenizer):
+    builder, _, batch = run_paths(EPISODES, tokenizer=tokenizer, policy_loss=config)
+    [packed] = builder.minibatches(batch, 1)
+    change = [np.random.default_rng(index).normal(0, 0.05, (4, 64)).astype(np.float32) for index in range(9)]
+    change = change[: len(packed.microbatches)]
+    found = []
+    for part, moved in zip(packed.microbatches, change, strict=True):
+        policy = part.policy_logprobs.array
+        mask, ids = part.loss_mask.array, part.rollout_ids.array
+        # With an advantage of -1 the term equals the ratio.
+        tokens = TokenBatch(policy + moved, policy, -jnp.ones_like(policy), mask, ids)
+        found.append(np.asarray(config.per_token(tokens).terms))
+    for terms, moved, made in zip(packed.unpack(found), packed.unpack(change), batch.rollouts, strict=True):
+        total = moved[made.loss_mask].sum(dtype=np.float64)
+        tokens = made.num_loss_tokens
+        expected = np.exp(total / tokens) if mean else np.exp(total) / tokens
+        np.testing.assert_allclose(terms[made.loss_mask], expected, rtol=1e-4)
+
+
+def test_rollout_of_several_sequences_counts_once():
+    builder, _, batch = run_paths(EPISODES, tokenizer=rewriting_tokenizer(), rows=2)
+    [packed] = builder.minibatches(batch, 1)
+    assert [len(slots) for slots in packed.slots] == list(TURNS)
+    weights = packed.unpack([np.asarray(part.loss_weights.array) for part in packed.microbatches])
+    # sequence_sum: one fourth, for four rollouts of twelve sequences.
+    for array, made in zip(weights, batch.rollouts, strict=True):
+        assert np.unique(array[made.loss_mask]).tolist() == [0.25]
+
+
+def test_rollout_ratio_keeps_sequences_in_one_microbatch():
+    builder, _, batch = run_paths(EPISODES, tokenizer=rewriting_tokenizer(), rows=2, policy_loss=GspoLossConfig())
+    [packed] = builder.minibatches(batch, 1)
+    assert len(packed.microbatches) > 1
+    assert all(len({slot.microbatch_index for slot in slots}) == 1 for slots in packed.slots)
+
+
+# GiGPO.
+
+
+def worked_example() -> list[Path]:
+    """OBJECTIVES.md: T0 visits s0, s1, s2 with rewards 0, 0, 1; T1 s0, s1, s3 with 0, 0, 0; T2 s0, s2 with 0, 1."""
+    return [
+        [Visit("s0", 0.0), Visit("s1", 0.0), Visit("s2", 1.0)],
+        [Visit("s0", 0.0), Visit("s1", 0.0), Visit("s3", 0.0)],
+        [Visit("s0", 0.0), Visit("s2", 1.0)],
+    ]
+
+
+EPISODE = (1 / 3, -2 / 3, 1 / 3)
+STEPS = ((0.285, 0.475, 0.0), (-0.6175, -0.475, 0.0), (0.3325, 0.0))
+
+
+def by_turn(batch: TrainingBatch, group: RolloutGroup) -> list[list[float]]:
+    """Advantage of each turn, after checking that it is equal on all tokens of the turn."""
+    found = []
+    for rollout, token_advantages in zip(group.rollouts, batch.token_advantages, strict=True):
+        lengths = [len(turn.generation.token_ids) for turn in rollout.turns]
+        parts = np.split(token_advantages.advantages, np.cumsum(lengths)[:-1])
+        assert all(np.unique(part).size == 1 for part in parts)
+        found.append([float(part[0]) for part in parts])
+    return found
+
+
+def expected(episodes: Sequence[float], steps: Sequence[Sequence[float]]) -> list[list[float]]:
+    return [[of_episode + step for step in own] for of_episode, own in zip(episodes, steps, strict=True)]
+
+
+def assert_close(actual: list[list[float]], desired: list[list[float]]) -> None:
+    for row, desired_row in zip(actual, desired, strict=True):
+        assert row == pytest.approx(desired_row, abs=1e-12)
+
+
+def test_gigpo_worked_example_on_tokens(tokenizer: ChatTokenizer):
+    _, group, batch = run_paths(worked_example(), tokenizer=tokenizer, advantage=GigpoConfig())
+    anchors = [[turn.anchor_state for turn in rollout.turns] for rollout in group.rollouts]
+    # Equal observations have equal anchors, independent of turn and attempt.
+    assert anchors[0][0] == anchors[1][0] == anchors[2][0]
+    assert anchors[0][1] == anchors[1][1]
+    assert anchors[0][2] == anchors[2][1]
+    assert len({anchor for own in anchors for anchor in own}) == 4
+    assert_close(by_turn(batch, group), expected(EPISODE, STEPS))
+
+
+def test_gigpo_components_are_logged_per_turn(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.DEBUG, logger="marin_rl.training.batch_builder"):
+        _, group, _ = run_paths(worked_example(), advantage=GigpoConfig())
+    messages = [record.getMessage() for record in caplog.records if "anchor hash" in record.getMessage()]
+    turns = [(rollout.id, index, turn) for rollout in group.rollouts for index, turn in enumerate(rollout.turns)]
+    assert len(messages) == len(turns) == 8
+    for line, (id, index, turn) in zip(messages, turns, strict=True):
+        assert line.startswith(f"rollout {id} turn {index}: anchor hash {turn.anchor_state}, return ")
+    assert messages[0].endswith("return 0.9025, A_E 0.333333, A_S 0.285, advantage [0.618333]")
+    assert messages[3].endswith("return 0, A_E -0.666667, A_S -0.6175, advantage [-1.28417]")
+
+
+def test_gigpo_components_are_stored_per_turn():
+    _, group, batch = run_paths(worked_example(), advantage=GigpoConfig())
+    rows = [as_row(rollout, 1, "training", batch.stored[rollout.id], lambda token: b"x") for rollout in group.rollouts]
+    assert [row["turns"][0]["episode_advantage"] for row in rows] == pytest.approx(EPISODE)
+    assert [[turn["step_advantage"] for turn in row["turns"]] for row in rows] == [
+        pytest.approx(list(one)) for one in STEPS
+    ]
+    assert [turn["step_return"] for turn in rows[0]["turns"]] == pytest.approx([0.9025, 0.95, 1.0])
+    for row in rows:
+        for turn in row["turns"]:
+            total = turn["episode_advantage"] + turn["step_advantage"]
+            assert turn["advantages"] == pytest.approx([total] * len(turn["token_ids"]))
+
+
+def test_default_step_reward_applies_only_to_missing_rewards():
+    paths = worked_example()
+    paths[1] = [Visit("s0", 0.0), Visit("s1"), Visit("s3", 0.0)]
+    config = GigpoConfig(default_step_reward=-1.0)
+    _, group, batch = run_paths(paths, advantage=config)
+    assert [turn.reward for turn in group.rollouts[1].turns] == [0.0, None, 0.0]
+    # Its return is -1 from s1 and -0.95 from s0; the return of the rollout remains the sum of its rewards.
+    s0, s1 = np.array([0.9025, -0.95, 0.95]), np.array([0.95, -1.0])
+    steps = [
+        [s0[0] - s0.mean(), s1[0] - s1.mean(), 0.0],
+        [s0[1] - s0.mean(), s1[1] - s1.mean(), 0.0],
+        [s0[2] - s0.mean(), 0.0],
+    ]
+    assert_close(by_turn(batch, group), expected(EPISODE, steps))
+
+
+def test_outcome_score_is_added_to_last_turn():
+    # The same example with an outcome reward and no intermediate rewards.
+    paths = [[Visit("s0"), Visit("s1"), Visit("s2", 1.0)], [Visit("s0"), Visit("s1"), Visit("s3", 0.0)]]
+    paths.append([Visit("s0"), Visit("s2", 1.0)])
+    _, group, batch = run_paths(paths, advantage=GigpoConfig())
+    assert_close(by_turn(batch, group), expected(EPISODE, STEPS))
+    # The turn rewards already contain the score, so it counts twice and every return doubles.
+    _, group, batch = run_paths(paths, advantage=GigpoConfig(add_score_at_end=True))
+    assert_close(by_turn(batch, group), expected(EPISODE, [[2 * step for step in own] for own in STEPS]))
+
+
+def test_reinforce_discounts_following_rewards():
+    _, group, batch = run_paths(worked_example(), advantage=ReinforceConfig(gamma=0.95))
+    assert_close(by_turn(batch, group), [[0.9025, 0.95, 1.0], [0.0, 0.0, 0.0], [0.95, 1.0]])
+
+
+def gae_by_position(rollout: Rollout, values: np.ndarray, gamma: float, lam: float) -> list[float]:
+    """Compute GAE by its definition, backwards over all positions of a row; observations are skipped."""
+    positions: list[tuple[int | None, bool]] = []
+    for index, turn in enumerate(rollout.turns):
+        length = len(turn.generation.token_ids)
+        positions += [(None, False)] * len(turn.observation_tokens)
+        positions += [(index, at + 1 == length) for at in range(length)]
+    assert rollout.total_reward is not None
+    earlier = sum(turn.reward or 0.0 for turn in rollout.turns[:-1])
+    advantages: list[float] = []
+    next_value = next_advantage = 0.0
+    for place, (index, ends) in reversed(list(enumerate(positions))):
+        if index is None:
+            continue
+        reward = 0.0
+        if ends:
+            is_last = index + 1 == len(rollout.turns)
+            reward = rollout.total_reward - earlier if is_last else rollout.turns[index].reward or 0.0
+        delta = reward + gamma * next_value - values[place]
+        next_value, next_advantage = values[place], delta + gamma * lam * next_advantage
+        advantages.append(next_advantage)
+    return advantages[::-1]
+
+
+def test_gae_rewards_at_turn_ends_across_observations():
+    paths = [
+        [Visit("s0", 0.5), Visit("s1"), Visit("s2", 1.0)],
+        [Visit("s0", -1.0), Visit("long", 0.25), Visit("s3", 0.0), Visit("s4", 2.0)],
+        episode(3, 1.0),
+    ]
+    config = make_config(
+        rollouts=ROLLOUTS,
+        advantage=GaeConfig(gamma=0.9, lam=0.8, whiten=False),
+        critic=CriticConfig(),
+        policy_loss=PpoClipLossConfig(),
+    )
+    row = np.sin(np.arange(64.0)).astype(np.float32)
+    environment = Maze(paths)
+    builder = bare_builder(config, values=lambda made: np.broadcast_to(row, made.input_ids.shape), rows=4)
+    [group] = run_groups(
+        make_runner(config, answer, environment),
+        environment.tasks(Split.TRAIN),
+        group_size=len(paths),
+        temperature=1.0,
+        seed_parts=(0, "train", 1),
+    )
+    # A rollout-level reward that belongs to no turn, such as a length penalty.
+    rollouts = [dataclasses.replace(one, rewards={**one.rewards, "short": 0.75}) for one in group.rollouts]
+    batch = builder.build([RolloutGroup(group.id, rollouts)], NEWEST, 1, PhaseTimer())
+    for rollout, processed, token_advantages in zip(rollouts, batch.rollouts, batch.token_advantages, strict=True):
+        expected = np.array(gae_by_position(rollout, row.astype(np.float64), 0.9, 0.8))
+        np.testing.assert_allclose(token_advantages.advantages, expected, rtol=1e-12, atol=1e-12)
+        values = processed.values[processed.loss_mask].astype(np.float64)
+        np.testing.assert_allclose(token_advantages.value_targets, expected + values, rtol=1e-12, atol=1e-12)
+        stored = as_row(rollout, 1, "training", batch.stored[rollout.id], lambda token: b"x")
+        assert [value for turn in stored["turns"] for value in turn["values"]] == values.tolist()

@@ -1,0 +1,158 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+import numpy as np
+import pytest
+
+from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
+from marin_rl.distributed.replay_buffer import ReplayBuffer
+from marin_rl.distributed.rollout_source import LocalRollouts
+from marin_rl.distributed.scheduler import RequestNumber
+from marin_rl.environments.arithmetic import ArithmeticConfig
+from marin_rl.learner import checkpoint
+from marin_rl.learner.checkpoint import CheckpointError
+from marin_rl.learner.critic import CriticConfig
+from marin_rl.objectives.advantages import GaeConfig
+from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
+from marin_rl.objectives.policy_loss import PpoClipLossConfig
+from marin_rl.sampling.config import SamplingConfig
+from marin_rl.training import open_run, rollout_runner
+from marin_rl.training.open_run import drop_groups_of_lost_weights, make_loss
+from marin_rl.training.run_state import Progress
+from marin_rl.training.starting_weights import restore_policy
+from marin_rl.types import RolloutGroup
+from tests.rollouts.rollout_cases import group_of
+from tests.tiny_run import TinyRun, contents, copy_of
+from tests.training.bare_run import bare_run, make_config
+from tests.training.reopened_run import config_of, reopen
+
+
+def test_run_resumes_from_newest_checkpoint(finished_run: TinyRun):
+    messages: list[str] = []
+    files = contents(finished_run.path)
+    opened = reopen(finished_run, messages.append)
+    assert messages == [f"resuming after step 6, from {finished_run.checkpoint(6)}"]
+    saved = json.loads((finished_run.checkpoint(6) / "manifest.json").read_text())["progress"]
+    assert dataclasses.asdict(opened.state.progress) == saved
+    assert list(opened.state.progress.evaluations) == ["before warm start", "before RL", "after RL"]
+    assert int(opened.trainer_state.step) == 6
+    assert opened.batch_builder.score_reference is None
+    assert contents(finished_run.path) == files
+
+
+def test_progress_of_another_version_is_rejected(finished_run: TinyRun, tmp_path: Path):
+    run = copy_of(finished_run, tmp_path / "copy")
+    path = run.checkpoint(6) / "manifest.json"
+    manifest = checkpoint.load_manifest(path.read_text())
+    manifest["progress"]["lessons"] = 3
+    path.write_text(checkpoint.dump_manifest(manifest))
+    with pytest.raises(CheckpointError, match=r"progress in checkpoint .*step-00000006 .*'lessons'; resume with the"):
+        reopen(run, lambda message: None)
+
+
+def test_groups_sampled_with_lost_weights_are_requested_again():
+    run = bare_run(make_config(), ArithmeticConfig().build(), Progress(step=3))
+    run.state.replay = ReplayBuffer(max_staleness=2)
+    for index, version in enumerate((3, 2, 1)):
+        group = group_of(f"train-4-{index}", 1.0, 0.0)
+        rollouts = []
+        for rollout in group.rollouts:
+            sampled = dataclasses.replace(rollout.turns[0].generation, first_version=version, last_version=version)
+            task = dataclasses.replace(rollout.task, id=f"task-{index}")
+            rollouts.append(
+                dataclasses.replace(
+                    rollout, task=task, turns=(dataclasses.replace(rollout.turns[0], generation=sampled),)
+                )
+            )
+        run.state.replay.add(RequestNumber(4, index), RolloutGroup(group.id, rollouts))
+    messages: list[str] = []
+    drop_groups_of_lost_weights(run.state, messages.append)
+    assert messages == [
+        "2 waiting groups were sampled with weights that are no longer kept; those not trained on are sampled again"
+    ]
+    assert run.state.replay.ages(3) == [0]
+    assert [task["id"] for task in run.state.scheduler.state["again"]] == ["task-1", "task-2"]
+
+
+def test_damaged_checkpoints_are_reported(finished_run: TinyRun, tmp_path: Path):
+    copied = copy_of(finished_run, tmp_path / "copy")
+    (copied.checkpoint(6) / "manifest.json").write_text("{")
+    messages: list[str] = []
+    assert reopen(copied, messages.append).state.progress.step == 5
+    assert messages[0] == "the checkpoint of step 6 is damaged and was skipped; see log.txt for the reason"
+    assert messages[1].startswith("resuming after step 5")
+
+
+@pytest.mark.parametrize("kl", [LossKlConfig(beta=0.0), RewardKlConfig(beta=0.0)])
+def test_reference_is_not_loaded_without_penalty(
+    finished_run: TinyRun, kl: LossKlConfig | RewardKlConfig, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("marin_rl.training.open_run.restore_policy", None)  # calling it would raise
+    opened = reopen(finished_run, kl=kl)
+    assert opened.batch_builder.score_reference is None
+    assert not opened.checkpoints.keep_first
+
+
+def test_reference_is_policy_before_rl(finished_run: TinyRun):
+    opened = reopen(finished_run, kl=LossKlConfig(beta=0.1))
+    assert opened.checkpoints.keep_first
+    first = restore_policy(opened.checkpoints.open(0), opened.config, opened.learner.trainer.config)
+    score_reference = opened.batch_builder.score_reference
+    assert isinstance(score_reference, functools.partial)
+    reference, before, now = map(jax.tree.leaves, (score_reference.args[0], first, opened.trainer_state.model))
+    assert all(np.array_equal(a, b) for a, b in zip(reference, before, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(reference, now, strict=True))
+
+
+def test_checkpoint_of_another_architecture_is_rejected(finished_run: TinyRun):
+    model = config_of(finished_run).model
+    assert model is not None
+    with pytest.raises(CheckpointError, match="does not fit the configured model and optimizer"):
+        reopen(finished_run, model=dataclasses.replace(model, intermediate_dim=48))
+
+
+def test_make_loss_uses_config(finished_run: TinyRun):
+    config = dataclasses.replace(
+        config_of(finished_run),
+        policy_loss=PpoClipLossConfig(clip_high=0.28),
+        kl=LossKlConfig(beta=0.5),
+        advantage=GaeConfig(),
+        critic=CriticConfig(coefficient=0.25),
+        sampling=SamplingConfig(temperature=0.7),
+        logprob_block_size=5,
+    )
+    loss = make_loss(config)
+    assert (loss.policy_loss, loss.kl, loss.critic) == (config.policy_loss, config.kl, config.critic)
+    assert (loss.temperature, loss.block_size) == (0.7, 5)
+
+
+@pytest.mark.parametrize(("tasks", "opened"), [(0, 0), (2, 1)])
+def test_trainer_opens_reward_functions_only_if_it_runs_episodes(
+    finished_run: TinyRun, monkeypatch: pytest.MonkeyPatch, tasks: int, opened: int
+) -> None:
+    calls: list[object] = []
+
+    def open_reward_functions(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return rollout_runner.open_reward_functions(*arguments)
+
+    monkeypatch.setattr(open_run, "open_reward_functions", open_reward_functions)
+    monkeypatch.setattr(
+        open_run, "open_rollout_source", lambda config, runner, progress, opened: LocalRollouts(config, runner)
+    )
+    run = reopen(
+        finished_run,
+        mode=Mode.ASYNC,
+        evaluation=EvaluationConfig(tasks=tasks),
+        warm_start=WarmStartConfig(max_steps=0),
+    )
+    run.close()
+    assert len(calls) == opened

@@ -1,0 +1,255 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Runs that sample at a server over HTTP on loopback, which reloads the weights."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marin_rl.sampling.openai_sampler import OpenAiSampler
+from marin_rl.sampling.sampler import Sampler, SampleRequest, SamplerError
+from marin_rl.training.open_run import open_run
+from marin_rl.training.samplers import open_levanter_sampler, open_trainer_sampler
+from marin_rl.training.starting_weights import resolve_model
+from marin_rl.training.training_run import TrainingRun
+from marin_rl.types import Generation
+from marin_rl.user_code import UserFileError
+from tests.sampling.completions_server import CompletionsServer, serving
+from tests.tiny_run import TinyRun, copy_of, interrupted_after, make_run, outcome
+from tests.training.levanter_server import Loader, config_of, served_by
+from tests.training.thread_workers import thread_workers
+
+SHORT = {
+    "num_steps": 3,
+    "warm_start__max_steps": 2,
+    "warm_start__check_every": 1,
+    "evaluation": {"every": 2, "tasks": 4, "samples": 1, "pass_at": [1]},
+    "checkpoint": {"every": 1, "keep_every": 1},
+}
+"""A warm start, three steps, and few evaluation tasks."""
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[CompletionsServer]:
+    with serving(CompletionsServer()) as started:
+        yield started
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """The same run with the in-process sampler and with a server."""
+
+    own: TinyRun
+    served: TinyRun
+    loader: Loader
+    server: CompletionsServer
+
+
+@pytest.fixture(scope="module")
+def pair(finished_run: TinyRun, server: CompletionsServer, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    start = {"initialize_from": str(finished_run.path), **SHORT}
+    own = make_run(tmp_path_factory.mktemp("own"), **start)
+    folder = tmp_path_factory.mktemp("served")
+    weights = folder / "weights"
+    served = make_run(folder, **start, sampler=served_by(server, weights))
+    loader = Loader(resolve_model(config_of(served)), weights / "current")
+    server.load = loader
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+        assert own.train() == 0
+        assert served.train() == 0
+    return Pair(own, served, loader, server)
+
+
+def test_run_with_a_server_equals_run_with_levanter(pair: Pair):
+    """Return all records, rollouts, weights and optimizer moments."""
+    own, served = outcome(pair.own), outcome(pair.served)
+    assert own["records"][-1]["step"] == 3
+    for part in own:
+        assert own[part] == served[part], part
+
+
+def test_server_sampled_with_every_version(pair: Pair):
+    # Before and after each evaluation of the warm start, at the start of RL, and after each step.
+    assert pair.loader.loaded[-4:] == ["version-0", "version-1", "version-2", "version-3"]
+    assert set(pair.loader.loaded[:-4]) == {"version-0"}
+    assert len(pair.loader.loaded) >= 6
+    # The prefix cache of old weights is never used with new ones.
+    assert pair.server.calls == ["reload_weights", "reset_prefix_cache"] * len(pair.loader.loaded)
+    # Training samples: 16 rollouts in each of 3 steps.
+    assert len(pair.server.received) > 48
+    assert pair.server.most_at_once > 1
+
+
+def test_newest_two_versions_are_kept(pair: Pair):
+    folder = pair.loader.current.parent
+    assert sorted(path.name for path in folder.iterdir()) == ["current", "version-2", "version-3"]
+    assert (folder / "current" / "model.safetensors").read_bytes() == (
+        pair.served.path / "hf" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_interrupted_run_resumes_exactly(pair: Pair, tmp_path: Path):
+    interrupted = interrupted_after(pair.served, 1, tmp_path / "again")
+    # Another address of the same server is the same run.
+    text = interrupted.config.read_text()
+    interrupted.config.write_text(text.replace("/weights", "/other_weights"))
+    folder = config_of(interrupted).sampler.reload.folder
+    loader = Loader(pair.loader.config, Path(folder) / "current")
+    pair.server.load = loader
+    assert interrupted.train() == 0
+    assert outcome(interrupted) == outcome(pair.served)
+    assert loader.loaded == ["version-1", "version-2", "version-3"]
+
+
+def test_worker_with_a_server_equals_worker_with_levanter(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without staleness; the trainer evaluates with the in-process sampler."""
+    monkeypatch.setattr("marin_rl.training.open_rollout_source.ray_workers", thread_workers)
+    start = {"initialize_from": str(config_of(pair.own).initialize_from), **SHORT}
+    weights = tmp_path / "weights"
+    run = make_run(tmp_path, mode="async", replay__max_staleness=0, **start, sampler=served_by(pair.server, weights))
+    loader = Loader(pair.loader.config, weights / "current")
+    monkeypatch.setattr(pair.server, "load", loader)
+    asked = len(pair.server.received)
+    assert run.train() == 0
+    own, found = outcome(pair.own), outcome(run)
+    for part in ("rollouts", "state", "hf"):
+        assert found[part] == own[part], part
+    # The worker may receive the last announcement before the stop.
+    assert loader.loaded[:3] == ["version-0", "version-1", "version-2"]
+    # One check of the server, and the rollouts of the training steps.
+    assert len(pair.server.received) == asked + 1 + 48
+
+
+def test_server_reload_error_ends_an_async_run(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("marin_rl.training.open_rollout_source.ray_workers", thread_workers)
+
+    def broken() -> Any:
+        raise RuntimeError("no room for the weights")
+
+    monkeypatch.setattr(pair.server, "load", broken)
+    start = {"initialize_from": str(pair.own.path), **SHORT, "warm_start__max_steps": 0}
+    run = make_run(tmp_path, mode="async", **start, sampler=served_by(pair.server, tmp_path / "weights"))
+    assert run.train() == 1
+    error = capfd.readouterr().err
+    assert "sampler.reload: 'reload' of" in error
+    assert "Traceback" not in error
+
+
+def test_evaluation_of_a_run_needs_no_server(pair: Pair, capsys: pytest.CaptureFixture[str]):
+    from marin_rl.evaluate import main
+
+    asked = len(pair.server.received)
+    assert main(["--run", str(pair.served.path)]) == 0
+    assert "after step 3" in capsys.readouterr().out
+    assert len(pair.server.received) == asked
+
+
+# A sampler without a run.
+
+
+@pytest.fixture
+def opened(pair: Pair, tmp_path: Path) -> Iterator[TrainingRun]:
+    copied = copy_of(pair.served, tmp_path / "copy")
+    config = dataclasses.replace(resolve_model(config_of(copied)), run_dir=str(copied.path))
+    pair.server.load = pair.loader
+    run = open_run(config, copied.path, lambda line: None)
+    yield run
+    run.close()
+
+
+REQUESTS = [SampleRequest((259, 50, 257, 260), seed, 3, (0.0, 0.7, 1.0)[seed % 3]) for seed in range(20)]
+
+
+def sampled(engine: Sampler) -> list[Generation]:
+    return engine.sample(REQUESTS)
+
+
+def test_trainer_does_not_sample_with_several_processes(opened: TrainingRun, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("marin_rl.multihost.is_multihost", lambda: True)
+    engine = open_trainer_sampler(
+        opened.config, opened.trainer_state.model, opened.runner.tokenizer, opened.learner.trainer.config, 0
+    )
+    engine.update_weights(opened.trainer_state.model, 1)
+    with pytest.raises(RuntimeError, match="the trainer cannot sample when it runs in several processes"):
+        engine.sample([])
+
+
+def test_server_generations_equal_levanter_generations(opened: TrainingRun):
+    assert isinstance(opened.publisher.sampler, OpenAiSampler)
+    own = open_levanter_sampler(
+        opened.config, opened.trainer_state.model, opened.runner.tokenizer, opened.learner.trainer.config, 3
+    )
+    assert sampled(opened.publisher.sampler) == sampled(own)
+    assert opened.publisher.sampler.batch_size == own.batch_size
+
+
+def test_generations_record_the_loaded_version(opened: TrainingRun):
+    import jax
+    import numpy as np
+
+    before = sampled(opened.publisher.sampler)
+    assert {generation.first_version for generation in before} == {3}
+    opened.publisher.sampler.update_weights(jax.tree.map(np.zeros_like, opened.trainer_state.model), 9)
+    uniform = sampled(opened.publisher.sampler)
+    assert {generation.last_version for generation in uniform} == {9}
+    for generation in uniform:
+        np.testing.assert_allclose(generation.logprobs, -np.log(264), rtol=1e-5)
+    opened.publisher.publish(opened.trainer_state.model, 3)
+    assert sampled(opened.publisher.sampler) == before
+
+
+def test_server_reload_error_ends_the_run(opened: TrainingRun, pair: Pair):
+    def broken() -> Any:
+        raise RuntimeError("no room for the weights")
+
+    pair.server.load = broken
+    with pytest.raises(UserFileError, match=r"sampler.reload: 'reload' of .*reload_vllm.py raised"):
+        opened.publisher.sampler.update_weights(opened.trainer_state.model, 4)
+    # The recorded version is still correct.
+    assert {generation.first_version for generation in sampled(opened.publisher.sampler)} == {3}
+
+
+def test_server_without_weights_fails_before_training(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    hook = tmp_path / "hook.py"
+    hook.write_text("def reload(folder, version, base_url):\n    pass\n")
+    with serving(CompletionsServer()) as empty:
+        sampler = {**served_by(empty, tmp_path / "weights")}
+        sampler["reload"] = {"folder": str(tmp_path / "weights"), "path": str(hook), "function": "reload"}
+        run = new_run(initialize_from=str(finished_run.path), sampler=sampler, **SHORT)
+        assert run.train() == 1
+    error = capfd.readouterr().err
+    assert "returned status 503" in error
+    assert "weights are not loaded yet" in error
+    assert "Traceback" not in error
+
+
+def test_raw_log_probs_are_rejected_at_the_start(
+    pair: Pair, finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
+):
+    """Only at temperatures other than 1."""
+
+    def same_at_all_temperatures(answer: dict[str, Any]) -> dict[str, Any]:
+        answer["choices"][0]["logprobs"]["top_logprobs"][0] = {"<1>": -1.5}
+        return answer
+
+    monkeypatch.setattr(pair.server, "change", same_at_all_temperatures)
+    config = resolve_model(config_of(pair.served))
+    sampling = dataclasses.replace(config.sampling, temperature=0.7)
+    run = new_run()
+    pair.server.load = pair.loader
+    with pytest.raises(SamplerError, match=r"sampling.temperature is 0\.7.*--logprobs-mode processed_logprobs"):
+        open_run(dataclasses.replace(config, sampling=sampling), run.path, lambda line: None)

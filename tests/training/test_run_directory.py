@@ -1,0 +1,271 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from marin_rl.training.run_directory import (
+    RunDirectory,
+    RunDirectoryError,
+    create_or_open,
+    lock,
+    log_to,
+    open_existing,
+    write_atomically,
+)
+
+CONFIG = "name: a\nseed: 0\ntrainer:\n  seed: 1\n  tracker: []\n"
+
+
+def begin(path: Path, config: str = CONFIG) -> RunDirectory:
+    """Run directory with a record of a step."""
+    directory = create_or_open(path, config)
+    directory.metrics.write_text("")
+    return directory
+
+
+def test_layout(tmp_path):
+    directory = create_or_open(tmp_path / "runs" / "a", CONFIG)
+    assert directory == RunDirectory(tmp_path / "runs" / "a")
+    assert directory.config.read_text() == CONFIG
+    assert directory.rollouts.is_dir()
+    assert directory.checkpoints.is_dir()
+    names = [directory.metrics, directory.hf, directory.log, directory.curves]
+    assert [path.name for path in names] == ["metrics.jsonl", "hf", "log.txt", "curves.png"]
+
+
+def test_equal_config_with_other_formatting_opens_the_directory(tmp_path):
+    create_or_open(tmp_path, CONFIG)
+    (tmp_path / "metrics.jsonl").write_text("kept")
+    create_or_open(tmp_path, "seed: 0\nname: 'a'\ntrainer: {tracker: [], seed: 1.0}\n")
+    assert (tmp_path / "metrics.jsonl").read_text() == "kept"
+
+
+def test_differing_config_is_refused_by_key(tmp_path):
+    begin(tmp_path)
+    with pytest.raises(RunDirectoryError) as caught:
+        create_or_open(tmp_path, "name: b\nseed: 0\ntrainer:\n  seed: 2\n  tracker: []\nsteps: 3\n")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"run directory {str(tmp_path)!r} belongs to a run with another config:"
+    assert lines[1:4] == [
+        '  name: "a" there, "b" now',
+        "  trainer.seed: 1 there, 2 now",
+        "  steps: not set there, 3 now",
+    ]
+    assert "choose another run_dir" in lines[4]
+    assert (tmp_path / "config.yaml").read_text() == CONFIG
+
+
+def test_config_without_results_can_be_replaced(tmp_path):
+    corrected = CONFIG.replace("seed: 1", "seed: 2")
+    create_or_open(tmp_path, CONFIG)
+    directory = create_or_open(tmp_path, corrected)
+    assert directory.config.read_text() == corrected
+    (directory.checkpoints / "step-00000000").mkdir()
+    with pytest.raises(RunDirectoryError, match=r"trainer\.seed: 2 there, 1 now"):
+        create_or_open(tmp_path, CONFIG)
+
+
+def test_keys_that_may_differ_are_rewritten(tmp_path):
+    begin(tmp_path)
+    changed = "name: a\nseed: 0\ntrainer:\n  seed: 1\n  tracker:\n    type: tensorboard\n"
+    with pytest.raises(RunDirectoryError, match=r"trainer\.tracker"):
+        create_or_open(tmp_path, changed)
+    create_or_open(tmp_path, changed, may_differ=["trainer.tracker"])
+    assert (tmp_path / "config.yaml").read_text() == changed
+
+
+def test_key_with_the_prefix_of_a_key_that_may_differ_is_refused(tmp_path):
+    begin(tmp_path, "name: a\nname_of_it: b\n")
+    with pytest.raises(RunDirectoryError, match="name_of_it"):
+        create_or_open(tmp_path, "name: a\nname_of_it: c\n", may_differ=["name"])
+
+
+def test_run_without_config_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(RunDirectoryError, match=r"contains a run without config\.yaml"):
+        create_or_open(tmp_path, CONFIG)
+
+
+def test_folder_that_is_not_a_run_directory_is_refused(tmp_path):
+    with pytest.raises(RunDirectoryError, match=r"is not a run directory: it has no config\.yaml"):
+        open_existing(tmp_path)
+    assert open_existing(create_or_open(tmp_path, CONFIG).path) == RunDirectory(tmp_path)
+
+
+@pytest.mark.parametrize("below", ["file", "file/runs/a"])
+def test_file_instead_of_a_folder_is_named(tmp_path, below):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match=r"cannot write .*file.* is a file, not a folder; choose another"):
+        create_or_open(tmp_path / below, CONFIG)
+
+
+def test_unwritable_path_is_named():
+    with pytest.raises(RunDirectoryError, match=r"cannot write '/proc/runs/a': .*; choose a run_dir on a writable"):
+        create_or_open(Path("/proc/runs/a"), CONFIG)
+
+
+def test_full_disk_is_reported_and_the_old_file_is_kept(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("old")
+    # The partial file is on a device that is always full.
+    (tmp_path / ".config.yaml.partial").symlink_to("/dev/full")
+    with pytest.raises(RunDirectoryError, match=r"cannot write .*config\.yaml': the disk is full; free some space"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("data", ["text ä\n", b"\x00\xff"])
+def test_atomic_writes_replace_the_whole_file(tmp_path, data):
+    path = tmp_path / "file"
+    path.write_text("something longer than the new content, so that a part of it would show")
+    (tmp_path / ".file.partial").write_text("left over from a killed process, also longer than the new content")
+    write_atomically(path, data)
+    assert path.read_bytes() == (data.encode() if isinstance(data, str) else data)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_two_processes_cannot_lock_one_run_directory(tmp_path):
+    directory = create_or_open(tmp_path, CONFIG)
+    with lock(directory):
+        with (
+            pytest.raises(RunDirectoryError, match=f"in use by process {os.getpid()} on .*choose another"),
+            lock(directory),
+        ):
+            pass
+        # The failed attempt does not release the lock.
+        with pytest.raises(RunDirectoryError, match="in use"), lock(directory):
+            pass
+    with lock(directory):
+        pass
+
+
+def test_killed_process_releases_the_lock(tmp_path):
+    directory = create_or_open(tmp_path, CONFIG)
+    code = (
+        "import pathlib, sys, time\n"
+        "from marin_rl.training.run_directory import RunDirectory, lock\n"
+        "with lock(RunDirectory(pathlib.Path(sys.argv[1]))):\n"
+        "    print('locked', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        with pytest.raises(RunDirectoryError, match=f"in use by process {process.pid} "), lock(directory):
+            pass
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with lock(directory):
+        pass
+
+
+def test_lock_creates_the_folder(tmp_path):
+    directory = RunDirectory(tmp_path / "runs" / "a")
+    with lock(directory):
+        assert create_or_open(directory.path, CONFIG) == directory
+
+
+def test_lock_does_not_change_errors_of_the_run(tmp_path):
+    directory = create_or_open(tmp_path, CONFIG)
+    with pytest.raises(FileNotFoundError), lock(directory):
+        (tmp_path / "absent").read_text()
+    with lock(directory):
+        pass
+
+
+def test_log_is_appended_and_closed(tmp_path):
+    directory = create_or_open(tmp_path, CONFIG)
+    logger = logging.getLogger("marin_rl.somewhere")
+    for message in ("first", "second"):
+        with log_to(directory.log):
+            logger.info(message)
+            logger.debug("not kept")
+    logger.warning("after")
+    lines = directory.log.read_text().splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == [
+        "INFO marin_rl.somewhere: first",
+        "INFO marin_rl.somewhere: second",
+    ]
+    assert logging.getLogger("marin_rl").handlers == []
+
+
+def test_modules_can_have_separate_levels(tmp_path):
+    directory = create_or_open(tmp_path, CONFIG)
+    modules = {
+        "marin_rl.rollouts": logging.DEBUG,
+        "marin_rl.rollouts.store": logging.ERROR,
+        "marin_rl.view": logging.ERROR,
+    }
+    names = ("marin_rl.rollouts.rollout_builder", "marin_rl.rollouts.store", "marin_rl.view", "marin_rl.somewhere")
+    with log_to(directory.log, logging.INFO, modules):
+        for name in names:
+            for level in (logging.DEBUG, logging.INFO, logging.ERROR):
+                logging.getLogger(name).log(level, "said")
+    kept = [line.split(" ", 2)[2].removesuffix(": said") for line in directory.log.read_text().splitlines()]
+    assert kept == [
+        *(f"{level} marin_rl.rollouts.rollout_builder" for level in ("DEBUG", "INFO", "ERROR")),
+        "ERROR marin_rl.rollouts.store",
+        "ERROR marin_rl.view",
+        *(f"{level} marin_rl.somewhere" for level in ("INFO", "ERROR")),
+    ]
+    # The former levels are restored.
+    assert [logging.getLogger(name).level for name in ("marin_rl", *modules)] == [logging.NOTSET] * 4
+
+
+def test_text_cannot_imitate_a_log_line(tmp_path, monkeypatch):
+    # Pytest would send the record to another process, which cannot encode half of a surrogate pair.
+    monkeypatch.setattr(logging.getLogger("marin_rl"), "propagate", False)
+    directory = create_or_open(tmp_path, CONFIG)
+    with log_to(directory.log):
+        logging.getLogger("marin_rl.somewhere").warning(
+            "task %s", "\x1b[31m1\n2026-01-01 INFO marin_rl: forged\r2\ud800"
+        )
+    [line, rest] = directory.log.read_text(encoding="utf-8").splitlines()
+    assert line.endswith(r"task \x1b[31m1")
+    assert rest == r"    2026-01-01 INFO marin_rl: forged\r2\ud800"
+
+
+def test_full_disk_of_the_log_is_reported_once_and_hides_no_error(tmp_path, capfd):
+    directory = create_or_open(tmp_path, CONFIG)
+    directory.log.symlink_to("/dev/full")
+    logger = logging.getLogger("marin_rl.somewhere")
+
+    def run() -> None:
+        with log_to(directory.log):
+            logger.error("first")
+            logger.error("second")
+            raise ValueError("the run's own")
+
+    with pytest.raises(ValueError, match="the run's own"):
+        run()
+    output = capfd.readouterr().err
+    assert output.count("cannot be written") == 1
+    assert f"warning: {directory.log} cannot be written ([Errno 28] No space left on device); lines are miss" in output
+    assert "Traceback" not in output
+    assert logging.getLogger("marin_rl").handlers == []
+
+
+def test_invalid_log_call_is_not_reported_as_a_full_disk(tmp_path, monkeypatch, capfd):
+    directory = create_or_open(tmp_path, CONFIG)
+    # Pytest's handler would raise the error.
+    monkeypatch.setattr(logging.getLogger("marin_rl"), "propagate", False)
+    with log_to(directory.log):
+        logging.getLogger("marin_rl.somewhere").error("%d", "no number")
+    assert "TypeError" in capfd.readouterr().err
+
+
+def test_log_that_cannot_be_opened_is_named(tmp_path):
+    directory = create_or_open(tmp_path, CONFIG)
+    directory.log.mkdir()
+    with pytest.raises(RunDirectoryError, match=r"cannot write .*log\.txt'"), log_to(directory.log):
+        pass

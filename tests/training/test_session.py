@@ -1,0 +1,248 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import asyncio
+import errno
+import io
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from marin_rl.environments.base import Step
+from marin_rl.environments.single_turn import SingleTurnEpisode
+from marin_rl.rollouts.store import RolloutStore
+from marin_rl.training import session
+from marin_rl.training.run_directory import RunDirectory
+from marin_rl.training.session import logged_errors, stop_on_signals
+from tests.free_port import free_port
+from tests.tiny_run import TinyRun, contents, copy_of, interrupted_after, outcome
+
+
+def test_finished_run_directory_is_complete(finished_run: TinyRun):
+    directory = RunDirectory(finished_run.path)
+    assert all(path.is_file() for path in (directory.config, directory.metrics, directory.log, directory.curves))
+    assert directory.curves.read_bytes().startswith(b"\x89PNG")
+    stored = sorted(path.name for path in directory.rollouts.iterdir())
+    assert stored == [
+        *(f"eval-{step:08d}.parquet" for step in (0, 3, 6)),
+        *(f"step-{step:08d}.parquet" for step in range(1, 7)),
+    ]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in directory.hf.iterdir()}
+    assert finished_run.steps() == [0, 1, 2, 3, 4, 5, 6]
+    assert "warm start 30: loss" in directory.log.read_text()
+
+
+def test_exported_tokenizer_encodes_same_prompts(finished_run: TinyRun):
+    tokenizer = AutoTokenizer.from_pretrained(str(finished_run.path / "hf"))
+    messages = [{"role": "user", "content": "2x3"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert ids == [259, *b"2x3", 257, 260]
+
+
+def test_rerunning_finished_run_changes_nothing(finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    again = copy_of(finished_run, tmp_path / "copy")
+    before = contents(again.checkpoints)
+    assert again.train() == 0
+    assert outcome(again) == outcome(finished_run)
+    assert contents(again.checkpoints) == before
+
+
+def test_closing_table_without_metric_records(
+    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    again = copy_of(finished_run, tmp_path / "copy")
+    (again.path / "metrics.jsonl").unlink()
+    assert again.train() == 0
+    assert "Held-out accuracy" in capfd.readouterr().out
+
+
+def test_only_settings_without_effect_on_results_may_change_on_resume(
+    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    again = copy_of(finished_run, tmp_path / "copy")
+    harmless = {
+        "checkpoint.every": "5",
+        "evaluation.every": "2",
+        "rollout_store.keep": "not_completed",
+        "ray_address": "auto",
+        "workers.num_workers": "3",
+        "workers.heartbeat_timeout": "5",
+        "weights.port": "1234",
+        "weights.retry.give_up_seconds": "9",
+    }
+    assert again.train(*[part for key, value in harmless.items() for part in (f"--{key}", value)]) == 0
+    files = contents(again.path)
+    assert again.train("--seed", "4", "--optimizer.learning_rate", "1", "--workers.refresh", "in_flight") == 1
+    error = capfd.readouterr().err
+    assert f"run directory {str(again.path)!r} belongs to a run with another config:" in error
+    assert "seed: 3 there, 4 now" in error
+    assert "optimizer.learning_rate: 0.005 there, 1.0 now" in error
+    assert 'workers.refresh: "between_groups" there, "in_flight" now' in error
+    assert "choose another run_dir" in error
+    files.pop(".lock")
+    assert {name: data for name, data in contents(again.path).items() if name != ".lock"} == files
+
+
+def test_missing_ray_cluster_is_reported_before_run_starts(
+    new_run: Callable[..., TinyRun], capfd: pytest.CaptureFixture[str]
+):
+    run = new_run(mode="async", ray_address=f"127.0.0.1:{free_port()}")
+    assert run.train() == 1
+    assert "error: no Ray cluster responds at ray_address '127.0.0.1:" in capfd.readouterr().err
+    assert not run.path.exists()
+
+
+def test_first_interrupt_requests_stop_and_second_exits():
+    messages: list[str] = []
+    former = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    def twice() -> None:
+        with stop_on_signals(messages.append) as stop:
+            assert not stop.requested
+            signal.raise_signal(signal.SIGINT)
+            assert stop.requested
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        twice()
+    assert len(messages) == 1
+    assert messages[0].startswith("SIGINT: stopping and saving; ")
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == former
+
+
+class Interrupted(io.RawIOBase):
+    """A stream with a first write that SIGTERM interrupts, as a write to a full pipe may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if not self.written:
+            signal.raise_signal(signal.SIGTERM)
+        self.written += bytes(data)
+        return len(data)
+
+
+def test_sigterm_during_console_write_requests_stop():
+    raw = Interrupted()
+    stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")
+
+    def report(message: str) -> None:
+        print(message, file=stream, flush=True)
+
+    with stop_on_signals(report) as stop:
+        report("step 1/10")
+        assert stop.requested
+    first, second = raw.written.decode().splitlines()
+    assert first == "step 1/10"
+    assert second.startswith("SIGTERM: stopping and saving; ")
+
+
+def test_sigterm_requests_stop_and_handlers_are_restored():
+    messages: list[str] = []
+    former = signal.getsignal(signal.SIGTERM)
+    with stop_on_signals(messages.append) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested
+    assert messages[0].startswith("SIGTERM: stopping and saving; ")
+    assert signal.getsignal(signal.SIGTERM) is former
+
+
+def test_sigterm_during_blocked_step_saves_last_finished_step(
+    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    run = interrupted_after(finished_run, 3, tmp_path / "copy")
+    step, graded = SingleTurnEpisode.step, 0
+
+    async def held(self: SingleTurnEpisode, reply: str) -> Step:
+        """Score the 16 rollouts of step 4 and some of step 5, and block on all others."""
+        nonlocal graded
+        graded += 1
+        if graded <= 20:
+            return await step(self, reply)
+        if graded == 21:
+            os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SingleTurnEpisode, "step", held)
+        assert run.train("--checkpoint.every", "0") == 0
+    assert "stopped after step 4 of 6; everything is saved" in capfd.readouterr().out
+    assert run.steps() == [0, 1, 2, 3, 4]
+    assert [record["step"] for record in run.records()] == [0, 1, 2, 3, 4]
+    assert run.train() == 0
+    assert outcome(run) == outcome(finished_run)
+
+
+def test_error_that_ends_run_is_logged(caplog: pytest.LogCaptureFixture):
+    def fail() -> None:
+        with logged_errors():
+            raise KeyboardInterrupt
+
+    with caplog.at_level(logging.ERROR), pytest.raises(KeyboardInterrupt):
+        fail()
+    assert "the run ended with an error" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+def test_failed_export_keeps_previous_export(
+    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    again = copy_of(finished_run, tmp_path / "copy")
+    before = contents(again.path / "hf")
+
+    def fail(model: object, tokenizer: object, folder: Path, trainer: object) -> None:
+        folder.mkdir()
+        (folder / "half").write_text("")
+        raise OSError(28, "No space left on device", str(folder))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "save_hf_policy", fail)
+        assert again.train() == 1
+    assert f"error: cannot write '{again.path / 'hf'}': the disk is full; free some space" in capfd.readouterr().err
+    assert contents(again.path / "hf") == before
+    assert again.train() == 0
+    assert contents(again.path / "hf") == before
+    assert not (again.path / ".hf.partial").exists()
+
+
+def test_second_process_is_rejected(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], capfd: pytest.CaptureFixture[str]
+):
+    from marin_rl.training.run_directory import lock
+
+    run = new_run()
+    with lock(RunDirectory(run.path)):
+        assert run.train() == 1
+    assert "is in use by process" in capfd.readouterr().err
+    assert not (run.path / "config.yaml").exists()
+
+
+def test_full_disk_at_first_evaluation_is_reported(
+    new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RolloutStore, "write", full)
+    run = new_run(warm_start__max_steps=0, num_steps=1)
+    assert run.train() == 1
+    output = capfd.readouterr().err
+    assert f"error: cannot write '{run.path / 'rollouts'}': the disk is full; free some space" in output
+    assert "Traceback" not in output

@@ -1,0 +1,128 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A run in two training processes on this machine, with Ray and a rollout worker, compared with one process."""
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from marin_rl.training.run_directory import RunDirectory, lock
+from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, without_timings
+from tests.training_hosts import hosts, started
+
+pytestmark = pytest.mark.slow
+
+
+def make(folder: Path) -> TinyRun:
+    """A run from random weights with random rewards, because an untrained policy is never correct."""
+    folder.mkdir()
+    inner = {"type": "jsonl", "name": "ones", "path": str(folder / "problems.jsonl"), "held_out": 0.3}
+    return make_run(
+        folder,
+        **{
+            "environment": {"type": "random_control", "environment": inner},
+            "mode": "async",
+            "replay__max_staleness": 0,
+            "num_steps": 3,
+            "warm_start__max_steps": 0,
+            "evaluation": {"tasks": 0},
+            "checkpoint__every": 1,
+            "checkpoint__keep_every": 1,
+            "kl": {"type": "in_reward", "beta": 0.05},
+        },
+    )
+
+
+def train(run: TinyRun, count: int, *, code: int = 0, folders: Sequence[Path] = ()) -> list[str]:
+    """Run the command in `count` processes of two devices each, and return their outputs."""
+    training = hosts(run, count, folders)
+    with started(training):
+        codes = [host.end() for host in training]
+    outputs = [host.output.read_text() for host in training]
+    assert codes == [code] * count, "\n".join(text[-3000:] for text in outputs)
+    assert not any("os.fork() was called" in text for text in outputs)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """A run in two processes, with their outputs."""
+    run = make(tmp_path_factory.mktemp("shared") / "run")
+    train(run, 2)
+    return run
+
+
+def comparable(run: TinyRun) -> list[dict[str, object]]:
+    records = [without_timings(record) for record in run.records()]
+    return [{name: value for name, value in record.items() if "workers/" not in name} for record in records]
+
+
+def test_two_processes_train_like_one(shared: TinyRun, tmp_path: Path) -> None:
+    alone = make(tmp_path / "alone")
+    train(alone, 1)
+    assert [record["step"] for record in shared.records()] == [0, 1, 2, 3]
+    for found, expected in zip(comparable(shared), comparable(alone), strict=True):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            # The rollouts are equal, but sums over four devices in two processes differ from sums over two devices.
+            if not name.startswith("batch/"):
+                assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    assert all(record["grad_norm"] > 0 for record in shared.records()[1:])
+    weights = load_file(shared.path / "hf" / "model.safetensors")
+    for name, array in load_file(alone.path / "hf" / "model.safetensors").items():
+        np.testing.assert_allclose(weights[name], array, atol=1e-4, err_msg=name)
+
+
+def test_only_main_process_prints_and_writes(shared: TinyRun) -> None:
+    first, second = ((shared.path.parent / f"output-2-{index}.txt").read_text() for index in range(2))
+    assert "Evaluate it again" in first
+    assert "step 1/3" in first
+    assert "Evaluate it again" not in second
+    assert "step 1/3" not in second
+    assert shared.steps() == [0, 1, 2, 3]
+    assert not list(shared.checkpoints.glob(".*"))
+    assert [file.name for file in (shared.path / "processes").iterdir()] == ["1.txt"]
+
+
+def test_killed_run_resumes_bit_for_bit(shared: TinyRun, tmp_path: Path) -> None:
+    killed = interrupted_after(shared, 1, tmp_path / "killed")
+    train(killed, 2)
+    assert comparable(killed) == comparable(shared)
+    found, expected = outcome(killed), outcome(shared)
+    # Worker counters accumulate over restarts, and each start has its own worker.
+    joined = [result["progress"].pop("worker_counts")["joined"] for result in (found, expected)]
+    assert joined == [2, 1]
+    for part in ("steps", "progress", "state", "rollouts", "hf"):
+        assert found[part] == expected[part], part
+
+
+def test_error_in_main_process_ends_all_processes(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    with lock(RunDirectory(run.path)):
+        first, second = train(run, 2, code=1)
+    error = f"run directory '{run.path}' is in use by process {os.getpid()}"
+    assert f"error: {error}" in first
+    assert f"error: the main training process ended with an error: RunDirectoryError: {error}" in second
+
+
+def test_hosts_without_shared_file_system_are_rejected(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    run.config.write_text(run.config.read_text().replace(str(run.path), "runs/apart"))
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    places = [f"'{folder}/runs/apart' on host {socket.gethostname()}" for folder in folders]
+    error = (
+        f"error: training process 1 ({places[1]}) does not see the run directory of the main process ({places[0]}). "
+        "Every training process writes its shards of the checkpoints there: set run_dir to an absolute path"
+    )
+    for output in train(run, 2, code=1, folders=folders):
+        assert error in output
+    assert [path.name for path in (folders[0] / "runs" / "apart").iterdir()] == [".lock"]
+    assert not list(folders[1].iterdir())

@@ -1,0 +1,173 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Versions of the sampled tokens while the trainer publishes weights."""
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from marin_rl.closing import Closing
+from marin_rl.config.command_line import parse_config
+from marin_rl.config.train_config import TrainConfig, levanter_defaults
+from marin_rl.distributed.coordinator import Announcement
+from marin_rl.distributed.rollout_source import FinishedGroup
+from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, oldest_version
+from marin_rl.environments.base import Split
+from marin_rl.learner.policy_model import initialize_policy
+from marin_rl.rollouts.request_batcher import RequestBatcher
+from marin_rl.training.devices import start_devices
+from marin_rl.training.worker_policy import ReceivedPolicy
+from marin_rl.types import Generation, RolloutGroup, WeightVersion
+from marin_rl.weights.protocol import ServerLostError, WeightSender
+from marin_rl.weights.publish import TrainingHost
+from tests.free_port import free_port
+from tests.tiny_run import make_run
+from tests.training.inline_executor import InlineExecutor
+
+GROUPS, ROLLOUTS = 2, 4
+TOKEN = "t" * 32
+
+
+class Trainer:
+    """Publishes weights during the worker's polls, so that their arrival is deterministic."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
+        self._config = config
+        self._tokenizer = config.tokenizer.build()
+        self.sender: WeightSender = config.weights.open_sender(TOKEN, TrainingHost.current())
+        self.version: WeightVersion = -1
+        self.polls = 0
+        self.at: dict[int, Callable[[], None]] = {}
+
+    def publish(self) -> None:
+        self.version += 1
+        assert self._config.model is not None
+        model = initialize_policy(
+            self._config.model, self._tokenizer, self._trainer, key=jax.random.PRNGKey(self.version)
+        )
+        self.sender.publish(model, self.version)
+        # Announced when available, as by a trainer.
+        self.sender.flush()
+
+    def announced(self) -> Announcement:
+        self.polls += 1
+        self.at.get(self.polls, lambda: None)()
+        return Announcement(self.version, (self.sender.address,))
+
+
+@pytest.fixture(autouse=True)
+def known_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("marin_rl.training.weight_prefetcher.ThreadPoolExecutor", InlineExecutor)
+    # All generations are sampled in one round, independent of the speed of the machine.
+    client = functools.partial(RequestBatcher, max_wait=600.0)
+    monkeypatch.setattr("marin_rl.rollouts.run_rollouts.RequestBatcher", client)
+
+
+def make_config(folder: Path, refresh: str) -> TrainConfig:
+    run = make_run(
+        folder,
+        mode="async",
+        weights={"type": "arrow_flight", "retry": {"give_up_seconds": 0.0}},
+        workers={"refresh": refresh, "decode_steps_per_weight_poll": 1},
+        sampling={"max_new_tokens": 6, "max_seqs": GROUPS * ROLLOUTS},
+    )
+    return parse_config(TrainConfig, run.argv, levanter_defaults(), {}).config
+
+
+@pytest.fixture
+def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Trainer, ReceivedPolicy]]:
+    config = make_config(tmp_path, getattr(request, "param", "in_flight"))
+    trainer = Trainer(config)
+    vocab_size = len(config.tokenizer.build().tokenizer)
+    policy = ReceivedPolicy(config, vocab_size, TOKEN, trainer.announced)
+    trainer.publish()
+    policy.fetch([trainer.sender.address])
+    yield trainer, policy
+    policy.close()
+    trainer.sender.close()
+
+
+def run_groups(policy: ReceivedPolicy) -> list[RolloutGroup]:
+    tasks = policy._environment.tasks(Split.TRAIN)
+    orders = [GroupRequest(RequestNumber(1, index), tasks[index], 0) for index in range(GROUPS)]
+    received: dict[RequestNumber, RolloutGroup] = {}
+
+    def on_group_done(played: FinishedGroup) -> tuple[GroupRequest, ...]:
+        received[played.number] = played.group
+        return ()
+
+    policy.run(orders, on_group_done)
+    return [received[order.number] for order in orders]
+
+
+def generations(groups: list[RolloutGroup]) -> list[Generation]:
+    return [turn.generation for group in groups for rollout in group.rollouts for turn in rollout.turns]
+
+
+def test_in_flight_weights_sample_the_following_tokens(
+    opened: tuple[Trainer, ReceivedPolicy],
+) -> None:
+    trainer, policy = opened
+    before = generations(run_groups(policy))
+    assert {(one.first_version, one.last_version) for one in before} == {(0, 0)}
+    # Poll 1 precedes the prefill, polls 2, 3, ... follow tokens 1, 2, .... A poll starts a fetch and the next poll
+    # returns its result; the first poll of this call returns the result of the last poll of the previous call.
+    trainer.polls, trainer.at = 0, {2: trainer.publish}
+    groups = run_groups(policy)
+    for old, new in zip(before, generations(groups), strict=True):
+        assert new.token_ids[:2] == old.token_ids[:2]
+        assert new.logprobs[:2] == old.logprobs[:2]
+        assert (new.first_version, new.last_version) == (0, int(len(new.token_ids) > 2))
+    assert {one.last_version for one in generations(groups)} >= {1}
+    assert [oldest_version(group) for group in groups] == [0, 0]
+    assert policy.version == 1
+
+
+@pytest.mark.parametrize("opened", ["between_groups"], indirect=True)
+def test_between_groups_no_weights_are_fetched_during_rollouts(opened: tuple[Trainer, ReceivedPolicy]) -> None:
+    trainer, policy = opened
+    trainer.publish()
+    assert {(one.first_version, one.last_version) for one in generations(run_groups(policy))} == {(0, 0)}
+    assert trainer.polls == 0
+    policy.fetch([trainer.sender.address])
+    assert {(one.first_version, one.last_version) for one in generations(run_groups(policy))} == {(1, 1)}
+
+
+@pytest.mark.parametrize("opened", ["between_groups"], indirect=True)
+def test_failed_fetch_keeps_weights_and_fails_without_any(
+    opened: tuple[Trainer, ReceivedPolicy], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, policy = opened
+    nobody = f"grpc+tls://127.0.0.1:{free_port()}"
+    assert not policy.fetch([nobody])
+    assert policy.version == 0
+    assert "newer weights did not arrive" in caplog.text
+    trainer.publish()
+    assert policy.fetch([trainer.sender.address])
+    assert policy.version == 1
+    fresh = ReceivedPolicy(policy._config, len(policy._tokenizer.tokenizer), TOKEN, trainer.announced)
+    with Closing(fresh.close), pytest.raises(ServerLostError, match=re.escape(nobody)):
+        fresh.fetch([nobody])
+
+
+def test_failed_prefetch_keeps_the_weights(
+    opened: tuple[Trainer, ReceivedPolicy], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, policy = opened
+    before = generations(run_groups(policy))
+
+    def lose_the_server() -> None:
+        trainer.publish()
+        trainer.sender.close()
+
+    trainer.polls, trainer.at = 0, {2: lose_the_server}
+    assert generations(run_groups(policy)) == before
+    assert policy.version == 0
+    assert trainer.polls > 2, "it asks again"
+    assert "newer weights did not arrive (weight server grpc" in caplog.text
