@@ -25,14 +25,14 @@ from safetensors.numpy import load_file
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.samplers import open_levanter_sampler
 from marin_rl.environments import ReasoningGymConfig
+from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
 from marin_rl.learner.scoring import Scorer
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.load import TokenizerConfig
-from marin_rl.training.devices import start_devices
-from marin_rl.training.samplers import open_levanter_sampler
 from marin_rl.types import Message
 
 MAX_LENGTH = 64

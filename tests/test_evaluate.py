@@ -19,7 +19,7 @@ from marin_rl.environments.base import Split
 from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.evaluate import EvaluateConfig, main, run_evaluation
 from marin_rl.learner.checkpoint import Checkpoints
-from marin_rl.training.devices import start_devices
+from marin_rl.learner.devices import start_devices
 from marin_rl.training.starting_weights import restore_policy
 from tests.tiny_run import TinyRun, contents, copy_of, without_losses
 

@@ -29,10 +29,10 @@ from experiments.benchmarks.measurement import (
     without_compilation_cache,
 )
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.samplers import open_levanter_sampler
+from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.training.devices import start_devices
-from marin_rl.training.samplers import open_levanter_sampler
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,10 +44,10 @@ from experiments.benchmarks.measurement import (
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, PackedBatch, RlExample, pack_batch
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.learner.devices import microbatch_rows, start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.train_step import Learner
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
-from marin_rl.training.devices import microbatch_rows, start_devices
 from marin_rl.training.open_run import make_loss
 
 SIGMA = 0.8

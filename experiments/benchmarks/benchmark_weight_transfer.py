@@ -53,9 +53,9 @@ from marin_rl.distributed.ray_node import connected_to_local_node
 from marin_rl.distributed.rollout_source import FinishedGroup
 from marin_rl.distributed.scheduler import GroupRequest
 from marin_rl.distributed.worker import WorkerPolicy, work
+from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy, model_shape
 from marin_rl.learner.train_step import Learner
-from marin_rl.training.devices import start_devices
 from marin_rl.training.open_run import make_loss
 from marin_rl.training.ray_workers import CoordinatorClient
 from marin_rl.training.worker_policy import ReceivedPolicy

@@ -12,9 +12,9 @@ from haliax import Axis
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.learner.critic import CriticConfig
+from marin_rl.learner.devices import microbatch_rows
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.training.devices import microbatch_rows
 
 
 def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int) -> str:

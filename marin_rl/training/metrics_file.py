@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from marin_rl.training.run_directory import RunDirectoryError, write_atomically, writing
+from marin_rl.errors import RunDirectoryError, writing
+from marin_rl.training.run_directory import write_atomically
 
 
 def format_record(step: int, metrics: Mapping[str, int | float]) -> str:

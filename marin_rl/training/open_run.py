@@ -19,10 +19,12 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.closing import Closing
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.samplers import open_trainer_sampler
 from marin_rl.distributed.scheduler import RolloutScheduler
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from marin_rl.learner.critic import attach_critic, policy_of
+from marin_rl.learner.devices import start_devices
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
@@ -37,7 +39,6 @@ from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.training.batch_builder import BatchBuilder
 from marin_rl.training.collect import GroupCollector
-from marin_rl.training.devices import start_devices
 from marin_rl.training.evaluation import Keep, describe_accuracy, evaluate, forget
 from marin_rl.training.open_rollout_source import (
     check_worker_devices,
@@ -48,7 +49,6 @@ from marin_rl.training.open_rollout_source import (
 )
 from marin_rl.training.rollout_runner import make_runner, open_reward_functions
 from marin_rl.training.run_state import REPLAY, Progress, RunState
-from marin_rl.training.samplers import open_trainer_sampler
 from marin_rl.training.shared_run import check_config, newest_good
 from marin_rl.training.starting_weights import first_policy, restore_policy, restore_state
 from marin_rl.training.training_run import RolloutRecorder, TrainingRun, WeightPublisher

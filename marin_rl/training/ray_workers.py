@@ -25,7 +25,7 @@ from marin_rl.distributed.ray_node import connected_to_local_node
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.distributed.worker import reporting_errors, work
 from marin_rl.errors import UserError
-from marin_rl.training.run_directory import log_to
+from marin_rl.logs import log_to
 from marin_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)

@@ -16,25 +16,17 @@ curves.png      plots of reward, accuracy and other metrics
 
 import contextlib
 import dataclasses
-import errno
 import fcntl
 import json
-import logging
 import os
 import socket
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from marin_rl.atomic_files import open_atomically
 from marin_rl.config.command_line import parse_yaml
-from marin_rl.errors import UserError
-from marin_rl.escaping import escape
-
-
-class RunDirectoryError(UserError):
-    """A run directory cannot be used. The message names the directory and the remedy."""
+from marin_rl.errors import RunDirectoryError, writing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,69 +202,6 @@ def _take(file: TextIO, directory: RunDirectory) -> None:
     file.flush()
 
 
-@contextlib.contextmanager
-def log_to(file: Path, level: int = logging.INFO, modules: Mapping[str, int] | None = None) -> Iterator[None]:
-    """Append the log messages of this package to a file. Creates its folder.
-
-    Args:
-        file: the log file.
-        level: minimum level of messages.
-        modules: levels of single modules or packages, by name.
-    """
-    logger, modules = logging.getLogger("marin_rl"), modules or {}
-    with writing(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handler = _LogFile(file)
-    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    handler.setLevel(min(level, *modules.values(), level))
-    former = {name: logging.getLogger(name).level for name in ("marin_rl", *modules)}
-    logger.setLevel(min(level, logger.level or level))
-    for name, module_level in modules.items():
-        logging.getLogger(name).setLevel(module_level)
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        for name, former_level in former.items():
-            logging.getLogger(name).setLevel(former_level)
-        handler.close()
-
-
-class LogFormatter(logging.Formatter):
-    """Escapes control characters and indents further lines of a message, so that texts cannot imitate a log line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Format a record as text without control characters other than newlines."""
-        return escape(super().format(record)).replace("\n", "\n    ")
-
-
-class _LogFile(logging.FileHandler):
-    """Log file that reports write errors, such as a full disk, once on stderr and does not stop the run."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__(file, encoding="utf-8")
-        self._has_warned = False
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exception()
-        if isinstance(error, OSError):
-            self._warn(error)
-        else:
-            super().handleError(record)
-
-    def close(self) -> None:
-        try:
-            super().close()
-        except OSError as error:
-            self._warn(error)
-
-    def _warn(self, error: OSError) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            print(f"warning: {self.baseFilename} cannot be written ({error}); lines are missing", file=sys.stderr)
-
-
 def write_atomically(path: Path, data: str | bytes) -> None:
     """Write a file atomically: after a crash, the file is either the old one or complete.
 
@@ -285,25 +214,3 @@ def write_atomically(path: Path, data: str | bytes) -> None:
     """
     with writing(path), open_atomically(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Convert an `OSError` on writing to a `RunDirectoryError`.
-
-    Args:
-        path: the file or folder that is written.
-
-    Raises:
-        RunDirectoryError: if an `OSError` is raised; the message names the path, the reason and the remedy.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            reason = "the disk is full; free some space and rerun the same command to resume from the last checkpoint"
-        elif error.errno in (errno.ENOTDIR, errno.EEXIST):
-            reason = f"{error.filename or path} is a file, not a folder; choose another run_dir"
-        else:
-            reason = f"{error.strerror or error}; choose a run_dir on a writable disk"
-        raise RunDirectoryError(f"cannot write {str(path)!r}: {reason}") from error

@@ -24,10 +24,11 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.rollout_source import FinishedGroup, raise_if
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.distributed.worker_pool import WorkerPool
+from marin_rl.errors import RunDirectoryError, writing
 from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
 from marin_rl.rollouts.group_codec import decode_group
 from marin_rl.timing import PhaseTimer
-from marin_rl.training.run_directory import RunDirectoryError, config_differences, writing
+from marin_rl.training.run_directory import config_differences
 from marin_rl.types import WeightVersion
 from marin_rl.weights.config import ArrowFlightConfig, is_loopback
 from marin_rl.weights.protocol import WeightSender

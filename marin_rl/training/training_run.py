@@ -14,6 +14,7 @@ from levanter.trainer_state import TrainerState
 from marin_rl import multihost
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.rollout_source import RolloutSource
+from marin_rl.errors import writing
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.train_step import Learner
 from marin_rl.learner.weight_history import WeightHistory
@@ -23,7 +24,6 @@ from marin_rl.rollouts.stored_rollout import StoredAdvantages
 from marin_rl.sampling.sampler import Sampler
 from marin_rl.training.batch_builder import BatchBuilder
 from marin_rl.training.collect import GroupCollector
-from marin_rl.training.run_directory import writing
 from marin_rl.training.run_state import RunState
 from marin_rl.types import RolloutGroup, WeightVersion
 

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from marin_rl.errors import RunDirectoryError
 from marin_rl.rollouts.store import EVALUATION, TRAINING, StoredFile, StoredFormat, list_files, read_file
-from marin_rl.training.run_directory import RunDirectoryError, open_existing
+from marin_rl.training.run_directory import open_existing
 from marin_rl.types import RolloutStatus
 
 Row = Mapping[str, Any]

@@ -19,6 +19,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import ArithmeticConfig, Split, ToolUseConfig
 from marin_rl.environments.tool_use import ToolDescription
 from marin_rl.learner.critic import CriticConfig
+from marin_rl.logs import log_to
 from marin_rl.objectives.advantages import AdvantageConfig, GaeConfig, GigpoConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig, ReinforceLossConfig
 from marin_rl.rewards.component import RewardScope
@@ -30,7 +31,6 @@ from marin_rl.rollouts.run_rollouts import run_groups
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer
-from marin_rl.training.run_directory import log_to
 from tests.training.bare_run import ASSISTANT, END, MODEL, NEWEST, bare_builder, make_config, make_runner
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'

@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 
 from experiments.parity import llama_logprobs, measure
 from marin_rl.config.train_config import default_trainer
+from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import model_shape, save_hf_policy
 from marin_rl.tokenization.load import TokenizerConfig
-from marin_rl.training.devices import start_devices
 from tests.models.hf_checkpoint import record, write_config
 from tests.models.hf_oracle.make_oracle import LINEAR
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from marin_rl.distributed.samplers import NoSampler
 from marin_rl.sampling.levanter_sampler import LevanterSampler
 from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import PromptTooLongError, Sampler, SampleRequest, WeightPoll, allowed_tokens
-from marin_rl.training.samplers import NoSampler
 from tests.scripted_sampler import ScriptedSampler
 
 GOOD: dict[str, Any] = {"prompt_tokens": (1, 2, 3), "seed": 0, "max_new_tokens": 5, "temperature": 1.0}

@@ -9,9 +9,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from marin_rl.errors import RunDirectoryError
 from marin_rl.training.curves import plot_curves
 from marin_rl.training.metrics_file import append_record
-from marin_rl.training.run_directory import RunDirectoryError
 
 
 def write(path, records):

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from marin_rl.errors import RunDirectoryError
 from marin_rl.training.metrics_file import append_record, read_records, truncate_records
-from marin_rl.training.run_directory import RunDirectoryError
 
 
 def metrics_of(step: int) -> dict[str, float]:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from marin_rl.distributed.samplers import open_levanter_sampler, open_trainer_sampler
 from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import Sampler, SampleRequest, SamplerError
 from marin_rl.training.open_run import open_run
-from marin_rl.training.samplers import open_levanter_sampler, open_trainer_sampler
 from marin_rl.training.starting_weights import resolve_model
 from marin_rl.training.training_run import TrainingRun
 from marin_rl.types import Generation

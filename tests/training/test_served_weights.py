@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from haliax import Axis  # noqa: F401  before marin_rl: see tests/tiny_run.py
 
+from marin_rl.distributed.samplers import WeightReloader
+from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy, load_hf_policy
 from marin_rl.sampling.config import ReloadConfig
-from marin_rl.training.devices import start_devices
-from marin_rl.training.samplers import WeightReloader
 from marin_rl.user_code import UserFileError
 from tests.tiny_run import TinyRun
 from tests.training.levanter_server import config_of

@@ -13,8 +13,9 @@ from marin_rl import multihost
 from marin_rl.config.command_line import to_yaml
 from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
 from marin_rl.distributed.rollout_source import StopRequestedError
+from marin_rl.errors import RunDirectoryError
 from marin_rl.timing import PhaseTimer
-from marin_rl.training.run_directory import RunDirectoryError, config_differences
+from marin_rl.training.run_directory import config_differences
 from marin_rl.training.shared_run import SharedWorkerPool, check_config, require_same_config, require_shared_folder
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig
 from marin_rl.weights.publish import TrainingHost

@@ -24,6 +24,7 @@ from marin_rl.config.train_config import TrainConfig, default_trainer
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import CriticConfig, with_critic
+from marin_rl.learner.devices import start_devices
 from marin_rl.learner.loss import first_log_ratios
 from marin_rl.learner.policy_model import model_shape, read_hf_architecture
 from marin_rl.learner.scoring import Scorer
@@ -32,7 +33,6 @@ from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.models.hf_tensors import read_tensor_shapes
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
-from marin_rl.training.devices import start_devices
 from marin_rl.training.open_run import make_loss
 from marin_rl.training.starting_weights import first_policy, hf_folder, resolve_model, restore_policy
 from tests.models.hf_checkpoint import record, write_checkpoint, write_config

@@ -9,8 +9,8 @@ from levanter.tracker import Tracker, TrackerConfig
 from levanter.tracker.tensorboard import TensorboardConfig
 from levanter.tracker.tracker import NoopTracker
 
+from marin_rl.errors import RunDirectoryError
 from marin_rl.training.metrics_file import append_record, read_records
-from marin_rl.training.run_directory import RunDirectoryError
 from marin_rl.training.tracking import StepRecords, make_tracker
 
 

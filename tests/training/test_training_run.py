@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from marin_rl.training.run_directory import RunDirectoryError
+from marin_rl.errors import RunDirectoryError
 from tests.rollouts.rollout_cases import group_of
 from tests.tiny_run import TinyRun, copy_of
 from tests.training.reopened_run import reopen

@@ -18,9 +18,9 @@ from marin_rl.distributed.coordinator import Announcement
 from marin_rl.distributed.rollout_source import FinishedGroup
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, oldest_version
 from marin_rl.environments.base import Split
+from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.rollouts.request_batcher import RequestBatcher
-from marin_rl.training.devices import start_devices
 from marin_rl.training.worker_policy import ReceivedPolicy
 from marin_rl.types import Generation, RolloutGroup, WeightVersion
 from marin_rl.weights.protocol import ServerLostError, WeightSender

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.training.run_directory import RunDirectoryError
+from marin_rl.errors import RunDirectoryError
 from marin_rl.viewing.html_page import escaped_json, render, write_page
 from marin_rl.viewing.page_data import page_data
 from marin_rl.viewing.selection import Selection, open_rollouts

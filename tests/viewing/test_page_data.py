@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.training.run_directory import RunDirectoryError
+from marin_rl.errors import RunDirectoryError
 from marin_rl.viewing import page_data
 from marin_rl.viewing.selection import Selection, open_rollouts
 from tests.rollouts.rollout_cases import group_of, write

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from marin_rl.config.train_config import default_trainer
-from marin_rl.training.devices import start_devices
+from marin_rl.learner.devices import start_devices
 
 
 @pytest.fixture(scope="module")

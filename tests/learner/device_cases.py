@@ -9,7 +9,7 @@ import os
 import sys
 
 from marin_rl.config.train_config import default_trainer
-from marin_rl.training.devices import DeviceError, start_devices
+from marin_rl.learner.devices import DeviceError, start_devices
 
 CASES = {
     "data axis": {},

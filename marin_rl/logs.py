@@ -1,0 +1,76 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Log messages of this package: format and log files."""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from marin_rl.errors import writing
+from marin_rl.escaping import escape
+
+
+@contextlib.contextmanager
+def log_to(file: Path, level: int = logging.INFO, modules: Mapping[str, int] | None = None) -> Iterator[None]:
+    """Append the log messages of this package to a file. Creates its folder.
+
+    Args:
+        file: the log file.
+        level: minimum level of messages.
+        modules: levels of single modules or packages, by name.
+    """
+    logger, modules = logging.getLogger("marin_rl"), modules or {}
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handler = _LogFile(file)
+    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setLevel(min(level, *modules.values(), level))
+    former = {name: logging.getLogger(name).level for name in ("marin_rl", *modules)}
+    logger.setLevel(min(level, logger.level or level))
+    for name, module_level in modules.items():
+        logging.getLogger(name).setLevel(module_level)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        for name, former_level in former.items():
+            logging.getLogger(name).setLevel(former_level)
+        handler.close()
+
+
+class LogFormatter(logging.Formatter):
+    """Escapes control characters and indents further lines of a message, so that texts cannot imitate a log line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record as text without control characters other than newlines."""
+        return escape(super().format(record)).replace("\n", "\n    ")
+
+
+class _LogFile(logging.FileHandler):
+    """Log file that reports write errors, such as a full disk, once on stderr and does not stop the run."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file, encoding="utf-8")
+        self._has_warned = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if isinstance(error, OSError):
+            self._warn(error)
+        else:
+            super().handleError(record)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            print(f"warning: {self.baseFilename} cannot be written ({error}); lines are missing", file=sys.stderr)
