@@ -1,16 +1,22 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Facts about config fields: which ones are paths, and which ones may change when a run is resumed."""
+"""Facts about config fields, kept in their metadata, and the checks and conversions that config classes share."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import enum
+import functools
+import typing
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+LOCAL_PATH = {"local_path": True}
+"""Metadata of a field that is a path on a mounted file system; `check_paths` validates it."""
+
 
 def may_change(*keys: str) -> dict[str, Any]:
-    """Metadata of a config field that may change when a run is resumed, because it does not affect the results.
+    """Metadata of a field that may change when a run is resumed, because it does not affect the results.
 
     Args:
         keys: keys of the field's section that may change; the whole field if empty.
@@ -18,19 +24,47 @@ def may_change(*keys: str) -> dict[str, Any]:
     return {"may_change": keys}
 
 
+def without_effect(**remedies: str) -> dict[str, Any]:
+    """Metadata of a section with keys that would be ignored, each with the setting to use instead."""
+    return {"without_effect": remedies}
+
+
 def changeable_keys(config_class: Any) -> list[str]:
-    """Dotted keys and sections of a config that may change when a run is resumed.
+    """Dotted keys and sections of a config class that `may_change` when a run is resumed."""
+    return [
+        f"{field.name}.{key}" if key else field.name
+        for field in dataclasses.fields(config_class)
+        if "may_change" in field.metadata
+        for key in field.metadata["may_change"] or ("",)
+    ]
+
+
+def nested_sections(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of all sections of a config of this project, the config included.
 
     Args:
-        config_class: dataclass with fields that have the metadata of `may_change`.
+        value: the config, or a value in it.
+        key: key of the value; empty for the config.
     """
-    changeable = {field.name: field.metadata.get("may_change") for field in dataclasses.fields(config_class)}
-    return [
-        f"{name}.{key}" if key else name
-        for name, keys in changeable.items()
-        if keys is not None
-        for key in keys or ("",)
-    ]
+    parts: Any = ()
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    elif dataclasses.is_dataclass(value) and type(value).__module__.startswith("marin_rl."):
+        yield key, value
+        parts = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    for name, part in parts:
+        yield from nested_sections(part, f"{key}.{name}" if key else str(name))
+
+
+def check_paths(config: object) -> None:
+    """Validate that all fields with the metadata `LOCAL_PATH` are local, not addresses such as `gs://bucket`."""
+    for key, section in nested_sections(config):
+        for field in dataclasses.fields(section):
+            value = getattr(section, field.name)
+            if LOCAL_PATH.items() <= field.metadata.items() and value is not None:
+                local_path(value, f"{key}.{field.name}" if key else field.name)
 
 
 def local_path(value: str, key: str) -> Path:
@@ -55,24 +89,37 @@ def local_path(value: str, key: str) -> Path:
     return Path(value)
 
 
-_PATH_FIELDS = {"run_dir", "initialize_from", "path", "held_out_path", "folder", "chat_template"}
-"""Names of this project's settings that are paths."""
-_ADDRESS_FIELDS = {"weights.folder"}
-"""Path settings that also accept addresses; their sections validate them."""
+def convert_enum_fields(config: Any) -> None:
+    """Replace the values of enum fields by enum members. Every config class with enum fields calls this on creation.
+
+    In a config that is built in Python code, `GigpoConfig(normalize="std")` would otherwise contain a string, and a
+    comparison with `is` would silently take the wrong branch.
+
+    Args:
+        config: an instance of a frozen dataclass; fields of type `E` or `E | None` with an enum `E` are converted.
+
+    Raises:
+        ValueError: if a value is not the value of a member; the message names class, field, value and choices.
+    """
+    for name, kind in _enum_fields(type(config)).items():
+        value = getattr(config, name)
+        if value is None or isinstance(value, kind):
+            continue
+        try:
+            member = kind(value)
+        except ValueError as error:
+            choices = ", ".join(str(member.value) for member in kind)
+            raise ValueError(f"{type(config).__name__}.{name} is {value!r}; it takes one of {choices}") from error
+        object.__setattr__(config, name, member)
 
 
-def check_paths(section: object, prefix: str = "") -> None:
-    """Validate that the paths of a config are local, not addresses such as `gs://bucket`."""
-    if isinstance(section, Mapping):
-        parts = [(str(name), value) for name, value in section.items()]
-    elif isinstance(section, Sequence) and not isinstance(section, str):
-        parts = [(str(index), value) for index, value in enumerate(section)]
-    elif dataclasses.is_dataclass(section) and type(section).__module__.startswith("marin_rl."):
-        parts = [(field.name, getattr(section, field.name)) for field in dataclasses.fields(section)]
-        for name, value in parts:
-            if isinstance(value, str) and name in _PATH_FIELDS and f"{prefix}{name}" not in _ADDRESS_FIELDS:
-                local_path(value, f"{prefix}{name}")
-    else:
-        return
-    for name, value in parts:
-        check_paths(value, f"{prefix}{name}.")
+@functools.cache
+def _enum_fields(cls: Any) -> dict[str, type[enum.Enum]]:
+    """Enum type by field name, for the fields that have one."""
+    hints = typing.get_type_hints(cls)
+    return {
+        field.name: kind
+        for field in dataclasses.fields(cls)
+        for kind in (hints[field.name], *typing.get_args(hints[field.name]))
+        if isinstance(kind, type) and issubclass(kind, enum.Enum)
+    }

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import marin_rl
-from marin_rl.enum_fields import convert_enum_fields
+from marin_rl.config_fields import convert_enum_fields
 from marin_rl.learner.attention_kernel import AttentionKernel, round_up
 from marin_rl.rollouts.rollout_builder import LongPrompts, StateHashingConfig
 

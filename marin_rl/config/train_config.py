@@ -22,7 +22,7 @@ import marin_rl.objectives.gae
 import marin_rl.objectives.gigpo
 import marin_rl.rewards.pipeline  # noqa: F401
 from marin_rl.batching.packing import RowLayout
-from marin_rl.config.decode import decode
+from marin_rl.config.decode import decode, default_of
 from marin_rl.config.objective_config import ObjectiveConfig, UpdateConfig
 from marin_rl.config.sections import (
     EvaluationConfig,
@@ -35,8 +35,14 @@ from marin_rl.config.sections import (
     WorkersConfig,
     module_levels,
 )
-from marin_rl.config_fields import check_paths, local_path, may_change
-from marin_rl.enum_fields import convert_enum_fields
+from marin_rl.config_fields import (
+    LOCAL_PATH,
+    check_paths,
+    convert_enum_fields,
+    local_path,
+    may_change,
+    without_effect,
+)
 from marin_rl.environments.base import EnvironmentConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, AttentionKernel, attention_kernel
 from marin_rl.learner.checkpoint import CheckpointConfig
@@ -88,40 +94,19 @@ def default_trainer() -> TrainerConfig:
     return decode(TrainerConfig, levanter_defaults()["trainer"])
 
 
-_DECIDED_ELSEWHERE = {
-    "seed": "set seed",
-    "train_batch_size": "set rollouts.prompts_per_step and rollouts.group_size, whose product is the batch",
-    "num_train_steps": "set num_steps",
-    "steps_per_eval": "set evaluation.every",
-    "max_eval_batches": "set evaluation.tasks",
-    "load_checkpoint": "rerun in the same run_dir to resume",
-    "load_checkpoint_path": "rerun in the same run_dir to resume",
-    "initialize_from": "set initialize_from at the top level",
-    "checkpointer": "set checkpoint",
-    "quantization": "not supported; leave it out",
-    "model_averaging": "not supported; leave it out",
-}
-"""Fields of levanter's trainer section that would be ignored, with the setting to use instead."""
-
-
-def _field_default(section: type, name: str) -> Any:
-    field = next(field for field in dataclasses.fields(section) if field.name == name)
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """Configuration of a training run."""
 
     environment: EnvironmentConfig
     """Source of the tasks and their rewards."""
-    run_dir: str
+    run_dir: str = dataclasses.field(metadata=LOCAL_PATH)
     """Run directory, a path. A run resumes if its directory contains a checkpoint."""
     model: LmConfig | None = None
     """Model architecture (levanter's section), required to train from scratch; null: read from `initialize_from`. The
     built-in sampler supports `llama`, `qwen2` and `qwen3`. With `sampler: {type: openai}`, `gemma`, `gemma2`, `gpt2`,
     `mistral`, `mixtral` and `olmo2` can also be trained."""
-    initialize_from: str | None = None
+    initialize_from: str | None = dataclasses.field(default=None, metadata=LOCAL_PATH)
     """Initial weights: a folder or hub name in Hugging Face format, or a run directory of marin_rl; null: random
     weights."""
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -197,7 +182,20 @@ class TrainConfig:
     """Optimizer and learning-rate schedule of RL (levanter's section)."""
     trainer: TrainerConfig = dataclasses.field(
         default_factory=default_trainer,
-        metadata=may_change("tracker", "jax_compilation_cache_dir", "distributed"),
+        metadata=may_change("tracker", "jax_compilation_cache_dir", "distributed")
+        | without_effect(
+            seed="set seed",
+            train_batch_size="set rollouts.prompts_per_step and rollouts.group_size, whose product is the batch",
+            num_train_steps="set num_steps",
+            steps_per_eval="set evaluation.every",
+            max_eval_batches="set evaluation.tasks",
+            load_checkpoint="rerun in the same run_dir to resume",
+            load_checkpoint_path="rerun in the same run_dir to resume",
+            initialize_from="set initialize_from at the top level",
+            checkpointer="set checkpoint",
+            quantization="not supported; leave it out",
+            model_averaging="not supported; leave it out",
+        ),
     )
     """Mesh, precision, microbatches and trackers (levanter's section). Batch size and number of steps follow from
     `rollouts` and `num_steps`."""
@@ -227,8 +225,8 @@ class TrainConfig:
         cache = self.trainer.jax_compilation_cache_dir
         if cache is not None and not cache.startswith("gs://"):
             local_path(cache, "trainer.jax_compilation_cache_dir")
-        for name, remedy in _DECIDED_ELSEWHERE.items():
-            given, default = getattr(self.trainer, name), _field_default(TrainerConfig, name)
+        for name, remedy in self.__dataclass_fields__["trainer"].metadata["without_effect"].items():
+            given, default = getattr(self.trainer, name), default_of(TrainerConfig, name)
             if given != default:
                 raise ValueError(f"trainer.{name} is {given!r}, but this setting has no effect: {remedy}")
 

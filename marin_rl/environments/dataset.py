@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.rewards.grading import (
@@ -282,9 +283,9 @@ class JsonlConfig(DatasetConfig):
 
     held_out_key: ClassVar[str] = "held_out_path"
 
-    path: str
+    path: str = dataclasses.field(metadata=LOCAL_PATH)
     """Path of the file, relative to the working directory."""
-    held_out_path: str | None = None
+    held_out_path: str | None = dataclasses.field(default=None, metadata=LOCAL_PATH)
     """Optional second file with the held-out problems; by default a share of the first file is held out."""
 
     def _default_name(self) -> str:
@@ -304,7 +305,7 @@ class HuggingFaceConfig(DatasetConfig):
 
     held_out_key: ClassVar[str] = "held_out_split"
 
-    path: str
+    path: str = dataclasses.field(metadata=LOCAL_PATH)
     """Name on the hub (`openai/gsm8k`) or path of a local folder."""
     subset: str | None = None
     """Configuration of a dataset that has several (`main`)."""

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import draccus
 
+from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.user_code import UserFileError, load_from_file
 
@@ -20,7 +21,7 @@ class FileConfig(EnvironmentConfig):
     The file runs in the training process without isolation; reward functions run in the sandbox.
     """
 
-    path: str
+    path: str = dataclasses.field(metadata=LOCAL_PATH)
     """Path of the file, relative to the working directory."""
     name: str
     """Name in the file: a dataclass that extends `EnvironmentConfig`, or a function that returns an environment

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from marin_rl.enum_fields import convert_enum_fields
+from marin_rl.config_fields import convert_enum_fields
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split, Step
 from marin_rl.environments.games import Board, Start, View, draw_start
 from marin_rl.environments.single_turn import CORRECT, FORMAT

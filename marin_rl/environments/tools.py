@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import draccus
 
+from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.environments.base import CodeRunner, NoSandboxError
 from marin_rl.environments.calculator import CalculatorError, calculate
 from marin_rl.rewards.failures import RewardFailure
@@ -196,7 +197,7 @@ class PythonConfig(ToolConfig):
 class FileToolConfig(ToolConfig):
     """User-defined tool from a Python file. It runs in the training process without isolation."""
 
-    path: str
+    path: str = dataclasses.field(metadata=LOCAL_PATH)
     """Path of the file, relative to the working directory."""
     name: str
     """Name of a class or function in the file that returns a tool."""

@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Bool, Float64
 
-from marin_rl.enum_fields import convert_enum_fields
+from marin_rl.config_fields import convert_enum_fields
 from marin_rl.objectives.advantage_inputs import (
     STD_EPSILON,
     AdvantageConfig,

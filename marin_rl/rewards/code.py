@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import pydantic
 
-from marin_rl.enum_fields import convert_enum_fields
+from marin_rl.config_fields import convert_enum_fields
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
 from marin_rl.rewards.failures import RewardFailure
 from marin_rl.rewards.functions import EvaluateResult, RewardRequest

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import draccus
 
-from marin_rl.enum_fields import convert_enum_fields
+from marin_rl.config_fields import LOCAL_PATH, convert_enum_fields
 from marin_rl.rewards.functions import STANDARD_KEYWORDS, EvaluateResult, RewardMode, RewardRequest
 from marin_rl.rewards.sandbox.pool import FunctionDescription, Sandbox, UserFileError, UserFunction
 
@@ -115,7 +115,7 @@ def check_component(name: str, weight: float) -> None:
 class FunctionRewardConfig(RewardComponentConfig):
     """Scores rollouts with a function in a Python file."""
 
-    path: str
+    path: str = dataclasses.field(metadata=LOCAL_PATH)
     """Path of the Python file, absolute or relative to the working directory."""
     function: str
     """Name of the function, which is decorated with `@reward_function`."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import httpx
 
-from marin_rl.enum_fields import convert_enum_fields
+from marin_rl.config_fields import convert_enum_fields
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
 from marin_rl.rewards.failures import RewardCallError, RewardFailure
 from marin_rl.rewards.functions import EvaluateResult, RewardRequest

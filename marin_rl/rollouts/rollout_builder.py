@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.environments.base import Step
 from marin_rl.objectives.gigpo import anchor_of
 from marin_rl.objectives.shaping import TRUNCATED
@@ -49,7 +50,7 @@ def default_state_hash(messages: tuple[Message, ...], anchor_state: object) -> s
 class StateHashingConfig:
     """A user's state hashing function. It runs in the training process, once per turn."""
 
-    path: str
+    path: str = dataclasses.field(metadata=LOCAL_PATH)
     """The Python file of the function; relative paths start at the working directory."""
     function: str
     """Name of the function. It takes the messages and the environment's `anchor_state`, and returns a string."""

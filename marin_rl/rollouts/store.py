@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 
 from marin_rl.atomic_files import open_atomically
 from marin_rl.background_job import BackgroundJob
-from marin_rl.enum_fields import convert_enum_fields
+from marin_rl.config_fields import convert_enum_fields
 from marin_rl.errors import UserError
 from marin_rl.rollouts.stored_rollout import (
     SCHEMA,

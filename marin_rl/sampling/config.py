@@ -9,6 +9,7 @@ import urllib.parse
 
 import draccus
 
+from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.retry import RetryConfig
 
 _DEFAULT_PREFILL_TOKENS = 4096
@@ -90,10 +91,10 @@ class LevanterSamplerConfig(SamplerConfig):
 class ReloadConfig:
     """Reload of weights by an external server: weights are written to a folder and a user function is called."""
 
-    folder: str
+    folder: str = dataclasses.field(metadata=LOCAL_PATH)
     """Folder that the server reads, dedicated to this run. Version 7 is written atomically to `version-7` in it, in
     Hugging Face format."""
-    path: str
+    path: str = dataclasses.field(metadata=LOCAL_PATH)
     """Python file with the function; relative paths are relative to the working directory."""
     function: str
     """Name of the function. Its arguments are the folder of the weights (a `pathlib.Path`), their version and

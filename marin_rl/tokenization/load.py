@@ -15,6 +15,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 from transformers.utils.hub import cached_file
 
+from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
 
@@ -45,10 +46,10 @@ class TokenizerLoadError(ValueError):
 class TokenizerConfig:
     """Configuration of the tokenizer and its chat template."""
 
-    path: str | None = None
+    path: str | None = dataclasses.field(default=None, metadata=LOCAL_PATH)
     """Folder with a Hugging Face tokenizer, or a name on the Hugging Face hub. None: the built-in byte-level tokenizer
     of 264 tokens, which needs no download."""
-    chat_template: str | None = None
+    chat_template: str | None = dataclasses.field(default=None, metadata=LOCAL_PATH)
     """Path of a Jinja file that replaces the tokenizer's chat template, or `plain`: concatenated message contents,
     without roles or separators, with eos after each reply. None: the tokenizer's chat template."""
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import draccus
 import fsspec
 
-from marin_rl.enum_fields import convert_enum_fields
+from marin_rl.config_fields import convert_enum_fields
 from marin_rl.retry import RetryConfig
 from marin_rl.weights.arrow_flight import FlightBackend, FlightSource
 from marin_rl.weights.fetch import ShardedReceiver

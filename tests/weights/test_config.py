@@ -82,3 +82,10 @@ def test_weak_secret_opens_no_sender_or_receiver(config: WeightTransferConfig, t
 def test_receiver_requires_an_address():
     with pytest.raises(ValueError, match="at least one address"):
         ArrowFlightConfig().open_receiver([], SECRET)
+
+
+def test_unsupported_kind_of_address_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"weights\.folder is 'gss://bucket/w', but this kind of address is not supported here"
+    ):
+        SharedFilesConfig(folder="gss://bucket/w")

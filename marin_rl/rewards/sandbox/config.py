@@ -7,7 +7,7 @@ import dataclasses
 import math
 from pathlib import Path
 
-from marin_rl.enum_fields import convert_enum_fields
+from marin_rl.config_fields import convert_enum_fields
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.limits import CallLimits
 

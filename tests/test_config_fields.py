@@ -4,6 +4,7 @@
 import dataclasses
 import enum
 import inspect
+import re
 import subprocess
 import sys
 import typing
@@ -12,12 +13,18 @@ from typing import Any
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
-from marin_rl.config.train_config import TrainConfig
-from marin_rl.enum_fields import convert_enum_fields
+from marin_rl.config.help import all_keys
+from marin_rl.config.train_config import TrainConfig, default_trainer
+from marin_rl.config_fields import changeable_keys, convert_enum_fields
 from marin_rl.environments.arithmetic import ArithmeticConfig
+from marin_rl.environments.dataset import JsonlConfig
+from marin_rl.environments.streams import MixtureConfig, MixturePartConfig
 from marin_rl.objectives.gigpo import GigpoNormalization
-from marin_rl.rewards.component import RewardScope
+from marin_rl.rewards.component import FunctionRewardConfig, RewardScope
 from marin_rl.rewards.judge import LlmJudgeConfig
+from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig
+from marin_rl.tokenization.load import TokenizerConfig
+from marin_rl.weights.config import SharedFilesConfig
 from tests.config_classes import config_classes, type_arguments
 
 REQUIRED: dict[str, dict[str, Any]] = {
@@ -107,3 +114,55 @@ class Config:
 def test_fields_of_other_types_are_unchanged() -> None:
     assert Config() == Config("std", None)
     assert build(Config, "normalize", "std").normalize is GigpoNormalization.STD
+
+
+def train_config(**changes: Any) -> TrainConfig:
+    return TrainConfig(**{**REQUIRED["TrainConfig"], **changes})
+
+
+LOCAL = "must be a path on a mounted file system: {} is not supported here. Mount the bucket"
+DATA = JsonlConfig(path="gs://data/train.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"run_dir": "gs://runs/rloo"}, "run_dir is 'gs://runs/rloo', but it " + LOCAL.format("gs://")),
+        ({"initialize_from": "s3://models/x"}, "initialize_from is 's3://models/x', but it must be"),
+        ({"environment": DATA}, "environment.path is 'gs://data/train.jsonl', but it must be a path"),
+        (
+            {"environment": MixtureConfig(parts=(MixturePartConfig(JsonlConfig(path="a", held_out_path="b://c")),))},
+            "environment.parts.0.environment.held_out_path is 'b://c'",
+        ),
+        (
+            {
+                "environment": ArithmeticConfig(
+                    rewards=(FunctionRewardConfig(path="http://host/reward.py", function="f"),)
+                )
+            },
+            "environment.rewards.0.path is 'http://host/reward.py'",
+        ),
+        ({"tokenizer": TokenizerConfig(path="hf://org/model")}, "tokenizer.path is 'hf://org/model'"),
+        (
+            {"trainer": dataclasses.replace(default_trainer(), jax_compilation_cache_dir="s3://cache")},
+            "trainer.jax_compilation_cache_dir is 's3://cache'",
+        ),
+    ],
+)
+def test_address_instead_of_a_path_is_refused_by_key(changes: dict, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train_config(**changes)
+
+
+def test_settings_that_accept_addresses():
+    trainer = dataclasses.replace(default_trainer(), jax_compilation_cache_dir="gs://cache/jax")
+    weights = SharedFilesConfig(folder="memory://weights")
+    sampler = OpenAiSamplerConfig(base_url="http://host:8000/v1", model="m", reload=ReloadConfig("w", "f.py", "f"))
+    assert train_config(trainer=trainer, weights=weights, sampler=sampler).trainer is trainer
+
+
+def test_keys_that_may_change_on_resume_exist():
+    keys = changeable_keys(TrainConfig)
+    assert {"ray_address", "rollout_store", "workers.num_workers", "trainer.tracker"} <= set(keys)
+    raw = {"sampler": {"type": "openai"}, "weights": {"type": "arrow_flight"}}
+    assert set(keys) <= set(all_keys(TrainConfig, raw))
