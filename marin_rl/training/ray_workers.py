@@ -161,7 +161,7 @@ class CoordinatorClient:
 
     def heartbeat(self, worker: str, incarnation: str) -> bool:
         """See `CoordinatorActor`."""
-        return self._call(lambda: self._coordinator.beat.remote(worker, incarnation))
+        return self._call(lambda: self._coordinator.heartbeat.remote(worker, incarnation))
 
     def announced(self) -> Announcement:
         """See `CoordinatorActor`."""

@@ -77,6 +77,15 @@ def test_call_is_retried_until_coordinator_returns(cluster: Cluster) -> None:
     assert cluster.calls == 3
 
 
+def test_heartbeat_reaches_the_coordinator(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = SimpleNamespace(remote=lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(Coordinator, CoordinatorActor.heartbeat.__name__, method, raising=False)
+    calls: list[tuple[str, ...]] = []
+    cluster.answers = [True]
+    assert CoordinatorClient(Coordinator(), 60.0).heartbeat("worker-0", "first")
+    assert calls == [("worker-0", "first")]
+
+
 def test_call_fails_after_no_progress_timeout(cluster: Cluster) -> None:
     cluster.answers = [RayActorError()]
     with pytest.raises(RayActorError):
