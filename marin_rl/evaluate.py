@@ -16,6 +16,7 @@ from marin_rl.config.decode import encode
 from marin_rl.config.sections import EvaluationConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config_fields import local_path
+from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
 from marin_rl.distributed.samplers import open_levanter_sampler
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.errors import USER_ERRORS
@@ -24,7 +25,6 @@ from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.scoring import Scorer
 from marin_rl.training.evaluation import evaluate, first_of_each, reference_loss
-from marin_rl.training.rollout_runner import make_runner, open_reward_functions
 from marin_rl.training.run_directory import RunDirectory, open_existing
 from marin_rl.training.starting_weights import restore_policy
 

@@ -33,9 +33,9 @@ from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInput
 from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
 from marin_rl.rewards import EvaluateResult, StepOutput
 from tests.config_classes import config_classes
+from tests.distributed.thread_workers import thread_workers
 from tests.one_reply import answer
 from tests.tiny_run import TinyRun, make_run
-from tests.training.thread_workers import thread_workers
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").rglob("*.md"))]
@@ -448,7 +448,7 @@ def ahead(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> li
     """Records of an asynchronous run with a worker."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
-        patch.setattr("marin_rl.training.open_rollout_source.ray_workers", thread_workers)
+        patch.setattr("marin_rl.distributed.open_rollout_source.ray_workers", thread_workers)
         run = make_run(
             tmp_path_factory.mktemp("ahead"),
             mode="async",

@@ -50,15 +50,15 @@ from experiments.benchmarks.weight_servers import Share
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.coordinator import CoordinatorActor
 from marin_rl.distributed.ray_node import connected_to_local_node
+from marin_rl.distributed.ray_workers import CoordinatorClient
 from marin_rl.distributed.rollout_source import FinishedGroup
 from marin_rl.distributed.scheduler import GroupRequest
 from marin_rl.distributed.worker import WorkerPolicy, work
+from marin_rl.distributed.worker_policy import ReceivedPolicy
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy, model_shape
 from marin_rl.learner.train_step import Learner
 from marin_rl.training.open_run import make_loss
-from marin_rl.training.ray_workers import CoordinatorClient
-from marin_rl.training.worker_policy import ReceivedPolicy
 from marin_rl.types import WeightVersion
 from marin_rl.weights.auth import make_secret
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig

@@ -3,11 +3,13 @@
 
 """Pool of rollout workers that the trainer uses through a coordinator."""
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+from marin_rl import multihost
 from marin_rl.background_job import BackgroundJob
 from marin_rl.distributed.coordinator import TrainerUpdate
 from marin_rl.distributed.rollout_source import FinishedGroup, raise_if
@@ -184,3 +186,58 @@ class WorkerPool:
         self._seconds = update.seconds
         before = self._counts_before
         self.counts = {name: count + before.get(name, 0) for name, count in update.counts.items()}
+
+
+class SharedWorkerPool:
+    """Worker pool of the main process with a broadcast of its results to all processes."""
+
+    def __init__(self, worker_pool: WorkerPool | None, sender: WeightSender) -> None:
+        """Start without pending requests.
+
+        Args:
+            worker_pool: Worker pool of the main process; None in the other processes.
+            sender: Publishes the shards of this process if there is no worker pool.
+        """
+        self._worker_pool = worker_pool
+        self._sender = sender
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """See [`RolloutSource`][marin_rl.distributed.rollout_source.RolloutSource]."""
+        if self._worker_pool is not None:
+            self._worker_pool.submit(requests)
+
+    def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> list[FinishedGroup]:
+        """See [`WorkerPool`][marin_rl.distributed.worker_pool.WorkerPool].
+
+        Raises:
+            StopRequestedError: In every process, if a stop is requested.
+            MainProcessError: If the wait failed in the main process.
+        """
+        deadline = None if self._worker_pool is None else self._worker_pool.deadline()
+
+        def poll() -> str:
+            assert self._worker_pool is not None
+            assert deadline is not None
+            return json.dumps(self._worker_pool.poll_groups(deadline))
+
+        raise_if(stop_requested)
+        # Broadcast the result of every poll, so that no process waits long in one exchange.
+        while not (groups := json.loads(multihost.on_main(poll))):
+            raise_if(stop_requested)
+        return [FinishedGroup(RequestNumber(*number), decode_group(text)) for number, text in groups]
+
+    def publish(self, model: object, version: WeightVersion) -> None:
+        """See [`RolloutSource`][marin_rl.distributed.rollout_source.RolloutSource]."""
+        if self._worker_pool is None:
+            self._sender.publish(model, version)
+        else:
+            self._worker_pool.publish(model, version)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the worker metrics in the main process, and nothing in the others."""
+        return {} if self._worker_pool is None else self._worker_pool.metrics()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Event counts in the main process; empty in the others."""
+        return {} if self._worker_pool is None else self._worker_pool.counts

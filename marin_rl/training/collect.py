@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.rollout_runner import make_limits
 from marin_rl.distributed.rollout_source import RolloutSource
 from marin_rl.distributed.scheduler import RequestNumber
 from marin_rl.environments.base import AbstractEnvironment, Split, TaskStream
@@ -25,7 +26,6 @@ from marin_rl.rollouts.run_rollouts import require_one_success
 from marin_rl.sampling.sampler import PromptTooLongError
 from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.training.rollout_runner import make_limits
 from marin_rl.training.run_state import Progress, RunState
 from marin_rl.types import RolloutGroup, Task
 

@@ -19,6 +19,14 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.closing import Closing
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.open_rollout_source import (
+    check_worker_devices,
+    make_history,
+    make_replay,
+    make_staleness_limits,
+    open_rollout_source,
+)
+from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
 from marin_rl.distributed.samplers import open_trainer_sampler
 from marin_rl.distributed.scheduler import RolloutScheduler
 from marin_rl.environments.base import AbstractEnvironment
@@ -40,14 +48,6 @@ from marin_rl.tokenization.load import TokenPieces
 from marin_rl.training.batch_builder import BatchBuilder
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import Keep, describe_accuracy, evaluate, forget
-from marin_rl.training.open_rollout_source import (
-    check_worker_devices,
-    make_history,
-    make_replay,
-    make_staleness_limits,
-    open_rollout_source,
-)
-from marin_rl.training.rollout_runner import make_runner, open_reward_functions
 from marin_rl.training.run_state import REPLAY, Progress, RunState
 from marin_rl.training.shared_run import check_config, newest_good
 from marin_rl.training.starting_weights import first_policy, restore_policy, restore_state
@@ -102,7 +102,7 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
             _start(config, parts, report) if checkpoint is None else _resume(config, parts, checkpoint, report)
         )
         runner = _make_runner(config, parts, sampler)
-        rollout_source = open_rollout_source(config, runner, progress, resources)
+        rollout_source = open_rollout_source(config, runner, progress.vocab_size, progress.worker_counts, resources)
         scheduler = RolloutScheduler(make_staleness_limits(config), progress.scheduler)
         state = RunState(progress, scheduler, make_replay(config))
         if checkpoint is not None:

@@ -29,6 +29,7 @@ from marin_rl.config.decode import encode
 from marin_rl.config.sections import Mode, module_levels
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config_fields import changeable_keys
+from marin_rl.distributed.ray_workers import find_cluster
 from marin_rl.errors import writing
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.devices import join_processes
@@ -38,7 +39,6 @@ from marin_rl.training.console import ClosingSummary, Progress, print_closing_ta
 from marin_rl.training.loop import train
 from marin_rl.training.metrics_file import read_records, truncate_records
 from marin_rl.training.open_run import open_run
-from marin_rl.training.ray_workers import find_cluster
 from marin_rl.training.run_directory import RunDirectory, create_or_open, lock
 from marin_rl.training.shared_run import require_same_config, require_shared_folder
 from marin_rl.training.starting_weights import resolve_model

@@ -10,7 +10,7 @@ without being sent. Only the main process has workers; it broadcasts finished gr
 import json
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -21,72 +21,10 @@ from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
 from marin_rl.config.command_line import to_yaml
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.rollout_source import FinishedGroup, raise_if
-from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
-from marin_rl.distributed.worker_pool import WorkerPool
 from marin_rl.errors import RunDirectoryError, writing
 from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
-from marin_rl.rollouts.group_codec import decode_group
-from marin_rl.timing import PhaseTimer
 from marin_rl.training.run_directory import config_differences
-from marin_rl.types import WeightVersion
 from marin_rl.weights.config import ArrowFlightConfig, is_loopback
-from marin_rl.weights.protocol import WeightSender
-
-
-class SharedWorkerPool:
-    """Worker pool of the main process with a broadcast of its results to all processes."""
-
-    def __init__(self, worker_pool: WorkerPool | None, sender: WeightSender) -> None:
-        """Start without pending requests.
-
-        Args:
-            worker_pool: Worker pool of the main process; None in the other processes.
-            sender: Publishes the shards of this process if there is no worker pool.
-        """
-        self._worker_pool = worker_pool
-        self._sender = sender
-
-    def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """See [`RolloutSource`][marin_rl.distributed.rollout_source.RolloutSource]."""
-        if self._worker_pool is not None:
-            self._worker_pool.submit(requests)
-
-    def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> list[FinishedGroup]:
-        """See [`WorkerPool`][marin_rl.distributed.worker_pool.WorkerPool].
-
-        Raises:
-            StopRequestedError: In every process, if a stop is requested.
-            MainProcessError: If the wait failed in the main process.
-        """
-        deadline = None if self._worker_pool is None else self._worker_pool.deadline()
-
-        def poll() -> str:
-            assert self._worker_pool is not None
-            assert deadline is not None
-            return json.dumps(self._worker_pool.poll_groups(deadline))
-
-        raise_if(stop_requested)
-        # Broadcast the result of every poll, so that no process waits long in one exchange.
-        while not (groups := json.loads(multihost.on_main(poll))):
-            raise_if(stop_requested)
-        return [FinishedGroup(RequestNumber(*number), decode_group(text)) for number, text in groups]
-
-    def publish(self, model: object, version: WeightVersion) -> None:
-        """See [`RolloutSource`][marin_rl.distributed.rollout_source.RolloutSource]."""
-        if self._worker_pool is None:
-            self._sender.publish(model, version)
-        else:
-            self._worker_pool.publish(model, version)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the worker metrics in the main process, and nothing in the others."""
-        return {} if self._worker_pool is None else self._worker_pool.metrics()
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Event counts in the main process; empty in the others."""
-        return {} if self._worker_pool is None else self._worker_pool.counts
 
 
 def require_shared_folder(folder: Path) -> None:

@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from marin_rl import multihost
 from marin_rl.distributed.coordinator import TrainerUpdate
 from marin_rl.distributed.rollout_source import StopRequestedError
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
-from marin_rl.distributed.worker_pool import NoWorkersError, WorkerFailedError, WorkerPool
+from marin_rl.distributed.worker_pool import NoWorkersError, SharedWorkerPool, WorkerFailedError, WorkerPool
 from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup, Task, WeightVersion
-from tests.training.inline_executor import InlineExecutor
+from tests.distributed.inline_executor import InlineExecutor
 
 NOTHING = TrainerUpdate("one", [], None, {}, {}, {"present": 0.0, "busy": 0.0})
 
@@ -247,3 +248,21 @@ def test_stop_ends_a_wait_without_groups(rollout_source: WorkerPool, calls: list
         rollout_source.wait(PhaseTimer(), lambda: len(calls) >= 4)
     # Checked before every poll: there were two polls, and the request was repeated after the first response.
     assert calls == ["submit train-1-0", "take, acknowledge ", "submit train-1-0", "take, acknowledge "]
+
+
+def test_stop_ends_the_wait_in_a_process_without_workers(monkeypatch: pytest.MonkeyPatch, sender: Sender) -> None:
+    exchanges: list[str] = []
+
+    def from_main(work: Callable[[], str]) -> str:
+        exchanges.append("groups")
+        return "[]"
+
+    def stop_requested() -> bool:
+        exchanges.append("stop")
+        return len(exchanges) > 4
+
+    monkeypatch.setattr(multihost, "on_main", from_main)
+    with pytest.raises(StopRequestedError):
+        SharedWorkerPool(None, sender).wait(PhaseTimer(), stop_requested)
+    # The main process makes the same exchanges in the same order.
+    assert exchanges == ["stop", "groups", "stop", "groups", "stop"]

@@ -15,6 +15,7 @@ from levanter.models.llama import LlamaConfig
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.open_rollout_source import make_replay, make_staleness_limits
 from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.distributed.scheduler import RolloutScheduler
 from marin_rl.environments.arithmetic import ArithmeticConfig
@@ -28,7 +29,6 @@ from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.training.batch_builder import BatchBuilder
 from marin_rl.training.collect import Collected, GroupCollector
-from marin_rl.training.open_rollout_source import make_replay, make_staleness_limits
 from marin_rl.training.run_state import Progress, RunState
 from marin_rl.types import Task
 from tests.scripted_sampler import Script, ScriptedSampler

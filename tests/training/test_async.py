@@ -15,22 +15,22 @@ from typing import Any, cast
 import pytest
 
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed import worker_policy
 from marin_rl.distributed.coordinator import CoordinatorActor
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.scheduler import GroupRequest
+from marin_rl.distributed.worker_policy import ReceivedPolicy
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.store import read_rollouts
-from marin_rl.training import worker_policy
-from marin_rl.training.worker_policy import ReceivedPolicy
+from tests.distributed.inline_executor import InlineExecutor
+from tests.distributed.thread_workers import thread_workers
 from tests.tiny_run import TinyRun, outcome, without_timings
-from tests.training.inline_executor import InlineExecutor
-from tests.training.thread_workers import thread_workers
 
 
 @pytest.fixture(autouse=True)
 def workers_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.training.open_rollout_source.ray_workers", thread_workers)
+    monkeypatch.setattr("marin_rl.distributed.open_rollout_source.ray_workers", thread_workers)
     monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
 
 
@@ -203,7 +203,7 @@ def test_in_flight_generations_continue_with_new_weights(
         poll_weights(policy)
 
     monkeypatch.setattr(ReceivedPolicy, "_poll_weights", poll_when_step_1_is_trained)
-    monkeypatch.setattr("marin_rl.training.weight_prefetcher.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr("marin_rl.distributed.weight_prefetcher.ThreadPoolExecutor", InlineExecutor)
     monkeypatch.setattr(
         "marin_rl.rollouts.run_rollouts.RequestBatcher", functools.partial(RequestBatcher, max_wait=600.0)
     )
@@ -234,7 +234,7 @@ def test_worker_error_ends_run(
         evaluation={"tasks": 2, "greedy": False, "every": 0},
     )
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("marin_rl.training.worker_policy.stream_group_requests", lambda *arguments: 1 / 0)
+        patched.setattr("marin_rl.distributed.worker_policy.stream_group_requests", lambda *arguments: 1 / 0)
         assert run.train() == 1
     output = capfd.readouterr().err
     assert "error: a rollout worker ended with an error: worker-0: ZeroDivisionError: division by zero" in output

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
+from marin_rl.distributed import rollout_runner
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.rollout_source import LocalRollouts
 from marin_rl.distributed.scheduler import RequestNumber
@@ -24,7 +25,7 @@ from marin_rl.objectives.advantages import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.training import open_run, rollout_runner
+from marin_rl.training import open_run
 from marin_rl.training.open_run import drop_groups_of_lost_weights, make_loss
 from marin_rl.training.run_state import Progress
 from marin_rl.training.starting_weights import restore_policy
@@ -146,7 +147,7 @@ def test_trainer_opens_reward_functions_only_if_it_runs_episodes(
 
     monkeypatch.setattr(open_run, "open_reward_functions", open_reward_functions)
     monkeypatch.setattr(
-        open_run, "open_rollout_source", lambda config, runner, progress, opened: LocalRollouts(config, runner)
+        open_run, "open_rollout_source", lambda config, runner, *arguments: LocalRollouts(config, runner)
     )
     run = reopen(
         finished_run,

@@ -18,10 +18,10 @@ from marin_rl.training.starting_weights import resolve_model
 from marin_rl.training.training_run import TrainingRun
 from marin_rl.types import Generation
 from marin_rl.user_code import UserFileError
+from tests.distributed.thread_workers import thread_workers
 from tests.sampling.completions_server import CompletionsServer, serving
 from tests.tiny_run import TinyRun, copy_of, interrupted_after, make_run, outcome
 from tests.training.levanter_server import Loader, config_of, served_by
-from tests.training.thread_workers import thread_workers
 
 SHORT = {
     "num_steps": 3,
@@ -113,7 +113,7 @@ def test_interrupted_run_resumes_exactly(pair: Pair, tmp_path: Path):
 
 def test_worker_with_a_server_equals_worker_with_levanter(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Without staleness; the trainer evaluates with the in-process sampler."""
-    monkeypatch.setattr("marin_rl.training.open_rollout_source.ray_workers", thread_workers)
+    monkeypatch.setattr("marin_rl.distributed.open_rollout_source.ray_workers", thread_workers)
     start = {"initialize_from": str(config_of(pair.own).initialize_from), **SHORT}
     weights = tmp_path / "weights"
     run = make_run(tmp_path, mode="async", replay__max_staleness=0, **start, sampler=served_by(pair.server, weights))
@@ -133,7 +133,7 @@ def test_worker_with_a_server_equals_worker_with_levanter(pair: Pair, tmp_path: 
 def test_server_reload_error_ends_an_async_run(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("marin_rl.training.open_rollout_source.ray_workers", thread_workers)
+    monkeypatch.setattr("marin_rl.distributed.open_rollout_source.ray_workers", thread_workers)
 
     def broken() -> Any:
         raise RuntimeError("no room for the weights")

@@ -3,7 +3,6 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -12,13 +11,10 @@ import pytest
 from marin_rl import multihost
 from marin_rl.config.command_line import to_yaml
 from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
-from marin_rl.distributed.rollout_source import StopRequestedError
 from marin_rl.errors import RunDirectoryError
-from marin_rl.timing import PhaseTimer
 from marin_rl.training.run_directory import config_differences
-from marin_rl.training.shared_run import SharedWorkerPool, check_config, require_same_config, require_shared_folder
-from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig
-from marin_rl.weights.publish import TrainingHost
+from marin_rl.training.shared_run import check_config, require_same_config, require_shared_folder
+from marin_rl.weights.config import ArrowFlightConfig
 from tests.training.bare_run import make_config
 
 FITTING = make_config(mode=Mode.ASYNC, evaluation=EvaluationConfig(tasks=0), warm_start=WarmStartConfig(max_steps=0))
@@ -68,25 +64,6 @@ def test_loopback_weight_host_is_rejected_for_several_hosts(two_processes: None,
 
 def test_one_process_accepts_all_settings():
     check_config(make_config())
-
-
-def test_stop_ends_the_wait_in_a_process_without_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    exchanges: list[str] = []
-
-    def from_main(work: Callable[[], str]) -> str:
-        exchanges.append("groups")
-        return "[]"
-
-    def stop_requested() -> bool:
-        exchanges.append("stop")
-        return len(exchanges) > 4
-
-    monkeypatch.setattr(multihost, "on_main", from_main)
-    sender = SharedFilesConfig(folder=str(tmp_path)).open_sender("0123456789abcdef" * 4, TrainingHost.current())
-    with pytest.raises(StopRequestedError):
-        SharedWorkerPool(None, sender).wait(PhaseTimer(), stop_requested)
-    # The main process makes the same exchanges in the same order.
-    assert exchanges == ["stop", "groups", "stop", "groups", "stop"]
 
 
 @pytest.fixture

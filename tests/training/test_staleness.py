@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 from marin_rl.config.sections import Mode, ReplayConfig, RolloutConfig
 from marin_rl.distributed.coordinator import Coordinator, TrainerUpdate
+from marin_rl.distributed.open_rollout_source import make_staleness_limits
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, RolloutScheduler
 from marin_rl.distributed.worker_pool import WorkerPool
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split
 from marin_rl.rollouts.filters import DropGroupsConfig, KeepGroupsConfig, ResampleGroupsConfig
 from marin_rl.rollouts.group_codec import encode_group
-from marin_rl.training.open_rollout_source import make_staleness_limits
 from marin_rl.training.run_state import Progress, RunState
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn, WeightVersion
 from tests.training.bare_run import BareRun, bare_run, make_config

@@ -16,9 +16,9 @@ from ray.exceptions import RayActorError
 
 from marin_rl.config.command_line import to_yaml
 from marin_rl.config.sections import Mode, WorkersConfig
+from marin_rl.distributed import ray_workers
 from marin_rl.distributed.coordinator import CoordinatorActor, TrainerUpdate
-from marin_rl.training import ray_workers
-from marin_rl.training.ray_workers import (
+from marin_rl.distributed.ray_workers import (
     CoordinatorClient,
     NoClusterError,
     RayLostError,
@@ -177,7 +177,7 @@ def test_worker_start_error_is_logged_and_reported(
     fail = SimpleNamespace(remote=lambda *arguments: reported.append(arguments))
     monkeypatch.setattr(Coordinator, "fail", fail, raising=False)
     monkeypatch.setattr(ray_workers.ray, "get_actor", lambda name: Coordinator())
-    monkeypatch.setattr("marin_rl.training.worker_policy.ReceivedPolicy", no_policy)
+    monkeypatch.setattr(ray_workers, "ReceivedPolicy", no_policy)
     config = make_config(mode=Mode.ASYNC, run_dir=str(tmp_path), logging={"marin_rl.environments": "debug"})
     with pytest.raises(OSError, match="there is no bubblewrap"):
         ray_workers.Worker(to_yaml(config), 10, "token", "worker-0", "coordinator").run()

@@ -24,6 +24,7 @@ from marin_rl.distributed.coordinator import Announcement, Assignment, Coordinat
 from marin_rl.distributed.ray_node import connected_to_local_node
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.distributed.worker import reporting_errors, work
+from marin_rl.distributed.worker_policy import ReceivedPolicy
 from marin_rl.errors import UserError
 from marin_rl.logs import log_to
 from marin_rl.types import WeightVersion
@@ -233,8 +234,6 @@ class Worker:
 
     def run(self) -> None:
         """Run until the run ends."""
-        from marin_rl.training.worker_policy import ReceivedPolicy
-
         workers, file = self._config.workers, Path(self._config.run_dir) / "workers" / f"{self._name}.txt"
         with log_to(file, self._config.log_level.number, module_levels(self._config.logging)):
             try:

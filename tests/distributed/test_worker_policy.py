@@ -17,17 +17,17 @@ from marin_rl.config.train_config import TrainConfig, levanter_defaults
 from marin_rl.distributed.coordinator import Announcement
 from marin_rl.distributed.rollout_source import FinishedGroup
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, oldest_version
+from marin_rl.distributed.worker_policy import ReceivedPolicy
 from marin_rl.environments.base import Split
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.rollouts.request_batcher import RequestBatcher
-from marin_rl.training.worker_policy import ReceivedPolicy
 from marin_rl.types import Generation, RolloutGroup, WeightVersion
 from marin_rl.weights.protocol import ServerLostError, WeightSender
 from marin_rl.weights.publish import TrainingHost
+from tests.distributed.inline_executor import InlineExecutor
 from tests.free_port import free_port
 from tests.tiny_run import make_run
-from tests.training.inline_executor import InlineExecutor
 
 GROUPS, ROLLOUTS = 2, 4
 TOKEN = "t" * 32
@@ -63,7 +63,7 @@ class Trainer:
 
 @pytest.fixture(autouse=True)
 def known_moments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.training.weight_prefetcher.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr("marin_rl.distributed.weight_prefetcher.ThreadPoolExecutor", InlineExecutor)
     # All generations are sampled in one round, independent of the speed of the machine.
     client = functools.partial(RequestBatcher, max_wait=600.0)
     monkeypatch.setattr("marin_rl.rollouts.run_rollouts.RequestBatcher", client)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from marin_rl.config.sections import RolloutConfig
+from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import Split, Step
 from marin_rl.environments.tool_use import ToolUseConfig
@@ -19,7 +20,6 @@ from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import Limits, StateHashingConfig, default_state_hash
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.training.rollout_runner import make_runner, open_reward_functions
 from tests.scripted_sampler import ScriptedSampler
 from tests.training.bare_run import TOKENIZER, make_config
 

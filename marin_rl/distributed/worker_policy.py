@@ -19,14 +19,14 @@ from marin_rl.closing import Closing
 from marin_rl.config.sections import Refresh
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.coordinator import Announcement
+from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
 from marin_rl.distributed.rollout_source import FinishedGroup, stream_group_requests
 from marin_rl.distributed.samplers import open_worker_sampler
 from marin_rl.distributed.scheduler import GroupRequest
+from marin_rl.distributed.weight_prefetcher import TRANSIENT_ERRORS, WeightPrefetcher, Weights
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.sampling.sampler import Sampler, WeightPoll
-from marin_rl.training.rollout_runner import make_runner, open_reward_functions
-from marin_rl.training.weight_prefetcher import TRANSIENT_ERRORS, WeightPrefetcher, Weights
 from marin_rl.types import WeightVersion
 from marin_rl.weights.protocol import WeightReceiver
 

@@ -12,15 +12,13 @@ from marin_rl import multihost
 from marin_rl.closing import Closing
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.ray_workers import ray_workers
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.distributed.scheduler import StalenessLimits
-from marin_rl.distributed.worker_pool import WorkerPool
+from marin_rl.distributed.worker_pool import SharedWorkerPool, WorkerPool
 from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.training.ray_workers import ray_workers
-from marin_rl.training.run_state import Progress
-from marin_rl.training.shared_run import SharedWorkerPool
 from marin_rl.weights.auth import make_secret
 from marin_rl.weights.publish import MultiHostSender, TrainingHost
 
@@ -73,14 +71,19 @@ def check_worker_devices(config: TrainConfig, platform: str, environ: Mapping[st
 
 
 def open_rollout_source(
-    config: TrainConfig, runner: RolloutRunner, progress: Progress, opened: contextlib.ExitStack
+    config: TrainConfig,
+    runner: RolloutRunner,
+    vocab_size: int,
+    worker_counts: Mapping[str, int],
+    opened: contextlib.ExitStack,
 ) -> RolloutSource:
     """Open the trainer's sampler as rollout source, or start workers and a weight server.
 
     Args:
         config: Mode, number of workers and weight transfer.
         runner: Runs the trainer's rollouts.
-        progress: Vocabulary size of the model, and worker counts of the run so far.
+        vocab_size: Vocabulary size of the model.
+        worker_counts: Worker counts of the run so far.
         opened: Closes everything that is started here.
 
     Returns:
@@ -99,9 +102,14 @@ def open_rollout_source(
     if not multihost.is_main():
         return SharedWorkerPool(None, sender)
     # Workers are stopped before their weight server.
-    client = opened.enter_context(ray_workers(config, progress.vocab_size, secret))
-    timeout, counts = config.workers.no_progress_timeout, progress.worker_counts
-    rollout_source = WorkerPool(client, sender, no_progress_timeout=timeout, addresses=addresses, counts=counts)
+    client = opened.enter_context(ray_workers(config, vocab_size, secret))
+    rollout_source = WorkerPool(
+        client,
+        sender,
+        no_progress_timeout=config.workers.no_progress_timeout,
+        addresses=addresses,
+        counts=worker_counts,
+    )
     opened.enter_context(Closing(rollout_source.close))
     return rollout_source if len(addresses) == 1 else SharedWorkerPool(rollout_source, sender)
 

@@ -13,15 +13,9 @@ import pytest
 from marin_rl import multihost
 from marin_rl.config.sections import Mode, ReplayConfig, WorkersConfig
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed import open_rollout_source as module
 from marin_rl.distributed.coordinator import CoordinatorActor
-from marin_rl.distributed.rollout_source import LocalRollouts
-from marin_rl.distributed.scheduler import RequestNumber, StalenessLimits
-from marin_rl.distributed.worker_pool import WorkerPool
-from marin_rl.environments.arithmetic import ArithmeticConfig
-from marin_rl.objectives.importance import MaskMismatchConfig
-from marin_rl.rollouts.filters import KeepGroupsConfig, ResampleGroupsConfig
-from marin_rl.training import open_rollout_source as module
-from marin_rl.training.open_rollout_source import (
+from marin_rl.distributed.open_rollout_source import (
     WorkerDevicesError,
     check_worker_devices,
     make_history,
@@ -29,8 +23,12 @@ from marin_rl.training.open_rollout_source import (
     make_staleness_limits,
     open_rollout_source,
 )
-from marin_rl.training.run_state import Progress
-from marin_rl.training.shared_run import SharedWorkerPool
+from marin_rl.distributed.rollout_source import LocalRollouts
+from marin_rl.distributed.scheduler import RequestNumber, StalenessLimits
+from marin_rl.distributed.worker_pool import SharedWorkerPool, WorkerPool
+from marin_rl.environments.arithmetic import ArithmeticConfig
+from marin_rl.objectives.importance import MaskMismatchConfig
+from marin_rl.rollouts.filters import KeepGroupsConfig, ResampleGroupsConfig
 from marin_rl.types import WeightVersion
 from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig
 from marin_rl.weights.protocol import WeightReceiver, WeightSender
@@ -108,7 +106,7 @@ def workers_of(said: list[str], fail: bool = False) -> Any:
 def open_it(config: TrainConfig, opened: contextlib.ExitStack) -> Any:
     environment = ArithmeticConfig(digits=1, size=50).build()
     runner = make_runner(config, {}, environment)
-    return open_rollout_source(config, runner, Progress(vocab_size=264, worker_counts={"lost": 3}), opened)
+    return open_rollout_source(config, runner, 264, {"lost": 3}, opened)
 
 
 def asynchronous(weights: Weights) -> TrainConfig:

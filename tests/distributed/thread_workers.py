@@ -11,12 +11,12 @@ from marin_rl.closing import Closing
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.coordinator import CoordinatorActor
 from marin_rl.distributed.worker import reporting_errors, work
-from marin_rl.training.worker_policy import ReceivedPolicy
+from marin_rl.distributed.worker_policy import ReceivedPolicy
 
 
 @contextlib.contextmanager
 def thread_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[CoordinatorActor]:
-    """Replacement of `marin_rl.training.ray_workers.ray_workers`."""
+    """Replacement of `marin_rl.distributed.ray_workers.ray_workers`."""
     coordinator_actor = CoordinatorActor(config.workers.heartbeat_timeout)
 
     def run(name: str) -> None:
