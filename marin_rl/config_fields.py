@@ -40,7 +40,7 @@ def changeable_keys(config_class: Any) -> list[str]:
 
 
 def nested_sections(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of all sections of a config of this project, the config included.
+    """Dotted keys and values of all sections of a config, the config included.
 
     Args:
         value: the config, or a value in it.
@@ -51,7 +51,7 @@ def nested_sections(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
         parts = value.items()
     elif isinstance(value, list | tuple):
         parts = enumerate(value)
-    elif dataclasses.is_dataclass(value) and type(value).__module__.startswith("marin_rl."):
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield key, value
         parts = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
     for name, part in parts:

@@ -41,6 +41,7 @@ from marin_rl.config_fields import (
     convert_enum_fields,
     local_path,
     may_change,
+    nested_sections,
     without_effect,
 )
 from marin_rl.environments.base import EnvironmentConfig
@@ -55,6 +56,7 @@ from marin_rl.objectives.importance import NoCorrectionConfig, OffPolicyCorrecti
 from marin_rl.objectives.kl import KlConfig, NoKlConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig, ReinforceLossConfig
 from marin_rl.objectives.shaping import KeepTruncatedConfig, OverlongConfig, TruncationConfig
+from marin_rl.rewards.component import RewardScope
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rollouts.filters import FilterConfig, KeepGroupsConfig
 from marin_rl.rollouts.rollout_builder import LongPrompts
@@ -285,10 +287,20 @@ class TrainConfig:
                 "such as 10.0.0.1:6379. Ray's client protocol (ray://) is not supported: start the run on a machine of "
                 "the cluster"
             )
+        if self.mode is Mode.ASYNC:
+            self._check_reward_scopes()
         if self.mode is Mode.ASYNC and isinstance(self.sampler, OpenAiSamplerConfig):
             self._check_openai_sampler(self.sampler)
         if self.mode is Mode.ASYNC and self.ray_address is not None and isinstance(self.weights, ArrowFlightConfig):
             self._check_weight_address(self.ray_address, self.weights)
+
+    def _check_reward_scopes(self) -> None:
+        for key, section in nested_sections(self.environment, "environment"):
+            if getattr(section, "scope", None) is RewardScope.BATCH:
+                raise ValueError(
+                    f"{key} has scope: batch, which needs all rollouts of a step together; with mode: async they run "
+                    "at different times in different workers, so use scope: group, or mode: sync"
+                )
 
     def _check_weight_address(self, ray_address: str, weights: ArrowFlightConfig) -> None:
         if is_loopback(weights.host) and not is_loopback(ray_address.rpartition(":")[0]):

@@ -6,10 +6,8 @@
 import contextlib
 
 from marin_rl.closing import Closing
-from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import AbstractEnvironment
-from marin_rl.rewards.component import RewardConfigError
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.reward_functions import RewardFunctions
@@ -74,7 +72,7 @@ def open_reward_functions(
         Reward functions and event loop.
 
     Raises:
-        RewardConfigError: If a function is invalid, or needs all rollouts of a step together with `mode: async`.
+        RewardConfigError: If a function is invalid.
         IsolationError: If the machine provides less isolation than the sandbox requires.
     """
     loop = BackgroundLoop()
@@ -84,9 +82,4 @@ def open_reward_functions(
     components = config.environment.reward_components(environment)
     reward_functions = RewardFunctions(components, sandbox, loop, runs_programs=runs_programs)
     opened.enter_context(Closing(reward_functions.close))
-    if config.mode is Mode.ASYNC and reward_functions.has_batch_scope:
-        raise RewardConfigError(
-            "a reward function has scope: batch, which needs all rollouts of a step together; with mode: async they "
-            "run at different times in different workers, so use scope: group, or mode: sync"
-        )
     return reward_functions, loop

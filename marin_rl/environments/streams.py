@@ -85,7 +85,7 @@ def by_name(environments: Iterable[AbstractEnvironment], whole: str) -> dict[str
         whole: name of the composite, for messages.
 
     Raises:
-        ValueError: if there is no environment, two share a name, or one has no training tasks.
+        ValueError: if two share a name, or one has no training tasks.
     """
     environments_by_name: dict[str, AbstractEnvironment] = {}
     for environment in environments:
@@ -97,8 +97,6 @@ def by_name(environments: Iterable[AbstractEnvironment], whole: str) -> dict[str
         if not environment.tasks(Split.TRAIN):
             raise ValueError(f"{whole}: environment {environment.name!r} has no tasks to train on")
         environments_by_name[environment.name] = environment
-    if not environments_by_name:
-        raise ValueError(f"{whole} has no environments; give it at least one")
     return environments_by_name
 
 
@@ -173,6 +171,8 @@ class MixtureConfig(EnvironmentConfig):
     """Name of the mixture, for messages; metrics use the names of the parts."""
 
     def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError(f"mixture {self.name!r} has no environments; give it at least one")
         for index, part in enumerate(self.parts):
             check_nested(self, part.environment, f"parts.{index}.environment")
 
@@ -184,7 +184,7 @@ class MixtureConfig(EnvironmentConfig):
         """Build the parts.
 
         Raises:
-            ValueError: if two of them share a name, or there are none.
+            ValueError: if two of them share a name.
         """
         environments = [part.environment.build() for part in self.parts]
         parts = by_name(environments, f"mixture {self.name!r}")
@@ -261,6 +261,8 @@ class CurriculumConfig(EnvironmentConfig):
     """Name of the curriculum, for messages."""
 
     def __post_init__(self) -> None:
+        if not self.lessons:
+            raise ValueError(f"curriculum {self.name!r} has no environments; give it at least one")
         for index, lesson in enumerate(self.lessons):
             check_nested(self, lesson.environment, f"lessons.{index}.environment")
         names = [lesson.name for lesson in self.lessons]
@@ -290,7 +292,7 @@ class CurriculumConfig(EnvironmentConfig):
         """Build the environments of the lessons.
 
         Raises:
-            ValueError: if two of them share a name, or there are none.
+            ValueError: if two of them share a name.
         """
         environments = [lesson.environment.build() for lesson in self.lessons]
         parts = by_name(environments, f"curriculum {self.name!r}")

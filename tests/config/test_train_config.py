@@ -406,6 +406,25 @@ def test_openai_sampler_needs_a_single_worker_and_no_in_flight_refresh():
         from_lines(sampler=OPENAI_SAMPLER, mode="async", workers="{refresh: in_flight}")
 
 
+@pytest.mark.parametrize(
+    ("rewards", "nested", "key"),
+    [
+        ("[{type: code, weight: 2.0}, FUNCTION]", "ENVIRONMENT", "environment.rewards.1"),
+        (
+            "[FUNCTION]",
+            "{type: mixture, parts: [{environment: ENVIRONMENT}]}",
+            "environment.parts.0.environment.rewards.0",
+        ),
+    ],
+)
+def test_batch_scope_is_refused_in_async_mode(rewards: str, nested: str, key: str):
+    rewards = rewards.replace("FUNCTION", "{type: function, path: a.py, function: share, scope: batch}")
+    environment = nested.replace("ENVIRONMENT", f"{{type: arithmetic, rewards: {rewards}}}")
+    assert from_lines(environment=environment).mode is Mode.SYNC
+    with pytest.raises(ConfigError, match=rf"{key} has scope: batch, .* use scope: group, or mode: sync"):
+        from_lines(environment=environment, mode="async")
+
+
 def test_in_process_weight_transfer_cannot_be_configured():
     with pytest.raises(ConfigError, match=r"weights.type is 'in_process'.*Valid here: arrow_flight, shared_files"):
         from_lines(weights="{type: in_process}", mode="sync")

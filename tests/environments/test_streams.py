@@ -130,7 +130,7 @@ def test_a_mixture_needs_environments_with_different_names():
     with pytest.raises(ValueError, match="mixture 'mixture' has two environments named 'arithmetic'"):
         MixtureConfig((SUMS, SUMS)).build()
     with pytest.raises(ValueError, match="mixture 'mixture' has no environments"):
-        MixtureConfig(()).build()
+        MixtureConfig(())
     with pytest.raises(ValueError, match="environment 'cards' has no tasks to train on"):
         MixtureConfig((MixturePartConfig(CardsConfig(size=0)),)).build()
     for weight in (0.0, math.inf):
@@ -287,6 +287,7 @@ def test_weights_apply_to_open_lessons():
         ),
         ((lesson("walk"), lesson("run", "wlak")), "'run' depends on 'wlak'.*did you mean 'walk'.*: walk, run"),
         ((lesson("a"), lesson("a")), "several lessons named 'a'"),
+        ((), "curriculum 'curriculum' has no environments; give it at least one"),
     ],
 )
 def test_invalid_dependencies_are_rejected(lessons: tuple[LessonConfig, ...], message: str):

@@ -103,14 +103,6 @@ def test_components_are_weighted_and_logged_by_name(functions_only: Callable[...
         assert record["rollouts/failed"] == 0
 
 
-def test_batch_scope_is_rejected_in_async_mode(
-    functions_only: Callable[..., TinyRun], rewards: Any, capfd: pytest.CaptureFixture[str]
-):
-    assert functions_only(rewards("share", scope="batch"), mode="async").train() == 1
-    assert "scope: batch" in (output := capfd.readouterr().err)
-    assert output.rstrip().endswith("use scope: group, or mode: sync")
-
-
 @pytest.mark.parametrize(
     ("function", "cause", "words"),
     [("picky", "raised", "ValueError: I do not like twos"), ("deadly", "exited", "its process exited with status 7")],
