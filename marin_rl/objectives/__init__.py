@@ -103,100 +103,12 @@ if TYPE_CHECKING:
     )
     from marin_rl.objectives.value_loss import ValueTerms, explained_variance, value_loss_terms
 
-__all__ = [
-    "AdvantageConfig",
-    "AdvantageInputs",
-    "AggregationConfig",
-    "CispoLossConfig",
-    "ConstantConfig",
-    "DrGrpoConfig",
-    "GaeConfig",
-    "GigpoConfig",
-    "GigpoNormalization",
-    "GrpoConfig",
-    "GspoLossConfig",
-    "IcepopConfig",
-    "ImportanceLossConfig",
-    "KeepTruncatedConfig",
-    "KlConfig",
-    "KlEstimator",
-    "LogRatioStatistics",
-    "LossKlConfig",
-    "MaskMismatchConfig",
-    "MaskTruncatedConfig",
-    "NoCorrectionConfig",
-    "NoKlConfig",
-    "Normalization",
-    "OffPolicyCorrectionConfig",
-    "OverlongConfig",
-    "PolicyLossConfig",
-    "PolicyTerms",
-    "PpoClipLossConfig",
-    "ReinforceConfig",
-    "ReinforceLossConfig",
-    "RewardKlConfig",
-    "RewardTruncatedConfig",
-    "RlooConfig",
-    "RlooSequenceLossConfig",
-    "SequenceMeanConfig",
-    "SequenceSumConfig",
-    "TisConfig",
-    "TokenAdvantages",
-    "TokenBatch",
-    "TokenMeanConfig",
-    "TruncationConfig",
-    "TurnAdvantages",
-    "ValueTerms",
-    "anchor_of",
-    "centered",
-    "cispo_terms",
-    "constant_weights",
-    "discounted_returns",
-    "dr_grpo_advantages",
-    "explained_variance",
-    "gae_advantages",
-    "grpo_advantages",
-    "gspo_terms",
-    "icepop_weights",
-    "importance_terms",
-    "kl_k1",
-    "kl_k2",
-    "kl_k3",
-    "kl_k3_plus",
-    "log_ratio_statistics",
-    "log_weight_statistics",
-    "mask_weights",
-    "mismatch_metrics",
-    "pass_at_k",
-    "policy_ratio",
-    "ppo_clip_terms",
-    "reinforce_advantages",
-    "reinforce_terms",
-    "rloo_advantages",
-    "rloo_sequence_terms",
-    "sample_variance",
-    "sequence_log_ratios",
-    "sequence_mean_weights",
-    "sequence_sum_weights",
-    "soft_overlong_penalty",
-    "standardized",
-    "step_advantages",
-    "tis_weights",
-    "token_mean_weights",
-    "token_rewards",
-    "turn_returns",
-    "uniform_advantages",
-    "value_loss_terms",
-    "whitened",
-]
-
 _DEVICE_MODULES = ("importance", "kl", "policy_loss", "value_loss")
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        for module in _DEVICE_MODULES:
-            namespace = vars(importlib.import_module(f"{__name__}.{module}"))
-            if name in namespace:
-                return namespace[name]
+    for module in () if name.startswith("_") else _DEVICE_MODULES:
+        value = vars(importlib.import_module(f"{__name__}.{module}")).get(name)
+        if getattr(value, "__module__", None) == f"{__name__}.{module}":
+            return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
