@@ -16,7 +16,7 @@ from pathlib import Path
 
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig, levanter_defaults
-from marin_rl.objectives.advantages import AdvantageConfig, GrpoConfig, RlooConfig
+from marin_rl.objectives import AdvantageConfig, GrpoConfig, RlooConfig
 from marin_rl.training.session import run_session
 
 CONFIG = Path(__file__).parent / "gigpo_frozenlake.yaml"

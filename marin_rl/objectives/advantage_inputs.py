@@ -3,8 +3,8 @@
 
 """Inputs, outputs and numerical building blocks of the advantage estimators.
 
-Arrays run over the *action tokens* of a rollout: the tokens that the policy sampled, in order, over all
-turns and sequences. Everything is float64 numpy; importing this module does not load jax.
+Arrays run over the *action tokens* of a rollout: the tokens that the policy sampled, in order, over all turns and
+sequences. All numbers are float64.
 """
 
 import abc
@@ -48,10 +48,11 @@ class AdvantageInputs:
     """Turns in which the environment gave no reward. GiGPO distinguishes them from turns with a reward of 0."""
 
     def __post_init__(self) -> None:
-        turns, tokens = len(self.turn_rewards), len(self.turn_ids)
-        self._check_length("anchors", len(self.anchors), "turn_rewards", turns)
-        self._check_length("penalties", len(self.penalties), "turn_ids", tokens)
-        self._check_length("values", len(self.values), "turn_ids", tokens)
+        turns = len(self.turn_rewards)
+        for name, like in (("anchors", "turn_rewards"), ("penalties", "turn_ids"), ("values", "turn_ids")):
+            length, expected = len(getattr(self, name)), len(getattr(self, like))
+            if length != expected:
+                raise ValueError(f"rollout {self.id}: {name} has length {length}, but {like} has length {expected}")
         if self.score is not None and not math.isfinite(self.score):
             raise ValueError(
                 f"rollout {self.id}: score is {self.score}; rewards must be finite (use None for a failed rollout)"
@@ -63,13 +64,9 @@ class AdvantageInputs:
                 raise ValueError(f"rollout {self.id}: {name}[{bad[0]}] is {array[bad[0]]}; it must be finite")
         if np.any(np.diff(self.turn_ids) < 0):
             raise ValueError(f"rollout {self.id}: turn_ids must not decrease")
-        for turn in (*self.turn_ids[[0, -1] if tokens else []].tolist(), *self.unrewarded_turns):
+        for turn in (*self.turn_ids[:1].tolist(), *self.turn_ids[-1:].tolist(), *self.unrewarded_turns):
             if not 0 <= turn < turns:
                 raise ValueError(f"rollout {self.id}: turn {turn} is out of range; turn_rewards has length {turns}")
-
-    def _check_length(self, name: str, length: int, like: str, expected: int) -> None:
-        if length != expected:
-            raise ValueError(f"rollout {self.id}: {name} has length {length}, but {like} has length {expected}")
 
     @property
     def total_return(self) -> float | None:
@@ -138,7 +135,7 @@ def uniform_advantages(inputs: AdvantageInputs, advantage: float) -> TokenAdvant
         advantage: A_i.
 
     Returns:
-        Constant advantages and zero value targets, each of length `[tokens]`.
+        Constant advantages and zero value targets, `[tokens]` each.
     """
     return TokenAdvantages(np.full(len(inputs.turn_ids), advantage, np.float64), np.zeros(len(inputs.turn_ids)))
 
@@ -146,18 +143,12 @@ def uniform_advantages(inputs: AdvantageInputs, advantage: float) -> TokenAdvant
 def discounted_returns(rewards: Float[np.ndarray, " steps"], gamma: float) -> Float64[np.ndarray, " steps"]:
     """Compute the discounted return from each step, `G_t = r_t + γ·G_{t+1}`.
 
-    Steps are turns or tokens. The caller passes only turns or action tokens, so observations between them are neither
-    rewarded nor discounted.
-
     Args:
-        rewards: `[steps]`, the reward of each step, in order.
-        gamma: γ, in [0, 1].
+        rewards: `[steps]`, the rewards of consecutive turns or action tokens; observations between them are not steps.
+        gamma: γ; a ValueError is raised unless it is in [0, 1].
 
     Returns:
-        `[steps]` float64, G of each step.
-
-    Raises:
-        ValueError: if γ is not in [0, 1].
+        `[steps]`, G of each step.
 
     >>> discounted_returns(np.array([0.0, 0.0, 1.0]), 0.95).round(6).tolist()
     [0.9025, 0.95, 1.0]
@@ -174,27 +165,13 @@ def discounted_returns(rewards: Float[np.ndarray, " steps"], gamma: float) -> Fl
 
 
 def check_discount(name: str, value: float) -> None:
-    """Validate a discount factor.
-
-    Args:
-        name: name of the setting, for the error message.
-        value: value of the setting.
-
-    Raises:
-        ValueError: if the value is not in [0, 1].
-    """
+    """Raise a ValueError that names the setting `name` unless its value is in [0, 1]."""
     if not 0 <= value <= 1:
         raise ValueError(f"{name} is {value}; a discount factor must be in [0, 1]")
 
 
 def centered(values: Float64[np.ndarray, " count"]) -> Float64[np.ndarray, " count"]:
-    """Subtract the mean, `x_i - mean x`.
-
-    Args:
-        values: finite numbers; their order does not affect the results.
-
-    Returns:
-        `[count]`. Exactly 0 if all values are equal or there is only one.
+    """Subtract the mean of finite numbers, `x_i - mean x`. Exactly 0 if all are equal; independent of their order.
 
     >>> centered(np.array([1.0, 2.0, 6.0])).tolist()
     [-2.0, -1.0, 3.0]
@@ -210,13 +187,7 @@ def centered(values: Float64[np.ndarray, " count"]) -> Float64[np.ndarray, " cou
 
 
 def sample_variance(values: Float64[np.ndarray, " count"]) -> float:
-    """Compute the unbiased variance, `Σ_i (x_i - mean x)²/(n - 1)`.
-
-    Args:
-        values: finite numbers, in any order.
-
-    Returns:
-        The variance; 0 for fewer than two values.
+    """Compute the unbiased variance of finite numbers, `Σ_i (x_i - mean x)²/(n - 1)`; 0 for fewer than two.
 
     >>> sample_variance(np.array([1.0, 3.0]))
     2.0
@@ -225,13 +196,7 @@ def sample_variance(values: Float64[np.ndarray, " count"]) -> float:
 
 
 def standardized(values: Float64[np.ndarray, " count"]) -> Float64[np.ndarray, " count"]:
-    """Standardise values, `(x_i - mean x)/(std x + 1e-6)`, with ddof = 1.
-
-    Args:
-        values: finite numbers, in any order.
-
-    Returns:
-        `[count]`. Exactly 0 if all values are equal or there is only one.
+    """Standardise finite numbers, `(x_i - mean x)/(std x + 1e-6)`, with ddof = 1. Exactly 0 if all are equal.
 
     >>> standardized(np.array([0.0, 2.0, 1.0])).round(5).tolist()
     [-1.0, 1.0, 0.0]

@@ -3,10 +3,8 @@
 
 """Group advantages: the return of a rollout relative to the other rollouts of the same prompt.
 
-Everything is float64 numpy; importing this module does not load jax. In every function a reward of None
-marks a failed rollout: it is excluded from the baseline, and its advantage is 0.
-
-Importing this module registers all built-in `AdvantageConfig` choices.
+In every function `rewards`, `[group]`, holds the return of each rollout of one prompt, and None for a failed rollout,
+which is excluded from the baseline and has advantage 0. A ValueError names the index of a reward that is not finite.
 """
 
 import dataclasses
@@ -16,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
-from jaxtyping import Bool, Float64
+from jaxtyping import Float64
 
 from marin_rl.config_fields import convert_enum_fields
 from marin_rl.objectives.advantage_inputs import (
@@ -31,24 +29,6 @@ from marin_rl.objectives.advantage_inputs import (
     standardized,
     uniform_advantages,
 )
-from marin_rl.objectives.gae import GaeConfig
-from marin_rl.objectives.gigpo import GigpoConfig
-
-__all__ = [
-    "AdvantageConfig",
-    "DrGrpoConfig",
-    "GaeConfig",
-    "GigpoConfig",
-    "GrpoConfig",
-    "Normalization",
-    "ReinforceConfig",
-    "RlooConfig",
-    "dr_grpo_advantages",
-    "grpo_advantages",
-    "reinforce_advantages",
-    "rloo_advantages",
-    "turn_returns",
-]
 
 
 class Normalization(enum.StrEnum):
@@ -66,15 +46,7 @@ def rloo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " gr
     """Compute leave-one-out advantages: each return minus the mean of the others.
 
     `A_i = R_i - (Σ_j R_j - R_i)/(G - 1) = G/(G - 1) · (R_i - mean R)`, over the G rollouts that have a reward.
-
-    Args:
-        rewards: `[group]`, the return of each rollout of one prompt; None for failed rollouts.
-
-    Returns:
-        `[group]`. Exactly 0 if all rewards are equal or only one rollout has a reward, and for failed rollouts.
-
-    Raises:
-        ValueError: if a reward is NaN or infinite; the message names its index.
+    Exactly 0 if all rewards are equal or there is only one.
 
     >>> rloo_advantages([1.0, 2.0, 5.0, 8.0]).round(4).tolist()
     [-4.0, -2.6667, 1.3333, 5.3333]
@@ -103,18 +75,9 @@ class RlooConfig(AdvantageConfig):
 
 
 def grpo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
-    """Compute group-standardised advantages.
+    """Compute group-standardised advantages, `A_i = (R_i - mean R)/(std R + 1e-6)`, with ddof = 1.
 
-    `A_i = (R_i - mean R)/(std R + 1e-6)`, with the unbiased standard deviation (ddof = 1).
-
-    Args:
-        rewards: `[group]`, the return of each rollout of one prompt; None for failed rollouts.
-
-    Returns:
-        `[group]`. Exactly 0 if all rewards are equal or only one rollout has a reward, and for failed rollouts.
-
-    Raises:
-        ValueError: if a reward is NaN or infinite; the message names its index.
+    Exactly 0 if all rewards are equal or there is only one.
 
     >>> grpo_advantages([0.0, 2.0, 1.0]).round(5).tolist()
     [-1.0, 1.0, 0.0]
@@ -135,16 +98,7 @@ class GrpoConfig(AdvantageConfig):
 
 
 def dr_grpo_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
-    """Compute mean-centred advantages, `A_i = R_i - mean R`.
-
-    Args:
-        rewards: `[group]`, the return of each rollout of one prompt; None for failed rollouts.
-
-    Returns:
-        `[group]`. Exactly 0 if all rewards are equal or only one rollout has a reward, and for failed rollouts.
-
-    Raises:
-        ValueError: if a reward is NaN or infinite; the message names its index.
+    """Compute mean-centred advantages, `A_i = R_i - mean R`. Exactly 0 if all rewards are equal or there is only one.
 
     >>> dr_grpo_advantages([1.0, 2.0, 5.0, 8.0]).tolist()
     [-3.0, -2.0, 1.0, 4.0]
@@ -174,15 +128,6 @@ def reinforce_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray,
     """Use the returns as advantages, without a baseline: `A_i = R_i`.
 
     Unlike the other estimators, groups of one rollout and groups of equal rewards have non-zero advantages.
-
-    Args:
-        rewards: `[group]`, the return of each rollout of one prompt; None for failed rollouts.
-
-    Returns:
-        `[group]`, 0 for failed rollouts.
-
-    Raises:
-        ValueError: if a reward is NaN or infinite; the message names its index.
 
     >>> reinforce_advantages([1.0, None, 0.5]).tolist()
     [1.0, 0.0, 0.5]
@@ -237,13 +182,14 @@ class ReinforceConfig(AdvantageConfig):
         """See [`reinforce_advantages`][marin_rl.objectives.advantages.reinforce_advantages] and `turn_returns`."""
         if self.gamma is None:
             return _per_rollout(groups, reinforce_advantages)
-        return [[_discounted(inputs, self.gamma) for inputs in group] for group in groups]
+        gamma = self.gamma
 
+        def discounted(inputs: AdvantageInputs) -> TokenAdvantages:
+            if inputs.score is None:
+                return uniform_advantages(inputs, 0.0)
+            return TokenAdvantages(turn_returns(inputs, gamma)[inputs.turn_ids], np.zeros(len(inputs.turn_ids)))
 
-def _discounted(inputs: AdvantageInputs, gamma: float) -> TokenAdvantages:
-    if inputs.score is None:
-        return uniform_advantages(inputs, 0.0)
-    return TokenAdvantages(turn_returns(inputs, gamma)[inputs.turn_ids], np.zeros(len(inputs.turn_ids)))
+        return [[discounted(inputs) for inputs in group] for group in groups]
 
 
 def _per_rollout(
@@ -278,15 +224,11 @@ def _apply(
     advantages_of: Callable[[Float64[np.ndarray, " present"]], Float64[np.ndarray, " present"]],
 ) -> Float64[np.ndarray, " group"]:
     """Compute the advantages of the rollouts that have a reward; 0 for the others."""
-    present = _present(rewards)
-    advantages = np.zeros(len(rewards))
-    if present.any():
-        advantages[present] = advantages_of(np.array([reward for reward in rewards if reward is not None], np.float64))
-    return advantages
-
-
-def _present(rewards: Sequence[float | None]) -> Bool[np.ndarray, " group"]:
     for index, reward in enumerate(rewards):
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"rewards[{index}] is {reward}; rewards must be finite (use None for a failed rollout)")
-    return np.array([reward is not None for reward in rewards], bool)
+    present = {index: reward for index, reward in enumerate(rewards) if reward is not None}
+    advantages = np.zeros(len(rewards))
+    if present:
+        advantages[list(present)] = advantages_of(np.array(list(present.values()), np.float64))
+    return advantages

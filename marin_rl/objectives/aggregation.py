@@ -3,14 +3,12 @@
 
 """Loss weights, which aggregate per-token terms into a scalar loss.
 
-The denominators are computed on the host over the whole global batch and stored in the batch as one weight
-per token. The device then computes the plain sum `loss = Σ weights · terms`, so the gradient does not depend
-on the number of microbatches, packing, padding or the mesh.
+The denominators are computed on the host over the whole batch and stored in the batch as one weight per token. The
+device then computes the plain sum `loss = Σ weights · terms`, so the gradient does not depend on the number of
+microbatches, packing, padding or the mesh.
 
-Rollouts are identified by id, not by row: a rollout may span several rows, and several rollouts may share a
-row. Rollouts without loss tokens are not counted.
-
-Everything is numpy; importing this module does not load jax.
+N is the number of rollouts with loss tokens, and T_i the number of loss tokens of rollout i. Rollouts are identified by
+id, not by row. A ValueError gives row and position of a loss token without a rollout.
 """
 
 import abc
@@ -45,9 +43,6 @@ class AggregationConfig(draccus.ChoiceRegistry, abc.ABC):
 
         Returns:
             Weight of each token; 0 outside the loss mask.
-
-        Raises:
-            ValueError: if a loss token has no rollout; the message gives its row and position.
         """
 
 
@@ -60,9 +55,6 @@ def token_mean_weights(loss_mask: LossMask, rollout_ids: RolloutIds) -> LossWeig
 
     Returns:
         Weight of each token; 0 outside the loss mask.
-
-    Raises:
-        ValueError: if a loss token has no rollout; the message gives its row and position.
 
     >>> mask = np.array([[True, True, True, False], [True, False, False, False]])
     >>> token_mean_weights(mask, np.array([[0] * 4, [1] * 4])).tolist()
@@ -94,9 +86,6 @@ def sequence_mean_weights(loss_mask: LossMask, rollout_ids: RolloutIds) -> LossW
     Returns:
         Weight of each token; 0 outside the loss mask.
 
-    Raises:
-        ValueError: if a loss token has no rollout; the message gives its row and position.
-
     >>> mask = np.array([[True, True, False, False], [True, False, False, False]])
     >>> sequence_mean_weights(mask, np.array([[0] * 4, [1] * 4])).tolist()
     [[0.25, 0.25, 0.0, 0.0], [0.5, 0.0, 0.0, 0.0]]
@@ -118,9 +107,7 @@ class SequenceMeanConfig(AggregationConfig):
 
 
 def sequence_sum_weights(loss_mask: LossMask, rollout_ids: RolloutIds) -> LossWeights:
-    """Compute weights for the mean over rollouts of the token sum, `w_t = 1/N`.
-
-    This gives the unbiased gradient of the expected return.
+    """Compute weights for the mean over rollouts of the token sum, `w_t = 1/N`: the unbiased policy gradient.
 
     Args:
         loss_mask: True for loss tokens.
@@ -128,9 +115,6 @@ def sequence_sum_weights(loss_mask: LossMask, rollout_ids: RolloutIds) -> LossWe
 
     Returns:
         Weight of each token; 0 outside the loss mask.
-
-    Raises:
-        ValueError: if a loss token has no rollout; the message gives its row and position.
 
     >>> mask = np.array([[True, True, False, False], [True, False, False, False]])
     >>> sequence_sum_weights(mask, np.array([[0] * 4, [1] * 4])).tolist()
@@ -155,8 +139,6 @@ class SequenceSumConfig(AggregationConfig):
 def constant_weights(loss_mask: LossMask, rollout_ids: RolloutIds, length: int) -> LossWeights:
     """Compute weights for the token sum divided by a constant length, `w_t = 1/(N·L)`.
 
-    This is `sequence_sum`, scaled to the size of a mean.
-
     Args:
         loss_mask: True for loss tokens.
         rollout_ids: rollout of each token; -1 for padding.
@@ -164,9 +146,6 @@ def constant_weights(loss_mask: LossMask, rollout_ids: RolloutIds, length: int) 
 
     Returns:
         Weight of each token; 0 outside the loss mask.
-
-    Raises:
-        ValueError: if a loss token has no rollout; the message gives its row and position.
 
     >>> mask = np.array([[True, True, False, False], [True, False, False, False]])
     >>> constant_weights(mask, np.array([[0] * 4, [1] * 4]), length=4).tolist()
@@ -196,19 +175,7 @@ class ConstantConfig(AggregationConfig):
 
 
 def _count(loss_mask: LossMask, rollout_ids: RolloutIds) -> tuple[Integer[np.ndarray, " loss_tokens"], int]:
-    """Count T_i for the rollout of each loss token, and N, the number of rollouts with loss tokens."""
-    _check_ids(loss_mask, rollout_ids)
-    _, rollout, lengths = np.unique(rollout_ids[loss_mask], return_inverse=True, return_counts=True)
-    return lengths[rollout], lengths.size
-
-
-def _scatter(weights: Float64[np.ndarray, " loss_tokens"], loss_mask: LossMask) -> LossWeights:
-    scattered = np.zeros(loss_mask.shape, np.float32)
-    scattered[loss_mask] = weights
-    return scattered
-
-
-def _check_ids(loss_mask: LossMask, rollout_ids: RolloutIds) -> None:
+    """Count T_i for the rollout i of each loss token, and N."""
     if loss_mask.shape != rollout_ids.shape:
         raise ValueError(f"loss_mask has shape {loss_mask.shape} but rollout_ids has shape {rollout_ids.shape}")
     invalid = np.argwhere(loss_mask & (rollout_ids < 0))
@@ -218,3 +185,11 @@ def _check_ids(loss_mask: LossMask, rollout_ids: RolloutIds) -> None:
             f"the loss token at row {row}, position {position} has rollout id {rollout_ids[row, position]}; "
             "the rollout id of a loss token must be at least 0"
         )
+    _, rollout, lengths = np.unique(rollout_ids[loss_mask], return_inverse=True, return_counts=True)
+    return lengths[rollout], lengths.size
+
+
+def _scatter(weights: Float64[np.ndarray, " loss_tokens"], loss_mask: LossMask) -> LossWeights:
+    scattered = np.zeros(loss_mask.shape, np.float32)
+    scattered[loss_mask] = weights
+    return scattered

@@ -1,10 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Generalised advantage estimation, for PPO with a critic.
-
-Everything is float64 numpy; importing this module does not load jax.
-"""
+"""Generalised advantage estimation, for PPO with a critic."""
 
 import dataclasses
 import math
@@ -38,9 +35,8 @@ def token_rewards(
     """Distribute the rewards of a rollout, minus KL penalties, over its action tokens.
 
     `r_t = -β·k1_t`, plus the reward of each turn at the last action token of the turn. The last action token of the
-    rollout gets the score minus the rewards of the earlier turns: the reward of the last turn, shaping, and the
-    rollout-level scores of reward functions. If the rollout has a single score, all of it is at the last token. The sum
-    of the token rewards is the return `score - Σ_t β·k1_t`.
+    rollout gets the score minus the rewards of the earlier turns, shaping and rollout-level scores included. The sum of
+    the token rewards is the return `score - Σ_t β·k1_t`.
 
     Args:
         score: sum of the rollout's rewards.
@@ -93,15 +89,9 @@ def gae_advantages(
 
 
 def whitened(advantages: Sequence[Float64[np.ndarray, " _tokens"]]) -> list[Float64[np.ndarray, " _tokens"]]:
-    """Whiten advantages over all action tokens of the batch, `(A - mean A)/√(var A + 1e-8)`.
+    """Whiten advantages over all action tokens of the batch, `(A - mean A)/√(var A + 1e-8)`, with ddof = 1.
 
-    The variance is the unbiased one (ddof = 1).
-
-    Args:
-        advantages: per rollout, the advantages of its action tokens.
-
-    Returns:
-        Arrays of the same shapes. Exactly 0 if all advantages are equal or there is only one token.
+    The list has one array per rollout. The result has the same shapes and is exactly 0 if all advantages are equal.
 
     >>> [array.round(6).tolist() for array in whitened([np.array([1.0, 3.0]), np.array([5.0])])]
     [[-1.0, 0.0], [1.0]]
@@ -139,16 +129,14 @@ class GaeConfig(AdvantageConfig):
         The rewards are those of [`token_rewards`][marin_rl.objectives.gae.token_rewards].
         Value targets are `A + V`, taken before whitening.
         """
-        graded = [inputs for group in groups for inputs in group if inputs.score is not None]
-        raw = [self._advantages(inputs) for inputs in graded]
-        targets = [advantages + inputs.values for advantages, inputs in zip(raw, graded, strict=True)]
+        graded = [(inputs, inputs.score) for group in groups for inputs in group if inputs.score is not None]
+        raw = []
+        for inputs, score in graded:
+            rewards = token_rewards(score, inputs.penalties, inputs.turn_rewards, inputs.turn_ids)
+            raw.append(gae_advantages(rewards, inputs.values, self.gamma, self.lam))
+        targets = [advantages + inputs.values for advantages, (inputs, _) in zip(raw, graded, strict=True)]
         results = map(TokenAdvantages, whitened(raw) if self.whiten else raw, targets)
         return [
             [uniform_advantages(inputs, 0.0) if inputs.score is None else next(results) for inputs in group]
             for group in groups
         ]
-
-    def _advantages(self, inputs: AdvantageInputs) -> Float64[np.ndarray, " tokens"]:
-        assert inputs.score is not None
-        rewards = token_rewards(inputs.score, inputs.penalties, inputs.turn_rewards, inputs.turn_ids)
-        return gae_advantages(rewards, inputs.values, self.gamma, self.lam)

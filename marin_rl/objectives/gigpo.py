@@ -1,12 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""GiGPO: group advantages of rollouts plus group advantages of turns that share an anchor state.
-
-Everything is float64 numpy; importing this module does not load jax.
-
-Source: Feng et al. 2025, arXiv 2505.10978.
-"""
+"""GiGPO: group advantages of rollouts plus group advantages of turns that share an anchor state."""
 
 import dataclasses
 import enum
@@ -45,16 +40,10 @@ class GigpoNormalization(enum.StrEnum):
 
 
 def anchor_of(observation: object) -> str:
-    """Hash an observation to its anchor state: the SHA-256 of its canonical JSON (sorted keys, no blanks).
-
-    Args:
-        observation: a JSON-serialisable value; dictionaries must have string keys.
-
-    Returns:
-        The hexadecimal hash. It does not depend on the order of dictionary keys.
+    """Hash an observation to its anchor state: the hexadecimal SHA-256 of its JSON with sorted keys and no blanks.
 
     Raises:
-        TypeError: if the observation is not JSON-serialisable.
+        TypeError: if the observation is not JSON-serialisable; dictionaries must have string keys.
 
     >>> anchor_of({"x": 1, "y": [2]}) == anchor_of({"y": [2], "x": 1})
     True
@@ -76,11 +65,9 @@ def step_advantages(
 ) -> list[Float64[np.ndarray, " _turns"]]:
     """Compare each turn with all turns of the group that share its anchor state, `A_S(i,t) = (G_t - mean G)/F`.
 
-    Every visit counts, including repeated visits by one rollout.
-
     Args:
         returns: per rollout of the group, `[turns]`, G of each turn.
-        anchors: per rollout of the group, `[turns]`, the anchor state of each turn.
+        anchors: per rollout of the group, `[turns]`, the anchor state of each turn; repeated visits count.
         normalize: the divisor F.
 
     Returns:

@@ -3,10 +3,10 @@
 
 """Importance weights between the learner and the sampling policy: statistics and off-policy corrections.
 
-`log_ratio_statistics` is for logging only. It returns sums instead of means, so that statistics of microbatches,
-devices and steps merge exactly; variances and effective sample sizes cannot be averaged. `OffPolicyCorrectionConfig`
-computes, on the host, factors of the policy terms from `w_t = π_learner/π_sampler`, both evaluated with the weights
-that sampled. The factors have no gradient.
+The statistics are for logging only. They are sums instead of means, so that those of microbatches, devices and steps
+merge exactly; variances and effective sample sizes cannot be averaged. The corrections compute, on the host, factors of
+the policy terms from `w_t = π_learner/π_sampler`, both evaluated with the weights that sampled. The factors have no
+gradient.
 """
 
 import abc
@@ -104,11 +104,9 @@ def log_ratio_statistics(
 ) -> LogRatioStatistics:
     """Summarise the raw importance weights of a batch.
 
-    jax arrays are summed on the device in their own dtype, numpy arrays on the host. Pass device arrays through
-    `stop_gradient`.
-
     Args:
-        log_ratios: Δ = log π - log π_old (nats) of each sampled token; may have any value outside the mask.
+        log_ratios: Δ = log π - log π_old (nats) of each sampled token; may have any value outside the mask. jax arrays,
+            passed through `stop_gradient`, are summed on the device in their own dtype, numpy arrays on the host.
         loss_mask: True for loss tokens.
 
     Returns:
@@ -140,13 +138,7 @@ def log_ratio_statistics(
 
 
 def log_weight_statistics(log_weights: LogWeights) -> LogRatioStatistics:
-    """Summarise the raw weights of all action tokens on the host in float64, before any truncation.
-
-    Args:
-        log_weights: per rollout, log w of its action tokens.
-
-    Returns:
-        The result of `log_ratio_statistics` for these tokens.
+    """Apply `log_ratio_statistics` to the raw weights of all action tokens, on the host in float64.
 
     >>> statistics = log_weight_statistics([np.log(np.array([3.0])), np.log(np.array([1.0]))])
     >>> round(float(statistics.effective_sample_size), 4)
@@ -165,7 +157,7 @@ def mismatch_metrics(statistics: LogRatioStatistics, log_weights: LogWeights = (
         log_weights: per rollout, log w of its action tokens, if a correction uses them; adds `mismatch/weight_max`.
 
     Returns:
-        The metrics by name. No other function computes `mismatch/*`.
+        The metrics by name.
     """
     metrics = {
         "mismatch/logprob_difference_mean": float(statistics.mean_absolute),

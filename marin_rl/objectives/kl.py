@@ -11,8 +11,6 @@ With `d = log π_ref - log π` of a sampled token, clamped to ±20:
 | k2 | `d²/2` | KL(π‖π_ref), the reverse KL |
 | k3 | `exp(d) - 1 - d` | KL(π_ref‖π), the forward KL |
 | k3_plus | `exp(d) - 1 - d` | KL(π‖π_ref), the reverse KL |
-
-Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
 """
 
 import dataclasses
@@ -44,7 +42,7 @@ def kl_k1(logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*s
     >>> kl_k1(jnp.array([-1.0, -2.0, -0.5]), jnp.array([-1.5, -1.0, -0.5])).tolist()
     [0.5, -1.0, 0.0]
 
-    Source: Schulman 2020, "Approximating KL divergence".
+    Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
     """
     return jnp.clip(logprobs - reference_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -68,9 +66,7 @@ def kl_k2(logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*s
 
 
 def kl_k3(logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Compute the low-variance estimator, `k3 = exp(d) - 1 - d`.
-
-    Unbiased and non-negative; its gradient is that of the forward KL.
+    """Compute the low-variance estimator, `k3 = exp(d) - 1 - d`. Unbiased; its gradient is that of the forward KL.
 
     Args:
         logprobs: log π (nats) of each sampled token, float32.
@@ -82,8 +78,7 @@ def kl_k3(logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*s
     >>> kl_k3(jnp.array([-1.0, -2.0, -0.5]), jnp.array([-1.5, -1.0, -0.5])).round(4).tolist()
     [0.10649999976158142, 0.7182999849319458, 0.0]
 
-    Source: Schulman 2020, "Approximating KL divergence"; used as a loss by Shao et al. 2024 (GRPO), arXiv 2402.03300,
-    equation 4.
+    Source: Schulman 2020, "Approximating KL divergence"; as a loss, Shao et al. 2024, arXiv 2402.03300, equation 4.
     """
     log_ratio = -kl_k1(logprobs, reference_logprobs)
     # expm1 avoids cancellation in exp(d) - 1 when the policies are close, as at the start of training.
@@ -108,8 +103,7 @@ def kl_k3_plus(logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array
     >>> jax.grad(lambda x: kl_k3_plus(x, arguments[1]).sum())(arguments[0]).tolist()
     [0.5, -1.0, 0.0]
 
-    Source: Schulman 2020, "Approximating KL divergence", for k2 and k3; the straight-through combination follows
-    verl's `k3+`.
+    Source: the `k3+` of verl.
     """
     k3 = kl_k3(logprobs, reference_logprobs)
     k2 = kl_k2(logprobs, reference_logprobs)
@@ -145,14 +139,7 @@ class KlConfig(draccus.ChoiceRegistry):
         return self.coefficient > 0
 
     def reward_penalty(self, kl: Float64[np.ndarray, " tokens"]) -> Float64[np.ndarray, " tokens"]:
-        """Compute the penalty subtracted from the reward of each action token before the baseline; 0 by default.
-
-        Args:
-            kl: `[tokens]`, k1 of each action token under the sampling policy.
-
-        Returns:
-            `[tokens]`, the penalty of each action token.
-        """
+        """Compute the penalty subtracted from each action token's reward from its k1 under the sampling policy."""
         return np.zeros_like(kl)
 
     def loss_terms(

@@ -1,10 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""pass@k: the probability that at least one of k samples is correct.
-
-Importing this module does not load jax.
-"""
+"""pass@k: the probability that at least one of k samples is correct."""
 
 import math
 

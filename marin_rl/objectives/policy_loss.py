@@ -5,8 +5,7 @@
 
 `r_t = exp(clamp(log π - log π_old, ±20))`, with π the policy being trained and π_old the sampling policy. All terms
 are minimised: a positive advantage raises the probability of its token. There is one term per token; the loss weights
-(`aggregation.py`) mask and average them. `gspo` and `rloo_sequence` use one ratio per rollout and need the rollout of
-each token.
+(`aggregation.py`) mask and average them.
 """
 
 import abc
@@ -234,8 +233,7 @@ def sequence_log_ratios(tokens: TokenBatch) -> tuple[Float[Array, "*shape"], Flo
 def gspo_terms(tokens: TokenBatch, clip_low: float, clip_high: float) -> PolicyTerms:
     """Compute the clipped term of a length-normalised rollout ratio, `max(-A·s, -A·clip(s, 1 - ε_low, 1 + ε_high))`.
 
-    `s = exp(clamp(mean_t(log π - log π_old), ±20))`, with the mean over the loss tokens of the rollout. The gradient
-    flows through all of them.
+    `s = exp(clamp(mean_t(log π - log π_old), ±20))`, with the mean and its gradient over the loss tokens of a rollout.
 
     Args:
         tokens: the tokens of whole rollouts.
@@ -281,7 +279,7 @@ def rloo_sequence_terms(tokens: TokenBatch, clip_low: float, clip_high: float) -
     """Compute each token's share of the clipped term of a rollout ratio.
 
     The share is `max(-A·s, -A·clip(s, 1 - ε_low, 1 + ε_high))/T` with `s = exp(clamp(Σ_t(log π - log π_old), ±20))`,
-    summed over the T loss tokens of the rollout. The exponent is not normalised by length.
+    summed over the T loss tokens of the rollout.
 
     Args:
         tokens: the tokens of whole rollouts.
@@ -289,8 +287,7 @@ def rloo_sequence_terms(tokens: TokenBatch, clip_low: float, clip_high: float) -
         clip_high: ε_high, not negative.
 
     Returns:
-        Shares that sum to the term of the rollout, so that `sequence_sum` gives the mean over rollouts; 0 outside the
-        mask.
+        Shares that sum to the term of the rollout, for use with `sequence_sum`; 0 outside the mask.
 
     >>> tokens = TokenBatch(
     ...     jnp.array([0.0, -1.0]), jnp.array([-1.0, 0.0]), jnp.ones(2), jnp.array([True, True]), jnp.array([0, 0])
@@ -333,8 +330,6 @@ def cispo_terms(
     clip_high: float,
 ) -> PolicyTerms:
     """Compute the score-function term with a bounded weight, `-sg(clip(r_t, 1 - ε_low, 1 + ε_high))·A·log π`.
-
-    The weight has no gradient, and clipping removes no token's gradient.
 
     Args:
         logprobs: log π (nats) of each sampled token under the policy being trained, float32.

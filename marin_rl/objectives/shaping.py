@@ -21,16 +21,14 @@ TRUNCATED = "truncated"
 def soft_overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
     """Compute the soft overlong penalty, `-min(max(len - (L_max - L_buf), 0), L_buf)/L_buf · factor`.
 
-    The penalty is 0 up to a length of `L_max - L_buf`, then decreases linearly to `-factor` at L_max and beyond.
-
     Args:
         length: length of the answer in tokens.
         max_length: L_max, the length limit in tokens.
-        buffer: L_buf, the number of tokens before the limit over which the penalty grows; at least 1.
+        buffer: L_buf, the number of tokens before the limit over which the penalty grows; 0 disables it.
         factor: magnitude of the penalty at the limit, in units of reward.
 
     Returns:
-        The penalty, <= 0.
+        The penalty: 0 up to a length of `L_max - L_buf`, then linear down to `-factor` at L_max and beyond.
 
     >>> [soft_overlong_penalty(length, 10, 4, 1.0) for length in (6, 7, 10, 12)]
     [0.0, -0.25, -1.0, -1.0]
@@ -57,18 +55,6 @@ class OverlongConfig:
             raise ValueError(
                 f"overlong.factor is {self.factor}; it must be finite and above 0 (buffer: 0 disables the penalty)"
             )
-
-    def penalty(self, length: int, max_length: int) -> float:
-        """Compute the penalty of an answer; 0 if the penalty is disabled.
-
-        Args:
-            length: length of the answer in tokens.
-            max_length: the length limit in tokens.
-
-        Returns:
-            See [`soft_overlong_penalty`][marin_rl.objectives.shaping.soft_overlong_penalty].
-        """
-        return soft_overlong_penalty(length, max_length, self.buffer, self.factor) if self.buffer else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +135,7 @@ def shape_rewards(
                 "is the name of the soft overlong penalty; rename that reward, or set overlong.buffer: 0"
             )
         longest = max(len(turn.generation.token_ids) for turn in rollout.turns)
-        penalty = overlong.penalty(longest, max_new_tokens)
+        penalty = soft_overlong_penalty(longest, max_new_tokens, overlong.buffer, overlong.factor)
         return dataclasses.replace(rollout, rewards={**rollout.rewards, OVERLONG: penalty})
 
     return [RolloutGroup(group.id, [shaped(rollout) for rollout in group.rollouts]) for group in groups]

@@ -56,8 +56,8 @@ def explained_variance(values: Float64[np.ndarray, " tokens"], targets: Float64[
     """Compute the fraction of the targets' variance explained by the critic, `1 - Var(R - V)/Var(R)`.
 
     Args:
-        values: `[tokens]`, the critic's values before the update.
-        targets: `[tokens]`, the value targets.
+        values: the critic's values before the update.
+        targets: the value targets.
 
     Returns:
         At most 1; 0 for a constant critic, negative for a worse one. 0 if all targets are equal.

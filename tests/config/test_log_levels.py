@@ -20,7 +20,7 @@ from marin_rl.environments import ArithmeticConfig, Split, ToolUseConfig
 from marin_rl.environments.tool_use import ToolDescription
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.logs import log_to
-from marin_rl.objectives.advantages import AdvantageConfig, GaeConfig, GigpoConfig
+from marin_rl.objectives import AdvantageConfig, GaeConfig, GigpoConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig, ReinforceLossConfig
 from marin_rl.rewards.component import RewardScope
 from marin_rl.rewards.functions import EvaluateResult, RewardRequest, StepOutput

@@ -21,7 +21,7 @@ from marin_rl.config.train_config import TrainConfig, compilation_cache, default
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.critic import CriticConfig
-from marin_rl.objectives.advantages import (
+from marin_rl.objectives import (
     AdvantageConfig,
     DrGrpoConfig,
     GaeConfig,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marin_rl.objectives.advantages import (
+from marin_rl.objectives import (
     AdvantageConfig,
     DrGrpoConfig,
     GaeConfig,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marin_rl.objectives.advantages import AdvantageConfig
+from marin_rl.objectives import AdvantageConfig
 from marin_rl.objectives.gae import GaeConfig, gae_advantages, token_rewards, whitened
 from tests.objectives.advantage_cases import batches, make_inputs, shuffled, to_inputs
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marin_rl.objectives.advantages import AdvantageConfig, dr_grpo_advantages, grpo_advantages
+from marin_rl.objectives import AdvantageConfig, dr_grpo_advantages, grpo_advantages
 from marin_rl.objectives.gigpo import GigpoConfig, GigpoNormalization, anchor_of, step_advantages
 from tests.objectives.advantage_cases import advantages, batches, make_inputs, shuffled, to_inputs
 

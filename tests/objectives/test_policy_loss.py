@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from marin_rl.objectives.advantages import DrGrpoConfig, GaeConfig, GigpoConfig, ReinforceConfig, RlooConfig
+from marin_rl.objectives import DrGrpoConfig, GaeConfig, GigpoConfig, ReinforceConfig, RlooConfig
 from marin_rl.objectives.aggregation import SequenceSumConfig
 from marin_rl.objectives.policy_loss import (
     CispoLossConfig,

@@ -11,8 +11,8 @@ import pytest
 
 from marin_rl.config.objective_config import UpdateConfig
 from marin_rl.learner.critic import CriticConfig
+from marin_rl.objectives import DrGrpoConfig, GaeConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs, TokenAdvantages
-from marin_rl.objectives.advantages import DrGrpoConfig, GaeConfig
 from marin_rl.objectives.aggregation import SequenceMeanConfig, SequenceSumConfig, TokenMeanConfig
 from marin_rl.objectives.importance import IcepopConfig, MaskMismatchConfig, TisConfig
 from marin_rl.objectives.kl import LossKlConfig, NoKlConfig, RewardKlConfig

@@ -12,7 +12,7 @@ from marin_rl.config.sections import EvaluationConfig, RolloutConfig, WarmStartC
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.learner.critic import CriticConfig
-from marin_rl.objectives.advantages import GaeConfig
+from marin_rl.objectives import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.rollouts.filters import ResampleGroupsConfig

@@ -14,7 +14,7 @@ import pytest
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.learner.critic import CriticConfig
-from marin_rl.objectives.advantages import GaeConfig, GigpoConfig, ReinforceConfig
+from marin_rl.objectives import GaeConfig, GigpoConfig, ReinforceConfig
 from marin_rl.objectives.policy_loss import (
     GspoLossConfig,
     PpoClipLossConfig,

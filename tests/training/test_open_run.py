@@ -21,7 +21,7 @@ from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.learner import checkpoint
 from marin_rl.learner.checkpoint import CheckpointError
 from marin_rl.learner.critic import CriticConfig
-from marin_rl.objectives.advantages import GaeConfig
+from marin_rl.objectives import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.sampling.config import SamplingConfig
