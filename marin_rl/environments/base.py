@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 import draccus
 
 from marin_rl.rewards.component import RewardComponentConfig
-from marin_rl.rewards.sandbox.pool import PythonResult
+from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.seeds import derive_seed
 from marin_rl.splits import Split
 from marin_rl.types import Info, Message, RolloutGroup, Task
@@ -60,15 +60,6 @@ class Episode(Protocol):
 
 class NoSandboxError(ValueError):
     """Raised if the policy's programs have no sandbox to run in; the message names environment and tool."""
-
-
-@runtime_checkable
-class CodeRunner(Protocol):
-    """Runs programs written by a model in isolation."""
-
-    async def run_python(self, code: str, stdin: str = "") -> PythonResult:
-        """Run a program like `python main.py`."""
-        ...
 
 
 StreamState = Mapping[str, Any]
@@ -149,7 +140,7 @@ class AbstractEnvironment(abc.ABC):
             raise ValueError(f"task {task.id!r} of environment {task.environment!r} has no worked answer to imitate")
         return (*task.messages, Message(role="assistant", content=task.worked_answer))
 
-    def connect_code_runner(self, runner: CodeRunner | None) -> bool:
+    def connect_code_runner(self, runner: Sandbox | None) -> bool:
         """Connect the environment to the sandbox, which is created after it; called once before any rollout.
 
         Args:
@@ -159,7 +150,7 @@ class AbstractEnvironment(abc.ABC):
             Whether the environment runs programs of the policy, so that the sandbox must be started; False by default.
 
         Raises:
-            NoSandboxError: if it runs programs and `runner` is None; the message names environment and tool.
+            NoSandboxError: if it runs programs and `runner` is None.
         """
         return False
 
@@ -176,12 +167,9 @@ class EpochStream(TaskStream):
     def draw(self, state: StreamState, count: int) -> tuple[list[Task], StreamState]:
         """Return the next tasks of this epoch and the epochs after it."""
         tasks = self.environment.tasks(Split.TRAIN)
-        start = state.get("drawn", 0)
-        drawn = []
-        for index in range(start, start + count):
-            epoch, position = divmod(index, len(tasks))
-            drawn.append(tasks[_order(self.seed, epoch, len(tasks))[position]])
-        return drawn, {"drawn": start + count}
+        start, end = state.get("drawn", 0), state.get("drawn", 0) + count
+        places = (divmod(index, len(tasks)) for index in range(start, end))
+        return [tasks[_order(self.seed, epoch, len(tasks))[place]] for epoch, place in places], {"drawn": end}
 
 
 @functools.lru_cache(maxsize=64)
@@ -217,22 +205,20 @@ class EnvironmentConfig(draccus.ChoiceRegistry, abc.ABC):
             ValueError: if it would have no tasks; the message names the source.
         """
 
+    def check_nested(self, inner: "EnvironmentConfig", key: str) -> None:
+        """Check that this environment can contain another.
 
-def check_nested(outer: EnvironmentConfig, inner: EnvironmentConfig, key: str) -> None:
-    """Check that `outer` can contain `inner`, whose level must be lower.
+        Args:
+            inner: config of the other environment.
+            key: its key in this config, for the message.
 
-    Args:
-        outer: config that contains other environments.
-        inner: one of these environments.
-        key: key of `inner` within `outer`, for the message.
-
-    Raises:
-        ValueError: if the level of `inner` is not below that of `outer`.
-    """
-    if inner.level >= outer.level:
-        known = EnvironmentConfig.get_known_choices()
-        allowed = [name for name, choice in known.items() if choice.level < outer.level]
-        raise ValueError(
-            f"{key}.type is {EnvironmentConfig.get_choice_name(type(inner))!r}, which cannot be nested in an "
-            f"environment of type {EnvironmentConfig.get_choice_name(type(outer))!r}; use one of {', '.join(allowed)}"
-        )
+        Raises:
+            ValueError: if the level of `inner` is not below the level of this config.
+        """
+        if inner.level >= self.level:
+            known = EnvironmentConfig.get_known_choices()
+            allowed = ", ".join(name for name, choice in known.items() if choice.level < self.level)
+            raise ValueError(
+                f"{key}.type is {self.get_choice_name(type(inner))!r}, which cannot be nested in an "
+                f"environment of type {self.get_choice_name(type(self))!r}; use one of {allowed}"
+            )

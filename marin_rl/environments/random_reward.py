@@ -8,16 +8,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import ClassVar
 
-from marin_rl.environments.base import (
-    AbstractEnvironment,
-    CodeRunner,
-    EnvironmentConfig,
-    Episode,
-    Split,
-    Step,
-    TaskStream,
-    check_nested,
-)
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split, Step, TaskStream
+from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import Message, Task
 
 RANDOM = "random"
@@ -40,7 +32,7 @@ class RandomRewardConfig(EnvironmentConfig):
     """Probability of reward 1 instead of 0; set it to the mean reward of the true grader."""
 
     def __post_init__(self) -> None:
-        check_nested(self, self.environment, "environment")
+        self.check_nested(self.environment, "environment")
         if not 0.0 <= self.probability <= 1.0:
             raise ValueError(f"probability must be in [0, 1], got {self.probability}")
 
@@ -53,10 +45,9 @@ class RandomRewardConfig(EnvironmentConfig):
 
 @dataclasses.dataclass(frozen=True)
 class RandomRewardEnvironment(AbstractEnvironment):
-    """Random rewards on the training split, true rewards on the other splits."""
+    """Another environment under its own name, with random rewards on the training split."""
 
     name: str
-    """Name of the inner environment."""
     inner: AbstractEnvironment
     """Source of tasks, observations and true rewards."""
     probability: float
@@ -65,23 +56,23 @@ class RandomRewardEnvironment(AbstractEnvironment):
     """Environment names and ids of the tasks with random rewards."""
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """Return the tasks of the inner environment."""
+        """Return the inner environment's tasks."""
         return self.inner.tasks(split)
 
     def stream(self, seed: int) -> TaskStream:
         """Return the inner environment's stream of training tasks."""
         return self.inner.stream(seed)
 
-    def connect_code_runner(self, runner: CodeRunner | None) -> bool:
+    def connect_code_runner(self, runner: Sandbox | None) -> bool:
         """Connect the inner environment to the sandbox; return whether it runs programs."""
         return self.inner.connect_code_runner(runner)
 
     def can_demonstrate(self, task: Task) -> bool:
-        """Return whether the inner environment has a conversation to imitate."""
+        """Return whether the inner environment can demonstrate the task."""
         return self.inner.can_demonstrate(task)
 
     def demonstrate(self, task: Task) -> tuple[Message, ...]:
-        """Return the demonstration or worked answer of the inner environment."""
+        """Return the inner environment's demonstration."""
         return self.inner.demonstrate(task)
 
     async def start(self, task: Task, seed: int) -> Episode:
@@ -94,7 +85,7 @@ class RandomRewardEnvironment(AbstractEnvironment):
 
 @dataclasses.dataclass(frozen=True)
 class RandomRewardEpisode:
-    """Inner episode with random rewards."""
+    """Another episode with random rewards."""
 
     inner: Episode
     """Source of observations and of the end of the episode."""
@@ -106,12 +97,10 @@ class RandomRewardEpisode:
     async def step(self, reply: str) -> Step:
         """Step the inner episode, and draw the reward at its end."""
         step = await self.inner.step(reply)
-        return dataclasses.replace(step, rewards={RANDOM: self._toss(reply) if step.done else 0.0})
+        digest = hashlib.sha256(f"{self.key}\x1f{reply}".encode("utf-8", "surrogatepass")).digest()
+        drawn = float(int.from_bytes(digest[:8], "big") < self.probability * 2**64)
+        return dataclasses.replace(step, rewards={RANDOM: drawn if step.done else 0.0})
 
     async def close(self) -> None:
         """Close the inner episode."""
         await self.inner.close()
-
-    def _toss(self, reply: str) -> float:
-        digest = hashlib.sha256(f"{self.key}\x1f{reply}".encode("utf-8", "surrogatepass")).digest()
-        return float(int.from_bytes(digest[:8], "big") < self.probability * 2**64)

@@ -29,7 +29,7 @@ class SingleTurnEnvironment(AbstractEnvironment):
     score: Callable[[Task, str], float] | None
     """Returns the reward `correct` of a reply to a task; None if only reward functions score replies."""
     format: FormatConfig | None = None
-    """Optional reward `format`."""
+    """Optional reward `format`, for the complete reply."""
     reply_regex: str | None = None
     """Group 1 of its last match in the reply is scored; a reply without a match is wrong."""
     blocks: bool = False
@@ -50,15 +50,14 @@ class SingleTurnEnvironment(AbstractEnvironment):
         return SingleTurnEpisode(self, task)
 
     def rewards(self, task: Task, reply: str) -> dict[str, float]:
-        """Return the rewards of a reply by component; the format is checked on the complete reply."""
-        rewards = {} if self.score is None else {CORRECT: self._correct(self.score, task, reply)}
+        """Return the rewards of a reply by component."""
+        rewards = {}
+        if self.score is not None:
+            scored = reply if self.reply_regex is None else extract_last(self.reply_regex, reply)
+            rewards[CORRECT] = 0.0 if scored is None else self.score(task, scored)
         if self.format is not None:
             rewards[FORMAT] = self.format.reward(reply)
         return rewards
-
-    def _correct(self, score: Callable[[Task, str], float], task: Task, reply: str) -> float:
-        scored = reply if self.reply_regex is None else extract_last(self.reply_regex, reply)
-        return 0.0 if scored is None else score(task, scored)
 
 
 @dataclasses.dataclass

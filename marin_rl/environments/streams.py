@@ -3,34 +3,29 @@
 
 """Mixtures and curricula: training on several environments."""
 
+import abc
 import bisect
 import dataclasses
 import difflib
+import functools
+import graphlib
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from marin_rl.environments.base import (
-    AbstractEnvironment,
-    CodeRunner,
-    EnvironmentConfig,
-    Episode,
-    Split,
-    StreamState,
-    TaskStream,
-    check_nested,
-)
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split, StreamState, TaskStream
 from marin_rl.environments.single_turn import CORRECT
 from marin_rl.rewards.component import RewardComponentConfig
+from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.seeds import derive_seed
-from marin_rl.types import Message, Rollout, RolloutGroup, Task
+from marin_rl.types import Message, RolloutGroup, Task
 
 
 @dataclasses.dataclass(frozen=True)
 class CompositeEnvironment(AbstractEnvironment):
-    """Draws training tasks from several environments; each runs and scores its own tasks."""
+    """Several environments; each runs and scores its own tasks."""
 
     name: str
     """Name for messages; metrics use the names of the parts."""
@@ -55,17 +50,17 @@ class CompositeEnvironment(AbstractEnvironment):
         """Return the stream of training tasks."""
         return self.make_stream(seed)
 
-    def connect_code_runner(self, runner: CodeRunner | None) -> bool:
+    def connect_code_runner(self, runner: Sandbox | None) -> bool:
         """Connect all parts that run programs to the sandbox; return whether any part does."""
         needed = [part.connect_code_runner(runner) for part in self.parts.values()]
         return any(needed)
 
     def can_demonstrate(self, task: Task) -> bool:
-        """Return whether the task's environment has a conversation to imitate."""
+        """Return whether the task's environment can demonstrate it."""
         return self._part_of(task).can_demonstrate(task)
 
     def demonstrate(self, task: Task) -> tuple[Message, ...]:
-        """Return the demonstration or worked answer of the task's environment."""
+        """Return the demonstration of the task's environment."""
         return self._part_of(task).demonstrate(task)
 
     def _part_of(self, task: Task) -> AbstractEnvironment:
@@ -77,71 +72,68 @@ class CompositeEnvironment(AbstractEnvironment):
         return self.parts[task.environment]
 
 
-def by_name(environments: Iterable[AbstractEnvironment], whole: str) -> dict[str, AbstractEnvironment]:
-    """Return environments by name.
+@dataclasses.dataclass(frozen=True)
+class CompositeConfig(EnvironmentConfig):
+    """Common behavior of the configs of several environments."""
 
-    Args:
-        environments: the environments, in order.
-        whole: name of the composite, for messages.
+    level: ClassVar[int] = 2
+    parts_key: ClassVar[str]
+    """Name of the field with the configs of the parts, which have an `environment` and a `weight`."""
 
-    Raises:
-        ValueError: if two share a name, or one has no training tasks.
-    """
-    environments_by_name: dict[str, AbstractEnvironment] = {}
-    for environment in environments:
-        if environment.name in environments_by_name:
-            raise ValueError(
-                f"{whole} has two environments named {environment.name!r}, which would share metrics; "
-                "rename one of them"
-            )
-        if not environment.tasks(Split.TRAIN):
-            raise ValueError(f"{whole}: environment {environment.name!r} has no tasks to train on")
-        environments_by_name[environment.name] = environment
-    return environments_by_name
+    if TYPE_CHECKING:
+        # A field of every subclass.
+        @property
+        def name(self) -> str:
+            """Name for messages."""
+            ...
 
+    def __post_init__(self) -> None:
+        if not self._parts:
+            raise ValueError(f"{self._whole} has no environments; give it at least one")
+        for index, part in enumerate(self._parts):
+            self.check_nested(part.environment, f"{self.parts_key}.{index}.environment")
 
-def part_rewards(
-    environment: AbstractEnvironment, parts: Sequence[EnvironmentConfig], more: tuple[RewardComponentConfig, ...]
-) -> dict[str, tuple[RewardComponentConfig, ...]]:
-    """Return the reward functions by part.
+    @property
+    def _parts(self) -> Sequence[Any]:
+        return getattr(self, self.parts_key)
 
-    Args:
-        environment: the composite.
-        parts: configs of its parts, in order.
-        more: reward functions for all parts.
-    """
-    assert isinstance(environment, CompositeEnvironment)
-    components: dict[str, tuple[RewardComponentConfig, ...]] = {}
-    for config, part in zip(parts, environment.parts.values(), strict=True):
-        components |= config.reward_components(part)
-    return {name: (*own, *more) for name, own in components.items()}
+    @property
+    def _whole(self) -> str:
+        return f"{self.get_choice_name(type(self))} {self.name!r}"
 
+    def reward_components(self, environment: AbstractEnvironment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
+        """Return the reward functions of each part, followed by those for all parts."""
+        assert isinstance(environment, CompositeEnvironment)
+        components: dict[str, tuple[RewardComponentConfig, ...]] = {}
+        for part, built in zip(self._parts, environment.parts.values(), strict=True):
+            components |= part.environment.reward_components(built)
+        return {name: (*own, *self.rewards) for name, own in components.items()}
 
-def draw_by_weight(
-    parts: Mapping[str, AbstractEnvironment], weights: Mapping[str, float], state: StreamState, count: int, seed: int
-) -> tuple[list[Task], StreamState]:
-    """Draw tasks, each from a part sampled by weight; every part continues in its own task order.
+    def build(self) -> AbstractEnvironment:
+        """Build the parts.
 
-    The part of the n-th task depends on seed, n and weights only.
+        Raises:
+            ValueError: if two share a name, or one has no training tasks.
+        """
+        environments: dict[str, AbstractEnvironment] = {}
+        configs: dict[str, Any] = {}
+        for part in self._parts:
+            environment = part.environment.build()
+            name = environment.name
+            if name in environments:
+                raise ValueError(
+                    f"{self._whole} has two environments named {name!r}, which would share metrics; rename one of them"
+                )
+            if not environment.tasks(Split.TRAIN):
+                raise ValueError(f"{self._whole}: environment {name!r} has no tasks to train on")
+            environments[name], configs[name] = environment, part
+        return CompositeEnvironment(self.name, environments, functools.partial(self._stream, environments, configs))
 
-    Args:
-        parts: environments by name.
-        weights: weights of the parts to draw from, above 0.
-        state: has `drawn` and, by part, `parts`; other entries are kept.
-        count: number of tasks.
-        seed: seed for the choice of parts and for the task order of each part.
-    """
-    names = list(weights)
-    bounds = list(itertools.accumulate(weights[name] for name in names))
-    streams = {name: parts[name].stream(derive_seed(seed, "part", name)) for name in names}
-    start, cursors = state.get("drawn", 0), dict(state.get("parts", {}))
-    tasks: list[Task] = []
-    for index in range(start, start + count):
-        place = random.Random(derive_seed(seed, "which part", index)).random() * bounds[-1]
-        name = names[min(bisect.bisect_right(bounds, place), len(names) - 1)]
-        drawn, cursors[name] = streams[name].draw(cursors.get(name, {}), 1)
-        tasks += drawn
-    return tasks, {**state, "drawn": start + count, "parts": cursors}
+    @abc.abstractmethod
+    def _stream(
+        self, environments: Mapping[str, AbstractEnvironment], configs: Mapping[str, Any], seed: int
+    ) -> TaskStream:
+        """Return the stream of training tasks, given environments and configs of the parts by environment name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,57 +152,55 @@ class MixturePartConfig:
 
 @EnvironmentConfig.register_subclass("mixture")
 @dataclasses.dataclass(frozen=True)
-class MixtureConfig(EnvironmentConfig):
+class MixtureConfig(CompositeConfig):
     """Several environments. Training tasks are sampled from them by weight; each is evaluated separately."""
 
-    level: ClassVar[int] = 2
+    parts_key: ClassVar[str] = "parts"
 
     parts: tuple[MixturePartConfig, ...]
     """Environments and their weights."""
     name: str = "mixture"
     """Name of the mixture, for messages; metrics use the names of the parts."""
 
-    def __post_init__(self) -> None:
-        if not self.parts:
-            raise ValueError(f"mixture {self.name!r} has no environments; give it at least one")
-        for index, part in enumerate(self.parts):
-            check_nested(self, part.environment, f"parts.{index}.environment")
-
-    def reward_components(self, environment: AbstractEnvironment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
-        """Return the reward functions of each part and of the mixture."""
-        return part_rewards(environment, [part.environment for part in self.parts], self.rewards)
-
-    def build(self) -> AbstractEnvironment:
-        """Build the parts.
-
-        Raises:
-            ValueError: if two of them share a name.
-        """
-        environments = [part.environment.build() for part in self.parts]
-        parts = by_name(environments, f"mixture {self.name!r}")
-        weights = {environment.name: part.weight for environment, part in zip(environments, self.parts, strict=True)}
-        return CompositeEnvironment(self.name, parts, lambda seed: MixtureStream(parts, weights, seed))
+    def _stream(
+        self, environments: Mapping[str, AbstractEnvironment], configs: Mapping[str, MixturePartConfig], seed: int
+    ) -> TaskStream:
+        return MixtureStream(environments, {name: part.weight for name, part in configs.items()}, seed)
 
 
 @dataclasses.dataclass(frozen=True)
 class MixtureStream(TaskStream):
-    """Draws from all parts by weight."""
+    """Draws each task from an environment sampled by weight; every environment continues in its own task order.
+
+    The environment of the n-th task depends on seed, n and weights only. The state is `{drawn: n, parts: {name: state
+    of the part's stream}}`; other entries are kept.
+    """
 
     environments: Mapping[str, AbstractEnvironment]
     """Environments by name."""
     weights: Mapping[str, float]
-    """Weights by environment name; above 0."""
+    """Weights by name of the environments to draw from; above 0."""
     seed: int
-    """Seed for the choice of parts and for the task order of each part."""
+    """Seed for the choice of environments and for the task order of each."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of all parts; each has separate metrics."""
+        """Names of all environments; each has separate metrics."""
         return tuple(self.environments)
 
     def draw(self, state: StreamState, count: int) -> tuple[list[Task], StreamState]:
-        """Draw tasks from the parts by weight."""
-        return draw_by_weight(self.environments, self.weights, state, count, self.seed)
+        """Draw tasks by weight."""
+        names = list(self.weights)
+        bounds = list(itertools.accumulate(self.weights.values()))
+        streams = {name: self.environments[name].stream(derive_seed(self.seed, "part", name)) for name in names}
+        start, cursors = state.get("drawn", 0), dict(state.get("parts", {}))
+        tasks: list[Task] = []
+        for index in range(start, start + count):
+            place = random.Random(derive_seed(self.seed, "which part", index)).random() * bounds[-1]
+            name = names[min(bisect.bisect_right(bounds, place), len(names) - 1)]
+            drawn, cursors[name] = streams[name].draw(cursors.get(name, {}), 1)
+            tasks += drawn
+        return tasks, {**state, "drawn": start + count, "parts": cursors}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,13 +237,13 @@ class LessonConfig:
 
 @EnvironmentConfig.register_subclass("curriculum")
 @dataclasses.dataclass(frozen=True)
-class CurriculumConfig(EnvironmentConfig):
+class CurriculumConfig(CompositeConfig):
     """Lessons with dependencies. Training tasks are a mixture of the open lessons, which training scores determine.
 
     The score of a rollout is its component `correct` or, if absent, its return.
     """
 
-    level: ClassVar[int] = 2
+    parts_key: ClassVar[str] = "lessons"
 
     lessons: tuple[LessonConfig, ...]
     """The lessons."""
@@ -261,10 +251,7 @@ class CurriculumConfig(EnvironmentConfig):
     """Name of the curriculum, for messages."""
 
     def __post_init__(self) -> None:
-        if not self.lessons:
-            raise ValueError(f"curriculum {self.name!r} has no environments; give it at least one")
-        for index, lesson in enumerate(self.lessons):
-            check_nested(self, lesson.environment, f"lessons.{index}.environment")
+        CompositeConfig.__post_init__(self)
         names = [lesson.name for lesson in self.lessons]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
@@ -278,43 +265,19 @@ class CurriculumConfig(EnvironmentConfig):
                         f"lesson {lesson.name!r} depends on {other!r}, which is not a lesson; "
                         f"{hint}The lessons are: {', '.join(names)}"
                     )
-        if cycle := _find_cycle({lesson.name: lesson.after for lesson in self.lessons}):
+        try:
+            graphlib.TopologicalSorter({lesson.name: lesson.after for lesson in self.lessons}).prepare()
+        except graphlib.CycleError as error:
+            cycle = reversed(error.args[1])
             raise ValueError(
                 f"curriculum {self.name!r}: lessons depend on one another in a cycle: "
                 f"{' after '.join(map(repr, cycle))}; remove one name from `after`"
-            )
+            ) from error
 
-    def reward_components(self, environment: AbstractEnvironment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
-        """Return the reward functions of each lesson and of the curriculum."""
-        return part_rewards(environment, [lesson.environment for lesson in self.lessons], self.rewards)
-
-    def build(self) -> AbstractEnvironment:
-        """Build the environments of the lessons.
-
-        Raises:
-            ValueError: if two of them share a name.
-        """
-        environments = [lesson.environment.build() for lesson in self.lessons]
-        parts = by_name(environments, f"curriculum {self.name!r}")
-        lessons = {environment.name: lesson for environment, lesson in zip(environments, self.lessons, strict=True)}
-        return CompositeEnvironment(self.name, parts, lambda seed: CurriculumStream(parts, lessons, seed))
-
-
-def _find_cycle(after: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the names along a cycle, with the first repeated at the end; empty if there is no cycle."""
-    done: set[str] = set()
-
-    def visit(name: str, path: list[str]) -> list[str]:
-        if name in path:
-            return [*path[path.index(name) :], name]
-        if name not in done:
-            for other in after[name]:
-                if cycle := visit(other, [*path, name]):
-                    return cycle
-            done.add(name)
-        return []
-
-    return next((cycle for name in after if (cycle := visit(name, []))), [])
+    def _stream(
+        self, environments: Mapping[str, AbstractEnvironment], configs: Mapping[str, LessonConfig], seed: int
+    ) -> TaskStream:
+        return CurriculumStream(environments, configs, seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,27 +302,27 @@ class CurriculumStream(TaskStream):
 
     def draw(self, state: StreamState, count: int) -> tuple[list[Task], StreamState]:
         """Draw tasks from the open lessons by weight."""
-        opened = {name: lesson for name, lesson in self.lessons.items() if self._is_open(lesson, state)}
+        opened = {name: lesson for name, lesson in self.lessons.items() if _is_open(lesson, state)}
         graduated = state.get("graduated", ())
         drawn = {name: lesson for name, lesson in opened.items() if lesson.name not in graduated} or opened
         weights = {name: lesson.weight for name, lesson in drawn.items()}
-        return draw_by_weight(self.environments, weights, state, count, self.seed)
+        return MixtureStream(self.environments, weights, self.seed).draw(state, count)
 
     def learn(self, state: StreamState, groups: Sequence[RolloutGroup]) -> StreamState:
         """Record the scores of rollouts and update the reached and graduated lessons."""
         scores = {lesson.name: list(state.get("scores", {}).get(lesson.name, ())) for lesson in self.lessons.values()}
-        for group in groups:
-            for rollout in group.rollouts:
-                lesson = self.lessons[rollout.task.environment]
-                if rollout.rewards:
-                    scores[lesson.name] = [*scores[lesson.name], _score(rollout)][-lesson.window :]
+        for rollout in (rollout for group in groups for rollout in group.rollouts if rollout.rewards):
+            lesson = self.lessons[rollout.task.environment]
+            correct = rollout.score_of(CORRECT)
+            score = float(sum(rollout.rewards.values()) if correct is None else correct)
+            scores[lesson.name] = [*scores[lesson.name], score][-lesson.window :]
         state = {**state, "scores": scores}
         reached, graduated = set(state.get("reached", ())), set(state.get("graduated", ()))
         for lesson in self.lessons.values():
-            score = self._score_of(lesson, state)
-            if score is not None and score >= lesson.unlock_at:
+            mean = _mean_score(lesson, state)
+            if mean is not None and mean >= lesson.unlock_at:
                 reached.add(lesson.name)
-            if score is not None and lesson.graduate_at is not None and score >= lesson.graduate_at:
+            if mean is not None and lesson.graduate_at is not None and mean >= lesson.graduate_at:
                 graduated.add(lesson.name)
         return {**state, "reached": sorted(reached), "graduated": sorted(graduated)}
 
@@ -367,19 +330,16 @@ class CurriculumStream(TaskStream):
         """Return `curriculum/<lesson>/open` (1 or 0) and, once its window is full, `curriculum/<lesson>/score`."""
         metrics: dict[str, float] = {}
         for lesson in self.lessons.values():
-            metrics[f"curriculum/{lesson.name}/open"] = float(self._is_open(lesson, state))
-            if (score := self._score_of(lesson, state)) is not None:
+            metrics[f"curriculum/{lesson.name}/open"] = float(_is_open(lesson, state))
+            if (score := _mean_score(lesson, state)) is not None:
                 metrics[f"curriculum/{lesson.name}/score"] = score
         return metrics
 
-    def _is_open(self, lesson: LessonConfig, state: StreamState) -> bool:
-        return set(lesson.after) <= set(state.get("reached", ()))
 
-    def _score_of(self, lesson: LessonConfig, state: StreamState) -> float | None:
-        scores = state.get("scores", {}).get(lesson.name, ())
-        return sum(scores) / len(scores) if len(scores) == lesson.window else None
+def _is_open(lesson: LessonConfig, state: StreamState) -> bool:
+    return set(lesson.after) <= set(state.get("reached", ()))
 
 
-def _score(rollout: Rollout) -> float:
-    correct = rollout.score_of(CORRECT)
-    return float((rollout.total_reward or 0.0) if correct is None else correct)
+def _mean_score(lesson: LessonConfig, state: StreamState) -> float | None:
+    scores = state.get("scores", {}).get(lesson.name, ())
+    return sum(scores) / len(scores) if len(scores) == lesson.window else None

@@ -9,20 +9,11 @@ import enum
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from marin_rl.config_fields import convert_enum_fields
-from marin_rl.environments.base import (
-    AbstractEnvironment,
-    CodeRunner,
-    EnvironmentConfig,
-    Episode,
-    NoSandboxError,
-    Split,
-    Step,
-    check_nested,
-)
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, NoSandboxError, Split, Step
 from marin_rl.environments.single_turn import CORRECT
 from marin_rl.environments.tools import (
     CalculatorConfig,
@@ -40,7 +31,7 @@ from marin_rl.environments.tools import (
 )
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.failures import RewardCallError
-from marin_rl.rewards.sandbox.pool import IsolationError
+from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox
 from marin_rl.types import Message, Task
 
 logger = logging.getLogger(__name__)
@@ -107,7 +98,7 @@ class ToolUseConfig(EnvironmentConfig):
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
-        check_nested(self, self.questions, "questions")
+        self.check_nested(self.questions, "questions")
         if not self.tools:
             raise ValueError("tools is empty; add at least one, as tools: [{type: calculator}]")
         if self.error_reward > 0:
@@ -134,35 +125,23 @@ class ToolUseConfig(EnvironmentConfig):
         questions = self.questions.build()
         name = questions.name if self.name is None else self.name
         # Questions with equal system messages share one message.
-        system_message = functools.cache(lambda text: self._system_message(text, list(tools.values())))
-        pairs_by_split = {
-            split: [(self._with_tools(task, name, system_message), task) for task in questions.tasks(split)]
-            for split in Split
-        }
-        return ToolUseEnvironment(
-            name=name,
-            questions=questions,
-            tools=tools,
-            limits=self.limits,
-            error_reward=self.error_reward,
-            splits={split: [task for task, _ in pairs] for split, pairs in pairs_by_split.items()},
-            originals={task.id: original for pairs in pairs_by_split.values() for task, original in pairs},
-        )
+        system_message = functools.cache(functools.partial(self._system_message, list(tools.values())))
+        splits: dict[Split, list[Task]] = {}
+        originals: dict[str, Task] = {}
+        for split in Split:
+            splits[split] = []
+            for task in questions.tasks(split):
+                messages = task.messages
+                if self.describe is not ToolDescription.NONE:
+                    has_system = messages[0]["role"] == "system"
+                    text = messages[0]["content"] if has_system else ""
+                    messages = (system_message(text), *messages[has_system:])
+                splits[split].append(dataclasses.replace(task, environment=name, messages=messages))
+                originals[task.id] = task
+        return ToolUseEnvironment(name, questions, tools, self.limits, self.error_reward, splits, originals)
 
-    def _with_tools(self, task: Task, name: str, system_message: Callable[[str], Message]) -> Task:
-        """Return a question under this environment's name, with a description of the tools."""
-        messages = task.messages
-        if self.describe is not ToolDescription.NONE:
-            has_system = messages[0]["role"] == "system"
-            messages = (
-                (system_message(messages[0]["content"]), *messages[1:])
-                if has_system
-                else (system_message(""), *messages)
-            )
-        return dataclasses.replace(task, environment=name, messages=messages)
-
-    def _system_message(self, text: str, tools: Sequence[Tool]) -> Message:
-        """Return the system message of questions with the system message `text`."""
+    def _system_message(self, tools: Sequence[Tool], text: str) -> Message:
+        """Describe the tools after `text`, the system message of the questions."""
         words = describe_tools(tools)
         if self.describe is ToolDescription.TEMPLATE:
             schemas = [tool_schema(tool) for tool in tools]
@@ -202,27 +181,25 @@ class ToolUseEnvironment(AbstractEnvironment):
         """
         if task.environment != self.name or task.id not in self.originals:
             raise ValueError(f"environment {self.name!r} has no question {task.id!r} of {task.environment!r}")
-        for tool in self._running:
+        for tool in self._python_tools():
             self._require_sandbox(tool, tool.runner)
         return ToolUseEpisode(self, await self.questions.start(self.originals[task.id], seed))
 
-    def connect_code_runner(self, runner: CodeRunner | None) -> bool:
+    def connect_code_runner(self, runner: Sandbox | None) -> bool:
         """Connect the tools that run programs to the sandbox; return whether there are any.
 
         Raises:
             NoSandboxError: if there are, and `runner` is None.
         """
-        for tool in self._running:
+        for tool in self._python_tools():
             self._require_sandbox(tool, runner)
             tool.runner = runner
-        return bool(self._running)
+        return bool(self._python_tools())
 
-    @property
-    def _running(self) -> list[PythonTool]:
-        """Tools that run programs."""
+    def _python_tools(self) -> list[PythonTool]:
         return [tool for tool in self.tools.values() if isinstance(tool, PythonTool)]
 
-    def _require_sandbox(self, tool: PythonTool, runner: CodeRunner | None) -> None:
+    def _require_sandbox(self, tool: PythonTool, runner: Sandbox | None) -> None:
         if runner is None:
             raise NoSandboxError(
                 f"environment {self.name!r}: the tool {tool.name!r} runs programs that the policy writes, but there is "
@@ -249,14 +226,13 @@ class ToolUseEpisode:
     async def step(self, reply: str) -> Step:
         """Return one message for each call in a reply, in order; score a reply without calls."""
         texts = find_calls(reply)
-        errors = self.errors
         if not texts:
             step = await self.question.step(reply)
             success = {"success": float(step.rewards[CORRECT] >= 1)} if CORRECT in step.rewards else {}
             return dataclasses.replace(
                 step, rewards={**step.rewards, TOOLS: 0.0}, metrics={**self._counts(), **success, **step.metrics}
             )
-        limit = self.environment.limits.max_calls
+        errors, limit = self.errors, self.environment.limits.max_calls
         results = [await self._answer(text) for text in texts[:limit]]
         answers = [answer for answer, _ in results]
         if len(texts) > limit:
@@ -276,37 +252,37 @@ class ToolUseEpisode:
         await self.question.close()
 
     def _counts(self) -> dict[str, float]:
-        return {
-            "tool_calls": float(self.calls),
-            "tool_errors": float(self.errors),
-            "tool_timeouts": float(self.timeouts),
-        }
+        counts = {"tool_calls": self.calls, "tool_errors": self.errors, "tool_timeouts": self.timeouts}
+        return {name: float(count) for name, count in counts.items()}
 
     async def _answer(self, text: str) -> tuple[str, dict[str, object]]:
         """Answer one call; also return its metadata: the tool's name, None if unparseable, and whether it failed."""
         self.calls += 1
-        name, arguments, failed = None, None, False
+        call, failed = None, False
         start = time.perf_counter()
         try:
             call = parse_call(text)
-            name, arguments = call.name, call.arguments
             answer = await self._call(call)
         except ToolError as error:
             self.errors += 1
             self.timeouts += isinstance(error, ToolTimeoutError)
             answer, failed = f"Error: {error}", True
-        answer = self._cut(answer)
+        # JSON can contain unpaired surrogates, which tokenizers reject.
+        answer = answer.encode("utf-8", "replace").decode("utf-8")
+        limit = self.environment.limits.max_output
+        if len(answer) > limit:
+            answer = f"{answer[:limit]}\n[{len(answer) - limit} more characters]"
         if logger.isEnabledFor(logging.DEBUG):
             task = asyncio.current_task()
             logger.debug(
                 "%s: tool %s called with %s, %.3f s, result %r",
                 "rollout" if task is None else task.get_name(),
-                name,
-                text if arguments is None else arguments,
+                None if call is None else call.name,
+                text if call is None else call.arguments,
                 time.perf_counter() - start,
                 answer,
             )
-        return answer, {"tool": name, "failed": failed}
+        return answer, {"tool": None if call is None else call.name, "failed": failed}
 
     async def _call(self, call: ToolCall) -> str:
         tool = self.environment.tools.get(call.name)
@@ -325,9 +301,3 @@ class ToolUseEpisode:
                 raise ToolTimeoutError(message) from error
             logger.warning("tool %s raised %s: %s", tool.name, type(error).__name__, error)
             raise ToolError(f"{tool.name} failed: {type(error).__name__}: {error}") from error
-
-    def _cut(self, text: str) -> str:
-        limit = self.environment.limits.max_output
-        # JSON can contain unpaired surrogates, which tokenizers reject.
-        text = text.encode("utf-8", "replace").decode("utf-8")
-        return text if len(text) <= limit else f"{text[:limit]}\n[{len(text) - limit} more characters]"

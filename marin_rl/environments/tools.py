@@ -8,18 +8,20 @@ that consists of `{"name": …, "parameters": {…}}` (Llama) is one call. Text 
 """
 
 import abc
+import ast
 import dataclasses
 import json
+import math
+import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import draccus
 
 from marin_rl.config_fields import LOCAL_PATH
-from marin_rl.environments.base import CodeRunner, NoSandboxError
-from marin_rl.environments.calculator import CalculatorError, calculate
 from marin_rl.rewards.failures import RewardFailure
+from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.user_code import UserFileError, load_from_file
 
 
@@ -75,152 +77,6 @@ def tool_schema(tool: Tool) -> dict[str, Any]:
         "type": "function",
         "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)},
     }
-
-
-_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-}
-
-
-def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-    """Check that a call has all required arguments, no unknown ones, and the right types.
-
-    Args:
-        schema: schema of type `object`; `properties`, `required` and the `type` of each property are used.
-        arguments: arguments from the policy.
-
-    Raises:
-        ToolError: for the first invalid argument.
-
-    >>> check_arguments({"properties": {"x": {"type": "number"}}, "required": ["x"]}, {"x": 2})
-    """
-    properties = schema.get("properties", {})
-    for name in schema.get("required", ()):
-        if name not in arguments:
-            raise ToolError(f"argument {name!r} is missing")
-    for name, value in arguments.items():
-        if name not in properties:
-            raise ToolError(f"there is no argument {name!r}; there is: {', '.join(properties) or 'none'}")
-        kind = properties[name].get("type")
-        # bool is a subclass of int in Python, but not a number in JSON.
-        if kind in _TYPES and (not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")):
-            raise ToolError(f"argument {name!r} is {value!r}; it must be of type {kind}")
-
-
-@dataclasses.dataclass(frozen=True)
-class CalculatorTool:
-    """Evaluates arithmetic expressions."""
-
-    name: str = "calculator"
-    description: str = (
-        "Works out an arithmetic expression, such as (3 + 4) * 2 ** 5. It knows + - * / // % ** and abs, max, min, "
-        "round, sqrt."
-    )
-    parameters: Mapping[str, Any] = dataclasses.field(
-        default_factory=lambda: {
-            "type": "object",
-            "properties": {"expression": {"type": "string", "description": "The expression."}},
-            "required": ["expression"],
-        }
-    )
-
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Return the value of the expression."""
-        try:
-            return calculate(arguments["expression"])
-        except CalculatorError as error:
-            raise ToolError(str(error)) from error
-
-
-@ToolConfig.register_subclass("calculator")
-@dataclasses.dataclass(frozen=True)
-class CalculatorConfig(ToolConfig):
-    """Calculator with bounded arithmetic."""
-
-    def build(self) -> Tool:
-        """Build the calculator."""
-        return CalculatorTool()
-
-
-@dataclasses.dataclass
-class PythonTool:
-    """Runs Python programs in the sandbox."""
-
-    name: str = "python"
-    description: str = "Runs a Python program and returns what it printed."
-    runner: CodeRunner | None = None
-    """Sandbox for programs; None until it is connected."""
-    parameters: Mapping[str, Any] = dataclasses.field(
-        default_factory=lambda: {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "The program. Print what is wanted."}},
-            "required": ["code"],
-        }
-    )
-
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Return the output of the program.
-
-        Raises:
-            ToolError: if the program fails or exceeds a limit; the message includes its output.
-            RewardCallError: if the sandbox itself fails.
-            NoSandboxError: if no sandbox is connected.
-        """
-        if self.runner is None:
-            raise NoSandboxError(f"the tool {self.name!r} has no sandbox; connect one (connect_code_runner)")
-        result = await self.runner.run_python(arguments["code"])
-        if result.failure is not None and result.failure.cause is RewardFailure.WORKER:
-            raise result.failure
-        if result.failure is not None:
-            kind = ToolTimeoutError if result.failure.cause is RewardFailure.TIMEOUT else ToolError
-            raise kind(f"the program did not end well: {result.failure}. It printed:\n{result.stdout}")
-        return result.stdout
-
-
-@ToolConfig.register_subclass("python")
-@dataclasses.dataclass(frozen=True)
-class PythonConfig(ToolConfig):
-    """Python programs in the run's sandbox."""
-
-    def build(self) -> Tool:
-        """Build the tool; its sandbox is connected later."""
-        return PythonTool()
-
-
-@ToolConfig.register_subclass("file")
-@dataclasses.dataclass(frozen=True)
-class FileToolConfig(ToolConfig):
-    """User-defined tool from a Python file. It runs in the training process without isolation."""
-
-    path: str = dataclasses.field(metadata=LOCAL_PATH)
-    """Path of the file, relative to the working directory."""
-    name: str
-    """Name of a class or function in the file that returns a tool."""
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Its arguments."""
-
-    def build(self) -> Tool:
-        """Import the file and build the tool.
-
-        Raises:
-            UserFileError: if the result is not a tool.
-        """
-        where = f"{self.name!r} of {self.path}"
-        try:
-            tool = load_from_file(self.path, self.name)(**self.options)
-        except TypeError as error:
-            raise UserFileError(f"{where} rejects options {self.options}: {error}") from error
-        if not isinstance(tool, Tool):
-            raise UserFileError(
-                f"{where} returned {type(tool).__name__}, which is not a tool: it needs name, description, parameters "
-                "and call(arguments)"
-            )
-        return tool
 
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -304,3 +160,252 @@ def describe_tools(tools: Sequence[Tool]) -> str:
         f"{_OPEN}{_CLOSE} XML tags:\n"
         f'{_OPEN}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n{_CLOSE}'
     )
+
+
+_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+}
+
+
+def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Check that a call has all required arguments, no unknown ones, and the right types.
+
+    Args:
+        schema: schema of type `object`; `properties`, `required` and the `type` of each property are used.
+        arguments: arguments from the policy.
+
+    Raises:
+        ToolError: for the first invalid argument.
+
+    >>> check_arguments({"properties": {"x": {"type": "number"}}, "required": ["x"]}, {"x": 2})
+    """
+    properties = schema.get("properties", {})
+    for name in schema.get("required", ()):
+        if name not in arguments:
+            raise ToolError(f"argument {name!r} is missing")
+    for name, value in arguments.items():
+        if name not in properties:
+            raise ToolError(f"there is no argument {name!r}; there is: {', '.join(properties) or 'none'}")
+        kind = properties[name].get("type")
+        # bool is a subclass of int in Python, but not a number in JSON.
+        if kind in _TYPES and (not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")):
+            raise ToolError(f"argument {name!r} is {value!r}; it must be of type {kind}")
+
+
+@ToolConfig.register_subclass("file")
+@dataclasses.dataclass(frozen=True)
+class FileToolConfig(ToolConfig):
+    """User-defined tool from a Python file. It runs in the training process without isolation."""
+
+    path: str = dataclasses.field(metadata=LOCAL_PATH)
+    """Path of the file, relative to the working directory."""
+    name: str
+    """Name of a class or function in the file that returns a tool."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Its arguments."""
+
+    def build(self) -> Tool:
+        """Import the file and build the tool.
+
+        Raises:
+            UserFileError: if the result is not a tool.
+        """
+        where = f"{self.name!r} of {self.path}"
+        try:
+            tool = load_from_file(self.path, self.name)(**self.options)
+        except TypeError as error:
+            raise UserFileError(f"{where} rejects options {self.options}: {error}") from error
+        if not isinstance(tool, Tool):
+            raise UserFileError(
+                f"{where} returned {type(tool).__name__}, which is not a tool: it needs name, description, parameters "
+                "and call(arguments)"
+            )
+        return tool
+
+
+def _one_text(name: str, description: str) -> dict[str, Any]:
+    """Return the schema of a single argument of type string."""
+    properties = {name: {"type": "string", "description": description}}
+    return {"type": "object", "properties": properties, "required": [name]}
+
+
+class PythonTool:
+    """Runs Python programs in the sandbox, which `runner` must be set to before the first call."""
+
+    name: str = "python"
+    description: str = "Runs a Python program and returns what it printed."
+    parameters: Mapping[str, Any] = _one_text("code", "The program. Print what is wanted.")
+
+    runner: Sandbox | None = None
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Return the output of the program.
+
+        Raises:
+            ToolError: if the program fails or exceeds a limit; the message includes its output.
+            RewardCallError: if the sandbox itself fails.
+        """
+        assert self.runner is not None
+        result = await self.runner.run_python(arguments["code"])
+        if result.failure is None:
+            return result.stdout
+        if result.failure.cause is RewardFailure.WORKER:
+            raise result.failure
+        kind = ToolTimeoutError if result.failure.cause is RewardFailure.TIMEOUT else ToolError
+        raise kind(f"the program did not end well: {result.failure}. It printed:\n{result.stdout}")
+
+
+@ToolConfig.register_subclass("python")
+@dataclasses.dataclass(frozen=True)
+class PythonConfig(ToolConfig):
+    """Python programs in the run's sandbox."""
+
+    def build(self) -> Tool:
+        """Build the tool; its sandbox is connected later."""
+        return PythonTool()
+
+
+class CalculatorTool:
+    """Evaluates arithmetic expressions."""
+
+    name: str = "calculator"
+    description: str = (
+        "Works out an arithmetic expression, such as (3 + 4) * 2 ** 5. It knows + - * / // % ** and abs, max, min, "
+        "round, sqrt."
+    )
+    parameters: Mapping[str, Any] = _one_text("expression", "The expression.")
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Return the value of the expression."""
+        return calculate(arguments["expression"])
+
+
+@ToolConfig.register_subclass("calculator")
+@dataclasses.dataclass(frozen=True)
+class CalculatorConfig(ToolConfig):
+    """Calculator with bounded arithmetic."""
+
+    def build(self) -> Tool:
+        """Build the calculator."""
+        return CalculatorTool()
+
+
+MAX_LENGTH = 400
+"""Maximum number of characters of an expression."""
+MAX_DEPTH = 60
+"""Maximum nesting depth of an expression."""
+MAX_BITS = 4096
+"""Maximum number of bits of an integer, about 1,200 digits."""
+
+Number = int | float
+
+
+def calculate(expression: str) -> str:
+    """Evaluate an expression.
+
+    Args:
+        expression: numbers, brackets, `+ - * / // % **`, and `abs`, `max`, `min`, `round`, `sqrt`.
+
+    Returns:
+        The value: integers exactly, other numbers to 15 digits.
+
+    Raises:
+        ToolError: if the expression is invalid, has no value, or is too large.
+
+    >>> calculate("(3 + 4) * 2 ** 5")
+    '224'
+    >>> calculate("1 / 3")
+    '0.333333333333333'
+    """
+    if len(expression) > MAX_LENGTH:
+        raise ToolError(f"the expression has {len(expression)} characters; at most {MAX_LENGTH} are allowed")
+    if _WORDS.fullmatch(expression) is None:
+        raise ToolError("the expression may hold numbers, brackets, + - * / // % ** and functions; powers are **")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise ToolError(f"this is no expression: {error}") from error
+    try:
+        value = _value(tree.body, 0)
+    except ZeroDivisionError as error:
+        raise ToolError("division by zero") from error
+    except OverflowError as error:
+        raise ToolError("the result is too large") from error
+    return str(value) if isinstance(value, int) else format(value, ".15g")
+
+
+# Python accepts a letter directly after a number in some places, with a warning.
+_WORDS = re.compile(r"(?:(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?![\w.])|[a-z]+(?!\w)|[-+*/%(),\s])+")
+
+
+def _value(node: ast.expr, depth: int) -> Number:
+    if depth > MAX_DEPTH:
+        raise ToolError(f"the expression has more than {MAX_DEPTH} levels")
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return _bounded(number)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _SIGNS:
+            return _SIGNS[type(op)](_value(operand, depth + 1))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            return _bounded(_OPERATIONS[type(op)](_value(left, depth + 1), _value(right, depth + 1)))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+            return _call(name, [_value(argument, depth + 1) for argument in arguments])
+        case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
+            raise ToolError(f"{name!r} is not known; functions are {', '.join(_FUNCTIONS)}")
+    raise ToolError("only numbers, + - * / // % ** and functions of them can be worked out")
+
+
+def _bounded(value: object) -> Number:
+    if isinstance(value, int):
+        if value.bit_length() > MAX_BITS:
+            raise ToolError("the result is too large")
+        return value
+    if not isinstance(value, float) or not math.isfinite(value):
+        raise ToolError("the result is no real number")
+    return value
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    if isinstance(base, int) and isinstance(exponent, int) and abs(exponent) * math.log2(max(abs(base), 1)) > MAX_BITS:
+        raise ToolError("the power is too large")
+    return _bounded(base**exponent)
+
+
+def _call(name: str, arguments: list[Number]) -> Number:
+    try:
+        return _bounded(_FUNCTIONS[name](*arguments))
+    except (TypeError, ValueError) as error:
+        raise ToolError(f"{name} cannot be worked out: {error}") from error
+
+
+def _round(number: Number, digits: Number | None = None) -> Number:
+    if digits is None:
+        return round(number)
+    # Python computes the power of ten for rounding an integer.
+    if not isinstance(digits, int) or abs(digits) > MAX_BITS:
+        raise ValueError(f"the number of digits must be a whole one and at most {MAX_BITS}")
+    return round(number, digits)
+
+
+_SIGNS: Mapping[type, Callable[[Number], Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_OPERATIONS: Mapping[type, Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
+_FUNCTIONS: Mapping[str, Callable[..., Number]] = {
+    "abs": abs,
+    "max": max,
+    "min": min,
+    "round": _round,
+    "sqrt": math.sqrt,
+}

@@ -15,14 +15,11 @@ from marin_rl.config.decode import ConfigError, decode
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, TextGameConfig
 from marin_rl.environments.base import Split, StreamState, TaskStream
 from marin_rl.environments.streams import (
-    CompositeEnvironment,
     CurriculumConfig,
     LessonConfig,
     MixtureConfig,
     MixturePartConfig,
-    by_name,
-    draw_by_weight,
-    part_rewards,
+    MixtureStream,
 )
 from marin_rl.rewards.component import FunctionRewardConfig
 from marin_rl.seeds import derive_seed
@@ -30,14 +27,14 @@ from marin_rl.types import Message, RewardResult, RolloutGroup, Task
 from tests.environments.fake_environments import Cards, CardsConfig, group, rollout
 from tests.one_reply import answer
 
-PARTS = by_name([Cards("a", 3), Cards("b", 7), Cards("c", 5)], "the test")
+PARTS = {"a": Cards("a", 3), "b": Cards("b", 7), "c": Cards("c", 5)}
 
 
-def drawn_in(counts: list[int], weights: dict[str, float], seed: int, state: dict | None = None) -> list[Task]:
+def drawn_in(counts: list[int], weights: dict[str, float], seed: int) -> list[Task]:
     """Draw tasks in calls of the given sizes."""
-    tasks, place = [], state or {}
+    tasks, place = [], {}
     for count in counts:
-        more, place = draw_by_weight(PARTS, weights, place, count, seed)
+        more, place = MixtureStream(PARTS, weights, seed).draw(place, count)
         tasks += more
     return tasks
 
@@ -63,25 +60,25 @@ def test_draws_are_independent_of_call_sizes_and_parts_keep_their_order(
 def test_draw_keeps_other_state_entries_and_does_not_mutate_the_state():
     before = {"drawn": 4, "parts": {"a": {"drawn": 2}}, "scores": [1, 2]}
     copy = {"drawn": 4, "parts": {"a": {"drawn": 2}}, "scores": [1, 2]}
-    _, after = draw_by_weight(PARTS, {"a": 1.0}, before, 3, seed=0)
+    _, after = MixtureStream(PARTS, {"a": 1.0}, 0).draw(before, 3)
     assert before == copy
     assert after == {"drawn": 7, "parts": {"a": {"drawn": 5}}, "scores": [1, 2]}
 
 
 def test_a_part_continues_in_its_order_after_a_pause():
-    first, place = draw_by_weight(PARTS, {"a": 1.0}, {}, 2, seed=0)
-    _, place = draw_by_weight(PARTS, {"b": 1.0}, place, 4, seed=0)
-    rest, _ = draw_by_weight(PARTS, {"a": 1.0}, place, 1, seed=0)
+    first, place = MixtureStream(PARTS, {"a": 1.0}, 0).draw({}, 2)
+    _, place = MixtureStream(PARTS, {"b": 1.0}, 0).draw(place, 4)
+    rest, _ = MixtureStream(PARTS, {"a": 1.0}, 0).draw(place, 1)
     assert {task.id for task in [*first, *rest]} == {"train0", "train1", "train2"}
 
 
 def test_parts_have_their_own_and_the_common_reward_functions():
     own, shared = (FunctionRewardConfig(path="rewards.py", function=name) for name in ("own", "shared"))
     configs = [ArithmeticConfig(size=50, name="judged", rewards=(own,)), ArithmeticConfig(size=50, name="plain")]
-    environment = CompositeEnvironment(
-        "both", by_name([config.build() for config in configs], "both"), Cards("a").stream
-    )
-    assert part_rewards(environment, configs, (shared,)) == {"judged": (own, shared), "plain": (shared,)}
+    parts = tuple(MixturePartConfig(config) for config in configs)
+    lessons = tuple(LessonConfig(config.name, config) for config in configs)
+    for both in (MixtureConfig(parts, rewards=(shared,)), CurriculumConfig(lessons, rewards=(shared,))):
+        assert both.reward_components(both.build()) == {"judged": (own, shared), "plain": (shared,)}
 
 
 SUMS = MixturePartConfig(ArithmeticConfig(size=200))

@@ -204,7 +204,10 @@ def test_a_template_receives_the_schemas_and_the_default_text():
     assert plain.prompt_tokens(by_template.messages) == plain.prompt_tokens(by_message.messages)
 
 
-class Runner:
+class Runner(Sandbox):
+    def __init__(self) -> None:
+        pass
+
     async def run_python(self, code: str, stdin: str = "") -> PythonResult:
         return PythonResult(stdout=f"ran {code}", stderr="", failure=None, seconds=0.1)
 
