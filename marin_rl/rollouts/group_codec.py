@@ -3,28 +3,20 @@
 
 """Lossless JSON encoding of tasks and groups, for checkpoints and rollout workers.
 
-The rollout store ([`store`][marin_rl.rollouts.store]) is for viewing and analysis; this format is for the run itself.
+The records of [`types`][marin_rl.types] define the format: an object per record, with its fields by name. The rollout
+store ([`store`][marin_rl.rollouts.store]) is for viewing and analysis; this format is for the run itself.
 """
 
 import dataclasses
+import enum
+import functools
 import json
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from marin_rl.types import (
-    Generation,
-    Observation,
-    RewardResult,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-    StopReason,
-    Task,
-    Turn,
-    TurnReward,
-)
-
-Record = TypeVar("Record")
+from marin_rl.types import RolloutGroup, Task
 
 
 def encode_task(task: Task) -> dict[str, Any]:
@@ -33,12 +25,12 @@ def encode_task(task: Task) -> dict[str, Any]:
     Raises:
         ValueError: if its anchor state is not a JSON value; the message names the task.
     """
-    return json.loads(_text(task, f"task {task.id!r}", allow_nan=False))
+    return json.loads(_encode(task, f"task {task.id!r}", allow_nan=False))
 
 
 def decode_task(values: Mapping[str, Any]) -> Task:
     """Invert `encode_task`."""
-    return _build(Task, values, messages=tuple(values["messages"]))
+    return _decoder(Task)(values)
 
 
 def encode_group(group: RolloutGroup) -> str:
@@ -47,64 +39,39 @@ def encode_group(group: RolloutGroup) -> str:
     Raises:
         ValueError: if the group contains a value that is not JSON; the message names the group.
     """
-    return _text(group, f"group {group.id!r}", allow_nan=True)
+    return _encode(group, f"group {group.id!r}", allow_nan=True)
 
 
 def decode_group(text: str) -> RolloutGroup:
     """Invert `encode_group`."""
-    values = json.loads(text)
-    return RolloutGroup(values["id"], [_rollout(rollout) for rollout in values["rollouts"]])
+    return _decoder(RolloutGroup)(json.loads(text))
 
 
-def _text(record: Task | RolloutGroup, name: str, *, allow_nan: bool) -> str:
+def _encode(record: Task | RolloutGroup, name: str, *, allow_nan: bool) -> str:
     try:
         return json.dumps(dataclasses.asdict(record), allow_nan=allow_nan, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} cannot be saved: {error}") from error
 
 
-def _build(record: Callable[..., Record], values: Mapping[str, Any], **changed: Any) -> Record:
-    """Build a record from its fields, some of them replaced."""
-    return record(**{**values, **changed})
+@functools.cache
+def _decoder(kind: Any) -> Callable[[Any], Any]:
+    """Return a function that converts JSON values to an annotated type, such as `tuple[Turn, ...]`."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        fields = {field.name: _decoder(field.type) for field in dataclasses.fields(kind)}
+        return lambda values: kind(**{name: fields[name](value) for name, value in values.items()})
+    if origin is types.UnionType:
+        # Every union is `X | None`.
+        present = _decoder(arguments[0])
+        return lambda value: None if value is None else present(value)
+    if origin in (tuple, Sequence):
+        item, build = _decoder(arguments[0]), tuple if origin is tuple else list
+        return lambda values: build(values if item is _unchanged else map(item, values))
+    if isinstance(kind, enum.EnumType):
+        return kind
+    return _unchanged
 
 
-def _rollout(values: Mapping[str, Any]) -> Rollout:
-    return _build(
-        Rollout,
-        values,
-        task=decode_task(values["task"]),
-        turns=tuple(_turn(turn) for turn in values["turns"]),
-        status=RolloutStatus(values["status"]),
-        evaluations=tuple(_evaluation(evaluation) for evaluation in values["evaluations"]),
-        last_observation=_observation(values["last_observation"]),
-    )
-
-
-def _observation(values: Mapping[str, Any] | None) -> Observation | None:
-    if values is None:
-        return None
-    return _build(Observation, values, messages=tuple(values["messages"]), tokens=tuple(values["tokens"]))
-
-
-def _turn(values: Mapping[str, Any]) -> Turn:
-    return _build(
-        Turn,
-        values,
-        observation_tokens=tuple(values["observation_tokens"]),
-        generation=_generation(values["generation"]),
-        messages=tuple(values["messages"]),
-    )
-
-
-def _generation(values: Mapping[str, Any]) -> Generation:
-    return _build(
-        Generation,
-        values,
-        token_ids=tuple(values["token_ids"]),
-        logprobs=tuple(values["logprobs"]),
-        stop_reason=StopReason(values["stop_reason"]),
-    )
-
-
-def _evaluation(values: Mapping[str, Any]) -> RewardResult:
-    return _build(RewardResult, values, steps=tuple(TurnReward(**step) for step in values["steps"]))
+def _unchanged(value: Any) -> Any:
+    return value
