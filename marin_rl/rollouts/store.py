@@ -15,17 +15,12 @@ Files are written atomically. Their columns are defined by `marin_rl.rollouts.st
 import dataclasses
 import enum
 import hashlib
-import io
-import json
 import logging
-import math
 import re
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from marin_rl.atomic_files import open_atomically
 from marin_rl.background_job import BackgroundJob
@@ -33,14 +28,14 @@ from marin_rl.config_fields import convert_enum_fields
 from marin_rl.errors import UserError
 from marin_rl.rollouts.stored_rollout import (
     SCHEMA,
-    SCHEMA_VERSION,
-    VERSION_KEY,
+    OtherVersionError,
     PieceOf,
     StoredAdvantages,
+    as_jsonl,
+    as_parquet,
     as_row,
-    bytes_as_json,
-    bytes_from_json,
-    check_columns,
+    from_jsonl,
+    from_parquet,
 )
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus
 
@@ -51,18 +46,11 @@ TRAINING, EVALUATION = "training", "evaluation"
 
 _PREFIX = {TRAINING: "step", EVALUATION: "eval"}
 _NAME = re.compile(r"(step|eval)-(\d{8,})\.(parquet|jsonl)")
-_PIECES = {"observation_pieces", "pieces"}
-_MAPS = {"rewards", "metrics", "seconds"}
 _BYTES_IN_MB = 1e6
-_NO_VERSION = "none"
 
 
 class RolloutStoreError(UserError):
     """A rollout file cannot be read; the message names the file and the remedy."""
-
-
-class _OtherVersionError(ValueError):
-    """A file has another schema version."""
 
 
 class StoredFormat(enum.StrEnum):
@@ -132,9 +120,9 @@ class RolloutStoreConfig:
         return self.learner_logprobs and self.stores(step)
 
 
-@dataclasses.dataclass(frozen=True, order=True)
+@dataclasses.dataclass(frozen=True)
 class StoredFile:
-    """One rollout file. Files are ordered by age."""
+    """One rollout file."""
 
     step: int
     """The update that was trained on the rollouts, or the update before an evaluation."""
@@ -142,6 +130,11 @@ class StoredFile:
     """`training` or `evaluation`."""
     path: Path
     """The file."""
+
+    @property
+    def age(self) -> tuple[int, bool, str]:
+        """Sort key, oldest first; an evaluation follows its step."""
+        return self.step, self.purpose != TRAINING, self.path.name
 
 
 def list_files(source: Path) -> list[StoredFile]:
@@ -157,24 +150,15 @@ def list_files(source: Path) -> list[StoredFile]:
         RolloutStoreError: if a single file is damaged.
     """
     if source.is_file():
-        return _single_file(source)
+        table = read_file(source, ["step", "purpose"])
+        rows = [] if table is None else table.slice(0, 1).to_pylist()
+        return [StoredFile(row["step"], row["purpose"], source) for row in rows]
     if not source.is_dir():
         return []
     purposes = {prefix: purpose for purpose, prefix in _PREFIX.items()}
-    matches = [(match, entry) for entry in source.iterdir() if (match := _NAME.fullmatch(entry.name))]
-    # An evaluation follows its step.
-    return sorted(
-        (StoredFile(int(match[2]), purposes[match[1]], path) for match, path in matches),
-        key=lambda file: (file.step, file.purpose != TRAINING, file.path.name),
-    )
-
-
-def _single_file(path: Path) -> list[StoredFile]:
-    table = read_file(path, ["step", "purpose"])
-    if table is None or not table.num_rows:
-        return []
-    [first] = table.slice(0, 1).to_pylist()
-    return [StoredFile(first["step"], first["purpose"], path)]
+    named = [(match, path) for path in source.iterdir() if (match := _NAME.fullmatch(path.name))]
+    files = [StoredFile(int(match[2]), purposes[match[1]], path) for match, path in named]
+    return sorted(files, key=lambda file: file.age)
 
 
 def read_rollouts(
@@ -220,18 +204,11 @@ def read_file(path: Path, columns: Sequence[str] | None = None) -> pa.Table | No
         RolloutStoreError: if the file is damaged or has another version; names the file.
     """
     try:
-        if path.suffix == ".jsonl":
-            return _from_jsonl(path.read_bytes(), columns)
-        # Neither a Python object nor threads: a thread of Arrow that releases a Python object while the interpreter
-        # exits aborts the process.
-        with pq.ParquetFile(str(path)) as parquet:
-            _check_version((parquet.schema_arrow.metadata or {}).get(VERSION_KEY, _NO_VERSION.encode()).decode())
-            table = parquet.read(columns=None if columns is None else list(columns), use_threads=False)
-        check_columns(table, SCHEMA.names if columns is None else columns)
-        return table
+        read = from_jsonl if path.suffix == ".jsonl" else from_parquet
+        return read(path, SCHEMA.names if columns is None else columns)
     except FileNotFoundError:
         return None
-    except _OtherVersionError as error:
+    except OtherVersionError as error:
         raise RolloutStoreError(
             f"{path} was written by another version of marin_rl: {error}. Read it with that version; to continue with "
             "this version, set another run_dir, or move the rollouts/ folder out of the run directory"
@@ -257,15 +234,12 @@ class RolloutStore:
             config: selection, format and retention of rollouts.
             piece: maps a token id to its bytes.
         """
-        self._folder, self._config, self._piece = folder, config, piece
+        self.folder = folder
+        """The folder of the files."""
+        self._config, self._piece = config, piece
         self._job = BackgroundJob("rollout-store")
         self._sizes: dict[StoredFile, int] = {}
         self._count_files()
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the files."""
-        return self._folder
 
     def write(
         self,
@@ -288,9 +262,10 @@ class RolloutStore:
             OSError: if the file of an earlier call could not be written.
         """
         self.flush()
+        if not self._config.stores(step, purpose):
+            return
         dropped = list(stale) if self._config.stale else []
-        selected = _select([*groups, *dropped], self._config) if self._config.stores(step, purpose) else []
-        if selected:
+        if selected := _select([*groups, *dropped], self._config):
             stale_ids = frozenset(group.id for group in dropped)
             self._job.start(self._write, step, selected, advantages, purpose, stale_ids)
 
@@ -312,15 +287,15 @@ class RolloutStore:
         A run that resumes from a checkpoint repeats those steps.
         """
         self.flush()
-        for partial in self._folder.glob(".*.partial"):
+        for partial in self.folder.glob(".*.partial"):
             partial.unlink()
-        for file in list_files(self._folder):
+        for file in list_files(self.folder):
             if file.step > after_step:
                 file.path.unlink()
         self._count_files()
 
     def _count_files(self) -> None:
-        self._sizes = {file: file.path.stat().st_size for file in list_files(self._folder)}
+        self._sizes = {file: file.path.stat().st_size for file in list_files(self.folder)}
 
     def _write(
         self,
@@ -331,18 +306,11 @@ class RolloutStore:
         stale_ids: Collection[str],
     ) -> None:
         rows = [
-            as_row(
-                rollout,
-                step,
-                purpose,
-                advantages.get(rollout.id),
-                self._piece,
-                is_stale=rollout.group_id in stale_ids,
-            )
+            as_row(rollout, step, purpose, advantages.get(rollout.id), self._piece, rollout.group_id in stale_ids)
             for rollout in rollouts
         ]
-        data = _to_jsonl(rows) if self._config.format is StoredFormat.JSONL else _to_parquet(rows)
-        target = self._folder / f"{_PREFIX[purpose]}-{step:08d}.{self._config.format.value}"
+        data = as_jsonl(rows) if self._config.format is StoredFormat.JSONL else as_parquet(rows)
+        target = self.folder / f"{_PREFIX[purpose]}-{step:08d}.{self._config.format.value}"
         with open_atomically(target) as file:
             file.write(data)
         self._sizes[StoredFile(step, purpose, target)] = len(data)
@@ -351,7 +319,7 @@ class RolloutStore:
     def _make_room(self, newest: Path) -> None:
         limit, total = self._config.max_mb * _BYTES_IN_MB, sum(self._sizes.values())
         removed: list[StoredFile] = []
-        for file in sorted(self._sizes, key=lambda file: (file.step, file.purpose != TRAINING)):
+        for file in sorted(self._sizes, key=lambda file: file.age):
             if total <= limit or file.path == newest:
                 break
             file.path.unlink(missing_ok=True)
@@ -369,12 +337,11 @@ class RolloutStore:
 
 
 def _select(groups: Sequence[RolloutGroup], config: RolloutStoreConfig) -> list[Rollout]:
-    kept = [_KEEPERS[config.keep](group.rollouts) for group in groups]
-    if config.max_per_step is None:
-        return [rollout for rollouts in kept for rollout in rollouts]
+    """The rollouts to store, of whole groups up to `max_per_step`."""
+    kept = [_kept(group.rollouts, config.keep) for group in groups]
     order = sorted(range(len(groups)), key=lambda index: hashlib.sha256(groups[index].id.encode()).digest())
     taken: set[int] = set()
-    room = config.max_per_step
+    room = float("inf") if config.max_per_step is None else config.max_per_step
     for index in order:
         if kept[index] and (len(kept[index]) <= room or not taken):
             taken.add(index)
@@ -382,78 +349,15 @@ def _select(groups: Sequence[RolloutGroup], config: RolloutStoreConfig) -> list[
     return [rollout for index in sorted(taken) for rollout in kept[index]]
 
 
-def _not_completed(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    return [rollout for rollout in rollouts if rollout.status is not RolloutStatus.COMPLETED]
-
-
-def _best_and_worst(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    scores = {index: score for index, rollout in enumerate(rollouts) if (score := rollout.total_reward) is not None}
-    extremes = {max(scores, key=scores.__getitem__), min(scores, key=scores.__getitem__)} if scores else set()
-    return [rollout for index, rollout in enumerate(rollouts) if index in extremes or index not in scores]
-
-
-_KEEPERS: Mapping[Keep, Callable[[Sequence[Rollout]], list[Rollout]]] = {
-    Keep.ALL: list,
-    Keep.NOT_COMPLETED: _not_completed,
-    Keep.BEST_AND_WORST: _best_and_worst,
-    Keep.ONE_PER_GROUP: lambda rollouts: list(rollouts[:1]),
-}
-
-
-def _to_parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), buffer, compression="zstd", write_statistics=False)
-    return buffer.getvalue()
-
-
-def _to_jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    # The conversion by Arrow gives both formats the same values with the same rounding.
-    table = pa.Table.from_pylist(list(rows), schema=SCHEMA)
-    stored = table.to_pylist(maps_as_pydicts="strict")
-    lines = [json.dumps(_jsonable({"version": SCHEMA_VERSION, **row}), ensure_ascii=False) for row in stored]
-    return "".join(f"{line}\n" for line in lines).encode()
-
-
-def _from_jsonl(data: bytes, columns: Sequence[str] | None) -> pa.Table:
-    rows = [json.loads(line, object_hook=_from_jsonable) for line in data.splitlines()]
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise ValueError(f"line {number} is not a JSON object")
-        _check_version(str(row.pop("version", _NO_VERSION)))
-        if absent := [name for name in SCHEMA.names if name not in row]:
-            raise ValueError(f"line {number} has no column {absent[0]!r}")
-    table = pa.Table.from_pylist(rows, schema=SCHEMA)
-    check_columns(table, SCHEMA.names)
-    return table if columns is None else table.select(list(columns))
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return bytes_as_json(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        # JSON has no such numbers; metrics.jsonl uses the same strings.
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {name: _jsonable(inner) for name, inner in value.items()}
-    return [_jsonable(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _from_jsonable(row: dict[str, Any]) -> dict[str, Any]:
-    """Invert `_jsonable` for one object."""
-    for name, value in row.items():
-        # A number with such a name is a metric.
-        if name in _MAPS and isinstance(value, dict):
-            row[name] = [(key, float(number)) for key, number in value.items()]
-        elif name in _MAPS and isinstance(value, list):
-            # Arrow aborts the process on a map with items that are not pairs.
-            raise ValueError(f"{name!r} is a list, expected an object of numbers")
-        elif name in _PIECES and isinstance(value, list):
-            row[name] = [bytes_from_json(piece) for piece in value]
-    return row
-
-
-def _check_version(version: str) -> None:
-    if version == _NO_VERSION:
-        raise ValueError("it has no schema version")
-    if version != str(SCHEMA_VERSION):
-        raise _OtherVersionError(f"its schema version is {version}, this program reads version {SCHEMA_VERSION}")
+def _kept(rollouts: Sequence[Rollout], keep: Keep) -> list[Rollout]:
+    match keep:
+        case Keep.ALL:
+            return list(rollouts)
+        case Keep.NOT_COMPLETED:
+            return [rollout for rollout in rollouts if rollout.status is not RolloutStatus.COMPLETED]
+        case Keep.ONE_PER_GROUP:
+            return list(rollouts[:1])
+        case Keep.BEST_AND_WORST:
+            scores = {at: score for at, rollout in enumerate(rollouts) if (score := rollout.total_reward) is not None}
+            extremes = (max(scores, key=scores.__getitem__), min(scores, key=scores.__getitem__)) if scores else ()
+            return [rollout for at, rollout in enumerate(rollouts) if at in extremes or at not in scores]

@@ -1,30 +1,34 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The schema of stored rollouts, and the conversion of a rollout with its rewards and advantages to a row.
+"""The record of a stored rollout: its columns, the conversion of a rollout to a row, and the two file formats.
 
 One row is one rollout. Lists of a turn have one item per token: those over the sampled tokens (`token_ids`, `pieces`,
 `logprobs`, …) have one length, those over the observation's tokens another. Null means that the run did not compute
-the value.
+the value. `SCHEMA` defines both formats, Parquet and JSON lines.
 """
 
 import dataclasses
+import io
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from jaxtyping import Float
 
 from marin_rl.objectives.advantage_inputs import TurnAdvantages
-from marin_rl.types import Info, Observation, RewardResult, Rollout, RolloutStatus, Turn
+from marin_rl.types import Info, Message, Observation, Rollout, RolloutStatus, Turn
 
 SCHEMA_VERSION = 3
 """Increased with every change of the columns; files of other versions are refused."""
 
-VERSION_KEY = b"marin_rl.rollouts.version"
-"""Key of the version in a file's metadata."""
+_VERSION_KEY = b"marin_rl.rollouts.version"
+"""Key of the version in the metadata of a Parquet file."""
 
 PieceOf = Callable[[int], bytes]
 """Maps a token id to its exact bytes."""
@@ -50,6 +54,9 @@ _EVALUATION = pa.struct(
     ]
 )
 
+_SCORES = ("learner_logprobs", "reference_logprobs", "advantages", "values", "value_targets")
+"""The arrays of `StoredAdvantages`, which are columns over the sampled tokens."""
+
 _TURN = pa.struct(
     [
         ("messages", pa.list_(_MESSAGE)),
@@ -68,11 +75,7 @@ _TURN = pa.struct(
         ("pieces", pa.list_(pa.binary())),
         ("loss_mask", pa.list_(pa.bool_())),
         ("logprobs", pa.list_(pa.float32())),
-        ("learner_logprobs", pa.list_(pa.float32())),
-        ("reference_logprobs", pa.list_(pa.float32())),
-        ("advantages", pa.list_(pa.float32())),
-        ("values", pa.list_(pa.float32())),
-        ("value_targets", pa.list_(pa.float32())),
+        *[(name, pa.list_(pa.float32())) for name in _SCORES],
         ("episode_advantage", pa.float64()),
         ("step_return", pa.float64()),
         ("step_advantage", pa.float64()),
@@ -80,12 +83,7 @@ _TURN = pa.struct(
 )
 
 _OBSERVATION = pa.struct(
-    [
-        ("messages", pa.list_(_MESSAGE)),
-        ("starts_sequence", pa.bool_()),
-        ("observation_tokens", pa.list_(pa.int32())),
-        ("observation_pieces", pa.list_(pa.binary())),
-    ]
+    [_TURN.field(name) for name in ("messages", "starts_sequence", "observation_tokens", "observation_pieces")]
 )
 
 SCHEMA = pa.schema(
@@ -113,7 +111,7 @@ SCHEMA = pa.schema(
         ("turns", pa.list_(_TURN)),
         ("last_observation", _OBSERVATION),
     ],
-    metadata={VERSION_KEY: str(SCHEMA_VERSION).encode()},
+    metadata={_VERSION_KEY: str(SCHEMA_VERSION).encode()},
 )
 """The columns, with one row per rollout. `docs/pages/viewing.md` documents each column."""
 
@@ -121,33 +119,279 @@ _NULLABLE = frozenset(
     [
         *("answer", "error", "not_trained", "reward", "advantage", "info", "last_observation"),
         *("score", "reason", "failure", "base_reward", "content", "more", "action"),
-        *("learner_logprobs", "reference_logprobs", "advantages", "values", "value_targets"),
-        *("episode_advantage", "step_return", "step_advantage"),
+        *(*_SCORES, "episode_advantage", "step_return", "step_advantage"),
     ]
 )
 """Columns and fields that may be null."""
 
 _PER_TOKEN = {
-    "token_ids": (
-        *("pieces", "loss_mask", "logprobs", "learner_logprobs", "reference_logprobs"),
-        *("advantages", "values", "value_targets"),
-    ),
+    "token_ids": ("pieces", "loss_mask", "logprobs", *_SCORES),
     "observation_tokens": ("observation_pieces",),
 }
 """Lists with one item per token, by the name of the token list."""
 
 
-def check_columns(table: pa.Table, columns: Sequence[str]) -> None:
-    """Check a table against the schema, because a user may have edited its file.
+@dataclasses.dataclass(frozen=True)
+class StoredAdvantages:
+    """Advantages and scores of one rollout. Arrays have one item per sampled token, with all turns concatenated."""
+
+    advantages: Float[np.ndarray, " tokens"] | None
+    """Multipliers of the policy term; None if no token was trained on."""
+    learner_logprobs: Float[np.ndarray, " tokens"] | None = None
+    """Log-probabilities (nats) under the learner's weights before the update; None if not computed."""
+    reference_logprobs: Float[np.ndarray, " tokens"] | None = None
+    """Log-probabilities (nats) under the frozen reference; None without a reference."""
+    values: Float[np.ndarray, " tokens"] | None = None
+    """The critic's values before the update; None without a critic."""
+    value_targets: Float[np.ndarray, " tokens"] | None = None
+    """Targets of the critic; None without a critic, or if no token was trained on."""
+    turn_advantages: TurnAdvantages | None = None
+    """The parts of each turn's advantage (GiGPO)."""
+
+    @property
+    def mean_advantage(self) -> float | None:
+        """The mean over the sampled tokens; None if no token was trained on."""
+        return None if self.advantages is None else float(self.advantages.mean())
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The computed arrays, by column."""
+        return {name: array for name, array in vars(self).items() if name in _SCORES and array is not None}
+
+
+def as_row(
+    rollout: Rollout,
+    step: int,
+    purpose: str,
+    stored: StoredAdvantages | None,
+    piece: PieceOf,
+    is_stale: bool = False,
+) -> dict[str, Any]:
+    """Convert a rollout to a row of `SCHEMA`, in Python values.
 
     Args:
-        table: the rollouts.
-        columns: the required columns of `SCHEMA`.
+        rollout: the rollout.
+        step: the update trained on the rollout, or the update before an evaluation.
+        purpose: `training` or `evaluation`.
+        stored: advantages of the rollout; None if it was not trained on.
+        piece: maps a token id to its bytes.
+        is_stale: whether the rollout was dropped for its age before training.
+
+    Returns:
+        The values by column.
 
     Raises:
-        ValueError: if a column is missing, has another type or a forbidden null, or if lists over the same tokens
-            differ in length; names the column.
+        ValueError: if an array does not have the rollout's length; names both lengths.
     """
+    _check_lengths(rollout, stored)
+    values = {
+        **vars(rollout),
+        "step": step,
+        "purpose": purpose,
+        "task_id": rollout.task.id,
+        "environment": rollout.task.environment,
+        "answer": rollout.task.answer,
+        "not_trained": _why_not_trained(rollout, purpose, stored, is_stale),
+        "reward": rollout.total_reward,
+        "advantage": None if stored is None else stored.mean_advantage,
+        "num_turns": len(rollout.turns),
+        "num_tokens": rollout.num_tokens,
+        "num_generated_tokens": rollout.num_generated_tokens,
+        "info": _info_text(rollout.info),
+        "turns": _turn_values(rollout.turns, stored, piece),
+        "last_observation": _observation_values(rollout.last_observation, piece),
+    }
+    return {field.name: _as_stored(values[field.name], field.type) for field in SCHEMA}
+
+
+def _as_stored(value: Any, kind: pa.DataType) -> Any:
+    """Convert a value to one that Arrow accepts; the fields of a record are those of `kind`, by name."""
+    if value is None:
+        return None
+    if pa.types.is_struct(kind):
+        values = value if isinstance(value, Mapping) else vars(value)
+        return {field.name: _as_stored(values.get(field.name), field.type) for field in kind}
+    if pa.types.is_list(kind) and pa.types.is_struct(kind.value_type):
+        return [_as_stored(item, kind.value_type) for item in value]
+    if pa.types.is_map(kind):
+        return [(name, float(number)) for name, number in value.items()]
+    if pa.types.is_string(kind):
+        # UTF-8 cannot represent lone surrogates, which texts of reward functions may contain.
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    return value
+
+
+def _turn_values(turns: Sequence[Turn], stored: StoredAdvantages | None, piece: PieceOf) -> list[dict[str, Any]]:
+    rows = []
+    start = 0
+    for index, turn in enumerate(turns):
+        token_ids = turn.generation.token_ids
+        end = start + len(token_ids)
+        row = {
+            **vars(turn),
+            **vars(turn.generation),
+            "messages": [_message_values(message) for message in turn.messages],
+            "reward": turn.reward,
+            "info": _info_text(turn.info),
+            "observation_pieces": [piece(token) for token in turn.observation_tokens],
+            "pieces": [piece(token) for token in token_ids],
+            "loss_mask": [stored is not None and stored.advantages is not None] * len(token_ids),
+        }
+        if stored is not None:
+            row |= {name: array[start:end].tolist() for name, array in stored.arrays.items()}
+            if (parts := stored.turn_advantages) is not None:
+                row["episode_advantage"] = parts.episode_advantage
+                row["step_return"] = float(parts.returns[index])
+                row["step_advantage"] = float(parts.step_advantages[index])
+        rows.append(row)
+        start = end
+    return rows
+
+
+def _observation_values(observation: Observation | None, piece: PieceOf) -> dict[str, Any] | None:
+    if observation is None:
+        return None
+    return {
+        "messages": [_message_values(message) for message in observation.messages],
+        "starts_sequence": observation.starts_sequence,
+        "observation_tokens": observation.tokens,
+        "observation_pieces": [piece(token) for token in observation.tokens],
+    }
+
+
+def _message_values(message: Message) -> dict[str, Any]:
+    more = {name: value for name, value in message.items() if name not in ("role", "content")}
+    return {**message, "more": json.dumps(more) if more else None}
+
+
+def _info_text(info: Info) -> str | None:
+    """Free metadata as ASCII JSON; None if empty."""
+    return json.dumps(info, sort_keys=True) if info else None
+
+
+def _check_lengths(rollout: Rollout, stored: StoredAdvantages | None) -> None:
+    if stored is None:
+        return
+    tokens, turns = rollout.num_generated_tokens, len(rollout.turns)
+    expected = [(name, array, tokens) for name, array in stored.arrays.items()]
+    if (parts := stored.turn_advantages) is not None:
+        expected += [("returns", parts.returns, turns), ("step_advantages", parts.step_advantages, turns)]
+    for name, array, length in expected:
+        if len(array) != length:
+            raise ValueError(f"rollout {rollout.id}: {name} has length {len(array)}, expected {length}")
+
+
+def _why_not_trained(rollout: Rollout, purpose: str, stored: StoredAdvantages | None, is_stale: bool) -> str | None:
+    if purpose != "training":
+        return purpose
+    if is_stale:
+        return "stale"
+    if not rollout.status.is_graded:
+        return rollout.status.value
+    if stored is None:
+        return "filtered"
+    if stored.advantages is None:
+        return "masked" if rollout.status is RolloutStatus.TRUNCATED else "no_tokens"
+    return None
+
+
+class OtherVersionError(ValueError):
+    """A file has another schema version."""
+
+
+def as_parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Convert rows to the content of a Parquet file."""
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), buffer, compression="zstd", write_statistics=False)
+    return buffer.getvalue()
+
+
+def as_jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Convert rows to JSON lines, with a token's bytes as text, or as `{"hex": …}` if they are not valid UTF-8."""
+    # The conversion by Arrow gives both formats the same values with the same rounding.
+    table = pa.Table.from_pylist(list(rows), schema=SCHEMA)
+    stored = table.to_pylist(maps_as_pydicts="strict")
+    lines = [json.dumps(_jsonable({"version": SCHEMA_VERSION, **row}), ensure_ascii=False) for row in stored]
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def from_parquet(path: Path, columns: Sequence[str]) -> pa.Table:
+    """Read and check columns of a Parquet file, which a user may have edited; see `from_jsonl`."""
+    # Neither a Python object nor threads: a thread of Arrow that releases a Python object while the interpreter exits
+    # aborts the process.
+    with pq.ParquetFile(str(path)) as parquet:
+        version = (parquet.schema_arrow.metadata or {}).get(_VERSION_KEY)
+        _check_version(None if version is None else version.decode())
+        table = parquet.read(columns=list(columns), use_threads=False)
+    _check_columns(table, columns)
+    return table
+
+
+def from_jsonl(path: Path, columns: Sequence[str]) -> pa.Table:
+    """Read and check columns of a file of JSON lines, which a user may have edited.
+
+    Args:
+        path: the file.
+        columns: names of `SCHEMA`.
+
+    Returns:
+        The rollouts.
+
+    Raises:
+        OtherVersionError: if the file has another schema version.
+        ValueError: if a column is missing, has another type or a forbidden null, or if lists over the same tokens
+            differ in length; names the column. Arrow and JSON raise further errors for files that they cannot read.
+    """
+    rows = [json.loads(line, object_hook=_from_jsonable) for line in path.read_bytes().splitlines()]
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise ValueError(f"line {number} is not a JSON object")
+        _check_version(row.pop("version", None))
+        if absent := [name for name in SCHEMA.names if name not in row]:
+            raise ValueError(f"line {number} has no column {absent[0]!r}")
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    _check_columns(table, SCHEMA.names)
+    return table.select(list(columns))
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            return {"hex": value.hex()}
+    if isinstance(value, float) and not math.isfinite(value):
+        # JSON has no such numbers; metrics.jsonl uses the same strings.
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {name: _jsonable(inner) for name, inner in value.items()}
+    return [_jsonable(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _from_jsonable(row: dict[str, Any]) -> dict[str, Any]:
+    """Invert `_jsonable` for one object."""
+    for name, value in row.items():
+        # A number with such a name is a metric.
+        if name in ("rewards", "metrics", "seconds") and isinstance(value, dict):
+            row[name] = [(key, float(number)) for key, number in value.items()]
+        elif name in ("rewards", "metrics", "seconds") and isinstance(value, list):
+            # Arrow aborts the process on a map with items that are not pairs.
+            raise ValueError(f"{name!r} is a list, expected an object of numbers")
+        elif name in ("observation_pieces", "pieces") and isinstance(value, list):
+            row[name] = [
+                piece.encode("utf-8") if isinstance(piece, str) else bytes.fromhex(piece["hex"]) for piece in value
+            ]
+    return row
+
+
+def _check_version(version: object) -> None:
+    if version is None:
+        raise ValueError("it has no schema version")
+    if str(version) != str(SCHEMA_VERSION):
+        raise OtherVersionError(f"its schema version is {version}, this program reads version {SCHEMA_VERSION}")
+
+
+def _check_columns(table: pa.Table, columns: Sequence[str]) -> None:
     for name in columns:
         if name not in table.column_names:
             raise ValueError(f"it has no column {name!r}")
@@ -183,242 +427,3 @@ def _check_per_token(path: str, array: pa.StructArray) -> None:
             lengths = lists[name].value_lengths().to_pylist() if name in lists else []
             if any(length not in (None, other) for length, other in zip(lengths, expected, strict=False)):
                 raise ValueError(f"'{path}.{name}' differs in length from '{path}.{tokens}'")
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredAdvantages:
-    """Advantages and scores of one rollout. Arrays have one item per sampled token, with all turns concatenated."""
-
-    advantages: Float[np.ndarray, " tokens"] | None
-    """Multipliers of the policy term; None if no token was trained on."""
-    learner_logprobs: Float[np.ndarray, " tokens"] | None = None
-    """Log-probabilities (nats) under the learner's weights before the update; None if not computed."""
-    reference_logprobs: Float[np.ndarray, " tokens"] | None = None
-    """Log-probabilities (nats) under the frozen reference; None without a reference."""
-    values: Float[np.ndarray, " tokens"] | None = None
-    """The critic's values before the update; None without a critic."""
-    value_targets: Float[np.ndarray, " tokens"] | None = None
-    """Targets of the critic; None without a critic, or if no token was trained on."""
-    turn_advantages: TurnAdvantages | None = None
-    """The parts of each turn's advantage (GiGPO)."""
-
-    @property
-    def mean_advantage(self) -> float | None:
-        """The mean over the sampled tokens; None if no token was trained on."""
-        return None if self.advantages is None else float(self.advantages.mean())
-
-
-def as_row(
-    rollout: Rollout,
-    step: int,
-    purpose: str,
-    stored: StoredAdvantages | None,
-    piece: PieceOf,
-    *,
-    is_stale: bool = False,
-) -> dict[str, Any]:
-    """Convert a rollout to a row of `SCHEMA`, in Python values.
-
-    Args:
-        rollout: the rollout.
-        step: the update trained on the rollout, or the update before an evaluation.
-        purpose: `training` or `evaluation`.
-        stored: advantages of the rollout; None if it was not trained on.
-        piece: maps a token id to its bytes.
-        is_stale: whether the rollout was dropped for its age before training.
-
-    Returns:
-        The values by column.
-
-    Raises:
-        ValueError: if an array does not have the rollout's length; names both lengths.
-    """
-    _check_lengths(rollout, stored)
-    return {
-        "step": step,
-        "purpose": purpose,
-        "id": rollout.id,
-        "group_id": rollout.group_id,
-        "task_id": rollout.task.id,
-        "environment": rollout.task.environment,
-        "answer": _text(rollout.task.answer),
-        "status": rollout.status.value,
-        "error": _text(rollout.error),
-        "not_trained": _why_not_trained(rollout, purpose, stored, is_stale),
-        "reward": rollout.total_reward,
-        "rewards": list(rollout.rewards.items()),
-        "evaluations": [_evaluation_row(evaluation) for evaluation in rollout.evaluations],
-        "advantage": None if stored is None else stored.mean_advantage,
-        "num_turns": len(rollout.turns),
-        "num_tokens": rollout.num_tokens,
-        "num_generated_tokens": rollout.num_generated_tokens,
-        "metrics": _numbers(rollout.metrics),
-        "seconds": _numbers(rollout.seconds),
-        "info": _info_text(rollout.info),
-        "turns": _turn_rows(rollout.turns, stored, piece),
-        "last_observation": _observation_row(rollout.last_observation, piece),
-    }
-
-
-def _check_lengths(rollout: Rollout, stored: StoredAdvantages | None) -> None:
-    if stored is None:
-        return
-    tokens, turns = rollout.num_generated_tokens, len(rollout.turns)
-    expected: list[tuple[str, np.ndarray | None, int]] = [
-        ("advantages", stored.advantages, tokens),
-        ("learner_logprobs", stored.learner_logprobs, tokens),
-        ("reference_logprobs", stored.reference_logprobs, tokens),
-        ("values", stored.values, tokens),
-        ("value_targets", stored.value_targets, tokens),
-    ]
-    if stored.turn_advantages is not None:
-        expected += [("returns", stored.turn_advantages.returns, turns)]
-        expected += [("step_advantages", stored.turn_advantages.step_advantages, turns)]
-    for name, array, length in expected:
-        if array is not None and len(array) != length:
-            raise ValueError(f"rollout {rollout.id}: {name} has length {len(array)}, expected {length}")
-
-
-def _why_not_trained(rollout: Rollout, purpose: str, stored: StoredAdvantages | None, is_stale: bool) -> str | None:
-    if purpose != "training":
-        return purpose
-    if is_stale:
-        return "stale"
-    if not rollout.status.is_graded:
-        return rollout.status.value
-    if stored is None:
-        return "filtered"
-    if stored.advantages is None:
-        return "masked" if rollout.status is RolloutStatus.TRUNCATED else "no_tokens"
-    return None
-
-
-def _numbers(values: Mapping[str, float]) -> list[tuple[str, float]]:
-    return [(name, float(value)) for name, value in values.items()]
-
-
-def _evaluation_row(evaluation: RewardResult) -> dict[str, Any]:
-    return {
-        "component": evaluation.component,
-        "weight": evaluation.weight,
-        "score": evaluation.score,
-        "reason": _text(evaluation.reason),
-        "failure": evaluation.failure,
-        "error": _text(evaluation.error),
-        "metrics": _numbers(evaluation.metrics),
-        "steps": [
-            {
-                "turn": step.turn,
-                "base_reward": step.base_reward,
-                "reason": _text(step.reason),
-                "metrics": _numbers(step.metrics),
-            }
-            for step in evaluation.steps
-        ],
-    }
-
-
-def _turn_rows(turns: Sequence[Turn], stored: StoredAdvantages | None, piece: PieceOf) -> list[dict[str, Any]]:
-    rows = []
-    start = 0
-    for index, turn in enumerate(turns):
-        sampled = turn.generation
-        end = start + len(sampled.token_ids)
-        rows.append(
-            {
-                "messages": [_message_row(message) for message in turn.messages],
-                "action": _text(turn.action),
-                "reward": turn.reward,
-                "rewards": list(turn.rewards.items()),
-                "info": _info_text(turn.info),
-                "anchor_state": turn.anchor_state,
-                "starts_sequence": turn.starts_sequence,
-                "stop_reason": sampled.stop_reason.value,
-                "first_version": sampled.first_version,
-                "last_version": sampled.last_version,
-                "observation_tokens": turn.observation_tokens,
-                "observation_pieces": [piece(token) for token in turn.observation_tokens],
-                "token_ids": sampled.token_ids,
-                "pieces": [piece(token) for token in sampled.token_ids],
-                "logprobs": sampled.logprobs,
-                **_advantage_columns(stored, index, slice(start, end)),
-            }
-        )
-        start = end
-    return rows
-
-
-def _observation_row(observation: Observation | None, piece: PieceOf) -> dict[str, Any] | None:
-    if observation is None:
-        return None
-    return {
-        "messages": [_message_row(message) for message in observation.messages],
-        "starts_sequence": observation.starts_sequence,
-        "observation_tokens": observation.tokens,
-        "observation_pieces": [piece(token) for token in observation.tokens],
-    }
-
-
-def _text(text: str | None) -> str | None:
-    """Escape lone surrogates, which texts of reward functions may contain, because UTF-8 cannot represent them."""
-    return None if text is None else text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _info_text(info: Info) -> str | None:
-    """Free metadata as ASCII JSON; None if empty."""
-    return json.dumps(info, sort_keys=True) if info else None
-
-
-def _message_row(message: Mapping[str, Any]) -> dict[str, Any]:
-    more = {name: value for name, value in message.items() if name not in ("role", "content")}
-    return {
-        "role": message["role"],
-        "content": _text(message["content"]),
-        "more": json.dumps(more) if more else None,
-    }
-
-
-def _advantage_columns(stored: StoredAdvantages | None, turn: int, tokens: slice) -> dict[str, Any]:
-    if stored is None:
-        return {"loss_mask": [False] * (tokens.stop - tokens.start)}
-    trained = stored.advantages is not None
-    return {
-        "loss_mask": [trained] * (tokens.stop - tokens.start),
-        "learner_logprobs": _part(stored.learner_logprobs, tokens),
-        "reference_logprobs": _part(stored.reference_logprobs, tokens),
-        "advantages": _part(stored.advantages, tokens),
-        "values": _part(stored.values, tokens),
-        "value_targets": _part(stored.value_targets, tokens),
-        **_turn_advantage_columns(stored.turn_advantages, turn),
-    }
-
-
-def _turn_advantage_columns(advantages: TurnAdvantages | None, turn: int) -> dict[str, float]:
-    if advantages is None:
-        return {}
-    return {
-        "episode_advantage": advantages.episode_advantage,
-        "step_return": float(advantages.returns[turn]),
-        "step_advantage": float(advantages.step_advantages[turn]),
-    }
-
-
-def _part(array: np.ndarray | None, tokens: slice) -> list[float] | None:
-    return None if array is None else array[tokens].tolist()
-
-
-def bytes_as_json(piece: bytes) -> str | dict[str, str]:
-    """Convert a token's bytes to JSON: text, or `{"hex": …}` if they are not valid UTF-8.
-
-    >>> bytes_as_json(b"5"), bytes_as_json("é".encode()[:1])
-    ('5', {'hex': 'c3'})
-    """
-    try:
-        return piece.decode("utf-8")
-    except UnicodeDecodeError:
-        return {"hex": piece.hex()}
-
-
-def bytes_from_json(value: str | Mapping[str, str]) -> bytes:
-    """Invert [`bytes_as_json`][marin_rl.rollouts.stored_rollout.bytes_as_json]."""
-    return value.encode("utf-8") if isinstance(value, str) else bytes.fromhex(value["hex"])
