@@ -13,7 +13,7 @@ from pathlib import Path
 import marin_rl
 from marin_rl.config_fields import convert_enum_fields
 from marin_rl.learner.attention_kernel import AttentionKernel, round_up
-from marin_rl.rollouts.rollout_builder import LongPrompts, StateHashingConfig
+from marin_rl.rollouts.attempt import LongPrompts, StateHashingConfig
 
 ROW_MULTIPLE = 128
 """The default length of a packed row is rounded up to a multiple of this."""

@@ -58,8 +58,8 @@ from marin_rl.objectives.policy_loss import PolicyLossConfig, ReinforceLossConfi
 from marin_rl.objectives.shaping import KeepTruncatedConfig, OverlongConfig, TruncationConfig
 from marin_rl.rewards.component import RewardScope
 from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rollouts.attempt import LongPrompts
 from marin_rl.rollouts.filters import FilterConfig, KeepGroupsConfig
-from marin_rl.rollouts.rollout_builder import LongPrompts
 from marin_rl.rollouts.store import RolloutStoreConfig
 from marin_rl.sampling.config import LevanterSamplerConfig, OpenAiSamplerConfig, SamplerConfig, SamplingConfig
 from marin_rl.tokenization.load import TokenizerConfig

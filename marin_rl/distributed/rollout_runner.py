@@ -9,9 +9,9 @@ from marin_rl.closing import Closing
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.rollouts.attempt import Limits, default_state_hash
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.reward_functions import RewardFunctions
-from marin_rl.rollouts.rollout_builder import Limits, default_state_hash
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.sampling.sampler import Sampler
 from marin_rl.tokenization.chat import ChatTokenizer

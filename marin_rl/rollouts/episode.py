@@ -11,14 +11,22 @@ from collections.abc import Awaitable, Iterator
 from typing import TypeVar
 
 from marin_rl.environments.base import AbstractEnvironment, Episode
+from marin_rl.rollouts.attempt import Attempt, Limits
 from marin_rl.rollouts.request_batcher import RequestBatcher
-from marin_rl.rollouts.rollout_builder import Attempt, EnvironmentFault, Limits, RolloutBuilder
+from marin_rl.rollouts.rollout_builder import EnvironmentFault, RolloutBuilder
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import RolloutStatus
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+CLOSING_SECONDS = 10.0
+"""Time limit for closing an episode."""
+
+_ENDS = (SystemExit, asyncio.CancelledError)
+"""Further errors of environments: `sys.exit`, and waiting for a cancelled task. In the event loop they would end all
+episodes."""
 
 
 async def run_episode(
@@ -42,7 +50,7 @@ async def run_episode(
     Returns:
         The builder of the rollout, to which reward functions may add rewards.
     """
-    builder = RolloutBuilder(attempt)
+    builder = RolloutBuilder(attempt, tokenizer, limits)
     if (task := asyncio.current_task()) is not None:
         # The log messages of environments name the rollout by the task's name.
         task.set_name(f"rollout {attempt.id}")
@@ -52,11 +60,10 @@ async def run_episode(
         episode = await clock.limit(environment.start(attempt.task, attempt.start_seed))
         while not builder.over:
             with clock.count("sample"):
-                generation = await batcher.sample(builder.request(limits))
-            reply = tokenizer.decode_reply(generation.token_ids)
-            builder.add_generation(generation, reply)
+                generation = await batcher.sample(builder.request())
+            reply = builder.add_generation(generation)
             if not builder.over:
-                builder.add_observation(await clock.limit(episode.step(reply)), tokenizer, limits)
+                builder.add_observation(await clock.limit(episode.step(reply)))
     except EnvironmentFault as error:
         builder.fail(error.status, str(error))
     finally:
@@ -97,11 +104,6 @@ class _Clock:
             raise EnvironmentFault(RolloutStatus.FAILED, f"{type(error).__name__}: {error}") from error
 
 
-_ENDS = (SystemExit, asyncio.CancelledError)
-"""Further errors of environments: `sys.exit`, and waiting for a cancelled task. In the event loop they would end all
-episodes."""
-
-
 def _is_cancelled(error: BaseException) -> bool:
     """Whether the current task is cancelled, as opposed to a `CancelledError` raised by the environment."""
     task = asyncio.current_task()
@@ -111,12 +113,9 @@ def _is_cancelled(error: BaseException) -> bool:
 async def _close(episode: Episode, id: str) -> None:
     """Close an episode; an error is only logged."""
     try:
-        async with asyncio.timeout(_CLOSING_SECONDS):
+        async with asyncio.timeout(CLOSING_SECONDS):
             await episode.close()
     except (Exception, *_ENDS) as error:
         if _is_cancelled(error):
             raise
         logger.warning("rollout %s: closing its episode failed: %s: %s", id, type(error).__name__, error)
-
-
-_CLOSING_SECONDS = 10.0

@@ -16,19 +16,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.errors import UserError
+from marin_rl.rollouts.attempt import Attempt, Limits, StateHash, default_state_hash
 from marin_rl.rollouts.episode import run_episode
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.reward_functions import RewardFunctions
-from marin_rl.rollouts.rollout_builder import (
-    Attempt,
-    Limits,
-    LongPrompts,
-    RolloutBuilder,
-    StateHash,
-    default_state_hash,
-)
-from marin_rl.sampling.sampler import PromptTooLongError, Sampler
+from marin_rl.rollouts.rollout_builder import RolloutBuilder
+from marin_rl.sampling.sampler import Sampler
 from marin_rl.seeds import derive_seed
 from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -71,43 +65,6 @@ class RolloutRunner:
     cancels all episodes and propagates to the caller."""
 
 
-def run_groups(
-    runner: RolloutRunner,
-    tasks: Sequence[Task],
-    *,
-    group_size: int,
-    temperature: float,
-    seed_parts: tuple[int | str, ...],
-) -> list[RolloutGroup]:
-    """Run `group_size` attempts at each task, all of them concurrently.
-
-    Attempts at one task start in the same state and differ only in their sampling seed. If the environment or a reward
-    function of an episode raises, its rollout is marked as failed; if it exceeds the time limit, as timed out. The
-    other rollouts continue.
-
-    Args:
-        runner: environment, tokenizer, sampler and limits.
-        tasks: the tasks, one per group.
-        group_size: attempts per task.
-        temperature: sampling temperature; 0 is greedy.
-        seed_parts: identifies this call (run seed, purpose, step); all seeds derive from it.
-
-    Returns:
-        One group per task, in order.
-
-    Raises:
-        PromptTooLongError: if a task's prompt is too long and may not be truncated.
-        ValueError: if a reward is NaN or infinite; names the rollout.
-        AllRolloutsFailedError: if all rollouts failed.
-        BlockedEventLoopError: if an environment's code blocks the event loop for longer than `limits.max_seconds`.
-    """
-    name = "-".join(str(part) for part in seed_parts[1:])
-    requests = [GroupInput(f"{name}-{number}", task, (*seed_parts, number)) for number, task in enumerate(tasks)]
-    groups = run_requests(runner, requests, group_size=group_size, temperature=temperature)
-    require_one_success(groups)
-    return groups
-
-
 class GroupInput(NamedTuple):
     """The inputs of one group of rollouts."""
 
@@ -123,10 +80,40 @@ OnGroupDone = Callable[[RolloutGroup], Sequence[GroupInput]]
 """Receives a complete group, and returns the groups to run next."""
 
 
+def run_groups(
+    runner: RolloutRunner,
+    tasks: Sequence[Task],
+    *,
+    group_size: int,
+    temperature: float,
+    seed_parts: tuple[int | str, ...],
+) -> list[RolloutGroup]:
+    """Run `group_size` attempts at each task, all of them concurrently, and check that one was graded.
+
+    Args:
+        runner: environment, tokenizer, sampler and limits.
+        tasks: the tasks, one per group.
+        group_size: attempts per task.
+        temperature: sampling temperature; 0 is greedy.
+        seed_parts: identifies this call (run seed, purpose, step); all seeds derive from it.
+
+    Returns:
+        One group per task, in order.
+
+    Raises:
+        AllRolloutsFailedError: if all rollouts failed. See `stream_requests` for further errors.
+    """
+    name = "-".join(str(part) for part in seed_parts[1:])
+    requests = [GroupInput(f"{name}-{number}", task, (*seed_parts, number)) for number, task in enumerate(tasks)]
+    groups = run_requests(runner, requests, group_size=group_size, temperature=temperature)
+    require_one_success(groups)
+    return groups
+
+
 def run_requests(
     runner: RolloutRunner, requests: Sequence[GroupInput], *, group_size: int, temperature: float
 ) -> list[RolloutGroup]:
-    """Run all attempts of the groups concurrently. The result of a group does not depend on the other groups.
+    """Run all attempts of the groups concurrently, as `stream_requests` does.
 
     Args:
         runner: environment, tokenizer, sampler and limits.
@@ -136,11 +123,6 @@ def run_requests(
 
     Returns:
         One group per request, in order.
-
-    Raises:
-        PromptTooLongError: if a task's prompt is too long and may not be truncated.
-        ValueError: if a reward is NaN or infinite; names the rollout.
-        BlockedEventLoopError: if an environment's code blocks the event loop for longer than `limits.max_seconds`.
     """
     finished: dict[str, RolloutGroup] = {}
 
@@ -162,6 +144,10 @@ def stream_requests(
 ) -> None:
     """Run groups, pass each complete group to a callback, and run the groups that it returns, until none are left.
 
+    The attempts of a group start in the same state and differ only in their sampling seed; their result does not depend
+    on other groups. If the environment or a reward function of an episode raises, its rollout is marked as failed; if
+    it exceeds the time limit, as timed out. The other rollouts continue.
+
     If reward functions score rollouts of different groups together, no group is complete before all groups of the batch
     are, and the next groups start only then.
 
@@ -178,13 +164,32 @@ def stream_requests(
         ValueError: if a reward is NaN or infinite; names the rollout.
         BlockedEventLoopError: if an environment's code blocks the event loop for longer than `limits.max_seconds`.
     """
-    groups = [_attempts(runner, request, group_size, temperature) for request in requests]
-    if groups:
-        _run_all(runner, groups, on_group_done, lambda request: _attempts(runner, request, group_size, temperature))
+
+    def attempts_of(request: GroupInput) -> list[Attempt]:
+        return _attempts(runner, request, group_size, temperature)
+
+    groups = [attempts_of(request) for request in requests]
+    if not groups:
+        return
+    batcher = RequestBatcher(runner.sampler.batch_size, sum(map(len, groups)))
+    running = runner.loop.submit(_run_batches(runner, batcher, groups, on_group_done, attempts_of))
+    running.add_done_callback(lambda _: batcher.close())
+    try:
+        batcher.serve(
+            runner.sampler,
+            runner.timer,
+            functools.partial(_check_event_loop, runner),
+            runner.limits.max_seconds,
+            runner.interrupt,
+        )
+        running.result()
+    finally:
+        # After an error no rollout may continue in the background.
+        running.cancel()
 
 
 def _attempts(runner: RolloutRunner, request: GroupInput, group_size: int, temperature: float) -> list[Attempt]:
-    prompt = _prompt(runner, request.task)
+    prompt = runner.limits.prompt_tokens(request.task, runner.tokenizer)
     return [
         Attempt(
             task=request.task,
@@ -200,68 +205,59 @@ def _attempts(runner: RolloutRunner, request: GroupInput, group_size: int, tempe
     ]
 
 
-def _run_all(
+async def _run_batches(
     runner: RolloutRunner,
+    batcher: RequestBatcher,
     groups: Sequence[Sequence[Attempt]],
     on_group_done: OnGroupDone,
     attempts_of: Callable[[GroupInput], Sequence[Attempt]],
 ) -> None:
-    """Run and score rollouts in the event loop while this thread samples."""
-    batcher = RequestBatcher(runner.sampler.batch_size, sum(map(len, groups)))
+    """Run groups, and those that the callback returns, until none are left."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
 
-    async def run_one(attempt: Attempt) -> RolloutBuilder:
+            async def run(batch: Sequence[Sequence[Attempt]]) -> None:
+                requests = await _run_batch(runner, batcher, batch, on_group_done)
+                further = [attempts_of(request) for request in requests]
+                batcher.join(sum(map(len, further)))
+                start(further)
+
+            def start(groups: Sequence[Sequence[Attempt]]) -> None:
+                # Only rewards over a batch need groups that end together.
+                for batch in [groups] if runner.reward_functions.has_batch_scope else [[group] for group in groups]:
+                    if batch:
+                        tasks.create_task(run(batch))
+
+            start(groups)
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _run_batch(
+    runner: RolloutRunner,
+    batcher: RequestBatcher,
+    batch: Sequence[Sequence[Attempt]],
+    on_group_done: OnGroupDone,
+) -> list[GroupInput]:
+    """Run and score groups, pass them to the callback, and return the inputs of the next groups."""
+
+    async def run_attempt(attempt: Attempt) -> RolloutBuilder:
         builder = await run_episode(attempt, runner.environment, runner.tokenizer, batcher, runner.limits)
         await runner.reward_functions.score_rollout(builder)
         return builder
 
     async def run_group(attempts: Sequence[Attempt]) -> list[RolloutBuilder]:
-        builders = await _together(run_one(attempt) for attempt in attempts)
+        builders = await _together(map(run_attempt, attempts))
         await runner.reward_functions.score_group(builders)
         return builders
 
-    async def finish(attempts: Sequence[Attempt], builders: Sequence[RolloutBuilder]) -> list[Sequence[Attempt]]:
-        """Pass a group to the callback, and register the next groups with the batcher."""
-        group = RolloutGroup(attempts[0].group_id, [builder.finish() for builder in builders])
-        further = [attempts_of(request) for request in await asyncio.to_thread(on_group_done, group)]
-        batcher.join(sum(map(len, further)))
-        return further
+    async def finish(builders: Sequence[RolloutBuilder]) -> Sequence[GroupInput]:
+        rollouts = [builder.finish() for builder in builders]
+        return await asyncio.to_thread(on_group_done, RolloutGroup(rollouts[0].group_id, rollouts))
 
-    async def run_by_group(groups: Sequence[Sequence[Attempt]]) -> None:
-        async def run_from(attempts: Sequence[Attempt]) -> None:
-            for further in await finish(attempts, await run_group(attempts)):
-                tasks.create_task(run_from(further))
-
-        async with asyncio.TaskGroup() as tasks:
-            for attempts in groups:
-                tasks.create_task(run_from(attempts))
-
-    async def run_by_batch(groups: Sequence[Sequence[Attempt]]) -> None:
-        while groups:
-            builders = await _together(run_group(attempts) for attempts in groups)
-            await runner.reward_functions.score_batch([builder for group in builders for builder in group])
-            further = await _together(finish(*group) for group in zip(groups, builders, strict=True))
-            groups = [attempts for some in further for attempts in some]
-
-    async def run_all() -> None:
-        try:
-            await (run_by_batch if runner.reward_functions.has_batch_scope else run_by_group)(groups)
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-
-    running = runner.loop.submit(run_all())
-    running.add_done_callback(lambda _: batcher.close())
-    try:
-        batcher.serve(
-            runner.sampler,
-            runner.timer,
-            functools.partial(_check_event_loop, runner),
-            runner.limits.max_seconds,
-            runner.interrupt,
-        )
-        running.result()
-    finally:
-        # After an error no rollout may continue in the background.
-        running.cancel()
+    groups = await _together(map(run_group, batch))
+    await runner.reward_functions.score_batch([builder for builders in groups for builder in builders])
+    return [request for requests in await _together(map(finish, groups)) for request in requests]
 
 
 def _check_event_loop(runner: RolloutRunner) -> None:
@@ -283,19 +279,6 @@ async def _together(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]
     return [task.result() for task in tasks]
 
 
-def _prompt(runner: RolloutRunner, task: Task) -> tuple[int, ...]:
-    tokens, longest = runner.tokenizer.prompt_tokens(task.messages), runner.limits.longest_prompt
-    if len(tokens) <= longest:
-        return tokens
-    if runner.limits.long_prompts is LongPrompts.TRUNCATE_LEFT:
-        return tokens[-longest:]
-    limit = "rollouts.max_length" if runner.limits.max_prompt_length is None else "rollouts.max_prompt_length"
-    raise PromptTooLongError(
-        f"task {task.id!r} of environment {task.environment!r}: its prompt has {len(tokens)} tokens, but {limit} "
-        f"allows {longest}; raise {limit}, remove the task, or set rollouts.long_prompts: skip or truncate_left"
-    )
-
-
 def require_one_success(groups: Sequence[RolloutGroup]) -> None:
     """Check that at least one rollout was graded.
 
@@ -306,9 +289,8 @@ def require_one_success(groups: Sequence[RolloutGroup]) -> None:
         AllRolloutsFailedError: if all rollouts failed.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    failed = [rollout for rollout in rollouts if not rollout.status.is_graded]
-    if rollouts and len(failed) == len(rollouts):
+    if rollouts and not any(rollout.status.is_graded for rollout in rollouts):
         raise AllRolloutsFailedError(
-            f"all {len(rollouts)} rollouts failed; the first, {failed[0].id} "
-            f"(task {failed[0].task.id!r} of environment {failed[0].task.environment!r}): {failed[0].error}"
+            f"all {len(rollouts)} rollouts failed; the first, {rollouts[0].id} "
+            f"(task {rollouts[0].task.id!r} of environment {rollouts[0].task.environment!r}): {rollouts[0].error}"
         )

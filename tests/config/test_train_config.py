@@ -37,8 +37,8 @@ from marin_rl.objectives.importance import OffPolicyCorrectionConfig
 from marin_rl.objectives.kl import KlConfig, KlEstimator, LossKlConfig
 from marin_rl.objectives.policy_loss import GspoLossConfig, PolicyLossConfig, RlooSequenceLossConfig
 from marin_rl.objectives.shaping import TruncationConfig
+from marin_rl.rollouts.attempt import LongPrompts
 from marin_rl.rollouts.filters import FilterConfig
-from marin_rl.rollouts.rollout_builder import LongPrompts
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig
 

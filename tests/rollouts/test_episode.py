@@ -12,9 +12,10 @@ import pytest
 
 from marin_rl.environments.base import AbstractEnvironment, Episode, Step
 from marin_rl.rollouts import episode as module
+from marin_rl.rollouts.attempt import Attempt, Limits
 from marin_rl.rollouts.episode import run_episode
 from marin_rl.rollouts.request_batcher import RequestBatcher
-from marin_rl.rollouts.rollout_builder import Attempt, Limits, RolloutBuilder
+from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -149,7 +150,7 @@ def test_max_seconds_limits_the_environment_over_the_whole_rollout(monkeypatch: 
     rollout = run(environment, batcher, dataclasses.replace(LIMITS, max_seconds=1.0)).finish()
     start, *steps, closing = allowed
     assert [start, *steps] == pytest.approx([1.0, 1.0, 0.6, 0.2, 0.0])
-    assert closing == module._CLOSING_SECONDS
+    assert closing == module.CLOSING_SECONDS
     assert rollout.status is RolloutStatus.TIMED_OUT
     assert (len(rollout.turns), environment.closed) == (4, 1)
     assert rollout.seconds["environment"] == pytest.approx(1.6)
@@ -191,7 +192,7 @@ def test_a_cancelled_rollout_leaves_the_batcher_and_closes_its_episode():
 def test_an_error_of_close_is_only_logged(
     environment: Scripted, message: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(module, "_CLOSING_SECONDS", 0.01)
+    monkeypatch.setattr(module, "CLOSING_SECONDS", 0.01)
     batcher = FakeBatcher()
     with caplog.at_level(logging.WARNING):
         rollout = run(environment, batcher).finish()

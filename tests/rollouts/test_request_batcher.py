@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 
@@ -140,15 +141,15 @@ def test_errors_of_the_sampler_propagate():
         serve(RecordingSampler(4, broken), requests(1), requests(2))
 
 
-def test_cancelled_requests_are_not_sampled():
+def test_cancelled_requests_are_not_sampled(monkeypatch: pytest.MonkeyPatch):
     asleep = threading.Event()
+    calls = itertools.count()
+    monkeypatch.setattr("marin_rl.rollouts.request_batcher.INTERRUPT_INTERVAL", 0.01)
 
-    class Condition(threading.Condition):
-        """Sets `asleep` when a thread waits for the condition."""
-
-        def wait(self, timeout: float | None = None) -> bool:
+    def interrupt() -> None:
+        # The first call precedes the wait for requests.
+        if next(calls):
             asleep.set()
-            return super().wait(timeout)
 
     async def raises(batcher: RequestBatcher) -> None:
         await asyncio.to_thread(asleep.wait)
@@ -160,10 +161,9 @@ def test_cancelled_requests_are_not_sampled():
                 episodes.create_task(episode(batcher))
 
     sampler, batcher, loop = RecordingSampler(4), RequestBatcher(4, 3, max_wait=60.0), BackgroundLoop()
-    batcher._changed = Condition()
     running = loop.submit(everything())
     running.add_done_callback(lambda _: batcher.close())
-    batcher.serve(sampler, PhaseTimer(), lambda: None, 60.0)
+    batcher.serve(sampler, PhaseTimer(), lambda: None, 60.0, interrupt)
     loop.close()
     assert isinstance(running.exception(), ExceptionGroup)
     assert sampler.batches == []

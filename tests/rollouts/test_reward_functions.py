@@ -19,10 +19,11 @@ from marin_rl.rewards.component import FunctionRewardConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.group_codec import decode_group, encode_group
 from marin_rl.rollouts.reward_functions import RewardFunctions
-from marin_rl.rollouts.rollout_builder import Limits, RolloutBuilder
+from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.rollouts.store import read_file
 from marin_rl.types import Message, RewardResult, Rollout, RolloutGroup, RolloutStatus, TurnReward
 from tests.rollouts.rollout_cases import write

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marin_rl.environments.base import Step
-from marin_rl.rollouts.rollout_builder import Attempt, EnvironmentFault, Limits, RolloutBuilder
+from marin_rl.rollouts.attempt import Attempt, Limits
+from marin_rl.rollouts.rollout_builder import EnvironmentFault, RolloutBuilder
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import (
@@ -36,15 +37,16 @@ MORE = Message(role="user", content="on")
 """The message after each reply: five tokens with those of the template."""
 
 
-def new_builder() -> RolloutBuilder:
-    return RolloutBuilder(Attempt(TASK, PROMPT, group_id="g", id="r", seed=3, start_seed=4, temperature=1.0))
+def new_builder(limits: Limits = LIMITS) -> RolloutBuilder:
+    attempt = Attempt(TASK, PROMPT, group_id="g", id="r", seed=3, start_seed=4, temperature=1.0)
+    return RolloutBuilder(attempt, TOKENIZER, limits)
 
 
-def reply_of(text: str, stops: bool = True) -> tuple[Generation, str]:
+def reply_of(text: str, stops: bool = True) -> Generation:
     """A reply of the policy: as many tokens as characters, and the end token."""
     tokens = (*text.encode(), *([END] if stops else []))
     stop = StopReason.STOP if stops else StopReason.LENGTH
-    return Generation(tokens, (-0.5,) * len(tokens), stop, 0, 0), text
+    return Generation(tokens, (-0.5,) * len(tokens), stop, 0, 0)
 
 
 def continues(**rewards: float) -> Step:
@@ -53,10 +55,10 @@ def continues(**rewards: float) -> Step:
 
 def built(*steps: Step, limits: Limits = LIMITS, reply: str = "abc") -> RolloutBuilder:
     """A builder with the same reply in every turn."""
-    builder = new_builder()
+    builder = new_builder(limits)
     for step in steps:
-        builder.add_generation(*reply_of(reply))
-        builder.add_observation(step, TOKENIZER, limits)
+        builder.add_generation(reply_of(reply))
+        builder.add_observation(step)
     return builder
 
 
@@ -66,7 +68,7 @@ def built(*steps: Step, limits: Limits = LIMITS, reply: str = "abc") -> RolloutB
 @pytest.mark.parametrize(("length", "room"), [(7, 1), (10, 4), (16, 10), (17, 10)])
 def test_a_reply_is_limited_by_the_rest_of_the_sequence(length: int, room: int):
     limits = dataclasses.replace(LIMITS, max_length=length)
-    assert new_builder().request(limits).max_new_tokens == room
+    assert new_builder(limits).request().max_new_tokens == room
 
 
 @pytest.mark.parametrize(("length", "over"), [(15, True), (16, False)])
@@ -78,7 +80,7 @@ def test_a_full_sequence_is_over(length: int, over: bool):
     if over:
         assert builder.finish().status is RolloutStatus.TRUNCATED
     else:
-        assert builder.request(limits).max_new_tokens == 1
+        assert builder.request().max_new_tokens == 1
 
 
 @pytest.mark.parametrize(("tokens", "over"), [(4, True), (5, False)])
@@ -87,7 +89,7 @@ def test_all_replies_together_may_reach_max_tokens(tokens: int, over: bool):
     builder = built(continues(moves=1.0), limits=limits)
     assert builder.over is over
     if not over:
-        assert builder.request(limits).max_new_tokens == 1
+        assert builder.request().max_new_tokens == 1
 
 
 @pytest.mark.parametrize(("turns", "over"), [(2, True), (3, False)])
@@ -104,8 +106,8 @@ def test_a_limit_reached_by_a_finished_episode_does_not_truncate():
 
 def test_a_cut_reply_is_truncated_even_if_the_episode_is_done():
     builder = new_builder()
-    builder.add_generation(*reply_of("abc", stops=False))
-    builder.add_observation(Step({"won": 1.0}), TOKENIZER, LIMITS)
+    builder.add_generation(reply_of("abc", stops=False))
+    builder.add_observation(Step({"won": 1.0}))
     assert builder.finish().status is RolloutStatus.TRUNCATED
 
 
@@ -122,10 +124,10 @@ def test_a_cut_reply_is_truncated_even_if_the_episode_is_done():
 @settings(deadline=None)
 def test_limits_are_never_exceeded_and_end_no_rollout_early(replies: list[tuple[int, bool]], limits: Limits):
     """The policy uses all its tokens or stops earlier; the environment never ends the episode."""
-    builder = new_builder()
+    builder = new_builder(limits)
     sequence = generated = turns = 0
     for length, stops in replies:
-        request = builder.request(limits)
+        request = builder.request()
         assert request.max_new_tokens >= 1
         assert len(request.prompt_tokens) + request.max_new_tokens <= limits.max_length
         reply = (
@@ -133,10 +135,10 @@ def test_limits_are_never_exceeded_and_end_no_rollout_early(replies: list[tuple[
             if stops
             else reply_of("a" * request.max_new_tokens, False)
         )
-        builder.add_generation(*reply)
-        builder.add_observation(continues(moves=0.5), TOKENIZER, limits)
-        turns, generated = turns + 1, generated + len(reply[0].token_ids)
-        sequence = len(request.prompt_tokens) + len(reply[0].token_ids) + (5 if stops else 6)
+        builder.add_generation(reply)
+        builder.add_observation(continues(moves=0.5))
+        turns, generated = turns + 1, generated + len(reply.token_ids)
+        sequence = len(request.prompt_tokens) + len(reply.token_ids) + (5 if stops else 6)
         spent = limits.max_tokens is not None and generated >= limits.max_tokens
         assert builder.over == (sequence >= limits.max_length or turns >= limits.max_turns or spent)
         assert limits.max_tokens is None or generated <= limits.max_tokens
@@ -177,9 +179,9 @@ def test_a_limit_keeps_the_last_observation(limits: Limits):
 
 
 def test_a_cut_reply_gets_a_last_observation():
-    builder = new_builder()
-    builder.add_generation(*reply_of("abc", stops=False))
-    builder.add_observation(continues(moves=1.0), TOKENIZER, dataclasses.replace(LIMITS, max_turns=1))
+    builder = new_builder(dataclasses.replace(LIMITS, max_turns=1))
+    builder.add_generation(reply_of("abc", stops=False))
+    builder.add_observation(continues(moves=1.0))
     # The end token that the policy did not sample belongs to the observation.
     assert builder.finish().last_observation == Observation((MORE,), (END, *SHOWN))
 
@@ -202,10 +204,10 @@ def test_every_request_has_its_own_seed_and_the_whole_context():
     builder = new_builder()
     requests = []
     for _ in range(3):
-        requests.append(builder.request(LIMITS))
-        assert builder.request(LIMITS) == requests[-1]
-        builder.add_generation(*reply_of("abc"))
-        builder.add_observation(continues(), TOKENIZER, LIMITS)
+        requests.append(builder.request())
+        assert builder.request() == requests[-1]
+        builder.add_generation(reply_of("abc"))
+        builder.add_observation(continues())
     assert len({request.seed for request in requests}) == 3
     first, second, third = (request.prompt_tokens for request in requests)
     assert first == PROMPT
@@ -227,9 +229,9 @@ class Odd(float):
 @pytest.mark.parametrize("step", [Step({"won": Odd(1.0)}), Step({"won": 1.0}, metrics={"x": Odd(1.0)})])
 def test_a_value_that_is_not_a_number_fails_the_rollout(step: Step):
     builder = new_builder()
-    builder.add_generation(*reply_of("abc"))
+    builder.add_generation(reply_of("abc"))
     with pytest.raises(EnvironmentFault, match=r"^TypeError: no number") as caught:
-        builder.add_observation(step, TOKENIZER, LIMITS)
+        builder.add_observation(step)
     assert caught.value.status is RolloutStatus.FAILED
 
 
@@ -242,29 +244,27 @@ class Huge(float):
 
 def test_a_number_too_large_for_a_float_fails_the_rollout():
     builder = new_builder()
-    builder.add_generation(*reply_of("abc"))
+    builder.add_generation(reply_of("abc"))
     with pytest.raises(EnvironmentFault, match=r"^OverflowError: int too large") as caught:
-        builder.add_observation(Step({"won": Huge(1.0)}), TOKENIZER, LIMITS)
+        builder.add_observation(Step({"won": Huge(1.0)}))
     assert caught.value.status is RolloutStatus.FAILED
 
 
 @pytest.mark.parametrize("done", [False, True])
 def test_a_message_that_is_not_valid_text_fails_the_rollout(done: bool):
     builder = new_builder()
-    builder.add_generation(*reply_of("abc"))
+    builder.add_generation(reply_of("abc"))
     step = Step({"game": 1.0}, (Message(role="user", content="half a \ud83d"),), done=done)
     with pytest.raises(EnvironmentFault, match=r"message 0 of the environment's step .* lone surrogates") as raised:
-        builder.add_observation(step, TOKENIZER, LIMITS)
+        builder.add_observation(step)
     assert raised.value.status is RolloutStatus.FAILED
 
 
 def test_an_environment_message_of_role_assistant_fails_the_rollout():
     builder = built(continues(game=1.0))
-    builder.add_generation(*reply_of("abc"))
+    builder.add_generation(reply_of("abc"))
     with pytest.raises(EnvironmentFault, match=r"role 'assistant'.* use 'user' or 'tool'") as raised:
-        builder.add_observation(
-            Step({}, (Message(role="assistant", content="hint"), MORE), done=False), TOKENIZER, LIMITS
-        )
+        builder.add_observation(Step({}, (Message(role="assistant", content="hint"), MORE), done=False))
     assert raised.value.status is RolloutStatus.FAILED
 
 
@@ -283,9 +283,9 @@ def test_metadata_of_turns_and_of_the_rollout_is_kept():
 @pytest.mark.parametrize("name", ["info", "rollout_info"])
 def test_metadata_that_is_not_json_fails_the_rollout(name: str):
     builder = new_builder()
-    builder.add_generation(*reply_of("abc"))
+    builder.add_generation(reply_of("abc"))
     with pytest.raises(EnvironmentFault, match=r"^ValueError: info\['seen'\] is not a JSON value") as caught:
-        builder.add_observation(Step({"a": 1.0}, **{name: {"seen": {1, 2}}}), TOKENIZER, LIMITS)
+        builder.add_observation(Step({"a": 1.0}, **{name: {"seen": {1, 2}}}))
     assert caught.value.status is RolloutStatus.FAILED
 
 
@@ -357,7 +357,7 @@ def test_a_failure_removes_the_rewards_and_keeps_the_turns():
 
 def test_an_aborted_generation_aborts_the_rollout_and_names_the_stop_reason():
     builder = built(continues(moves=0.5))
-    builder.add_generation(Generation((97,), (-0.5,), StopReason.ABORT, 0, 0), "a")
+    builder.add_generation(Generation((97,), (-0.5,), StopReason.ABORT, 0, 0))
     assert (builder.over, builder.has_failed) == (True, True)
     rollout = builder.finish()
     assert (rollout.status, rollout.rewards, rollout.total_reward) == (RolloutStatus.ABORTED, {}, None)

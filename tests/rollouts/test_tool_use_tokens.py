@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from marin_rl.batching.processed_rollout import process_rollout
 from marin_rl.environments import ArithmeticConfig, Split, ToolUseConfig
 from marin_rl.environments.tool_use import ToolDescription
-from marin_rl.rollouts.rollout_builder import Limits
+from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_groups
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer

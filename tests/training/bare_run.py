@@ -21,7 +21,7 @@ from marin_rl.distributed.scheduler import RolloutScheduler
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.learner.scoring import Scores
-from marin_rl.rollouts.rollout_builder import Limits
+from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.timing import PhaseTimer

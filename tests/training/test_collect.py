@@ -13,8 +13,8 @@ from marin_rl.distributed.rollout_source import LocalRollouts, StopRequestedErro
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.environments.streams import CompositeEnvironment, MixtureStream
 from marin_rl.objectives.shaping import OverlongConfig, RewardTruncatedConfig
+from marin_rl.rollouts.attempt import LongPrompts
 from marin_rl.rollouts.filters import DropGroupsConfig, ResampleGroupsConfig
-from marin_rl.rollouts.rollout_builder import LongPrompts
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.training.collect import Collected

@@ -22,7 +22,7 @@ from marin_rl.environments.base import Split
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import model_shape
-from marin_rl.rollouts.rollout_builder import Limits
+from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer

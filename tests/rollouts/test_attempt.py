@@ -7,7 +7,7 @@ import pytest
 
 from marin_rl.environments import Split, TextGameConfig
 from marin_rl.environments.games import View
-from marin_rl.rollouts.rollout_builder import Limits, StateHash, StateHashingConfig, default_state_hash
+from marin_rl.rollouts.attempt import Limits, StateHash, StateHashingConfig, default_state_hash
 from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, run_requests
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer

@@ -1,0 +1,161 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The inputs of one rollout: its task and seeds, its limits, and the hash of a state."""
+
+import dataclasses
+import enum
+import logging
+from collections.abc import Callable
+
+from marin_rl.config_fields import LOCAL_PATH
+from marin_rl.objectives.gigpo import anchor_of
+from marin_rl.sampling.sampler import PromptTooLongError
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import Message, Task
+from marin_rl.user_code import UserFileError, load_from_file
+
+logger = logging.getLogger(__name__)
+
+StateHash = Callable[[tuple[Message, ...], object], str]
+"""Maps the messages shown to the policy and the environment's `anchor_state` (None if it has none) to a string that is
+equal for equal states."""
+
+
+def default_state_hash(messages: tuple[Message, ...], anchor_state: object) -> str:
+    """Hash the canonical JSON of the environment's anchor state or, if it is None, of the messages."""
+    return anchor_of(list(messages) if anchor_state is None else anchor_state)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateHashingConfig:
+    """A user's state hashing function. It runs in the training process, once per turn."""
+
+    path: str = dataclasses.field(metadata=LOCAL_PATH)
+    """The Python file of the function; relative paths start at the working directory."""
+    function: str
+    """Name of the function. It takes the messages and the environment's `anchor_state`, and returns a string."""
+
+    def build(self) -> StateHash:
+        """Import the function.
+
+        Raises:
+            UserFileError: if the file has no such function.
+        """
+        function = load_from_file(self.path, self.function)
+        if not callable(function):
+            raise UserFileError(
+                f"{self.function!r} of {self.path} is {type(function).__name__}; it must be a function of messages and "
+                "anchor state"
+            )
+        source = f"rollouts.state_hashing: {self.function!r} of {self.path}"
+
+        def hash_state(messages: tuple[Message, ...], anchor_state: object) -> str:
+            try:
+                hashed = function(messages, anchor_state)
+            except Exception as error:
+                raise UserFileError(f"{source} raised {type(error).__name__}: {error}") from error
+            if not isinstance(hashed, str):
+                raise UserFileError(f"{source} returned {type(hashed).__name__}; it must return a str")
+            return hashed
+
+        return hash_state
+
+
+class LongPrompts(enum.StrEnum):
+    """Handling of tasks with a too long prompt."""
+
+    ERROR = "error"
+    """End the run with an error that names the task."""
+    SKIP = "skip"
+    """Skip the task and use the next one."""
+    TRUNCATE_LEFT = "truncate_left"
+    """Keep the prompt's last tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Limits of one rollout."""
+
+    max_length: int
+    """Maximum tokens of one sequence, prompt and replies together."""
+    max_new_tokens: int
+    """Maximum tokens of one reply, including the stop token."""
+    max_turns: int
+    """Maximum number of replies in one rollout."""
+    max_tokens: int | None = None
+    """Maximum tokens of all replies of a rollout together; None: no limit."""
+    max_seconds: float = 120.0
+    """Maximum seconds that the environment may take for a whole rollout; the wait for the sampler does not count."""
+    max_prompt_length: int | None = None
+    """Maximum tokens of a task's prompt; None: `max_length - 1`, which leaves room for one token of a reply."""
+    long_prompts: LongPrompts = LongPrompts.ERROR
+    """Handling of tasks with a longer prompt."""
+
+    @property
+    def longest_prompt(self) -> int:
+        """Maximum tokens of a task's prompt."""
+        return self.max_length - 1 if self.max_prompt_length is None else self.max_prompt_length
+
+    def should_skip(self, task: Task, tokenizer: ChatTokenizer) -> bool:
+        """Whether to skip a task because its prompt is too long; log the task if so.
+
+        Args:
+            task: the next task.
+            tokenizer: tokenizer of the prompt.
+        """
+        if self.long_prompts is not LongPrompts.SKIP:
+            return False
+        length = len(tokenizer.prompt_tokens(task.messages))
+        if too_long := length > self.longest_prompt:
+            logger.warning(
+                "skipping task %s of environment %s: its prompt has %d tokens, more than %d (rollouts.long_prompts)",
+                task.id,
+                task.environment,
+                length,
+                self.longest_prompt,
+            )
+        return too_long
+
+    def prompt_tokens(self, task: Task, tokenizer: ChatTokenizer) -> tuple[int, ...]:
+        """Tokenize a task's prompt, truncated if configured.
+
+        Args:
+            task: the task to attempt.
+            tokenizer: tokenizer of the prompt.
+
+        Raises:
+            PromptTooLongError: if the prompt is too long and may not be truncated.
+        """
+        tokens, longest = tokenizer.prompt_tokens(task.messages), self.longest_prompt
+        if len(tokens) <= longest:
+            return tokens
+        if self.long_prompts is LongPrompts.TRUNCATE_LEFT:
+            return tokens[-longest:]
+        limit = "rollouts.max_length" if self.max_prompt_length is None else "rollouts.max_prompt_length"
+        raise PromptTooLongError(
+            f"task {task.id!r} of environment {task.environment!r}: its prompt has {len(tokens)} tokens, but {limit} "
+            f"allows {longest}; raise {limit}, remove the task, or set rollouts.long_prompts: skip or truncate_left"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """The inputs of one rollout."""
+
+    task: Task
+    """The task to attempt."""
+    prompt: tuple[int, ...]
+    """The task's messages as tokens."""
+    group_id: str
+    """Group id of the rollout."""
+    id: str
+    """Id of the rollout."""
+    seed: int
+    """Seed of the policy's replies."""
+    start_seed: int
+    """Seed of the environment; equal within a group."""
+    temperature: float
+    """Sampling temperature; 0 is greedy."""
+    state_hash: StateHash = default_state_hash
+    """Hash of a turn's state; turns with equal hashes are compared (GiGPO)."""
