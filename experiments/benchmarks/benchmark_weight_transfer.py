@@ -60,8 +60,8 @@ from marin_rl.learner.policy_model import initialize_policy, model_shape
 from marin_rl.learner.train_step import Learner
 from marin_rl.training.open_run import make_loss
 from marin_rl.types import WeightVersion
-from marin_rl.weights.auth import make_secret
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig
+from marin_rl.weights.manifest import make_secret
 from marin_rl.weights.publish import TrainingHost
 from marin_rl.weights.tree import named_leaves
 

@@ -70,8 +70,8 @@ def serve_plainly(snapshot: Snapshot, listener: socket.socket) -> None:
 def main(share: Share) -> None:
     """Serve until standard input ends."""
     snapshot = make_snapshot(share)
-    cache: VersionCache[Snapshot] = VersionCache(1, f"host {share.host}")
-    cache.put(1, snapshot)
+    cache = VersionCache(1, f"host {share.host}")
+    cache.put(snapshot)
     server = WeightServer(cache, share.token, "grpc+tls://127.0.0.1:0")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve_plainly, args=(snapshot, listener), daemon=True).start()
@@ -80,7 +80,7 @@ def main(share: Share) -> None:
         print(json.dumps(ports), flush=True)
         for version in map(int, sys.stdin):
             manifest = dataclasses.replace(snapshot.manifest, version=version)
-            cache.put(version, dataclasses.replace(snapshot, manifest=manifest))
+            cache.put(dataclasses.replace(snapshot, manifest=manifest))
             print(version, flush=True)
     server.shutdown()
 

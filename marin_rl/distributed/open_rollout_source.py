@@ -19,7 +19,7 @@ from marin_rl.distributed.scheduler import StalenessLimits
 from marin_rl.distributed.worker_pool import SharedWorkerPool, WorkerPool
 from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.weights.auth import make_secret
+from marin_rl.weights.manifest import make_secret
 from marin_rl.weights.publish import MultiHostSender, TrainingHost
 
 
@@ -98,7 +98,7 @@ def open_rollout_source(
     addresses = multihost.gather_texts(sender.address)
     if len(addresses) > 1 and multihost.is_main():
         receiver = config.weights.open_receiver(addresses, secret)
-        sender = MultiHostSender(sender, receiver, timeout=config.workers.no_progress_timeout)
+        sender = MultiHostSender(sender, receiver.newest, timeout=config.workers.no_progress_timeout)
     if not multihost.is_main():
         return SharedWorkerPool(None, sender)
     # Workers are stopped before their weight server.

@@ -28,7 +28,7 @@ from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.sampling.sampler import Sampler, WeightPoll
 from marin_rl.types import WeightVersion
-from marin_rl.weights.protocol import WeightReceiver
+from marin_rl.weights.fetch import WeightReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,6 @@ class ReceivedPolicy:
         self._prefetcher = WeightPrefetcher(self._fetch_newer)
         with contextlib.ExitStack() as opened:
             self._reward_functions, self._loop = open_reward_functions(config, self._environment, opened)
-            opened.enter_context(Closing(self._close_receiver))
             opened.enter_context(Closing(self._prefetcher.close))
             self._opened = opened.pop_all()
 
@@ -144,15 +143,10 @@ class ReceivedPolicy:
 
     def _receive(self, addresses: Sequence[str]) -> Weights:
         if tuple(addresses) != self._addresses or self._receiver is None:
-            self._close_receiver()
             self._receiver = self._config.weights.open_receiver(addresses, self._secret)
             self._addresses = tuple(addresses)
-        return Weights(*self._receiver.receive(self._like))
-
-    def _close_receiver(self) -> None:
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
+        model, version = self._receiver.receive(self._like)
+        return Weights(model, version)
 
 
 def placed_shape(shape: LmHeadModel, trainer: TrainerConfig) -> LmHeadModel:

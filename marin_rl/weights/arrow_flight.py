@@ -10,19 +10,24 @@ secret in the handshake.
 """
 
 import contextlib
-import json
+import dataclasses
+import datetime
+import hmac
 import socket
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
+import pydantic
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from marin_rl.types import WeightVersion
-from marin_rl.weights.auth import TLS_NAME, check_secret, sign, tls_identity, verify
-from marin_rl.weights.manifest import Chunk, Manifest
+from marin_rl.weights.manifest import Chunk, Manifest, check_secret
 from marin_rl.weights.protocol import (
     CorruptTransferError,
     ServerLostError,
@@ -32,10 +37,8 @@ from marin_rl.weights.protocol import (
 )
 from marin_rl.weights.publish import Snapshot, TrainingHost
 
-T = TypeVar("T")
 
-
-class VersionCache(Generic[T]):
+class VersionCache:
     """Keeps the newest versions and drops older ones. Thread-safe."""
 
     def __init__(self, keep: int, name: str) -> None:
@@ -48,17 +51,17 @@ class VersionCache(Generic[T]):
         self._keep = keep
         self._name = name
         self._lock = threading.Lock()
-        self._held: dict[WeightVersion, T] = {}
+        self._held: dict[WeightVersion, Snapshot] = {}
 
-    def put(self, version: WeightVersion, item: T) -> None:
+    def put(self, snapshot: Snapshot) -> None:
         """Add a version and drop the oldest if there are too many."""
         with self._lock:
-            self._held[version] = item
+            self._held[snapshot.manifest.version] = snapshot
             for old in sorted(self._held)[: -self._keep]:
                 del self._held[old]
 
-    def get(self, version: WeightVersion) -> T:
-        """Return the item of a version.
+    def get(self, version: WeightVersion) -> Snapshot:
+        """Return a version.
 
         Raises:
             VersionGoneError: If the version is not in the cache.
@@ -70,11 +73,6 @@ class VersionCache(Generic[T]):
                 )
             return self._held[version]
 
-    def newest(self) -> tuple[WeightVersion, T] | None:
-        """Return the newest version and its item, or None if the cache is empty."""
-        with self._lock:
-            return max(self._held.items(), key=lambda pair: pair[0], default=None)
-
     def versions(self) -> list[WeightVersion]:
         """Return the versions in the cache, oldest first."""
         with self._lock:
@@ -85,6 +83,70 @@ class VersionCache(Generic[T]):
         with self._lock:
             self._held.clear()
 
+
+TLS_NAME = "weights.marin-rl"
+"""Host name in the certificates of all weight servers, independent of the machine."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TlsIdentity:
+    """Certificates for mutual authentication of processes that share a secret."""
+
+    root: bytes
+    """Certificate (PEM) of the authority that must have issued the peer's certificate."""
+    certificate: bytes
+    """Certificate (PEM) of this process."""
+    key: bytes
+    """Private key (PEM, unencrypted) of both certificates."""
+
+
+def tls_identity(secret: str) -> TlsIdentity:
+    """Derive a key pair and certificates from the secret, so that only the secret has to be distributed.
+
+    Processes with the same secret derive the same key and issuer. Their certificates differ only in the signature, so
+    each process can verify the others. A TLS handshake reveals neither the secret nor the private key.
+    """
+    digest = hmac.digest(secret.encode(), b"marin_rl TLS key", "sha512")
+    # A P-256 private value is between 1 and the group order, which is slightly below 2**256.
+    key = ec.derive_private_key(int.from_bytes(digest) % (2**255) + 1, ec.SECP256R1())
+    issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"{TLS_NAME} root")])
+    server = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, TLS_NAME)])
+
+    def certificate(subject: x509.Name, serial: int, *, is_root: bool) -> bytes:
+        builder = x509.CertificateBuilder(
+            issuer_name=issuer,
+            subject_name=subject,
+            public_key=key.public_key(),
+            serial_number=serial,
+            # Certificates need no expiry: each launch makes a new secret.
+            not_valid_before=datetime.datetime(2000, 1, 1),
+            not_valid_after=datetime.datetime(9999, 12, 31),
+        )
+        builder = builder.add_extension(x509.BasicConstraints(ca=is_root, path_length=None), critical=True)
+        names = x509.SubjectAlternativeName([x509.DNSName(TLS_NAME)])
+        builder = builder.add_extension(names, critical=False)
+        return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+    return TlsIdentity(
+        root=certificate(issuer, 1, is_root=True),
+        certificate=certificate(server, 2, is_root=False),
+        key=key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ticket:
+    """Request of a stream."""
+
+    version: WeightVersion
+    # A ticket may have millions of chunks; report the first error only.
+    chunks: Annotated[list[Chunk], pydantic.FailFast()]
+
+
+_TICKET = pydantic.TypeAdapter(_Ticket)
+_VERSIONS = pydantic.TypeAdapter(list[WeightVersion])
 
 SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
 """Arrow schema of a stream."""
@@ -111,7 +173,7 @@ WILDCARDS = ("0.0.0.0", "::")
 class WeightServer(flight.FlightServerBase):
     """Flight server for the snapshots in a version cache."""
 
-    def __init__(self, cache: VersionCache[Snapshot], secret: str, location: str) -> None:
+    def __init__(self, cache: VersionCache, secret: str, location: str) -> None:
         """Start serving in background threads.
 
         Args:
@@ -132,25 +194,29 @@ class WeightServer(flight.FlightServerBase):
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> list[bytes]:
         """Handle the actions `versions` and `manifest`."""
         if action.type == LIST_VERSIONS:
-            return [json.dumps(self._cache.versions()).encode()]
+            return [_VERSIONS.dump_json(self._cache.versions())]
         if action.type == GET_MANIFEST:
-            return [sign(self._secret, self._snapshot(_parse_version(action.body)).manifest.to_json())]
+            return [self._snapshot(_parse_version(action.body)).manifest.sign(self._secret)]
         raise flight.FlightServerError(f"unknown action {action.type!r}; use versions or manifest")
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.GeneratorStream:
         """Stream the chunks of a JSON ticket, `{"version": v, "chunks": [[piece, number], …]}`."""
         # Every version has the same layout, so the newest version bounds the size of any ticket.
-        newest = self._cache.newest()
-        if newest is None:
+        versions = self._cache.versions()
+        if not versions:
             raise flight.FlightServerError("no version is available", extra_info=VERSION_GONE)
-        count = newest[1].manifest.num_chunks
+        count = sum(len(piece.checksums) for piece in self._snapshot(versions[-1]).manifest.pieces)
         limit = MAX_TICKET_BYTES_PER_CHUNK * (count + 2)
         if len(ticket.ticket) > limit:
             raise flight.FlightServerError(
                 f"the ticket has {len(ticket.ticket)} bytes; a ticket for the {count} chunks of a version has at most "
                 f"{limit}"
             )
-        version, chunks = _parse_ticket(ticket.ticket)
+        try:
+            request = _TICKET.validate_json(ticket.ticket, strict=True)
+        except pydantic.ValidationError as error:
+            raise flight.FlightServerError(f"invalid ticket: {error}") from error
+        version, chunks = request.version, request.chunks
         manifest = self._snapshot(version).manifest
         if unknown := [chunk for chunk in chunks if not manifest.has(chunk)]:
             raise flight.FlightServerError(
@@ -184,17 +250,6 @@ def _parse_version(body: pa.Buffer) -> WeightVersion:
         raise flight.FlightServerError(f"{body.to_pybytes()!r} is not a version: {error}") from error
 
 
-def _parse_ticket(ticket: bytes) -> tuple[WeightVersion, list[Chunk]]:
-    try:
-        fields = json.loads(ticket)
-        version, pairs = fields["version"], fields["chunks"]
-        if isinstance(version, int) and all(isinstance(index, int) for pair in pairs for index in pair):
-            return version, [Chunk(piece, number) for piece, number in pairs]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise flight.FlightServerError(f"invalid ticket: {error!r}") from error
-    raise flight.FlightServerError("invalid ticket: version, pieces and chunk numbers must be integers")
-
-
 class FlightBackend:
     """Version cache with a Flight server; see [`WeightBackend`][marin_rl.weights.publish.WeightBackend]."""
 
@@ -212,21 +267,17 @@ class FlightBackend:
             OSError: If the address cannot be bound.
         """
         check_secret(secret)
-        self._cache: VersionCache[Snapshot] = VersionCache(keep, f"training host {training_host.index}")
+        self._cache = VersionCache(keep, f"training host {training_host.index}")
         try:
             self._server = WeightServer(self._cache, secret, _location(host, port))
         except (pa.ArrowException, OSError) as error:
             raise OSError(f"cannot serve weights at {_location(host, port)}: {error}; correct host and port") from error
-        self._address = _location(socket.gethostname() if host in WILDCARDS else host, self._server.port)
-
-    @property
-    def address(self) -> str:
+        self.address = _location(socket.gethostname() if host in WILDCARDS else host, self._server.port)
         """`grpc+tls://host:port`, with this machine's name if the configured host is a wildcard."""
-        return self._address
 
     def put(self, snapshot: Snapshot) -> None:
         """See [`WeightBackend`][marin_rl.weights.publish.WeightBackend]."""
-        self._cache.put(snapshot.manifest.version, snapshot)
+        self._cache.put(snapshot)
 
     def close(self) -> None:
         """See [`WeightBackend`][marin_rl.weights.publish.WeightBackend]. Active streams are aborted.
@@ -265,36 +316,32 @@ class FlightSource:
         check_secret(secret)
         self._address = address
         self._secret = secret
-        self._streams = streams
+        self.streams = streams
+        """See [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
         self._identity = tls_identity(secret)
         self._options = flight.FlightCallOptions(timeout=call_seconds)
 
     def __str__(self) -> str:
         return f"weight server {self._address}"
 
-    @property
-    def streams(self) -> int:
-        """See [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
-        return self._streams
-
     def versions(self) -> list[WeightVersion]:
         """See [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
         answer = self._act(flight.Action(LIST_VERSIONS, b""))
         try:
-            return [int(version) for version in json.loads(answer)]
-        except (ValueError, TypeError) as error:
+            return _VERSIONS.validate_json(answer, strict=True)
+        except pydantic.ValidationError as error:
             raise CorruptTransferError(f"{self}: the list of versions is corrupt: {answer[:80]!r}") from error
 
     def manifests(self, version: WeightVersion) -> list[Manifest]:
         """See [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
-        body = verify(self._secret, self._act(flight.Action(GET_MANIFEST, str(version).encode())), str(self))
-        return [Manifest.from_json(body)]
+        signed = self._act(flight.Action(GET_MANIFEST, str(version).encode()))
+        return [Manifest.verify(signed, self._secret, str(self))]
 
     def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Generator[np.ndarray, None, None]:
         """See [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
-        ticket = {"version": manifest.version, "chunks": [(chunk.piece, chunk.number) for chunk in chunks]}
+        ticket = flight.Ticket(_TICKET.dump_json(_Ticket(manifest.version, list(chunks))))
         with self._connected() as client:
-            reader = client.do_get(flight.Ticket(json.dumps(ticket, separators=(",", ":")).encode()), self._options)
+            reader = client.do_get(ticket, self._options)
             if reader.schema != SCHEMA:
                 raise CorruptTransferError(f"{self}: the stream has schema {reader.schema}, expected {SCHEMA}")
             try:

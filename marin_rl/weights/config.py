@@ -16,9 +16,9 @@ import fsspec
 from marin_rl.config_fields import convert_enum_fields
 from marin_rl.retry import RetryConfig
 from marin_rl.weights.arrow_flight import FlightBackend, FlightSource
-from marin_rl.weights.fetch import ShardedReceiver
+from marin_rl.weights.fetch import WeightReceiver
 from marin_rl.weights.manifest import MAX_CHUNK_BYTES
-from marin_rl.weights.protocol import WeightReceiver, WeightSender
+from marin_rl.weights.protocol import WeightSender
 from marin_rl.weights.publish import ShardedSender, TrainingHost
 from marin_rl.weights.shared_files import FolderBackend, FolderSource
 
@@ -63,11 +63,6 @@ class WeightTransferConfig(draccus.ChoiceRegistry, abc.ABC):
         """Dtype that floating-point arrays are cast to; None for no cast."""
         return None if self.dtype is TransferDtype.PARAMETER else self.dtype.value
 
-    @property
-    def casts(self) -> bool:
-        """Whether the receiver may cast weights from the transfer dtype to its dtype."""
-        return self.sent_dtype is not None
-
 
 @WeightTransferConfig.register_subclass("arrow_flight")
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +96,7 @@ class ArrowFlightConfig(WeightTransferConfig):
             raise ValueError("weights.host is empty; set the address to bind, such as 127.0.0.1")
         _check_range("port", self.port, 0, 65535)
         _check_range("streams", self.streams, 1, 64)
-        _check_chunk(self.chunk_mb)
+        _check_range("chunk_mb", self.chunk_mb, 1, MAX_CHUNK_BYTES // 2**20)
         _check_range("keep", self.keep, 1, None)
         if not (self.call_seconds > 0 and math.isfinite(self.call_seconds)):
             raise ValueError(f"weights.call_seconds is {self.call_seconds}; it must be a finite number above 0")
@@ -113,12 +108,12 @@ class ArrowFlightConfig(WeightTransferConfig):
         )
         return ShardedSender(backend, training_host, dtype=self.sent_dtype, chunk_bytes=self.chunk_mb * 2**20)
 
-    def open_receiver(self, addresses: Sequence[str], secret: str) -> ShardedReceiver:
+    def open_receiver(self, addresses: Sequence[str], secret: str) -> WeightReceiver:
         """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig]."""
         sources = [
             FlightSource(address, secret, streams=self.streams, call_seconds=self.call_seconds) for address in addresses
         ]
-        return ShardedReceiver(sources, self.retry, cast=self.casts)
+        return WeightReceiver(sources, self.retry, cast=self.sent_dtype is not None)
 
 
 @WeightTransferConfig.register_subclass("shared_files")
@@ -148,7 +143,7 @@ class SharedFilesConfig(WeightTransferConfig):
                 f"weights.folder is {self.folder!r}, but this kind of address is not supported here: {error}"
             ) from error
         _check_range("streams", self.streams, 1, 64)
-        _check_chunk(self.chunk_mb)
+        _check_range("chunk_mb", self.chunk_mb, 1, MAX_CHUNK_BYTES // 2**20)
         _check_range("keep", self.keep, 1, None)
 
     def open_sender(self, secret: str, training_host: TrainingHost) -> ShardedSender:
@@ -156,13 +151,15 @@ class SharedFilesConfig(WeightTransferConfig):
         backend = FolderBackend(folder=self.folder, secret=secret, training_host=training_host, keep=self.keep)
         return ShardedSender(backend, training_host, dtype=self.sent_dtype, chunk_bytes=self.chunk_mb * 2**20)
 
-    def open_receiver(self, addresses: Sequence[str], secret: str) -> ShardedReceiver:
+    def open_receiver(self, addresses: Sequence[str], secret: str) -> WeightReceiver:
         """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig].
 
         All training hosts have the same address: the shared folder.
         """
-        source = FolderSource(single_address(addresses), secret, streams=self.streams)
-        return ShardedReceiver([source], self.retry, cast=self.casts)
+        if len(set(addresses)) != 1:
+            raise ValueError(f"all senders of this type must have the same address, got {sorted(set(addresses))}")
+        source = FolderSource(addresses[0], secret, streams=self.streams)
+        return WeightReceiver([source], self.retry, cast=self.sent_dtype is not None)
 
 
 def is_loopback(host: str) -> bool:
@@ -177,22 +174,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def single_address(addresses: Sequence[str]) -> str:
-    """Return the common address of all senders.
-
-    Raises:
-        ValueError: If the list is empty or the addresses differ.
-    """
-    if len(set(addresses)) != 1:
-        raise ValueError(f"all senders of this type must have the same address, got {sorted(set(addresses))}")
-    return addresses[0]
-
-
 def _check_range(field: str, value: int, minimum: int, maximum: int | None) -> None:
     if value < minimum or (maximum is not None and value > maximum):
         bound = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         raise ValueError(f"weights.{field} is {value}; it must be {bound}")
-
-
-def _check_chunk(chunk_mb: int) -> None:
-    _check_range("chunk_mb", chunk_mb, 1, MAX_CHUNK_BYTES // 2**20)

@@ -1,15 +1,21 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Manifest of one version on one training host: boxes of arrays, in chunks with checksums."""
+"""Signed manifest of one version on one training host: boxes of arrays, in chunks with checksums.
+
+All processes of a run share a secret, which grants read access to the run's weights and signs the manifests.
+"""
 
 import dataclasses
-import json
+import hmac
 import math
+import secrets
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import pydantic
 import xxhash
 
 from marin_rl.types import WeightVersion
@@ -124,8 +130,7 @@ class Piece:
         return f"piece {[f'{start}:{stop}' for start, stop in self.bounds]} of {self.name}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A contiguous byte range of a piece."""
 
     piece: int
@@ -152,11 +157,6 @@ class Manifest:
     def chunks(self, piece: int) -> list[Chunk]:
         """Return the chunks of a piece, in order."""
         return [Chunk(piece, number) for number in range(len(self.pieces[piece].checksums))]
-
-    @property
-    def num_chunks(self) -> int:
-        """Number of chunks of all pieces."""
-        return sum(len(piece.checksums) for piece in self.pieces)
 
     def has(self, chunk: Chunk) -> bool:
         """Return whether the chunk exists."""
@@ -186,29 +186,49 @@ class Manifest:
         if checksum(data) != piece.checksums[chunk.number]:
             raise CorruptTransferError(f"{label} fails its checksum")
 
-    def to_json(self) -> bytes:
-        """Encode the manifest for transfer and storage."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":")).encode()
+    def sign(self, secret: str) -> bytes:
+        """Encode the manifest as JSON after its HMAC-SHA256 under the secret."""
+        body = _JSON.dump_json(self)
+        return hmac.digest(secret.encode(), body, "sha256") + body
 
     @staticmethod
-    def from_json(text: bytes) -> "Manifest":
-        """Decode a manifest from `to_json`.
+    def verify(signed: bytes, secret: str, source: str) -> "Manifest":
+        """Decode a manifest from `sign`.
+
+        Args:
+            signed: The return value of `sign`.
+            secret: The run's secret.
+            source: Name of the sender, for error messages.
 
         Raises:
-            ValueError: If the text is not a manifest.
+            CorruptTransferError: If the signature does not match.
+            ValueError: If the signed text is not a manifest.
         """
-        try:
-            fields = json.loads(text)
-            pieces = tuple(
-                Piece(
-                    name=piece["name"],
-                    shape=tuple(piece["shape"]),
-                    dtype=piece["dtype"],
-                    bounds=tuple((start, stop) for start, stop in piece["bounds"]),
-                    checksums=tuple(piece["checksums"]),
-                )
-                for piece in fields.pop("pieces")
+        signature, body = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, hmac.digest(secret.encode(), body, "sha256")):
+            raise CorruptTransferError(
+                f"{source}: the manifest ({len(signed)} bytes) is corrupt or belongs to another run"
             )
-            return Manifest(pieces=pieces, **fields)
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"invalid manifest of weights: {error}") from error
+        return _JSON.validate_json(body, strict=True)
+
+
+_JSON = pydantic.TypeAdapter(Manifest)
+_SIGNATURE_BYTES = 32
+
+
+def make_secret() -> str:
+    """Make a new secret. Each launch makes one, so workers never read weights of an earlier launch."""
+    return secrets.token_hex(32)
+
+
+def check_secret(secret: str) -> None:
+    """Validate a secret.
+
+    Raises:
+        ValueError: If it has fewer than 32 characters, or characters that are not printable ASCII.
+    """
+    if len(secret) < 32 or not (secret.isascii() and secret.isprintable()):
+        raise ValueError(
+            f"the secret of the weight transfer has {len(secret)} characters; it must have at least 32, all printable "
+            "ASCII: use marin_rl.weights.manifest.make_secret()"
+        )

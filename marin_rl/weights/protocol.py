@@ -1,18 +1,16 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Sender and receiver of a weight transfer.
+"""Sender protocol and errors of a weight transfer.
 
-The learner publishes and workers receive. Publication of a version is atomic, and `receive` returns arrays of one
+The learner publishes and workers receive. Publication of a version is atomic, and a receiver returns arrays of one
 version only. Only arrays are transferred; the receiver supplies all other leaves of a tree.
 """
 
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from marin_rl.errors import UserError
 from marin_rl.types import WeightVersion
-
-T = TypeVar("T")
 
 
 class WeightTransferError(UserError):
@@ -90,40 +88,4 @@ class WeightSender(Protocol):
 
     def close(self) -> None:
         """Wait for the pending publication, stop serving, and release threads, ports and files."""
-        ...
-
-
-@runtime_checkable
-class WeightReceiver(Protocol):
-    """Fetches weights; one per worker."""
-
-    def newest(self) -> WeightVersion | None:
-        """Return the newest version that every sender has, or None before the first.
-
-        Raises:
-            WeightTransferError: If a sender does not respond.
-        """
-        ...
-
-    def receive(self, like: T, version: WeightVersion | None = None) -> tuple[T, WeightVersion]:
-        """Fetch one version.
-
-        Args:
-            like: Tree with arrays or `jax.ShapeDtypeStruct`s as leaves. Their shardings determine the shards to fetch
-                and their devices; leaves without a sharding are placed on the default device.
-            version: The version to fetch; None for the newest.
-
-        Returns:
-            `like` with the published arrays, and their version.
-
-        Raises:
-            VersionGoneError: If `version` is given and a sender does not have it.
-            MismatchedWeightsError: If the published weights do not fit `like`.
-            WrongSecretError: If a sender has a different secret.
-            WeightTransferError: If the weights do not arrive within the retry limits.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release the resources of the receiver."""
         ...

@@ -4,6 +4,7 @@
 """Sender of weights: device copy, snapshot in host memory, and publication from a background thread."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -15,60 +16,54 @@ from marin_rl.background_job import BackgroundJob
 from marin_rl.retry import Clock
 from marin_rl.types import WeightVersion
 from marin_rl.weights.manifest import Bounds, Chunk, Manifest, Piece, bounds_of, checksum, whole
-from marin_rl.weights.protocol import WeightReceiver, WeightSender, WeightTransferError
+from marin_rl.weights.protocol import WeightSender, WeightTransferError
 from marin_rl.weights.tree import named_leaves
 
 Array = jax.Array | np.ndarray
 
 
-class DeviceCopier:
-    """Copies many arrays in one jitted program per mesh, compiled at the first call."""
+def copy_arrays(arrays: Mapping[str, Array], dtype: str | None) -> dict[str, Array]:
+    """Start copies with the shardings of the originals, without waiting for the devices.
 
-    def __init__(self, dtype: str | None) -> None:
-        """Set up the copier without compiling.
+    Arrays of one mesh are copied in one jitted program, compiled at the first call. The runtime executes the copies
+    before later programs, so the originals may be donated immediately.
 
-        Args:
-            dtype: Dtype that floating-point arrays are cast to; None for no cast.
-        """
-        self._dtype = None if dtype is None else jnp.dtype(dtype)
-        self._programs: dict[tuple[jax.sharding.Sharding, ...], Callable[[list[jax.Array]], list[jax.Array]]] = {}
+    Args:
+        arrays: The originals by name.
+        dtype: Dtype that floating-point arrays are cast to; None for no cast.
+    """
+    copies: dict[str, Array] = {}
+    groups: dict[Hashable, dict[str, jax.Array]] = {}
+    for name, array in arrays.items():
+        if isinstance(array, jax.Array):
+            sharding = array.sharding
+            key = sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else frozenset(sharding.device_set)
+            groups.setdefault(key, {})[name] = array
+        else:
+            copies[name] = np.array(array, dtype=_copy_dtype(array, dtype), copy=True)
+    for group in groups.values():
+        program = _copy_program(tuple(array.sharding for array in group.values()), dtype)
+        copies.update(zip(group, program(list(group.values())), strict=True))
+    return {name: copies[name] for name in arrays}
 
-    def __call__(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Start the copies with the shardings of the originals, without waiting for the devices.
 
-        The runtime executes the copies before later programs, so the originals may be donated immediately.
-        """
-        copies: dict[str, Array] = {}
-        groups: dict[Hashable, dict[str, jax.Array]] = {}
-        for name, array in arrays.items():
-            if isinstance(array, jax.Array):
-                groups.setdefault(_program_key(array.sharding), {})[name] = array
-            else:
-                copies[name] = self._copy_here(array)
-        for group in groups.values():
-            copied = self._program(tuple(array.sharding for array in group.values()))(list(group.values()))
-            copies.update(zip(group, copied, strict=True))
-        return {name: copies[name] for name in arrays}
-
-    def _program(self, shardings: tuple[jax.sharding.Sharding, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-        if shardings not in self._programs:
-            self._programs[shardings] = jax.jit(self._copy_all, out_shardings=list(shardings))
-        return self._programs[shardings]
-
-    def _copy_all(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+@functools.cache
+def _copy_program(
+    shardings: tuple[jax.sharding.Sharding, ...], dtype: str | None
+) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    def copy(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        targets = [_copy_dtype(array, dtype) for array in arrays]
         # jit may alias an unchanged input with its output; jnp.copy prevents that.
-        return [jnp.copy(array) if self._keeps(array.dtype) else array.astype(self._dtype) for array in arrays]
+        return [
+            jnp.copy(array) if array.dtype == target else array.astype(target)
+            for array, target in zip(arrays, targets, strict=True)
+        ]
 
-    def _copy_here(self, array: np.ndarray) -> np.ndarray:
-        return np.array(array, dtype=None if self._keeps(array.dtype) else self._dtype, copy=True)
-
-    def _keeps(self, dtype: np.dtype) -> bool:
-        return self._dtype is None or dtype == self._dtype or not jnp.issubdtype(dtype, jnp.floating)
+    return jax.jit(copy, out_shardings=list(shardings))
 
 
-def _program_key(sharding: jax.sharding.Sharding) -> Hashable:
-    """Return a key that is equal for arrays that one program can take."""
-    return sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else frozenset(sharding.device_set)
+def _copy_dtype(array: Array, dtype: str | None) -> np.dtype:
+    return array.dtype if dtype is None or not jnp.issubdtype(array.dtype, jnp.floating) else jnp.dtype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,14 +104,6 @@ class Snapshot:
         return self.data[chunk.piece][start:stop]
 
 
-def start_copy_to_host(arrays: Mapping[str, Array], host: TrainingHost) -> None:
-    """Start asynchronous copies to the host of the shards that `take_snapshot` reads."""
-    for array in arrays.values():
-        if isinstance(array, jax.Array):
-            for _, data in _own_shards(array, host):
-                data.copy_to_host_async()
-
-
 def take_snapshot(arrays: dict[str, Array], version: WeightVersion, host: TrainingHost, chunk_bytes: int) -> Snapshot:
     """Copy the shards of a host to host memory and compute their checksums; waits for the devices.
 
@@ -132,7 +119,7 @@ def take_snapshot(arrays: dict[str, Array], version: WeightVersion, host: Traini
     while arrays:
         name = next(iter(arrays))
         array = arrays.pop(name)
-        for bounds, part in _parts(array, host):
+        for bounds, part in _own_parts(array, host):
             flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
             starts = range(0, len(flat), chunk_bytes)
             checksums = tuple(checksum(flat[start : start + chunk_bytes]) for start in starts)
@@ -142,29 +129,22 @@ def take_snapshot(arrays: dict[str, Array], version: WeightVersion, host: Traini
     return Snapshot(manifest, tuple(data))
 
 
-def _own_shards(array: jax.Array, host: TrainingHost) -> Iterator[tuple[Bounds, jax.Array]]:
+def _own_parts(array: Array, host: TrainingHost) -> Iterator[tuple[Bounds, Array]]:
+    if not isinstance(array, jax.Array):
+        yield whole(array.shape), array
+        return
     for shard in array.addressable_shards:
         if shard.replica_id == 0 and shard.device in host.devices:
             assert shard.data is not None
             yield bounds_of(shard.index, array.shape), shard.data
 
 
-def _parts(array: Array, host: TrainingHost) -> Iterator[tuple[Bounds, np.ndarray]]:
-    if not isinstance(array, jax.Array):
-        yield whole(array.shape), array
-        return
-    for bounds, data in _own_shards(array, host):
-        yield bounds, np.asarray(data)
-
-
 @runtime_checkable
 class WeightBackend(Protocol):
     """Makes the newest versions of one training host available to receivers."""
 
-    @property
-    def address(self) -> str:
-        """Address that receivers connect to."""
-        ...
+    address: str
+    """Address that receivers connect to."""
 
     def put(self, snapshot: Snapshot) -> None:
         """Make a version available and drop the oldest if there are too many. Calls must not be concurrent."""
@@ -187,36 +167,35 @@ class ShardedSender:
             dtype: Dtype that floating-point arrays are cast to; None for no cast.
             chunk_bytes: Bytes per chunk.
         """
+        self.address = backend.address
+        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
+        self.published: WeightVersion | None = None
+        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
         self._backend = backend
         self._host = host
-        self._copy = DeviceCopier(dtype)
+        self._dtype = dtype
         self._chunk_bytes = chunk_bytes
         self._job = BackgroundJob("publish weights")
         self._last: WeightVersion | None = None
-        self._published: WeightVersion | None = None
-
-    @property
-    def address(self) -> str:
-        """Address of the backend."""
-        return self._backend.address
-
-    @property
-    def published(self) -> WeightVersion | None:
-        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
-        return self._published
 
     def publish(self, weights: object, version: WeightVersion) -> None:
         """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
         self._job.flush()
-        check_version_increases(self._last, version)
-        arrays = self._copy(named_leaves(weights))
-        start_copy_to_host(arrays, self._host)
+        if self._last is not None and version <= self._last:
+            raise ValueError(
+                f"version {version} cannot be published after version {self._last}; versions must increase"
+            )
+        arrays = copy_arrays(named_leaves(weights), self._dtype)
+        for array in arrays.values():
+            for _, part in _own_parts(array, self._host):
+                if isinstance(part, jax.Array):
+                    part.copy_to_host_async()
         self._last = version
         self._job.start(self._finish, arrays, version)
 
     def _finish(self, arrays: dict[str, Array], version: WeightVersion) -> None:
         self._backend.put(take_snapshot(arrays, version, self._host, self._chunk_bytes))
-        self._published = version
+        self.published = version
 
     def flush(self) -> None:
         """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
@@ -230,16 +209,6 @@ class ShardedSender:
             self._backend.close()
 
 
-def check_version_increases(last: WeightVersion | None, version: WeightVersion) -> None:
-    """Check that a version is greater than the last one.
-
-    Raises:
-        ValueError: If it is not.
-    """
-    if last is not None and version <= last:
-        raise ValueError(f"version {version} cannot be published after version {last}; versions must increase")
-
-
 POLL = 0.05
 """Seconds between two polls of the other hosts."""
 
@@ -248,31 +217,33 @@ class MultiHostSender:
     """Publishes the shards of this host; a version is published when all hosts have it. See `WeightSender`."""
 
     def __init__(
-        self, own: WeightSender, all_senders: WeightReceiver, *, timeout: float, clock: Clock | None = None
+        self,
+        own: WeightSender,
+        newest_of_all: Callable[[], WeightVersion | None],
+        *,
+        timeout: float,
+        clock: Clock | None = None,
     ) -> None:
         """Set up the sender without publishing.
 
         Args:
             own: Sender of this host.
-            all_senders: Receiver that reads from the senders of all hosts.
+            newest_of_all: Returns the newest version that every host has, as `WeightReceiver.newest` does.
             timeout: Seconds that `flush` waits for the other hosts.
             clock: Clock for tests; None for the real one.
         """
+        self.address = own.address
+        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
         self._own = own
-        self._all = all_senders
+        self._newest_of_all = newest_of_all
         self._timeout = timeout
         self._clock = clock or Clock()
         self._last: WeightVersion | None = None
 
     @property
-    def address(self) -> str:
-        """Address of this host's sender."""
-        return self._own.address
-
-    @property
     def published(self) -> WeightVersion | None:
         """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
-        return self._all.newest()
+        return self._newest_of_all()
 
     def publish(self, weights: object, version: WeightVersion) -> None:
         """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
@@ -297,5 +268,4 @@ class MultiHostSender:
 
     def close(self) -> None:
         """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
-        self._all.close()
         self._own.close()

@@ -8,6 +8,7 @@ Each training host writes two files per version, `<version>-<host>-of-<hosts>-<f
 """
 
 import dataclasses
+import hmac
 import itertools
 import re
 from collections.abc import Callable, Generator, Sequence
@@ -17,10 +18,15 @@ import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
 from marin_rl.types import WeightVersion
-from marin_rl.weights.auth import check_secret, fingerprint, sign, verify
-from marin_rl.weights.manifest import Chunk, Manifest
+from marin_rl.weights.manifest import Chunk, Manifest, check_secret
 from marin_rl.weights.protocol import ServerLostError, VersionGoneError, WrongSecretError
 from marin_rl.weights.publish import Snapshot, TrainingHost
+
+
+def fingerprint(secret: str) -> str:
+    """Return 16 hexadecimal digits that identify a secret without revealing it."""
+    return hmac.digest(secret.encode(), b"marin_rl weights of this run", "sha256").hex()[:16]
+
 
 _NAME = re.compile(r"(\d{12})-(\d{5})-of-(\d{5})-([0-9a-f]{16})\.(pieces|manifest|partial)")
 
@@ -83,17 +89,14 @@ class FolderBackend:
             keep: Number of newest versions to keep.
         """
         check_secret(secret)
+        self.address = folder
+        """Path or fsspec address of the folder."""
         self._folder = _Folder(folder)
         self._secret = secret
         self._host = training_host
         self._keep = keep
         self._folder.create()
         self._clear(lambda file: self._is_own(file) or (training_host.index == 0 and file.hosts != training_host.count))
-
-    @property
-    def address(self) -> str:
-        """Path or address of the folder."""
-        return self._folder.url
 
     def put(self, snapshot: Snapshot) -> None:
         """See [`WeightBackend`][marin_rl.weights.publish.WeightBackend]."""
@@ -102,7 +105,7 @@ class FolderBackend:
         with self._folder.files.open(self._folder.path(file, "pieces"), "wb") as stream:
             for data in snapshot.data:
                 stream.write(data.data)
-        self._write_whole(file, sign(self._secret, snapshot.manifest.to_json()))
+        self._write_whole(file, snapshot.manifest.sign(self._secret))
         kept = sorted({held.version for held, _ in self._folder.list() if self._is_own(held)})[-self._keep :]
         self._clear(lambda held: self._is_own(held) and held.version not in kept)
 
@@ -142,17 +145,13 @@ class FolderSource:
             streams: Concurrent reads for each training host.
         """
         check_secret(secret)
+        self.streams = streams
+        """See [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
         self._folder = _Folder(folder)
         self._secret = secret
-        self._streams = streams
 
     def __str__(self) -> str:
         return f"weight folder {self._folder.url}"
-
-    @property
-    def streams(self) -> int:
-        """See [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
-        return self._streams
 
     def versions(self) -> list[WeightVersion]:
         """See [`WeightSource`][marin_rl.weights.fetch.WeightSource].
@@ -194,7 +193,7 @@ class FolderSource:
 
     def _manifest(self, file: _File) -> Manifest:
         signed = self._read(file, "manifest", None, None)
-        return Manifest.from_json(verify(self._secret, signed, f"{self}, {file.name('manifest')}"))
+        return Manifest.verify(signed, self._secret, f"{self}, {file.name('manifest')}")
 
     def _list(self) -> list[tuple[_File, str]]:
         try:

@@ -31,7 +31,8 @@ from marin_rl.objectives.importance import MaskMismatchConfig
 from marin_rl.rollouts.filters import KeepGroupsConfig, ResampleGroupsConfig
 from marin_rl.types import WeightVersion
 from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig
-from marin_rl.weights.protocol import WeightReceiver, WeightSender
+from marin_rl.weights.fetch import WeightReceiver
+from marin_rl.weights.protocol import WeightSender
 from marin_rl.weights.publish import TrainingHost
 from tests.rollouts.rollout_cases import group_of
 from tests.training.bare_run import make_config, make_runner
@@ -173,7 +174,6 @@ def test_main_process_uses_senders_of_all_hosts(monkeypatch: pytest.MonkeyPatch)
         "receiver of here and there opens",
         "workers of a model of 264 tokens begin",
         "workers end",
-        "receiver closes",
         "sender closes",
     ]
 

@@ -13,14 +13,11 @@ def main(hold: str, token: str) -> None:
 
     from experiments.soak_train import PausedWeightServer
     from marin_rl.weights.arrow_flight import VersionCache
-    from marin_rl.weights.publish import Snapshot, TrainingHost, take_snapshot
+    from marin_rl.weights.publish import TrainingHost, take_snapshot
 
-    cache: VersionCache[Snapshot] = VersionCache(2, "the held host")
+    cache, host = VersionCache(2, "the held host"), TrainingHost(0, 1, frozenset())
     for version in (1, 2):
-        cache.put(
-            version,
-            take_snapshot({"w": np.full(4096, version, np.uint8)}, version, TrainingHost(0, 1, frozenset()), 1024),
-        )
+        cache.put(take_snapshot({"w": np.full(4096, version, np.uint8)}, version, host, 1024))
     server = PausedWeightServer(Path(hold), cache, token, "grpc+tls://127.0.0.1:0")
     print(f"grpc+tls://127.0.0.1:{server.port}", flush=True)
     threading.Event().wait()

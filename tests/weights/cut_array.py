@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from marin_rl.weights.fetch import ReceiveBuffers, assemble, make_plan, target_arrays
+from marin_rl.weights.fetch import ArrayBuffers
 from marin_rl.weights.manifest import Bounds, Manifest, Piece, checksum
+from marin_rl.weights.plan import PieceKey, make_plan, target_arrays
 
 FULL = np.arange(24, dtype=np.float32).reshape(6, 4)
 LIKE = {"w": jax.ShapeDtypeStruct((6, 4), jnp.float32)}
@@ -42,12 +43,13 @@ class Hosts:
             for host, (held, parts) in enumerate(zip(self.boxes, self.parts, strict=True))
         ]
 
-    def plan(self, *, cast: bool = False, like=LIKE):
+    def plan(self, *, cast: bool = False, like=LIKE) -> dict[str, dict[PieceKey, Piece]]:
         return make_plan(target_arrays(like), self.manifests, cast=cast)
 
-    def assemble(self, like=LIKE, *, cast: bool = False):
-        plan = self.plan(like=like, cast=cast)
-        buffers = ReceiveBuffers(plan)
-        for key in plan.fetched():
+    def buffers(self, like=LIKE, *, cast: bool = False) -> ArrayBuffers:
+        """Return the buffers of the array with all pieces written."""
+        pieces = self.plan(like=like, cast=cast)[NAME]
+        buffers = ArrayBuffers(target_arrays(like)[NAME], pieces)
+        for key in pieces:
             buffers.write(key, 0, self.parts[key.manifest][key.piece].reshape(-1).view(np.uint8))
-        return assemble(like, plan, buffers)
+        return buffers

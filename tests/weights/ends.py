@@ -14,10 +14,9 @@ import pyarrow.flight as flight
 
 from marin_rl.retry import Clock, RetryConfig
 from marin_rl.types import WeightVersion
-from marin_rl.weights.arrow_flight import FlightSource, VersionCache, WeightServer
-from marin_rl.weights.auth import TLS_NAME, make_secret, tls_identity
-from marin_rl.weights.fetch import ShardedReceiver, WeightSource
-from marin_rl.weights.manifest import Chunk, Manifest
+from marin_rl.weights.arrow_flight import TLS_NAME, FlightSource, VersionCache, WeightServer, tls_identity
+from marin_rl.weights.fetch import WeightReceiver, WeightSource
+from marin_rl.weights.manifest import Chunk, Manifest, make_secret
 from marin_rl.weights.protocol import WeightSender
 from marin_rl.weights.publish import Snapshot, TrainingHost, take_snapshot
 from marin_rl.weights.tree import named_leaves
@@ -66,9 +65,9 @@ def client_of(server: WeightServer) -> flight.FlightClient:
 
 
 @contextlib.contextmanager
-def serving(server_type: type[WeightServer] = WeightServer) -> Iterator[tuple[VersionCache[Snapshot], WeightServer]]:
+def serving(server_type: type[WeightServer] = WeightServer) -> Iterator[tuple[VersionCache, WeightServer]]:
     """Serve an empty cache for two versions."""
-    cache: VersionCache[Snapshot] = VersionCache(2, "the tested host")
+    cache = VersionCache(2, "the tested host")
     server = server_type(cache, SECRET, "grpc+tls://127.0.0.1:0")
     try:
         yield cache, server
@@ -80,15 +79,12 @@ class HookedSource:
     """Source that calls a hook before every response and after every chunk."""
 
     def __init__(self, source: WeightSource, hook: Callable[[str], None]) -> None:
+        self.streams = source.streams
         self._source = source
         self._hook = hook
 
     def __str__(self) -> str:
         return str(self._source)
-
-    @property
-    def streams(self) -> int:
-        return self._source.streams
 
     def versions(self) -> list[WeightVersion]:
         self._hook("versions")
@@ -109,7 +105,7 @@ def receiver_of(
     retry: RetryConfig = ONCE,
     cast: bool = False,
     sleep: Callable[[float], None] | None = None,
-) -> ShardedReceiver:
+) -> WeightReceiver:
     """Make a receiver with a simulated clock."""
     waited: list[float] = []
 
@@ -118,7 +114,7 @@ def receiver_of(
         if sleep is not None:
             sleep(seconds)
 
-    return ShardedReceiver(sources, retry, cast=cast, clock=Clock(now=lambda: math.fsum(waited), sleep=wait))
+    return WeightReceiver(sources, retry, cast=cast, clock=Clock(now=lambda: math.fsum(waited), sleep=wait))
 
 
 def assert_same(actual: object, expected: object) -> None:

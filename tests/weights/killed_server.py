@@ -15,7 +15,7 @@ def main(secret: str, port: str, version: str, gate: str) -> None:
 
     from marin_rl.weights import arrow_flight
     from marin_rl.weights.arrow_flight import VersionCache
-    from marin_rl.weights.publish import Snapshot, TrainingHost, take_snapshot
+    from marin_rl.weights.publish import TrainingHost, take_snapshot
 
     class GatedServer(arrow_flight.WeightServer):
         def send_chunks(self, version, chunks):
@@ -24,9 +24,9 @@ def main(secret: str, port: str, version: str, gate: str) -> None:
                 if gate == "gated":
                     threading.Event().wait()
 
-    cache: VersionCache[Snapshot] = VersionCache(2, "the killed host")
+    cache = VersionCache(2, "the killed host")
     weights = {"['w']": np.full(2**20, int(version), np.float32)}
-    cache.put(int(version), take_snapshot(weights, int(version), TrainingHost.current(), 2**18))
+    cache.put(take_snapshot(weights, int(version), TrainingHost.current(), 2**18))
     server = GatedServer(cache, secret, f"grpc+tls://127.0.0.1:{port}")
     print(server.port, flush=True)
     sys.stdin.read()

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Run by test_resharding.py on 8 fake CPU devices, in a separate process; prints one line of JSON."""
+"""Run by test_transfer.py on 8 fake CPU devices, in a separate process; prints one line of JSON."""
 
 import json
 import sys
@@ -13,8 +13,8 @@ def measure(way: str, folder: str) -> dict[str, object]:
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-    from marin_rl.weights.auth import make_secret
     from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig
+    from marin_rl.weights.manifest import make_secret
     from marin_rl.weights.publish import TrainingHost
 
     devices = np.array(jax.devices())

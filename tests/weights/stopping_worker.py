@@ -14,7 +14,7 @@ def main(secret: str, port: str) -> None:
 
     from marin_rl.retry import Clock, RetryConfig
     from marin_rl.weights.arrow_flight import FlightSource
-    from marin_rl.weights.fetch import ShardedReceiver
+    from marin_rl.weights.fetch import WeightReceiver
 
     stopped = []
     refused = []
@@ -32,7 +32,7 @@ def main(secret: str, port: str) -> None:
             return super()._translate(error)
 
     source = StoppingSource(f"grpc+tls://127.0.0.1:{port}", secret, streams=2, call_seconds=60.0)
-    receiver = ShardedReceiver([source], RetryConfig(), cast=False, clock=Clock(sleep=lambda seconds: None))
+    receiver = WeightReceiver([source], RetryConfig(), cast=False, clock=Clock(sleep=lambda seconds: None))
     received, version = receiver.receive({name: np.zeros(600, np.float32) for name in "abcd"})
     told = {"version": version, "values": np.unique(list(received.values())).tolist(), "refused": " | ".join(refused)}
     print(json.dumps(told))

@@ -26,16 +26,15 @@ from hypothesis import strategies as st
 
 import marin_rl
 from marin_rl.retry import RetryConfig
-from marin_rl.weights.arrow_flight import FlightSource, VersionCache, WeightServer
-from marin_rl.weights.auth import make_secret, tls_identity
+from marin_rl.weights.arrow_flight import FlightSource, VersionCache, WeightServer, tls_identity
 from marin_rl.weights.config import ArrowFlightConfig
-from marin_rl.weights.manifest import Chunk
+from marin_rl.weights.manifest import Chunk, make_secret
 from marin_rl.weights.protocol import (
     CorruptTransferError,
     VersionGoneError,
     WrongSecretError,
 )
-from marin_rl.weights.publish import ShardedSender, Snapshot, TrainingHost
+from marin_rl.weights.publish import ShardedSender, TrainingHost
 from tests.weights.ends import (
     ONCE,
     SECRET,
@@ -62,13 +61,35 @@ def filled(version: int) -> dict[str, np.ndarray]:
     return {name: np.full(600, version, np.float32) for name in "abcd"}
 
 
+# The cache of versions.
+
+
+def test_newest_versions_are_kept():
+    cache = VersionCache(2, "host 3")
+    assert cache.versions() == []
+    for version in (4, 5, 9):
+        cache.put(snapshot_of(WEIGHTS, version))
+    assert cache.versions() == [5, 9]
+    assert cache.get(5).manifest.version == 5
+    with pytest.raises(VersionGoneError, match=r"host 3 does not have version 4; available versions: \[5, 9\]"):
+        cache.get(4)
+
+
+def test_cleared_cache_is_empty():
+    cache = VersionCache(2, "host 3")
+    cache.put(snapshot_of(WEIGHTS, 1))
+    cache.clear()
+    with pytest.raises(VersionGoneError, match="available versions: none"):
+        cache.get(1)
+
+
 # The secret.
 
 
 def test_wrong_secret_is_rejected_without_retry():
     pauses: list[float] = []
     with serving() as (cache, server):
-        cache.put(1, snapshot_of(WEIGHTS, 1))
+        cache.put(snapshot_of(WEIGHTS, 1))
         manifest = source_of(server).manifests(1)[0]
         wrong = source_of(server, make_secret())
         receiver = receiver_of(wrong, retry=PERSISTENT, sleep=pauses.append)
@@ -132,16 +153,16 @@ def test_server_reads_no_message_without_the_secret():
         (b'{"version": 1, "chunks": [[2, 0]]}', "version 1 has no chunk 0 of piece 2"),
         (b'{"version": 1, "chunks": [[0, 0], [0, 0]]}', "the ticket for version 1 contains a chunk twice"),
         (b'{"version": 7, "chunks": [[0, 0]]}', "does not have version 7"),
-        (b'{"version": 1, "chunks": [[0, 0.0]]}', "invalid ticket: version, pieces and chunk numbers must be integers"),
-        (b'{"version": 1, "chunks": [0]}', "invalid ticket: TypeError"),
-        (b'{"chunks": []}', "invalid ticket: KeyError"),
-        (b"\xff", "invalid ticket: UnicodeDecodeError"),
+        (b'{"version": 1, "chunks": [[0, 0.0]]}', r"(?s)invalid ticket: .*chunks\.0\.1.*should be a valid integer"),
+        (b'{"version": 1, "chunks": [0]}', "(?s)invalid ticket: .*should be an array"),
+        (b'{"chunks": []}', "(?s)invalid ticket: .*version.*Field required"),
+        (b"\xff", "(?s)invalid ticket: .*Invalid JSON"),
     ],
     ids=["oversize", "number", "negative", "piece", "twice", "version", "float", "pair", "key", "text"],
 )
 def test_invalid_tickets_are_rejected(ticket: bytes, message: str):
     with serving() as (cache, server), client_of(server) as client:
-        cache.put(1, snapshot_of(WEIGHTS, 1))
+        cache.put(snapshot_of(WEIGHTS, 1))
         with pytest.raises(flight.FlightServerError, match=message):
             client.do_get(flight.Ticket(ticket)).read_all()
         manifest = source_of(server).manifests(1)[0]
@@ -235,7 +256,7 @@ def test_corrupt_stream_is_detected_and_retried(corruption: str, caplog):
     spoil, message = CORRUPTIONS[corruption]
     with serving(CorruptingServer) as (cache, server):
         assert isinstance(server, CorruptingServer)
-        cache.put(1, snapshot_of({"w": WEIGHTS["w"]}, 1))
+        cache.put(snapshot_of({"w": WEIGHTS["w"]}, 1))
         server.corruptions = [spoil]
         with pytest.raises(CorruptTransferError, match=message):
             receiver_of(source_of(server)).receive({"w": WEIGHTS["w"]})
@@ -262,7 +283,7 @@ class GatedServer(WeightServer):
 
 
 @contextlib.contextmanager
-def gated() -> Iterator[tuple[VersionCache[Snapshot], GatedServer]]:
+def gated() -> Iterator[tuple[VersionCache, GatedServer]]:
     with serving(GatedServer) as (cache, server):
         assert isinstance(server, GatedServer)
         try:
@@ -273,13 +294,13 @@ def gated() -> Iterator[tuple[VersionCache[Snapshot], GatedServer]]:
 
 def test_version_dropped_during_transfer_is_named_in_error():
     with gated() as (cache, server):
-        cache.put(1, snapshot_of(filled(1), 1))
+        cache.put(snapshot_of(filled(1), 1))
         source = source_of(server)
         manifest = source.manifests(1)[0]
         stream = source.fetch(manifest, manifest.chunks(0))
         next(stream)
         for version in (2, 3):
-            cache.put(version, snapshot_of(filled(version), version))
+            cache.put(snapshot_of(filled(version), version))
         server.gate.set()
         with pytest.raises(
             VersionGoneError, match=r"the tested host does not have version 1; available versions: \[2, 3\]"
@@ -289,12 +310,12 @@ def test_version_dropped_during_transfer_is_named_in_error():
 
 def test_receiver_takes_newest_when_version_is_dropped(caplog):
     with gated() as (cache, server):
-        cache.put(1, snapshot_of(filled(1), 1))
+        cache.put(snapshot_of(filled(1), 1))
 
         def drop(point: str) -> None:
             if point == "chunk" and 1 in cache.versions():
                 for version in (2, 3):
-                    cache.put(version, snapshot_of(filled(version), version))
+                    cache.put(snapshot_of(filled(version), version))
                 server.gate.set()
 
         received, version = receiver_of(HookedSource(source_of(server), drop), retry=PERSISTENT).receive(filled(0))
@@ -305,7 +326,7 @@ def test_receiver_takes_newest_when_version_is_dropped(caplog):
 
 def test_dropped_explicit_version_is_not_replaced():
     with gated() as (cache, server):
-        cache.put(1, snapshot_of(filled(1), 1))
+        cache.put(snapshot_of(filled(1), 1))
 
         def drop(point: str) -> None:
             if point == "chunk":
@@ -359,7 +380,7 @@ def test_receiver_recovers_from_killed_server(caplog):
 
 def test_stalled_worker_takes_newest_and_keeps_no_version_alive():
     with gated() as (cache, server):
-        cache.put(1, snapshot_of(filled(1), 1))
+        cache.put(snapshot_of(filled(1), 1))
         worker = start("stopping_worker.py", str(server.port))
         try:
             # The worker stops itself when the first chunk has arrived.
@@ -367,7 +388,7 @@ def test_stalled_worker_takes_newest_and_keeps_no_version_alive():
             assert os.WIFSTOPPED(status)
             held = weakref.ref(cache.get(1))
             for version in (2, 3):
-                cache.put(version, snapshot_of(filled(version), version))
+                cache.put(snapshot_of(filled(version), version))
             gc.collect()
             assert held() is None
             server.gate.set()
@@ -393,12 +414,12 @@ def test_received_arrays_are_of_one_version(schedule: list[str], seed: int):
     publishing = threading.Lock()
     names = ("first", "second")
     with serving() as (one, first), serving() as (two, second):
-        shelves = dict(zip(names, (one, two), strict=True))
+        caches = dict(zip(names, (one, two), strict=True))
         versions = dict.fromkeys(names, 0)
 
         def publish(name: str) -> None:
             version = versions[name] + 1
-            shelves[name].put(version, split(snapshot_of(filled(version), version), 2)[names.index(name)])
+            caches[name].put(split(snapshot_of(filled(version), version), 2)[names.index(name)])
             versions[name] = version
 
         def move(point: str) -> None:
@@ -426,12 +447,11 @@ def test_received_arrays_are_of_one_version(schedule: list[str], seed: int):
             last = version
 
 
-def test_closed_receiver_leaves_no_thread():
+def test_transfer_leaves_no_thread():
     before = set(threading.enumerate())
     with closing(open_sender()) as sender:
         sender.publish({"w": jnp.zeros(1000)}, 1)
         sender.flush()
         receiver = ArrowFlightConfig(retry=ONCE).open_receiver([sender.address], SECRET)
         receiver.receive({"w": jnp.zeros(1000)})
-        receiver.close()
     assert set(threading.enumerate()) <= before

@@ -29,8 +29,8 @@ class ForgingServer(WeightServer):
 def test_forged_manifest_is_rejected():
     with serving(ForgingServer) as (cache, server):
         assert isinstance(server, ForgingServer)
-        cache.put(1, snapshot_of(WEIGHTS, 1))
-        manifest = snapshot_of(WEIGHTS, 1).manifest.to_json()
+        cache.put(snapshot_of(WEIGHTS, 1))
+        manifest = snapshot_of(WEIGHTS, 1).manifest.sign(SECRET)[32:]
         server.answers = {"manifest": hashlib.sha256(manifest).digest() + manifest}
         with pytest.raises(CorruptTransferError, match="corrupt or belongs to another run"):
             receiver_of(source_of(server)).receive(WEIGHTS)
@@ -51,7 +51,7 @@ def test_wrong_schema_is_rejected():
             return flight.RecordBatchStream(pa.table({"text": ["a"]}))
 
     with serving(ForeignServer) as (cache, server):
-        cache.put(1, snapshot_of(WEIGHTS, 1))
+        cache.put(snapshot_of(WEIGHTS, 1))
         with pytest.raises(CorruptTransferError, match="the stream has schema text: string, expected bytes: uint8"):
             receiver_of(source_of(server)).receive(WEIGHTS)
 
@@ -62,7 +62,7 @@ def test_proxy_variables_are_ignored(monkeypatch: pytest.MonkeyPatch):
             monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("no_grpc_proxy", raising=False)
-        cache.put(1, snapshot_of(WEIGHTS, 1))
+        cache.put(snapshot_of(WEIGHTS, 1))
         source = FlightSource(f"grpc+tls://127.0.0.1:{server.port}", SECRET, streams=1, call_seconds=5.0)
         assert_same(receiver_of(source).receive(WEIGHTS)[0], WEIGHTS)
 

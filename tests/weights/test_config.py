@@ -9,7 +9,6 @@ from marin_rl.weights.config import (
     SharedFilesConfig,
     TransferDtype,
     WeightTransferConfig,
-    single_address,
 )
 from marin_rl.weights.publish import TrainingHost
 from tests.weights.ends import SECRET
@@ -62,11 +61,12 @@ def test_required_settings_are_checked():
         ArrowFlightConfig(host="")
 
 
-def test_single_address_requires_equal_addresses():
-    assert single_address(["a", "a"]) == "a"
-    for addresses in ([], ["a", "b"]):
+def test_shared_files_receiver_requires_equal_addresses():
+    config = SharedFilesConfig(folder="w")
+    config.open_receiver(["w", "w"], SECRET)
+    for addresses in ([], ["w", "v"]):
         with pytest.raises(ValueError, match="all senders of this type must have the same address"):
-            single_address(addresses)
+            config.open_receiver(addresses, SECRET)
 
 
 @pytest.mark.parametrize("config", [ArrowFlightConfig(), SharedFilesConfig(folder="w")])

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from marin_rl.weights.fetch import PieceKey, make_plan
+from marin_rl.weights.plan import PieceKey, make_plan, target_arrays
 from marin_rl.weights.protocol import MismatchedWeightsError
-from tests.weights.cut_array import Hosts, box
+from tests.weights.cut_array import LIKE, NAME, Hosts, box
 
 
 def test_error_names_array_and_indices_of_a_gap():
@@ -26,18 +26,17 @@ def test_replicas_must_have_equal_checksums():
 
 def test_replicated_piece_is_fetched_once_and_load_is_balanced():
     rows = [box((row, row + 1), (0, 4)) for row in range(6)]
-    keys = Hosts(rows, rows, rows).plan().fetched()
+    keys = Hosts(rows, rows, rows).plan()[NAME]
     assert len(keys) == 6
     assert [sum(key.manifest == host for key in keys) for host in range(3)] == [2, 2, 2]
 
 
 def test_only_overlapping_pieces_are_fetched():
-    plan = Hosts([box((0, 3), (0, 4))], [box((3, 6), (0, 4))]).plan()
-    wanted = {name: dataclasses.replace(want, sharding=_TopHalf()) for name, want in plan.targets.items()}
+    wanted = {name: dataclasses.replace(want, sharding=_TopHalf()) for name, want in target_arrays(LIKE).items()}
     manifests = Hosts([box((0, 3), (0, 4))], [box((3, 6), (0, 4))]).manifests
-    assert make_plan(wanted, manifests, cast=False).fetched() == [PieceKey(0, 0)]
+    assert make_plan(wanted, manifests, cast=False)[NAME].keys() == {PieceKey(0, 0)}
     # A host without any required piece may be absent.
-    assert make_plan(wanted, [manifests[0]], cast=False).fetched() == [PieceKey(0, 0)]
+    assert make_plan(wanted, [manifests[0]], cast=False)[NAME].keys() == {PieceKey(0, 0)}
 
 
 class _TopHalf(jax.sharding.Sharding):

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marin_rl.retry import RetryConfig
-from marin_rl.weights.auth import make_secret
+from marin_rl.weights.manifest import make_secret
 from marin_rl.weights.protocol import CorruptTransferError, ServerLostError, VersionGoneError, WrongSecretError
 from marin_rl.weights.publish import ShardedSender, TrainingHost
-from marin_rl.weights.shared_files import FolderBackend, FolderSource
+from marin_rl.weights.shared_files import FolderBackend, FolderSource, fingerprint
 from tests.weights.ends import SECRET, HookedSource, assert_same, closing, receiver_of
 
 PERSISTENT = RetryConfig(give_up_seconds=1000.0)
@@ -209,3 +209,9 @@ def test_received_arrays_are_of_one_version(tmp_path_factory, schedule: list[int
         for _ in range(3):
             received, version = receiver.receive(filled(0))
             assert_same(received, filled(version))
+
+
+def test_fingerprint_identifies_secret_without_revealing_it():
+    one, other = make_secret(), make_secret()
+    assert fingerprint(one) == fingerprint(one) != fingerprint(other)
+    assert fingerprint(one) not in one

@@ -5,6 +5,11 @@
 
 import contextlib
 import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -16,6 +21,7 @@ import numpy as np
 import pytest
 from levanter.models.llama import LlamaConfig
 
+import marin_rl
 from marin_rl.retry import RetryConfig
 from marin_rl.weights.config import (
     ArrowFlightConfig,
@@ -23,11 +29,11 @@ from marin_rl.weights.config import (
     TransferDtype,
     WeightTransferConfig,
 )
+from marin_rl.weights.fetch import WeightReceiver
 from marin_rl.weights.protocol import (
     MismatchedWeightsError,
     NoWeightsError,
     VersionGoneError,
-    WeightReceiver,
     WeightSender,
 )
 from marin_rl.weights.publish import TrainingHost
@@ -44,7 +50,6 @@ def ends(config: WeightTransferConfig) -> Iterator[tuple[WeightSender, WeightRec
     try:
         yield sender, receiver
     finally:
-        receiver.close()
         sender.close()
     assert set(threading.enumerate()) <= before
 
@@ -258,3 +263,21 @@ def test_concurrent_workers_receive_during_publication(config: WeightTransferCon
     assert not faults
     assert version == 14
     assert (last["a"] == 14).all()
+
+
+@pytest.mark.parametrize("way", ["arrow_flight", "shared_files"])
+def test_weights_are_resharded_from_four_hosts_to_other_meshes(way: str, tmp_path):
+    script = pathlib.Path(__file__).with_name("resharding.py")
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": str(pathlib.Path(marin_rl.__file__).parents[1]),
+    }
+    command = [sys.executable, str(script), way, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout.splitlines()[-1])
+    meshes = ["same", "turned", "flat", "part", "single"]
+    assert measured == {"devices": 8, "equal": dict.fromkeys(meshes, True), "placed": dict.fromkeys(meshes, True)}
+    assert list(tmp_path.iterdir()) == []

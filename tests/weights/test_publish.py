@@ -1,0 +1,293 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import threading
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.benchmarks.measurement import counted_compiles
+from marin_rl.background_job import BackgroundJob
+from marin_rl.retry import Clock
+from marin_rl.weights.config import ArrowFlightConfig
+from marin_rl.weights.protocol import WeightTransferError
+from marin_rl.weights.publish import (
+    MultiHostSender,
+    ShardedSender,
+    Snapshot,
+    TrainingHost,
+    copy_arrays,
+    take_snapshot,
+)
+from tests.weights.ends import SECRET, assert_same, closing, snapshot_of
+
+# Copies on the devices.
+
+
+def test_copy_shares_no_memory_with_original():
+    arrays = {"f": jnp.arange(100.0), "i": jnp.arange(3), "n": np.arange(4.0), "s": jnp.float32(2)}
+    copies = copy_arrays(arrays, None)
+    assert_same(copies, arrays)
+    for name in "fis":
+        assert copies[name].unsafe_buffer_pointer() != arrays[name].unsafe_buffer_pointer()
+        assert copies[name].sharding == arrays[name].sharding
+    assert not np.shares_memory(copies["n"], arrays["n"])
+
+
+def test_copy_survives_donation_of_original():
+    # Without the copy, a numpy view of a donated CPU array changes.
+    overwrite = jax.jit(lambda array: array * 0 - 1, donate_argnums=0)
+    for value in range(10):
+        array = jnp.full(200_000, value, jnp.float32)
+        copies = copy_arrays({"a": array}, None)
+        array = overwrite(array)
+        assert (np.asarray(copies["a"]) == value).all()
+        assert (np.asarray(array) == -1).all()
+
+
+def test_only_floating_point_is_cast():
+    arrays = {
+        "f": jnp.float32([1.00390625, jnp.nan, 3e38]),
+        "b": jnp.bfloat16([2.5]),
+        "i": jnp.int32([2**24 + 1]),
+        "t": jnp.array([True]),
+        "n": np.float32([1.0039]),
+    }
+    copies = copy_arrays(arrays, "bfloat16")
+    assert {name: copy.dtype.name for name, copy in copies.items()} == {
+        "f": "bfloat16",
+        "b": "bfloat16",
+        "i": "int32",
+        "t": "bool",
+        "n": "bfloat16",
+    }
+    assert_same(copies["f"], arrays["f"].astype(jnp.bfloat16))
+    assert_same(copies["i"], arrays["i"])
+    assert copies["b"].unsafe_buffer_pointer() != arrays["b"].unsafe_buffer_pointer()
+
+
+def test_second_version_does_not_recompile():
+    arrays = {"a": jnp.arange(5.0)}
+    copy_arrays(arrays, None)
+    changed = {"a": arrays["a"] + 1}
+    with counted_compiles() as compiles:
+        copy_arrays(changed, None)
+    assert compiles.programs == 0
+
+
+# Snapshots.
+
+
+@given(length=st.integers(0, 100), chunk_bytes=st.integers(1, 500), dtype=st.sampled_from(["float32", "int8", "bool"]))
+def test_chunks_concatenate_to_the_piece(length: int, chunk_bytes: int, dtype: str):
+    array = (np.arange(length) % 3).astype(dtype)
+    snapshot = snapshot_of({"w": array}, 4, chunk_bytes)
+    chunks = snapshot.manifest.chunks(0)
+    parts = [snapshot.chunk(chunk) for chunk in chunks]
+    assert b"".join(part.tobytes() for part in parts) == array.tobytes()
+    assert all(len(part) == chunk_bytes for part in parts[:-1])
+    for chunk, part in zip(chunks, parts, strict=True):
+        snapshot.manifest.check(chunk, part, "the test")
+
+
+def test_chunk_is_a_view():
+    snapshot = snapshot_of({"w": np.arange(1000)}, 1)
+    for chunk in snapshot.manifest.chunks(0):
+        assert np.shares_memory(snapshot.chunk(chunk), snapshot.data[0])
+
+
+def test_device_memory_is_released_during_snapshot():
+    arrays = {"w": jnp.zeros(3), "b": jnp.zeros(2)}
+    assert len(take_snapshot(arrays, 1, TrainingHost.current(), 1024).data) == 2
+    assert arrays == {}
+
+
+def test_non_contiguous_arrays_are_sent_in_row_major_order():
+    array = np.arange(12, dtype=np.float32).reshape(3, 4).T
+    assert snapshot_of({"w": array}, 1).data[0].tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize(("index", "count"), [(-1, 1), (1, 1), (0, 0)])
+def test_host_index_out_of_range_is_rejected(index: int, count: int):
+    with pytest.raises(ValueError, match=f"training host {index} of {count}"):
+        TrainingHost(index, count, frozenset())
+
+
+# Publication by one host.
+
+
+class Outlet:
+    """Backend that passes snapshots to a function."""
+
+    address = "the tested outlet"
+
+    def __init__(self, put: Callable[[Snapshot], None]) -> None:
+        self.put = put
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def make(put: Callable[[Snapshot], None]) -> ShardedSender:
+    return open_sender(Outlet(put))
+
+
+def open_sender(backend: Outlet) -> ShardedSender:
+    return ShardedSender(backend, TrainingHost.current(), dtype=None, chunk_bytes=1024)
+
+
+def values(snapshot: Snapshot) -> np.ndarray:
+    return snapshot.data[0].view(np.float32)
+
+
+def test_weights_may_be_donated_as_soon_as_publish_returns():
+    offered: list[Snapshot] = []
+    sender = make(offered.append)
+    step = jax.jit(lambda weights: weights + 1, donate_argnums=0)
+    weights = jnp.zeros(300_000)
+    for version in range(15):
+        sender.publish({"w": weights}, version)
+        weights = step(weights)
+    sender.close()
+    assert [snapshot.manifest.version for snapshot in offered] == list(range(15))
+    for version, snapshot in enumerate(offered):
+        assert (values(snapshot) == version).all()
+
+
+def test_publish_returns_before_version_is_available():
+    may_end, offered = threading.Event(), []
+
+    def put(snapshot: Snapshot) -> None:
+        may_end.wait()
+        offered.append(snapshot.manifest.version)
+
+    sender = make(put)
+    sender.publish({"w": jnp.zeros(3)}, 1)
+    assert sender.published is None
+    may_end.set()
+    sender.flush()
+    assert offered == [1]
+    assert sender.published == 1
+    sender.close()
+
+
+def test_background_error_is_raised_by_next_call():
+    def put(snapshot: Snapshot) -> None:
+        raise OSError("no space left")
+
+    sender = make(put)
+    sender.publish({"w": jnp.zeros(3)}, 1)
+    with pytest.raises(OSError, match="no space left"):
+        sender.publish({"w": jnp.zeros(3)}, 2)
+    sender.publish({"w": jnp.zeros(3)}, 2)
+    with pytest.raises(OSError, match="no space left"):
+        sender.close()
+    assert sender.published is None
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_versions_must_increase(version: int):
+    sender = make(lambda snapshot: None)
+    sender.publish({"w": jnp.zeros(3)}, 5)
+    with pytest.raises(ValueError, match=f"version {version} cannot be published after version 5"):
+        sender.publish({"w": jnp.zeros(3)}, version)
+    sender.close()
+
+
+def test_close_ends_the_thread():
+    sender = make(lambda snapshot: None)
+    sender.publish({"w": jnp.zeros(3)}, 1)
+    sender.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("publish weights")]
+
+
+def test_close_waits_for_publication_before_closing_backend(monkeypatch: pytest.MonkeyPatch):
+    may_end, found = threading.Event(), []
+    close = BackgroundJob.close
+
+    def let_it_end_and_close(job: BackgroundJob) -> None:
+        may_end.set()
+        close(job)
+
+    def put(snapshot: Snapshot) -> None:
+        may_end.wait()
+        found.append(backend.is_closed)
+
+    monkeypatch.setattr(BackgroundJob, "close", let_it_end_and_close)
+    backend = Outlet(put)
+    sender = open_sender(backend)
+    assert sender.address == "the tested outlet"
+    sender.publish({"w": jnp.zeros(3)}, 1)
+    sender.close()
+    assert found == [False]
+    assert backend.is_closed
+
+
+def test_close_closes_backend_after_failed_publication():
+    def put(snapshot: Snapshot) -> None:
+        raise OSError("no space left")
+
+    backend = Outlet(put)
+    sender = open_sender(backend)
+    sender.publish({"w": jnp.zeros(3)}, 1)
+    with pytest.raises(OSError, match="no space left"):
+        sender.close()
+    assert backend.is_closed
+
+
+# Publication by several hosts.
+
+
+WEIGHTS = {"w": np.arange(6, dtype=np.float32)}
+
+
+def open_host(index: int) -> ShardedSender:
+    return ArrowFlightConfig().open_sender(SECRET, TrainingHost(index, 2, frozenset()))
+
+
+def multi_host_sender(own: ShardedSender, other: ShardedSender, meanwhile: Callable[[float], None]) -> MultiHostSender:
+    """Make a sender with a clock that advances ten seconds per poll and then calls `meanwhile` with the time."""
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(10.0)
+        meanwhile(sum(slept))
+
+    receiver = ArrowFlightConfig().open_receiver([own.address, other.address], SECRET)
+    return MultiHostSender(own, receiver.newest, timeout=60.0, clock=Clock(now=lambda: sum(slept), sleep=sleep))
+
+
+def test_flush_waits_for_all_hosts():
+    seen = []
+    with closing(open_host(0)) as own, closing(open_host(1)) as other:
+
+        def meanwhile(now: float) -> None:
+            seen.append((now, hosts.published))
+            if now == 30.0:
+                other.publish(WEIGHTS, 1)
+                other.flush()
+
+        hosts = multi_host_sender(own, other, meanwhile)
+        assert hosts.address == own.address
+        hosts.flush()
+        assert seen == []
+        hosts.publish(WEIGHTS, 1)
+        hosts.flush()
+        assert own.published == hosts.published == 1
+    assert seen == [(10.0, None), (20.0, None), (30.0, None)]
+
+
+def test_flush_times_out_when_a_host_lags():
+    with closing(open_host(0)) as own, closing(open_host(1)) as other:
+        hosts = multi_host_sender(own, other, lambda now: None)
+        hosts.publish(WEIGHTS, 1)
+        with pytest.raises(
+            WeightTransferError, match="version 1 of the weights is published by this training host, but after 60 s"
+        ):
+            hosts.flush()
