@@ -38,87 +38,41 @@ class Board:
 
     def names(self, view: View) -> tuple[str, ...]:
         """Return the names of the actions in a view."""
-        return self.actions if view is View.READABLE else tuple(_letter(action) for action in self.actions)
-
-
-def board_of(game: Any) -> Board:
-    """Return the board of a game; the default board supports any game with discrete actions.
-
-    Args:
-        game: a gymnasium environment, unwrapped.
-    """
-    from gymnasium.envs.toy_text.cliffwalking import CliffWalkingEnv
-    from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
-    from gymnasium.envs.toy_text.taxi import TaxiEnv
-
-    if isinstance(game, FrozenLakeEnv):
-        return Board(("left", "down", "right", "up"), LAKE_RULES, _show_lake, _wins_lake)
-    if isinstance(game, TaxiEnv):
-        return Board(("south", "north", "east", "west", "pickup", "dropoff"), TAXI_RULES, _show_taxi, _wins_by_end)
-    if isinstance(game, CliffWalkingEnv):
-        return Board(("up", "right", "down", "left"), CLIFF_RULES, _show_cliff, _wins_by_end)
-    return Board(tuple(str(number) for number in range(game.action_space.n)), OTHER_RULES, _show_other, _wins_by_reward)
-
-
-LAKE_RULES = (
-    "You cross a frozen lake to reach the goal. In the map, A is you, G the goal, H a hole and . is ice. "
-    "Falling into a hole ends the game."
-)
-TAXI_RULES = (
-    "You drive a taxi: fetch the passenger and bring them to their destination. In the map, A is the taxi, | a wall, "
-    "and R, G, Y, B are the places where people wait. Use pickup and dropoff where the passenger and the destination "
-    "are."
-)
-CLIFF_RULES = (
-    "You walk along a cliff to reach the goal. In the map, A is you, G the goal, C the cliff and . is ground. "
-    "Stepping into the cliff puts you back at the start."
-)
-OTHER_RULES = "You play a game. Each reply chooses an action by its number."
-
-
-def _letter(action: str) -> str:
-    return action if action.isdigit() else action[0]
-
-
-def _grid(rows: list[str], view: View) -> str:
-    return "\n".join(rows if view is View.COMPACT else [" ".join(row) for row in rows])
+        if view is View.READABLE:
+            return self.actions
+        return tuple(action if action.isdigit() else action[0] for action in self.actions)
 
 
 def _place(row: int, column: int) -> str:
     return f"row {row + 1}, column {column + 1}"
 
 
+def _show_map(cells: list[list[str]], state: int, view: View) -> str:
+    row, column = divmod(state, len(cells[0]))
+    cells[row][column] = "A"
+    if view is View.COMPACT:
+        return "\n".join("".join(line) for line in cells)
+    return "\n".join(" ".join(line) for line in cells) + f"\nYou are in {_place(row, column)}."
+
+
 def _show_lake(game: Any, state: int, view: View) -> str:
     cells = [["." if cell in b"SF" else cell.decode() for cell in row] for row in game.desc.tolist()]
-    row, column = divmod(state, game.ncol)
-    cells[row][column] = "A"
-    grid = _grid(["".join(line) for line in cells], view)
-    return grid if view is View.COMPACT else f"{grid}\nYou are in {_place(row, column)}."
-
-
-def _wins_lake(game: Any, state: int, reward: float) -> bool:
-    return game.desc.flat[state] == b"G"
+    return _show_map(cells, state, view)
 
 
 def _show_cliff(game: Any, state: int, view: View) -> str:
     height, width = game.shape
     cells = [["C" if game._cliff[row, column] else "." for column in range(width)] for row in range(height)]
     cells[height - 1][width - 1] = "G"
-    row, column = divmod(state, width)
-    cells[row][column] = "A"
-    grid = _grid(["".join(line) for line in cells], view)
-    return grid if view is View.COMPACT else f"{grid}\nYou are in {_place(row, column)}."
-
-
-_TAXI_PLACES = "RGYB"
+    return _show_map(cells, state, view)
 
 
 def _show_taxi(game: Any, state: int, view: View) -> str:
     row, column, passenger, destination = game.decode(state)
-    waiting, goal = "RGYBA"[passenger], _TAXI_PLACES[destination]
+    waiting, goal = "RGYBA"[passenger], "RGYB"[destination]
     if view is View.COMPACT:
         return f"{row}{column}{waiting}{goal}"
-    cells = [line.decode() for line in (b"".join(line) for line in game.desc.tolist())]
+    cells = [b"".join(line).decode() for line in game.desc.tolist()]
     line = cells[row + 1]
     cells[row + 1] = f"{line[: 2 * column + 1]}A{line[2 * column + 2 :]}"
     where = "in the taxi" if waiting == "A" else f"waiting at {waiting}"
@@ -128,22 +82,50 @@ def _show_taxi(game: Any, state: int, view: View) -> str:
     )
 
 
-def _wins_by_end(game: Any, state: int, reward: float) -> bool:
-    return True
+_LAKE = Board(
+    ("left", "down", "right", "up"),
+    "You cross a frozen lake to reach the goal. In the map, A is you, G the goal, H a hole and . is ice. "
+    "Falling into a hole ends the game.",
+    show=_show_lake,
+    wins=lambda game, state, reward: game.desc.flat[state] == b"G",
+)
+_TAXI = Board(
+    ("south", "north", "east", "west", "pickup", "dropoff"),
+    "You drive a taxi: fetch the passenger and bring them to their destination. In the map, A is the taxi, | a wall, "
+    "and R, G, Y, B are the places where people wait. Use pickup and dropoff where the passenger and the destination "
+    "are.",
+    show=_show_taxi,
+    wins=lambda game, state, reward: True,
+)
+_CLIFF = Board(
+    ("up", "right", "down", "left"),
+    "You walk along a cliff to reach the goal. In the map, A is you, G the goal, C the cliff and . is ground. "
+    "Stepping into the cliff puts you back at the start.",
+    show=_show_cliff,
+    wins=lambda game, state, reward: True,
+)
 
 
-def _show_other(game: Any, observation: Any, view: View) -> str:
-    return str(observation)
+def board_of(game: Any) -> Board:
+    """Return the board of a gymnasium game, unwrapped; the default supports any game with discrete actions."""
+    from gymnasium.envs.toy_text.cliffwalking import CliffWalkingEnv
+    from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
+    from gymnasium.envs.toy_text.taxi import TaxiEnv
+
+    for kind, board in ((FrozenLakeEnv, _LAKE), (TaxiEnv, _TAXI), (CliffWalkingEnv, _CLIFF)):
+        if isinstance(game, kind):
+            return board
+    return Board(
+        tuple(str(number) for number in range(game.action_space.n)),
+        "You play a game. Each reply chooses an action by its number.",
+        lambda game, observation, view: str(observation),
+        lambda game, observation, reward: reward > 0,
+    )
 
 
-def _wins_by_reward(game: Any, observation: Any, reward: float) -> bool:
-    return reward > 0
-
-
-Outcome = tuple[float, int, float, bool]
-"""Probability, next state, reward, whether the game ends: an entry of gymnasium's transition tables."""
-Table = Mapping[int, Mapping[int, Sequence[Outcome]]]
-"""Possible outcomes by state and action."""
+Table = Mapping[int, Mapping[int, Sequence[Any]]]
+"""Transition table of gymnasium (`env.unwrapped.P`): by state and action, the possible outcomes as probability, next
+state, reward, and whether the game ends."""
 Wins = Callable[[int, float], bool]
 """Returns whether a finished game was won, given its last state and reward."""
 
@@ -164,20 +146,6 @@ class Plan:
     """Actions by state that cannot lose the game immediately, in ascending order."""
 
 
-def read_table(table: Mapping[Any, Mapping[Any, Sequence[Any]]]) -> Table:
-    """Convert a game's transition table (`env.unwrapped.P`) to Python numbers; games mix them with numpy scalars."""
-    return {
-        int(state): {
-            int(action): [
-                (float(chance), int(following), float(reward), bool(over))
-                for chance, following, reward, over in outcomes
-            ]
-            for action, outcomes in actions.items()
-        }
-        for state, actions in table.items()
-    }
-
-
 def reachable(table: Table, starts: Iterable[int]) -> list[int]:
     """Return the states reachable from `starts`, inclusive, in ascending order; the game ends at terminal outcomes."""
     visited = set(starts)
@@ -186,8 +154,8 @@ def reachable(table: Table, starts: Iterable[int]) -> list[int]:
         outcomes = [outcome for action in table[pending.pop()].values() for outcome in action]
         for chance, state, _, over in outcomes:
             if chance > 0 and not over and state not in visited:
-                visited.add(state)
-                pending.append(state)
+                visited.add(int(state))
+                pending.append(int(state))
     return sorted(visited)
 
 
@@ -246,11 +214,8 @@ class Prototype:
     @functools.cached_property
     def plan(self) -> Plan:
         """Optimal plan for all initial states."""
-        weights = self.game.initial_state_distrib
-        starts = [state for state in range(len(weights)) if weights[state] > 0]
-        return make_plan(
-            read_table(self.game.P), starts, lambda state, reward: self.board.wins(self.game, state, reward)
-        )
+        starts = [state for state, weight in enumerate(self.game.initial_state_distrib) if weight > 0]
+        return make_plan(self.game.P, starts, lambda state, reward: self.board.wins(self.game, state, reward))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,10 +247,11 @@ class Start:
         """Return a rendering-independent identity of a state; None for a game without a transition table."""
         if state is None:
             return None
-        return {"game": self.id, "options": self._options, "state": state}
+        return {"game": self.id, "options": self.options, "state": state}
 
     @functools.cached_property
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
+        """Constructor arguments."""
         return json.loads(self.arguments)
 
     def begin(self, seed: int) -> tuple[Any, Any]:
@@ -296,7 +262,7 @@ class Start:
         """
         prototype = self.prototype
         if not prototype.has_table:
-            game = construct_game(self.id, json.loads(self.arguments))
+            game = construct_game(self.id, self.options)
             return game, game.reset(seed=self.seed)[0]
         # reset only replaces attributes of the copy; transition table and map are shared with the prototype.
         game = copy.copy(prototype.game)
@@ -381,6 +347,7 @@ def construct_game(id: str, arguments: Mapping[str, Any]) -> Any:
         ValueError: if gymnasium does not have the game, or the arguments are invalid.
     """
     import gymnasium
+    from gymnasium.envs.registration import load_env_creator
 
     try:
         spec = gymnasium.spec(id)
@@ -391,7 +358,7 @@ def construct_game(id: str, arguments: Mapping[str, Any]) -> Any:
     entry = spec.entry_point
     if entry is None:
         raise ValueError(f"gymnasium registers text game {id!r} without an entry point; use a game that has one")
-    kind = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
+    kind = load_env_creator(entry) if isinstance(entry, str) else entry
     try:
         return kind(**{**spec.kwargs, **arguments})
     except (TypeError, KeyError, ValueError, AssertionError) as error:

@@ -4,7 +4,6 @@
 """Text versions of gymnasium games: FrozenLake, Taxi, CliffWalking, and other games with discrete actions."""
 
 import dataclasses
-import functools
 import math
 import random
 import re
@@ -13,18 +12,11 @@ from typing import Any
 
 from marin_rl.config_fields import convert_enum_fields
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split, Step
-from marin_rl.environments.games import Board, Start, View, draw_start
+from marin_rl.environments.games import Board, Prototype, Start, View, draw_start
 from marin_rl.environments.single_turn import CORRECT, FORMAT
 from marin_rl.rewards.grading import check_pattern, extract_last
 from marin_rl.seeds import derive_seed
-from marin_rl.splits import (
-    Problem,
-    TaskSplits,
-    check_shares,
-    problem_id,
-    split_problems,
-    without_duplicates,
-)
+from marin_rl.splits import Problem, TaskSplits, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.types import Message, Task
 
 GAME = "game"
@@ -113,15 +105,11 @@ class TextGameConfig(EnvironmentConfig):
                 f"{source} has a single initial state with options {self.options}, so its one task cannot be split; "
                 "set random_start: true, or held_out: 0 and validation: 0"
             )
-        return TextGameEnvironment(
-            self, self._name, split_problems(problems, self.held_out, self.validation, source), starts
-        )
-
-    @property
-    def _name(self) -> str:
-        return self.id if self.name is None else self.name
+        splits = split_problems(problems, self.held_out, self.validation, source)
+        return TextGameEnvironment(self, problems[0].task.environment, splits, starts)
 
     def _problems(self, starts: dict[str, Start]) -> Iterator[Problem]:
+        """Draw the games, and add their initial states to `starts` by problem id."""
         for index in range(self.num_tasks):
             seed = derive_seed(self.seed, "game", index)
             start = draw_start(self.id, self.options, seed, self.random_start)
@@ -129,7 +117,7 @@ class TextGameConfig(EnvironmentConfig):
             starts.setdefault(problem_id(text), start)
             task = Task(
                 id=problem_id(text),
-                environment=self._name,
+                environment=self.id if self.name is None else self.name,
                 messages=self._opening(start),
                 answer="",
                 anchor_state=start.anchor(start.state),
@@ -151,13 +139,11 @@ class TextGameEpisode:
     """Episode of one game."""
 
     config: TextGameConfig
-    """Text format and rewards."""
-    max_steps: int | None
-    """Maximum number of replies; None: the game has no limit."""
+    """Text format, rewards and limits."""
     start: Start
     """Initial state."""
-    board: Board
-    """Text interface of the game."""
+    prototype: Prototype
+    """The game's text interface and limits."""
     game: Any
     """The gymnasium environment, unwrapped."""
     observation: Any
@@ -168,11 +154,6 @@ class TextGameEpisode:
     """Number of replies without a valid action."""
     over: bool = False
     """Whether the game has ended."""
-
-    @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        """Names of the actions."""
-        return self.board.names(self.config.view)
 
     async def step(self, reply: str) -> Step:
         """Take the action in the reply; if it has none, the game does not change and the policy receives a notice.
@@ -190,22 +171,31 @@ class TextGameEpisode:
         """Synchronous version of `step`."""
         if self.over:
             raise RuntimeError(f"the game {self.start.id!r} has ended; start another")
-        action = parse_action(reply, self.board, self.config.view, self.config.action_regex)
+        board, config = self.prototype.board, self.config
+        action = parse_action(reply, board, config.view, config.action_regex)
         self.steps += 1
-        native_reward, won = 0.0, False
+        native_reward, won, notice = 0.0, False, ""
         if action is None:
             self.invalid += 1
+            notice = f"That reply names no action. Reply with one of: {', '.join(board.actions)}.\n\n"
+            if config.view is View.COMPACT:
+                notice = "?\n"
         else:
             self.observation, reward, ended, cut, _ = self.game.step(action)
             native_reward, self.over = float(reward), bool(ended or cut)
-            won = bool(ended and self.board.wins(self.game, self.observation, native_reward))
-        self.over |= self.max_steps is not None and self.steps >= self.max_steps
-        state = int(self.observation) if self.start.state is not None else None
+            won = bool(ended and board.wins(self.game, self.observation, native_reward))
+        max_steps = self.prototype.max_steps if config.max_steps is None else config.max_steps
+        self.over |= max_steps is not None and self.steps >= max_steps
+        messages: tuple[Message, ...] = ()
+        if not self.over:
+            shown = board.show(self.game, self.observation, config.view)
+            messages = (Message(role="user", content=notice + shown),)
+        state = None if self.start.state is None else int(self.observation)
         return Step(
             rewards=self._rewards(native_reward, won, action is None),
-            messages=() if self.over else (Message(role="user", content=self._observation(action is None)),),
+            messages=messages,
             done=self.over,
-            action=None if action is None else self.board.actions[action],
+            action=None if action is None else board.actions[action],
             anchor_state=self.start.anchor(state),
             metrics={"success": float(won), "steps": float(self.steps), "invalid_actions": float(self.invalid)},
         )
@@ -219,14 +209,6 @@ class TextGameEpisode:
         if self.config.invalid_reward:
             rewards[FORMAT] = self.config.invalid_reward if invalid else 0.0
         return rewards
-
-    def _observation(self, invalid: bool) -> str:
-        text = self.board.show(self.game, self.observation, self.config.view)
-        if not invalid:
-            return text
-        if self.config.view is View.COMPACT:
-            return f"?\n{text}"
-        return f"That reply names no action. Reply with one of: {', '.join(self.names)}.\n\n{text}"
 
 
 def parse_action(reply: str, board: Board, view: View, action_regex: str | None) -> int | None:
@@ -288,18 +270,15 @@ class TextGameEnvironment(AbstractEnvironment):
         if not self.can_demonstrate(task):
             raise ValueError(f"text game {self.config.id!r} has no transition table, so it has no demonstrations")
         episode = self._begin(task, derive_seed(self.config.seed, "demonstrated game", task.id))
+        plan, names = episode.prototype.plan, episode.prototype.board.names(self.config.view)
         generator = random.Random(derive_seed(self.config.seed, "demonstration", task.id))
         messages = list(task.messages)
         while not episode.over:
-            reply = episode.names[self._demonstrated_action(episode, generator)]
+            best, safe = plan.best[episode.observation], plan.safe[episode.observation]
+            takes_detour = generator.random() < self.config.detours and safe
+            reply = names[generator.choice(safe if takes_detour else best)]
             messages += [Message(role="assistant", content=reply), *episode.take_turn(reply).messages]
         return tuple(messages)
-
-    def _demonstrated_action(self, episode: TextGameEpisode, generator: random.Random) -> int:
-        plan, state = episode.start.prototype.plan, int(episode.observation)
-        best, safe = plan.best[state], plan.safe[state]
-        takes_detour = generator.random() < self.config.detours and safe
-        return generator.choice(safe if takes_detour else best)
 
     def _start(self, task: Task) -> Start:
         if task.environment != self.name or task.id not in self.starts:
@@ -308,7 +287,4 @@ class TextGameEnvironment(AbstractEnvironment):
 
     def _begin(self, task: Task, seed: int) -> TextGameEpisode:
         start = self._start(task)
-        game, observation = start.begin(derive_seed("game", task.id, seed))
-        prototype = start.prototype
-        max_steps = prototype.max_steps if self.config.max_steps is None else self.config.max_steps
-        return TextGameEpisode(self.config, max_steps, start, prototype.board, game, observation)
+        return TextGameEpisode(self.config, start, start.prototype, *start.begin(derive_seed("game", task.id, seed)))

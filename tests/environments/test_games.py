@@ -3,7 +3,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 from gymnasium.envs.toy_text.taxi import TaxiEnv
 from hypothesis import given, settings
@@ -19,7 +18,6 @@ from marin_rl.environments.games import (
     make_plan,
     make_prototype,
     reachable,
-    read_table,
 )
 
 LAKE = {"is_slippery": False, "desc": ["SFFH", "FHFF", "FFFF", "HFFG"]}
@@ -97,11 +95,6 @@ TABLE = {
 
 def wins(state: int, reward: float) -> bool:
     return state == 2
-
-
-def test_tables_have_python_numbers():
-    [outcome] = read_table({np.int64(0): {0: [(1, np.int64(2), 1, np.bool_(True))]}})[0][0]
-    assert [type(part) for part in outcome] == [float, int, float, bool]
 
 
 def test_reachable_states():

@@ -350,7 +350,8 @@ CONFIG = TextGameConfig(id="FrozenLake-v1", view=View.COMPACT)
 
 
 def episode(max_steps: int | None = None, **rewards: float) -> TextGameEpisode:
-    return TextGameEpisode(dataclasses.replace(CONFIG, **rewards), max_steps, LINE_START, LAKE, *LINE_START.begin(0))
+    config = dataclasses.replace(CONFIG, max_steps=max_steps, **rewards)
+    return TextGameEpisode(config, LINE_START, LINE_START.prototype, *LINE_START.begin(0))
 
 
 @pytest.mark.parametrize(
