@@ -68,7 +68,7 @@ class ArithmeticConfig(EnvironmentConfig):
         return SingleTurnEnvironment(
             name=self.name,
             splits=split_problems(problems, self.held_out, self.validation, f"environment {self.name!r}"),
-            score=self._score,
+            score=lambda task, reply: float((reply[::-1] if self.reverse_answer else reply) == task.answer),
             format=self.format,
         )
 
@@ -91,16 +91,7 @@ class ArithmeticConfig(EnvironmentConfig):
             sign = self.operations[operation]
             text += f"{sign}{number}"
             result += number if sign == "+" else -number
-        text += "="
-        answer = str(result)
-        task = Task(
-            id=text,
-            environment=self.name,
-            messages=(Message(role="user", content=text),),
-            answer=answer,
-            worked_answer=answer[::-1] if self.reverse_answer else answer,
-        )
+        text, answer = f"{text}=", str(result)
+        worked_answer = answer[::-1] if self.reverse_answer else answer
+        task = Task(text, self.name, (Message(role="user", content=text),), answer, worked_answer)
         return Problem(text, task, where=text)
-
-    def _score(self, task: Task, reply: str) -> float:
-        return float((reply[::-1] if self.reverse_answer else reply) == task.answer)

@@ -7,9 +7,9 @@ import abc
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
@@ -17,7 +17,6 @@ from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.rewards.grading import (
     ExactConfig,
     FormatConfig,
-    Grader,
     GraderConfig,
     NoGraderConfig,
     check_pattern,
@@ -34,8 +33,7 @@ _ROLES = ("system", "user", "assistant", "tool")
 _PLACEHOLDER = "{prompt}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """Row of a dataset with its origin."""
 
     values: Mapping[str, Any]
@@ -135,7 +133,10 @@ def _optional(row: Row, column: str, default: str) -> str | None:
 
 def _text(row: Row, column: str) -> str:
     if column not in row.values:
-        raise ValueError(f"{row.where}: there is no column {column!r}; {_columns(row, column)}")
+        near = difflib.get_close_matches(column, row.values, n=1)
+        columns = "the columns are " + ", ".join(repr(name) for name in row.values)
+        hint = f"did you mean {near[0]!r}? ({columns})" if near else columns
+        raise ValueError(f"{row.where}: there is no column {column!r}; {hint}")
     value = row.values[column]
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
@@ -149,37 +150,28 @@ def _text(row: Row, column: str) -> str:
     return value
 
 
-def _columns(row: Row, column: str) -> str:
-    near = difflib.get_close_matches(column, row.values, n=1)
-    columns = "the columns are " + ", ".join(repr(name) for name in row.values)
-    return f"did you mean {near[0]!r}? ({columns})" if near else columns
-
-
 def _messages(row: Row, column: str) -> tuple[Message, ...]:
     value = row.values[column]
     if not isinstance(value, list) or not value:
         raise ValueError(f"{row.where}: column {column!r} holds {value!r:.200}; it must be a list of messages")
-    messages = tuple(_message(item, f"{row.where}: column {column!r}, message {i}") for i, item in enumerate(value))
-    if messages[-1]["role"] == "assistant":
+    for index, item in enumerate(value):
+        where = f"{row.where}: column {column!r}, message {index}"
+        if not isinstance(item, Mapping) or not isinstance(item.get("content"), str):
+            raise ValueError(f"{where} is {item!r:.200}; it must be {{role: ..., content: text}}")
+        if item.get("role") not in _ROLES:
+            raise ValueError(f"{where} has the role {item.get('role')!r}; choose one of {', '.join(_ROLES)}")
+        # In a dataset of structs every message has all keys, most of them null.
+        if extra := [key for key, field in item.items() if key not in ("role", "content") and field is not None]:
+            raise ValueError(
+                f"{where} has the key {extra[0]!r}, but only role and content are supported; move it into the content, "
+                "or remove it"
+            )
+    if value[-1]["role"] == "assistant":
         raise ValueError(
             f"{row.where}: column {column!r} ends with an assistant message; end with the question, and move the "
             "reply to the worked answer"
         )
-    return messages
-
-
-def _message(item: Any, where: str) -> Message:
-    if not isinstance(item, Mapping) or not isinstance(item.get("content"), str):
-        raise ValueError(f"{where} is {item!r:.200}; it must be {{role: ..., content: text}}")
-    if item.get("role") not in _ROLES:
-        raise ValueError(f"{where} has the role {item.get('role')!r}; choose one of {', '.join(_ROLES)}")
-    # In a dataset of structs every message has all keys, most of them null.
-    if extra := [key for key, value in item.items() if key not in ("role", "content") and value is not None]:
-        raise ValueError(
-            f"{where} has the key {extra[0]!r}, but only role and content are supported; move it into the content, "
-            "or remove it"
-        )
-    return Message(role=item["role"], content=item["content"])
+    return tuple(Message(role=item["role"], content=item["content"]) for item in value)
 
 
 DEFAULT_HELD_OUT = 0.1
@@ -193,8 +185,8 @@ answer column that does not fit its grader fails in the first rows, and a single
 class DatasetConfig(EnvironmentConfig):
     """Common settings of question-answer datasets."""
 
-    held_out_key: ClassVar[str]
-    """Name of the field that selects the held-out problems."""
+    source_keys: ClassVar[tuple[str, str]]
+    """Names of the fields that select the training problems and, if they are separate, the held-out problems."""
 
     rows: RowFormat = dataclasses.field(default_factory=RowFormat, kw_only=True)
     """Meaning of the columns."""
@@ -219,14 +211,18 @@ class DatasetConfig(EnvironmentConfig):
                 "grader is none and rewards is empty, so replies would have no reward; add a reward function to "
                 "rewards, or use grader: {type: exact}"
             )
-        _, held_out = self._sources()
-        if held_out is not None and self.held_out is not None:
+        key = self.source_keys[1]
+        if getattr(self, key) is not None and self.held_out is not None:
             raise ValueError(
-                f"held_out {self.held_out} and {self.held_out_key} {held_out!r} exclude each other; remove one"
+                f"held_out {self.held_out} and {key} {getattr(self, key)!r} exclude each other; remove one"
             )
         if self.reply_regex is not None:
             check_pattern("reply_regex", self.reply_regex, groups=1)
-        check_shares(self._held_out_share(), self.validation)
+        check_shares(self._held_out_share, self.validation)
+
+    @property
+    def _held_out_share(self) -> float:
+        return DEFAULT_HELD_OUT if self.held_out is None else self.held_out
 
     def build(self) -> AbstractEnvironment:
         """Read the dataset.
@@ -237,43 +233,43 @@ class DatasetConfig(EnvironmentConfig):
             FileNotFoundError: if a file is missing.
         """
         name = self._default_name() if self.name is None else self.name
-        training, held_out = self._sources()
-        source, problems = self._problems(training, name)
+        training, held_out = (getattr(self, key) for key in self.source_keys)
+        source = self._describe(training)
+        problems = self._problems(training, name)
         if held_out is None:
-            splits = split_problems(problems, self._held_out_share(), self.validation, source)
+            splits = split_problems(problems, self._held_out_share, self.validation, source)
         else:
-            splits = _with_held_out(problems, self._problems(held_out, name)[1], self.validation, source)
+            splits = _with_held_out(problems, self._problems(held_out, name), self.validation, source)
         grader = self.grader.build()
         if grader is not None:
             for problem in problems[:CHECKED_ANSWERS]:
-                _check_answer(grader, problem)
+                try:
+                    grader.check(problem.task.answer)
+                except GroundTruthError as error:
+                    raise GroundTruthError(f"{problem.where}: {error}") from error
         return SingleTurnEnvironment(
             name=name,
             splits=splits,
-            score=None if grader is None else _GradeWith(grader).score,
+            score=None if grader is None else lambda task, reply: grader.grade(reply, task.answer),
             format=self.format,
             reply_regex=self.reply_regex,
             blocks=grader is not None and grader.blocks,
         )
 
-    def _problems(self, source: str, name: str) -> tuple[str, Sequence[Problem]]:
-        description, rows = self._read(source)
-        return description, without_duplicates((self.rows.problem(row, name) for row in rows), description)
-
-    def _held_out_share(self) -> float:
-        return DEFAULT_HELD_OUT if self.held_out is None else self.held_out
+    def _problems(self, source: str, name: str) -> list[Problem]:
+        return without_duplicates((self.rows.problem(row, name) for row in self._read(source)), self._describe(source))
 
     @abc.abstractmethod
     def _default_name(self) -> str:
         """Return the name for metrics if none is configured."""
 
     @abc.abstractmethod
-    def _sources(self) -> tuple[str, str | None]:
-        """Return the source of the training problems and, if it is separate, of the held-out problems."""
+    def _describe(self, source: str) -> str:
+        """Return the description of a source for messages."""
 
     @abc.abstractmethod
-    def _read(self, source: str) -> tuple[str, Iterable[Row]]:
-        """Return the description of a source for messages, and its rows."""
+    def _read(self, source: str) -> Iterator[Row]:
+        """Read the rows of a source."""
 
 
 @EnvironmentConfig.register_subclass("jsonl")
@@ -281,7 +277,7 @@ class DatasetConfig(EnvironmentConfig):
 class JsonlConfig(DatasetConfig):
     """JSONL file with one object per line: `{"prompt": "3+4=", "answer": "7"}`."""
 
-    held_out_key: ClassVar[str] = "held_out_path"
+    source_keys: ClassVar[tuple[str, str]] = "path", "held_out_path"
 
     path: str = dataclasses.field(metadata=LOCAL_PATH)
     """Path of the file, relative to the working directory."""
@@ -291,11 +287,21 @@ class JsonlConfig(DatasetConfig):
     def _default_name(self) -> str:
         return Path(self.path).stem
 
-    def _sources(self) -> tuple[str, str | None]:
-        return self.path, self.held_out_path
+    def _describe(self, source: str) -> str:
+        return source
 
-    def _read(self, source: str) -> tuple[str, Iterable[Row]]:
-        return source, _read_jsonl(source)
+    def _read(self, source: str) -> Iterator[Row]:
+        # Binary mode, so that errors can report invalid UTF-8 with its line.
+        with open(source, "rb") as file:
+            for number, raw in enumerate(file, start=1):
+                where = f"{source}:{number}"
+                try:
+                    # -sig: editors on Windows may write a byte order mark.
+                    line = raw.decode("utf-8-sig").strip()
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"{where}: not UTF-8 text: {raw[:200]!r}; save the file as UTF-8") from error
+                if line:
+                    yield Row(_parse_object(line, where), where)
 
 
 @EnvironmentConfig.register_subclass("hf")
@@ -303,7 +309,7 @@ class JsonlConfig(DatasetConfig):
 class HuggingFaceConfig(DatasetConfig):
     """Hugging Face dataset from the hub, a folder of data files, or a folder written by `save_to_disk`."""
 
-    held_out_key: ClassVar[str] = "held_out_split"
+    source_keys: ClassVar[tuple[str, str]] = "split", "held_out_split"
 
     path: str = dataclasses.field(metadata=LOCAL_PATH)
     """Name on the hub (`openai/gsm8k`) or path of a local folder."""
@@ -319,134 +325,90 @@ class HuggingFaceConfig(DatasetConfig):
     def _default_name(self) -> str:
         return Path(self.path).name
 
-    def _sources(self) -> tuple[str, str | None]:
-        return self.split, self.held_out_split
+    def _describe(self, source: str) -> str:
+        return f"dataset {self.path!r}, split {source!r}"
 
-    def _read(self, source: str) -> tuple[str, Iterable[Row]]:
-        description = f"dataset {self.path!r}, split {source!r}"
-        dataset = _load_dataset(self, source)
-        return description, (
-            Row(cast(Mapping[str, Any], values), f"{description}, row {index}") for index, values in enumerate(dataset)
-        )
+    def _read(self, source: str) -> Iterator[Row]:
+        for index, values in enumerate(self._load(source)):
+            yield Row(cast(Mapping[str, Any], values), f"{self._describe(source)}, row {index}")
 
+    def _load(self, split: str) -> "Dataset":
+        import datasets
 
-@dataclasses.dataclass(frozen=True)
-class _GradeWith:
-    grader: Grader
-
-    def score(self, task: Task, reply: str) -> float:
-        return self.grader.grade(reply, task.answer)
+        folder = Path(self.path)
+        if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+            saved = datasets.load_from_disk(self.path)
+            # A Dataset that was saved alone has no splits.
+            splits = {"train": saved} if isinstance(saved, datasets.Dataset) else dict(saved)
+            if split not in splits:
+                choices = ", ".join(repr(name) for name in splits)
+                raise ValueError(f"dataset {self.path!r} has no split {split!r}; it has {choices}")
+            return splits[split]
+        try:
+            return datasets.load_dataset(self.path, self.subset, split=split, revision=self.revision)
+        except (ValueError, FileNotFoundError, ConnectionError) as error:
+            raise ValueError(
+                f"cannot load dataset {self.path!r} (subset {self.subset!r}, split {split!r}, revision "
+                f"{self.revision!r}): {error}"
+            ) from error
 
 
 def _with_held_out(
     problems: Sequence[Problem], held_out: Sequence[Problem], validation: float, source: str
 ) -> TaskSplits:
-    known = {problem.text: problem for problem in problems}
-    shared = [problem for problem in held_out if problem.text in known]
+    by_text = {problem.text: problem for problem in problems}
+    by_id = {problem.task.id: problem for problem in problems}
+    shared = [problem for problem in held_out if problem.text in by_text]
     if shared:
         first = shared[0]
         raise ValueError(
             f"{len(shared)} held-out problems are also training problems, the first is {first.text[:200]!r} "
-            f"({first.where} and {known[first.text].where}); remove them from one side, or hold out a share instead"
+            f"({first.where} and {by_text[first.text].where}); remove them from one side, or hold out a share instead"
         )
-    ids = {problem.task.id: problem for problem in problems}
     for problem in held_out:
-        if problem.task.id in ids:
+        if problem.task.id in by_id:
             raise ValueError(
                 f"{problem.where}: id {problem.task.id!r} is also the id of another problem at "
-                f"{ids[problem.task.id].where}; make ids unique, or omit them"
+                f"{by_id[problem.task.id].where}; make ids unique, or omit them"
             )
     splits = split_problems(problems, held_out=0.0, validation=validation, source=source)
     return {**splits, Split.HELD_OUT: [problem.task for problem in held_out]}
 
 
-def _check_answer(grader: Grader, problem: Problem) -> None:
-    try:
-        grader.check(problem.task.answer)
-    except GroundTruthError as error:
-        raise GroundTruthError(f"{problem.where}: {error}") from error
-
-
-def _read_jsonl(path: str) -> Iterator[Row]:
-    # Binary mode, so that errors can report invalid UTF-8 with its line.
-    with open(path, "rb") as file:
-        for number, raw in enumerate(file, start=1):
-            where = f"{path}:{number}"
-            try:
-                # -sig: editors on Windows may write a byte order mark.
-                line = raw.decode("utf-8-sig").strip()
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{where}: not UTF-8 text: {raw[:200]!r}; save the file as UTF-8") from error
-            if not line:
-                continue
-            values = _parse_json(line, where)
-            if not isinstance(values, dict):
-                raise ValueError(f"{where}: {line[:200]!r} is not a JSON object; write {{...}} on one line")
-            yield Row(values, where)
-
-
-def _parse_json(line: str, where: str) -> Any:
+def _parse_object(line: str, where: str) -> dict[str, Any]:
+    """Parse a line of JSON; errors start with its location `where` and quote the start of the line."""
+    shown = repr(line[:200])
     try:
         values = json.loads(line, object_pairs_hook=_without_repeats)
-    except _RepeatedKeyError as error:
-        raise ValueError(f"{where}: repeated key {error.key!r}; keep one of them: {line[:200]!r}") from error
+    except KeyError as error:
+        raise ValueError(f"{where}: repeated key {error.args[0]!r}; keep one of them: {shown}") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}: {line[:200]!r}") from error
+        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}: {shown}") from error
     except RecursionError as error:
-        raise ValueError(f"{where}: nested too deeply to read: {line[:200]!r}; flatten the row") from error
+        raise ValueError(f"{where}: nested too deeply to read: {shown}; flatten the row") from error
     except ValueError as error:
         # Python limits the conversion of integers to 4,300 decimal digits.
-        raise ValueError(f"{where}: {error}: {line[:200]!r}; write the number as text") from error
-    if "\\ud" in line.lower():
-        _check_surrogates(values, line, where)
-    return values
-
-
-class _RepeatedKeyError(ValueError):
-    """Raised for a JSON object with a repeated key."""
-
-    def __init__(self, key: str):
-        ValueError.__init__(self, key)
-        self.key = key
-        """The repeated key."""
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _RepeatedKeyError(next(key for key in keys if keys.count(key) > 1))
-    return values
-
-
-def _check_surrogates(values: Any, line: str, where: str) -> None:
-    """Reject unpaired surrogates: Parquet, JSON responses and tokenizers require text that UTF-8 can encode."""
+        raise ValueError(f"{where}: {error}: {shown}; write the number as text") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{where}: {shown} is not a JSON object; write {{...}} on one line")
     try:
-        json.dumps(values, ensure_ascii=False).encode("utf-8")
+        # Parquet, JSON responses and tokenizers require text that UTF-8 can encode.
+        if "\\ud" in line.lower():
+            json.dumps(values, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         code = ord(error.object[error.start])
         raise ValueError(
-            f"{where}: \\u{code:04x} is an unpaired surrogate, which is not a character: {line[:200]!r}; write the "
-            "whole pair, or remove it"
+            f"{where}: \\u{code:04x} is an unpaired surrogate, which is not a character: {shown}; write the whole "
+            "pair, or remove it"
         ) from error
+    return values
 
 
-def _load_dataset(config: HuggingFaceConfig, split: str) -> "Dataset":
-    import datasets
-
-    folder = Path(config.path)
-    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-        saved = datasets.load_from_disk(config.path)
-        # A Dataset that was saved alone has no splits.
-        splits = {"train": saved} if isinstance(saved, datasets.Dataset) else dict(saved)
-        if split not in splits:
-            choices = ", ".join(repr(name) for name in splits)
-            raise ValueError(f"dataset {config.path!r} has no split {split!r}; it has {choices}")
-        return splits[split]
-    try:
-        return datasets.load_dataset(config.path, config.subset, split=split, revision=config.revision)
-    except (ValueError, FileNotFoundError, ConnectionError) as error:
-        raise ValueError(
-            f"cannot load dataset {config.path!r} (subset {config.subset!r}, split {split!r}, revision "
-            f"{config.revision!r}): {error}"
-        ) from error
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Convert an object to a dictionary; raise KeyError for a repeated key."""
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise KeyError(key)
+        values[key] = value
+    return values

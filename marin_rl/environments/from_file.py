@@ -37,7 +37,17 @@ class FileConfig(EnvironmentConfig):
             ValueError: if the options are invalid.
         """
         where = f"{self.name!r} of {self.path}"
-        built = self._construct(load_from_file(self.path, self.name), where)
+        factory = load_from_file(self.path, self.name)
+        if not callable(factory):
+            raise UserFileError(
+                f"{where} is {type(factory).__name__}; it must be a function that returns an environment, or a class "
+                "that extends EnvironmentConfig"
+            )
+        try:
+            is_config = isinstance(factory, type) and issubclass(factory, EnvironmentConfig)
+            built = draccus.decode(cast(Any, factory), self.options) if is_config else factory(**self.options)
+        except Exception as error:
+            raise UserFileError(f"{where} rejects options {self.options}: {type(error).__name__}: {error}") from error
         environment = built.build() if isinstance(built, EnvironmentConfig) else built
         if not isinstance(environment, AbstractEnvironment):
             raise UserFileError(
@@ -45,16 +55,3 @@ class FileConfig(EnvironmentConfig):
                 "AbstractEnvironment"
             )
         return environment
-
-    def _construct(self, factory: Any, where: str) -> Any:
-        if not callable(factory):
-            raise UserFileError(
-                f"{where} is {type(factory).__name__}; it must be a function that returns an environment, or a class "
-                "that extends EnvironmentConfig"
-            )
-        try:
-            if isinstance(factory, type) and issubclass(factory, EnvironmentConfig):
-                return draccus.decode(cast(Any, factory), self.options)
-            return factory(**self.options)
-        except Exception as error:
-            raise UserFileError(f"{where} rejects options {self.options}: {type(error).__name__}: {error}") from error

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
@@ -84,10 +84,9 @@ class ReasoningGymConfig(EnvironmentConfig):
                 raise ValueError(f"options has {field!r}; use the environment's `{field}` instead")
         if self.exact_answer and self.partial_credit:
             raise ValueError("exact_answer and partial_credit exclude each other; disable one")
-        if self.prompt_regex is not None:
-            check_pattern("prompt_regex", self.prompt_regex, groups=1)
-        if self.reply_regex is not None:
-            check_pattern("reply_regex", self.reply_regex, groups=1)
+        for field, pattern in (("prompt_regex", self.prompt_regex), ("reply_regex", self.reply_regex)):
+            if pattern is not None:
+                check_pattern(field, pattern, groups=1)
         check_shares(self.held_out, self.validation)
 
     def build(self) -> AbstractEnvironment:
@@ -96,7 +95,7 @@ class ReasoningGymConfig(EnvironmentConfig):
         Raises:
             ValueError: if reasoning-gym has no such task or option, or rejects the values.
         """
-        dataset = _create_dataset(self.task, self.options, self.seed, self.size)
+        dataset = self._create_dataset()
         name = self.task if self.name is None else self.name
         source = f"reasoning-gym task {self.task!r}"
         entries: dict[str, Mapping[str, Any]] = {}
@@ -104,16 +103,41 @@ class ReasoningGymConfig(EnvironmentConfig):
         return SingleTurnEnvironment(
             name=name,
             splits=split_problems(problems, self.held_out, self.validation, source),
-            score=_Scorer(self, dataset, entries).score,
+            score=lambda task, reply: self._score(dataset, entries[task.id], task.answer, reply),
             format=self.format,
             reply_regex=self.reply_regex,
         )
 
+    def _create_dataset(self) -> "ProceduralDataset":
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+
+        if self.task not in DATASETS:
+            raise ValueError(f"reasoning-gym has no task {self.task!r}; {_nearest(self.task, DATASETS)}")
+        known = {field.name for field in dataclasses.fields(DATASETS[self.task][1])} - {"seed", "size"}
+        for option in self.options:
+            if option not in known:
+                raise ValueError(
+                    f"reasoning-gym task {self.task!r} has no option {option!r}; {_nearest(option, known)}"
+                )
+        try:
+            return reasoning_gym.create_dataset(self.task, seed=self.seed, size=self.size, **self.options)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ValueError(f"reasoning-gym task {self.task!r} rejects the options {self.options}: {error}") from error
+
     def _problems(
         self, dataset: "ProceduralDataset", name: str, entries: dict[str, Mapping[str, Any]]
     ) -> Iterator[Problem]:
+        """Draw the problems, and add their entries of the dataset to `entries` by problem id."""
+        system = () if self.system_prompt is None else (Message(role="system", content=self.system_prompt),)
         for index in range(self.size):
-            entry = _draw(dataset, index, self.task, self.options)
+            try:
+                entry = dataset[index]
+            except Exception as error:
+                raise ValueError(
+                    f"reasoning-gym task {self.task!r} with the options {self.options} cannot create item {index}: "
+                    f"{error!r}"
+                ) from error
             text = self._prompt(entry["question"])
             kept = entries.setdefault(problem_id(text), entry)
             if kept["question"] != entry["question"] and kept["answer"] != entry["answer"]:
@@ -122,7 +146,16 @@ class ReasoningGymConfig(EnvironmentConfig):
                     f"problems with the answers {kept['answer']!r} and {entry['answer']!r} to the same prompt "
                     f"{text!r}; keep the difference in the prompt"
                 )
-            yield Problem(text, self._task(name, text, entry), where=f"{self.task} item {index}")
+            # Tasks with many right answers (rubiks_cube, …) have no answer.
+            answer = "" if entry["answer"] is None else str(entry["answer"])
+            task = Task(
+                id=problem_id(text),
+                environment=name,
+                messages=(*system, Message(role="user", content=text)),
+                answer=answer,
+                worked_answer=self._worked_answer(answer),
+            )
+            yield Problem(text, task, where=f"{self.task} item {index}")
 
     def _prompt(self, question: str) -> str:
         prompt = question if self.prompt_regex is None else extract_last(self.prompt_regex, question)
@@ -132,80 +165,30 @@ class ReasoningGymConfig(EnvironmentConfig):
             )
         return re.sub(r"\s", "", prompt) if self.remove_whitespace else prompt
 
-    def _task(self, name: str, text: str, entry: Mapping[str, Any]) -> Task:
-        system = () if self.system_prompt is None else (Message(role="system", content=self.system_prompt),)
-        # Tasks with many right answers (rubiks_cube, …) have no answer.
-        answer = "" if entry["answer"] is None else str(entry["answer"])
-        return Task(
-            id=problem_id(text),
-            environment=name,
-            messages=(*system, Message(role="user", content=text)),
-            answer=answer,
-            worked_answer=self._worked_answer(answer),
-        )
-
     def _worked_answer(self, answer: str) -> str | None:
         worked = answer[::-1] if self.reverse_answer else answer
         if self.reply_regex is not None and extract_last(self.reply_regex, worked) != worked:
             return None
         return worked or None
 
-
-@dataclasses.dataclass(frozen=True)
-class _Scorer:
-    config: ReasoningGymConfig
-    dataset: "ProceduralDataset"
-    entries: Mapping[str, Mapping[str, Any]]
-
-    def score(self, task: Task, reply: str) -> float:
-        entry = self.entries[task.id]
-        answer = reply[::-1] if self.config.reverse_answer else reply
-        if self.config.exact_answer and answer != task.answer:
+    def _score(self, dataset: "ProceduralDataset", entry: Mapping[str, Any], exact: str, reply: str) -> float:
+        answer = reply[::-1] if self.reverse_answer else reply
+        if self.exact_answer and answer != exact:
             return 0.0
-        score = self._raw_score(answer, entry)
-        if self.config.partial_credit:
-            return score
-        return float(score >= FULL_SCORE)
-
-    def _raw_score(self, answer: str, entry: Mapping[str, Any]) -> float:
         try:
-            return float(self.dataset.score_answer(answer, dict(entry)))
+            score = float(dataset.score_answer(answer, dict(entry)))
         except Exception as error:
             # Some scorers raise for text without the expected form (`int("hello")`). Such a reply is wrong; the rollout
             # does not fail, provided that the scorer accepts the answer of this problem.
             if entry["answer"] is None:
                 raise
-            self.dataset.score_answer(entry["answer"], dict(entry))
-            logger.debug("%s: the scorer raised for %.200r, scored 0: %r", self.config.task, answer, error)
+            dataset.score_answer(entry["answer"], dict(entry))
+            logger.debug("%s: the scorer raised for %.200r, scored 0: %r", self.task, answer, error)
             return 0.0
+        return score if self.partial_credit else float(score >= FULL_SCORE)
 
 
-def _create_dataset(task: str, options: Mapping[str, Any], seed: int, size: int) -> "ProceduralDataset":
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
-
-    if task not in DATASETS:
-        raise ValueError(f"reasoning-gym has no task {task!r}; {_nearest(task, DATASETS)}")
-    known = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"seed", "size"}
-    for option in options:
-        if option not in known:
-            raise ValueError(f"reasoning-gym task {task!r} has no option {option!r}; {_nearest(option, known)}")
-    try:
-        return reasoning_gym.create_dataset(task, seed=seed, size=size, **options)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"reasoning-gym task {task!r} rejects the options {dict(options)}: {error}") from error
-
-
-def _draw(dataset: "ProceduralDataset", index: int, task: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    try:
-        return dataset[index]
-    except Exception as error:
-        raise ValueError(
-            f"reasoning-gym task {task!r} with the options {dict(options)} cannot create item {index}: {error!r}"
-        ) from error
-
-
-def _nearest(name: str, known: Any) -> str:
+def _nearest(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=3)
     if near:
         return "did you mean " + " or ".join(repr(match) for match in near) + "?"

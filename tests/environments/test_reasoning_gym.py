@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import pytest
+import reasoning_gym.factory
 
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.environments.reasoning_gym import ReasoningGymConfig
@@ -129,12 +130,11 @@ def test_tasks_without_one_right_answer_have_no_worked_answer():
 def test_a_scorer_that_fails_on_the_right_answer_propagates(monkeypatch):
     environment = chain_sum()
     task = environment.tasks(Split.TRAIN)[0]
-    dataset = type(environment.score.__self__.dataset)
 
     def broken(self, answer, entry):
         raise RuntimeError("broken scorer")
 
-    monkeypatch.setattr(dataset, "score_answer", broken)
+    monkeypatch.setattr(reasoning_gym.factory.DATASETS["chain_sum"][0], "score_answer", broken)
     with pytest.raises(RuntimeError, match="broken scorer"):
         answer(environment, task, "1")
 
