@@ -13,6 +13,7 @@ everything runs in one process, so that runs are bit-identical.
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,13 +28,12 @@ from marin_rl.distributed.scheduler import GroupRequest, RolloutScheduler, Stale
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.timing import PhaseTimer
-from marin_rl.training.loop import train
+from marin_rl.training.loop import TrainingRun, train
 from marin_rl.training.metrics_file import append_record
 from marin_rl.training.open_run import open_run
 from marin_rl.training.run_directory import create_or_open
 from marin_rl.training.session import run_session
 from marin_rl.training.starting_weights import resolve_model
-from marin_rl.training.training_run import TrainingRun
 from marin_rl.types import WeightVersion
 
 CONFIG = Path(__file__).parent / "rloo_async.yaml"
@@ -66,9 +66,9 @@ class FixedLagRollouts:
         requests = [request for request in self._requests if request.number.step == step]
         self._requests = [request for request in self._requests if request.number.step != step]
         version = requests[0].min_version
-        run.publisher.sampler.update_weights(self._history.get(version), version)
+        run.runner.sampler.update_weights(self._history.get(version), version)
         groups = run_group_requests(run.config, dataclasses.replace(run.runner, timer=timer), requests)
-        run.publisher.sampler.update_weights(policy_of(run.trainer_state.model), run.state.progress.step)
+        run.runner.sampler.update_weights(policy_of(run.trainer_state.model), run.state.progress.step)
         return groups
 
     def publish(self, model: object, version: WeightVersion) -> None:
@@ -83,17 +83,6 @@ class FixedLagRollouts:
     def counts(self) -> dict[str, int]:
         """Return no counts; there are no workers."""
         return {}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Records:
-    path: Path
-
-    def record(self, step: int, metrics: dict[str, float]) -> None:
-        append_record(self.path, step, metrics)
-
-    def stop_requested(self) -> bool:
-        return False
 
 
 def train_with_lag(config: TrainConfig, lag: int) -> None:
@@ -115,10 +104,9 @@ def train_with_lag(config: TrainConfig, lag: int) -> None:
         run.state.replay = ReplayBuffer(max_staleness=lag)
         rollout_source = FixedLagRollouts(run, lag)
         run.collector = dataclasses.replace(run.collector, rollout_source=rollout_source)
-        run.publisher = dataclasses.replace(run.publisher, rollout_source=rollout_source)
-        records = _Records(folder / "metrics.jsonl")
-        records.record(0, run.state.progress.evaluations["before RL"])
-        train(run, records)
+        record = functools.partial(append_record, folder / "metrics.jsonl")
+        record(0, run.state.progress.evaluations["before RL"])
+        train(run, record, lambda: False)
 
 
 def study(seed: int) -> TrainConfig:

@@ -92,7 +92,7 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     with contextlib.ExitStack() as opened:
         reward_functions, loop = open_reward_functions(train_config, environment, opened)
         runner = make_runner(train_config, environment, tokenizer, sampler, loop, reward_functions)
-        metrics = evaluate(
+        metrics, _ = evaluate(
             runner,
             evaluation,
             temperature=config.temperature or train_config.sampling.temperature,

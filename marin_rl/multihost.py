@@ -16,6 +16,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -23,6 +24,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from marin_rl.errors import UserError
+
+Result = TypeVar("Result", bound=str | None)
 
 
 class MainProcessError(UserError):
@@ -51,7 +54,7 @@ def is_main() -> bool:
     return not is_multihost() or jax.process_index() == 0
 
 
-def on_main(work: Callable[[], str]) -> str:
+def on_main(work: Callable[[], Result]) -> Result:
     """Call a function in the main process and broadcast its result; the other processes wait.
 
     Args:

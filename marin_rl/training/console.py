@@ -8,7 +8,6 @@ On a terminal, two lines at the bottom are redrawn. In a pipe or under CI, plain
 """
 
 import collections
-import dataclasses
 import math
 import os
 import time
@@ -159,38 +158,41 @@ def _shown_metrics(metrics: Mapping[str, int | float]) -> dict[str, str]:
     return shown
 
 
-@dataclasses.dataclass(frozen=True)
-class ClosingSummary:
-    """Content of the summary at the end of a run."""
-
-    run_directory: Path
-    """The run directory."""
-    evaluations: Mapping[str, Mapping[str, int | float]]
-    """Evaluation metrics by time (`before RL`, …), in order; accuracies and pass@k are displayed."""
-    seconds: Mapping[str, int | float]
-    """Total seconds by phase."""
-    totals: Mapping[str, int | float]
-    """Total counts by name: updates, episodes, tokens."""
-    next_commands: Mapping[str, str]
-    """Suggested next commands, by their purpose."""
-
-
-def print_closing_table(console: Console, summary: ClosingSummary) -> None:
-    """Print the summary of a run: accuracy before and after, time by phase, next commands.
+def print_closing_table(
+    console: Console,
+    run_directory: Path,
+    evaluations: Mapping[str, Mapping[str, int | float]],
+    seconds: Mapping[str, int | float],
+    totals: Mapping[str, int | float],
+) -> None:
+    """Print the summary of a run: accuracy before and after, time by phase, counts and next commands.
 
     Commands are not wrapped, so that they can be copied.
+
+    Args:
+        console: output.
+        run_directory: the run directory.
+        evaluations: evaluation metrics by time (`before RL`, …), in order; accuracies and pass@k are displayed.
+        seconds: total seconds by phase.
+        totals: total counts by name.
     """
     console.print()
-    if summary.evaluations:
-        console.print(_accuracy_table(summary.evaluations))
-    if any(summary.seconds.values()):
-        console.print(_time_table(summary.seconds))
-    facts = {name: f"{value:,.0f}" for name, value in summary.totals.items()}
-    facts["run directory"] = str(summary.run_directory)
+    if evaluations:
+        console.print(_accuracy_table(evaluations))
+    if any(seconds.values()):
+        console.print(_time_table(seconds))
+    facts = {name: f"{value:,.0f}" for name, value in totals.items()} | {"run directory": str(run_directory)}
     column = max(map(len, facts))
     for name, text in facts.items():
         console.print(Text.assemble((f"{name:{column}}  ", "dim"), escape(text)), soft_wrap=True)
-    for purpose, command in summary.next_commands.items():
+    next_commands = {
+        "Evaluate it again": f"python -m marin_rl.evaluate --run {run_directory}",
+        "Train from its weights": (
+            f"python -m marin_rl.train --config CONFIG --run_dir NEW --initialize_from {run_directory} "
+            "--warm_start.max_steps 0"
+        ),
+    }
+    for purpose, command in next_commands.items():
         console.print(Text.assemble((f"\n{purpose}\n", "dim"), (f"  {escape(command)}", "bold")), soft_wrap=True)
 
 

@@ -18,13 +18,6 @@ from marin_rl.rollouts.metrics import is_correct
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_groups
 from marin_rl.types import RolloutGroup, Task
 
-Keep = Callable[[Sequence[RolloutGroup]], None]
-"""Receives all groups of an evaluation."""
-
-
-def forget(groups: Sequence[RolloutGroup]) -> None:
-    """Discard the groups of an evaluation."""
-
 
 def evaluate(
     runner: RolloutRunner,
@@ -33,8 +26,7 @@ def evaluate(
     temperature: float,
     seed: int,
     split: Split = Split.HELD_OUT,
-    keep: Keep = forget,
-) -> dict[str, float]:
+) -> tuple[dict[str, float], list[RolloutGroup]]:
     """Measure accuracy on held-out tasks, per environment.
 
     Tasks and sampling seeds are the same in every evaluation, so two evaluations differ by the weights alone.
@@ -46,11 +38,10 @@ def evaluate(
         temperature: sampling temperature, above 0.
         seed: seed of the run.
         split: split to draw tasks from.
-        keep: called with all groups, the sampled before the greedy ones.
 
     Returns:
-        `eval/<environment>/accuracy_sampled`, `…/accuracy_greedy`, `…/pass@k` for each k, and the number
-        of tasks as `…/tasks`.
+        Metrics and groups. The metrics are `eval/<environment>/accuracy_sampled`, `…/accuracy_greedy`, `…/pass@k` for
+        each k, and the number of tasks as `…/tasks`. The sampled groups come before the greedy ones.
 
     Raises:
         ValueError: if the split has no tasks, or `config.tasks` is 0.
@@ -82,8 +73,7 @@ def evaluate(
         greedy = run_groups(runner, tasks, group_size=1, temperature=0.0, seed_parts=(seed, name, "greedy"))
         for environment, groups in _by_environment(greedy).items():
             metrics[f"eval/{environment}/accuracy_greedy"] = _accuracy(groups)
-    keep([*sampled, *greedy])
-    return metrics
+    return metrics, [*sampled, *greedy]
 
 
 def reference_loss(

@@ -3,7 +3,7 @@
 
 """The training loop. Read this file first.
 
-One iteration:
+One step:
 
     tasks -> rollouts -> advantages -> batch -> update(s) -> weights -> (evaluation, checkpoint) -> record
 
@@ -12,48 +12,100 @@ metrics of the rollouts of step n, which in sync mode were sampled with the weig
 update of the weights, or several if `updates` sets epochs or minibatches.
 """
 
-import functools
+import contextlib
+import dataclasses
 import time
-from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
-from levanter.models.lm_model import LmConfig
+import jax
+from levanter.models.lm_model import LmConfig, LmHeadModel
+from levanter.trainer_state import TrainerState
+from levanter.utils.flop_utils import device_hardware_flops
 
+from marin_rl import multihost
 from marin_rl.batching.rl_example import PackedBatch
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.rollout_source import StopRequestedError
+from marin_rl.errors import writing
+from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.loss import first_log_ratios, loss_metrics
+from marin_rl.learner.train_step import Learner
+from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.objectives.importance import mismatch_metrics
+from marin_rl.rollouts.run_rollouts import RolloutRunner
+from marin_rl.rollouts.store import EVALUATION, RolloutStore
 from marin_rl.timing import PhaseTimer
+from marin_rl.training.batch_builder import BatchBuilder
+from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import evaluate
-from marin_rl.training.run_state import Progress
+from marin_rl.training.run_state import RunState
 from marin_rl.training.shared_run import require_same_batch
-from marin_rl.training.throughput import model_flops_utilization, throughput_metrics
-from marin_rl.training.training_run import TrainingRun
 from marin_rl.types import RolloutGroup
 
-
-@runtime_checkable
-class StepSink(Protocol):
-    """Receives the records of the loop and can stop it."""
-
-    def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Store the complete record of a step."""
-        ...
-
-    def stop_requested(self) -> bool:
-        """Return whether to save and stop: immediately if a step waits for its groups, otherwise after the step."""
-        ...
+PHASES = ("sample", "reward", "batch", "reference", "step", "transfer", "store", "wait")
+"""The phases of a step; `wait` is the time outside all other phases."""
 
 
-def train(run: TrainingRun, sink: StepSink) -> bool:
-    """Train until the configured number of steps is reached, or the sink requests a stop.
+@dataclasses.dataclass
+class TrainingRun:
+    """The parts of the loop, and the state of the run; made by [`open_run`][marin_rl.training.open_run.open_run]."""
+
+    config: TrainConfig
+    """Training config."""
+    state: RunState
+    """Host-side state."""
+    trainer_state: TrainerState
+    """Weights, optimizer state and random key; replaced by every update."""
+    collector: GroupCollector
+    """Requests groups from the rollout source and collects those of a step."""
+    batch_builder: BatchBuilder
+    """Computes advantages and batches."""
+    learner: Learner
+    """Computes weight updates."""
+    history: WeightHistory[LmHeadModel] | None
+    """Keeps the weights that buffered groups were sampled with, if the off-policy correction needs them."""
+    runner: RolloutRunner
+    """Runs the episodes of evaluations, with the sampler of this process."""
+    store: RolloutStore
+    """Stores rollouts."""
+    checkpoints: Checkpoints
+    """Saves and loads checkpoints."""
+    resources: contextlib.ExitStack
+    """Closes the rollout source, the rollout store, the reward functions and the event loop."""
+
+    def publish_weights(self) -> None:
+        """Send the weights to the sampler of this process, the weight history and the rollout source."""
+        policy, version = policy_of(self.trainer_state.model), self.state.progress.step
+        self.runner.sampler.update_weights(policy, version)
+        if self.history is not None:
+            self.history.keep(policy, version)
+        self.collector.rollout_source.publish(policy, version)
+
+    def save(self) -> Path:
+        """Write a checkpoint, after all rollouts before it are on disk."""
+        with writing(self.store.folder):
+            self.store.flush()
+        return self.state.save(self.checkpoints, self.trainer_state, self.collector.rollout_source.counts)
+
+    def close(self) -> None:
+        """Stop the rollout source and the reward functions, and flush stored rollouts to disk."""
+        self.resources.close()
+
+
+def train(
+    run: TrainingRun, record: Callable[[int, dict[str, float]], None], stop_requested: Callable[[], bool]
+) -> bool:
+    """Train until the configured number of steps is reached, or a stop is requested.
 
     If a stop is requested while a step waits for its groups, the step is rolled back; a resumed run repeats it.
 
     Args:
         run: a new or resumed run; its state is updated in place.
-        sink: receives the record of every step.
+        record: stores the complete metrics of a step.
+        stop_requested: returns whether to save and stop: immediately if a step waits for its groups, otherwise after
+            the step.
 
     Returns:
         Whether the run is complete.
@@ -61,43 +113,23 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
     config, progress = run.config, run.state.progress
     saved = progress.step
     while progress.step < config.num_steps:
-        started, step = time.perf_counter(), progress.step + 1
-        timer = PhaseTimer()
         try:
-            collected = run.collector.collect(run.state, step, timer, sink.stop_requested)
+            metrics = _train_step(run, stop_requested)
         except StopRequestedError:
             if saved < progress.step:
                 run.save()
             break
-        batch = run.batch_builder.build(collected.groups, run.trainer_state.model, step, timer)
-        with timer.phase("batch"):
-            updates = list(run.batch_builder.minibatches(batch, step))
-            require_same_batch(step, [microbatch for packed in updates for microbatch in packed.microbatches])
-        with timer.phase("step"):
-            update_metrics = []
-            for packed in updates:
-                run.trainer_state, measured = run.learner.step(run.trainer_state, packed.microbatches)
-                update_metrics.append(measured)
-        _advance(progress, collected.finished, updates)
-        with timer.phase("transfer"):
-            run.publisher.publish(policy_of(run.trainer_state.model), step)
-        with timer.phase("store"):
-            run.recorder.record_step(step, collected.sampled, batch.stored, collected.stale)
-        elapsed = time.perf_counter() - started
-        metrics = {name: metric.value for name, metric in collected.metrics.items()}
-        if update_metrics:
-            metrics |= loss_metrics(update_metrics)
-            metrics |= batch.mismatch or mismatch_metrics(first_log_ratios(update_metrics))
-        metrics |= batch.metrics
-        metrics |= _rates(config.model, progress, collected.finished, updates, timer.seconds, elapsed)
+        step = progress.step
         if config.evaluation.is_due(step, config.num_steps):
-            keep = functools.partial(run.recorder.record_evaluation, step)
-            temperature = config.sampling.temperature
-            accuracy = evaluate(run.runner, config.evaluation, temperature=temperature, seed=config.seed, keep=keep)
+            accuracy, groups = evaluate(
+                run.runner, config.evaluation, temperature=config.sampling.temperature, seed=config.seed
+            )
+            with writing(run.store.folder):
+                run.store.write(step, groups, {}, EVALUATION)
             progress.evaluations["after RL"] = accuracy
             metrics |= accuracy
-        sink.record(step, metrics)
-        last = step == config.num_steps or sink.stop_requested()
+        record(step, metrics)
+        last = step == config.num_steps or stop_requested()
         if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
             run.save()
             saved = step
@@ -106,27 +138,93 @@ def train(run: TrainingRun, sink: StepSink) -> bool:
     return progress.step >= config.num_steps
 
 
-def _advance(progress: Progress, finished: Sequence[RolloutGroup], updates: Sequence[PackedBatch]) -> None:
-    rollouts = [rollout for group in finished for rollout in group.rollouts]
-    progress.step += 1
+def _train_step(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[str, float]:
+    """Collect groups, train on them and publish the new weights; return the metrics of the step."""
+    started, timer, progress = time.perf_counter(), PhaseTimer(), run.state.progress
+    step = progress.step + 1
+    collected = run.collector.collect(run.state, step, timer, stop_requested)
+    batch = run.batch_builder.build(collected.groups, run.trainer_state.model, step, timer)
+    with timer.phase("batch"):
+        updates = list(run.batch_builder.minibatches(batch, step))
+        require_same_batch(step, [microbatch for packed in updates for microbatch in packed.microbatches])
+    with timer.phase("step"):
+        update_metrics = []
+        for packed in updates:
+            run.trainer_state, measured = run.learner.step(run.trainer_state, packed.microbatches)
+            update_metrics.append(measured)
+    rollouts = [rollout for group in collected.finished for rollout in group.rollouts]
+    progress.step = step
     progress.updates += len(updates)
     progress.episodes += len(rollouts)
     progress.sampled_tokens += sum(rollout.num_generated_tokens for rollout in rollouts)
     progress.trained_tokens += sum(packed.num_loss_tokens for packed in updates)
+    with timer.phase("transfer"):
+        run.publish_weights()
+    with timer.phase("store"), writing(run.store.folder):
+        if multihost.is_main():
+            run.store.write(step, collected.sampled, batch.stored, stale=collected.stale)
+    elapsed = time.perf_counter() - started
+    metrics = {name: metric.value for name, metric in collected.metrics.items()}
+    if update_metrics:
+        metrics |= loss_metrics(update_metrics)
+        metrics |= batch.mismatch or mismatch_metrics(first_log_ratios(update_metrics))
+    metrics |= batch.metrics
+    metrics |= {"episode": float(progress.episodes), "updates": float(progress.updates)}
+    metrics |= throughput_metrics(collected.finished, updates, timer.seconds, elapsed)
+    assert run.config.model is not None
+    return metrics | model_flops_utilization(run.config.model, progress.vocab_size, updates, timer.seconds["step"])
 
 
-def _rates(
-    model: LmConfig | None,
-    progress: Progress,
-    finished: Sequence[RolloutGroup],
-    updates: Sequence[PackedBatch],
-    seconds: Mapping[str, float],
-    elapsed: float,
+def throughput_metrics(
+    groups: Sequence[RolloutGroup], updates: Sequence[PackedBatch], seconds: Mapping[str, float], elapsed: float
 ) -> dict[str, float]:
-    assert model is not None
+    """Compute rollout and token rates and the seconds per phase of one step; padding does not count as tokens.
+
+    Args:
+        groups: rollouts sampled for the step.
+        updates: batches of the step's updates; a token trained on twice counts twice.
+        seconds: seconds by phase; `sample` is absent when workers sample concurrently.
+        elapsed: seconds from the first request to the published weights.
+
+    Returns:
+        Rates and seconds by metric name.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    sampled = sum(rollout.num_generated_tokens for rollout in rollouts)
+    trained = sum(packed.num_loss_tokens for packed in updates)
+    slots = sum(packed.num_positions for packed in updates)
+    accounted = sum(seconds.get(phase, 0.0) for phase in PHASES)
     return {
-        "episode": float(progress.episodes),
-        "updates": float(progress.updates),
-        **throughput_metrics(finished, updates, seconds, elapsed),
-        **model_flops_utilization(model, progress.vocab_size, updates, seconds["step"]),
+        "eps": len(rollouts) / elapsed,
+        "tokens/sampled_per_second": sampled / max(seconds.get("sample", elapsed), 1e-9),
+        "tokens/trained_per_second": trained / max(seconds.get("step", 0.0), 1e-9),
+        "batch/packing_efficiency": sum(packed.num_tokens for packed in updates) / max(slots, 1),
+        "batch/microbatches": float(sum(len(packed.microbatches) for packed in updates)),
+        **{f"seconds/{phase}": seconds.get(phase, 0.0) for phase in PHASES if phase != "wait"},
+        "seconds/wait": max(elapsed - accounted, 0.0),
+        "seconds/total": elapsed,
     }
+
+
+def model_flops_utilization(
+    model: LmConfig, vocab_size: int, updates: Sequence[PackedBatch], step_seconds: float
+) -> dict[str, float]:
+    """Compute the model FLOPs utilization of a step's forward and backward passes.
+
+    `mfu = 3 · flops_per_token · tokens / (seconds · peak FLOPS of all devices)`, without padding tokens.
+
+    Args:
+        model: architecture.
+        vocab_size: vocabulary size of the model.
+        updates: batches of the step's updates.
+        step_seconds: duration of all updates.
+
+    Returns:
+        `mfu`, or nothing if the peak FLOPS of the device is unknown (for example on a CPU) or there was no update.
+    """
+    peak = device_hardware_flops(jax.devices()[0])
+    per_token = model.flops_per_token(vocab_size)
+    if peak is None or per_token is None or not updates:
+        return {}
+    tokens = sum(packed.num_tokens for packed in updates)
+    return {"mfu": 3 * per_token * tokens / (step_seconds * peak * jax.device_count())}

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Build the components of a run, and start it or resume it from its newest checkpoint."""
+"""Build the parts of a run, and start it or resume it from its newest checkpoint."""
 
 import contextlib
 import functools
@@ -30,6 +30,7 @@ from marin_rl.distributed.rollout_runner import make_runner, open_reward_functio
 from marin_rl.distributed.samplers import open_trainer_sampler
 from marin_rl.distributed.scheduler import RolloutScheduler
 from marin_rl.environments.base import AbstractEnvironment
+from marin_rl.errors import writing
 from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from marin_rl.learner.critic import attach_critic, policy_of
 from marin_rl.learner.devices import start_devices
@@ -40,45 +41,36 @@ from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.rollouts.store import RolloutStore
-from marin_rl.sampling.sampler import Sampler
+from marin_rl.rollouts.store import EVALUATION, RolloutStore
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.training.batch_builder import BatchBuilder
 from marin_rl.training.collect import GroupCollector
-from marin_rl.training.evaluation import Keep, describe_accuracy, evaluate, forget
+from marin_rl.training.evaluation import describe_accuracy, evaluate
+from marin_rl.training.loop import TrainingRun
 from marin_rl.training.run_state import REPLAY, Progress, RunState
 from marin_rl.training.shared_run import check_config, newest_good
 from marin_rl.training.starting_weights import first_policy, restore_policy, restore_state
-from marin_rl.training.training_run import RolloutRecorder, TrainingRun, WeightPublisher
 from marin_rl.training.warm_start import warm_start
+from marin_rl.types import RolloutGroup, WeightVersion
 
 Report = Callable[[str], None]
 """Receives progress messages of one line each."""
 
 
-class Components(NamedTuple):
-    """Components of a run that do not depend on its weights."""
+class _Parts(NamedTuple):
+    """Parts of a run that do not depend on its weights."""
 
     trainer: TrainerConfig
+    layout: RowLayout
     tokenizer: ChatTokenizer
     environment: AbstractEnvironment
     reward_functions: RewardFunctions
     loop: BackgroundLoop
-    recorder: RolloutRecorder
+    store: RolloutStore
     checkpoints: Checkpoints
     learner: Learner
-    layout: RowLayout
-
-
-class _Start(NamedTuple):
-    """Weights and progress of a run when it starts or resumes."""
-
-    trainer_state: TrainerState
-    sampler: Sampler
-    """Holds the weights of `trainer_state`."""
-    progress: Progress
 
 
 def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
@@ -96,35 +88,36 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         CheckpointError: if the run has checkpoints and none is usable.
     """
     with contextlib.ExitStack() as resources:
-        parts = _open_components(config, folder, resources)
+        parts = _open_parts(config, folder, resources)
         checkpoint = newest_good(parts.checkpoints)
-        trainer_state, sampler, progress = (
+        trainer_state, runner, progress = (
             _start(config, parts, report) if checkpoint is None else _resume(config, parts, checkpoint, report)
         )
-        runner = _make_runner(config, parts, sampler)
         rollout_source = open_rollout_source(config, runner, progress.vocab_size, progress.worker_counts, resources)
         scheduler = RolloutScheduler(make_staleness_limits(config), progress.scheduler)
         state = RunState(progress, scheduler, make_replay(config))
         if checkpoint is not None:
             state.replay.load(checkpoint.path / REPLAY)
-        publisher = WeightPublisher(sampler, rollout_source, make_history(config))
-        publisher.offer(policy_of(trainer_state.model), progress.step)
-        if publisher.history is not None:
+        history = make_history(config)
+        if history is not None:
+            history.keep(policy_of(trainer_state.model), progress.step)
             drop_groups_of_lost_weights(state, report)
+        rollout_source.publish(policy_of(trainer_state.model), progress.step)
         rollout_source.submit(state.scheduler.outstanding)
         if checkpoint is None:
-            parts.recorder.flush()
+            with writing(parts.store.folder):
+                parts.store.flush()
             state.save(parts.checkpoints, trainer_state, rollout_source.counts)
         return TrainingRun(
             config=config,
             state=state,
             trainer_state=trainer_state,
             collector=GroupCollector(config, parts.environment, parts.tokenizer, rollout_source),
-            batch_builder=_make_batch_builder(config, parts, publisher.history),
+            batch_builder=_make_batch_builder(config, parts, history),
             learner=parts.learner,
-            publisher=publisher,
+            history=history,
             runner=runner,
-            recorder=parts.recorder,
+            store=parts.store,
             checkpoints=parts.checkpoints,
             resources=resources.pop_all(),
         )
@@ -155,34 +148,34 @@ def drop_groups_of_lost_weights(state: RunState, report: Report) -> None:
         )
 
 
-def _open_components(config: TrainConfig, folder: Path, resources: contextlib.ExitStack) -> Components:
+def _open_parts(config: TrainConfig, folder: Path, resources: contextlib.ExitStack) -> _Parts:
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
     layout = config.row_layout(trainer)
     check_config(config)
     check_worker_devices(config, jax.default_backend(), os.environ)
-    tokenizer = config.tokenizer.build()
-    environment = config.environment.build()
-    reward_functions, loop = (
-        open_reward_functions(config, environment, resources)
-        if _samples(config)
-        else (RewardFunctions(), BackgroundLoop())
-    )
+    tokenizer, environment = config.tokenizer.build(), config.environment.build()
+    if config.mode is Mode.SYNC or config.warm_start.max_steps > 0 or config.evaluation.tasks > 0:
+        reward_functions, loop = open_reward_functions(config, environment, resources)
+    else:
+        # This process runs no episodes, so it needs no reward functions and no sandbox.
+        reward_functions, loop = RewardFunctions(), BackgroundLoop()
     store = RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer))
-    recorder = RolloutRecorder(store)
-    resources.enter_context(Closing(recorder.close))
+    resources.enter_context(Closing(functools.partial(_close, store)))
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
     # A run with 0 steps only warms up and exports, but a learning rate schedule needs at least one step.
     num_updates = max(config.num_steps, 1) * config.updates.per_step
     learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=num_updates)
-    return Components(trainer, tokenizer, environment, reward_functions, loop, recorder, checkpoints, learner, layout)
+    return _Parts(trainer, layout, tokenizer, environment, reward_functions, loop, store, checkpoints, learner)
 
 
-def _samples(config: TrainConfig) -> bool:
-    """Return whether this process runs episodes, and therefore needs reward functions and their sandbox."""
-    return config.mode is Mode.SYNC or config.warm_start.max_steps > 0 or config.evaluation.tasks > 0
+def _close(store: RolloutStore) -> None:
+    with writing(store.folder):
+        store.close()
 
 
-def _resume(config: TrainConfig, parts: Components, checkpoint: Checkpoint, report: Report) -> _Start:
+def _resume(
+    config: TrainConfig, parts: _Parts, checkpoint: Checkpoint, report: Report
+) -> tuple[TrainerState, RolloutRunner, Progress]:
     try:
         progress = Progress(**checkpoint.progress)
     except TypeError as error:
@@ -194,22 +187,23 @@ def _resume(config: TrainConfig, parts: Components, checkpoint: Checkpoint, repo
     for damaged in [step for step in parts.checkpoints.steps() if step > progress.step]:
         report(f"the checkpoint of step {damaged} is damaged and was skipped; see log.txt for the reason")
     report(f"resuming after step {progress.step}, from {checkpoint.path}")
-    sampler = open_trainer_sampler(config, policy_of(state.model), parts.tokenizer, parts.trainer, progress.step)
-    return _Start(state, sampler, progress)
+    return state, _open_runner(config, parts, policy_of(state.model), progress.step), progress
 
 
-def _start(config: TrainConfig, parts: Components, report: Report) -> _Start:
+def _start(config: TrainConfig, parts: _Parts, report: Report) -> tuple[TrainerState, RolloutRunner, Progress]:
+    """Create or load the initial weights, warm them up if configured, and evaluate them."""
     policy = first_policy(config, parts.tokenizer, parts.trainer)
     progress = Progress(vocab_size=policy.vocab_size)
-    sampler = open_trainer_sampler(config, policy, parts.tokenizer, parts.trainer, version=0)
-    runner = _make_runner(config, parts, sampler)
+    runner = _open_runner(config, parts, policy, version=0)
 
-    def measure(milestone: str, keep: Keep = forget) -> None:
-        if config.evaluation.tasks:
-            progress.evaluations[milestone] = metrics = evaluate(
-                runner, config.evaluation, temperature=config.sampling.temperature, seed=config.seed, keep=keep
-            )
-            report(f"{milestone}: {describe_accuracy(metrics)}")
+    def measure(milestone: str) -> list[RolloutGroup]:
+        if not config.evaluation.tasks:
+            return []
+        progress.evaluations[milestone], groups = evaluate(
+            runner, config.evaluation, temperature=config.sampling.temperature, seed=config.seed
+        )
+        report(f"{milestone}: {describe_accuracy(progress.evaluations[milestone])}")
+        return groups
 
     if config.warm_start.max_steps:
         measure("before warm start")
@@ -222,24 +216,24 @@ def _start(config: TrainConfig, parts: Components, report: Report) -> _Start:
             seed=config.seed,
             block_size=config.logprob_block_size,
             temperature=config.sampling.temperature,
-            use_weights=lambda model: sampler.update_weights(model, 0),
             report=report,
         )
     trained = attach_critic(config.critic, policy, parts.trainer)
     key = jax.random.PRNGKey(derive_seed(config.seed, "training") % 2**32)
     state = parts.learner.initial_state(trained, key)
-    sampler.update_weights(policy_of(state.model), 0)
-    measure("before RL", functools.partial(parts.recorder.record_evaluation, 0))
-    return _Start(state, sampler, progress)
+    runner.sampler.update_weights(policy_of(state.model), 0)
+    groups = measure("before RL")
+    with writing(parts.store.folder):
+        parts.store.write(0, groups, {}, EVALUATION)
+    return state, runner, progress
 
 
-def _make_runner(config: TrainConfig, parts: Components, sampler: Sampler) -> RolloutRunner:
+def _open_runner(config: TrainConfig, parts: _Parts, policy: LmHeadModel, version: WeightVersion) -> RolloutRunner:
+    sampler = open_trainer_sampler(config, policy, parts.tokenizer, parts.trainer, version)
     return make_runner(config, parts.environment, parts.tokenizer, sampler, parts.loop, parts.reward_functions)
 
 
-def _make_batch_builder(
-    config: TrainConfig, parts: Components, history: WeightHistory[LmHeadModel] | None
-) -> BatchBuilder:
+def _make_batch_builder(config: TrainConfig, parts: _Parts, history: WeightHistory[LmHeadModel] | None) -> BatchBuilder:
     scorer = Scorer(
         parts.trainer,
         parts.layout,

@@ -147,7 +147,7 @@ def config_differences(
     Returns:
         A line for each key that differs.
     """
-    old, new = _flatten(parse_yaml(old_yaml, name)), _flatten(parse_yaml(new_yaml, "the new config"))
+    old, new = flatten(parse_yaml(old_yaml, name)), flatten(parse_yaml(new_yaml, "the new config"))
     return [
         f"  {key}: {_shown(old, key)} there, {_shown(new, key)} now"
         for key in dict.fromkeys([*old, *new])
@@ -156,11 +156,12 @@ def config_differences(
     ]
 
 
-def _flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by dotted key; an empty mapping is a value."""
     flat: dict[str, Any] = {}
     for key, inner in value.items():
         if isinstance(inner, Mapping) and inner:
-            flat |= _flatten(inner, f"{prefix}{key}.")
+            flat |= flatten(inner, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = inner
     return flat

@@ -13,13 +13,15 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 import equinox as eqx
 import jax
+from levanter.tracker import CompositeTracker, Tracker, TrackerConfig
+from levanter.tracker.tensorboard import TensorboardConfig
 
 from marin_rl import multihost
 from marin_rl.atomic_files import replace_folder
@@ -35,15 +37,13 @@ from marin_rl.learner.critic import policy_of
 from marin_rl.learner.devices import join_processes
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.logs import log_to
-from marin_rl.training.console import ClosingSummary, Progress, print_closing_table
-from marin_rl.training.loop import train
-from marin_rl.training.metrics_file import read_records, truncate_records
+from marin_rl.training.console import Progress, print_closing_table
+from marin_rl.training.loop import TrainingRun, train
+from marin_rl.training.metrics_file import append_record, read_records, truncate_records
 from marin_rl.training.open_run import open_run
-from marin_rl.training.run_directory import RunDirectory, create_or_open, lock
+from marin_rl.training.run_directory import RunDirectory, create_or_open, flatten, lock
 from marin_rl.training.shared_run import require_same_config, require_shared_folder
 from marin_rl.training.starting_weights import resolve_model
-from marin_rl.training.tracking import StepRecords, make_tracker
-from marin_rl.training.training_run import TrainingRun
 
 logger = logging.getLogger(__name__)
 
@@ -69,36 +69,39 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
         multihost.on_main(lambda: _lock(directory, config, resources))
         require_same_config(config, changeable_keys(TrainConfig))
         require_shared_folder(directory.path)
-        multihost.on_main(lambda: _create(directory, config))
+        multihost.on_main(
+            lambda: str(create_or_open(directory.path, to_yaml(config), changeable_keys(TrainConfig)).path)
+        )
         main = multihost.is_main()
         file = directory.log if main else directory.path / "processes" / f"{jax.process_index()}.txt"
         log = log_to(file, config.log_level.number, module_levels(config.logging))
         console = stream if main else resources.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
         with log, logged_errors(), multihost.explain_errors(), Progress(config.num_steps, console) as progress:
-            run = _train(config, directory, progress)
-        if main and run.state.progress.step >= config.num_steps:
-            print_closing_table(progress.console, _summary(run, directory))
+            finished = _train(config, directory, progress)
+        if main and finished is not None:
+            _print_summary(progress, finished, directory)
 
 
-def _lock(directory: RunDirectory, config: TrainConfig, resources: contextlib.ExitStack) -> str:
+def _lock(directory: RunDirectory, config: TrainConfig, resources: contextlib.ExitStack) -> None:
     if config.mode is Mode.ASYNC and config.ray_address is not None:
         find_cluster(config.ray_address)
     resources.enter_context(lock(directory))
-    return str(directory.path)
 
 
-def _create(directory: RunDirectory, config: TrainConfig) -> str:
-    create_or_open(directory.path, to_yaml(config), changeable_keys(TrainConfig))
-    return str(directory.path)
-
-
-def _train(config: TrainConfig, directory: RunDirectory, progress: Progress) -> TrainingRun:
+def _train(config: TrainConfig, directory: RunDirectory, progress: Progress) -> TrainingRun | None:
+    """Train, plot and export; return the run if it is complete."""
     report = functools.partial(_report, progress)
     run = open_run(config, directory.path, report)
     with Closing(run.close), stop_on_signals(report) as stop:
+        # Only the main process writes records.
         records = _open_records(run, directory) if multihost.is_main() else None
-        complete = train(run, _Sink(records, progress, stop))
-    if multihost.is_main():
+
+        def record(step: int, metrics: dict[str, float]) -> None:
+            multihost.on_main(lambda: cast(StepRecords, records).record(step, metrics))
+            progress.update(step, metrics)
+
+        complete = train(run, record, lambda: multihost.any_process(stop.is_set()))
+    if records is not None:
         # Imported here because matplotlib takes half a second to import.
         from marin_rl.training.curves import plot_curves
 
@@ -112,7 +115,7 @@ def _train(config: TrainConfig, directory: RunDirectory, progress: Progress) -> 
         )
     if records is not None:
         records.finish({"episodes": run.state.progress.episodes})
-    return run
+    return run if complete else None
 
 
 def _report(progress: Progress, message: str) -> None:
@@ -130,16 +133,8 @@ def logged_errors() -> Iterator[None]:
         raise
 
 
-@dataclasses.dataclass
-class StopRequest:
-    """Flag that asks the training loop to stop."""
-
-    requested: bool = False
-    """Set by the first SIGINT or SIGTERM."""
-
-
 @contextlib.contextmanager
-def stop_on_signals(report: Callable[[str], None]) -> Iterator[StopRequest]:
+def stop_on_signals(report: Callable[[str], None]) -> Iterator[threading.Event]:
     """Turn the first SIGINT (Ctrl-C) or SIGTERM into a request to stop and save the last finished step.
 
     A second signal ends the process immediately, as by default.
@@ -149,9 +144,9 @@ def stop_on_signals(report: Callable[[str], None]) -> Iterator[StopRequest]:
             Python rejects a nested write.
 
     Yields:
-        The flag that the first signal sets.
+        The event that the first signal sets.
     """
-    stop = StopRequest()
+    stop = threading.Event()
     threads: list[threading.Thread] = []
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -160,7 +155,7 @@ def stop_on_signals(report: Callable[[str], None]) -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        stop.requested = True
+        stop.set()
         restore()
         message = (
             f"{signal.Signals(number).name}: stopping and saving; a step that is still being sampled is discarded, one "
@@ -180,37 +175,102 @@ def stop_on_signals(report: Callable[[str], None]) -> Iterator[StopRequest]:
             thread.join(1.0)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sink:
-    records: StepRecords | None
-    """None if another process writes the records."""
-    progress: Progress
-    stop: StopRequest
+class StepRecords:
+    """Writes the metrics of each step to `metrics.jsonl` and to trackers such as TensorBoard and wandb.
 
-    def record(self, step: int, metrics: dict[str, float]) -> None:
-        multihost.on_main(lambda: self._write(step, metrics))
-        self.progress.update(step, metrics)
+    Errors of trackers are not caught: they stop the run.
+    """
 
-    def _write(self, step: int, metrics: dict[str, float]) -> str:
-        assert self.records is not None
-        self.records.record(step, metrics)
-        return str(step)
+    def __init__(self, path: Path, tracker: Tracker):
+        """Open the metrics file; recording continues after its last step.
 
-    def stop_requested(self) -> bool:
-        return multihost.any_process(self.stop.requested)
+        Args:
+            path: `metrics.jsonl`, without records of steps that will be repeated.
+            tracker: tracker that also receives the metrics; see `make_tracker`.
+        """
+        self._path = path
+        self._tracker = tracker
+        self._last_step = max((int(record["step"]) for record in read_records(path)), default=-1)
+
+    def record(self, step: int, metrics: Mapping[str, int | float]) -> None:
+        """Write the metrics of one step.
+
+        Args:
+            step: number of the step, greater than that of the last record.
+            metrics: values by name.
+
+        Raises:
+            ValueError: if the step is not greater than that of the last record.
+            RunDirectoryError: if the file cannot be written.
+        """
+        if step <= self._last_step:
+            raise ValueError(
+                f"step {step} cannot be recorded: steps must increase, and step {self._last_step} is recorded already"
+            )
+        append_record(self._path, step, metrics)
+        self._tracker.log(metrics, step=step)
+        self._last_step = step
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Send the run's summary to the trackers, and close them."""
+        self._tracker.log_summary(dict(summary))
+        self._tracker.finish()
+
+
+def make_tracker(
+    configs: TrackerConfig | Sequence[TrackerConfig],
+    run_id: str,
+    hyperparameters: Mapping[str, Any],
+    last_step: int = 0,
+) -> Tracker:
+    """Start the configured trackers.
+
+    Args:
+        configs: levanter's tracker section: one config or a sequence, which may be empty.
+        run_id: id of the run; trackers use it to continue a resumed run.
+        hyperparameters: resolved config, as plain values.
+        last_step: last step before a resume; TensorBoard then hides events of later steps. 0 for a new run.
+
+    Returns:
+        A tracker that forwards to all configured trackers.
+
+    Raises:
+        ImportError: if a package of a tracker is missing; the message names the extra to install.
+    """
+    trackers = []
+    for config in [configs] if isinstance(configs, TrackerConfig) else configs:
+        if isinstance(config, TensorboardConfig) and config.purge_step is None and last_step:
+            config = dataclasses.replace(config, purge_step=last_step + 1)
+        try:
+            trackers.append(config.init(run_id))
+        except ImportError as error:
+            name = TrackerConfig.get_choice_name(type(config))
+            raise ImportError(
+                f"tracker {name!r} needs a package that is not installed ({error}); pip install 'marin_rl[{name}]'"
+            ) from error
+    tracker = CompositeTracker(trackers)
+    # TensorBoard requires scalars.
+    scalars = {
+        name: value if isinstance(value, bool | int | float | str) else str(value)
+        for name, value in flatten(hyperparameters).items()
+        if value != {}
+    }
+    tracker.log_hyperparameters(scalars)
+    return tracker
 
 
 def _open_records(run: TrainingRun, directory: RunDirectory) -> StepRecords:
     """Open the metric records, truncated to the steps of the run's state; a new run gets a record of step 0."""
-    step = run.state.progress.step
+    step, evaluations = run.state.progress.step, run.state.progress.evaluations
     truncate_records(directory.metrics, step if step else -1)
-    run.recorder.truncate(step)
+    with writing(run.store.folder):
+        run.store.truncate(step)
     tracker = make_tracker(run.config.trainer.tracker, run.learner.trainer.run_id, encode(run.config), last_step=step)
     records = StepRecords(directory.metrics, tracker)
     if step == 0:
-        before = run.state.progress.evaluations.get("before warm start", {})
+        before = evaluations.get("before warm start", {})
         start = {f"before_warm_start/{name}": value for name, value in before.items()}
-        records.record(0, {**start, **run.state.progress.evaluations.get("before RL", {})})
+        records.record(0, {**start, **evaluations.get("before RL", {})})
     return records
 
 
@@ -225,34 +285,15 @@ def _export(run: TrainingRun, directory: RunDirectory) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         with writing(directory.hf):
             save_hf_policy(policy, run.runner.tokenizer, partial, run.learner.trainer.config)
-            multihost.on_main(lambda: _replace(directory.hf, partial))
+            multihost.on_main(lambda: replace_folder(directory.hf, partial))
 
 
-def _replace(folder: Path, partial: Path) -> str:
-    replace_folder(folder, partial)
-    return str(folder)
-
-
-def _summary(run: TrainingRun, directory: RunDirectory) -> ClosingSummary:
+def _print_summary(progress: Progress, run: TrainingRun, directory: RunDirectory) -> None:
     records = read_records(directory.metrics)
     prefix = "seconds/"
     names = dict.fromkeys(name for name in itertools.chain(*records) if name.startswith(prefix))
     seconds = {name.removeprefix(prefix): sum(record.get(name, 0.0) for record in records) for name in names}
     seconds.pop("total", None)
-    return ClosingSummary(
-        run_directory=directory.path,
-        evaluations={landmark: run.state.progress.evaluations[landmark] for landmark in run.state.progress.evaluations},
-        seconds=seconds,
-        totals={
-            "updates": run.state.progress.updates,
-            "rollouts": run.state.progress.episodes,
-            "tokens sampled": run.state.progress.sampled_tokens,
-        },
-        next_commands={
-            "Evaluate it again": f"python -m marin_rl.evaluate --run {directory.path}",
-            "Train from its weights": (
-                f"python -m marin_rl.train --config CONFIG --run_dir NEW --initialize_from {directory.path} "
-                "--warm_start.max_steps 0"
-            ),
-        },
-    )
+    state = run.state.progress
+    totals = {"updates": state.updates, "rollouts": state.episodes, "tokens sampled": state.sampled_tokens}
+    print_closing_table(progress.console, directory.path, state.evaluations, seconds, totals)

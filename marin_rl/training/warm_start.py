@@ -47,7 +47,6 @@ def warm_start(
     seed: int,
     block_size: int,
     temperature: float,
-    use_weights: Callable[[LmHeadModel], None],
     report: Callable[[str], None],
 ) -> LmHeadModel:
     """Train `model` on worked answers or demonstrations until it solves some tasks.
@@ -57,13 +56,13 @@ def warm_start(
     Args:
         config: number of updates, learning rate and stopping criterion.
         model: initial weights; **donated**, use the returned model.
-        runner: runs the validation tasks; its environment provides all tasks and answers.
+        runner: runs the validation tasks, with the trained weights as version 0; its environment provides all tasks
+            and answers.
         trainer: mesh and precision.
         layout: shape of a microbatch.
         seed: seed of the run.
         block_size: number of positions with logits in memory at a time.
         temperature: sampling temperature of the accuracy measurement.
-        use_weights: loads weights into the runner's sampler.
         report: called with each progress message.
 
     Returns:
@@ -91,7 +90,7 @@ def warm_start(
         batch = pack_batch(examples, token_advantages, TokenMeanConfig(), layout, pad_token_id=pad)
         state, metrics = learner.step(state, batch.microbatches)
         if step % config.check_every == 0 or step == config.max_steps:
-            use_weights(state.model)
+            runner.sampler.update_weights(state.model, 0)
             accuracy = _accuracy(runner, check_tasks, temperature, seed)
             report(f"warm start {step}: loss {float(metrics['loss/total']):.3f}, validation accuracy {accuracy:.3f}")
             if accuracy >= config.target_accuracy:

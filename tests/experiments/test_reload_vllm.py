@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The calls that have a vLLM server reload; a whole run with them is in tests/training/test_policy_engine.py."""
+"""The calls that have a vLLM server reload; a whole run with them is in tests/distributed/test_samplers.py."""
 
 from pathlib import Path
 

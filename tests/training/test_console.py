@@ -10,7 +10,6 @@ from rich.console import Console
 
 from marin_rl.training.console import (
     MAX_PLAIN_LINES,
-    ClosingSummary,
     Progress,
     format_seconds,
     is_live,
@@ -40,16 +39,11 @@ METRICS = {
 }
 ACCURACY = {"eval/sums/accuracy_sampled": 0.625, "eval/sums/accuracy_greedy": 0.75}
 
-SUMMARY = ClosingSummary(
-    run_directory=Path("runs/a-rather-long-name-for-a-run-directory/that-does-not-fit-on-a-narrow-terminal"),
-    evaluations={
-        "before RL": {"eval/sums/accuracy_sampled": 0.25, "eval/sums/accuracy_greedy": 0.5, "eval/sums/tasks": 512.0},
-        "after RL": {"eval/sums/accuracy_sampled": 0.625, "eval/sums/accuracy_greedy": 0.75, "eval/sums/pass@4": 0.9},
-    },
-    seconds={"step": 60.0, "sample": 180.0},
-    totals={"updates": 200.0, "tokens sampled": 5123456.0},
-    next_commands={"train on": "python -m marin_rl.train --config experiments/rloo.yaml --num_steps 400 --run_dir b"},
-)
+FOLDER = Path("runs/a-rather-long-name-for-a-run-directory/that-does-not-fit-on-a-narrow-terminal")
+EVALUATIONS = {
+    "before RL": {"eval/sums/accuracy_sampled": 0.25, "eval/sums/accuracy_greedy": 0.5, "eval/sums/tasks": 512.0},
+    "after RL": {"eval/sums/accuracy_sampled": 0.625, "eval/sums/accuracy_greedy": 0.75, "eval/sums/pass@4": 0.9},
+}
 
 
 def plain(total: int, steps, metrics=METRICS, clock=None) -> list[str]:
@@ -159,7 +153,9 @@ def test_permanent_lines_are_printed_above_live_lines():
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_closing_table(width):
     stream = Stream()
-    print_closing_table(Console(file=stream, width=width, highlight=False), SUMMARY)
+    console = Console(file=stream, width=width, highlight=False)
+    seconds, totals = {"step": 60.0, "sample": 180.0}, {"updates": 200.0, "tokens sampled": 5123456.0}
+    print_closing_table(console, FOLDER, EVALUATIONS, seconds, totals)
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
     rows = {line.strip().split("  ")[0]: line.split() for line in lines if line}
     assert rows["sampled"] == ["sampled", "greedy", "pass@4"]
@@ -169,22 +165,22 @@ def test_closing_table(width):
     assert rows["sample"] == ["sample", "3:00", "75%"]
     assert rows["total"] == ["total", "4:00"]
     assert rows["tokens sampled"][-1] == "5,123,456"
-    assert f"run directory   {SUMMARY.run_directory}" in lines
+    assert f"run directory   {FOLDER}" in lines
     # A wrapped command could not be copied.
-    assert "  " + SUMMARY.next_commands["train on"] in lines
+    assert f"  python -m marin_rl.evaluate --run {FOLDER}" in lines
     assert max(len(line) for line in lines if "marin_rl.train" not in line and "runs/" not in line) <= width
 
 
 def test_closing_table_without_evaluation_and_time():
     stream = Stream()
-    print_closing_table(Console(file=stream, width=80), ClosingSummary(Path("runs/a"), {}, {}, {}, {}))
-    assert stream.getvalue().split() == ["run", "directory", "runs/a"]
+    print_closing_table(Console(file=stream, width=80), Path("runs/a"), {}, {}, {})
+    assert stream.getvalue().split()[:3] == ["run", "directory", "runs/a"]
 
 
 def test_closing_table_names_environments_if_there_are_several():
     stream = Stream()
     evaluations = {"after RL": {"eval/a/accuracy_sampled": 0.1, "eval/b/accuracy_sampled": 0.2}}
-    print_closing_table(Console(file=stream, width=80), ClosingSummary(Path("x"), evaluations, {}, {}, {}))
+    print_closing_table(Console(file=stream, width=80), Path("x"), evaluations, {}, {})
     assert "a sampled   b sampled" in stream.getvalue()
 
 
@@ -198,16 +194,15 @@ def test_names_and_messages_are_escaped():
     progress = Progress(10, stream, live=False, width=200)
     progress.say("warming up on '\x1b]0;title\x07ascii'\nand more")
     hostile = {"eval/\x1b[31mred[bold]/accuracy_greedy": 0.5, "eval/plain/accuracy_greedy": 0.5}
-    summary = ClosingSummary(Path("runs/\x1b[2J"), {"before RL": hostile}, {}, {}, {"go on": "python \x07"})
-    print_closing_table(Console(file=stream, width=200), summary)
+    print_closing_table(Console(file=stream, width=200), Path("runs/\x1b[2J\x07"), {"before RL": hostile}, {}, {})
     printed = stream.getvalue()
     assert "\x1b" not in printed
     assert "\x07" not in printed
     for text in (
         r"'\x1b]0;title\x07ascii'",
         r"\x1b[31mred[bold] greedy",
-        r"runs/\x1b[2J",
-        r"python \x07",
+        r"run directory  runs/\x1b[2J\x07",
+        r"--run runs/\x1b[2J\x07",
         "\nand more",
     ):
         assert text in printed

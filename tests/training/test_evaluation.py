@@ -17,7 +17,7 @@ from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.training.evaluation import describe_accuracy, evaluate, first_of_each, reference_loss
-from marin_rl.types import Message, RolloutGroup, Task
+from marin_rl.types import Message, Task
 from tests.scripted_sampler import ScriptedSampler
 
 END = 257
@@ -70,7 +70,8 @@ def runner(script, environment: Exam | None = None) -> RolloutRunner:
 
 
 def measure(made: RolloutRunner, split: Split = Split.HELD_OUT, seed: int = 0, **config) -> dict[str, float]:
-    return evaluate(made, EvaluationConfig(**config), temperature=0.8, seed=seed, split=split)
+    metrics, _ = evaluate(made, EvaluationConfig(**config), temperature=0.8, seed=seed, split=split)
+    return metrics
 
 
 def test_task_count_is_per_environment():
@@ -111,12 +112,10 @@ def test_sampled_and_greedy_accuracy():
     assert {request.temperature for request in made.sampler.requests} == {0.8, 0.0}
 
 
-def test_keep_receives_all_groups():
-    kept: list[RolloutGroup] = []
-    made = runner(lambda request: "1")
-    evaluate(made, EvaluationConfig(samples=2), temperature=0.8, seed=0, keep=kept.extend)
-    assert [len(group.rollouts) for group in kept] == [2] * 4 + [1] * 4
-    assert len({rollout.id for group in kept for rollout in group.rollouts}) == 12
+def test_all_groups_are_returned():
+    _, groups = evaluate(runner(lambda request: "1"), EvaluationConfig(samples=2), temperature=0.8, seed=0)
+    assert [len(group.rollouts) for group in groups] == [2] * 4 + [1] * 4
+    assert len({rollout.id for group in groups for rollout in group.rollouts}) == 12
 
 
 def test_pass_at_k_is_unbiased():

@@ -12,24 +12,27 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from levanter.models.llama import LlamaConfig
 
+from marin_rl.batching.packing import RowLayout
+from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollout
+from marin_rl.batching.rl_example import PackedBatch, pack_batch
 from marin_rl.distributed.rollout_source import LocalRollouts
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
+from marin_rl.errors import RunDirectoryError
 from marin_rl.evaluate import EvaluateConfig, run_evaluation
+from marin_rl.objectives.advantage_inputs import TokenAdvantages
+from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.rollouts.filters import ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import run_groups
 from marin_rl.rollouts.store import read_rollouts
 from marin_rl.rollouts.stored_rollout import as_row
 from marin_rl.tokenization.load import TokenPieces
-from marin_rl.training.collect import Collected
-from marin_rl.training.loop import _rates, train
-from marin_rl.training.run_state import Progress
+from marin_rl.training.loop import PHASES, TrainingRun, model_flops_utilization, throughput_metrics, train
 from marin_rl.training.starting_weights import restore_policy
-from marin_rl.training.training_run import TrainingRun
-from marin_rl.types import Task
+from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 from tests.rollouts.rollout_cases import group_of
 from tests.tiny_run import TinyRun, contents, copy_of, outcome, without_losses, without_timings
-from tests.training.bare_run import MODEL
 from tests.training.reopened_run import config_of, reopen
 
 # OBJECTIVES.md, "Metrics that every run logs", without those that need a critic, a reference or a known device.
@@ -65,7 +68,7 @@ def reopened(run: TinyRun, step: int) -> TrainingRun:
     opened.state.progress.step = step
     model = restore_policy(opened.checkpoints.open(step), opened.config, opened.learner.trainer.config)
     opened.trainer_state = dataclasses.replace(opened.trainer_state, model=model)
-    opened.publisher.publish(model, step)
+    opened.publish_weights()
     return opened
 
 
@@ -231,14 +234,6 @@ def test_phase_seconds_sum_to_total(finished_run: TinyRun) -> None:
         assert sum(seconds.values()) == pytest.approx(total)
 
 
-def test_rates_count_finished_and_not_reused_groups() -> None:
-    again, other = group_of("train-1-0", 1.0, 0.0), group_of("train-2-0", 1.0)
-    collected = Collected([again], [], [other], {})
-    rates = _rates(MODEL, Progress(), collected.finished, [], {"step": 1.0}, elapsed=2.0)
-    assert rates["eps"] == 1 / 2
-    assert rates["tokens/sampled_per_second"] == other.rollouts[0].num_generated_tokens / 2
-
-
 def test_evaluation_has_no_side_effects(after_two: TrainingRun, finished_run: TinyRun) -> None:
     before = leaves(after_two)
     files = contents(finished_run.path)
@@ -251,20 +246,6 @@ def test_evaluation_has_no_side_effects(after_two: TrainingRun, finished_run: Ti
     assert contents(finished_run.path) == files
 
 
-@dataclasses.dataclass
-class Sink:
-    """Stores records, and requests a stop after one of them."""
-
-    stop_after: int
-    records: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
-
-    def record(self, step: int, metrics: dict[str, float]) -> None:
-        self.records[step] = metrics
-
-    def stop_requested(self) -> bool:
-        return max(self.records, default=0) >= self.stop_after
-
-
 def test_stop_request_saves_finished_step(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,7 +256,7 @@ def test_stop_request_saves_finished_step(
     checkpoint = dataclasses.replace(config_of(copied).checkpoint, every=0, keep_every=0)
     run = reopen(copied, checkpoint=checkpoint)
     assert run.state.progress.step == 3
-    sink = Sink(stop_after=5)
+    records: dict[int, dict[str, float]] = {}
     compared: list[tuple[int, int]] = []
 
     def compare(step: int, microbatches: Sequence[object]) -> None:
@@ -283,13 +264,13 @@ def test_stop_request_saves_finished_step(
         compared.append((step, int(run.trainer_state.step)))
 
     monkeypatch.setattr("marin_rl.training.loop.require_same_batch", compare)
-    assert train(run, sink) is False
+    assert train(run, records.__setitem__, lambda: 5 in records) is False
     # Training processes compare the batch of a step before the update.
     assert compared == [(4, 3), (5, 4)]
-    assert list(sink.records) == [4, 5]
+    assert list(records) == [4, 5]
     assert copied.steps()[-1] == 5
     expected = [without_timings(record) for record in finished_run.records()]
-    for step, metrics in sink.records.items():
+    for step, metrics in records.items():
         assert without_timings({"step": step, **metrics}) == expected[step]
 
 
@@ -324,11 +305,12 @@ def test_step_without_kept_groups_is_recorded_and_keeps_weights(finished_run: Ti
     environment = Generous(run.runner.environment)
     rollout_source = LocalRollouts(run.config, dataclasses.replace(run.runner, environment=environment))
     run.collector = dataclasses.replace(run.collector, environment=environment, rollout_source=rollout_source)
-    before, sink = leaves(run), Sink(stop_after=8)
-    assert train(run, sink) is True
+    before = leaves(run)
+    records: dict[int, dict[str, float]] = {}
+    assert train(run, records.__setitem__, lambda: False) is True
     assert all(np.array_equal(one, other) for one, other in zip(before, leaves(run), strict=True))
-    assert list(sink.records) == [7, 8]
-    for step, record in sink.records.items():
+    assert list(records) == [7, 8]
+    for step, record in records.items():
         assert {name: value for name, value in record.items() if name.startswith("filter/")} == {
             "filter/kept_groups": 0,
             "filter/dropped_zero_spread": 8,
@@ -337,6 +319,8 @@ def test_step_without_kept_groups_is_recorded_and_keeps_weights(finished_run: Ti
         }
         assert record["updates"] == 6
         assert record["episode"] == 6 * 16 + (step - 6) * 32
+        # Rates count the finished groups, not those to train on.
+        assert record["eps"] * record["seconds/total"] == pytest.approx(32)
         assert record["objective/scores"] == 1.0
         assert record["tokens/trained_per_second"] == 0.0
         # There are no metrics of a loss that was not computed.
@@ -358,3 +342,132 @@ def test_runs_are_deterministic_in_config_and_seed(
     assert outcome(one) == outcome(same)
     assert outcome(one)["state"] != outcome(other)["state"]
     assert outcome(one)["rollouts"] != outcome(other)["rollouts"]
+
+
+def test_failed_rollout_write_prevents_checkpoint(
+    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    copied = copy_of(finished_run, tmp_path / "copy")
+    run = reopen(copied)
+    run.state.progress.step = 7
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", full)
+        run.store.write(7, [group_of("g", 1.0)], {})
+        with pytest.raises(RunDirectoryError, match=r"rollouts': the disk is full; free some space and rerun"):
+            run.save()
+    assert copied.steps()[-1] == 6
+
+
+def test_saved_state_is_restored_exactly(finished_run: TinyRun, tmp_path: Path):
+    copied = copy_of(finished_run, tmp_path / "copy")
+    first = reopen(copied)
+    first.state.progress.step = 7
+    first.save()
+    second = reopen(copied)
+    assert second.state.progress == first.state.progress
+    saved, restored = jax.tree.leaves(first.trainer_state), jax.tree.leaves(second.trainer_state)
+    assert len(saved) == len(restored)
+    assert all(np.array_equal(a, b) for a, b in zip(saved, restored, strict=True))
+
+
+# Throughput.
+
+TASK = Task("t", "sums", ({"role": "user", "content": "2+3="},), "5")
+MODEL = LlamaConfig(seq_len=16, hidden_dim=16, intermediate_dim=32, num_layers=1, num_heads=2, num_kv_heads=2)
+SECONDS = {"sample": 0.5, "reward": 0.25, "step": 2.0, "transfer": 0.25}
+
+
+def group(*lengths: int) -> RolloutGroup:
+    def rollout(length: int) -> Rollout:
+        generation = Generation((1,) * length, (-1.0,) * length, StopReason.STOP, 0, 0)
+        return Rollout(
+            "r",
+            "g",
+            TASK,
+            (Turn((2, 3), generation, (), {"correct": 1.0}, starts_sequence=True),),
+            RolloutStatus.COMPLETED,
+            {"correct": 1.0},
+        )
+
+    return RolloutGroup("g", [rollout(length) for length in lengths])
+
+
+LAYOUT = RowLayout(row_length=10, rows_per_microbatch=1, packed=False)
+
+
+def batch(*lengths: int) -> PackedBatch:
+    """One microbatch of ten positions per length: a prompt of two tokens, and an answer of the remaining length."""
+
+    def processed(index: int, length: int) -> ProcessedRollout:
+        generation = Generation((1,) * (length - 2), (-1.0,) * (length - 2), StopReason.STOP, 0, 0)
+        turn = Turn((2, 3), generation, (), {"correct": 1.0}, starts_sequence=True)
+        rollout = Rollout(str(index), "g", TASK, (turn,), RolloutStatus.COMPLETED, {"correct": 1.0})
+        return process_rollout(rollout, length=10, pad_token_id=0)
+
+    rollouts = [processed(index, length) for index, length in enumerate(lengths)]
+    token_advantages_list = [
+        TokenAdvantages(np.ones(rollout.num_loss_tokens), np.zeros(rollout.num_loss_tokens)) for rollout in rollouts
+    ]
+    return pack_batch(rollouts, token_advantages_list, TokenMeanConfig(), LAYOUT, pad_token_id=0)
+
+
+def test_rates_exclude_padding():
+    found = throughput_metrics([group(3, 5), group(4)], [batch(7, 8)], SECONDS, elapsed=4.0)
+    assert found["eps"] == 3 / 4
+    assert found["tokens/sampled_per_second"] == 12 / 0.5
+    assert found["tokens/trained_per_second"] == 11 / 2.0
+    assert found["batch/packing_efficiency"] == 0.75
+    assert found["batch/microbatches"] == 2.0
+
+
+def test_tokens_count_in_every_update():
+    found = throughput_metrics([group(3)], [batch(7, 8), batch(10)], SECONDS, elapsed=4.0)
+    assert found["tokens/trained_per_second"] == (11 + 8) / 2.0
+    assert found["batch/packing_efficiency"] == pytest.approx(25 / 30)
+    assert found["batch/microbatches"] == 3.0
+
+
+def test_no_updates_give_zero_training_rate():
+    found = throughput_metrics([group(3, 5)], [], SECONDS, elapsed=4.0)
+    assert found["tokens/sampled_per_second"] == 8 / 0.5
+    trained = ("tokens/trained_per_second", "batch/packing_efficiency", "batch/microbatches")
+    assert [found[name] for name in trained] == [0.0] * 3
+
+
+def test_phase_seconds_and_wait():
+    found = throughput_metrics([group(3)], [batch(8)], SECONDS, elapsed=4.0)
+    assert {phase: found[f"seconds/{phase}"] for phase in PHASES} == {
+        **dict.fromkeys(PHASES, 0.0),
+        **SECONDS,
+        "wait": 1.0,
+    }
+    assert found["seconds/total"] == 4.0
+    # Clocks are read one after another, so the phases may exceed the total slightly.
+    assert throughput_metrics([group(3)], [batch(8)], SECONDS, elapsed=2.999)["seconds/wait"] == 0.0
+
+
+def test_missing_phases_do_not_divide_by_zero():
+    found = throughput_metrics([group(3)], [batch(8)], {}, elapsed=1.0)
+    assert np.isfinite(list(found.values())).all()
+
+
+def test_mfu_is_share_of_peak(monkeypatch: pytest.MonkeyPatch):
+    peak = 1e6
+    monkeypatch.setattr("marin_rl.training.loop.device_hardware_flops", lambda device: peak)
+    found = model_flops_utilization(MODEL, 264, [batch(7), batch(8)], step_seconds=2.0)
+    per_token = MODEL.flops_per_token(264)
+    assert per_token is not None
+    assert found == {"mfu": pytest.approx(3 * per_token * 15 / (2.0 * peak * jax.device_count()))}
+
+
+def test_no_mfu_if_peak_is_unknown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("marin_rl.training.loop.device_hardware_flops", lambda device: None)
+    assert model_flops_utilization(MODEL, 264, [batch(8)], 1.0) == {}
+
+
+def test_no_mfu_without_updates(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("marin_rl.training.loop.device_hardware_flops", lambda device: 1e6)
+    assert model_flops_utilization(MODEL, 264, [], 1.0) == {}

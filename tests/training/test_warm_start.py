@@ -88,7 +88,8 @@ class Watch:
     used: list[np.ndarray] = dataclasses.field(default_factory=list)
     messages: list[str] = dataclasses.field(default_factory=list)
 
-    def use(self, model: LmHeadModel) -> None:
+    def update_weights(self, model: LmHeadModel, version: int) -> None:
+        assert version == 0
         self.used.append(np.array(model.get_lm_head().array))
 
 
@@ -100,6 +101,7 @@ def run(
     seed: int = 0,
     layout: RowLayout = LAYOUT,
 ) -> np.ndarray:
+    made.sampler.update_weights = watch.update_weights
     model = warm_start(
         config,
         make_model(trainer),
@@ -109,7 +111,6 @@ def run(
         seed=seed,
         block_size=4,
         temperature=1.0,
-        use_weights=watch.use,
         report=watch.messages.append,
     )
     return np.array(model.get_lm_head().array)

@@ -1,27 +1,36 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Runs that sample at a server over HTTP on loopback, which reloads the weights."""
+"""Samplers of trainer and workers, in this process and on a server over HTTP on loopback, which reloads the weights."""
 
 import dataclasses
+import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from haliax import Axis  # noqa: F401  before marin_rl: see tests/tiny_run.py
 
-from marin_rl.distributed.samplers import open_levanter_sampler, open_trainer_sampler
+from marin_rl.distributed.samplers import WeightReloader, open_levanter_sampler, open_trainer_sampler
+from marin_rl.learner.devices import start_devices
+from marin_rl.learner.policy_model import initialize_policy, load_hf_policy
+from marin_rl.sampling.config import ReloadConfig
 from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import Sampler, SampleRequest, SamplerError
+from marin_rl.training.loop import TrainingRun
 from marin_rl.training.open_run import open_run
 from marin_rl.training.starting_weights import resolve_model
-from marin_rl.training.training_run import TrainingRun
 from marin_rl.types import Generation
 from marin_rl.user_code import UserFileError
 from tests.distributed.thread_workers import thread_workers
 from tests.sampling.completions_server import CompletionsServer, serving
 from tests.tiny_run import TinyRun, copy_of, interrupted_after, make_run, outcome
 from tests.training.levanter_server import Loader, config_of, served_by
+from tests.training.reopened_run import reopen
 
 SHORT = {
     "num_steps": 3,
@@ -187,27 +196,27 @@ def test_trainer_does_not_sample_with_several_processes(opened: TrainingRun, mon
 
 
 def test_server_generations_equal_levanter_generations(opened: TrainingRun):
-    assert isinstance(opened.publisher.sampler, OpenAiSampler)
+    assert isinstance(opened.runner.sampler, OpenAiSampler)
     own = open_levanter_sampler(
         opened.config, opened.trainer_state.model, opened.runner.tokenizer, opened.learner.trainer.config, 3
     )
-    assert sampled(opened.publisher.sampler) == sampled(own)
-    assert opened.publisher.sampler.batch_size == own.batch_size
+    assert sampled(opened.runner.sampler) == sampled(own)
+    assert opened.runner.sampler.batch_size == own.batch_size
 
 
-def test_generations_record_the_loaded_version(opened: TrainingRun):
-    import jax
-    import numpy as np
-
-    before = sampled(opened.publisher.sampler)
-    assert {generation.first_version for generation in before} == {3}
-    opened.publisher.sampler.update_weights(jax.tree.map(np.zeros_like, opened.trainer_state.model), 9)
-    uniform = sampled(opened.publisher.sampler)
-    assert {generation.last_version for generation in uniform} == {9}
-    for generation in uniform:
-        np.testing.assert_allclose(generation.logprobs, -np.log(264), rtol=1e-5)
-    opened.publisher.publish(opened.trainer_state.model, 3)
-    assert sampled(opened.publisher.sampler) == before
+def test_updates_change_samples_and_recorded_versions(opened: TrainingRun, finished_run: TinyRun, tmp_path: Path):
+    in_process = reopen(copy_of(finished_run, tmp_path / "in_process"))
+    for run in (opened, in_process):
+        step = run.state.progress.step
+        before = sampled(run.runner.sampler)
+        assert {generation.first_version for generation in before} == {step}
+        run.runner.sampler.update_weights(jax.tree.map(np.zeros_like, run.trainer_state.model), 9)
+        uniform = sampled(run.runner.sampler)
+        assert {generation.last_version for generation in uniform} == {9}
+        for generation in uniform:
+            np.testing.assert_allclose(generation.logprobs, -np.log(264), rtol=1e-5)
+        run.publish_weights()
+        assert sampled(run.runner.sampler) == before
 
 
 def test_server_reload_error_ends_the_run(opened: TrainingRun, pair: Pair):
@@ -216,9 +225,9 @@ def test_server_reload_error_ends_the_run(opened: TrainingRun, pair: Pair):
 
     pair.server.load = broken
     with pytest.raises(UserFileError, match=r"sampler.reload: 'reload' of .*reload_vllm.py raised"):
-        opened.publisher.sampler.update_weights(opened.trainer_state.model, 4)
+        opened.runner.sampler.update_weights(opened.trainer_state.model, 4)
     # The recorded version is still correct.
-    assert {generation.first_version for generation in sampled(opened.publisher.sampler)} == {3}
+    assert {generation.first_version for generation in sampled(opened.runner.sampler)} == {3}
 
 
 def test_server_without_weights_fails_before_training(
@@ -253,3 +262,101 @@ def test_raw_log_probs_are_rejected_at_the_start(
     pair.server.load = pair.loader
     with pytest.raises(SamplerError, match=r"sampling.temperature is 0\.7.*--logprobs-mode processed_logprobs"):
         open_run(dataclasses.replace(config, sampling=sampling), run.path, lambda line: None)
+
+
+# The function that reloads a server's weights.
+
+URL = "http://localhost:1/v1"
+
+HOOK = """
+    import json
+
+    def reload(folder, version, base_url):
+        present = sorted(path.name for path in folder.parent.iterdir())
+        whole = (folder / "config.json").is_file() and (folder / "model.safetensors").is_file()
+        with open({log!r}, "a") as log:
+            print(json.dumps([folder.name, folder.is_absolute(), version, base_url, whole, present]), file=log)
+"""
+
+
+@pytest.fixture
+def parts(new_run: Callable[..., TinyRun]) -> tuple[Any, Any, Any]:
+    config = config_of(new_run())
+    trainer = start_devices(config.trainer_config(), rows_per_device=1)
+    tokenizer = config.tokenizer.build()
+    assert config.model is not None
+    return initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0)), tokenizer, trainer
+
+
+def written(tmp_path: Path, text: str) -> ReloadConfig:
+    hook = tmp_path / "hook.py"
+    hook.write_text(re.sub(r"^ {4}", "", text, flags=re.MULTILINE))
+    return ReloadConfig(folder=str(tmp_path / "weights"), path=str(hook), function="reload")
+
+
+def test_function_gets_complete_weights_and_old_versions_are_deleted(parts: tuple[Any, Any, Any], tmp_path: Path):
+    model, tokenizer, trainer = parts
+    log = tmp_path / "log.jsonl"
+    weights = WeightReloader(written(tmp_path, HOOK.format(log=str(log))), URL, tokenizer, trainer)
+    double = jax.tree.map(lambda leaf: 2 * leaf, model)
+    for version, one in ((0, model), (0, double), (1, model), (2, double)):
+        weights(one, version)
+    assert [json.loads(line) for line in log.read_text().splitlines()] == [
+        ["version-0", True, 0, URL, True, ["version-0"]],
+        ["version-0", True, 0, URL, True, ["version-0"]],
+        ["version-1", True, 1, URL, True, ["version-0", "version-1"]],
+        ["version-2", True, 2, URL, True, ["version-0", "version-1", "version-2"]],
+    ]
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["version-1", "version-2"]
+    for version, expected in ((1, model), (2, double)):
+        loaded = load_hf_policy(str(tmp_path / "weights" / f"version-{version}"), tokenizer, trainer, model.config)
+        for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_leftovers_are_replaced_and_other_folders_are_kept(parts: tuple[Any, Any, Any], tmp_path: Path):
+    model, tokenizer, trainer = parts
+    folder = tmp_path / "weights"
+    for name in ("version-3", ".version-3.partial", "version-7", "mine"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "half").write_text("half")
+    weights = WeightReloader(written(tmp_path, HOOK.format(log="/dev/null")), URL, tokenizer, trainer)
+    for version in (3, 4, 5):
+        weights(model, version)
+    assert sorted(path.name for path in folder.iterdir()) == ["mine", "version-4", "version-5", "version-7"]
+
+
+def test_function_error_is_named_and_previous_weights_are_kept(parts: tuple[Any, Any, Any], tmp_path: Path):
+    model, tokenizer, trainer = parts
+    config = written(
+        tmp_path,
+        """
+    def reload(folder, version, base_url):
+        if version == 2:
+            raise ConnectionError("nobody there")
+    """,
+    )
+    weights = WeightReloader(config, URL, tokenizer, trainer)
+    for version in (0, 1):
+        weights(model, version)
+    with pytest.raises(UserFileError, match=r"sampler.reload: 'reload' of .*hook.py raised ConnectionError: nobody"):
+        weights(model, 2)
+    assert (tmp_path / "weights" / "version-1").is_dir()
+    assert (tmp_path / "weights" / "version-0").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("def relaod(folder, version, base_url): pass", "does not define 'reload'; did you mean 'relaod'"),
+        ("reload = 3", "'reload' of .* is int; it must be a function of folder, version and base_url"),
+    ],
+)
+def test_missing_function_fails_before_weights_are_written(
+    parts: tuple[Any, Any, Any], tmp_path: Path, text: str, problem: str
+):
+    _, tokenizer, trainer = parts
+    config = written(tmp_path, text)
+    with pytest.raises(UserFileError, match=problem):
+        WeightReloader(config, URL, tokenizer, trainer)
+    assert not (tmp_path / "weights").exists()
