@@ -14,6 +14,7 @@ update of the weights, or several if `updates` sets epochs or minibatches.
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from levanter.utils.flop_utils import device_hardware_flops
 from marin_rl import multihost
 from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.rollout_source import StopRequestedError
+from marin_rl.distributed.rollout_source import StopRequestedError, raise_if
 from marin_rl.errors import writing
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import policy_of
@@ -99,36 +100,31 @@ def train(
 ) -> bool:
     """Train until the configured number of steps is reached, or a stop is requested.
 
-    If a stop is requested while a step waits for its groups, the step is rolled back; a resumed run repeats it.
+    If a stop is requested while a step waits for its groups, the step is rolled back; a resumed run repeats it. If a
+    stop is requested during the evaluation after a step, a resumed run repeats the evaluation and records the step.
 
     Args:
         run: a new or resumed run; its state is updated in place.
         record: stores the complete metrics of a step.
-        stop_requested: returns whether to save and stop: immediately if a step waits for its groups, otherwise after
-            the step.
+        stop_requested: returns whether to save and stop: immediately if a step waits for its groups or is evaluated,
+            otherwise after the step.
 
     Returns:
         Whether the run is complete.
     """
     config, progress = run.config, run.state.progress
     saved = progress.step
-    while progress.step < config.num_steps:
+    while progress.unrecorded or progress.step < config.num_steps:
         try:
-            metrics = _train_step(run, stop_requested)
+            progress.unrecorded = progress.unrecorded or _train_step(run, stop_requested)
+            metrics = progress.unrecorded | _evaluate(run, stop_requested)
         except StopRequestedError:
             if saved < progress.step:
                 run.save()
-            break
+            return False
         step = progress.step
-        if config.evaluation.is_due(step, config.num_steps):
-            accuracy, groups = evaluate(
-                run.runner, config.evaluation, temperature=config.sampling.temperature, seed=config.seed
-            )
-            with writing(run.store.folder):
-                run.store.write(step, groups, {}, EVALUATION)
-            progress.evaluations["after RL"] = accuracy
-            metrics |= accuracy
         record(step, metrics)
+        progress.unrecorded = {}
         last = step == config.num_steps or stop_requested()
         if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
             run.save()
@@ -173,6 +169,20 @@ def _train_step(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[st
     metrics |= throughput_metrics(collected.finished, updates, timer.seconds, elapsed)
     assert run.config.model is not None
     return metrics | model_flops_utilization(run.config.model, progress.vocab_size, updates, timer.seconds["step"])
+
+
+def _evaluate(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[str, float]:
+    """Evaluate the weights and store the rollouts, if an evaluation is due after this step; return its metrics."""
+    config, progress = run.config, run.state.progress
+    if not config.evaluation.is_due(progress.step, config.num_steps):
+        return {}
+    runner = dataclasses.replace(run.runner, interrupt=functools.partial(raise_if, stop_requested))
+    temperature = config.sampling.temperature
+    metrics, groups = evaluate(runner, config.evaluation, temperature=temperature, seed=config.seed)
+    with writing(run.store.folder):
+        run.store.write(progress.step, groups, {}, EVALUATION)
+    progress.evaluations["after RL"] = metrics
+    return metrics
 
 
 def throughput_metrics(

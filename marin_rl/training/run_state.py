@@ -49,6 +49,8 @@ class Progress:
     """Vocabulary size of the model, which may exceed the tokenizer's."""
     evaluations: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     """Held-out metrics by milestone: `before warm start`, `before RL` and the latest `after RL`."""
+    unrecorded: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Metrics of step `step` if the run was stopped during its evaluation; empty if the step is recorded."""
 
 
 class Dropped(NamedTuple):

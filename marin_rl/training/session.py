@@ -261,13 +261,14 @@ def make_tracker(
 
 def _open_records(run: TrainingRun, directory: RunDirectory) -> StepRecords:
     """Open the metric records, truncated to the steps of the run's state; a new run gets a record of step 0."""
-    step, evaluations = run.state.progress.step, run.state.progress.evaluations
-    truncate_records(directory.metrics, step if step else -1)
+    progress, evaluations = run.state.progress, run.state.progress.evaluations
+    step = progress.step - bool(progress.unrecorded)
+    truncate_records(directory.metrics, step if progress.step else -1)
     with writing(run.store.folder):
-        run.store.truncate(step)
+        run.store.truncate(progress.step)
     tracker = make_tracker(run.config.trainer.tracker, run.learner.trainer.run_id, encode(run.config), last_step=step)
     records = StepRecords(directory.metrics, tracker)
-    if step == 0:
+    if progress.step == 0:
         before = evaluations.get("before warm start", {})
         start = {f"before_warm_start/{name}": value for name, value in before.items()}
         records.record(0, {**start, **evaluations.get("before RL", {})})

@@ -195,6 +195,42 @@ def test_sigterm_during_blocked_step_saves_last_finished_step(
     assert outcome(run) == outcome(finished_run)
 
 
+@pytest.mark.parametrize("step", [3, 6])
+def test_sigterm_during_evaluation_saves_step_and_resume_repeats_evaluation(
+    finished_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    step: int,
+):
+    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    run = interrupted_after(finished_run, step - 1, tmp_path / "copy")
+    score, graded = SingleTurnEpisode.step, 0
+
+    async def held(self: SingleTurnEpisode, reply: str) -> Step:
+        """Score the 16 rollouts of the step and some of its evaluation, and block on all others."""
+        nonlocal graded
+        graded += 1
+        if graded <= 20:
+            return await score(self, reply)
+        if graded == 21:
+            os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SingleTurnEpisode, "step", held)
+        assert run.train() == 0
+    output = capfd.readouterr().out
+    assert f"stopped after step {step} of 6; everything is saved" in output
+    assert "Held-out accuracy" not in output
+    assert run.steps() == list(range(step + 1))
+    assert [record["step"] for record in run.records()] == list(range(step))
+    assert not (run.path / "hf").exists()
+    assert run.train() == 0
+    assert outcome(run) == outcome(finished_run)
+
+
 def test_error_that_ends_run_is_logged(caplog: pytest.LogCaptureFixture):
     def fail() -> None:
         with logged_errors():
