@@ -110,7 +110,11 @@ class AbstractEnvironment(abc.ABC):
 
     @abc.abstractmethod
     async def start(self, task: Task, seed: int) -> Episode:
-        """Start an attempt. It begins with the task's messages, and depends on task and seed only."""
+        """Start an attempt. It begins with the task's messages, and depends on task and seed only.
+
+        Raises:
+            ValueError: if the task belongs to another environment.
+        """
 
     def stream(self, seed: int) -> TaskStream:
         """Return the stream of training tasks; by default each task once per epoch.

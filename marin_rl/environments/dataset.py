@@ -174,8 +174,6 @@ def _messages(row: Row, column: str) -> tuple[Message, ...]:
     return tuple(Message(role=item["role"], content=item["content"]) for item in value)
 
 
-DEFAULT_HELD_OUT = 0.1
-"""Default share of problems that are held out."""
 CHECKED_ANSWERS = 100
 """Number of ground truths that are checked at startup. Parsing all answers of a large dataset would take minutes; an
 answer column that does not fit its grader fails in the first rows, and a single bad row fails when it is used."""
@@ -222,7 +220,7 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def _held_out_share(self) -> float:
-        return DEFAULT_HELD_OUT if self.held_out is None else self.held_out
+        return 0.1 if self.held_out is None else self.held_out
 
     def build(self) -> AbstractEnvironment:
         """Read the dataset.
@@ -263,9 +261,9 @@ class DatasetConfig(EnvironmentConfig):
     def _default_name(self) -> str:
         """Return the name for metrics if none is configured."""
 
-    @abc.abstractmethod
     def _describe(self, source: str) -> str:
         """Return the description of a source for messages."""
+        return source
 
     @abc.abstractmethod
     def _read(self, source: str) -> Iterator[Row]:
@@ -286,9 +284,6 @@ class JsonlConfig(DatasetConfig):
 
     def _default_name(self) -> str:
         return Path(self.path).stem
-
-    def _describe(self, source: str) -> str:
-        return source
 
     def _read(self, source: str) -> Iterator[Row]:
         # Binary mode, so that errors can report invalid UTF-8 with its line.

@@ -51,7 +51,6 @@ class RandomRewardEnvironment(AbstractEnvironment):
     inner: AbstractEnvironment
     """Source of tasks, observations and true rewards."""
     probability: float
-    """Probability of reward 1."""
     trained: frozenset[tuple[str, str]]
     """Environment names and ids of the tasks with random rewards."""
 
@@ -88,9 +87,7 @@ class RandomRewardEpisode:
     """Another episode with random rewards."""
 
     inner: Episode
-    """Source of observations and of the end of the episode."""
     probability: float
-    """Probability of reward 1."""
     key: str
     """Identifies the attempt; hashed with the reply to draw the reward."""
 

@@ -23,9 +23,7 @@ class SingleTurnEnvironment(AbstractEnvironment):
     """Environment whose episodes end after one reply."""
 
     name: str
-    """Name for metrics."""
     splits: TaskSplits
-    """Tasks of each split."""
     score: Callable[[Task, str], float] | None
     """Returns the reward `correct` of a reply to a task; None if only reward functions score replies."""
     format: FormatConfig | None = None
@@ -40,11 +38,7 @@ class SingleTurnEnvironment(AbstractEnvironment):
         return self.splits[split]
 
     async def start(self, task: Task, seed: int) -> Episode:
-        """Start an attempt; the seed is unused because nothing is random.
-
-        Raises:
-            ValueError: if the task belongs to another environment.
-        """
+        """Start an attempt; the seed is unused because nothing is random."""
         if task.environment != self.name:
             raise ValueError(f"environment {self.name!r} cannot grade task {task.id!r} of {task.environment!r}")
         return SingleTurnEpisode(self, task)
@@ -65,11 +59,8 @@ class SingleTurnEpisode:
     """One attempt, which ends after one reply."""
 
     environment: SingleTurnEnvironment
-    """Scores the reply."""
     task: Task
-    """The task."""
     over: bool = False
-    """Whether the episode has ended."""
 
     async def step(self, reply: str) -> Step:
         """Score the reply; exceptions of the grader propagate.

@@ -39,11 +39,7 @@ class CompositeEnvironment(AbstractEnvironment):
         return [task for part in self.parts.values() for task in part.tasks(split)]
 
     async def start(self, task: Task, seed: int) -> Episode:
-        """Start an attempt in the environment of the task.
-
-        Raises:
-            ValueError: if no part has the task.
-        """
+        """Start an attempt in the environment of the task."""
         return await self._part_of(task).start(task, seed)
 
     def stream(self, seed: int) -> TaskStream:
@@ -177,7 +173,6 @@ class MixtureStream(TaskStream):
     """
 
     environments: Mapping[str, AbstractEnvironment]
-    """Environments by name."""
     weights: Mapping[str, float]
     """Weights by name of the environments to draw from; above 0."""
     seed: int
@@ -289,11 +284,9 @@ class CurriculumStream(TaskStream):
     """
 
     environments: Mapping[str, AbstractEnvironment]
-    """Environments by name."""
     lessons: Mapping[str, LessonConfig]
     """Lessons by environment name."""
     seed: int
-    """Seed for the choice of lessons and for the task order of each lesson."""
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -139,11 +139,8 @@ class TextGameEpisode:
     """Episode of one game."""
 
     config: TextGameConfig
-    """Text format, rewards and limits."""
     start: Start
-    """Initial state."""
     prototype: Prototype
-    """The game's text interface and limits."""
     game: Any
     """The gymnasium environment, unwrapped."""
     observation: Any
@@ -153,7 +150,6 @@ class TextGameEpisode:
     invalid: int = 0
     """Number of replies without a valid action."""
     over: bool = False
-    """Whether the game has ended."""
 
     async def step(self, reply: str) -> Step:
         """Take the action in the reply; if it has none, the game does not change and the policy receives a notice.
@@ -237,11 +233,8 @@ class TextGameEnvironment(AbstractEnvironment):
     """Tasks and episodes of a gymnasium game."""
 
     config: TextGameConfig
-    """Rewards, limits and text format."""
     name: str
-    """Name for metrics."""
     splits: TaskSplits
-    """Tasks of each split."""
     starts: Mapping[str, Start]
     """Initial states by task id."""
 
@@ -250,11 +243,7 @@ class TextGameEnvironment(AbstractEnvironment):
         return self.splits[split]
 
     async def start(self, task: Task, seed: int) -> Episode:
-        """Start a game; its randomness is determined by task and seed.
-
-        Raises:
-            ValueError: if the task belongs to another environment.
-        """
+        """Start a game; its randomness is determined by task and seed."""
         return self._begin(task, seed)
 
     def can_demonstrate(self, task: Task) -> bool:

@@ -32,6 +32,7 @@ from marin_rl.environments.tools import (
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.failures import RewardCallError
 from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox
+from marin_rl.splits import TaskSplits
 from marin_rl.types import Message, Task
 
 logger = logging.getLogger(__name__)
@@ -154,17 +155,13 @@ class ToolUseEnvironment(AbstractEnvironment):
     """Questions with tools."""
 
     name: str
-    """Name for metrics."""
     questions: AbstractEnvironment
     """Environment that scores final replies."""
     tools: Mapping[str, Tool]
     """Tools by name."""
     limits: ToolLimits
-    """Limits of tool calls."""
     error_reward: float
-    """Reward of each failed call."""
-    splits: Mapping[Split, Sequence[Task]]
-    """Tasks of each split."""
+    splits: TaskSplits
     originals: Mapping[str, Task]
     """Tasks of the questions' environment by id."""
 
@@ -213,7 +210,6 @@ class ToolUseEpisode:
     """One question with its tool calls."""
 
     environment: ToolUseEnvironment
-    """Has the tools."""
     question: Episode
     """Scores a reply without calls."""
     calls: int = 0
