@@ -16,7 +16,6 @@ from marin_rl.tokenization.chat_template import (
     TemplateEncoder,
     ToolSchema,
     fit_conversation,
-    template_encoder,
     unused_mark,
 )
 from marin_rl.types import Message
@@ -163,8 +162,8 @@ class ChatTokenizer:
         mask = [False] * len(ids)
         for index, following in itertools.zip_longest(replies, replies[1:]):
             mark = self._mark(messages[index : index + 1])
-            [escaped] = self._encoder.escape(messages[index : index + 1], mark)
-            reply = [*self._encoder.encode(escaped["content"], mark, continues=True)[0], end_token]
+            escaped = self._encoder.escape(messages[index]["content"], mark)
+            reply = [*self._encoder.encode(escaped, mark, continues=True)[0], end_token]
             ids += reply
             mask += [True] * len(reply)
             if following is not None:
@@ -208,26 +207,28 @@ class ChatTokenizer:
         messages = [*history, *observation]
         mark = self._mark(messages)
         before, after = self._render(history[:-1], mark), self._render(messages, mark)
-        [reply] = self._encoder.escape(history[-1:], mark)
-        prefix = before + reply["content"]
-        if not after.startswith(prefix) and self._sampled(sequence, " " + history[-1]["content"]):
+        reply = self._encoder.escape(history[-1]["content"], mark)
+        prefix = before + reply
+        if not after.startswith(prefix):
             # Sentencepiece's decoder drops the leading space of a reply, and templates made for it restore the space.
-            prefix = before + " " + reply["content"]
-        rest = self._rest(after, prefix, sequence[-1], mark)
-        if rest is None:
-            return tuple(self._encoder.encode(after, mark)[0]), True
-        return rest, False
+            sampled = self.tokenizer.decode(self._without_stop_tokens(sequence), clean_up_tokenization_spaces=False)
+            if sampled.endswith(" " + history[-1]["content"]):
+                prefix = f"{before} {reply}"
+        if after.startswith(prefix):
+            ids, _ = self._encoder.encode(after[len(prefix) :], mark, continues=True)
+            if sequence[-1] not in self.stop_token_ids:
+                return tuple(ids), False
+            if ids[:1] == [sequence[-1]]:
+                return tuple(ids[1:]), False
+        return tuple(self._encoder.encode(after, mark)[0]), True
 
     def decode_reply(self, token_ids: Sequence[int]) -> str:
         """Decode a generation without its stop token and other special tokens.
 
         Bytes that are not valid UTF-8 become U+FFFD.
         """
-        return self.tokenizer.decode(
-            list(token_ids[: self._reply_length(token_ids)]),
-            skip_special_tokens=True,
-            clean_up_tokenization_spaces=False,
-        )
+        ids = self._without_stop_tokens(token_ids)
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
@@ -250,7 +251,7 @@ class ChatTokenizer:
         """Return the template of a conversation, with escaped messages and tools that the template renders."""
         template = self._tool_template if any("tools" in message for message in messages) else self._template
         fitted = fit_conversation(messages, template)
-        return template, self._encoder.escape(fitted.messages, mark), self._encoder.escape_tools(fitted.tools, mark)
+        return template, self._encoder.escape(fitted.messages, mark), self._encoder.escape(fitted.tools, mark)
 
     def _render(self, messages: Sequence[Message], mark: str) -> str:
         """Render the conversation with the generation prompt."""
@@ -260,7 +261,7 @@ class ChatTokenizer:
     @functools.cached_property
     def _encoder(self) -> TemplateEncoder:
         stop_tokens = self.tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))
-        return template_encoder(self.tokenizer.backend_tokenizer, stop_tokens)
+        return TemplateEncoder(self.tokenizer.backend_tokenizer, stop_tokens)
 
     def _end_of_turn(self) -> tuple[int, ...]:
         """Return the added token that the template puts directly after a reply, if any."""
@@ -273,25 +274,11 @@ class ChatTokenizer:
         ids = self.tokenizer(rest, add_special_tokens=False)["input_ids"]
         return tuple(ids[:1]) if ids and ids[0] in self.tokenizer.added_tokens_decoder else ()
 
-    def _rest(self, text: str, prefix: str, last_token: int, mark: str) -> tuple[int, ...] | None:
-        """Tokenize the text after `prefix` as a continuation of `last_token`; None if it cannot continue it."""
-        if not text.startswith(prefix):
-            return None
-        ids, _ = self._encoder.encode(text[len(prefix) :], mark, continues=True)
-        if last_token not in self.stop_token_ids:
-            return tuple(ids)
-        return tuple(ids[1:]) if ids[:1] == [last_token] else None
-
-    def _sampled(self, sequence: Sequence[int], text: str) -> bool:
-        """Return whether the sequence ends with the text, ignoring its stop tokens."""
-        ids = list(sequence[: self._reply_length(sequence)])
-        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False).endswith(text)
-
-    def _reply_length(self, token_ids: Sequence[int]) -> int:
+    def _without_stop_tokens(self, token_ids: Sequence[int]) -> list[int]:
         length = len(token_ids)
         while length and token_ids[length - 1] in self.stop_token_ids:
             length -= 1
-        return length
+        return list(token_ids[:length])
 
     def _require_messages(self, messages: Sequence[Message]) -> None:
         if not messages:

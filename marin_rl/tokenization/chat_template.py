@@ -18,7 +18,7 @@ import json
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from tokenizers import AddedToken, Tokenizer, processors
@@ -154,37 +154,35 @@ class ChatTemplate:
         return texts[0], spans[0] if track else []
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class TemplateEncoder:
     """Tokenizes rendered templates; control tokens in contents stay plain text."""
 
-    backend: Tokenizer
-    """A private copy with the boundary token added; neither truncates nor pads."""
-    control_tokens: tuple[str, ...]
-    """Texts of control tokens, which only the template may produce."""
+    def __init__(self, backend: Tokenizer, stop_tokens: Iterable[str]):
+        """Create an encoder from a private copy of a tokenizer that neither truncates nor pads.
 
-    @functools.cached_property
-    def _control_start(self) -> re.Pattern[str]:
-        alternatives = "|".join(re.escape(text) for text in self.control_tokens)
-        return re.compile(f"(?=(?:{alternatives})).", re.DOTALL)
+        Args:
+            backend: the tokenizer.
+            stop_tokens: texts to escape in addition to those of the tokens flagged as special.
+        """
+        self._backend = Tokenizer.from_str(backend.to_str())
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        # Templates contain their own special tokens; a post-processor would only trim spaces from the offsets.
+        self._backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+        self._backend.add_tokens([AddedToken(_BOUNDARY, normalized=False, special=False)])
+        special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        # A text of one character cannot be split.
+        control = sorted(text for text in {*special, *stop_tokens} if len(text) > 1)
+        alternatives = "|".join(re.escape(text) for text in (*control, _BOUNDARY))
+        self._control_start = re.compile(f"(?=(?:{alternatives})).", re.DOTALL)
 
-    def escape(self, messages: Iterable[Message], mark: str) -> list[dict[str, str]]:
-        """Insert the mark into every control token's text in the messages."""
-        return [{key: self._escape_text(str(text), mark) for key, text in message.items()} for message in messages]
-
-    def escape_tools(self, tools: Iterable[ToolSchema], mark: str) -> list[ToolSchema]:
-        """Insert the mark into every control token's text in the names and descriptions of schemas."""
-        return [self._escape_json(tool, mark) for tool in tools]
-
-    def _escape_text(self, text: str, mark: str) -> str:
-        return self._control_start.sub(lambda match: match[0] + mark, text)
-
-    def _escape_json(self, value: Any, mark: str) -> Any:
+    def escape(self, value: Any, mark: str) -> Any:
+        """Insert the mark into every control token's text in a JSON value, keys included."""
         if isinstance(value, str):
-            return self._escape_text(value, mark)
+            return self._control_start.sub(lambda match: match[0] + mark, value)
         if isinstance(value, Mapping):
-            return {self._escape_text(str(key), mark): self._escape_json(item, mark) for key, item in value.items()}
-        return [self._escape_json(item, mark) for item in value] if isinstance(value, list | tuple) else value
+            return {self.escape(str(key), mark): self.escape(item, mark) for key, item in value.items()}
+        return [self.escape(item, mark) for item in value] if isinstance(value, list | tuple) else value
 
     def encode(
         self, text: str, mark: str, continues: bool = False, cuts: Sequence[int] = ()
@@ -204,7 +202,7 @@ class TemplateEncoder:
         offsets: list[tuple[int, int]] = []
         for position, piece in _pieces(text, mark, cuts):
             lead = _BOUNDARY if continues or position else ""
-            encoding = self.backend.encode(lead + piece, add_special_tokens=False)
+            encoding = self._backend.encode(lead + piece, add_special_tokens=False)
             skipped = 1 if lead else 0
             shift = position - len(lead)
             ids += encoding.ids[skipped:]
@@ -222,25 +220,6 @@ def _pieces(text: str, mark: str, cuts: Sequence[int]) -> Iterator[tuple[int, st
         position = end + len(mark)
 
 
-def template_encoder(backend: Tokenizer, stop_tokens: Iterable[str]) -> TemplateEncoder:
-    """Create an encoder from a tokenizer, which is not modified.
-
-    Args:
-        backend: the tokenizer.
-        stop_tokens: texts to escape in addition to those of the tokens flagged as special.
-    """
-    copy = Tokenizer.from_str(backend.to_str())
-    copy.no_truncation()
-    copy.no_padding()
-    # Templates contain their own special tokens; a post-processor would only trim spaces from the offsets.
-    copy.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
-    copy.add_tokens([AddedToken(_BOUNDARY, normalized=False, special=False)])
-    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    # A text of one character cannot be split.
-    control = {text for text in {*special, *stop_tokens} if len(text) > 1}
-    return TemplateEncoder(copy, (*sorted(control), _BOUNDARY))
-
-
 def unused_mark(messages: Iterable[Message], *templates: ChatTemplate) -> str:
     """Return a private-use character that occurs neither in the messages, tools included, nor in the templates.
 
@@ -250,24 +229,20 @@ def unused_mark(messages: Iterable[Message], *templates: ChatTemplate) -> str:
     text = "".join(template.source for template in templates)
     for index, message in enumerate(messages):
         for key, value in message.items():
-            text_value = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            text += _checked(text_value, f"the {key} of message {index}")
+            part = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            try:
+                part.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"the {key} of message {index} has a lone surrogate (half a character) at position {error.start}, "
+                    "which cannot be tokenized; repair the text, for example with text.encode('utf-16', "
+                    "'surrogatepass').decode('utf-16', 'replace')"
+                ) from error
+            text += part
     return next(mark for mark in map(chr, range(0x10FFFD, 0xF0000, -1)) if mark not in text)
 
 
-def _checked(text: str, name: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} has a lone surrogate (half a character) at position {error.start}, which cannot be tokenized; "
-            "repair the text, for example with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
-        ) from error
-    return text
-
-
-@dataclasses.dataclass(frozen=True)
-class Conversation:
+class Conversation(NamedTuple):
     """Messages and tools as input of a template."""
 
     messages: tuple[Message, ...]
@@ -292,7 +267,7 @@ def fit_conversation(messages: Sequence[Message], template: ChatTemplate) -> Con
     """
     carried = [message for message in messages if "tools" in message]
     tools = tuple(tool for message in carried for tool in message["tools"]) if template.renders_tools else ()
-    plain = list(itertools.chain.from_iterable(_without_tools(message, bool(tools)) for message in messages))
+    plain = [shown for message in messages for shown in _without_tools(message, bool(tools))]
     return Conversation(tuple(plain if template.renders_tool_role else _as_users(plain)), tools)
 
 

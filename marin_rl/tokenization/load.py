@@ -109,8 +109,10 @@ def _load(path: str) -> PreTrainedTokenizerBase:
         # Any exception type: the Rust library raises a plain Exception for a damaged tokenizer.json, and transformers
         # raises various types for unexpected values in the other files.
         if folder.is_dir():
+            missing = [name for name in ("tokenizer.json", "tokenizer_config.json") if not (folder / name).exists()]
+            problem = f"{' and '.join(missing)} missing" if missing else _first_line(error)
             raise TokenizerLoadError(
-                f"the folder {path} holds no loadable tokenizer: {_problem(folder, error)}; it needs the files that "
+                f"the folder {path} holds no loadable tokenizer: {problem}; it needs the files that "
                 "save_pretrained of a Hugging Face tokenizer writes, such as tokenizer_config.json and tokenizer.json"
             ) from error
         raise TokenizerLoadError(
@@ -118,11 +120,6 @@ def _load(path: str) -> PreTrainedTokenizerBase:
             f"{_first_line(error)}; check the name and the network (and HF_TOKEN, if it is gated), or download it "
             "elsewhere and give its folder, or omit tokenizer.path for the built-in byte-level tokenizer"
         ) from error
-
-
-def _problem(folder: Path, error: Exception) -> str:
-    missing = [name for name in ("tokenizer.json", "tokenizer_config.json") if not (folder / name).exists()]
-    return f"{' and '.join(missing)} missing" if missing else _first_line(error)
 
 
 def _from_files(source: str) -> PreTrainedTokenizerBase:
@@ -161,13 +158,7 @@ def _read_template(path: Path) -> str:
 
 
 def _stop_ids(path: str) -> tuple[int, ...]:
-    """Read the stop tokens of a model, in addition to the tokenizer's eos.
-
-    Like transformers, read generation_config.json, or config.json if there is no such file.
-
-    Raises:
-        TokenizerLoadError: if the file is damaged, or contains an invalid token id.
-    """
+    """Read a model's stop tokens: from generation_config.json or, if there is no such file, config.json."""
     folder = Path(path).expanduser()
     source = str(folder) if folder.is_dir() else path
     for name in ("generation_config.json", "config.json"):
@@ -212,7 +203,8 @@ class TokenPieces:
         self._tokenizer = tokenizer
         self._special = {id: token.content.encode() for id, token in tokenizer.added_tokens_decoder.items()}
         # The decoder of the backend is only accessible as JSON.
-        steps = _decoder_steps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])
+        decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {"type": "Sequence", "decoders": []}
+        steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         kinds = {step["type"] for step in steps}
         self._bytes = (
             {character: byte for byte, character in bytes_to_unicode().items()} if "ByteLevel" in kinds else None
@@ -241,12 +233,6 @@ class TokenPieces:
         if self._space is not None:
             return token.replace(self._space, " ").encode()
         return self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False).encode()
-
-
-def _decoder_steps(decoder: dict | None) -> list[dict]:
-    if decoder is None:
-        return []
-    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
 
 
 def _space_mark(step: dict) -> str | None:

@@ -8,7 +8,7 @@ import pytest
 
 from marin_rl.tokenization.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.tokenization.chat_template import ChatTemplate, ChatTemplateError, template_encoder, unused_mark
+from marin_rl.tokenization.chat_template import ChatTemplate, ChatTemplateError, TemplateEncoder, unused_mark
 
 TEMPLATE = ChatTemplate(CHAT_TEMPLATE, {}, "the test's tokenizer")
 
@@ -72,7 +72,7 @@ def test_saved_truncation_and_padding_do_not_apply():
     backend = byte_tokenizer().backend_tokenizer
     backend.enable_truncation(4)
     backend.enable_padding(length=64)
-    encoder = template_encoder(backend, [])
+    encoder = TemplateEncoder(backend, [])
     assert encoder.encode("0123456789", mark="\uffff")[0] == list(b"0123456789")
     assert backend.truncation is not None
 
