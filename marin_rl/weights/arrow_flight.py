@@ -32,7 +32,6 @@ from marin_rl.weights.protocol import (
     CorruptTransferError,
     ServerLostError,
     VersionGoneError,
-    WeightTransferError,
     WrongSecretError,
 )
 from marin_rl.weights.publish import Snapshot, TrainingHost
@@ -369,20 +368,14 @@ class FlightSource:
             ) as client:
                 yield client
         except (pa.ArrowException, OSError) as error:
-            raise self._translate(error) from error
-
-    def _translate(self, error: pa.ArrowException | OSError) -> WeightTransferError:
-        reason = str(error).split(". gRPC client debug context", maxsplit=1)[0]
-        if (
-            isinstance(error, flight.FlightUnavailableError)
-            and "handshake failed" in reason
-            and "certificate" in reason
-        ):
-            return WrongSecretError(
-                f"{self} has a different secret, so it belongs to another run or an earlier launch: {reason}"
-            )
-        if isinstance(error, flight.FlightError) and error.extra_info == VERSION_GONE:
-            return VersionGoneError(f"{self}: {reason}")
-        if isinstance(error, pa.ArrowInvalid):
-            return CorruptTransferError(f"{self}: the received data cannot be read: {reason}")
-        return ServerLostError(f"{self} does not respond: {reason}")
+            reason = str(error).split(". gRPC client debug context", maxsplit=1)[0]
+            is_unavailable = isinstance(error, flight.FlightUnavailableError)
+            if is_unavailable and "handshake failed" in reason and "certificate" in reason:
+                raise WrongSecretError(
+                    f"{self} has a different secret, so it belongs to another run or an earlier launch: {reason}"
+                ) from error
+            if isinstance(error, flight.FlightError) and error.extra_info == VERSION_GONE:
+                raise VersionGoneError(f"{self}: {reason}") from error
+            if isinstance(error, pa.ArrowInvalid):
+                raise CorruptTransferError(f"{self}: the received data cannot be read: {reason}") from error
+            raise ServerLostError(f"{self} does not respond: {reason}") from error

@@ -56,11 +56,6 @@ class WeightSender(Protocol):
         """Address to pass to `open_receiver`."""
         ...
 
-    @property
-    def published(self) -> WeightVersion | None:
-        """Newest version that receivers can fetch; None before the first."""
-        ...
-
     def publish(self, weights: object, version: WeightVersion) -> None:
         """Publish weights in the background. Returns when the learner may donate or overwrite its arrays.
 

@@ -169,8 +169,6 @@ class ShardedSender:
         """
         self.address = backend.address
         """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
-        self.published: WeightVersion | None = None
-        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
         self._backend = backend
         self._host = host
         self._dtype = dtype
@@ -191,11 +189,7 @@ class ShardedSender:
                 if isinstance(part, jax.Array):
                     part.copy_to_host_async()
         self._last = version
-        self._job.start(self._finish, arrays, version)
-
-    def _finish(self, arrays: dict[str, Array], version: WeightVersion) -> None:
-        self._backend.put(take_snapshot(arrays, version, self._host, self._chunk_bytes))
-        self.published = version
+        self._job.start(lambda: self._backend.put(take_snapshot(arrays, version, self._host, self._chunk_bytes)))
 
     def flush(self) -> None:
         """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
@@ -240,11 +234,6 @@ class MultiHostSender:
         self._clock = clock or Clock()
         self._last: WeightVersion | None = None
 
-    @property
-    def published(self) -> WeightVersion | None:
-        """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
-        return self._newest_of_all()
-
     def publish(self, weights: object, version: WeightVersion) -> None:
         """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
         self._own.publish(weights, version)
@@ -258,7 +247,7 @@ class MultiHostSender:
         """
         self._own.flush()
         began = self._clock.now()
-        while self._last is not None and ((newest := self.published) is None or newest < self._last):
+        while self._last is not None and ((newest := self._newest_of_all()) is None or newest < self._last):
             if self._clock.now() - began > self._timeout:
                 raise WeightTransferError(
                     f"version {self._last} of the weights is published by this training host, but after "

@@ -50,19 +50,16 @@ class _Folder:
     def __init__(self, url: str) -> None:
         self.url = url
         self.files, root = fsspec.core.url_to_fs(url)
-        self._root = root.rstrip("/")
+        self.root = root.rstrip("/")
 
     def path(self, file: _File, kind: str) -> str:
-        return f"{self._root}/{file.name(kind)}"
-
-    def create(self) -> None:
-        self.files.makedirs(self._root, exist_ok=True)
+        return f"{self.root}/{file.name(kind)}"
 
     def list(self) -> list[tuple[_File, str]]:
         """List the files of the transfer with their kinds; ignore other files."""
-        self.files.invalidate_cache(self._root)
+        self.files.invalidate_cache(self.root)
         try:
-            paths = self.files.ls(self._root, detail=False)
+            paths = self.files.ls(self.root, detail=False)
         except FileNotFoundError:
             return []
         matches = [match for path in paths if (match := _NAME.fullmatch(path.rsplit("/", 1)[-1]))]
@@ -95,7 +92,7 @@ class FolderBackend:
         self._secret = secret
         self._host = training_host
         self._keep = keep
-        self._folder.create()
+        self._folder.files.makedirs(self._folder.root, exist_ok=True)
         self._clear(lambda file: self._is_own(file) or (training_host.index == 0 and file.hosts != training_host.count))
 
     def put(self, snapshot: Snapshot) -> None:

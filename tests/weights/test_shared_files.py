@@ -135,7 +135,7 @@ def test_receiver_takes_newest_when_version_is_deleted(tmp_path, caplog):
         publish(sender, 1)
 
         def drop(point: str) -> None:
-            if point == "chunk" and sender.published == 1:
+            if point == "chunk" and source_of(tmp_path).versions() == [1]:
                 publish(sender, 2, 3)
 
         hooked = HookedSource(FolderSource(str(tmp_path), SECRET, streams=1), drop)
