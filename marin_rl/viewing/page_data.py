@@ -12,7 +12,7 @@ from typing import Any
 from marin_rl.escaping import escape
 from marin_rl.rollouts.store import StoredFile, read_file
 from marin_rl.training.metrics_file import read_records
-from marin_rl.viewing.selection import Row, Selection, StoredRollouts
+from marin_rl.viewing.selection import Row, Selection, StoredRollouts, logprob_differences
 
 MAX_STEPS = 10
 """Maximum number of steps with rollouts; they are evenly spaced over the run."""
@@ -88,7 +88,7 @@ def _thinned(records: Sequence[Record]) -> list[Record]:
     """At most `MAX_RECORDS` evenly spaced records with the first and the last, and all records with an evaluation."""
     if len(records) <= MAX_RECORDS:
         return list(records)
-    chosen = set(_evenly(len(records), MAX_RECORDS))
+    chosen = set(evenly_spaced(len(records), MAX_RECORDS))
     return [
         record
         for index, record in enumerate(records)
@@ -96,10 +96,10 @@ def _thinned(records: Sequence[Record]) -> list[Record]:
     ]
 
 
-def _evenly(count: int, selected: int) -> list[int]:
-    """Evenly spaced indices of `selected` of `count` items, including both ends; a single index is the last.
+def evenly_spaced(count: int, selected: int) -> list[int]:
+    """Return evenly spaced indices of `selected` of `count` items, including both ends; a single index is the last.
 
-    >>> _evenly(9, 3), _evenly(2, 5), _evenly(9, 1)
+    >>> evenly_spaced(9, 3), evenly_spaced(2, 5), evenly_spaced(9, 1)
     ([0, 4, 8], [0, 1], [8])
     """
     if selected >= count:
@@ -143,7 +143,7 @@ def _rollouts(
     source: StoredRollouts, selection: Selection, max_rollouts: int
 ) -> tuple[list[dict[str, Any]], list[str]]:
     files = selection.files(source)
-    chosen = [files[index] for index in _evenly(len(files), MAX_STEPS)]
+    chosen = [files[index] for index in evenly_spaced(len(files), MAX_STEPS)]
     notes = []
     if len(chosen) < len(files):
         steps = ", ".join(str(file.step) for file in chosen)
@@ -227,7 +227,6 @@ def _observation(part: Row) -> dict[str, Any]:
 
 
 def _turn(turn: Row) -> dict[str, Any]:
-    learner = turn["learner_logprobs"]
     return {
         **_observation(turn),
         "action": None if turn["action"] is None else escape(turn["action"]),
@@ -236,21 +235,15 @@ def _turn(turn: Row) -> dict[str, Any]:
         "reward": _number(turn["reward"]),
         "rewards": _pairs(turn["rewards"]),
         "info": escape(turn["info"] or ""),
-        "episode_advantage": _number(turn["episode_advantage"]),
-        "step_return": _number(turn["step_return"]),
-        "step_advantage": _number(turn["step_advantage"]),
+        **{name: _number(turn[name]) for name in ("episode_advantage", "step_return", "step_advantage")},
         "anchor_state": escape(turn["anchor_state"]),
         "texts": texts_of(turn["pieces"]),
         "ids": turn["token_ids"],
         "logprobs": _numbers(turn["logprobs"]),
-        "learner": _numbers(learner),
-        "difference": None
-        if learner is None
-        else _numbers([policy - scored for policy, scored in zip(turn["logprobs"], learner, strict=True)]),
+        "learner": _numbers(turn["learner_logprobs"]),
+        "difference": _numbers(logprob_differences(turn)),
         "reference": _numbers(turn["reference_logprobs"]),
-        "advantages": _numbers(turn["advantages"]),
-        "values": _numbers(turn["values"]),
-        "value_targets": _numbers(turn["value_targets"]),
+        **{name: _numbers(turn[name]) for name in ("advantages", "values", "value_targets")},
     }
 
 

@@ -67,6 +67,14 @@ def open_rollouts(path: Path) -> StoredRollouts:
     return StoredRollouts(path, path, None)
 
 
+def logprob_differences(turn: Row) -> list[float] | None:
+    """Return log-probability of the sampler minus that of the learner, per token; None if the learner did not score."""
+    learner = turn["learner_logprobs"]
+    if learner is None:
+        return None
+    return [policy - scored for policy, scored in zip(turn["logprobs"], learner, strict=True)]
+
+
 class SortKey(enum.StrEnum):
     """Sort key of a list: the name of a stored column."""
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from marin_rl.escaping import escape, escape_line, shown_bytes
-from marin_rl.viewing.selection import Listing, Row
+from marin_rl.viewing.selection import Listing, Row, logprob_differences
 
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 MISSING = "–"
@@ -143,13 +143,10 @@ def _rewards(row: Row) -> RenderableType:
 
 def _turn(index: int, turn: Row, *, tokens: bool) -> RenderableType:
     parts: list[RenderableType] = [_turn_title(index, turn), *_messages(turn)]
-    facts = {
-        "action": turn["action"],
-        "rewards": _named_numbers(turn["rewards"]) if len(turn["rewards"]) > 1 else None,
-        "info": turn["info"],
-    }
-    if any(value is not None for value in facts.values()):
-        parts.append(_facts({name: value for name, value in facts.items() if value is not None}))
+    rewards = _named_numbers(turn["rewards"]) if len(turn["rewards"]) > 1 else None
+    facts = {"action": turn["action"], "rewards": rewards, "info": turn["info"]}
+    if shown := {name: value for name, value in facts.items() if value is not None}:
+        parts.append(_facts(shown))
     if tokens:
         parts.append(_token_table(turn))
     return Group(*parts)
@@ -164,14 +161,9 @@ def _messages(part: Row) -> Iterator[RenderableType]:
 
 def _turn_title(index: int, turn: Row) -> RenderableType:
     facts = [f"turn {index}", f"{len(turn['token_ids'])} tokens", f"stop: {escape_line(turn['stop_reason'])}"]
-    for label, name in (
-        ("reward", "reward"),
-        ("episode advantage", "episode_advantage"),
-        ("step return", "step_return"),
-        ("step advantage", "step_advantage"),
-    ):
+    for name in ("reward", "episode_advantage", "step_return", "step_advantage"):
         if turn[name] is not None:
-            facts.append(f"{label} {number(turn[name])}")
+            facts.append(f"{name.replace('_', ' ')} {number(turn[name])}")
     if turn["anchor_state"]:
         facts.append(f"anchor {escape_line(turn['anchor_state'][:ANCHOR_CHARACTERS])}")
     first, last = turn["first_version"], turn["last_version"]
@@ -183,7 +175,7 @@ def _token_table(turn: Row) -> RenderableType:
     columns = {
         "logprob": turn["logprobs"],
         "learner": turn["learner_logprobs"],
-        "policy−learner": differences(turn),
+        "policy−learner": logprob_differences(turn),
         "reference": turn["reference_logprobs"],
         "advantage": turn["advantages"],
         "value": turn["values"],
@@ -197,14 +189,6 @@ def _token_table(turn: Row) -> RenderableType:
         numbers = (f"{values[index]:.4g}" for values in present.values())
         table.add_row(str(index), str(token), Text(shown_bytes(piece), "bold"), *numbers)
     return table
-
-
-def differences(turn: Row) -> list[float] | None:
-    """Log-probability of the sampler minus that of the learner, per token; None if the learner did not score it."""
-    learner = turn["learner_logprobs"]
-    if learner is None:
-        return None
-    return [policy - scored for policy, scored in zip(turn["logprobs"], learner, strict=True)]
 
 
 def number(value: float | None) -> str:

@@ -17,6 +17,8 @@ from marin_rl.viewing.page_data import page_data
 from marin_rl.viewing.selection import Selection, open_rollouts
 from tests.viewing.run_cases import small_run
 
+PLAIN = {"run": "", "steps": 0, "notes": [], "curves": {}, "panels": [], "phases": {}, "rollouts": []}
+
 
 class Elements(HTMLParser):
     """Elements of a page, with the content of its scripts and styles."""
@@ -61,10 +63,9 @@ def test_embedded_json_round_trips(value):
 
 @given(st.text(st.characters(codec="utf-8"), max_size=40))
 def test_texts_do_not_change_the_elements_of_the_page(text):
-    plain = {"run": "", "steps": 0, "notes": [], "curves": {}, "panels": [], "phases": {}, "rollouts": []}
-    evil = {**plain, "run": text, "notes": [text, f"</script>{text}<script>", f"<!--{text}-->", "<!--<script>"]}
+    evil = {**PLAIN, "run": text, "notes": [text, f"</script>{text}<script>", f"<!--{text}-->", "<!--<script>"]}
     page = Elements(render(evil))
-    assert page.tags == Elements(render(plain)).tags
+    assert page.tags == Elements(render(PLAIN)).tags
     assert json.loads(page.inside["script application/json"]) == evil
 
 
@@ -96,9 +97,7 @@ def test_policy_allows_only_the_script_and_the_style(run, tmp_path):
 
 
 def test_script_does_not_create_markup_from_text():
-    from marin_rl.viewing.html_page import _asset
-
-    script = _asset("page.js")
+    script = Elements(render(PLAIN)).inside["script"]
     for word in (
         "innerHTML",
         "outerHTML",

@@ -3,7 +3,6 @@
 
 import itertools
 import json
-import math
 
 import pytest
 from hypothesis import given
@@ -30,7 +29,7 @@ def test_token_texts_concatenate_to_the_text_of_their_bytes(pieces):
 
 @given(st.integers(1, 500), st.integers(1, 500))
 def test_evenly_spaced_with_both_ends(count, selected):
-    indices = page_data._evenly(count, selected)
+    indices = page_data.evenly_spaced(count, selected)
     assert indices == sorted(set(indices))
     assert len(indices) == min(count, selected)
     assert indices[-1] == count - 1
@@ -100,12 +99,12 @@ def test_records_are_thinned_except_evaluations(tmp_path):
     assert data["phases"]["names"] == ["step"]
 
 
-def test_nan_and_infinities_are_null(tmp_path):
+def test_numbers_are_rounded_and_nan_and_infinities_are_null(tmp_path):
     run = empty_run(tmp_path / "run")
-    (run / "metrics.jsonl").write_text('{"step": 1, "loss": "NaN"}\n{"step": 2, "loss": "Infinity"}\n')
-    assert data_of(run)["curves"]["series"] == {"loss": [None, None]}
-    assert page_data._number(math.nan) is None
-    assert page_data._number(-0.123456789) == -0.123457
+    losses = ['"NaN"', '"Infinity"', "-0.123456789"]
+    lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses)]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    assert data_of(run)["curves"]["series"] == {"loss": [None, None, -0.123457]}
 
 
 def test_damaged_metrics_file_is_named(tmp_path):

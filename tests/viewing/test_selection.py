@@ -15,6 +15,7 @@ from marin_rl.viewing.selection import (
     SortKey,
     find_rollout,
     list_rollouts,
+    logprob_differences,
     newest_step,
     open_rollouts,
     parse_steps,
@@ -112,6 +113,13 @@ def test_invalid_range_of_steps_is_refused(text):
 def test_rollout_is_loaded_with_all_columns(folder):
     row = find_rollout(folder, "g-0")
     assert (row["step"], len(row["turns"]), row["turns"][0]["token_ids"]) == (3, 2, [0xC3, 0xA9, 257])
+
+
+def test_differences_are_policy_minus_learner(folder):
+    first, second = find_rollout(folder, "g-0")["turns"]
+    assert logprob_differences(first) == [-0.125 + 0.125, -0.25 + 0.25, -0.375 + 0.5]
+    assert logprob_differences(second) == [-0.125 + 0.125, -0.25 + 0.5]
+    assert logprob_differences(find_rollout(folder, "s1-0")["turns"][0]) is None
 
 
 def test_rollout_of_the_newest_or_the_given_evaluation(folder):

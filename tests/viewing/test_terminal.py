@@ -14,7 +14,7 @@ from rich.console import Console
 from marin_rl.rollouts.stored_rollout import SCHEMA, StoredAdvantages, as_row
 from marin_rl.types import Message, Rollout
 from marin_rl.viewing.selection import Listing
-from marin_rl.viewing.terminal import differences, number, print_listing, print_rollout, print_side_by_side
+from marin_rl.viewing.terminal import number, print_listing, print_rollout, print_side_by_side
 from tests.rollouts.rollout_cases import piece, rich_rollout, rich_signal, rollout_of, turn_of
 
 
@@ -36,13 +36,6 @@ def shown(show: Any, *arguments: Any, width: int = 200, **keywords: Any) -> list
 )
 def test_numbers(value: float | None, text: str):
     assert number(value) == text
-
-
-def test_differences_are_policy_minus_learner():
-    first, second = row_of(rich_rollout(), rich_signal())["turns"]
-    assert differences(first) == [-0.125 + 0.125, -0.25 + 0.25, -0.375 + 0.5]
-    assert differences(second) == [-0.125 + 0.125, -0.25 + 0.5]
-    assert differences(row_of(rich_rollout())["turns"][0]) is None
 
 
 def test_missing_values_have_no_column():
