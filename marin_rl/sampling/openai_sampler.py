@@ -1,25 +1,28 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A sampler that uses an external server, such as vLLM, through OpenAI's completions protocol."""
+"""A sampler that uses an external server, such as vLLM, through OpenAI's completions protocol.
+
+Requests and responses contain token ids, with vLLM's extensions: `return_token_ids` adds `token_ids` and
+`prompt_token_ids` to a choice, and `stop_token_ids` and `ignore_eos` let the client define the stop tokens.
+"""
 
 import asyncio
 import functools
 import logging
 import math
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import httpx
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.retry import retrying_async
-from marin_rl.sampling.completions import completion_body, most_likely_logprob, read_completion
 from marin_rl.sampling.config import OpenAiSamplerConfig, SamplingConfig
-from marin_rl.sampling.sampler import SampleRequest, SamplerError, allowed_tokens
-from marin_rl.types import Generation, WeightVersion
+from marin_rl.sampling.sampler import LOGPROB_ROUNDING, SampleRequest, SamplerError, allowed_tokens
+from marin_rl.types import Generation, StopReason, WeightVersion
 
 logger = logging.getLogger(__name__)
 # httpx logs a line for each request.
@@ -35,6 +38,11 @@ _REMEDIES: dict[int, str] = {
     HTTPStatus.FORBIDDEN: "name the environment variable that holds the key in sampler.api_key_env",
     HTTPStatus.NOT_FOUND: "correct sampler.model, or sampler.base_url, which ends in /v1 for most servers",
 }
+
+_ABORTED = "abort"
+"""The finish reason of vLLM and SGLang for an aborted request, for example before a weight reload."""
+_MIN_LOGPROB = -9999.0
+"""vLLM's encoding of a log-probability of minus infinity."""
 
 _PROBE_TEMPERATURE = 2.0
 _SAME = 1e-3
@@ -118,21 +126,17 @@ class OpenAiSampler:
 
         async def continue_one(client: httpx.AsyncClient, index: int) -> Generation:
             request, limit = requests[index], allowed[index]
-            body = completion_body(self._server.model, request, limit, self._stop_ids)
-            completion = read_completion(
-                await self._post(client, index, body),
+            response = await self._post(
+                client, index, completion_body(self._server.model, request, limit, self._stop_ids)
+            )
+            return read_completion(
+                response,
                 index,
                 request,
                 allowed=limit,
                 stop_token_ids=self._stop_ids,
                 vocab_size=self._vocab_size,
-            )
-            return Generation(
-                token_ids=completion.token_ids,
-                logprobs=completion.logprobs,
-                stop_reason=completion.stop_reason,
-                first_version=version,
-                last_version=version,
+                version=version,
             )
 
         return self._run_all(continue_one, len(requests))
@@ -190,7 +194,13 @@ class OpenAiSampler:
                 async with slots:
                     return await call(client, index)
 
-            async with self._connect() as client, asyncio.TaskGroup() as group:
+            client = httpx.AsyncClient(
+                timeout=self._server.timeout,
+                verify=self._tls,
+                headers={} if self._key is None else {"Authorization": f"Bearer {self._key}"},
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            )
+            async with client, asyncio.TaskGroup() as group:
                 tasks = [group.create_task(one(client, index)) for index in range(count)]
             return [task.result() for task in tasks]
 
@@ -198,14 +208,6 @@ class OpenAiSampler:
             return asyncio.run(run())
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors.exceptions[0].__cause__
-
-    def _connect(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            timeout=self._server.timeout,
-            verify=self._tls,
-            headers={} if self._key is None else {"Authorization": f"Bearer {self._key}"},
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        )
 
     async def _post(self, client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> object:
         attempt = functools.partial(self._post_once, client, index, body)
@@ -220,7 +222,9 @@ class OpenAiSampler:
                 f"request {index}: the server at {base_url} does not respond ({type(error).__name__}: {error}); check "
                 "that it is running, and check sampler.base_url and sampler.timeout"
             ) from error
-        status, text = response.status_code, self._without_key(response.text[:500])
+        status, text = response.status_code, response.text[:500]
+        if self._key is not None:
+            text = text.replace(self._key, "***")
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status in _RETRIED_STATUSES:
             raise ServerLostError(f"request {index}: the server at {base_url} returned status {status}: {text}")
         if status != HTTPStatus.OK:
@@ -233,8 +237,155 @@ class OpenAiSampler:
                 f"request {index}: the response of the server at {base_url} is not JSON: {text[:200]!r}"
             ) from error
 
-    def _without_key(self, text: str) -> str:
-        return text if self._key is None else text.replace(self._key, "***")
+
+def completion_body(
+    model: str, request: SampleRequest, allowed: int, stop_token_ids: Collection[int]
+) -> dict[str, Any]:
+    """Build the JSON body of a request.
+
+    Args:
+        model: name of the model on the server.
+        request: the prompt and its sampling parameters.
+        allowed: maximum number of new tokens.
+        stop_token_ids: tokens that end a generation; the stop token is part of it.
+    """
+    return {
+        "model": model,
+        "prompt": list(request.prompt_tokens),
+        "max_tokens": allowed,
+        "temperature": request.temperature,
+        "seed": request.seed,
+        "logprobs": 1,
+        "return_token_ids": True,
+        "stop_token_ids": sorted(stop_token_ids),
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        # Sample from the whole distribution. A server fills missing values from generation_config.json.
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
+
+
+def read_completion(
+    response: object,
+    index: int,
+    request: SampleRequest,
+    *,
+    allowed: int,
+    stop_token_ids: Collection[int],
+    vocab_size: int,
+    version: WeightVersion = 0,
+) -> Generation:
+    """Read a generation from a response, and validate it.
+
+    Args:
+        response: the server's response, parsed.
+        index: index of the request, for error messages.
+        request: the request.
+        allowed: maximum number of new tokens in the request.
+        stop_token_ids: stop tokens in the request.
+        vocab_size: vocabulary size of the model.
+        version: number of training steps that produced the server's weights.
+
+    Raises:
+        SamplerError: if a field is missing or invalid.
+    """
+    choice = _only_choice(response, index)
+    prompt = choice.get("prompt_token_ids")
+    if prompt is not None and prompt != list(request.prompt_tokens):
+        raise SamplerError(
+            f"request {index}: the server read the prompt as {_shown(prompt)}, but the request has "
+            f"{_shown(list(request.prompt_tokens))}; it must use token ids unchanged"
+        )
+    tokens = _token_ids(choice, index, vocab_size)
+    logprobs = _token_logprobs(choice, index, len(tokens))
+    inner = next((token for token in tokens[:-1] if token in stop_token_ids), None)
+    if inner is not None:
+        raise SamplerError(
+            f"request {index}: the server continued after stop token {inner}; it must honour stop_token_ids"
+        )
+    stopped = bool(tokens) and tokens[-1] in stop_token_ids
+    reason = StopReason.STOP if stopped else StopReason.LENGTH
+    if choice.get("finish_reason") == _ABORTED and not stopped:
+        reason = StopReason.ABORT
+    # Only a stop token or an abort ends a generation early.
+    if len(tokens) > allowed or (reason is StopReason.LENGTH and len(tokens) != allowed):
+        raise SamplerError(
+            f"request {index}: the server returned {len(tokens)} tokens without a final stop token, of {allowed} "
+            f"allowed, with finish_reason {choice.get('finish_reason')!r}; it must honour stop_token_ids, "
+            "ignore_eos and max_tokens, return the stop token, and add no other ones (vLLM: --generation-config vllm)"
+        )
+    return Generation(tuple(tokens), tuple([min(value, 0.0) for value in logprobs]), reason, version, version)
+
+
+def most_likely_logprob(response: object, index: int) -> float | None:
+    """Return the log-probability of the most likely first token; None if the response does not include it.
+
+    Args:
+        response: the server's response, parsed.
+        index: index of the request, for error messages.
+    """
+    logprobs = _only_choice(response, index).get("logprobs")
+    listed = logprobs.get("top_logprobs") if isinstance(logprobs, Mapping) else None
+    if not isinstance(listed, list) or not listed or not isinstance(listed[0], Mapping):
+        return None
+    return max((float(value) for value in listed[0].values() if _is_logprob(value)), default=None)
+
+
+def _only_choice(response: object, index: int) -> Mapping[str, Any]:
+    choices = response.get("choices") if isinstance(response, Mapping) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
+        raise SamplerError(
+            f"request {index}: the server returned {_shown(response)}, which is not one completion; sampler.base_url "
+            "must be the address of a completions API, such as http://localhost:8000/v1"
+        )
+    return choices[0]
+
+
+def _token_ids(choice: Mapping[str, Any], index: int, vocab_size: int) -> list[int]:
+    tokens = choice.get("token_ids")
+    if not isinstance(tokens, list):
+        raise SamplerError(
+            f"request {index}: token_ids is {_shown(tokens)} in the server's response; it must honour "
+            "return_token_ids, as recent versions of vLLM do"
+        )
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise SamplerError(
+                f"request {index}: the server returned token {_shown(token)}, which is not in the model's vocabulary "
+                f"of {vocab_size}; configure it to serve this run's model"
+            )
+    return tokens
+
+
+def _token_logprobs(choice: Mapping[str, Any], index: int, length: int) -> list[float]:
+    fields = choice.get("logprobs")
+    logprobs = fields.get("token_logprobs") if isinstance(fields, Mapping) else None
+    if not isinstance(logprobs, list) or len(logprobs) != length:
+        raise SamplerError(
+            f"request {index}: logprobs.token_logprobs is {_shown(logprobs)} in the server's response; it must honour "
+            f"logprobs, with one number for each of the {length} tokens"
+        )
+    for value in logprobs:
+        if not _is_logprob(value):
+            raise SamplerError(
+                f"request {index}: the server returned log-probability {_shown(value)}; it must be finite and at most "
+                "0. Check the weights for NaN"
+            )
+    return [float(value) for value in logprobs]
+
+
+def _is_logprob(value: object) -> bool:
+    return type(value) in (float, int) and _MIN_LOGPROB < cast(float, value) <= LOGPROB_ROUNDING
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _read_key(variable: str | None) -> str | None:
