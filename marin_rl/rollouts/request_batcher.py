@@ -78,7 +78,7 @@ class RequestBatcher:
         timer: PhaseTimer,
         check: Callable[[], None],
         check_after: float,
-        interrupt: Callable[[], None] = lambda: None,
+        interrupt: Callable[[], None],
     ) -> None:
         """Sample batches until the batcher is closed. Call it in the thread that owns the sampler.
 

@@ -7,9 +7,13 @@ from collections.abc import Mapping
 
 import pytest
 
+from marin_rl.environments.base import Split
 from marin_rl.metrics import Reduction, merge_all
-from marin_rl.rollouts.metrics import is_correct, rollout_metrics, staleness_metrics
+from marin_rl.rollouts.metrics import environment_metrics, is_correct, rollout_metrics, staleness_metrics
 from marin_rl.types import Generation, RewardResult, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
+from tests.environments.fake_environments import Cards
+from tests.environments.fake_environments import group as group_of
+from tests.environments.fake_environments import rollout as rollout_of
 
 TASK = Task("t", "sums", ({"role": "user", "content": "2+3="},), "5")
 
@@ -176,3 +180,50 @@ def test_each_ungraded_status_is_counted_separately():
 def test_the_weight_of_component_correct_does_not_affect_correctness(weight: float, score: float, expected: bool):
     result = RewardResult("correct", weight=weight, score=score)
     assert is_correct(dataclasses.replace(rollout({"correct": weight * score}), evaluations=(result,))) is expected
+
+
+# --- metrics per environment ---
+
+
+def task(name: str) -> Task:
+    return Cards(name).tasks(Split.TRAIN)[0]
+
+
+def per_environment(groups: list[RolloutGroup], *parts: str) -> dict[str, float]:
+    return {name: metric.value for name, metric in environment_metrics(groups, parts).items()}
+
+
+def test_parts_have_separate_metrics():
+    games = RolloutGroup(
+        "g", (rollout_of(task("a"), turns=3, correct=1.0, game=0.5), rollout_of(task("a"), correct=0.0))
+    )
+    metrics = per_environment(
+        [games, group_of(task("b"), 1.0), RolloutGroup("g", (rollout_of(task("b")),))], "a", "b", "c"
+    )
+    assert metrics == pytest.approx(
+        {
+            "environments/a/share": 0.5,
+            "environments/a/reward": 0.75,
+            "environments/a/correct": 0.5,
+            "environments/a/turns": 2.0,
+            # One of its two rollouts failed and counts only in the share.
+            "environments/b/share": 0.5,
+            "environments/b/reward": 1.0,
+            "environments/b/correct": 1.0,
+            "environments/b/turns": 1.0,
+            "environments/c/share": 0.0,
+        }
+    )
+
+
+def test_environment_metrics_are_averaged_over_rollouts_that_have_them():
+    rollouts = (
+        rollout_of(task("a"), measured={"steps": 4.0, "success": 1.0}, correct=1.0),
+        rollout_of(task("a"), measured={"steps": 2.0}, correct=0.0),
+        rollout_of(task("a"), measured={"steps": 90.0}),
+    )
+    assert per_environment([RolloutGroup("g", rollouts)]) == {"measured/a/steps": 3.0, "measured/a/success": 1.0}
+
+
+def test_a_single_environment_without_metrics_adds_nothing():
+    assert per_environment([group_of(task("a"), 1.0)]) == {}

@@ -226,15 +226,6 @@ class Odd(float):
         raise TypeError("no number")
 
 
-@pytest.mark.parametrize("step", [Step({"won": Odd(1.0)}), Step({"won": 1.0}, metrics={"x": Odd(1.0)})])
-def test_a_value_that_is_not_a_number_fails_the_rollout(step: Step):
-    builder = new_builder()
-    builder.add_generation(reply_of("abc"))
-    with pytest.raises(EnvironmentFault, match=r"^TypeError: no number") as caught:
-        builder.add_observation(step)
-    assert caught.value.status is RolloutStatus.FAILED
-
-
 class Huge(float):
     """Fails to convert like a large integer; the type checks of the tests refuse an int."""
 
@@ -242,30 +233,61 @@ class Huge(float):
         return float(10**400)
 
 
-def test_a_number_too_large_for_a_float_fails_the_rollout():
-    builder = new_builder()
-    builder.add_generation(reply_of("abc"))
-    with pytest.raises(EnvironmentFault, match=r"^OverflowError: int too large") as caught:
-        builder.add_observation(Step({"won": Huge(1.0)}))
+@pytest.mark.parametrize(
+    ("step", "problem"),
+    [
+        (Step({"won": Odd(1.0)}), "TypeError: no number"),
+        (Step({"won": 1.0}, metrics={"x": Odd(1.0)}), "TypeError: no number"),
+        (Step({"won": Huge(1.0)}), "OverflowError: int too large"),
+    ],
+)
+def test_a_value_that_is_not_a_number_fails_the_rollout(step: Step, problem: str):
+    with pytest.raises(EnvironmentFault, match=f"^{problem}") as caught:
+        built(step)
     assert caught.value.status is RolloutStatus.FAILED
 
 
 @pytest.mark.parametrize("done", [False, True])
 def test_a_message_that_is_not_valid_text_fails_the_rollout(done: bool):
-    builder = new_builder()
-    builder.add_generation(reply_of("abc"))
     step = Step({"game": 1.0}, (Message(role="user", content="half a \ud83d"),), done=done)
     with pytest.raises(EnvironmentFault, match=r"message 0 of the environment's step .* lone surrogates") as raised:
-        builder.add_observation(step)
+        built(step)
     assert raised.value.status is RolloutStatus.FAILED
 
 
 def test_an_environment_message_of_role_assistant_fails_the_rollout():
-    builder = built(continues(game=1.0))
-    builder.add_generation(reply_of("abc"))
     with pytest.raises(EnvironmentFault, match=r"role 'assistant'.* use 'user' or 'tool'") as raised:
-        builder.add_observation(Step({}, (Message(role="assistant", content="hint"), MORE), done=False))
+        built(continues(game=1.0), Step({}, (Message(role="assistant", content="hint"), MORE), done=False))
     assert raised.value.status is RolloutStatus.FAILED
+
+
+def test_rewards_of_the_same_name_are_added_and_a_missing_reward_is_not_zero():
+    rollout = built(continues(hit=1.0), continues(), Step({"hit": 2.0, "end": -3.0}), Step({"end": 0.0})).finish()
+    assert rollout.rewards == {"hit": 3.0, "end": -3.0}
+    assert [turn.reward for turn in rollout.turns] == [1.0, None, -1.0, 0.0]
+
+
+def test_turns_with_equal_states_have_equal_anchors():
+    def anchors(*steps: Step) -> list[str]:
+        return [turn.anchor_state for turn in built(*steps, Step({"a": 1.0})).finish().turns]
+
+    # The messages identify the state if the environment gives none.
+    first, second, third = anchors(continues(), Step({}, TASK.messages, done=False))
+    assert first == third != second != ""
+    by_state = [Step({}, (Message(role="user", content=str(at)),), False, anchor_state=[0, 1]) for at in range(3)]
+    prompt, *later = anchors(*by_state)
+    assert len(set(later)) == 1
+    assert prompt != later[0]
+
+
+def test_an_anchor_state_that_is_not_json_fails_the_rollout():
+    with pytest.raises(EnvironmentFault, match=r"^TypeError: an observation of type set has no canonical JSON"):
+        built(Step({}, (MORE,), done=False, anchor_state={1, 2}))
+
+
+def test_the_action_of_the_environment_is_kept():
+    rollout = built(Step({"a": 1.0}, (MORE,), False, action="left"), Step({"a": 1.0})).finish()
+    assert [turn.action for turn in rollout.turns] == ["left", None]
 
 
 def test_the_last_step_with_a_metric_decides_its_value():
@@ -282,10 +304,8 @@ def test_metadata_of_turns_and_of_the_rollout_is_kept():
 
 @pytest.mark.parametrize("name", ["info", "rollout_info"])
 def test_metadata_that_is_not_json_fails_the_rollout(name: str):
-    builder = new_builder()
-    builder.add_generation(reply_of("abc"))
     with pytest.raises(EnvironmentFault, match=r"^ValueError: info\['seen'\] is not a JSON value") as caught:
-        builder.add_observation(Step({"a": 1.0}, **{name: {"seen": {1, 2}}}))
+        built(Step({"a": 1.0}, **{name: {"seen": {1, 2}}}))
     assert caught.value.status is RolloutStatus.FAILED
 
 

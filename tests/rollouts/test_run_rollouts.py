@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -200,31 +200,6 @@ def test_a_history_that_the_template_rewrites_starts_a_sequence():
     assert rollout.turns[1].observation_tokens == rollout_runner.sampler.requests[1].prompt_tokens == complete
 
 
-def test_the_turn_limit_truncates():
-    rollout = only(run(runner(says(*"abc"), limits=Limits(64, 6, max_turns=3)), [task(4)]))
-    assert len(rollout.turns) == 3
-    assert rollout.status is RolloutStatus.TRUNCATED
-    assert rollout.rewards == {"moves": 1.5}
-
-
-def test_an_answer_never_exceeds_the_sequence():
-    # The prompt has 5 tokens, so 4 of 6 new tokens fit.
-    rollout_runner = runner(lambda request: tokens("abcdef"), limits=Limits(9, 6, 1))
-    rollout = only(run(rollout_runner, [task(1)]))
-    assert rollout_runner.sampler.requests[0].max_new_tokens == 4
-    assert len(flat(rollout)) == 9
-    assert rollout.status is RolloutStatus.TRUNCATED
-
-
-def test_an_observation_that_leaves_no_room_ends_the_rollout():
-    # 5 tokens of prompt, 2 of reply and 5 of observation are 12; a second reply needs one more.
-    for length, turns in ((12, 1), (13, 2)):
-        rollout = only(run(runner(says("a", "b"), limits=Limits(length, 6, 8)), [task(3)]))
-        assert len(rollout.turns) == turns
-        assert rollout.status is RolloutStatus.TRUNCATED
-        assert len(flat(rollout)) <= length
-
-
 def test_a_too_long_prompt_is_named_and_nothing_is_sampled():
     rollout_runner = runner(says("a"), limits=Limits(5, 6, 1))
     with pytest.raises(PromptTooLongError, match=r"task 'go1' of environment 'countdown'.* 5 tokens.*max_length"):
@@ -349,66 +324,6 @@ def test_an_unfinished_step_without_messages_fails_its_rollout():
     assert bad.status is RolloutStatus.FAILED
     assert bad.error == "ValueError: the environment's step is not done, but has no messages for the policy"
     assert good.status is RolloutStatus.COMPLETED
-
-
-def test_rewards_of_the_same_name_are_added():
-    steps: Mapping[int, Step] = {
-        0: Step({"hit": 1.0}, (Message(role="user", content="on"),), done=False),
-        1: Step({"hit": 2.0, "end": -1.0}),
-    }
-
-    @dataclasses.dataclass
-    class Two:
-        steps_taken: int = 0
-
-        async def step(self, reply: str) -> Step:
-            self.steps_taken += 1
-            return steps[self.steps_taken - 1]
-
-        async def close(self) -> None:
-            pass
-
-    rollout = only(run(runner(says("a", "b"), Game(lambda task, seed: Two())), [task()]))
-    assert rollout.rewards == {"hit": 3.0, "end": -1.0}
-
-
-def test_a_step_without_a_reward_differs_from_reward_zero():
-    steps = [Step({}, (Message(role="user", content="on"),), done=False), Step({"hit": 0.0})]
-
-    @dataclasses.dataclass
-    class Late:
-        steps_taken: int = 0
-
-        async def step(self, reply: str) -> Step:
-            self.steps_taken += 1
-            return steps[self.steps_taken - 1]
-
-        async def close(self) -> None:
-            pass
-
-    rollout = only(run(runner(says("a", "b"), Game(lambda task, seed: Late())), [task()]))
-    assert [turn.reward for turn in rollout.turns] == [None, 0.0]
-    assert rollout.rewards == {"hit": 0.0}
-
-
-def test_turns_with_the_same_observation_have_the_same_anchor_state():
-    @dataclasses.dataclass
-    class Circle:
-        steps_taken: int = 0
-
-        async def step(self, reply: str) -> Step:
-            self.steps_taken += 1
-            return Step(
-                {"on": 0.0}, (Message(role="user", content="n" if self.steps_taken == 1 else "go"),), done=False
-            )
-
-        async def close(self) -> None:
-            pass
-
-    rollout_runner = runner(says("a", "b", "c"), Game(lambda task, seed: Circle()), Limits(64, 6, max_turns=3))
-    first, second, third = [turn.anchor_state for turn in only(run(rollout_runner, [task()])).turns]
-    assert first == third != second
-    assert second != ""
 
 
 class Slow(Countdown):
@@ -560,49 +475,6 @@ def test_every_episode_is_closed_once(caplog: pytest.LogCaptureFixture):
     assert {group.rollouts[0].status for group in groups} == {RolloutStatus.FAILED}
     assert sorted(Slow.closed) == ["go1", "go2"]
     assert "rollout train-9-0-0: closing its episode failed: OSError: already gone" in caplog.text
-
-
-def test_max_tokens_limits_all_replies_together():
-    rollout_runner = runner(
-        lambda request: tokens("abcdef"), limits=dataclasses.replace(LIMITS, max_tokens=8, max_length=640)
-    )
-    rollout = only(run(rollout_runner, [task(9)]))
-    assert [len(turn.generation.token_ids) for turn in rollout.turns] == [6, 2]
-    assert rollout.status is RolloutStatus.TRUNCATED
-
-
-def test_actions_metrics_and_anchors_are_kept():
-    @dataclasses.dataclass
-    class Maze:
-        steps_taken: int = 0
-
-        async def step(self, reply: str) -> Step:
-            self.steps_taken += 1
-            shown = (Message(role="user", content=f"you are at {self.steps_taken}"),)
-            return Step(
-                {"won": 0.0}, shown, False, action="left", anchor_state=[0, 1], metrics={"n": float(self.steps_taken)}
-            )
-
-        async def close(self) -> None:
-            pass
-
-    start = dataclasses.replace(task(), anchor_state=[0, 1])
-    rollout_runner = runner(
-        says("a", "b", "c"), Game(lambda task, seed: Maze()), dataclasses.replace(LIMITS, max_turns=3)
-    )
-    rollout = only(run(rollout_runner, [start]))
-    assert [turn.action for turn in rollout.turns] == ["left"] * 3
-    assert len({turn.anchor_state for turn in rollout.turns}) == 1
-    assert rollout.metrics == {"n": 3.0}
-    assert set(rollout.seconds) == {"sample", "environment", "reward"}
-
-
-def test_an_anchor_state_that_is_not_json_fails_its_rollout():
-    step = Step({}, (Message(role="user", content="on"),), done=False, anchor_state={1, 2})
-    rollout_runner = runner(says("a"), Game(lambda task, seed: Fixed(step)))
-    rollout = only(run(rollout_runner, [task()], all_may_fail=True))
-    assert rollout.status is RolloutStatus.FAILED
-    assert "an observation of type set has no canonical JSON" in (rollout.error or "")
 
 
 def test_steps_are_logged_at_debug_and_episodes_at_info(caplog: pytest.LogCaptureFixture):
