@@ -178,35 +178,33 @@ def test_tool_failure_is_returned_to_the_policy(runs: ShortRuns, undisturbed: Ti
 def test_killed_sandbox_worker_fails_one_rollout(
     runs: ShortRuns, undisturbed: TinyRun, monkeypatch: pytest.MonkeyPatch
 ):
+    from marin_rl.rewards.sandbox.processes import list_descendants
     from marin_rl.rewards.sandbox.worker_process import WorkerProcess
 
-    ask, read = WorkerProcess.ask, WorkerProcess._read
-    asked: dict[WorkerProcess, Mapping[str, Any]] = {}
-    episodes: list[Any] = []
-    killed: list[WorkerProcess] = []
+    ask = WorkerProcess.ask
+    episodes: set[Any] = set()
+    killed: list[int] = []
 
-    async def remember(self: WorkerProcess, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        asked[self] = request
-        return await ask(self, request, seconds)
-
-    async def kill_at_the_third_episode(self: WorkerProcess) -> dict[str, Any]:
-        while self in killed:
-            # Discard messages sent before the kill.
-            await read(self)
-        message = await read(self)
+    async def kill_after_two_episodes(self: WorkerProcess, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         episode = asyncio.current_task()
-        if message == {"began": True} and "'ok'" in asked[self].get("code", "") and episode not in episodes:
-            episodes.append(episode)
-            if len(episodes) == 3:
-                killed.append(self)
-                os.kill(self.pid, signal.SIGKILL)
-        return message
+        is_first = "'ok'" in request.get("code", "") and episode not in episodes
+        if is_first:
+            episodes.add(episode)
+        if not is_first or len(episodes) < 3 or killed or not self.is_loaded:
+            return await ask(self, request, seconds)
+        killed.append(self.pid)
+        # The worker is killed while the program runs, so that the call is not repeated in another worker.
+        idle = set(list_descendants(self.pid))
+        answer = asyncio.ensure_future(ask(self, {**request, "code": "import time; time.sleep(20)"}, seconds))
+        while set(list_descendants(self.pid)) <= idle:
+            await asyncio.sleep(0.01)
+        os.kill(self.pid, signal.SIGKILL)
+        return await answer
 
-    monkeypatch.setattr(WorkerProcess, "ask", remember)
-    monkeypatch.setattr(WorkerProcess, "_read", kill_at_the_third_episode)
+    monkeypatch.setattr(WorkerProcess, "ask", kill_after_two_episodes)
     run = runs.run(environment=environment(runs.folder))
     assert len(killed) == 1
-    assert not is_alive(killed[0].pid)
+    assert not is_alive(killed[0])
     assert_trained(run, [{"rollouts/failed": 1.0}, {}])
     found = rows_of(run, 1)
     [lost] = [row for row in found.values() if row["status"] == "failed"]
