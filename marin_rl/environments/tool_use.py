@@ -30,7 +30,7 @@ from marin_rl.environments.tools import (
     tool_schema,
 )
 from marin_rl.rewards.component import RewardComponentConfig
-from marin_rl.rewards.failures import RewardCallError
+from marin_rl.rewards.functions import RewardCallError
 from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox
 from marin_rl.splits import TaskSplits
 from marin_rl.types import Message, Task

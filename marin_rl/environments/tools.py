@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import draccus
 
 from marin_rl.config_fields import LOCAL_PATH
-from marin_rl.rewards.failures import RewardFailure
+from marin_rl.rewards.functions import RewardFailure
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.user_code import UserFileError, load_from_file
 

@@ -23,8 +23,7 @@ import pydantic
 
 from marin_rl.config_fields import convert_enum_fields
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
-from marin_rl.rewards.failures import RewardFailure
-from marin_rl.rewards.functions import EvaluateResult, RewardRequest
+from marin_rl.rewards.functions import EvaluateResult, RewardFailure, RewardRequest
 from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
 
 
@@ -90,7 +89,7 @@ class CodeReward:
     def __init__(self, config: CodeRewardConfig, sandbox: Sandbox):
         self.name = config.name
         self.weight = config.weight
-        self.scope = RewardScope.POINTWISE
+        self.scope: RewardScope | None = RewardScope.POINTWISE
         self._score = config.score
         self._sandbox = sandbox
 

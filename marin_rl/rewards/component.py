@@ -42,20 +42,12 @@ class RewardScope(enum.StrEnum):
 class RewardComponent(Protocol):
     """Scores rollouts."""
 
-    @property
-    def name(self) -> str:
-        """Name under which its scores are logged."""
-        ...
-
-    @property
-    def weight(self) -> float:
-        """Factor of its scores."""
-        ...
-
-    @property
-    def scope(self) -> RewardScope | None:
-        """Set of rollouts that it scores at once; None if `check` determines it."""
-        ...
+    name: str
+    """Name under which its scores are logged."""
+    weight: float
+    """Factor of its scores."""
+    scope: RewardScope | None
+    """Set of rollouts that it scores at once; None if `check` determines it."""
 
     async def check(self) -> None:
         """Check that the component is usable, before any rollout is sampled.

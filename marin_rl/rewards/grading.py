@@ -134,20 +134,12 @@ class ExactConfig(GraderConfig):
     ignore_case: bool = False
     """Whether to ignore case, so that `Paris` equals `paris`."""
 
-    def build(self) -> "ExactGrader":
-        """Build the grader."""
-        return ExactGrader(self.ignore_case)
-
-
-@dataclasses.dataclass(frozen=True)
-class ExactGrader:
-    """Grades with [`exact_match`][marin_rl.rewards.grading.exact_match]."""
-
-    ignore_case: bool
-    """Whether to ignore case."""
-
     # Comparing two strings is fast.
     blocks: ClassVar[bool] = False
+
+    def build(self) -> "ExactConfig":
+        """Return the config itself, which is the grader."""
+        return self
 
     def check(self, answer: str) -> None:
         """Check that the answer is not empty.

@@ -3,9 +3,6 @@
 
 """LLM judge: a language model behind an HTTP endpoint with OpenAI's chat API.
 
-With `scope: pointwise` it scores one rollout per call, with `scope: group` it compares all rollouts of a group in one
-call.
-
 Reward functions in the sandbox have no network, so this is a separate component: trusted code that sends the
 conversation to the endpoint and reads scores from the answer. The judged text is untrusted. It is sent as JSON, so that
 it cannot imitate another message, and only the judge's answer is searched for a score.
@@ -14,20 +11,20 @@ it cannot imitate another message, and only the judge's answer is searched for a
 import asyncio
 import dataclasses
 import enum
+import itertools
 import json
 import math
 import os
 import random
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
 from marin_rl.config_fields import convert_enum_fields
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
-from marin_rl.rewards.failures import RewardCallError, RewardFailure
-from marin_rl.rewards.functions import EvaluateResult, RewardRequest
+from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.grading import check_pattern, extract_last
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.seeds import derive_seed
@@ -142,11 +139,8 @@ class LlmJudgeConfig(RewardComponentConfig):
         return LlmJudge(self)
 
 
-class _FailedAttempt(NamedTuple):
-    """An attempt without a usable answer, to be retried."""
-
-    cause: RewardFailure
-    problem: str
+class _RetryableError(RewardCallError):
+    """An attempt got no usable answer."""
 
 
 class LlmJudge:
@@ -155,7 +149,7 @@ class LlmJudge:
     def __init__(self, config: LlmJudgeConfig):
         self.name = config.name
         self.weight = config.weight
-        self.scope = config.scope
+        self.scope: RewardScope | None = config.scope
         self._config = config
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._client: httpx.AsyncClient | None = None
@@ -185,48 +179,46 @@ class LlmJudge:
             await client.aclose()
 
     async def _score_rollout(self, request: RewardRequest) -> EvaluateResult:
-        values = {"conversation": _as_json(_messages(request)), "ground_truth": request.ground_truth}
+        values = {"conversation": _as_json(request.messages), "ground_truth": request.ground_truth}
         score, answer = await self._ask(values, lambda answer: _read_score(answer, self._config))
         return EvaluateResult(score=score, reason=answer)
 
     async def _compare(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
         order = shown_order(requests[0].group_seed, len(requests))
-        shown = [{"rollout": place + 1, "messages": _messages(requests[index])} for place, index in enumerate(order)]
+        shown = [{"rollout": place + 1, "messages": requests[index].messages} for place, index in enumerate(order)]
         values = {"conversations": _as_json(shown), "ground_truth": requests[0].ground_truth}
         scores, answer = await self._ask(values, lambda answer: _read_comparison(answer, len(requests), self._config))
-        by_index = dict(zip(order, scores, strict=True))
-        places = {index: place + 1 for place, index in enumerate(order)}
-        return [
-            EvaluateResult(score=by_index[index], reason=f"shown as rollout {places[index]}\n{answer}")
-            for index in range(len(requests))
-        ]
+        results = {
+            index: EvaluateResult(score=score, reason=f"shown as rollout {place + 1}\n{answer}")
+            for place, (index, score) in enumerate(zip(order, scores, strict=True))
+        }
+        return [results[index] for index in range(len(requests))]
 
-    async def _ask(self, values: dict[str, str], read: Callable[[str], T | _FailedAttempt]) -> tuple[T, str]:
+    async def _ask(self, values: dict[str, str], read: Callable[[str], T]) -> tuple[T, str]:
         """Query the judge until `read` succeeds; returns its result and the judge's answer."""
-        failed = _FailedAttempt(RewardFailure.REQUEST, "")
-        async with self._slots:
-            for attempt in range(1 + self._config.retries):
-                if attempt:
-                    await asyncio.sleep(min(60.0, self._config.backoff_seconds * 2 ** (attempt - 1)))
-                answer = await self._attempt(values)
-                result = read(answer) if isinstance(answer, str) else answer
-                if not isinstance(result, _FailedAttempt):
-                    assert isinstance(answer, str)
-                    return result, answer
-                failed = result
         attempts = 1 + self._config.retries
-        raise RewardCallError(failed.cause, f"no score after {attempts} attempts; last problem: {failed.problem}")
+        async with self._slots:
+            for attempt in itertools.count(1):
+                try:
+                    answer = await self._attempt(values)
+                    return read(answer), answer
+                except _RetryableError as error:
+                    if attempt == attempts:
+                        detail = f"no score after {attempts} attempts; last problem: {error.detail}"
+                        raise RewardCallError(error.cause, detail) from error
+                await asyncio.sleep(min(60.0, self._config.backoff_seconds * 2 ** (attempt - 1)))
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _attempt(self, values: dict[str, str]) -> str | _FailedAttempt:
-        """Send one request; returns the judge's answer, or the reason for a retry."""
+    async def _attempt(self, values: dict[str, str]) -> str:
+        """Send one request and return the judge's answer."""
         try:
             response = await self._connected().post(
                 f"{self._config.base_url.rstrip('/')}/chat/completions", json=self._body(values)
             )
         except (httpx.TransportError, httpx.DecodingError) as error:
-            return _FailedAttempt(RewardFailure.REQUEST, f"{type(error).__name__}: {error}")
+            raise _RetryableError(RewardFailure.REQUEST, f"{type(error).__name__}: {error}") from error
         if response.status_code in _WORTH_ANOTHER_TRY:
-            return _FailedAttempt(RewardFailure.REQUEST, f"status {response.status_code}: {response.text[:200]}")
+            raise _RetryableError(RewardFailure.REQUEST, f"status {response.status_code}: {response.text[:200]}")
         if response.status_code != 200:
             raise RewardCallError(RewardFailure.REQUEST, f"status {response.status_code}: {response.text[:500]}")
         try:
@@ -234,7 +226,7 @@ class LlmJudge:
         except (ValueError, LookupError, TypeError, RecursionError):
             answer = None
         if not isinstance(answer, str):
-            return _FailedAttempt(RewardFailure.REQUEST, f"no chat completion: {response.text[:200]!r}")
+            raise _RetryableError(RewardFailure.REQUEST, f"no chat completion: {response.text[:200]!r}")
         return answer
 
     def _body(self, values: dict[str, str]) -> dict[str, Any]:
@@ -280,40 +272,40 @@ def shown_order(group_seed: int, count: int) -> list[int]:
     return order
 
 
-def _read_score(answer: str, config: LlmJudgeConfig) -> float | _FailedAttempt:
+def _read_score(answer: str, config: LlmJudgeConfig) -> float:
     match = extract_last(config.score_regex, answer)
     score = None if match is None else _number(match)
     if score is None:
-        return _FailedAttempt(RewardFailure.INVALID_ANSWER, f"no score in {answer[-200:]!r}")
-    return _check_range([score], config) or score
+        raise _RetryableError(RewardFailure.INVALID_ANSWER, f"no score in {answer[-200:]!r}")
+    _check_range([score], config)
+    return score
 
 
-def _read_comparison(answer: str, count: int, config: LlmJudgeConfig) -> list[float] | _FailedAttempt:
+def _read_comparison(answer: str, count: int, config: LlmJudgeConfig) -> list[float]:
     lines = [match[2] for match in _GROUP_LINE.finditer(answer) if match[1].lower() == config.comparison.value]
     if not lines:
         form = config.comparison.value.capitalize()
-        return _FailedAttempt(RewardFailure.INVALID_ANSWER, f"no line `{form}: ...` in {answer[-200:]!r}")
+        raise _RetryableError(RewardFailure.INVALID_ANSWER, f"no line `{form}: ...` in {answer[-200:]!r}")
     numbers = [_number(part) for part in re.split(r"[\s,>]+", lines[-1].lstrip("[(*` \t"))]
     values = [number for number in numbers if number is not None]
     if len(values) != len(numbers) or len(values) != count:
-        return _FailedAttempt(RewardFailure.INVALID_ANSWER, f"{lines[-1][:200]!r} is not {count} numbers")
+        raise _RetryableError(RewardFailure.INVALID_ANSWER, f"{lines[-1][:200]!r} is not {count} numbers")
     if config.comparison is JudgeComparison.SCORES:
-        return _check_range(values, config) or values
+        _check_range(values, config)
+        return values
     if sorted(values) != list(range(1, count + 1)):
-        return _FailedAttempt(
-            RewardFailure.INVALID_ANSWER, f"{lines[-1][:200]!r} does not rank each of 1 to {count} once"
-        )
+        problem = f"{lines[-1][:200]!r} does not rank each of 1 to {count} once"
+        raise _RetryableError(RewardFailure.INVALID_ANSWER, problem)
     ranks = {int(number): rank for rank, number in enumerate(values)}
     step = (config.highest - config.lowest) / max(count - 1, 1)
     return [config.highest - ranks[number] * step for number in range(1, count + 1)]
 
 
-def _check_range(scores: Sequence[float], config: LlmJudgeConfig) -> _FailedAttempt | None:
+def _check_range(scores: Sequence[float], config: LlmJudgeConfig) -> None:
     for score in scores:
         if not config.lowest <= score <= config.highest:
             problem = f"score {score} is not between {config.lowest} and {config.highest}"
-            return _FailedAttempt(RewardFailure.INVALID_ANSWER, problem)
-    return None
+            raise _RetryableError(RewardFailure.INVALID_ANSWER, problem)
 
 
 def _number(text: str) -> float | None:
@@ -321,10 +313,6 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-def _messages(request: RewardRequest) -> list[dict[str, Any]]:
-    return [dict(message) for message in request.messages]
 
 
 def _as_json(value: Any) -> str:

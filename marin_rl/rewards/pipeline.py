@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Evaluation of rollouts by all reward components of an environment.
+"""Scoring of rollouts by reward components, and combination of their results into rewards and metrics.
 
 Importing this module registers all types of components.
 """
@@ -9,122 +9,25 @@ Importing this module registers all types of components.
 import asyncio
 import collections
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import marin_rl.rewards.code
 import marin_rl.rewards.judge  # noqa: F401
-from marin_rl.rewards.combine import StepIndexError, align_steps
+from marin_rl.metrics import Metric, mean, merge_all, total
 from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardConfigError, RewardScope
-from marin_rl.rewards.failures import RewardCallError, RewardFailure
-from marin_rl.rewards.functions import EvaluateResult, RewardRequest
+from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest, StepOutput
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.types import RewardResult
+from marin_rl.types import Message, RewardResult, TurnReward
 
 logger = logging.getLogger(__name__)
 
 
-class RewardPipeline:
-    """Scores rollouts with all components. A failed call affects only its own rollouts."""
-
-    def __init__(self, components: Sequence[RewardComponent]):
-        """Create a pipeline that is not started yet.
-
-        Raises:
-            RewardConfigError: if two components have the same name.
-        """
-        counts = collections.Counter(component.name for component in components)
-        duplicates = sorted(name for name, count in counts.items() if count > 1)
-        if duplicates:
-            raise RewardConfigError(f"rewards: duplicate names {', '.join(duplicates)}; give each a unique `name`")
-        self._components = tuple(components)
-
-    async def start(self) -> None:
-        """Check all components.
-
-        Raises:
-            RewardConfigError: if a component is not usable.
-        """
-        for component in self._components:
-            await component.check()
-
-    def has(self, scope: RewardScope) -> bool:
-        """Return whether there are components with this scope."""
-        return any(component.scope is scope for component in self._components)
-
-    async def score_rollout(self, request: RewardRequest) -> list[RewardResult]:
-        """Return the results of the pointwise components for a rollout, in the config's order."""
-        [results] = await self._score(RewardScope.POINTWISE, [request])
-        return results
-
-    async def score_group(self, requests: Sequence[RewardRequest]) -> list[list[RewardResult]]:
-        """Return the results of the components with scope `group` for the rollouts of one prompt, per rollout."""
-        return await self._score(RewardScope.GROUP, requests)
-
-    async def score_batch(self, requests: Sequence[RewardRequest]) -> list[list[RewardResult]]:
-        """Return the results of the components with scope `batch` for all rollouts of a step, per rollout."""
-        return await self._score(RewardScope.BATCH, requests)
-
-    async def close(self) -> None:
-        """Close all components; the caller closes the sandbox."""
-        await asyncio.gather(*(component.close() for component in self._components))
-
-    async def _score(self, scope: RewardScope, requests: Sequence[RewardRequest]) -> list[list[RewardResult]]:
-        components = [component for component in self._components if component.scope is scope]
-        results = await asyncio.gather(*(self._call(component, requests) for component in components))
-        return [[by_rollout[index] for by_rollout in results] for index in range(len(requests))]
-
-    async def _call(self, component: RewardComponent, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        if not requests:
-            return []
-        try:
-            results = await component.score(requests)
-        except RewardCallError as error:
-            return [self._failed(component, request, error.cause, error.detail) for request in requests]
-        return [self._result(component, *pair) for pair in zip(requests, results, strict=True)]
-
-    def _result(self, component: RewardComponent, request: RewardRequest, result: EvaluateResult) -> RewardResult:
-        if not result.is_score_valid:
-            detail = result.error or result.reason or "the function returned is_score_valid=False"
-            return self._failed(component, request, RewardFailure.INVALID_SCORE, detail)
-        try:
-            steps = align_steps(
-                request.rollout_id, request.messages, result.step_outputs or (), request.num_prompt_messages
-            )
-        except StepIndexError as error:
-            return self._failed(component, request, RewardFailure.STEP_INDEX, str(error))
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug(
-                "rollout %s: reward %r, rewards by message %s, rewards by turn %s",
-                request.rollout_id,
-                component.name,
-                [(step.step_index, step.base_reward) for step in result.step_outputs or ()],
-                [(turn, step.base_reward) for turn, step in steps.items()],
-            )
-        return RewardResult(
-            component=component.name,
-            weight=component.weight,
-            score=result.total_score,
-            steps=tuple(steps.values()),
-            metrics=dict(result.metrics),
-            reason=result.reason,
-            error=result.error,
-        )
-
-    def _failed(
-        self, component: RewardComponent, request: RewardRequest, cause: RewardFailure, detail: str
-    ) -> RewardResult:
-        error = f"{cause.value}: {detail}"
-        # Log only the first line; the stored rollout contains the whole error.
-        logger.warning(
-            "reward %r failed for rollout %s: %.300s", component.name, request.rollout_id, error.split("\n")[0]
-        )
-        return RewardResult(
-            component=component.name, weight=component.weight, score=None, error=error, failure=cause.value
-        )
+class StepIndexError(ValueError):
+    """A step index does not refer to a message of the policy; the message lists the valid indices."""
 
 
-def build_pipeline(configs: Sequence[RewardComponentConfig], sandbox: Sandbox) -> RewardPipeline:
-    """Build the pipeline of a config's `rewards`.
+def build_components(configs: Sequence[RewardComponentConfig], sandbox: Sandbox) -> list[RewardComponent]:
+    """Build the components of a config's `rewards`.
 
     Args:
         configs: configs of the components.
@@ -133,4 +36,176 @@ def build_pipeline(configs: Sequence[RewardComponentConfig], sandbox: Sandbox) -
     Raises:
         RewardConfigError: if two components have the same name.
     """
-    return RewardPipeline([config.build(sandbox) for config in configs])
+    components = [config.build(sandbox) for config in configs]
+    counts = collections.Counter(component.name for component in components)
+    duplicates = sorted(name for name, count in counts.items() if count > 1)
+    if duplicates:
+        raise RewardConfigError(f"rewards: duplicate names {', '.join(duplicates)}; give each a unique `name`")
+    return components
+
+
+async def score_rollouts(
+    components: Sequence[RewardComponent], scope: RewardScope, requests: Sequence[RewardRequest]
+) -> list[list[RewardResult]]:
+    """Score rollouts with the components of one scope. A failed call affects only the rollouts of that call.
+
+    Args:
+        components: components of all scopes.
+        scope: scope of the components to call.
+        requests: a single rollout, the rollouts of one prompt or those of a step, according to the scope.
+
+    Returns:
+        The results for each rollout, in the order of the components.
+    """
+    called = [component for component in components if component.scope is scope] if requests else []
+    by_component = await asyncio.gather(*(_call(component, requests) for component in called))
+    return [[results[index] for results in by_component] for index in range(len(requests))]
+
+
+async def _call(component: RewardComponent, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+    try:
+        results = await component.score(requests)
+    except RewardCallError as error:
+        return [_failed(component, request, error.cause, error.detail) for request in requests]
+    return [_result(component, *pair) for pair in zip(requests, results, strict=True)]
+
+
+def _result(component: RewardComponent, request: RewardRequest, result: EvaluateResult) -> RewardResult:
+    if not result.is_score_valid:
+        detail = result.error or result.reason or "the function returned is_score_valid=False"
+        return _failed(component, request, RewardFailure.INVALID_SCORE, detail)
+    outputs = result.step_outputs or ()
+    try:
+        steps = align_steps(request.rollout_id, request.messages, outputs, request.num_prompt_messages)
+    except StepIndexError as error:
+        return _failed(component, request, RewardFailure.STEP_INDEX, str(error))
+    logger.debug(
+        "rollout %s: reward %r, rewards by message %s, rewards by turn %s",
+        request.rollout_id,
+        component.name,
+        [(step.step_index, step.base_reward) for step in outputs],
+        [(turn, step.base_reward) for turn, step in steps.items()],
+    )
+    return RewardResult(
+        component=component.name,
+        weight=component.weight,
+        score=result.total_score,
+        steps=tuple(steps.values()),
+        metrics=dict(result.metrics),
+        reason=result.reason,
+        error=result.error,
+    )
+
+
+def _failed(component: RewardComponent, request: RewardRequest, cause: RewardFailure, detail: str) -> RewardResult:
+    error = f"{cause.value}: {detail}"
+    # Log only the first line; the stored rollout contains the whole error.
+    logger.warning("reward %r failed for rollout %s: %.300s", component.name, request.rollout_id, error.split("\n")[0])
+    return RewardResult(component.name, component.weight, score=None, error=error, failure=cause.value)
+
+
+def align_steps(
+    rollout_id: str, messages: Sequence[Message], step_outputs: Sequence[StepOutput], num_prompt_messages: int = 0
+) -> dict[int, TurnReward]:
+    """Map the step outputs of a reward function to turns; turn k is the k-th message of the policy.
+
+    Args:
+        rollout_id: names the rollout in errors.
+        messages: the whole conversation, as passed to the function.
+        step_outputs: the function's step outputs, in any order.
+        num_prompt_messages: number of messages in the prompt; assistant messages among them are few-shot examples.
+
+    Returns:
+        The step rewards by turn, in the order of turns; turns without one are omitted.
+
+    Raises:
+        StepIndexError: if an index is out of range, refers to a message that is not the policy's, or is repeated.
+
+    >>> chat = [{"role": role, "content": ""} for role in ("user", "assistant", "user", "assistant")]
+    >>> align_steps("r1", chat, [StepOutput(step_index=3, base_reward=0.5)])[1].base_reward
+    0.5
+    """
+    policy = (index for index in range(num_prompt_messages, len(messages)) if messages[index]["role"] == "assistant")
+    turns = {index: turn for turn, index in enumerate(policy)}
+    rewards: dict[int, TurnReward] = {}
+    for step in step_outputs:
+        index = step.step_index
+        problem = None
+        if not 0 <= index < len(messages):
+            problem = f"is out of range for {len(messages)} messages"
+        elif messages[index]["role"] != "assistant":
+            problem = f"refers to a message of role {messages[index]['role']!r}"
+        elif index < num_prompt_messages:
+            problem = f"refers to an example in the prompt, which has {num_prompt_messages} messages"
+        elif turns[index] in rewards:
+            problem = "is repeated"
+        if problem is not None:
+            valid = ", ".join(map(str, turns)) or "none (it has no messages)"
+            raise StepIndexError(
+                f"rollout {rollout_id}: step_index {index} {problem}; the indices of the policy's messages are {valid}"
+            )
+        turn = turns[index]
+        rewards[turn] = TurnReward(turn, step.base_reward, reason=step.reason, metrics=dict(step.metrics))
+    return dict(sorted(rewards.items()))
+
+
+def failure(results: Sequence[RewardResult]) -> str | None:
+    """Return the reason for which a rollout has no reward, or None if every component has a score for it.
+
+    A missing score does not count as 0: the rollout is excluded from its group's baseline and from training.
+    """
+    failed = [result for result in results if result.score is None]
+    return "; ".join(f"reward {result.component!r}: {result.error}" for result in failed) or None
+
+
+def weighted_rewards(results: Sequence[RewardResult]) -> dict[str, float]:
+    """Return the rewards of a rollout by component: weight times score.
+
+    Raises:
+        ValueError: if a component has no score for the rollout.
+
+    >>> results = [RewardResult("correct", weight=2.0, score=1.0), RewardResult("short", weight=0.5, score=0.5)]
+    >>> weighted_rewards(results)
+    {'correct': 2.0, 'short': 0.25}
+    """
+    missing = failure(results)
+    if missing is not None:
+        raise ValueError(f"the rollout has no reward: {missing}")
+    return {result.component: result.weight * result.score for result in results if result.score is not None}
+
+
+def turn_rewards(results: Sequence[RewardResult], turns: int) -> list[dict[str, float]]:
+    """Return the rewards of each turn by component: weight times base reward; empty for turns without step rewards.
+
+    Args:
+        results: results of the components for the rollout.
+        turns: number of turns of the rollout.
+
+    Raises:
+        IndexError: if a result refers to a turn that does not exist.
+    """
+    rewards: list[dict[str, float]] = [{} for _ in range(turns)]
+    for result in results:
+        for step in result.steps:
+            rewards[step.turn][result.component] = result.weight * step.base_reward
+    return rewards
+
+
+def evaluation_metrics(results: Iterable[RewardResult]) -> dict[str, Metric]:
+    """Return the metrics of components: `rewards/<component>/score` and `rewards/<component>/<metric>`.
+
+    Scores are averaged over the rollouts that have one; metrics of a step are averaged over steps. Rollouts without a
+    score are counted by cause, as `rewards/<component>/failed_<cause>`.
+    """
+    records: list[dict[str, Metric]] = []
+    for result in results:
+        prefix = f"rewards/{result.component}/"
+        for part in (result.metrics, *(step.metrics for step in result.steps)):
+            # A user's metric must not replace the component's own metrics.
+            users = {name: value for name, value in part.items() if name != "score" and not name.startswith("failed_")}
+            records.append({prefix + name: mean([value]) for name, value in users.items()})
+        if result.score is None:
+            records.append({f"{prefix}failed_{result.failure}": total([1])})
+        else:
+            records.append({f"{prefix}score": mean([result.score])})
+    return merge_all(records)

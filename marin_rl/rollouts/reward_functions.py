@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from marin_rl.closing import Closing
-from marin_rl.rewards.component import RewardComponentConfig, RewardScope
-from marin_rl.rewards.pipeline import RewardPipeline, build_pipeline
+from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardScope
+from marin_rl.rewards.pipeline import build_components, score_rollouts
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.event_loop import STOP_TIMEOUT, BackgroundLoop
@@ -52,10 +52,10 @@ class RewardFunctions:
         """
         self._loop = BackgroundLoop() if loop is None else loop
         self._sandbox = Sandbox(SandboxConfig()) if sandbox is None else sandbox
-        self._pipelines = {
-            name: build_pipeline(configs, self._sandbox) for name, configs in (components or {}).items() if configs
+        self._by_environment = {
+            name: build_components(configs, self._sandbox) for name, configs in (components or {}).items() if configs
         }
-        self._is_started = bool(self._pipelines) or runs_programs
+        self._is_started = bool(self._by_environment) or runs_programs
         if self._is_started:
             starting = self._loop.submit(self._start())
             with contextlib.ExitStack() as stack:
@@ -68,19 +68,19 @@ class RewardFunctions:
     @property
     def has_batch_scope(self) -> bool:
         """Whether rollouts of different groups are scored together, so that no group is complete before all are."""
-        return any(pipeline.has(RewardScope.BATCH) for pipeline in self._pipelines.values())
+        return any(component.scope is RewardScope.BATCH for component in self._components())
+
+    def _components(self) -> list[RewardComponent]:
+        return [component for components in self._by_environment.values() for component in components]
 
     async def _start(self) -> None:
         await self._sandbox.start()
-        for pipeline in self._pipelines.values():
-            await pipeline.start()
+        for component in self._components():
+            await component.check()
 
     async def score_rollout(self, builder: RolloutBuilder) -> None:
         """Score a rollout that has ended, and add the rewards to its builder."""
-        pipeline = self._pipelines.get(builder.task.environment)
-        if pipeline is not None and not builder.has_failed:
-            with _count_seconds([builder]):
-                builder.add_rewards(await pipeline.score_rollout(builder.reward_request()))
+        await self._score(RewardScope.POINTWISE, [builder])
 
     async def score_group(self, builders: Sequence[RolloutBuilder]) -> None:
         """Score the attempts at one prompt together."""
@@ -91,28 +91,22 @@ class RewardFunctions:
         await self._score(RewardScope.BATCH, builders)
 
     async def _score(self, scope: RewardScope, builders: Sequence[RolloutBuilder]) -> None:
-        await asyncio.gather(
-            *(
-                self._score_together(
-                    pipeline, scope, [builder for builder in builders if builder.task.environment == name]
-                )
-                for name, pipeline in self._pipelines.items()
-                if pipeline.has(scope)
-            )
-        )
+        async def score_together(components: Sequence[RewardComponent], builders: Sequence[RolloutBuilder]) -> None:
+            start = time.perf_counter()
+            try:
+                results = await score_rollouts(components, scope, [builder.reward_request() for builder in builders])
+            finally:
+                for builder in builders:
+                    builder.seconds["reward"] += time.perf_counter() - start
+            for builder, evaluations in zip(builders, results, strict=True):
+                builder.add_rewards(evaluations)
 
-    async def _score_together(
-        self, pipeline: RewardPipeline, scope: RewardScope, builders: Sequence[RolloutBuilder]
-    ) -> None:
-        present = [builder for builder in builders if not builder.has_failed]
-        if not present:
-            return
-        requests = [builder.reward_request() for builder in present]
-        score = pipeline.score_group if scope is RewardScope.GROUP else pipeline.score_batch
-        with _count_seconds(present):
-            results = await score(requests)
-        for builder, evaluations in zip(present, results, strict=True):
-            builder.add_rewards(evaluations)
+        calls = []
+        for name, components in self._by_environment.items():
+            present = [one for one in builders if one.task.environment == name and not one.has_failed]
+            if present and any(component.scope is scope for component in components):
+                calls.append(score_together(components, present))
+        await asyncio.gather(*calls)
 
     def close(self) -> None:
         """End all sandbox processes; if their event loop is blocked, they end with this process."""
@@ -126,15 +120,5 @@ class RewardFunctions:
     async def _close(self) -> None:
         async with contextlib.AsyncExitStack() as closing:
             closing.push_async_callback(self._sandbox.close)
-            for pipeline in self._pipelines.values():
-                closing.push_async_callback(pipeline.close)
-
-
-@contextlib.contextmanager
-def _count_seconds(builders: Sequence[RolloutBuilder]) -> Iterator[None]:
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        for builder in builders:
-            builder.seconds["reward"] += time.perf_counter() - start
+            for component in self._components():
+                closing.push_async_callback(component.close)

@@ -11,8 +11,8 @@ from typing import Any
 
 from marin_rl.environments.base import Step
 from marin_rl.objectives.shaping import TRUNCATED
-from marin_rl.rewards.combine import failure, turn_rewards, weighted_rewards
 from marin_rl.rewards.functions import RewardRequest
+from marin_rl.rewards.pipeline import failure, turn_rewards, weighted_rewards
 from marin_rl.rollouts.attempt import Attempt, Limits
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.seeds import derive_seed

@@ -19,7 +19,7 @@ from marin_rl.distributed.scheduler import RequestNumber
 from marin_rl.environments.base import AbstractEnvironment, Split, TaskStream
 from marin_rl.metrics import Metric
 from marin_rl.objectives.shaping import shape_rewards
-from marin_rl.rewards.combine import evaluation_metrics
+from marin_rl.rewards.pipeline import evaluation_metrics
 from marin_rl.rollouts.filters import sort_groups
 from marin_rl.rollouts.metrics import environment_metrics, rollout_metrics, staleness_metrics
 from marin_rl.rollouts.run_rollouts import require_one_success

@@ -24,7 +24,7 @@ from marin_rl.objectives import AdvantageConfig, GaeConfig, GigpoConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig, ReinforceLossConfig
 from marin_rl.rewards.component import RewardScope
 from marin_rl.rewards.functions import EvaluateResult, RewardRequest, StepOutput
-from marin_rl.rewards.pipeline import RewardPipeline
+from marin_rl.rewards.pipeline import score_rollouts
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.rollouts.run_rollouts import run_groups
@@ -64,10 +64,9 @@ class ConstantReward:
 class ConstantScorer(RewardFunctions):
     """Scores each rollout with the component, without a sandbox."""
 
-    pipeline = RewardPipeline([ConstantReward()])
-
     async def score_rollout(self, builder: RolloutBuilder) -> None:
-        builder.add_rewards(await self.pipeline.score_rollout(builder.reward_request()))
+        [results] = await score_rollouts([ConstantReward()], RewardScope.POINTWISE, [builder.reward_request()])
+        builder.add_rewards(results)
 
 
 def sampled_tokens(request: SampleRequest) -> Sequence[int]:

@@ -29,7 +29,7 @@ from marin_rl.environments.tools import (
     parse_call,
     tool_schema,
 )
-from marin_rl.rewards.failures import RewardCallError, RewardFailure
+from marin_rl.rewards.functions import RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
 from marin_rl.user_code import UserFileError
 

@@ -17,11 +17,16 @@ import yaml
 
 from marin_rl.config.decode import decode
 from marin_rl.rewards.code import parse_tests
-from marin_rl.rewards.combine import turn_rewards, weighted_rewards
-from marin_rl.rewards.component import RewardScope
-from marin_rl.rewards.failures import RewardFailure
+from marin_rl.rewards.component import RewardComponent, RewardScope
+from marin_rl.rewards.functions import RewardFailure
 from marin_rl.rewards.judge import JudgeComparison, LlmJudgeConfig
-from marin_rl.rewards.pipeline import RewardComponentConfig, build_pipeline
+from marin_rl.rewards.pipeline import (
+    RewardComponentConfig,
+    build_components,
+    score_rollouts,
+    turn_rewards,
+    weighted_rewards,
+)
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
@@ -51,6 +56,13 @@ def configs() -> list[list[RewardComponentConfig]]:
     ]
 
 
+async def checked_components(configs: list[RewardComponentConfig], sandbox: Sandbox) -> list[RewardComponent]:
+    components = build_components(configs, sandbox)
+    for component in components:
+        await component.check()
+    return components
+
+
 def test_the_function_works_outside_training(folder: Path):
     # Run in the root, so that the package under test is imported; the file's folder is on the path.
     command = [sys.executable, str(folder / "try_my_rewards.py")]
@@ -62,11 +74,14 @@ def test_the_config_works(folder: Path, monkeypatch: pytest.MonkeyPatch, request
 
     async def run() -> None:
         async with Sandbox(SandboxConfig(require=Isolation.NONE)) as sandbox:
-            pipeline = build_pipeline(configs()[0], sandbox)
-            await pipeline.start()
+            components = await checked_components(configs()[0], sandbox)
             requests = [request_of("46.001"), request_of("forty-six")]
-            ones = [await pipeline.score_rollout(request) for request in requests]
-            group = await pipeline.score_group(requests)
+            ones = [
+                results
+                for request in requests
+                for results in await score_rollouts(components, RewardScope.POINTWISE, [request])
+            ]
+            group = await score_rollouts(components, RewardScope.GROUP, requests)
             rewards = [weighted_rewards([*one, *others]) for one, others in zip(ones, group, strict=True)]
             assert rewards == [
                 {"accuracy": 1.0, "short_turns": 0.1, "shortest_of_group": 0.2},
@@ -91,14 +106,17 @@ def test_the_examples_with_steps_work(folder: Path, monkeypatch: pytest.MonkeyPa
 
     async def run() -> None:
         async with Sandbox(SandboxConfig(require=Isolation.NONE)) as sandbox:
-            pipeline = build_pipeline(configs()[1], sandbox)
-            await pipeline.start()
+            components = await checked_components(configs()[1], sandbox)
             requests = [
                 dataclasses.replace(request_of(messages=(*example, *messages)), num_prompt_messages=5)
                 for messages in (good, bad)
             ]
-            ones = [await pipeline.score_rollout(request) for request in requests]
-            group = await pipeline.score_group(requests)
+            ones = [
+                results
+                for request in requests
+                for results in await score_rollouts(components, RewardScope.POINTWISE, [request])
+            ]
+            group = await score_rollouts(components, RewardScope.GROUP, requests)
             rewards = [weighted_rewards([*one, *others]) for one, others in zip(ones, group, strict=True)]
             # Half of the tool calls of the first message succeeded, and all of the second's.
             assert rewards == [

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from marin_rl.config.decode import decode
-from marin_rl.rewards.combine import evaluation_metrics
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope
-from marin_rl.rewards.failures import RewardCallError, RewardFailure
+from marin_rl.rewards.functions import RewardCallError, RewardFailure
 from marin_rl.rewards.judge import JudgeComparison, LlmJudge, LlmJudgeConfig, shown_order
-from marin_rl.rewards.pipeline import RewardPipeline
+from marin_rl.rewards.pipeline import evaluation_metrics, score_rollouts
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import RewardResult
 
@@ -206,10 +205,9 @@ def test_failed_judge_call_is_counted(endpoint: Endpoint, request_of):
     endpoint.replies = lambda count: (500, {})
 
     async def run() -> None:
-        pipeline = RewardPipeline([LlmJudge(config(endpoint, name="taste"))])
-        await pipeline.start()
-        [evaluation] = await pipeline.score_rollout(request_of())
-        await pipeline.close()
+        component = LlmJudge(config(endpoint, name="taste"))
+        [[evaluation]] = await score_rollouts([component], RewardScope.POINTWISE, [request_of()])
+        await component.close()
         assert evaluation.score is None
         assert evaluation.failure == "request"
 
@@ -306,10 +304,9 @@ def test_invalid_comparison_fails_the_whole_group(
     )
 
     async def run() -> list[list[RewardResult]]:
-        pipeline = RewardPipeline([LlmJudge(configured)])
-        await pipeline.start()
-        results = await pipeline.score_group([request_of("46"), request_of("47")])
-        await pipeline.close()
+        component = LlmJudge(configured)
+        results = await score_rollouts([component], RewardScope.GROUP, [request_of("46"), request_of("47")])
+        await component.close()
         return results
 
     results = [evaluation for [evaluation] in asyncio.run(run())]

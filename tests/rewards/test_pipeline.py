@@ -10,17 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from marin_rl.metrics import Metric, Reduction
-from marin_rl.rewards.combine import evaluation_metrics, failure, weighted_rewards
+from marin_rl.rewards.code import CodeRewardConfig
 from marin_rl.rewards.component import FunctionRewardConfig, RewardComponent, RewardConfigError, RewardScope
-from marin_rl.rewards.failures import RewardCallError, RewardFailure
-from marin_rl.rewards.functions import EvaluateResult, RewardRequest, StepOutput
-from marin_rl.rewards.pipeline import RewardPipeline, build_pipeline
+from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest, StepOutput
+from marin_rl.rewards.pipeline import (
+    StepIndexError,
+    align_steps,
+    build_components,
+    evaluation_metrics,
+    failure,
+    score_rollouts,
+    turn_rewards,
+    weighted_rewards,
+)
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.types import RewardResult, TurnReward
+from marin_rl.types import Message, RewardResult, TurnReward
 
 
 class Scripted:
@@ -30,7 +40,6 @@ class Scripted:
         self.name, self.weight, self.scope = name, weight, scope
         self.answer = answer
         self.asked: list[list[str]] = []
-        self.closed = 0
 
     async def check(self) -> None: ...
 
@@ -40,8 +49,13 @@ class Scripted:
             raise self.answer
         return [self.answer] * len(requests)
 
-    async def close(self) -> None:
-        self.closed += 1
+    async def close(self) -> None: ...
+
+
+def score_one(components: Sequence[RewardComponent], request: RewardRequest) -> list[RewardResult]:
+    """Results of the pointwise components for one rollout."""
+    [results] = asyncio.run(score_rollouts(components, RewardScope.POINTWISE, [request]))
+    return results
 
 
 TIMEOUT = RewardCallError(RewardFailure.TIMEOUT, "no answer")
@@ -50,20 +64,18 @@ TIMEOUT = RewardCallError(RewardFailure.TIMEOUT, "no answer")
 def test_components_of_each_scope_are_called_once(request_of):
     parts = [Scripted(scope.value, EvaluateResult(score=1.0), scope) for scope in RewardScope]
     assert all(isinstance(part, RewardComponent) for part in parts)
-    pipeline = RewardPipeline(parts)
     requests = [request_of(rollout_id=f"r{index}") for index in range(3)]
 
     async def run() -> list[Any]:
-        ones = [await pipeline.score_rollout(request) for request in requests]
-        results = [ones, await pipeline.score_group(requests), await pipeline.score_batch(requests)]
-        await pipeline.close()
-        return results
+        ones = [await score_rollouts(parts, RewardScope.POINTWISE, [request]) for request in requests]
+        group, batch = [
+            await score_rollouts(parts, scope, requests) for scope in (RewardScope.GROUP, RewardScope.BATCH)
+        ]
+        return [[results for [results] in ones], group, batch]
 
     for scope, results in zip(RewardScope, asyncio.run(run()), strict=True):
         assert results == [[RewardResult(scope.value, 1.0, 1.0)]] * 3
     assert [part.asked for part in parts] == [[["r0"], ["r1"], ["r2"]], [["r0", "r1", "r2"]], [["r0", "r1", "r2"]]]
-    assert [part.closed for part in parts] == [1, 1, 1]
-    assert all(pipeline.has(scope) for scope in RewardScope)
 
 
 def test_result_of_a_component(request_of):
@@ -73,8 +85,7 @@ def test_result_of_a_component(request_of):
         metrics={"length": 2.0},
         reason="because",
     )
-    pipeline = RewardPipeline([Scripted("style", result, weight=3.0)])
-    assert asyncio.run(pipeline.score_rollout(request_of())) == [
+    assert score_one([Scripted("style", result, weight=3.0)], request_of()) == [
         RewardResult(
             component="style",
             weight=3.0,
@@ -89,8 +100,7 @@ def test_result_of_a_component(request_of):
 @pytest.mark.parametrize(("score", "expected"), [(None, 2.0), (0.0, 0.0)])
 def test_step_rewards_sum_to_the_score_without_one(request_of, score, expected):
     result = EvaluateResult(score=score, step_outputs=(StepOutput(step_index=1, base_reward=2.0),))
-    pipeline = RewardPipeline([Scripted("style", result, weight=3.0)])
-    [evaluation] = asyncio.run(pipeline.score_rollout(request_of()))
+    [evaluation] = score_one([Scripted("style", result, weight=3.0)], request_of())
     assert (evaluation.score, evaluation.steps) == (expected, (TurnReward(0, 2.0),))
     assert weighted_rewards([evaluation]) == {"style": 3 * expected}
     assert evaluation_metrics([evaluation]) == {"rewards/style/score": Metric(expected)}
@@ -114,8 +124,7 @@ def test_step_rewards_sum_to_the_score_without_one(request_of, score, expected):
     ],
 )
 def test_failed_score_fails_only_its_rollout(request_of, answer, cause, said):
-    pipeline = RewardPipeline([Scripted("good", EvaluateResult(score=1.0)), Scripted("bad", answer)])
-    good, bad = asyncio.run(pipeline.score_rollout(request_of()))
+    good, bad = score_one([Scripted("good", EvaluateResult(score=1.0)), Scripted("bad", answer)], request_of())
     assert (good.score, bad.score) == (1.0, None)
     assert said in str(bad.error)
     assert f"reward 'bad': {cause.value}: " in str(failure([good, bad]))
@@ -127,8 +136,9 @@ def test_failed_score_fails_only_its_rollout(request_of, answer, cause, said):
 
 
 def test_failed_group_call_fails_the_whole_group(request_of):
-    pipeline = RewardPipeline([Scripted("compare", TIMEOUT, RewardScope.GROUP)])
-    results = asyncio.run(pipeline.score_group([request_of(rollout_id="a"), request_of(rollout_id="b")]))
+    part = Scripted("compare", TIMEOUT, RewardScope.GROUP)
+    requests = [request_of(rollout_id="a"), request_of(rollout_id="b")]
+    results = asyncio.run(score_rollouts([part], RewardScope.GROUP, requests))
     assert [[one.score for one in rollout] for rollout in results] == [[None], [None]]
     assert [one.failure for rollout in results for one in rollout] == ["timeout", "timeout"]
 
@@ -138,20 +148,129 @@ def test_other_errors_propagate(request_of):
         async def score(self, requests):
             raise ZeroDivisionError
 
-    pipeline = RewardPipeline([Broken("broken", None)])
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(pipeline.score_rollout(request_of()))
+        score_one([Broken("broken", None)], request_of())
 
 
 def test_names_are_unique():
+    same = [CodeRewardConfig(name="style"), CodeRewardConfig(name="style", weight=2.0)]
     with pytest.raises(RewardConfigError, match="duplicate names style"):
-        RewardPipeline([Scripted("style", None), Scripted("style", None)])
+        build_components(same, object.__new__(Sandbox))
 
 
 def test_no_rollouts_call_no_component():
     part = Scripted("compare", TIMEOUT, RewardScope.BATCH)
-    assert asyncio.run(RewardPipeline([part]).score_batch([])) == []
+    assert asyncio.run(score_rollouts([part], RewardScope.BATCH, [])) == []
     assert part.asked == []
+
+
+ROLES = ("system", "user", "assistant", "user", "assistant", "tool", "assistant")
+
+
+def chat(roles) -> list[Message]:
+    return [Message(role=role, content="") for role in roles]
+
+
+def test_steps_are_aligned_with_turns():
+    steps = [
+        StepOutput(step_index=6, base_reward=3.0),
+        StepOutput(step_index=2, base_reward=1.0, reason="good", metrics={"moves": 2.0}),
+    ]
+    assert align_steps("r1", chat(ROLES), steps) == {
+        0: TurnReward(turn=0, base_reward=1.0, reason="good", metrics={"moves": 2.0}),
+        2: TurnReward(turn=2, base_reward=3.0),
+    }
+
+
+def test_prompt_examples_are_not_turns():
+    [(turn, step)] = align_steps("r1", chat(ROLES), [StepOutput(step_index=4, base_reward=1.0)], 3).items()
+    assert turn == step.turn == 0
+    with pytest.raises(StepIndexError, match=r"rollout r1: step_index 2 refers to an example in the prompt.* are 4, 6"):
+        align_steps("r1", chat(ROLES), [StepOutput(step_index=2, base_reward=1.0)], 3)
+
+
+@pytest.mark.parametrize(
+    ("indices", "problem"),
+    [
+        ([1], "step_index 1 refers to a message of role 'user'"),
+        ([0], "step_index 0 refers to a message of role 'system'"),
+        ([5], "step_index 5 refers to a message of role 'tool'"),
+        ([7], "step_index 7 is out of range for 7 messages"),
+        ([2, 4, 2], "step_index 2 is repeated"),
+    ],
+)
+def test_wrong_indices_are_named(indices, problem):
+    steps = [StepOutput(step_index=index, base_reward=0.0) for index in indices]
+    with pytest.raises(StepIndexError) as raised:
+        align_steps("rollout-17", chat(ROLES), steps)
+    assert str(raised.value) == f"rollout rollout-17: {problem}; the indices of the policy's messages are 2, 4, 6"
+
+
+def test_conversation_without_policy_messages():
+    with pytest.raises(StepIndexError, match="none \\(it has no messages\\)"):
+        align_steps("r1", chat(["user"]), [StepOutput(step_index=0, base_reward=0.0)])
+
+
+@given(
+    roles=st.lists(st.sampled_from(["user", "assistant", "tool"]), max_size=12),
+    first=st.integers(0, 12),
+    data=st.data(),
+)
+def test_each_policy_message_is_one_turn(roles, first, data):
+    messages = chat(roles)
+    # The oracle counts the policy's messages.
+    turns, count = {}, 0
+    for index, role in enumerate(roles):
+        if index >= first and role == "assistant":
+            turns[index] = count
+            count += 1
+    chosen = data.draw(st.lists(st.sampled_from(sorted(turns)), unique=True)) if turns else []
+    steps = [StepOutput(step_index=index, base_reward=float(index)) for index in chosen]
+    found = align_steps("r1", messages, steps, first)
+    assert {turn: step.base_reward for turn, step in found.items()} == {turns[index]: float(index) for index in chosen}
+    assert list(found) == sorted(found)
+
+
+CORRECT = RewardResult(
+    "correct",
+    weight=2.0,
+    score=1.0,
+    steps=(TurnReward(0, 0.5, metrics={"moves": 1.0}), TurnReward(2, 0.0, metrics={"moves": 4.0})),
+    metrics={"length": 3.0, "score": 99.0, "failed_timeout": 99.0},
+)
+SHORT = RewardResult("short", weight=-0.5, score=0.5, steps=(TurnReward(2, 4.0),))
+LOST = RewardResult("judge", weight=1.0, score=None, error="timeout: no answer", failure="timeout")
+
+
+def test_rewards_are_weighted():
+    assert weighted_rewards([CORRECT, SHORT]) == {"correct": 2.0, "short": -0.25}
+    assert failure([CORRECT, SHORT]) is None
+
+
+def test_a_missing_score_fails_the_rollout():
+    assert failure([CORRECT, LOST]) == "reward 'judge': timeout: no answer"
+    with pytest.raises(ValueError, match="'judge': timeout: no answer"):
+        weighted_rewards([CORRECT, LOST])
+
+
+def test_turn_rewards_have_the_names_of_their_components():
+    assert turn_rewards([CORRECT, SHORT], 3) == [{"correct": 1.0}, {}, {"correct": 0.0, "short": -2.0}]
+    assert turn_rewards([], 2) == [{}, {}]
+    with pytest.raises(IndexError):
+        turn_rewards([CORRECT], 2)
+
+
+def test_metrics_are_means_over_rollouts_and_steps():
+    other = RewardResult("correct", weight=2.0, score=0.0, metrics={"length": 6.0})
+    lost = RewardResult("correct", weight=2.0, score=None, error="timeout: no answer", failure="timeout")
+    found = evaluation_metrics([CORRECT, other, LOST, lost])
+    assert {name: (metric.value, metric.weight) for name, metric in found.items()} == {
+        "rewards/correct/score": (0.5, 2.0),
+        "rewards/correct/length": (4.5, 2.0),
+        "rewards/correct/moves": (2.5, 2.0),
+        "rewards/correct/failed_timeout": (1.0, 1.0),
+        "rewards/judge/failed_timeout": (1.0, 1.0),
+    }
 
 
 REWARDS = """
@@ -186,13 +305,14 @@ def test_rewards_of_a_user_file(request_of, tmp_path: Path, monkeypatch: pytest.
 
     async def run() -> tuple[list[list[RewardResult]], list[list[RewardResult]]]:
         async with Sandbox(SandboxConfig(require=Isolation.NONE)) as sandbox:
-            pipeline = build_pipeline(configs, sandbox)
-            await pipeline.start()
-            assert pipeline.has(RewardScope.GROUP)
-            assert not pipeline.has(RewardScope.BATCH)
+            components = build_components(configs, sandbox)
+            for component in components:
+                await component.check()
             requests = [request_of(reply, rollout_id=f"r{index}") for index, reply in enumerate(replies)]
-            ones = await asyncio.gather(*(pipeline.score_rollout(request) for request in requests))
-            return list(ones), await pipeline.score_group(requests)
+            ones = await asyncio.gather(
+                *(score_rollouts(components, RewardScope.POINTWISE, [request]) for request in requests)
+            )
+            return [results for [results] in ones], await score_rollouts(components, RewardScope.GROUP, requests)
 
     ones, group = asyncio.run(run())
     assert weighted_rewards([*ones[0], *group[0]]) == {"accuracy": 2.0, "exact": 1.0, "shortest": 0.5}

@@ -8,14 +8,15 @@ import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from marin_rl.environments import ArithmeticConfig, TextGameConfig, ToolUseConfig
 from marin_rl.environments.base import Split, Step
-from marin_rl.rewards.component import FunctionRewardConfig
+from marin_rl.rewards.component import FunctionRewardConfig, RewardComponentConfig, RewardScope
+from marin_rl.rewards.functions import EvaluateResult, RewardRequest
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
@@ -167,13 +168,46 @@ def test_close_does_not_wait_for_a_blocked_event_loop(
     assert sandbox.worker_pids == []
 
 
-def test_an_interrupt_during_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch):
+@dataclasses.dataclass
+class Component:
+    """A reward component that calls a function of the test in `check`, and may fail to close."""
+
+    on_check: Callable[[], Awaitable[None]] | None = None
+    fails_to_close: bool = False
+    name: str = "scripted"
+    weight: float = 1.0
+    scope: RewardScope = RewardScope.POINTWISE
+    is_closed: bool = False
+
+    async def check(self) -> None:
+        if self.on_check is not None:
+            await self.on_check()
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        self.is_closed = True
+        if self.fails_to_close:
+            raise OSError("the connection does not close")
+
+
+@dataclasses.dataclass(frozen=True)
+class Built(RewardComponentConfig):
+    """Config of a component that exists already."""
+
+    component: Component
+
+    def build(self, sandbox: Sandbox) -> Component:
+        return self.component
+
+
+def test_an_interrupt_during_start_leaves_no_process():
     pids: list[int] = []
     cancelled = threading.Event()
+    sandbox = Sandbox(SandboxConfig(require=Isolation.NONE, workers=1))
 
-    async def start_for_ever(self: RewardFunctions) -> None:
-        sandbox = self._sandbox
-        await sandbox.start()
+    async def check_for_ever() -> None:
         await sandbox.run_python("print(1)")
         pids.extend(sandbox.worker_pids)
         # Like Ctrl-C.
@@ -185,11 +219,12 @@ def test_an_interrupt_during_start_leaves_no_process(monkeypatch: pytest.MonkeyP
             raise
 
     main = threading.get_ident()
-    monkeypatch.setattr(RewardFunctions, "_start", start_for_ever)
     loop = BackgroundLoop()
+    component = Component(check_for_ever)
     with pytest.raises(KeyboardInterrupt):
-        empty_reward_functions(loop)
+        RewardFunctions({"game": [Built(component)]}, sandbox, loop)
     assert cancelled.is_set()
+    assert component.is_closed
     [pid] = pids
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -247,27 +282,15 @@ def test_functions_in_the_sandbox_receive_the_last_observation(tmp_path: Path):
         loop.close()
 
 
-@dataclasses.dataclass
-class Pipeline:
-    """Records `close`, which may fail."""
-
-    breaks: bool
-    is_closed: bool = False
-
-    async def close(self) -> None:
-        self.is_closed = True
-        if self.breaks:
-            raise OSError("the connection does not close")
-
-
-def test_the_sandbox_closes_if_a_pipeline_fails_to_close(monkeypatch: pytest.MonkeyPatch):
+def test_the_sandbox_closes_if_a_component_fails_to_close():
     loop = BackgroundLoop()
-    reward_functions, sandbox = empty_reward_functions(loop)
+    sandbox = Sandbox(SandboxConfig(require=Isolation.NONE, workers=1))
+    components = [Component(name=name, fails_to_close=name == "bad") for name in ("good", "bad", "other")]
+    first, second, other = map(Built, components)
+    reward_functions = RewardFunctions({"one": [first, second], "two": [other]}, sandbox, loop)
     assert loop.submit(sandbox.run_python("print(1)")).result().stdout == "1\n"
-    pipelines = [Pipeline(breaks) for breaks in (False, True, False)]
-    monkeypatch.setattr(reward_functions, "_pipelines", dict(enumerate(pipelines)))
     with pytest.raises(OSError, match="the connection does not close"):
         reward_functions.close()
-    assert all(pipeline.is_closed for pipeline in pipelines)
+    assert all(component.is_closed for component in components)
     assert sandbox.worker_pids == []
     loop.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from marin_rl.config_fields import convert_enum_fields
 from marin_rl.rewards.sandbox.isolation import Isolation
-from marin_rl.rewards.sandbox.limits import CallLimits
+from marin_rl.rewards.sandbox.protocol import CallLimits
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,11 +24,9 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from marin_rl.rewards.sandbox import kernel, protocol
-from marin_rl.rewards.sandbox.landlock import restrict_files, restrict_writes
-from marin_rl.rewards.sandbox.limits import limit_call, limit_import
+from marin_rl.rewards.sandbox import protocol
+from marin_rl.rewards.sandbox.isolation import IS_LINUX, confine_call, confine_import, exit_with_parent
 from marin_rl.rewards.sandbox.protocol import WorkerSpec
-from marin_rl.rewards.sandbox.seccomp import SystemCalls, restrict_system_calls
 
 CONFINED = b"confined\n"
 """First bytes on the answer pipe of a call, written after its process is confined and before it runs user code. A call
@@ -37,9 +35,14 @@ cannot remove them, and so cannot pretend that it was not run."""
 ENDED, CONTINUE = b"e", b"g"
 """Message of the forkserver when a call's process has ended, and the reply that lets it reap the process."""
 
+STATUS = "=id"
+"""Format of the forkserver's last message about a call: its exit status and CPU seconds."""
+
 _DESCRIPTORS = 4
+"""Descriptors of a call: stdin, stdout, stderr and the answer pipe."""
 _ANSWER = 3
-_DEVICES_READ = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_WAIT_ALL = 0x40000000
+"""`__WALL` for waitpid: also wait for children that were cloned without SIGCHLD (Linux)."""
 
 
 def run(spec: WorkerSpec, source: str, connection: socket.socket, parent: int) -> None:
@@ -52,7 +55,7 @@ def run(spec: WorkerSpec, source: str, connection: socket.socket, parent: int) -
         parent: process id of the worker.
     """
     connection = _leave_worker(connection, parent)
-    _confine_import(spec)
+    confine_import(spec)
     sys.path.extend(spec.python_path)
     try:
         module = None if spec.file is None else _load(spec.file, source)
@@ -60,18 +63,49 @@ def run(spec: WorkerSpec, source: str, connection: socket.socket, parent: int) -
         connection.sendall(protocol.encode({"forkserver": None, "failed": _explain(error)}))
         return
     # A forked process has only the thread that forked. Off Linux the loading process itself serves calls.
-    if kernel.IS_LINUX and os.fork() != 0:
+    if IS_LINUX and os.fork() != 0:
         while True:
             signal.pause()
     _serve(spec, connection, module, parent)
 
 
+def _leave_worker(connection: socket.socket, parent: int) -> socket.socket:
+    """Close all descriptors inherited from the worker, in particular its pipes to the trainer."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if IS_LINUX:
+        exit_with_parent(parent)
+    os.setsid()
+    descriptor = os.dup2(connection.detach(), _ANSWER)
+    os.closerange(_ANSWER + 1, os.sysconf("SC_OPEN_MAX"))
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    os.close(null)
+    return socket.socket(fileno=descriptor)
+
+
+def _load(file: str, source: str) -> types.ModuleType:
+    sys.path.append(os.path.dirname(file))
+    name = "reward_file_" + os.path.basename(file).removesuffix(".py")
+    module_spec = importlib.util.spec_from_file_location(name, file)
+    if module_spec is None or module_spec.loader is None:
+        raise ImportError(f"{file} is not a Python file")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module
+    exec(compile(source.encode("latin-1"), file, "exec", dont_inherit=True), module.__dict__)
+    return module
+
+
 def _serve(spec: WorkerSpec, connection: socket.socket, module: types.ModuleType | None, parent: int) -> None:
-    if kernel.IS_LINUX:
+    if IS_LINUX:
         os.setsid()
         # A descriptor that the user's code opened could be a duplicate of the connection.
         os.closerange(_ANSWER + 1, os.sysconf("SC_OPEN_MAX"))
-    functions = {} if module is None else _reward_functions(module)
+    functions: dict[str, Any] = {}
+    if module is not None:
+        from marin_rl.rewards.functions import RewardFunction
+
+        functions = {name: value for name, value in vars(module).items() if isinstance(value, RewardFunction)}
     # Freeze the objects, so that the garbage collector of a child does not write to pages that it shares with this
     # process.
     gc.collect()
@@ -79,8 +113,8 @@ def _serve(spec: WorkerSpec, connection: socket.socket, module: types.ModuleType
     connection.sendall(protocol.encode({"forkserver": os.getpid(), "failed": None}))
     if not connection.recv(len(CONTINUE)):
         return
-    if kernel.IS_LINUX:
-        kernel.exit_with_parent(parent)
+    if IS_LINUX:
+        exit_with_parent(parent)
     while _serve_one(spec, connection, functions):
         pass
 
@@ -102,7 +136,7 @@ def parse_ready(data: bytes) -> tuple[int | None, str | None]:
 
 
 def parse_functions(data: bytes) -> tuple[dict[str, Any], str | None]:
-    """Parse the descriptions of the file's reward functions; returns them and an error message or None."""
+    """Parse the untrusted descriptions of the file's reward functions; returns them and an error message or None."""
     message = _parse(data)
     if isinstance(message.get("functions"), dict):
         return message["functions"], None
@@ -119,79 +153,13 @@ def _parse(data: bytes) -> dict[str, Any]:
     return message if isinstance(message, dict) else {}
 
 
-def _leave_worker(connection: socket.socket, parent: int) -> socket.socket:
-    """Close all descriptors inherited from the worker, in particular its pipes to the trainer."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if kernel.IS_LINUX:
-        kernel.exit_with_parent(parent)
-    os.setsid()
-    descriptor = os.dup2(connection.detach(), _ANSWER)
-    os.closerange(_ANSWER + 1, os.sysconf("SC_OPEN_MAX"))
-    null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(null, stream)
-    os.close(null)
-    return socket.socket(fileno=descriptor)
-
-
-def _confine_import(spec: WorkerSpec) -> None:
-    limit_import(spec.limits)
-    if spec.landlock:
-        restrict_files((*spec.read, *_DEVICES_READ), (spec.scratch, os.devnull), spec.landlock)
-    if spec.seccomp:
-        kernel.drop_capabilities()
-        # The forkserver has to fork, and its children set their own limits.
-        restrict_system_calls(SystemCalls(processes=True, signals=_may_signal(spec), limits=True))
-
-
-def _confine_call(spec: WorkerSpec, folder: str, loaded_bytes: int) -> None:
-    limit_call(spec.limits, loaded_bytes, spec.has_namespaces)
-    if spec.landlock:
-        restrict_writes((folder, os.devnull), spec.landlock)
-    if spec.seccomp:
-        restrict_system_calls(SystemCalls(processes=spec.limits.processes > 0, signals=_may_signal(spec), limits=False))
-
-
-def _may_signal(spec: WorkerSpec) -> bool:
-    # Only calls that start processes need signals, and only in namespaces can they not reach other processes.
-    return spec.limits.processes > 0 and spec.has_namespaces
-
-
-def _load(file: str, source: str) -> types.ModuleType:
-    sys.path.append(os.path.dirname(file))
-    name = "reward_file_" + os.path.basename(file).removesuffix(".py")
-    module_spec = importlib.util.spec_from_file_location(name, file)
-    if module_spec is None or module_spec.loader is None:
-        raise ImportError(f"{file} is not a Python file")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module
-    exec(compile(source.encode("latin-1"), file, "exec", dont_inherit=True), module.__dict__)
-    return module
-
-
-def _reward_functions(module: types.ModuleType) -> dict[str, Any]:
-    from marin_rl.rewards.functions import RewardFunction
-
-    return {name: value for name, value in vars(module).items() if isinstance(value, RewardFunction)}
-
-
-def _describe(function: Any) -> dict[str, Any]:
-    from marin_rl.rewards.functions import required_options
-
-    return {"mode": function.mode.value, "required": required_options(function)}
-
-
 def _serve_one(spec: WorkerSpec, connection: socket.socket, functions: Mapping[str, Any]) -> bool:
     header, descriptors, _, _ = socket.recv_fds(connection, protocol.HEADER_BYTES, _DESCRIPTORS)
     if len(header) < protocol.HEADER_BYTES:
         return False
-    data = bytearray()
-    size = protocol.length(header)
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            return False
-        data += part
+    data = protocol.read_exactly(connection.fileno(), protocol.length(header))
+    if data is None:
+        return False
     own = os.getpid()
     child = os.fork()
     if child == 0:
@@ -205,16 +173,12 @@ def _serve_one(spec: WorkerSpec, connection: socket.socket, functions: Mapping[s
     if not connection.recv(len(CONTINUE)):
         return False
     _, status, usage = os.wait4(child, 0)
-    _reap_siblings()
-    connection.sendall(struct.pack("=id", status, usage.ru_utime + usage.ru_stime))
-    return True
-
-
-def _reap_siblings() -> None:
-    """Reap processes that a call made children of this one with CLONE_PARENT; the worker has killed them."""
+    # Reap processes that the call made children of this one with CLONE_PARENT; the worker has killed them.
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG | kernel.WAIT_ALL)[0]:
+        while os.waitpid(-1, os.WNOHANG | (_WAIT_ALL if IS_LINUX else 0))[0]:
             pass
+    connection.sendall(struct.pack(STATUS, status, usage.ru_utime + usage.ru_stime))
+    return True
 
 
 def _be_child(
@@ -223,49 +187,57 @@ def _be_child(
     """Run one call and exit."""
     status = 1
     try:
-        if kernel.IS_LINUX:
-            kernel.exit_with_parent(parent)
+        if IS_LINUX:
+            exit_with_parent(parent)
             # A separate process group, so that the worker can kill the call and its children at once.
             os.setsid()
-        _take_descriptors(descriptors)
+        # The received descriptors have larger numbers than their targets, so none is overwritten before it is moved.
+        for target, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, target)
+        os.closerange(_DESCRIPTORS, max(descriptors) + 1)
         os.environ |= {"TMPDIR": request["folder"], "HOME": request["folder"]}
         tempfile.tempdir = None
         os.chdir(request["folder"])
-        _confine_call(spec, request["folder"], request["loaded_bytes"])
+        confine_call(spec, request["folder"], request["loaded_bytes"])
         os.write(_ANSWER, CONFINED)
         if request["kind"] == "python":
             os.close(_ANSWER)
             status = _run_program(request["code"], spec)
         else:
-            _answer(request, functions)
+            protocol.write(_ANSWER, _answer(request, functions).encode("utf-8", errors="replace"))
             status = 0
     except BaseException:
         traceback.print_exc()
     finally:
-        _flush()
+        for stream in (sys.stdout, sys.stderr):
+            # The call may have closed or replaced the streams; its output is then lost.
+            with contextlib.suppress(BaseException):
+                stream.flush()
         os._exit(status)
 
 
-def _take_descriptors(descriptors: list[int]) -> None:
-    # The received descriptors have larger numbers than their targets, so none is overwritten before it is moved.
-    for target, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, target)
-    os.closerange(_DESCRIPTORS, max(descriptors) + 1)
-
-
-def _answer(request: dict[str, Any], functions: Mapping[str, Any]) -> None:
+def _answer(request: dict[str, Any], functions: Mapping[str, Any]) -> str:
     try:
         if request["kind"] == "describe":
-            answer = json.dumps({"functions": {name: _describe(function) for name, function in functions.items()}})
-        else:
-            answer = _run_function(request, functions)
+            return _describe(functions)
+        return _run_function(request, functions)
     except MemoryError:
-        answer = '{"memory": true}'
+        return '{"memory": true}'
     except BaseException as error:
-        answer = json.dumps({"raised": _explain(error)})
-    rest = memoryview(answer.encode("utf-8", errors="replace"))
-    while rest:
-        rest = rest[os.write(_ANSWER, rest) :]
+        return json.dumps({"raised": _explain(error)})
+
+
+def _describe(functions: Mapping[str, Any]) -> str:
+    from marin_rl.rewards.functions import required_options
+
+    return json.dumps(
+        {
+            "functions": {
+                name: {"mode": function.mode.value, "required": required_options(function)}
+                for name, function in functions.items()
+            }
+        }
+    )
 
 
 def _run_function(request: dict[str, Any], functions: Mapping[str, Any]) -> str:
@@ -293,27 +265,16 @@ def _run_program(code: str, spec: WorkerSpec) -> int:
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
     except SystemExit as error:
-        return _exit_status(error.code)
+        if error.code is None:
+            return 0
+        if isinstance(error.code, int):
+            return error.code & 0xFF
+        print(error.code, file=sys.stderr)
+        return 1
     except BaseException:
         traceback.print_exc()
         return 1
     return 0
-
-
-def _exit_status(code: object) -> int:
-    if code is None:
-        return 0
-    if isinstance(code, int):
-        return code & 0xFF
-    print(code, file=sys.stderr)
-    return 1
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        # The call may have closed or replaced the streams; its output is then lost.
-        with contextlib.suppress(BaseException):
-            stream.flush()
 
 
 def _explain(error: BaseException) -> str:

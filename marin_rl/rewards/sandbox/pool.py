@@ -15,33 +15,32 @@ as JSON and validated here.
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import pydantic
 
 from marin_rl.errors import UserError
-from marin_rl.rewards.failures import RewardCallError, RewardFailure, failure_of
 from marin_rl.rewards.functions import (
     EvaluateResult,
+    RewardCallError,
+    RewardFailure,
     RewardFunctionError,
     RewardMode,
     RewardRequest,
     check_metric_names,
 )
-from marin_rl.rewards.sandbox.command import hidden_path, python_path, readable_paths
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rewards.sandbox.isolation import Isolation, SelfTest
-from marin_rl.rewards.sandbox.landlock import OLDEST_VERSION, landlock_version
-from marin_rl.rewards.sandbox.protocol import WorkerSpec
+from marin_rl.rewards.sandbox.isolation import OLDEST_LANDLOCK, SELF_TEST, Isolation, find_holes, landlock_version
 from marin_rl.rewards.sandbox.seccomp import seccomp_is_supported
-from marin_rl.rewards.sandbox.worker_process import WorkerLostError, WorkerProcess
+from marin_rl.rewards.sandbox.worker_process import WorkerLostError, WorkerProcess, failure_of, worker_spec
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +123,7 @@ class Sandbox:
         self._bubblewrap = shutil.which("bwrap")
         self._landlock = landlock_version()
         self._slots = asyncio.Semaphore(config.workers)
-        self._idle: list[tuple[str | None, WorkerProcess]] = []
+        self._idle: list[WorkerProcess] = []
         self._workers: set[WorkerProcess] = set()
         self._starting = 0
         self._sources: dict[str, bytes] = {}
@@ -144,9 +143,12 @@ class Sandbox:
         Raises:
             IsolationError: if it is less than `require`.
         """
-        levels = (Isolation.FULL, Isolation.PARTIAL, Isolation.NONE)
-        for level in [level for level in levels if level.rank <= self._strongest.rank]:
-            missing = await self._try(level)
+        for level in (Isolation.FULL, Isolation.PARTIAL, Isolation.NONE):
+            if level.rank > self._strongest.rank:
+                continue
+            missing = None
+            if level is not Isolation.NONE:
+                missing = self._missing_requirement(level) or await self._test(level)
             if missing is None:
                 self._isolation = level
                 break
@@ -181,7 +183,7 @@ class Sandbox:
         """Describe the active isolation and the missing requirements of stronger levels in one line."""
         mechanisms = {
             Isolation.FULL: "bubblewrap, seccomp"
-            + (f", Landlock {self._landlock}" if self._landlock >= OLDEST_VERSION else ""),
+            + (f", Landlock {self._landlock}" if self._landlock >= OLDEST_LANDLOCK else ""),
             Isolation.PARTIAL: f"Landlock {self._landlock}, seccomp",
             Isolation.NONE: "user code is not isolated from this machine",
         }[self.isolation]
@@ -224,11 +226,23 @@ class Sandbox:
         Raises:
             RewardCallError: if the call failed; the failure is counted in `failures`.
         """
-        try:
-            return await self._call(function, requests, options)
-        except RewardCallError as error:
-            self.failures[error.cause] += 1
-            raise
+        request = {
+            "kind": "call",
+            "function": function.name,
+            "requests": [dataclasses.asdict(request) for request in requests],
+            "options": dict(options),
+        }
+        with self._counting_failures():
+            report = await self._ask(function.file, request)
+            if "not_loaded" in report:
+                raise RewardCallError(RewardFailure.WORKER, f"{function.file} cannot be loaded: {report['not_loaded']}")
+            for stream in ("stdout", "stderr"):
+                if report[stream]:
+                    logger.debug("%s wrote to %s: %s", function.name, stream, report[stream])
+            failure = failure_of(report, self.config.cpu_seconds)
+            if failure is not None:
+                raise failure
+            return _validated(report["answer"], len(requests))
 
     async def run_python(self, code: str, stdin: str = "") -> PythonResult:
         """Run a program that a model wrote, as `python main.py` would.
@@ -243,11 +257,8 @@ class Sandbox:
         Raises:
             RewardCallError: if the sandbox itself failed; the failure is counted in `failures`.
         """
-        try:
+        with self._counting_failures():
             report = await self._ask(None, {"kind": "python", "code": code, "stdin": stdin})
-        except RewardCallError as error:
-            self.failures[error.cause] += 1
-            raise
         failure = failure_of(report, self.config.cpu_seconds)
         return PythonResult(report["stdout"], report["stderr"], failure, report["seconds"])
 
@@ -257,27 +268,13 @@ class Sandbox:
         self._idle.clear()
         await asyncio.gather(*(worker.close() for worker in workers))
 
-    async def _call(
-        self, function: UserFunction, requests: Sequence[RewardRequest], options: Mapping[str, Any]
-    ) -> list[EvaluateResult]:
-        report = await self._ask(
-            function.file,
-            {
-                "kind": "call",
-                "function": function.name,
-                "requests": [dataclasses.asdict(request) for request in requests],
-                "options": dict(options),
-            },
-        )
-        if "not_loaded" in report:
-            raise RewardCallError(RewardFailure.WORKER, f"{function.file} cannot be loaded: {report['not_loaded']}")
-        for stream in ("stdout", "stderr"):
-            if report[stream]:
-                logger.debug("%s wrote to %s: %s", function.name, stream, report[stream])
-        failure = failure_of(report, self.config.cpu_seconds)
-        if failure is not None:
-            raise failure
-        return _validated(report["answer"], len(requests))
+    @contextlib.contextmanager
+    def _counting_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except RewardCallError as error:
+            self.failures[error.cause] += 1
+            raise
 
     async def _ask(self, file: str | None, request: dict[str, Any]) -> dict[str, Any]:
         async with self._slots:
@@ -293,7 +290,7 @@ class Sandbox:
                         raise RewardCallError(RewardFailure.WORKER, str(error)) from error
                 finally:
                     if worker.is_usable:
-                        self._idle.append((file, worker))
+                        self._idle.append(worker)
                     else:
                         self._workers.discard(worker)
         raise AssertionError("unreachable: the last attempt returns or raises")
@@ -303,16 +300,15 @@ class Sandbox:
         return start + self.config.wall_seconds + GRACE_SECONDS
 
     async def _acquire_worker(self, file: str | None) -> WorkerProcess:
-        for index, (loaded, worker) in enumerate(self._idle):
-            if loaded == file:
-                del self._idle[index]
-                return worker
+        for index, worker in enumerate(self._idle):
+            if worker.file == file:
+                return self._idle.pop(index)
         # Increment before the first await, so that concurrent calls see it.
         self._starting += 1
         try:
             if self._idle and len(self._workers) + self._starting > self.config.workers:
                 # Close the worker that has been idle longest.
-                _, oldest = self._idle.pop(0)
+                oldest = self._idle.pop(0)
                 self._workers.discard(oldest)
                 await oldest.close()
             return await self._start_worker(file, self.isolation)
@@ -320,71 +316,46 @@ class Sandbox:
             self._starting -= 1
 
     async def _start_worker(self, file: str | None, level: Isolation) -> WorkerProcess:
-        has_namespaces = level is Isolation.FULL
-        spec = WorkerSpec(
-            file=file,
-            scratch="",
-            read=readable_paths(file, self.config.read_paths if file is not None else ()),
-            python_path=python_path(file, self.config.read_paths if file is not None else ()),
-            hidden_path=hidden_path(),
-            has_namespaces=has_namespaces,
-            landlock=self._landlock if level is not Isolation.NONE and self._landlock >= OLDEST_VERSION else 0,
-            seccomp=level is not Isolation.NONE,
-            start_seconds=float(self.config.start_seconds),
-            limits=self.config.limits(),
-        )
-        source = b"" if file is None else self._source(file)
-        worker = await WorkerProcess.start(spec, source, self._bubblewrap if has_namespaces else None)
+        # Each file is read once, so that all calls of a run use one version.
+        if file is not None and file not in self._sources:
+            self._sources[file] = Path(file).read_bytes()
+        source = b"" if file is None else self._sources[file]
+        spec = worker_spec(file, self.config, level, self._landlock)
+        worker = await WorkerProcess.start(spec, source, self._bubblewrap)
         self._workers.add(worker)
         return worker
 
-    def _source(self, file: str) -> bytes:
-        """Return a user's file as it was when first loaded, so that all calls of a run use one version."""
-        if file not in self._sources:
-            self._sources[file] = Path(file).read_bytes()
-        return self._sources[file]
+    def _missing_requirement(self, level: Isolation) -> str | None:
+        if not seccomp_is_supported():
+            return f"seccomp is not supported for {os.uname().sysname} on {os.uname().machine}"
+        if level is Isolation.FULL and self._bubblewrap is None:
+            return "bubblewrap (bwrap) is not installed"
+        if level is Isolation.PARTIAL and self._landlock < OLDEST_LANDLOCK:
+            return f"the kernel has Landlock {self._landlock}, but {OLDEST_LANDLOCK} is required"
+        return None
 
-    async def _try(self, level: Isolation) -> str | None:
-        """Test an isolation level; returns the missing requirement or the failed checks, or None."""
-        missing = self._missing_requirement(level)
-        if missing is not None or level is Isolation.NONE:
-            return missing
+    async def _test(self, level: Isolation) -> str | None:
+        """Run the self-test at an isolation level; returns the forbidden actions that succeeded, or None."""
         with tempfile.TemporaryDirectory(prefix="marin_rl_probe_") as folder:
             secret = Path(folder) / "outside"
             secret.write_text("readable", encoding="utf-8")
-            probe = SelfTest(str(secret), self.config.processes, level is Isolation.FULL)
             worker = await self._start_worker(None, level)
-            request = {"kind": "python", "code": probe.program, "stdin": ""}
+            request = {"kind": "python", "code": f"SECRET = {str(secret)!r}\n{SELF_TEST}", "stdin": ""}
             try:
                 report = await worker.ask(request, self._timeout(worker))
             except WorkerLostError as error:
                 self._workers.discard(worker)
                 return f"its worker did not start ({error})"
-            holes = _holes(probe, report)
+        try:
+            holes = find_holes(report["stdout"], self.config.processes, level is Isolation.FULL)
+        except (KeyError, ValueError):
+            holes = [f"did not run ({report.get('not_loaded') or report.get('stderr', '')[-300:]})"]
         if holes:
             self._workers.discard(worker)
             await worker.close()
             return f"a test program {', '.join(holes)}"
-        self._idle.append((None, worker))
+        self._idle.append(worker)
         return None
-
-    def _missing_requirement(self, level: Isolation) -> str | None:
-        if level is Isolation.NONE:
-            return None
-        if not seccomp_is_supported():
-            return f"seccomp is not supported for {os.uname().sysname} on {os.uname().machine}"
-        if level is Isolation.FULL and self._bubblewrap is None:
-            return "bubblewrap (bwrap) is not installed"
-        if level is Isolation.PARTIAL and self._landlock < OLDEST_VERSION:
-            return f"the kernel has Landlock {self._landlock}, but {OLDEST_VERSION} is required"
-        return None
-
-
-def _holes(probe: SelfTest, report: Mapping[str, Any]) -> list[str]:
-    try:
-        return probe.holes(report["stdout"])
-    except (KeyError, ValueError):
-        return [f"did not run ({report.get('not_loaded') or report.get('stderr', '')[-300:]})"]
 
 
 def _validated(answer: str, count: int) -> list[EvaluateResult]:

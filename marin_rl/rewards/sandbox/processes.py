@@ -101,9 +101,17 @@ def cpu_seconds_of(process: int) -> float:
     return 0.0
 
 
-def descendants(root: int) -> dict[int, int]:
-    """Return the process group of each living descendant of `root`, by process id."""
-    return {number: process.group for number, process in list_descendants(root).items() if not process.has_ended}
+def exceeded_count(processes: int, threads: int) -> str | None:
+    """Return the limit that the descendants of this process exceed: `processes`, `threads`, or None.
+
+    Processes that have ended count until their parent has reaped them, because they occupy process ids. The thread of
+    the forkserver does not count.
+    """
+    own = os.getpid()
+    found = scan_descendants(own).values()
+    if sum(not (process.has_ended and process.parent == own) for process in found) > processes:
+        return "processes"
+    return "threads" if sum(process.threads for process in found) - 1 > threads else None
 
 
 def reap(spare: int | None) -> None:

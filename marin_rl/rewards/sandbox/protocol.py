@@ -11,8 +11,6 @@ import json
 import os
 from typing import Any
 
-from marin_rl.rewards.sandbox.limits import CallLimits
-
 HEADER_BYTES = 4
 
 
@@ -33,21 +31,13 @@ def length(header: bytes) -> int:
 
 def read(descriptor: int) -> dict[str, Any] | None:
     """Wait for the next message and return it, or None at the end of the pipe."""
-    header = _read_exactly(descriptor, HEADER_BYTES)
-    if header is None:
-        return None
-    text = _read_exactly(descriptor, length(header))
+    header = read_exactly(descriptor, HEADER_BYTES)
+    text = None if header is None else read_exactly(descriptor, length(header))
     return None if text is None else json.loads(text)
 
 
-def write(descriptor: int, message: dict[str, Any]) -> None:
-    """Write a whole message."""
-    rest = memoryview(encode(message))
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
-
-
-def _read_exactly(descriptor: int, size: int) -> bytes | None:
+def read_exactly(descriptor: int, size: int) -> bytes | None:
+    """Wait for `size` bytes and return them, or None at the end of the pipe."""
     parts = bytearray()
     while len(parts) < size:
         part = os.read(descriptor, min(size - len(parts), 1 << 20))
@@ -55,6 +45,38 @@ def _read_exactly(descriptor: int, size: int) -> bytes | None:
             return None
         parts += part
     return bytes(parts)
+
+
+def write(descriptor: int, data: bytes) -> None:
+    """Write all of the data."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+@dataclasses.dataclass(frozen=True)
+class CallLimits:
+    """Resource limits of one call."""
+
+    wall_seconds: float
+    """Seconds from the start of the call to its answer."""
+    cpu_seconds: float
+    """Seconds of CPU time, rounded up because the kernel counts whole seconds."""
+    memory_bytes: int
+    """Bytes of address space in addition to that of the loaded file."""
+    processes: int
+    """Processes and programs in addition to the call's own process."""
+    threads: int
+    """Threads of the call and its processes together, including the main thread of each."""
+    file_bytes: int
+    """Size in bytes of a single file that the call writes."""
+    output_bytes: int
+    """Size in bytes of stdout, of stderr and of the answer, each."""
+
+    @property
+    def folder_bytes(self) -> int:
+        """Size in bytes of the call's folder."""
+        return 4 * self.file_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,13 +9,16 @@ kernel's configuration, a file's attributes, or the users of a file (leases, wat
 and allows all others. System call numbers are from `asm/unistd_64.h` (x86-64) and `asm-generic/unistd.h` (64-bit Arm).
 """
 
-import ctypes
 import dataclasses
 import errno
 import os
 import struct
+import sys
 
-from marin_rl.rewards.sandbox.kernel import IS_LINUX, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, PR_SET_SECCOMP, prctl
+PR_SET_PDEATHSIG = 1
+
+_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""Architecture numbers (`include/uapi/linux/audit.h`), in the order of the columns below."""
 
 # One row per system call: its number on x86-64 and on 64-bit Arm, or None if the machine does not have it.
 _NETWORK = {"socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201)}
@@ -149,36 +152,15 @@ _ATTRIBUTES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Machine:
-    audit_arch: int
-    column: int
-    clone: int
-    clone3: int
-    prctl: int
-    fcntl: int
-    ioctl: int
-    socketpair: int
-    setrlimit: int
-    prlimit64: int
-
-
-_MACHINES = {
-    "x86_64": _Machine(
-        0xC000003E, 0, clone=56, clone3=435, prctl=157, fcntl=72, ioctl=16, socketpair=53, setrlimit=160, prlimit64=302
-    ),
-    "aarch64": _Machine(
-        0xC00000B7,
-        1,
-        clone=220,
-        clone3=435,
-        prctl=167,
-        fcntl=25,
-        ioctl=29,
-        socketpair=199,
-        setrlimit=164,
-        prlimit64=261,
-    ),
+_FILTERED_BY_ARGUMENTS = {
+    "clone": (56, 220),
+    "clone3": (435, 435),
+    "prctl": (157, 167),
+    "fcntl": (72, 25),
+    "ioctl": (16, 29),
+    "socketpair": (53, 199),
+    "setrlimit": (160, 164),
+    "prlimit64": (302, 261),
 }
 
 _SIGNALS_BY_FCNTL = (8, 10, 15)
@@ -223,24 +205,7 @@ class SystemCalls:
 
 def seccomp_is_supported() -> bool:
     """Return whether this module has the machine's system call numbers."""
-    return IS_LINUX and os.uname().machine in _MACHINES and struct.calcsize("P") == 8
-
-
-def restrict_system_calls(allowed: SystemCalls) -> None:
-    """Block system calls for this process and its children; they fail with EPERM from now on.
-
-    Args:
-        allowed: optional groups of system calls that stay available.
-
-    Raises:
-        OSError: if the kernel refuses.
-    """
-    program = filter_program(os.uname().machine, allowed)
-    code = ctypes.create_string_buffer(program, len(program))
-    # struct sock_fprog: the number of instructions, then, aligned, their address.
-    description = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(code)))
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
-    prctl(PR_SET_SECCOMP, 2, ctypes.byref(description))
+    return sys.platform == "linux" and os.uname().machine in _MACHINES and struct.calcsize("P") == 8
 
 
 def filter_program(machine: str, allowed: SystemCalls) -> bytes:
@@ -250,34 +215,36 @@ def filter_program(machine: str, allowed: SystemCalls) -> bytes:
         machine: `x86_64` or `aarch64`.
         allowed: optional groups of system calls that stay available.
     """
-    numbers = _MACHINES[machine]
-    start = [
+    column = list(_MACHINES).index(machine)
+    number = {name: row[column] for name, row in _FILTERED_BY_ARGUMENTS.items()}
+    program = [
         _instruction(_LOAD, _ARCHITECTURE),
-        _instruction(_JUMP_EQUAL, numbers.audit_arch, 1, 0),
-        _instruction(_RETURN, _KILL_PROCESS),
+        _instruction(_JUMP_EQUAL, _MACHINES[machine], 1, 0),
+        _answer(_KILL_PROCESS),
         _instruction(_LOAD, _NUMBER),
     ]
     if machine == "x86_64":
         # System calls have other numbers in the x32 ABI.
-        start += [_instruction(_JUMP_GREATER_EQUAL, _X32_BIT, 0, 1), _instruction(_RETURN, _KILL_PROCESS)]
-    rules = [instruction for number in _refused(numbers, allowed) for instruction in _when(number, [_answer(_REFUSE)])]
+        program += [_instruction(_JUMP_GREATER_EQUAL, _X32_BIT, 0, 1), _answer(_KILL_PROCESS)]
+    for refused in _refused(allowed, column):
+        program += _when(refused, [_answer(_REFUSE)])
     # The flags of clone3 are in memory, which a filter cannot read. The C library falls back to clone.
-    rules += _when(numbers.clone3, [_answer(_UNKNOWN)])
-    rules += _when(numbers.clone, _clone_rule(allowed))
-    rules += _when(numbers.fcntl, _unless_among(1, _SIGNALS_BY_FCNTL + _WATCHES_BY_FCNTL))
-    rules += _when(numbers.ioctl, _unless_among(1, _SIGNALS_BY_IOCTL + _ATTRIBUTES_BY_IOCTL))
-    rules += _when(numbers.socketpair, _if_permanently_connected())
+    program += _when(number["clone3"], [_answer(_UNKNOWN)])
+    program += _when(number["clone"], _clone_rule(allowed))
+    program += _when(number["fcntl"], _unless_among(1, _SIGNALS_BY_FCNTL + _WATCHES_BY_FCNTL))
+    program += _when(number["ioctl"], _unless_among(1, _SIGNALS_BY_IOCTL + _ATTRIBUTES_BY_IOCTL))
+    program += _when(number["socketpair"], _if_permanently_connected())
     if allowed.limits:
         # The process can change its own limits, but not those of other processes.
-        rules += _when(numbers.prlimit64, _unless_null(0))
+        program += _when(number["prlimit64"], _unless_null(0))
     else:
-        rules += _when(numbers.setrlimit, [_answer(_REFUSE)])
-        rules += _when(numbers.prlimit64, _unless_null(2))
-        rules += _when(numbers.prctl, _unless_among(0, (PR_SET_PDEATHSIG,)))
-    return b"".join([*start, *rules, _answer(_ALLOW)])
+        program += _when(number["setrlimit"], [_answer(_REFUSE)])
+        program += _when(number["prlimit64"], _unless_null(2))
+        program += _when(number["prctl"], _unless_among(0, (PR_SET_PDEATHSIG,)))
+    return b"".join([*program, _answer(_ALLOW)])
 
 
-def _refused(machine: _Machine, allowed: SystemCalls) -> list[int]:
+def _refused(allowed: SystemCalls, column: int) -> list[int]:
     tables = [_NETWORK, _OTHER_PROCESSES, _NAMESPACES, _KERNEL, _WATCHES, _SHARED_MEMORY, _ATTRIBUTES]
     if not allowed.signals:
         tables.append(_SIGNALS)
@@ -285,16 +252,15 @@ def _refused(machine: _Machine, allowed: SystemCalls) -> list[int]:
         tables.append(_PROGRAMS)
     if not allowed.limits:
         tables.append(_GROUPS)
-    numbers = [row[machine.column] for table in tables for row in table.values()]
+    numbers = [row[column] for table in tables for row in table.values()]
     return [number for number in numbers if number is not None]
 
 
 def _clone_rule(allowed: SystemCalls) -> list[bytes]:
     flags = _instruction(_LOAD, _ARGUMENTS)
     foreign = [_instruction(_JUMP_SET, _CLONE_NAMESPACES | _CLONE_PARENT, 0, 1), _answer(_REFUSE)]
-    if allowed.processes:
-        return [flags, *foreign, _answer(_ALLOW)]
-    return [flags, *foreign, _instruction(_JUMP_SET, _CLONE_THREAD, 1, 0), _answer(_REFUSE), _answer(_ALLOW)]
+    processes = [] if allowed.processes else [_instruction(_JUMP_SET, _CLONE_THREAD, 1, 0), _answer(_REFUSE)]
+    return [flags, *foreign, *processes, _answer(_ALLOW)]
 
 
 def _unless_null(argument: int) -> list[bytes]:

@@ -22,19 +22,26 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from marin_rl.rewards.sandbox import forkserver, kernel, protocol
+from marin_rl.rewards.sandbox import forkserver, protocol
 from marin_rl.rewards.sandbox.folders import exceeds_size, remove
-from marin_rl.rewards.sandbox.limits import FOLDER_FILES, address_space
+from marin_rl.rewards.sandbox.isolation import (
+    IS_LINUX,
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_DUMPABLE,
+    address_space,
+    prctl,
+)
 from marin_rl.rewards.sandbox.processes import (
     cpu_seconds_of,
     end_descendants,
+    exceeded_count,
     list_descendants,
     pause,
     reap,
-    scan_descendants,
     wait_until_alone,
 )
 from marin_rl.rewards.sandbox.protocol import WorkerSpec
+from marin_rl.rewards.sandbox.seccomp import PR_SET_PDEATHSIG
 
 POLL_SECONDS = 0.02
 """Interval in seconds of counting processes and threads while a call runs or a file is loaded."""
@@ -48,7 +55,6 @@ ALONE_SECONDS = 0.5
 READY_BYTES = 1 << 20
 """Maximum size in bytes of the forkserver's first message."""
 
-_STATUS = struct.Struct("=id")
 _REQUESTS, _ANSWERS = 0, 1
 
 
@@ -63,6 +69,15 @@ class _Stream:
     @property
     def exceeded(self) -> bool:
         return len(self.data) > self.limit
+
+    def read(self, descriptor: int) -> None:
+        """Read available data once."""
+        try:
+            part = os.read(descriptor, 1 << 16)
+        except ConnectionError:
+            part = b""
+        self.data += part
+        self.ended = not part
 
     def text(self) -> str:
         return bytes(self.data[: self.limit]).decode("utf-8", errors="replace")
@@ -79,15 +94,13 @@ class Worker:
         self._functions: dict[str, Any] = {}
         self._loaded_bytes = 0
         self._unremovable: set[str] = set()
-        # In namespaces the size of the in-memory file system enforces this limit.
-        self._max_folder_bytes = FOLDER_FILES * spec.limits.file_bytes
 
     def serve(self) -> None:
         """Answer requests until the trainer closes the pipe or exits."""
         while (request := protocol.read(_REQUESTS)) is not None:
             # From here on user code may have run. A call can be retried in another worker only before this message.
-            protocol.write(_ANSWERS, {"began": True})
-            protocol.write(_ANSWERS, self._answer(request))
+            protocol.write(_ANSWERS, protocol.encode({"began": True}))
+            protocol.write(_ANSWERS, protocol.encode(self._answer(request)))
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         self._source = request.pop("source", self._source)
@@ -113,23 +126,24 @@ class Worker:
                 os._exit(1)
         theirs.close()
         self._forkserver, self._connection = pid, ours
+        failure = self._load(deadline) or self._describe(deadline)
+        if failure is not None and self._forkserver is not None:
+            self._end_forkserver()
+        return failure
+
+    def _load(self, deadline: float) -> str | None:
+        """Wait until the file is loaded, and use the forkserver; returns an error message or None."""
+        assert self._connection is not None
         ready = _Stream(READY_BYTES)
         violation = self._watch(
-            {ours.fileno(): ready},
+            {self._connection.fileno(): ready},
             deadline,
             lambda: (
                 len(ready.data) >= protocol.HEADER_BYTES
                 and len(ready.data) >= protocol.HEADER_BYTES + protocol.length(bytes(ready.data))
             ),
-            processes=2 + self._spec.limits.processes,
             cpu_seconds=self._spec.start_seconds,
         )
-        failure = self._load_failure(ready, violation) or self._describe(deadline)
-        if failure is not None and self._forkserver is not None:
-            self._end_forkserver()
-        return failure
-
-    def _load_failure(self, ready: _Stream, violation: str | None) -> str | None:
         if violation == "timeout":
             return f"loading it took longer than {self._spec.start_seconds:g} s"
         if violation is not None:
@@ -149,7 +163,7 @@ class Worker:
             An error message, or None.
         """
         assert self._connection is not None
-        if kernel.IS_LINUX:
+        if IS_LINUX:
             if process not in list_descendants(os.getpid()):
                 return "the loading process reported a forkserver that is not its child"
             self._forkserver = process
@@ -190,7 +204,7 @@ class Worker:
         Leftover threads and processes would run without limits, or count against later calls. The next call loads the
         file again.
         """
-        if self._forkserver is None or not kernel.IS_LINUX:
+        if self._forkserver is None or not IS_LINUX:
             return []
         assert self._connection is not None
         is_alone = pause(self._forkserver, END_SECONDS) and wait_until_alone(self._forkserver, ALONE_SECONDS)
@@ -230,9 +244,10 @@ class Worker:
             stack.callback(os.close, reading)
             streams[reading] = _Stream(self._spec.limits.output_bytes + len(prefix))
             theirs.append(writing)
-        status = _Stream(len(forkserver.ENDED) + _STATUS.size)
+        stdout, stderr, answer = streams.values()
+        status = _Stream(len(forkserver.ENDED) + struct.calcsize(forkserver.STATUS))
         streams[self._connection.fileno()] = status
-        if kernel.IS_LINUX:
+        if IS_LINUX:
             os.kill(self._forkserver, signal.SIGCONT)
         try:
             self._send({**request, "folder": folder, "loaded_bytes": self._loaded_bytes}, theirs)
@@ -242,34 +257,28 @@ class Worker:
             for descriptor in theirs[1:]:
                 os.close(descriptor)
         violation = self._watch(
-            streams,
-            deadline,
-            lambda: len(status.data) >= len(forkserver.ENDED),
-            processes=2 + self._spec.limits.processes,
-            cpu_seconds=self._spec.limits.cpu_seconds,
+            streams, deadline, lambda: len(status.data) >= len(forkserver.ENDED), self._spec.limits.cpu_seconds
         )
         if not status.ended:
             self._end_call(status, violation)
-        _drain(streams)
-        stdout, stderr, answer = (stream for stream in streams.values() if stream is not status)
+        for descriptor, stream in streams.items():
+            # Read the remaining data without waiting.
+            while not stream.ended and not stream.exceeded and select.select([descriptor], [], [], 0)[0]:
+                stream.read(descriptor)
         if violation is None and any(stream.exceeded for stream in (stdout, stderr, answer)):
             violation = "output"
         confined = answer.data.startswith(forkserver.CONFINED)
         del answer.data[: len(forkserver.CONFINED) if confined else 0]
-        report = {
+        exit_status, cpu = self._exit_status(status)
+        return {
             "violation": violation,
             "confined": confined,
             "stdout": stdout.text(),
             "stderr": stderr.text(),
             "answer": answer.text(),
+            "status": exit_status,
+            "cpu": cpu,
         }
-        exit_status, cpu = None, 0.0
-        if len(status.data) == status.limit:
-            exit_status, cpu = _STATUS.unpack(bytes(status.data[len(forkserver.ENDED) :]))
-        if exit_status is None or not (os.WIFEXITED(exit_status) or os.WIFSIGNALED(exit_status)):
-            exit_status = None
-            self._end_forkserver()
-        return report | {"status": exit_status, "cpu": cpu}
 
     def _send(self, message: dict[str, Any], descriptors: list[int]) -> None:
         assert self._connection is not None
@@ -279,12 +288,7 @@ class Worker:
         self._connection.sendall(data[protocol.HEADER_BYTES :])
 
     def _watch(
-        self,
-        streams: Mapping[int, _Stream],
-        deadline: float,
-        finished: Callable[[], bool],
-        processes: int,
-        cpu_seconds: float,
+        self, streams: Mapping[int, _Stream], deadline: float, finished: Callable[[], bool], cpu_seconds: float
     ) -> str | None:
         """Read until the forkserver has answered; returns the name of the exceeded limit, or None.
 
@@ -292,9 +296,9 @@ class Worker:
             streams: streams to read, by descriptor; the last is the forkserver's.
             deadline: time limit, on the monotonic clock.
             finished: returns whether the forkserver has answered.
-            processes: maximum number of descendants of this process.
             cpu_seconds: CPU time that the forkserver may use meanwhile; the kernel limits the other processes.
         """
+        limits = self._spec.limits
         poll = select.poll()
         # The trainer sends nothing while a call runs, so this descriptor becomes readable only when the trainer exits.
         poll.register(_REQUESTS, select.POLLIN)
@@ -306,20 +310,23 @@ class Worker:
             left = deadline - time.monotonic()
             if left <= 0:
                 return "timeout"
-            for descriptor, _ in poll.poll(1000 * (min(left, POLL_SECONDS) if kernel.IS_LINUX else left)):
+            for descriptor, _ in poll.poll(1000 * (min(left, POLL_SECONDS) if IS_LINUX else left)):
                 if descriptor == _REQUESTS:
                     _clean_up(self._spec)
                     os._exit(1)
-                if _read_some(descriptor, streams[descriptor]):
+                streams[descriptor].read(descriptor)
+                if streams[descriptor].ended:
                     poll.unregister(descriptor)
                 if streams[descriptor].exceeded:
                     return "output"
-            if kernel.IS_LINUX:
-                exceeded = _exceeded_count(processes, self._spec.limits.threads)
+            if IS_LINUX:
+                # The call, or the loading process, and the forkserver do not count.
+                exceeded = exceeded_count(2 + limits.processes, limits.threads)
                 if exceeded is not None:
                     return exceeded
+                # In namespaces the size of the in-memory file system enforces this limit.
                 if not self._spec.has_namespaces and exceeds_size(
-                    self._spec.scratch, self._max_folder_bytes, self._unremovable
+                    self._spec.scratch, limits.folder_bytes, self._unremovable
                 ):
                     return "files"
                 if self._cpu_seconds() > cpu_end:
@@ -329,13 +336,13 @@ class Worker:
 
     def _cpu_seconds(self) -> float:
         assert self._forkserver is not None
-        return cpu_seconds_of(self._forkserver) if kernel.IS_LINUX else 0.0
+        return cpu_seconds_of(self._forkserver) if IS_LINUX else 0.0
 
     def _end_call(self, status: _Stream, violation: str | None) -> None:
         """Kill the call's process and its children, then read the exit status from the forkserver."""
         assert self._forkserver is not None
         assert self._connection is not None
-        may_run = kernel.IS_LINUX and (violation is not None or self._spec.can_start_processes)
+        may_run = IS_LINUX and (violation is not None or self._spec.can_start_processes)
         if may_run and not end_descendants(self._forkserver, END_SECONDS):
             # When the worker exits, the kernel kills every process in its namespaces.
             raise SystemExit("processes of a call could not be killed")
@@ -348,6 +355,16 @@ class Worker:
                     break
                 status.data += part
 
+    def _exit_status(self, status: _Stream) -> tuple[int | None, float]:
+        """Return a call's exit status and CPU seconds; without a valid status the forkserver is ended."""
+        exit_status, cpu = None, 0.0
+        if len(status.data) == status.limit:
+            exit_status, cpu = struct.unpack(forkserver.STATUS, status.data[len(forkserver.ENDED) :])
+        if exit_status is None or not (os.WIFEXITED(exit_status) or os.WIFSIGNALED(exit_status)):
+            self._end_forkserver()
+            return None, cpu
+        return exit_status, cpu
+
     def _end_forkserver(self) -> None:
         assert self._forkserver is not None
         assert self._connection is not None
@@ -359,61 +376,29 @@ class Worker:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._forkserver, 0)
         self._forkserver = self._connection = None
-        if kernel.IS_LINUX and not end_descendants(None, END_SECONDS):
+        if IS_LINUX and not end_descendants(None, END_SECONDS):
             raise SystemExit("processes of a user's file could not be killed")
 
 
-def _exceeded_count(processes: int, threads: int) -> str | None:
-    """Return the limit that the descendants of this process exceed: `processes`, `threads`, or None.
-
-    Processes that have ended count until their parent has reaped them, because they occupy process ids. The thread of
-    the forkserver does not count.
-    """
-    own = os.getpid()
-    found = scan_descendants(own).values()
-    if sum(not (process.has_ended and process.parent == own) for process in found) > processes:
-        return "processes"
-    return "threads" if sum(process.threads for process in found) - 1 > threads else None
-
-
-def _clean_up(spec: WorkerSpec) -> None:
-    """Kill all descendants and remove the scratch folder, which a killed trainer cannot do."""
-    if kernel.IS_LINUX:
-        end_descendants(None, END_SECONDS)
-    if not spec.has_namespaces:
-        remove(spec.scratch)
-
-
 def _input(text: str, scratch: str, stack: contextlib.ExitStack) -> int:
-    if not text:
+    if text:
+        with tempfile.TemporaryFile(dir=scratch) as file:
+            file.write(text.encode("utf-8", errors="replace"))
+            file.seek(0)
+            # Reopened read-only: with a writable descriptor a call could grow the file.
+            descriptor = os.open(f"/dev/fd/{file.fileno()}", os.O_RDONLY)
+    else:
         descriptor = os.open(os.devnull, os.O_RDONLY)
-        stack.callback(os.close, descriptor)
-        return descriptor
-    with tempfile.TemporaryFile(dir=scratch) as file:
-        file.write(text.encode("utf-8", errors="replace"))
-        file.seek(0)
-        # Reopened read-only: with a writable descriptor a call could grow the file.
-        descriptor = os.open(f"/dev/fd/{file.fileno()}", os.O_RDONLY)
     stack.callback(os.close, descriptor)
     return descriptor
 
 
-def _read_some(descriptor: int, stream: _Stream) -> bool:
-    """Read available data once; returns True at the end of the stream."""
-    try:
-        part = os.read(descriptor, 1 << 16)
-    except ConnectionError:
-        part = b""
-    stream.data += part
-    stream.ended = not part
-    return stream.ended
-
-
-def _drain(streams: Mapping[int, _Stream]) -> None:
-    """Read the remaining data in the pipes of a call that has ended, without waiting."""
-    for descriptor, stream in streams.items():
-        while not stream.ended and not stream.exceeded and select.select([descriptor], [], [], 0)[0]:
-            _read_some(descriptor, stream)
+def _clean_up(spec: WorkerSpec) -> None:
+    """Kill all descendants and remove the scratch folder, which a killed trainer cannot do."""
+    if IS_LINUX:
+        end_descendants(None, END_SECONDS)
+    if not spec.has_namespaces:
+        remove(spec.scratch)
 
 
 def main(text: str) -> None:
@@ -429,11 +414,11 @@ def main(text: str) -> None:
         os._exit(1)
 
     signal.signal(signal.SIGTERM, terminate)
-    if kernel.IS_LINUX:
+    if IS_LINUX:
         # In namespaces all other processes end with this one, so no handler is needed.
-        kernel.signal_on_parent_exit(signal.SIGKILL if spec.has_namespaces else signal.SIGTERM)
-        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL if spec.has_namespaces else signal.SIGTERM)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        prctl(PR_SET_DUMPABLE, 0)
     sys.path.extend(spec.python_path)
     Worker(spec).serve()
     _clean_up(spec)

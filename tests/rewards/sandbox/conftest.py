@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
-from marin_rl.rewards.failures import RewardCallError, RewardFailure
-from marin_rl.rewards.functions import EvaluateResult, RewardRequest
+from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rewards.sandbox.isolation import Isolation
-from marin_rl.rewards.sandbox.landlock import OLDEST_VERSION, landlock_version
+from marin_rl.rewards.sandbox.isolation import OLDEST_LANDLOCK, Isolation, landlock_version
 from marin_rl.rewards.sandbox.pool import Sandbox, UserFunction
+from marin_rl.rewards.sandbox.processes import list_descendants
 
 HOSTILE = str(Path(__file__).with_name("hostile_rewards.py"))
 REQUEST = RewardRequest(
@@ -29,6 +28,11 @@ REQUEST = RewardRequest(
     environment="arithmetic",
     status="completed",
 )
+
+
+def descendants(root: int) -> dict[int, int]:
+    """Return the process group of each living descendant of a process, by process id."""
+    return {number: process.group for number, process in list_descendants(root).items() if not process.has_ended}
 
 
 class Attack:
@@ -80,7 +84,7 @@ def missing_requirement(level: Isolation) -> str | None:
         command = [bubblewrap, "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "true"]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         return result.stderr if result.returncode else None
-    if level is Isolation.PARTIAL and landlock_version() < OLDEST_VERSION:
+    if level is Isolation.PARTIAL and landlock_version() < OLDEST_LANDLOCK:
         return f"the kernel has Landlock {landlock_version()}"
     return None
 

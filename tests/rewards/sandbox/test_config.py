@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rewards.sandbox.limits import CallLimits
+from marin_rl.rewards.sandbox.protocol import CallLimits
 
 
 @pytest.mark.parametrize(

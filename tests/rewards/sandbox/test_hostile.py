@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.rewards.failures import RewardCallError, RewardFailure
+from marin_rl.rewards.functions import RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox import pool
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
-from marin_rl.rewards.sandbox.processes import descendants, list_descendants
-from tests.rewards.sandbox.conftest import LENIENT, TIGHT, Attack, Attacks, require
+from marin_rl.rewards.sandbox.processes import list_descendants
+from tests.rewards.sandbox.conftest import LENIENT, TIGHT, Attack, Attacks, descendants, require
 
 
 @pytest.fixture

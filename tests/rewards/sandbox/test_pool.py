@@ -16,15 +16,22 @@ from typing import Any
 
 import pytest
 
-from marin_rl.rewards.failures import RewardCallError, RewardFailure
-from marin_rl.rewards.functions import RewardMode
-from marin_rl.rewards.sandbox.command import package_root
+from marin_rl.rewards.functions import RewardCallError, RewardFailure, RewardMode
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox, UserFileError, UserFunction
-from marin_rl.rewards.sandbox.processes import descendants, list_descendants
-from marin_rl.rewards.sandbox.worker_process import WorkerProcess
-from tests.rewards.sandbox.conftest import CONFINED_LEVELS, HOSTILE, LEVELS, REQUEST, TIGHT, Attacks, require
+from marin_rl.rewards.sandbox.processes import list_descendants
+from marin_rl.rewards.sandbox.worker_process import PACKAGE_ROOT, WorkerProcess
+from tests.rewards.sandbox.conftest import (
+    CONFINED_LEVELS,
+    HOSTILE,
+    LEVELS,
+    REQUEST,
+    TIGHT,
+    Attacks,
+    descendants,
+    require,
+)
 
 SLOW = str(Path(__file__).with_name("slow_rewards.py"))
 ROOT = Path(__file__).parents[3]
@@ -220,7 +227,6 @@ def test_cancelled_call_ends(level: Isolation):
 TRAINER = """
 import asyncio, os, sys
 sys.path.insert(0, {root!r})
-from marin_rl.rewards.sandbox.command import package_root
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
@@ -632,7 +638,7 @@ class TestPrograms:
     def test_package_is_not_importable(self, attacks: Attacks, level: Isolation):
         code = "import sys; print(sys.path, [name for name in sys.modules if name.split('.')[0] == 'marin_rl'])"
         printed = self.run(attacks, level, code).stdout
-        assert repr(package_root()) not in printed or package_root().endswith("site-packages")
+        assert repr(PACKAGE_ROOT) not in printed or PACKAGE_ROOT.endswith("site-packages")
         assert printed.endswith(" []\n")
 
     def test_program_has_no_answer_pipe(self, attacks: Attacks, level: Isolation):

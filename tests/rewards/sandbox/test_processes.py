@@ -5,15 +5,18 @@ import os
 import subprocess
 import sys
 
-from marin_rl.rewards.sandbox.processes import descendants
+from tests.rewards.sandbox.conftest import descendants
 
 # Runs in a separate process, because it kills all descendants.
 TREE = """
 import os, sys, time
-from marin_rl.rewards.sandbox import kernel
-from marin_rl.rewards.sandbox.processes import descendants, end_descendants
+from marin_rl.rewards.sandbox.isolation import PR_SET_CHILD_SUBREAPER, prctl
+from marin_rl.rewards.sandbox.processes import end_descendants, list_descendants
 
-kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+def descendants(root):
+    return {number: process.group for number, process in list_descendants(root).items() if not process.has_ended}
+
+prctl(PR_SET_CHILD_SUBREAPER, 1)
 ready, started = os.pipe()
 
 def sleep():
@@ -102,10 +105,10 @@ def test_both_listings_agree():
 
 WAIT = """
 import os, time
-from marin_rl.rewards.sandbox import kernel
+from marin_rl.rewards.sandbox.isolation import PR_SET_CHILD_SUBREAPER, prctl
 from marin_rl.rewards.sandbox.processes import wait_until_alone
 
-kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+prctl(PR_SET_CHILD_SUBREAPER, 1)
 kept = os.fork()
 if kept == 0:
     time.sleep(1e6)

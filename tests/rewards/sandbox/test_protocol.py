@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marin_rl.rewards.sandbox import protocol
-from marin_rl.rewards.sandbox.limits import CallLimits
-from marin_rl.rewards.sandbox.protocol import WorkerSpec
+from marin_rl.rewards.sandbox.protocol import CallLimits, WorkerSpec
 
 VALUES = st.dictionaries(st.text(), st.text() | st.integers() | st.lists(st.text()))
 
@@ -37,7 +36,7 @@ def test_messages_survive_a_round_trip(messages):
 def test_messages_larger_than_the_pipe_buffer():
     message = {"text": "ü" * 1_000_000}
     reading, writing = os.pipe()
-    thread = threading.Thread(target=protocol.write, args=(writing, message))
+    thread = threading.Thread(target=protocol.write, args=(writing, protocol.encode(message)))
     thread.start()
     assert protocol.read(reading) == message
     thread.join()
