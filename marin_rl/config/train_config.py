@@ -48,7 +48,7 @@ from marin_rl.environments.base import EnvironmentConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, AttentionKernel, attention_kernel
 from marin_rl.learner.checkpoint import CheckpointConfig
 from marin_rl.learner.critic import CriticConfig
-from marin_rl.models.support import check_model
+from marin_rl.models.conversion import check_model
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.advantages import RlooConfig
 from marin_rl.objectives.aggregation import AggregationConfig, SequenceSumConfig

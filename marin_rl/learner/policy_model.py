@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import equinox as eqx
 import haliax as hax
@@ -22,13 +22,8 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from marin_rl.models.hf_config import (
-    PolicyModelError,
-    check_same_function,
-    levanter_config,
-    read_hf_config,
-    to_hf_config,
-)
+from marin_rl.models.conversion import check_same_function, levanter_config, to_hf_config
+from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.hf_tensors import BASE_PREFIX, check_tensors
 from marin_rl.tokenization.chat import ChatTokenizer
 
@@ -36,7 +31,7 @@ from marin_rl.tokenization.chat import ChatTokenizer
 def initialize_policy(
     config: LmConfig, tokenizer: ChatTokenizer, trainer: TrainerConfig, *, key: jax.Array
 ) -> LmHeadModel:
-    """Initialize a policy with random weights, sharded like the trainer's parameters.
+    """Initialize a policy with random weights and the tokenizer's vocabulary, sharded like the trainer's parameters.
 
     Args:
         config: levanter's model configuration.
@@ -55,11 +50,7 @@ def initialize_policy(
 
 def model_shape(config: LmConfig, Vocab: Axis, trainer: TrainerConfig) -> LmHeadModel:
     """Return the shapes and dtypes of a policy's parameters without allocating them."""
-
-    def build() -> LmHeadModel:
-        return trainer.mp.cast_to_param(config.build(Vocab, key=jax.random.PRNGKey(0)))
-
-    return eqx.filter_eval_shape(build)
+    return eqx.filter_eval_shape(lambda: trainer.mp.cast_to_param(config.build(Vocab, key=jax.random.PRNGKey(0))))
 
 
 def load_hf_policy(
@@ -77,9 +68,10 @@ def load_hf_policy(
         PolicyModelError: if the checkpoint is missing, damaged or of an unknown architecture, has settings or tensors
             that the model does not implement, or does not fit `config` or the tokenizer.
     """
-    checkpoint = _absolute_folder(checkpoint)
+    # Levanter queries the hub for any file that it does not find; it would take a relative folder for a hub name.
+    checkpoint = str(Path(checkpoint).absolute()) if Path(checkpoint).is_dir() else checkpoint
     hf_config = read_hf_config(checkpoint)
-    own_config = levanter_config(hf_config, checkpoint)
+    config = _architecture(hf_config, config, checkpoint)
     vocab_size = hf_config.vocab_size
     if tokenizer.vocab_size > vocab_size:
         raise PolicyModelError(
@@ -87,10 +79,6 @@ def load_hf_policy(
             f"{vocab_size}: token ids would fall outside it. Use the tokenizer that belongs to the checkpoint "
             f"(tokenizer.path: {checkpoint})"
         )
-    if config is None:
-        config = own_config
-    else:
-        _check_override(hf_config, config, checkpoint)
     check_tensors(checkpoint, model_shape(config, Axis("vocab", vocab_size), trainer))
     converter = HFCheckpointConverter(
         cast(type[HFCompatConfig], type(config)),
@@ -140,14 +128,11 @@ def save_hf_policy(model: LmHeadModel, tokenizer: ChatTokenizer, folder: Path, t
     with _system_errors(folder):
         _export(model, hf_config, tokenizer, folder, trainer)
         # The converter's own config.json has transformers' generation settings in it, and one stop token only.
-        (folder / "config.json").write_text(json.dumps(_config_json(hf_config, model), indent=2) + "\n")
+        dtype = model.get_lm_head().dtype.name
+        # Transformers before 4.56 and many servers read the older name of the dtype.
+        settings = {**hf_config.to_diff_dict(), "dtype": dtype, "torch_dtype": dtype}
+        (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
         GenerationConfig(**special_tokens, max_length=model.Pos.size).save_pretrained(folder)
-
-
-def _config_json(hf_config: PretrainedConfig, model: LmHeadModel) -> dict[str, Any]:
-    dtype = model.get_lm_head().dtype.name
-    # Transformers before 4.56 and many servers read the older name.
-    return {**hf_config.to_diff_dict(), "dtype": dtype, "torch_dtype": dtype}
 
 
 def _export(
@@ -188,23 +173,17 @@ def read_hf_architecture(checkpoint: str, override: LmConfig | None = None) -> L
         PolicyModelError: if the checkpoint is missing, of an unknown architecture, has settings that are not
             implemented, or differs from `override`.
     """
-    hf_config = read_hf_config(checkpoint)
+    return _architecture(read_hf_config(checkpoint), override, checkpoint)
+
+
+def _architecture(hf_config: PretrainedConfig, override: LmConfig | None, checkpoint: str) -> LmConfig:
     config = levanter_config(hf_config, checkpoint)
     if override is None:
         return config
-    _check_override(hf_config, override, checkpoint)
-    return override
-
-
-def _check_override(hf_config: PretrainedConfig, config: LmConfig, checkpoint: str) -> None:
     check_same_function(
         hf_config,
-        config,
+        override,
         f"the model section describes another model than {checkpoint!r}; leave model out to take the architecture from "
         "the checkpoint. They differ in (config.json, then model)",
     )
-
-
-def _absolute_folder(checkpoint: str) -> str:
-    # Levanter queries the hub for any file that it does not find; it would take a relative folder for a hub name.
-    return str(Path(checkpoint).absolute()) if Path(checkpoint).is_dir() else checkpoint
+    return override

@@ -78,8 +78,7 @@ def read_tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
     """Read the shapes of the tensors in a checkpoint's safetensors files; drops the prefix of GPT-2's names.
 
     Raises:
-        PolicyModelError: if a file is missing or damaged, or in PyTorch's pickle format, or a tensor does not hold
-            floating-point weights.
+        PolicyModelError: if a file is missing, damaged or in PyTorch's pickle format, or holds no floats.
     """
     _refuse_pickled(checkpoint)
     shapes: dict[str, tuple[int, ...]] = {}

@@ -76,26 +76,24 @@ class YarnRotaryConfig(RotaryEmbeddingsConfig):
 
     @classmethod
     def make_from_hf_config(cls, rope_theta: float, config: Mapping[str, Any]) -> "YarnRotaryConfig":
-        """Build the configuration from `rope_theta` and a complete `rope_scaling` from `canonical_rope_scaling`."""
+        """Build the configuration from `rope_theta` and a `rope_scaling` with all its settings."""
         return cls(theta=rope_theta, **{name: value for name, value in config.items() if name != "rope_type"})
 
     def to_hf_config(self) -> tuple[float, dict[str, Any]]:
         """Return `rope_theta` and `rope_scaling` of a Hugging Face config."""
-        return float(self.theta), {
-            "rope_type": "yarn",
-            "factor": self.factor,
-            "attention_factor": self.scale,
-            "beta_fast": self.beta_fast,
-            "beta_slow": self.beta_slow,
-            "original_max_position_embeddings": self.original_max_position_embeddings,
-            "truncate": self.truncate,
-        }
+        names = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "truncate")
+        settings = {name: getattr(self, name) for name in names}
+        return float(self.theta), {"rope_type": "yarn", "attention_factor": self.scale, **settings}
 
     def inverse_frequencies(self, head_size: int) -> np.ndarray:
         """Return radians per position, `[head_size / 2]`, float32."""
         frequencies = self.theta ** (-np.arange(0, head_size, 2) / head_size)
-        low = self._ramp_end(self.beta_fast, head_size)
-        high = self._ramp_end(self.beta_slow, head_size)
+
+        def ramp_end(rotations: float) -> float:
+            context = self.original_max_position_embeddings
+            return head_size * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = ramp_end(self.beta_fast), ramp_end(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_size - 1)
@@ -103,10 +101,6 @@ class YarnRotaryConfig(RotaryEmbeddingsConfig):
             high += 0.001
         scaled_share = np.clip((np.arange(head_size // 2) - low) / (high - low), 0, 1)
         return (frequencies * (scaled_share / self.factor + 1 - scaled_share)).astype(np.float32)
-
-    def _ramp_end(self, rotations: float, head_size: int) -> float:
-        context = self.original_max_position_embeddings
-        return head_size * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
 class YarnRotary(RotaryEmbeddings):

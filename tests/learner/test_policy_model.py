@@ -32,7 +32,8 @@ from marin_rl.learner.policy_model import (
     read_hf_architecture,
     save_hf_policy,
 )
-from marin_rl.models.hf_config import PolicyModelError, check_same_function, read_hf_config
+from marin_rl.models.conversion import check_same_function
+from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.hf_tensors import BASE_PREFIX
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.levanter_sampler import LevanterSampler

@@ -2,33 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, Llama3RotaryEmbeddingsConfig
-from levanter.models.gemma import Gemma2Config
-from levanter.models.llama import LlamaConfig
-from levanter.models.lm_model import LmConfig
-from levanter.models.mistral import MistralConfig
-from levanter.models.qwen import Qwen3Config
 
-from marin_rl.models.hf_config import (
-    PolicyModelError,
-    attention_window,
-    check_implemented,
-    check_same_function,
-    levanter_config,
-    read_hf_config,
-    to_hf_config,
-)
+from marin_rl.models.conversion import levanter_config
+from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig
 from tests.models.hf_checkpoint import record, write_config
 from tests.models.hf_oracle.make_oracle import CASES, LINEAR, YARN
-
-SIZES = {"hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 
 
 def read(folder: Path, config: dict[str, Any]) -> Any:
@@ -176,54 +161,3 @@ def test_error_names_an_unreadable_config(tmp_path: Path, text: str):
     (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(PolicyModelError, match=r"no model in Hugging Face format at|is not a JSON object"):
         read_hf_config(str(tmp_path))
-
-
-def test_model_section_of_another_function_is_rejected(tmp_path: Path):
-    checkpoint = write_config(tmp_path, record("llama")["config"])
-    hf_config = read_hf_config(checkpoint)
-    own = levanter_config(hf_config, checkpoint)
-    check_same_function(hf_config, dataclasses.replace(own, seq_len=32, gradient_checkpointing=False), "differs")
-    default_base = dataclasses.replace(own, rope=DefaultRotaryEmbeddingsConfig())
-    with pytest.raises(PolicyModelError, match=r"differs: rope_theta: 500000.0, 10000"):
-        check_same_function(hf_config, default_base, "differs")
-    with pytest.raises(PolicyModelError, match="differs: model_type: llama, qwen3"):
-        check_same_function(hf_config, Qwen3Config(**SIZES), "differs")
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_config_round_trips_through_export(tmp_path: Path, case: str):
-    config = read(tmp_path / "first", record(case)["config"])
-    exported = to_hf_config(config, 264)
-    (tmp_path / "second").mkdir()
-    exported.save_pretrained(tmp_path / "second")
-    assert read(tmp_path / "second", json.loads((tmp_path / "second" / "config.json").read_text())) == config
-
-
-def test_attention_window_of_layers(tmp_path: Path):
-    def window(config: LmConfig) -> int | None:
-        return attention_window(to_hf_config(config, 264))
-
-    assert window(read(tmp_path, record("mistral")["config"])) == 48
-    assert window(read(tmp_path, record("gemma2")["config"])) == 48
-    assert window(read(tmp_path, record("qwen2")["config"])) is None
-    assert window(LlamaConfig(**SIZES)) is None
-    assert window(MistralConfig(**SIZES)) == 4096
-
-
-def test_settings_that_levanter_ignores_are_rejected(tmp_path: Path):
-    capped = Gemma2Config(**SIZES, head_dim=8, query_pre_attn_scalar=8)
-    with pytest.raises(PolicyModelError, match=r"final_logit_softcapping is 30.0, implemented is None"):
-        check_implemented(to_hf_config(capped, 264))
-    check_implemented(to_hf_config(dataclasses.replace(capped, final_logit_softcapping=None), 264))
-
-
-@pytest.mark.parametrize(
-    ("config", "problem"),
-    [
-        (LlamaConfig(**SIZES, use_qk_norm=True), "use_qk_norm"),
-        (LlamaConfig(**SIZES, rope=DefaultRotaryEmbeddingsConfig(factor=4.0)), "rope_type"),
-    ],
-)
-def test_error_names_a_model_without_a_hugging_face_form(config: LmConfig, problem: str):
-    with pytest.raises(PolicyModelError, match=f"model: this 'llama' model cannot be exported .*{problem}"):
-        to_hf_config(config, 264)

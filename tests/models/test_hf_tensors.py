@@ -13,7 +13,8 @@ from haliax import Axis
 from levanter.models.lm_model import LmHeadModel
 from safetensors.numpy import save_file
 
-from marin_rl.models.hf_config import PolicyModelError, levanter_config, read_hf_config
+from marin_rl.models.conversion import levanter_config
+from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.hf_tensors import check_tensors, read_tensor_shapes
 from tests.models.hf_checkpoint import record, write_checkpoint, write_config
 from tests.models.hf_oracle.make_oracle import CASES, VOCAB, weights

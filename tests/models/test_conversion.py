@@ -1,6 +1,9 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +17,20 @@ from levanter.models.mixtral import MixtralConfig
 from levanter.models.olmo import Olmo2Config
 from levanter.models.qwen import Qwen3Config, QwenConfig
 
-from marin_rl.models.hf_config import PolicyModelError
+from marin_rl.models.conversion import (
+    SAMPLED,
+    attention_window,
+    check_implemented,
+    check_model,
+    check_same_function,
+    levanter_config,
+    to_hf_config,
+)
+from marin_rl.models.hf_config import MODEL_TYPES, PolicyModelError, read_hf_config
 from marin_rl.models.qwen2 import Qwen2Config
 from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig
-from marin_rl.models.support import SAMPLED, TRAINED, check_model
+from tests.models.hf_checkpoint import record, write_config
+from tests.models.hf_oracle.make_oracle import CASES
 
 SIZES: dict[str, Any] = {
     "hidden_dim": 32,
@@ -40,8 +53,13 @@ MODELS: dict[str, LmConfig] = {
 }
 
 
+def read(folder: Path, config: dict[str, Any]) -> Any:
+    checkpoint = write_config(folder, config)
+    return levanter_config(read_hf_config(checkpoint), checkpoint)
+
+
 def test_every_supported_architecture_is_listed():
-    assert tuple(MODELS) == TRAINED
+    assert tuple(MODELS) == MODEL_TYPES
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -103,3 +121,54 @@ def test_sequences_must_fit_into_the_attention_window():
     check_model(mistral, built_in_sampler=False, max_length=64)
     with pytest.raises(PolicyModelError, match=r"rollouts.max_length is 65, .* last 64 positions .* to 64 or less"):
         check_model(mistral, built_in_sampler=False, max_length=65)
+
+
+def test_model_section_of_another_function_is_rejected(tmp_path: Path):
+    checkpoint = write_config(tmp_path, record("llama")["config"])
+    hf_config = read_hf_config(checkpoint)
+    own = levanter_config(hf_config, checkpoint)
+    check_same_function(hf_config, dataclasses.replace(own, seq_len=32, gradient_checkpointing=False), "differs")
+    default_base = dataclasses.replace(own, rope=DefaultRotaryEmbeddingsConfig())
+    with pytest.raises(PolicyModelError, match=r"differs: rope_theta: 500000.0, 10000"):
+        check_same_function(hf_config, default_base, "differs")
+    with pytest.raises(PolicyModelError, match="differs: model_type: llama, qwen3"):
+        check_same_function(hf_config, Qwen3Config(**SIZES), "differs")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_round_trips_through_export(tmp_path: Path, case: str):
+    config = read(tmp_path / "first", record(case)["config"])
+    exported = to_hf_config(config, 264)
+    (tmp_path / "second").mkdir()
+    exported.save_pretrained(tmp_path / "second")
+    assert read(tmp_path / "second", json.loads((tmp_path / "second" / "config.json").read_text())) == config
+
+
+def test_attention_window_of_layers(tmp_path: Path):
+    def window(config: LmConfig) -> int | None:
+        return attention_window(to_hf_config(config, 264))
+
+    assert window(read(tmp_path, record("mistral")["config"])) == 48
+    assert window(read(tmp_path, record("gemma2")["config"])) == 48
+    assert window(read(tmp_path, record("qwen2")["config"])) is None
+    assert window(LlamaConfig(**SIZES)) is None
+    assert window(MistralConfig(**SIZES)) == 4096
+
+
+def test_settings_that_levanter_ignores_are_rejected(tmp_path: Path):
+    capped = Gemma2Config(**SIZES, head_dim=8, query_pre_attn_scalar=8)
+    with pytest.raises(PolicyModelError, match=r"final_logit_softcapping is 30.0, implemented is None"):
+        check_implemented(to_hf_config(capped, 264))
+    check_implemented(to_hf_config(dataclasses.replace(capped, final_logit_softcapping=None), 264))
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (LlamaConfig(**SIZES, use_qk_norm=True), "use_qk_norm"),
+        (LlamaConfig(**SIZES, rope=DefaultRotaryEmbeddingsConfig(factor=4.0)), "rope_type"),
+    ],
+)
+def test_error_names_a_model_without_a_hugging_face_form(config: LmConfig, problem: str):
+    with pytest.raises(PolicyModelError, match=f"model: this 'llama' model cannot be exported .*{problem}"):
+        to_hf_config(config, 264)

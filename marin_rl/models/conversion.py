@@ -1,0 +1,337 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Conversion of model configs between Hugging Face and levanter, verified to be lossless.
+
+A config may hold settings that the other side does not implement or does not read. Such a model would load, train and
+export without an error, but compute another function. Every conversion is therefore reversed and compared, and settings
+that survive the conversion but have no effect in levanter's model are rejected by name.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, cast
+
+from levanter.compat.hf_checkpoints import HFCompatConfig
+from levanter.layers.rotary import (
+    DefaultRotaryEmbeddingsConfig,
+    Llama3RotaryEmbeddingsConfig,
+    YarnRotaryEmbeddingsConfig,
+)
+from levanter.models.lm_model import LmConfig
+from transformers import PretrainedConfig
+
+# Registers the architecture.
+import marin_rl.models.qwen2  # noqa: F401
+from marin_rl.models.hf_config import ACTIVATIONS, MODEL_TYPES, PolicyModelError, declared_settings, first_line
+from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig, yarn_attention_factor
+
+SAMPLED = ("llama", "qwen2", "qwen3")
+"""Values of `model.type` that the built-in sampler (`sampler: {type: levanter}`) supports."""
+
+
+def levanter_config(hf_config: PretrainedConfig, checkpoint: str) -> LmConfig:
+    """Convert a Hugging Face config to levanter's model config.
+
+    Raises:
+        PolicyModelError: if levanter's model lacks a setting; the message names each one.
+    """
+    try:
+        config = _convert(hf_config)
+    except (AttributeError, KeyError, TypeError, ValueError, AssertionError, ArithmeticError) as error:
+        raise PolicyModelError(f"the model in {checkpoint!r} is not supported: {first_line(error)}") from error
+    check_same_function(
+        hf_config,
+        config,
+        f"the model in {checkpoint!r} has settings that are not implemented for {hf_config.model_type} "
+        "(config.json, then the implementation)",
+    )
+    return config
+
+
+def _convert(hf_config: PretrainedConfig) -> LmConfig:
+    plain = copy.deepcopy(hf_config)
+    # Levanter ignores or misreads `rope_scaling`, depending on the architecture; it is added below.
+    plain.rope_scaling = None
+    scaling = _canonical_rope_scaling(hf_config)
+    fields = _settings_not_read(hf_config)
+    if scaling is not None:
+        fields["rope"] = _ROPE_CONFIGS[scaling["rope_type"]].make_from_hf_config(hf_config.rope_theta, scaling)
+    choice = cast(type[HFCompatConfig], LmConfig.get_choice_class(hf_config.model_type))
+    return dataclasses.replace(cast(HFCompatConfig, choice.from_hf_config(plain)), **fields)
+
+
+def check_same_function(hf_config: PretrainedConfig, config: LmConfig, problem: str) -> None:
+    """Raise an error if a levanter config computes another function than a Hugging Face config.
+
+    The levanter config is converted back and compared on every declared setting that affects the logits.
+
+    Args:
+        hf_config: config of the checkpoint.
+        config: config of the model that loads the checkpoint's weights.
+        problem: first part of the error message.
+
+    Raises:
+        PolicyModelError: if settings differ; the message names each one with both values.
+    """
+    back = to_hf_config(config, hf_config.vocab_size)
+    if type(back) is not type(hf_config):
+        raise PolicyModelError(f"{problem}: model_type: {hf_config.model_type}, {back.model_type}")
+    expected, found = _function_settings(hf_config), _function_settings(back)
+    differences = [f"{name}: {expected[name]!r}, {found[name]!r}" for name in expected if expected[name] != found[name]]
+    if differences:
+        raise PolicyModelError(f"{problem}: {'; '.join(differences)}")
+    check_implemented(back)
+
+
+def check_implemented(hf_config: PretrainedConfig) -> None:
+    """Raise a PolicyModelError for settings that levanter's configs accept but its models ignore."""
+    model_type, values = hf_config.model_type, hf_config.to_dict()
+    head_size = values.get("hidden_size", 0) // (values.get("num_attention_heads") or 1)
+    implemented: dict[str, object] = {}
+    if model_type in ("gemma", "gemma2"):
+        implemented |= {"head_dim": head_size, "attention_bias": False}
+    if model_type == "gemma2":
+        implemented |= {"final_logit_softcapping": None, "query_pre_attn_scalar": head_size}
+    if model_type == "qwen3":
+        implemented |= {"attention_bias": False}
+    differing = [name for name, value in implemented.items() if values[name] != value]
+    wrong = [f"{name} is {values[name]!r}, implemented is {implemented[name]!r}" for name in differing]
+    if wrong:
+        raise PolicyModelError(f"{model_type} models are not supported with these settings: {'; '.join(wrong)}")
+
+
+def to_hf_config(config: LmConfig, vocab_size: int) -> PretrainedConfig:
+    """Convert a levanter model config to the Hugging Face config of its export.
+
+    Raises:
+        PolicyModelError: if the model has no Hugging Face form.
+    """
+    name = LmConfig.get_choice_name(type(config))
+    if not isinstance(config, HFCompatConfig):
+        raise PolicyModelError(f"model.type {name!r} has no Hugging Face form and cannot be exported")
+    try:
+        return config.to_hf_config(vocab_size)
+    except (AttributeError, KeyError, TypeError, ValueError, AssertionError) as error:
+        raise PolicyModelError(
+            f"model: this {name!r} model cannot be exported in Hugging Face format: {first_line(error)}"
+        ) from error
+
+
+def _check_export(config: LmConfig) -> PretrainedConfig:
+    """Return the Hugging Face config of a model's export, or raise an error if it would compute another function."""
+    name = LmConfig.get_choice_name(type(config))
+    rope = getattr(config, "rope", None)
+    if type(rope) is YarnRotaryEmbeddingsConfig:
+        raise PolicyModelError("model.rope.type is 'yarn', which levanter computes unlike transformers; use hf_yarn")
+    if type(rope) is DefaultRotaryEmbeddingsConfig and rope.factor != 1.0:
+        raise PolicyModelError(
+            f"model.rope.factor is {rope.factor}, which levanter cannot export; use model.rope.type: hf_linear"
+        )
+    hf_config = to_hf_config(config, vocab_size=256)
+    check_implemented(hf_config)
+    try:
+        exported = _exported_fields(_convert(hf_config))
+    except (AttributeError, KeyError, TypeError, ValueError, AssertionError) as error:
+        raise PolicyModelError(f"model: the export of this {name!r} model is not valid: {first_line(error)}") from error
+    lost = [
+        f"model.{field}: {value!r} (Hugging Face: {exported[field]!r})"
+        for field, value in _exported_fields(config).items()
+        if value != exported[field]
+    ]
+    if lost:
+        raise PolicyModelError(
+            f"these settings have no form in Hugging Face's {name!r}, so an export would compute something else than "
+            f"the trained model: {'; '.join(lost)}"
+        )
+    return hf_config
+
+
+_NOT_EXPORTED = frozenset(
+    {
+        *("upcast_attn", "attn_backend", "use_flash_attention", "flash_attention_block_size"),
+        *("gradient_checkpointing", "scan_layers", "reference_checkpoint", "tokenizer", "vocab_size"),
+        *("lbl_coef", "rzl_coef", "embed_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout"),
+        *("sliding_window", "query_pre_attn_scalar"),
+    }
+)
+"""Fields of levanter's configs that do not change the logits, or that are checked by other means."""
+
+
+def _exported_fields(config: LmConfig) -> dict[str, Any]:
+    fields = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(cast(Any, config))
+        if field.name not in _NOT_EXPORTED
+    }
+    if "head_dim" in fields:
+        fields["head_dim"] = fields["head_dim"] or fields["hidden_dim"] // fields["num_heads"]
+    if "rope" in fields:
+        fields["rope"] = fields["rope"].to_hf_config()
+    return fields
+
+
+def attention_window(hf_config: PretrainedConfig) -> int | None:
+    """Return the width of the narrowest attention window of any layer, own position included; None without windows."""
+    if hf_config.model_type in ("mistral", "mixtral"):
+        return hf_config.sliding_window
+    if "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
+        return hf_config.sliding_window
+    return None
+
+
+def _canonical_rope_scaling(hf_config: PretrainedConfig) -> dict[str, Any] | None:
+    """Return `rope_scaling` with transformers' defaults filled in; None if there is no scaling."""
+    scaling = getattr(hf_config, "rope_scaling", None)
+    if scaling is None:
+        return None
+    kind = scaling.get("rope_type") or scaling.get("type")
+    given = {name: value for name, value in scaling.items() if name not in ("rope_type", "type")}
+    canonical: dict[str, Any]
+    match kind:
+        case None | "":
+            raise PolicyModelError(f"rope_scaling is {scaling!r}, without a rope_type; add it to a copy of config.json")
+        case "default":
+            return None
+        case "linear":
+            canonical = {"factor": float(_required(given, kind, "factor"))}
+        case "llama3":
+            names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+            canonical = {name: _required(given, kind, name) for name in names}
+        case "yarn":
+            canonical = _canonical_yarn(given, hf_config.max_position_embeddings)
+        case _:
+            raise PolicyModelError(
+                f"rope_scaling of type {kind!r} is not supported; supported are default, linear, llama3 and yarn"
+            )
+    # Both are resolved into the attention factor.
+    if unknown := sorted(given.keys() - canonical.keys() - {"mscale", "mscale_all_dim"}):
+        raise PolicyModelError(f"rope_scaling of type {kind!r} has settings that are not supported: {unknown}")
+    return {"rope_type": kind, **canonical}
+
+
+def _required(scaling: Mapping[str, Any], kind: str, name: str) -> Any:
+    if scaling.get(name) is None:
+        raise PolicyModelError(f"rope_scaling of type {kind!r} lacks {name}; add it to a copy of config.json")
+    return scaling[name]
+
+
+def _canonical_yarn(given: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
+    factor = float(_required(given, "yarn", "factor"))
+    attention_factor = given.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = yarn_attention_factor(factor, given.get("mscale"), given.get("mscale_all_dim"))
+    return {
+        "factor": factor,
+        "attention_factor": float(attention_factor),
+        "beta_fast": float(given.get("beta_fast") or 32),
+        "beta_slow": float(given.get("beta_slow") or 1),
+        "original_max_position_embeddings": given.get("original_max_position_embeddings") or max_position_embeddings,
+        "truncate": given.get("truncate", True),
+    }
+
+
+_NOT_THE_FUNCTION = frozenset(
+    {
+        # Checked against the tokenizer and the weights.
+        *("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"),
+        # Dropout acts only in transformers' training mode; neither sampling nor the loss of RL uses it.
+        *("initializer_range", "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        *("router_aux_loss_coef", "router_jitter_noise", "output_router_logits"),
+        # Settings of classification heads.
+        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
+        # Compared in a form that does not depend on the architecture (`attention_window`).
+        *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+        # Longer rows are rejected elsewhere, and scaled rotary embeddings carry the original length.
+        "max_position_embeddings",
+        # Change rounding at most.
+        *("use_cache", "pretraining_tp", "reorder_and_upcast_attn"),
+    }
+)
+"""Declared settings that do not change the logits."""
+
+_SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
+
+
+def _function_settings(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """Return the settings that affect the logits, normalized so that equal functions have equal settings."""
+    declared = declared_settings(type(hf_config)) - _NOT_THE_FUNCTION
+    settings = {name: getattr(hf_config, name) for name in sorted(declared) if hasattr(hf_config, name)}
+    settings["tie_word_embeddings"] = hf_config.tie_word_embeddings
+    settings["rope_scaling"] = _canonical_rope_scaling(hf_config)
+    settings["partial_rotary_factor"] = getattr(hf_config, "partial_rotary_factor", 1.0)
+    if "hidden_size" in declared:
+        default = hf_config.hidden_size // hf_config.num_attention_heads
+        settings["head_dim"] = getattr(hf_config, "head_dim", None) or default
+    settings["sliding_window"] = attention_window(hf_config)
+    settings["layer_types"] = settings["sliding_window"] and getattr(hf_config, "layer_types", None)
+    if hf_config.model_type == "gemma":
+        # Transformers' Gemma reads only `hidden_act`.
+        del settings["hidden_activation"]
+    if hf_config.model_type == "gpt2":
+        settings["n_inner"] = hf_config.n_inner or 4 * hf_config.n_embd
+    for name in ACTIVATIONS:
+        if name in settings:
+            # Levanter writes members of a string enumeration.
+            value = getattr(settings[name], "value", settings[name])
+            settings[name] = _SAME_ACTIVATION.get(value, value)
+    return settings
+
+
+def _settings_not_read(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """Return levanter fields that its conversion does not set, or sets to a dropout rate."""
+    match hf_config.model_type:
+        case "gemma2":
+            names = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
+            return {name: getattr(hf_config, name) for name in names}
+        case "gpt2":
+            return {"embed_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+        case "olmo2":
+            return {"attention_dropout": 0.0}
+    return {}
+
+
+_ROPE_CONFIGS: dict[str, Any] = {
+    "linear": LinearRotaryConfig,
+    "llama3": Llama3RotaryEmbeddingsConfig,
+    "yarn": YarnRotaryConfig,
+}
+
+
+def check_model(config: LmConfig, *, built_in_sampler: bool, max_length: int) -> None:
+    """Raise an error for a model that the run cannot sample, train and export exactly.
+
+    Args:
+        config: the `model` section of a run.
+        built_in_sampler: whether the run samples in its own processes instead of on a server.
+        max_length: longest sequence, in tokens.
+
+    Raises:
+        PolicyModelError: if a setting is unsupported; the message names the setting and the remedy.
+    """
+    name = LmConfig.get_choice_name(type(config))
+    if name not in MODEL_TYPES:
+        remedy = "; use qwen2" if name == "qwen" else ""
+        raise PolicyModelError(f"model.type {name!r} is not supported{remedy}; supported are {', '.join(MODEL_TYPES)}")
+    if built_in_sampler and name not in SAMPLED:
+        raise PolicyModelError(
+            f"model.type {name!r} can be trained, but the built-in sampler cannot sample it; it samples "
+            f"{', '.join(SAMPLED)}. Use one of these, or a server that samples (sampler: {{type: openai, ...}})"
+        )
+    dropout_fields = ("embed_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout")
+    if dropout := {field: rate for field in dropout_fields if (rate := getattr(config, field, 0))}:
+        raise PolicyModelError(
+            "dropout is not applied: neither sampling nor the loss uses it. Set "
+            + ", ".join(f"model.{field} to 0 (it is {rate})" for field, rate in dropout.items())
+        )
+    for size in ("hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads"):
+        if getattr(config, size, 1) < 1:
+            raise PolicyModelError(f"model.{size} is {getattr(config, size)}; it must be at least 1")
+    window = attention_window(_check_export(config))
+    if window is not None and max_length > window:
+        raise PolicyModelError(
+            f"rollouts.max_length is {max_length}, but layers of this {name!r} model attend to the last {window} "
+            "positions only (model.sliding_window), which is not implemented; up to that length it makes no "
+            f"difference, so set rollouts.max_length to {window} or less"
+        )
