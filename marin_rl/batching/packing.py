@@ -3,8 +3,7 @@
 
 """Sequence packing: the microbatch, row and start position of each sequence of a batch.
 
-All *microbatches* of a run have one fixed shape, so a run compiles once regardless of the number of sequences per
-step. Importing this module does not load jax.
+All microbatches of a run have one fixed shape, so a run compiles once regardless of the number of sequences per step.
 """
 
 import dataclasses
@@ -56,7 +55,7 @@ def pack_sequences(
 
     With `whole_rollouts`, rollouts of several sequences are placed first, longest first; rollouts of one sequence,
     longest first, fill the remaining space. Each is placed in the first space that is large enough, or in a new
-    microbatch. The result is deterministic.
+    microbatch.
 
     Args:
         lengths: per rollout, the number of tokens of each sequence, at least 1. A rollout may have no sequences.
@@ -83,9 +82,14 @@ def pack_sequences(
         split = dataclasses.replace(layout, whole_rollouts=True)
         single = iter(pack_sequences([[length] for sequences in lengths for length in sequences], split))
         return tuple(tuple(next(single)[0] for _ in sequences) for sequences in lengths)
+
+    def order(index: int) -> tuple[bool, int, list[int]]:
+        # It depends on lengths only, so the order of rollouts does not affect the packing.
+        return len(lengths[index]) == 1, -sum(lengths[index]), sorted(-length for length in lengths[index])
+
     rows = _FreeRows(layout, capacity=len(lengths))
     slots: list[tuple[Slot, ...]] = [()] * len(lengths)
-    for index in sorted(range(len(lengths)), key=lambda index: _packing_order(lengths[index])):
+    for index in sorted(range(len(lengths)), key=order):
         if lengths[index]:
             slots[index] = rows.place(names[index], lengths[index])
     return tuple(slots)
@@ -94,11 +98,6 @@ def pack_sequences(
 def count_microbatches(slots: Sequence[Sequence[Slot]]) -> int:
     """Count the microbatches of a layout. At least 1, because a step without sequences still runs the model."""
     return max((slot.microbatch_index + 1 for sequences in slots for slot in sequences), default=1)
-
-
-def _packing_order(lengths: Sequence[int]) -> tuple[bool, int, list[int]]:
-    """Sort key of a rollout. It depends on lengths only, so the order of rollouts does not affect the packing."""
-    return len(lengths) == 1, -sum(lengths), sorted(-length for length in lengths)
 
 
 def _check_lengths(name: str, lengths: Sequence[int], layout: RowLayout) -> None:
@@ -110,11 +109,6 @@ def _check_lengths(name: str, lengths: Sequence[int], layout: RowLayout) -> None
                 f"rollout {name} has a sequence of {length} tokens, which does not fit into rows of "
                 f"{layout.row_length} positions; increase row_length"
             )
-
-
-def _spaces(lengths: Sequence[int], layout: RowLayout) -> list[int]:
-    """Number of positions that each sequence occupies in its row."""
-    return [length if layout.packed else layout.row_length for length in lengths]
 
 
 def _fit(free: Int64[np.ndarray, " rows"], needed: Sequence[int]) -> list[int] | None:
@@ -141,7 +135,7 @@ class _FreeRows:
 
     def place(self, name: str, lengths: Sequence[int]) -> tuple[Slot, ...]:
         """Reserve space for all of `lengths` in the first microbatch, and its first rows, with enough space."""
-        needed = _spaces(lengths, self._layout)
+        needed = [length if self._layout.packed else self._layout.row_length for length in lengths]
         free = self._free[: self._microbatches]
         candidates = (free.max(axis=1) >= max(needed)) & (free.sum(axis=1) >= sum(needed))
         for microbatch_index in [*np.flatnonzero(candidates).tolist(), self._microbatches]:
@@ -150,16 +144,13 @@ class _FreeRows:
                 self._microbatches = max(self._microbatches, microbatch_index + 1)
                 places = zip(rows, lengths, needed, strict=True)
                 return tuple(self._reserve(microbatch_index, row, length, space) for row, length, space in places)
+        rows_needed = len(set(_fit(np.full(len(needed), self._layout.row_length), needed) or ()))
         raise ValueError(
             f"rollout {name} has {len(lengths)} sequences of {sum(lengths)} tokens in total, which need "
-            f"{self._rows_needed(needed)} rows of {self._layout.row_length} positions, but a microbatch has "
+            f"{rows_needed} rows of {self._layout.row_length} positions, but a microbatch has "
             f"{self._layout.rows_per_microbatch} and a rollout cannot be split over microbatches; "
             "increase rows_per_microbatch"
         )
-
-    def _rows_needed(self, needed: Sequence[int]) -> int:
-        rows = _fit(np.full(len(needed), self._layout.row_length), needed)
-        return len(set(rows or ()))
 
     def _reserve(self, microbatch_index: int, row: int, length: int, space: int) -> Slot:
         start = self._layout.row_length - int(self._free[microbatch_index, row])

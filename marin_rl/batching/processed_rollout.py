@@ -4,8 +4,8 @@
 """Conversion of rollouts to padded arrays."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
@@ -13,13 +13,24 @@ from jaxtyping import Bool, Float32, Int32
 from marin_rl.tokenization.chat import ChatTokenizer, truncate_at_reply
 from marin_rl.types import Message, Rollout, Task
 
+_DTYPES = {
+    "input_ids": np.int32,
+    "loss_mask": np.bool_,
+    "segment_ids": np.int32,
+    "policy_logprobs": np.float32,
+    "reference_logprobs": np.float32,
+    "turn_ids": np.int32,
+    "values": np.float32,
+}
+_NO_TURN = -1
+
 
 @dataclasses.dataclass(frozen=True)
 class ProcessedRollout:
     """Arrays of one rollout, with one row per sequence, padded to a common length.
 
     Most rollouts are one sequence. If the chat template rewrites the history, a rollout has several sequences and is
-    still counted as one rollout. Entry `t` of every array belongs to token `t` (see `marin_rl.batching.alignment`).
+    still counted as one rollout. Entry `t` of every array belongs to token `t`.
     """
 
     source: str
@@ -43,16 +54,8 @@ class ProcessedRollout:
 
     def __post_init__(self) -> None:
         shape = self.input_ids.shape
-        expected: Mapping[str, tuple[np.ndarray, type]] = {
-            "input_ids": (self.input_ids, np.int32),
-            "loss_mask": (self.loss_mask, np.bool_),
-            "segment_ids": (self.segment_ids, np.int32),
-            "policy_logprobs": (self.policy_logprobs, np.float32),
-            "reference_logprobs": (self.reference_logprobs, np.float32),
-            "turn_ids": (self.turn_ids, np.int32),
-            "values": (self.values, np.float32),
-        }
-        for name, (array, dtype) in expected.items():
+        for name, dtype in _DTYPES.items():
+            array = getattr(self, name)
             if array.ndim != 2 or array.shape != shape:
                 raise ValueError(f"ProcessedRollout {self.id}: {name} has shape {array.shape}, input_ids has {shape}")
             if array.dtype != dtype:
@@ -68,7 +71,8 @@ class ProcessedRollout:
             raise ValueError(
                 f"ProcessedRollout {self.id}: loss_mask includes the first token of a row, which is never predicted"
             )
-        for name, array in (("policy_logprobs", self.policy_logprobs), ("reference_logprobs", self.reference_logprobs)):
+        for name in ("policy_logprobs", "reference_logprobs"):
+            array = getattr(self, name)
             if not np.all(np.isfinite(array)) or np.any(array > 0):
                 raise ValueError(f"ProcessedRollout {self.id}: {name} must be finite and <= 0")
         if not np.all(np.isfinite(self.values)):
@@ -119,9 +123,8 @@ def process_conversation(
 ) -> ProcessedRollout | None:
     """Convert a conversation to arrays with loss on the assistant messages only.
 
-    The conversation is tokenized with the chat template and assistant masks. Assistant messages that do not fit
-    completely into `length` are dropped, so no partial message is trained on. Turn `k` is the k-th contiguous span of
-    loss tokens.
+    Assistant messages that do not fit completely into `length` are dropped, so no partial message is trained on. Turn
+    `k` is the k-th contiguous span of loss tokens.
 
     Args:
         messages: the conversation.
@@ -139,10 +142,7 @@ def process_conversation(
 def process_demonstration(
     messages: Sequence[Message], task: Task, *, length: int, tokenizer: ChatTokenizer
 ) -> ProcessedRollout | None:
-    """Convert a demonstration to the arrays of an episode that sampled its replies.
-
-    The tokens are those of `ChatTokenizer.encode_replies`. Replies that do not fit completely into `length` are
-    dropped, as in `process_conversation`.
+    """Convert a demonstration to the arrays of an episode that sampled its replies, like `process_conversation`.
 
     Args:
         messages: the messages of the task, then the replies with the observations that follow them.
@@ -159,15 +159,9 @@ def process_demonstration(
 
 def without_loss(rollout: ProcessedRollout) -> ProcessedRollout:
     """Remove all tokens of a rollout from the loss; the tokens stay."""
-    zeros = np.zeros(rollout.input_ids.shape, np.float32)
-    return dataclasses.replace(
-        rollout,
-        loss_mask=np.zeros(rollout.input_ids.shape, np.bool_),
-        turn_ids=np.full(rollout.input_ids.shape, _NO_TURN, np.int32),
-        policy_logprobs=zeros,
-        reference_logprobs=zeros,
-        values=zeros,
-    )
+    names = ("loss_mask", "policy_logprobs", "reference_logprobs", "values")
+    zeros: dict[str, Any] = {name: np.zeros(rollout.input_ids.shape, _DTYPES[name]) for name in names}
+    return dataclasses.replace(rollout, turn_ids=np.full(rollout.input_ids.shape, _NO_TURN, np.int32), **zeros)
 
 
 def _truncate_and_pad(
@@ -184,9 +178,6 @@ def _truncate_and_pad(
     return _pad_sequences([sequence], source, id, length, pad_token_id)
 
 
-_NO_TURN = -1
-
-
 class _Sequence(NamedTuple):
     token_ids: list[int]
     turn_ids: list[int]
@@ -196,11 +187,9 @@ class _Sequence(NamedTuple):
 def _pad_sequences(
     sequences: Sequence[_Sequence], source: str, id: str, length: int, pad_token_id: int
 ) -> ProcessedRollout:
-    rows = len(sequences)
-    input_ids = np.full((rows, length), pad_token_id, dtype=np.int32)
-    turn_ids = np.full((rows, length), _NO_TURN, dtype=np.int32)
-    segment_ids = np.zeros((rows, length), dtype=np.int32)
-    policy_logprobs = np.zeros((rows, length), dtype=np.float32)
+    arrays = {name: np.zeros((len(sequences), length), dtype) for name, dtype in _DTYPES.items()}
+    arrays["input_ids"][:] = pad_token_id
+    arrays["turn_ids"][:] = _NO_TURN
     for row, sequence in enumerate(sequences):
         used = len(sequence.token_ids)
         if used > length:
@@ -208,18 +197,9 @@ def _pad_sequences(
                 f"rollout {id}: a sequence of {used} tokens does not fit into rows of {length} positions; "
                 "raise rollouts.max_length"
             )
-        input_ids[row, :used] = sequence.token_ids
-        turn_ids[row, :used] = sequence.turn_ids
-        policy_logprobs[row, :used] = sequence.logprobs
-        segment_ids[row, :used] = 1
-    return ProcessedRollout(
-        source=source,
-        id=id,
-        input_ids=input_ids,
-        loss_mask=turn_ids != _NO_TURN,
-        segment_ids=segment_ids,
-        policy_logprobs=policy_logprobs,
-        reference_logprobs=np.zeros((rows, length), dtype=np.float32),
-        turn_ids=turn_ids,
-        values=np.zeros((rows, length), dtype=np.float32),
-    )
+        arrays["input_ids"][row, :used] = sequence.token_ids
+        arrays["turn_ids"][row, :used] = sequence.turn_ids
+        arrays["policy_logprobs"][row, :used] = sequence.logprobs
+        arrays["segment_ids"][row, :used] = 1
+    arrays["loss_mask"] = arrays["turn_ids"] != _NO_TURN
+    return ProcessedRollout(source=source, id=id, **arrays)

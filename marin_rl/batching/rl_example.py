@@ -1,22 +1,25 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Named-axis training batches of the learner."""
+"""Named-axis training batches of the learner.
+
+Every per-token array of marin_rl is aligned with its token: entry `t` of `loss_mask`, `policy_logprobs` or `advantages`
+belongs to `input_ids[t]`. A causal language model predicts token `t` at position `t - 1`. Only `to_tokens` and
+`to_predictors` shift arrays between the two.
+"""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import equinox as eqx
 import haliax as hax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
-from jaxtyping import Bool, Float, Int64, Shaped
+from jaxtyping import Float, Int64, Shaped
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 
-from marin_rl.batching.alignment import to_predictors
 from marin_rl.batching.packing import RowLayout, Slot, count_microbatches, pack_sequences
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
@@ -38,49 +41,64 @@ PER_TOKEN_DTYPES = {
 }
 
 
+def to_predictors(per_token: NamedArray) -> NamedArray:
+    """Shift `{..., position}` values from each token to the position that predicts it, for `input_ids` the targets.
+
+    `out[t] = per_token[t + 1]`; the last position predicts no token and gets 0.
+    """
+    Pos = per_token.resolve_axis("position")
+    moved = hax.roll(per_token, -1, Pos)
+    return hax.where(hax.arange(Pos) == Pos.size - 1, hax.zeros((), dtype=per_token.dtype), moved)
+
+
+def to_tokens(per_predictor: NamedArray) -> NamedArray:
+    """Shift `{..., position}` values from each predicting position to the token it predicts.
+
+    `out[t] = per_predictor[t - 1]`; token 0 has no predicting position and gets 0.
+    """
+    Pos = per_predictor.resolve_axis("position")
+    moved = hax.roll(per_predictor, 1, Pos)
+    return hax.where(hax.arange(Pos) == 0, hax.zeros((), dtype=per_predictor.dtype), moved)
+
+
 class RlExample(eqx.Module):
     """One microbatch of rollouts. All arrays are `{batch, position}` and aligned with tokens.
 
     A row contains one or several sequences, one segment each. The loss of the whole batch is the plain sum over its
-    microbatches of `Σ loss_weights · term(advantages, …)`. The denominators of the aggregation are in `loss_weights`
-    and are computed on the host over the whole batch, so the loss does not depend on the split into microbatches, rows
-    or devices.
+    microbatches of `Σ loss_weights · term(advantages, …)`; the denominators are in `loss_weights`.
     """
 
     input_ids: NamedArray
-    """`{batch, position}` int32 token ids; the padding token if `segment_ids` is 0."""
+    """int32 token ids; the padding token if `segment_ids` is 0."""
     loss_mask: NamedArray
-    """`{batch, position}` bool, True for loss tokens."""
+    """bool, True for loss tokens."""
     segment_ids: NamedArray
-    """`{batch, position}` int32, 0 for padding, then 1, 2, … along a row; attention is restricted to a segment."""
+    """int32, 0 for padding, then 1, 2, … along a row; attention is restricted to a segment."""
     position_ids: NamedArray
-    """`{batch, position}` int32, position of each token within its segment: 0, 1, …; 0 for padding."""
+    """int32, position of each token within its segment: 0, 1, …; 0 for padding."""
     rollout_ids: NamedArray
-    """`{batch, position}` int32, index of each token's rollout in this microbatch (0, 1, …); -1 for padding."""
+    """int32, index of each token's rollout in this microbatch (0, 1, …); -1 for padding."""
     loss_weights: NamedArray
-    """`{batch, position}` float32, weight of each token in the loss; 0 outside the loss mask."""
+    """float32, weight of each token in the loss; 0 outside the loss mask."""
     importance_weights: NamedArray
-    """`{batch, position}` float32, off-policy correction of each token, 1 without a correction; 0 outside the loss
-    mask."""
+    """float32, off-policy correction of each token, 1 without a correction; 0 outside the loss mask."""
     advantages: NamedArray
-    """`{batch, position}` float32, advantage of each token; 0 outside the loss mask."""
+    """float32, advantage of each token; 0 outside the loss mask."""
     policy_logprobs: NamedArray
-    """`{batch, position}` float32, log-probs (nats) under the sampling policy; 0 outside the loss mask."""
+    """float32, log-probs (nats) under the sampling policy; 0 outside the loss mask."""
     reference_logprobs: NamedArray
-    """`{batch, position}` float32, log-probs (nats) under the frozen reference; 0 outside the loss mask or without
-    a reference."""
+    """float32, log-probs (nats) under the frozen reference; 0 outside the loss mask or without a reference."""
     values: NamedArray
-    """`{batch, position}` float32, the critic's values before the update; 0 outside the loss mask or without a
-    critic."""
+    """float32, the critic's values before the update; 0 outside the loss mask or without a critic."""
     returns: NamedArray
-    """`{batch, position}` float32, regression targets of the critic; 0 outside the loss mask or without a critic."""
+    """float32, regression targets of the critic; 0 outside the loss mask or without a critic."""
 
     def __check_init__(self) -> None:
-        leaves = [getattr(self, name) for name in PER_TOKEN_DTYPES]
-        if not all(isinstance(leaf, NamedArray) for leaf in leaves):
+        leaves = {name: getattr(self, name) for name in PER_TOKEN_DTYPES}
+        if not all(isinstance(leaf, NamedArray) for leaf in leaves.values()):
             return  # a transformed tree with other leaves, as inside jax.tree.map
         axes = self.input_ids.axes
-        for name, leaf in zip(PER_TOKEN_DTYPES, leaves, strict=True):
+        for name, leaf in leaves.items():
             if leaf.axes != axes:
                 raise ValueError(f"RlExample: {name} has axes {leaf.axes}, input_ids has {axes}")
 
@@ -133,8 +151,13 @@ class PackedBatch:
                 f"unpack got arrays of shapes {[array.shape for array in values]}; "
                 f"this batch has {len(self.microbatches)} microbatches of shape {shape}"
             )
-        pairs = zip(self.slots, self.positions, strict=True)
-        return [self._unpack_rollout(values, slots, positions) for slots, positions in pairs]
+        rollouts = []
+        for slots, positions in zip(self.slots, self.positions, strict=True):
+            rollout = np.zeros((len(slots), positions), values[0].dtype)
+            for row, (index, packed_row, start, _, length) in enumerate(slots):
+                rollout[row, :length] = values[index][packed_row, start : start + length]
+            rollouts.append(rollout)
+        return rollouts
 
     @property
     def num_tokens(self) -> int:
@@ -145,19 +168,6 @@ class PackedBatch:
     def num_positions(self) -> int:
         """Number of positions including padding: microbatches · rows · row length."""
         return len(self.microbatches) * self.layout.rows_per_microbatch * self.layout.row_length
-
-    @property
-    def efficiency(self) -> float:
-        """Share of positions that are tokens, in [0, 1]."""
-        return self.num_tokens / self.num_positions
-
-    def _unpack_rollout(self, values: Sequence[np.ndarray], slots: Sequence[Slot], positions: int) -> np.ndarray:
-        unpacked = np.zeros((len(slots), positions), values[0].dtype)
-        for row, slot in enumerate(slots):
-            unpacked[row, : slot.length] = values[slot.microbatch_index][
-                slot.row, slot.start : slot.start + slot.length
-            ]
-        return unpacked
 
 
 def pack_batch(
@@ -200,24 +210,14 @@ def pack_batch(
     for name in ("policy_logprobs", "reference_logprobs", "values"):
         per_action[name] = [getattr(rollout, name)[rollout.loss_mask] for rollout in rollouts]
     slots = pack_sequences([rollout.lengths for rollout in rollouts], layout, [rollout.id for rollout in rollouts])
-    places = _TokenPlaces.from_slots(slots, rollouts, layout)
-    token_ids = _join([rollout.input_ids[rollout.segment_ids != 0] for rollout in rollouts], np.int32)
-    arrays = {
-        "input_ids": places.put_tokens("input_ids", token_ids, padding=pad_token_id),
-        "loss_mask": places.put_tokens("loss_mask", places.loss),
-        "segment_ids": places.put_tokens("segment_ids", places.segment),
-        "position_ids": places.put_tokens("position_ids", places.position),
-        "rollout_ids": places.put_tokens("rollout_ids", _number_within_microbatches(places), padding=NO_ROLLOUT),
-        "loss_weights": places.loss_weights(aggregation),
-        **{name: places.put_actions(name, values) for name, values in per_action.items()},
-    }
+    arrays = _scatter(rollouts, per_action, aggregation, slots, layout, pad_token_id)
     axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.row_length))
     microbatches = tuple(
         RlExample(**{name: hax.named(array[index], axes) for name, array in arrays.items()})
         for index in range(count_microbatches(slots))
     )
     positions = tuple(rollout.input_ids.shape[1] for rollout in rollouts)
-    return PackedBatch(microbatches, slots, layout, positions, int(places.loss.sum()))
+    return PackedBatch(microbatches, slots, layout, positions, int(arrays["loss_mask"].sum()))
 
 
 def pack_to_score(rollouts: Sequence[ProcessedRollout], layout: RowLayout, *, pad_token_id: int) -> PackedBatch:
@@ -236,61 +236,51 @@ def pack_to_score(rollouts: Sequence[ProcessedRollout], layout: RowLayout, *, pa
     return pack_batch(rollouts, advantages, TokenMeanConfig(), layout, pad_token_id=pad_token_id)
 
 
-class _TokenPlaces(NamedTuple):
-    """Location of every token of a batch. The arrays run over all tokens, by rollout and then by sequence."""
+def _scatter(
+    rollouts: Sequence[ProcessedRollout],
+    per_action: Mapping[str, Sequence[np.ndarray]],
+    aggregation: AggregationConfig,
+    slots: Sequence[Sequence[Slot]],
+    layout: RowLayout,
+    pad_token_id: int,
+) -> dict[str, np.ndarray]:
+    """Return the arrays of all microbatches, `[microbatch, row, position]`."""
+    table = [(rollout, *slot) for rollout, sequences in enumerate(slots) for slot in sequences]
+    sequences = np.array(table, np.int64).reshape(len(table), 6)
+    length = sequences[:, 5]
+    # One entry per token from here on, by rollout and then by sequence.
+    rollout, microbatch, row, start, segment, _ = np.repeat(sequences, length, axis=0).T
+    position = np.arange(rollout.size) - np.repeat(np.cumsum(length) - length, length)
+    place = (microbatch * layout.rows_per_microbatch + row) * layout.row_length + start + position
+    token_ids = _join([rollout.input_ids[rollout.segment_ids != 0] for rollout in rollouts], np.int32)
+    loss = _join([rollout.loss_mask[rollout.segment_ids != 0] for rollout in rollouts], np.bool_)
+    shape = (count_microbatches(slots), layout.rows_per_microbatch, layout.row_length)
 
-    shape: tuple[int, int, int]
-    """Microbatches, rows, positions."""
-    place: Int64[np.ndarray, " tokens"]
-    """Index into a flattened array of that shape."""
-    position: Int64[np.ndarray, " tokens"]
-    """Position within the token's sequence."""
-    segment: Int64[np.ndarray, " tokens"]
-    """Segment id."""
-    rollout: Int64[np.ndarray, " tokens"]
-    """Index of the rollout in the batch."""
-    loss: Bool[np.ndarray, " tokens"]
-    """Whether the token is a loss token."""
-
-    @staticmethod
-    def from_slots(
-        slots: Sequence[Sequence[Slot]], rollouts: Sequence[ProcessedRollout], layout: RowLayout
-    ) -> "_TokenPlaces":
-        table = [(rollout, *slot) for rollout, sequences in enumerate(slots) for slot in sequences]
-        sequences = np.array(table, np.int64).reshape(len(table), 6)
-        length = sequences[:, 5]
-        rollout, microbatch_index, row, start, segment, _ = np.repeat(sequences, length, axis=0).T
-        position = np.arange(rollout.size) - np.repeat(np.cumsum(length) - length, length)
-        place = (microbatch_index * layout.rows_per_microbatch + row) * layout.row_length + start + position
-        loss = _join([rollout.loss_mask[rollout.segment_ids != 0] for rollout in rollouts], np.bool_)
-        shape = (count_microbatches(slots), layout.rows_per_microbatch, layout.row_length)
-        return _TokenPlaces(shape, place, position, segment, rollout, loss)
-
-    def put_tokens(self, name: str, values: np.ndarray, *, padding: int = 0) -> np.ndarray:
-        """Scatter one value per token into the microbatches."""
-        return self._put(name, values, self.place, padding)
-
-    def put_actions(self, name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """Scatter one value per action token of each rollout into the microbatches."""
-        return self._put(name, _join(arrays, np.float64), self.place[self.loss], 0)
-
-    def loss_weights(self, aggregation: AggregationConfig) -> np.ndarray:
-        """Compute the loss weights over the whole batch, independent of the split into microbatches."""
-        mask = self.put_tokens("loss_mask", self.loss)
-        rollout_ids = self.put_tokens("rollout_ids", self.rollout, padding=NO_ROLLOUT)
-        rows = (-1, self.shape[2])
-        return aggregation.loss_weights(mask.reshape(rows), rollout_ids.reshape(rows)).reshape(self.shape)
-
-    def _put(self, name: str, values: np.ndarray, place: np.ndarray, padding: int) -> np.ndarray:
-        array = np.full(self.shape, padding, PER_TOKEN_DTYPES[name])
+    def put(name: str, values: np.ndarray, place: np.ndarray = place, *, padding: int = 0) -> np.ndarray:
+        array = np.full(shape, padding, PER_TOKEN_DTYPES[name])
         array.reshape(-1)[place] = values
         return array
 
+    loss_mask = put("loss_mask", loss)
+    # The denominators are those of the whole batch, independent of the split into microbatches.
+    ids, rows = put("rollout_ids", rollout, padding=NO_ROLLOUT), (-1, layout.row_length)
+    weights = aggregation.loss_weights(loss_mask.reshape(rows), ids.reshape(rows))
+    return {
+        "input_ids": put("input_ids", token_ids, padding=pad_token_id),
+        "loss_mask": loss_mask,
+        "segment_ids": put("segment_ids", segment),
+        "position_ids": put("position_ids", position),
+        "rollout_ids": put("rollout_ids", _number_within_microbatches(microbatch, rollout), padding=NO_ROLLOUT),
+        "loss_weights": weights.reshape(shape),
+        **{name: put(name, _join(arrays, np.float64), place[loss]) for name, arrays in per_action.items()},
+    }
 
-def _number_within_microbatches(places: _TokenPlaces) -> Int64[np.ndarray, " tokens"]:
+
+def _number_within_microbatches(
+    microbatch: Int64[np.ndarray, " tokens"], rollout: Int64[np.ndarray, " tokens"]
+) -> Int64[np.ndarray, " tokens"]:
     """Number the rollouts of each microbatch from 0, and return the number of each token's rollout."""
-    pairs = np.stack([places.place // (places.shape[1] * places.shape[2]), places.rollout])
-    distinct, number = np.unique(pairs, axis=1, return_inverse=True)
+    distinct, number = np.unique(np.stack([microbatch, rollout]), axis=1, return_inverse=True)
     before = np.searchsorted(distinct[0], distinct[0])  # rollouts of earlier microbatches
     return number.reshape(-1) - before[number.reshape(-1)]
 

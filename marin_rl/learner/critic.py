@@ -14,8 +14,7 @@ from haliax import NamedArray
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
-from marin_rl.batching.alignment import to_predictors, to_tokens
-from marin_rl.batching.rl_example import RlExample
+from marin_rl.batching.rl_example import RlExample, to_predictors, to_tokens
 from marin_rl.learner.logprobs import policy_activations
 
 
@@ -82,7 +81,11 @@ def with_critic(config: CriticConfig, policy: LmHeadModel) -> ActorCritic:
     """
     trunk = None
     if not config.shared_trunk:
-        trunk = jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, _without_lm_head(policy))
+        trunk = policy
+        # Models with tied embeddings have no separate head; an unused head would need optimizer moments too.
+        if any(field.name == "lm_head" for field in dataclasses.fields(policy)):
+            trunk = eqx.tree_at(lambda model: model.lm_head, policy, None, is_leaf=lambda leaf: leaf is None)
+        trunk = jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, trunk)
     return ActorCritic(policy, hax.zeros(policy.Embed), hax.zeros(()), trunk)
 
 
@@ -104,11 +107,3 @@ def attach_critic(
 
     with trainer.use_device_mesh():
         return hax.named_jit(attach, axis_resources=trainer.parameter_axis_mapping)(policy)
-
-
-def _without_lm_head(policy: LmHeadModel) -> LmHeadModel:
-    # Levanter's models with tied embeddings have no separate head; an unused head would need optimizer moments too.
-    names = {field.name for field in dataclasses.fields(policy)}
-    if "lm_head" not in names:
-        return policy
-    return eqx.tree_at(lambda model: model.lm_head, policy, None, is_leaf=lambda leaf: leaf is None)

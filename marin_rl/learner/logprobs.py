@@ -4,13 +4,12 @@
 """Per-token log-probabilities and entropy, computed in blocks and only on the loss mask.
 
 `[batch, position, vocab]` is never materialized. Positions that predict a token on the loss mask are gathered at the
-front of their row. The head runs over them in blocks, as many as the fullest row needs. The backward pass recomputes
-the logits of each block instead of storing them. The head skips prompts and padding.
+front of their row, and the head runs over them in blocks, as many as the fullest row needs. The backward pass
+recomputes the logits of each block instead of storing them.
 """
 
 import functools
 import math
-from typing import NamedTuple
 
 import haliax as hax
 import jax
@@ -21,8 +20,7 @@ from haliax.partitioning import current_thread_local_mapping, physical_axis_size
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.batching.alignment import to_predictors, to_tokens
-from marin_rl.batching.rl_example import RlExample
+from marin_rl.batching.rl_example import RlExample, to_predictors, to_tokens
 
 
 def policy_activations(model: LmHeadModel, batch: RlExample) -> NamedArray:
@@ -62,8 +60,8 @@ def token_logprobs(
         block_size: positions per row with logits in memory at the same time, at least 1.
 
     Returns:
-        Log-probabilities and entropies (nats), both `{batch, position}` float32, aligned with the tokens
-        (`marin_rl.batching.alignment`); 0 off the loss mask. The entropy carries no gradient.
+        Log-probabilities and entropies (nats), both `{batch, position}` float32, aligned with the tokens; 0 off the
+        loss mask. The entropy carries no gradient.
     """
     Batch, Pos = batch.input_ids.axes
     (Embed,) = (axis for axis in activations.axes if axis not in (Batch, Pos))
@@ -123,16 +121,6 @@ def blockwise_logprobs(
     return logprobs.reshape(mask.shape), entropies.reshape(mask.shape)
 
 
-class _Residuals(NamedTuple):
-    """Values that the forward pass saves for the backward pass."""
-
-    activations: Float[Array, "shard row position embed"]
-    lm_head: Float[Array, "embed vocab"]
-    targets: Int[Array, "shard row position"]
-    mask: Bool[Array, "shard row position"]
-    normalizers: Float32[Array, "shard row slot"]
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _logprobs(
     activations: Float[Array, "shard row position embed"],
@@ -152,7 +140,7 @@ def _forward(
     mask: Bool[Array, "shard row position"],
     temperature: float,
     block_size: int,
-) -> tuple[tuple[Float32[Array, "shard row position"], Float32[Array, "shard row position"]], _Residuals]:
+) -> tuple[tuple[Float32[Array, "shard row position"], Float32[Array, "shard row position"]], tuple[Array, ...]]:
     slots = _masked_positions(mask, block_size)
 
     def score(block: Int32[Array, ""], results: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -167,12 +155,12 @@ def _forward(
 
     zeros = jnp.zeros(slots.shape, jnp.float32)
     logprobs, entropies, normalizers = jax.lax.fori_loop(0, _count_blocks(mask, block_size), score, (zeros,) * 3)
-    residuals = _Residuals(activations, lm_head, targets, mask, normalizers)
+    residuals = (activations, lm_head, targets, mask, normalizers)
     return (_scatter(logprobs, mask), _scatter(entropies, mask)), residuals
 
 
 def _backward(
-    temperature: float, block_size: int, residuals: _Residuals, cotangents: tuple[Array, Array]
+    temperature: float, block_size: int, residuals: tuple[Array, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None, None]:
     activations, lm_head, targets, mask, normalizers = residuals
     slots = _masked_positions(mask, block_size)

@@ -22,8 +22,7 @@ from levanter.models.gpt2 import Gpt2Config
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmConfig, LmHeadModel, compute_next_token_loss
 
-from marin_rl.batching.alignment import to_tokens
-from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
+from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample, to_tokens
 from marin_rl.learner import logprobs as module
 from marin_rl.learner.logprobs import blockwise_logprobs, policy_activations, token_logprobs
 
