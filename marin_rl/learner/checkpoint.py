@@ -13,9 +13,9 @@ checkpoints/
 The manifest lists every chunk of every array of the state. A save with a missing chunk fails, and a checkpoint with a
 missing chunk is not opened: TensorStore would read the missing chunk as zeros.
 
-A checkpoint is written into a folder with a leading dot, synced to disk and then renamed. If the process dies before
-the rename, the next save removes the partial folder. In a multi-host run every process writes its own shards and the
-main process writes the rest, into a folder that all processes share.
+A checkpoint is written into a folder with a leading dot, synced to disk and then renamed; the next save removes partial
+folders. In a multi-host run every process writes its own shards and the main process writes the rest, into a folder
+that all processes share.
 """
 
 import dataclasses
@@ -31,11 +31,9 @@ from typing import Any, TypeVar
 
 import jax
 from haliax import NamedArray
-from haliax.partitioning import ResourceMapping
-from jax.sharding import Mesh
 from levanter.checkpoint import load_checkpoint as levanter_load
 from levanter.checkpoint import save_checkpoint as levanter_save
-from levanter.models.lm_model import LmHeadModel
+from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 from levanter.utils.jax_utils import leaf_key_paths
 
@@ -162,25 +160,16 @@ class Checkpoints:
         return target.name
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints, damaged ones included, oldest first.
-
-        Folders with other names than those that `save` assigns, such as `step-1`, are ignored.
-        """
+        """Return the steps of all checkpoints, damaged ones included, oldest first; ignores names such as `step-1`."""
         steps = (_step_of(path) for path in self.folder.glob("step-*"))
         return sorted(step for step in steps if step is not None)
 
     def open(self, step: int) -> "Checkpoint":
-        """Open the checkpoint of one step.
-
-        Raises:
-            CheckpointError: if it is missing or damaged.
-        """
+        """Open the checkpoint of one step; raises CheckpointError if it is missing or damaged."""
         return open_checkpoint(self._path(step))
 
     def newest_good(self) -> "Checkpoint | None":
-        """Open the newest undamaged checkpoint, or return None if there are no checkpoints.
-
-        Damaged checkpoints are skipped with a warning that names the damage.
+        """Open the newest checkpoint; None if there are none. Skips damaged ones with a warning that names the damage.
 
         Raises:
             CheckpointError: if all checkpoints are damaged.
@@ -246,37 +235,19 @@ class Checkpoint:
     arrays: Mapping[str, str]
     """Dtype and shape of every array of the state, by path."""
 
-    def restore(self, like: TrainerState, *, axis_mapping: ResourceMapping, mesh: Mesh) -> TrainerState:
-        """Load the training state, sharded for `mesh`; the mesh may differ from the one it was saved from.
+    def restore(self, like: T, trainer: TrainerConfig, subpath: str = "") -> T:
+        """Load the training state or a part of it, on a mesh that may differ from that of the save.
 
         Args:
-            like: a state of the same structure, or its shapes.
-            axis_mapping: maps parameter axes to mesh axes.
-            mesh: the mesh to load onto.
+            like: a tree of the same structure, or its shapes.
+            trainer: mesh and axis mapping of the parameters.
+            subpath: path of the part in the state, with slashes, such as `model`; empty for the whole state.
 
         Raises:
             CheckpointError: if the checkpoint holds another model or optimizer than `like`.
         """
-        self._require_same_arrays(self.arrays, like)
-        return self._load(like, None, axis_mapping, mesh)
-
-    def restore_model(
-        self, like: LmHeadModel, subpath: str = "model", *, axis_mapping: ResourceMapping, mesh: Mesh
-    ) -> LmHeadModel:
-        """Load only a model's weights; see `restore` for arguments and errors.
-
-        Args:
-            like: a model of the same structure, or its shapes.
-            subpath: path of the model in the state, with slashes.
-            axis_mapping: maps parameter axes to mesh axes.
-            mesh: the mesh to load onto.
-        """
-        prefix = f".{subpath.replace('/', '.')}"
-        of_model = {name.removeprefix(prefix): t for name, t in self.arrays.items() if name.startswith(f"{prefix}.")}
-        self._require_same_arrays(of_model, like)
-        return self._load(like, subpath, axis_mapping, mesh)
-
-    def _require_same_arrays(self, saved: Mapping[str, str], like: object) -> None:
+        prefix = "".join(f".{name}" for name in subpath.split("/") if name)
+        saved = {name.removeprefix(prefix): t for name, t in self.arrays.items() if name.startswith(f"{prefix}.")}
         expected = _array_types(like)
         for name in {**saved, **expected}:
             if saved.get(name) != expected.get(name):
@@ -284,12 +255,14 @@ class Checkpoint:
                     f"checkpoint {self.path} does not fit the configured model and optimizer: {name} is "
                     f"{saved.get(name, 'absent')} in the checkpoint and {expected.get(name, 'absent')} as configured"
                 )
-
-    def _load(self, like: T, subpath: str | None, axis_mapping: ResourceMapping, mesh: Mesh) -> T:
-        state = str(self.path / STATE)
         try:
             return levanter_load(
-                like, state, subpath=subpath, discover_latest=False, axis_mapping=axis_mapping, mesh=mesh
+                like,
+                str(self.path / STATE),
+                subpath=subpath or None,
+                discover_latest=False,
+                axis_mapping=trainer.parameter_axis_mapping,
+                mesh=trainer.device_mesh,
             )
         except (OSError, ValueError) as error:
             raise CheckpointError(f"could not read checkpoint {self.path}: {error}") from error
@@ -362,27 +335,20 @@ def _array_types(tree: object) -> dict[str, str]:
 
 
 def _array_folders(state: object) -> list[str]:
-    """Return the folder of every array of a training state, relative to the checkpoint."""
+    """Return the folder of every array of a training state, relative to the checkpoint's."""
     names = leaf_key_paths(state, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
     return [str(Path(STATE, *name.split("."))) for name in jax.tree.leaves(names)]
 
 
 def _absent_files(folder: Path, files: Collection[str], arrays: Collection[str]) -> list[str]:
-    """List the missing files of a checkpoint's arrays.
-
-    Args:
-        folder: folder of the checkpoint.
-        files: existing files, relative to the folder.
-        arrays: folders of the arrays, relative to the folder.
-    """
+    """List the missing files of the arrays in the folders `arrays`. All paths are relative to the checkpoint's."""
     absent = []
     for array in arrays:
         metadata = f"{array}/{ARRAY_METADATA}"
+        expected = [metadata]
         if metadata in files:
-            chunks = _chunk_names(json.loads((folder / metadata).read_text()))
-            absent += [name for name in (f"{array}/{chunk}" for chunk in chunks) if name not in files]
-        else:
-            absent.append(metadata)
+            expected = [f"{array}/{chunk}" for chunk in _chunk_names(json.loads((folder / metadata).read_text()))]
+        absent += [name for name in expected if name not in files]
     return absent
 
 

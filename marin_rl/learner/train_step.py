@@ -26,11 +26,7 @@ from marin_rl import multihost
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.errors import UserError
 
-LossFunction = Callable[..., tuple[jax.Array, dict[str, Metric]]]
 T = TypeVar("T")
-
-START = {ReductionType.MAX: -jnp.inf, ReductionType.MIN: jnp.inf}
-"""Initial values of metrics by reduction; 0 for sums and means."""
 
 
 class NonFiniteUpdateError(UserError):
@@ -68,16 +64,22 @@ def _flatten(
 class Learner:
     """Computes gradients and updates the weights.
 
-    Levanter's `Trainer` provides mesh, precision and sharding. A batch consists of microbatches of one shape. One
-    compiled program adds each microbatch's gradient to a sum; another updates the weights from the sum. The loss is a
-    plain sum over tokens, so the split into microbatches does not change the gradient, and the number of microbatches
-    may vary without recompilation.
+    One compiled program adds the gradient of each microbatch to a sum; another updates the weights from the sum. The
+    loss is a plain sum over tokens, so the split into microbatches does not change the gradient, and the number of
+    microbatches may vary without recompilation.
 
     Attributes:
-        trainer: levanter's trainer.
+        trainer: levanter's trainer, which provides mesh, precision and sharding.
     """
 
-    def __init__(self, config: TrainerConfig, optimizer: OptimizerConfig, loss: LossFunction, *, num_updates: int):
+    def __init__(
+        self,
+        config: TrainerConfig,
+        optimizer: OptimizerConfig,
+        loss: Callable[..., tuple[jax.Array, dict[str, Metric]]],
+        *,
+        num_updates: int,
+    ):
         quiet = dataclasses.replace(
             config, tracker=(), num_train_steps=num_updates, crash_on_nan=False, crash_on_inf=False
         )
@@ -90,7 +92,7 @@ class Learner:
         self._update = hax.named_jit(self._take_step, axis_resources=mapping, donate_args=(True, False))
 
     def initial_state(self, model: eqx.Module, key: jax.Array) -> TrainerState:
-        """Create a training state from `model`, with zeroed optimizer moments.
+        """Create a training state with zeroed optimizer moments.
 
         Args:
             model: its arrays become part of the state; use the state's model from here on.
@@ -110,7 +112,7 @@ class Learner:
         A new state and a state restored from a checkpoint then run the same compiled program, so a resumed run is
         bit-identical to an uninterrupted one.
         """
-        return place(state, self.mesh, self.parameter_mapping)
+        return place(state, self.trainer.device_mesh, self.trainer.parameter_axis_mapping)
 
     def _init(self, model: eqx.Module, key: jax.Array) -> TrainerState:
         trainer = self.trainer
@@ -133,7 +135,7 @@ class Learner:
             NonFiniteUpdateError: if the loss or the gradient is not finite. The weights are unchanged.
         """
         with self.trainer:
-            batches = [place(batch, self.mesh, self.trainer.compute_axis_mapping) for batch in microbatches]
+            batches = [self._place(batch) for batch in microbatches]
             sums = self._sum_microbatches(state.model, batches)
             state, loss, metrics = self._update(state, sums)
         optimizer_state = cast(SkipState, state.opt_state)
@@ -155,8 +157,11 @@ class Learner:
     def lower_microbatch(self, model: eqx.Module, batch: RlExample) -> jax.stages.Lowered:
         """Lower the microbatch program without compiling it, for analysis of its memory and cost."""
         with self.trainer:
-            placed = place(batch, self.mesh, self.trainer.compute_axis_mapping)
+            placed = self._place(batch)
             return self._add.lower(*_flatten(model, placed, self._zeros(model, placed)))
+
+    def _place(self, batch: RlExample) -> RlExample:
+        return place(batch, self.trainer.device_mesh, self.trainer.compute_axis_mapping)
 
     def _sum_microbatches(self, model: eqx.Module, batches: Sequence[RlExample]) -> MicrobatchSums:
         # Flatten the model once for all microbatches: flattening costs more than dispatching a program.
@@ -177,15 +182,12 @@ class Learner:
         return jax.tree.leaves(added)
 
     def _make_zeros(self, model: eqx.Module, batch: RlExample) -> MicrobatchSums:
-        def shapes(model: eqx.Module, batch: RlExample) -> MicrobatchSums:
-            return self._gradient(model, batch)
-
-        like = eqx.filter_eval_shape(shapes, model, batch)
+        like = eqx.filter_eval_shape(self._gradient, model, batch)
+        bounds = {ReductionType.MAX: -jnp.inf, ReductionType.MIN: jnp.inf}
+        reductions = {name: metric.reduction for name, metric in like.metrics.items()}
         metrics = {
-            name: Metric(
-                jnp.full((), START.get(metric.reduction, 0), jnp.float32), jnp.zeros(()), reduction=metric.reduction
-            )
-            for name, metric in like.metrics.items()
+            name: Metric(jnp.full((), bounds.get(reduction, 0), jnp.float32), jnp.zeros(()), reduction=reduction)
+            for name, reduction in reductions.items()
         }
         gradient = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like.gradient)
         return MicrobatchSums(gradient, jnp.zeros(()), metrics)
@@ -211,16 +213,6 @@ class Learner:
         new_state, _ = state.take_step(sums.gradient, loss=cast(float, sums.loss), key=state.training_key)
         return new_state, sums.loss, sums.metrics
 
-    @property
-    def mesh(self) -> Mesh:
-        """Device mesh with axes replica, data and model."""
-        return self.trainer.device_mesh
-
-    @property
-    def parameter_mapping(self) -> ResourceMapping:
-        """Mapping of parameter and optimizer axes to mesh axes."""
-        return self.trainer.parameter_axis_mapping
-
 
 def place(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
     """Put every array of a tree on the mesh: named arrays sharded by `mapping`, all others replicated."""
@@ -238,25 +230,21 @@ def place(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
 
 
 def fold_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the metrics of several microbatches or updates, each by its reduction.
+    """Merge the metrics of one or several microbatches or updates with the same names, each by its reduction."""
 
-    Args:
-        parts: at least one; all with the same names.
-    """
+    def merge(left: Metric, right: Metric) -> Metric:
+        # Levanter's fold turns the unused count of a sum into a Python number, which changes the tree structure.
+        merged = fold(left, right)
+        return Metric(jnp.asarray(merged._value), jnp.asarray(merged._count, jnp.float32), reduction=merged.reduction)
+
     folded = dict(parts[0])
     for part in parts[1:]:
-        folded = {name: _fold(metric, part[name]) for name, metric in folded.items()}
+        folded = {name: merge(metric, part[name]) for name, metric in folded.items()}
     return folded
 
 
-def _fold(left: Metric, right: Metric) -> Metric:
-    # Levanter's fold turns the unused count of a sum into a Python number, which changes the tree structure.
-    merged = fold(left, right)
-    return Metric(jnp.asarray(merged._value), jnp.asarray(merged._count, jnp.float32), reduction=merged.reduction)
-
-
 class SkipState(NamedTuple):
-    """State of [`skip_nonfinite_updates`][marin_rl.learner.train_step.skip_nonfinite_updates]."""
+    """State of `skip_nonfinite_updates`."""
 
     inner: optax.OptState
     """State of the wrapped optimizer."""
@@ -267,17 +255,11 @@ class SkipState(NamedTuple):
 
 
 def skip_nonfinite_updates(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Wrap `optimizer` so that a step with a NaN or infinite gradient or loss changes nothing.
-
-    Weights and moments keep their values from before the step. The caller reads `finite` and `grad_norm` from the new
-    state and decides how to proceed.
-
-    Args:
-        optimizer: any optax transformation.
+    """Wrap `optimizer` so that a step with a NaN or infinite gradient or loss changes neither weights nor moments.
 
     Returns:
-        The same transformation with a [`SkipState`][marin_rl.learner.train_step.SkipState] around its
-        state. Its `update` takes the loss as keyword `loss`, as levanter's trainer passes it.
+        The same transformation with a `SkipState` around its state. Its `update` takes the loss as keyword `loss`, as
+        levanter's trainer passes it.
     """
     wrapped = optax.with_extra_args_support(optimizer)
 

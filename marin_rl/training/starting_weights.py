@@ -95,9 +95,7 @@ def restore_policy(checkpoint: Checkpoint, config: TrainConfig, trainer: Trainer
     """
     like = _policy_shape(checkpoint, config, trainer)
     subtree = "model" if config.critic is None else "model/policy"
-    return checkpoint.restore_model(
-        like, subtree, axis_mapping=trainer.parameter_axis_mapping, mesh=trainer.device_mesh
-    )
+    return checkpoint.restore(like, trainer, subtree)
 
 
 def restore_state(checkpoint: Checkpoint, config: TrainConfig, learner: Learner) -> TrainerState:
@@ -114,7 +112,7 @@ def restore_state(checkpoint: Checkpoint, config: TrainConfig, learner: Learner)
     policy = _policy_shape(checkpoint, config, learner.trainer.config)
     model = policy if config.critic is None else eqx.filter_eval_shape(with_critic, config.critic, policy)
     like = learner.state_shape(model)
-    return learner.place(checkpoint.restore(like, axis_mapping=learner.parameter_mapping, mesh=learner.mesh))
+    return learner.place(checkpoint.restore(like, learner.trainer.config))
 
 
 def _policy_shape(checkpoint: Checkpoint, config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel:

@@ -57,9 +57,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     checkpoints.save(
         state, UPDATES, {"saved by": count}, lambda into: (into / "more").write_text("of the main process")
     )
-    restored = checkpoints.open(UPDATES).restore(
-        learner.state_shape(state.model), axis_mapping=learner.parameter_mapping, mesh=learner.mesh
-    )
+    restored = checkpoints.open(UPDATES).restore(learner.state_shape(state.model), learner.trainer.config)
     restored = on_host(learner.place(restored))
     history = WeightHistory(1)
     history.keep(state.model, UPDATES)
@@ -92,7 +90,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     np.savez(folder / f"process-{index}.npz", *scores, **weights)
     facts = {
         "devices": [jax.local_device_count(), jax.device_count()],
-        "mesh": dict(learner.mesh.shape),
+        "mesh": dict(learner.trainer.device_mesh.shape),
         "measured": measured,
         "elements": up_proj.size,
         "own elements": sum(shard.data.size for shard in up_proj.addressable_shards),

@@ -439,7 +439,7 @@ def main(folder: Path) -> None:
         trainer = tiny.make_trainer(ON_MESHES.rows, model_axis=model_axis)
         matrix = Matrix(trainer, make_prefix_mean(trainer))
         updates = [matrix.update(ON_MESHES, *combination) for combination in COMBINATIONS]
-        mesh = {f"mesh {axis}": size for axis, size in matrix.learner.mesh.shape.items()}
+        mesh = {f"mesh {axis}": size for axis, size in matrix.learner.trainer.device_mesh.shape.items()}
         shards = {str(shard.index) for shard in matrix._start.model.models.up.array.addressable_shards}
         gradient = {name: np.stack([update.gradient[name] for update in updates]) for name in updates[0].gradient}
         told = {name: [getattr(update, name) for update in updates] for name in ("loss", "clipped")}

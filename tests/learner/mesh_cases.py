@@ -36,7 +36,7 @@ def main(folder: Path) -> None:
         up_proj = state.model.transformer.layers.stacked.mlp.up_proj.weight.array
         facts[name] = {
             "measured": measured,
-            "mesh": dict(learner.mesh.shape),
+            "mesh": dict(learner.trainer.device_mesh.shape),
             "shards": len({str(shard.index) for shard in up_proj.addressable_shards}),
         }
         states[model_axis] = learner, state
@@ -45,9 +45,7 @@ def main(folder: Path) -> None:
     _, saved = states[1]
     checkpoints.save(saved, 1, {})
     learner, other = states[2]
-    restored = checkpoints.open(1).restore(
-        learner.state_shape(other.model), axis_mapping=learner.parameter_mapping, mesh=learner.mesh
-    )
+    restored = checkpoints.open(1).restore(learner.state_shape(other.model), learner.trainer.config)
     tiny.assert_same_bits(restored, saved)
     restored = learner.place(restored)
     tiny.assert_same_bits(restored, saved)

@@ -58,14 +58,14 @@ def test_saved_state_is_restored_bit_for_bit(tiny, learner, state, saved: Checkp
     assert checkpoint.step == 2
     assert checkpoint.progress == PROGRESS
     like = learner.state_shape(state.model)
-    restored = checkpoint.restore(like, axis_mapping=learner.parameter_mapping, mesh=learner.mesh)
+    restored = checkpoint.restore(like, learner.trainer.config)
     tiny.assert_same_bits(restored, state)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
 
 
-def test_restore_model_restores_only_weights(tiny, learner, state, saved: Checkpoints) -> None:
+def test_restore_of_a_model_restores_only_weights(tiny, learner, state, saved: Checkpoints) -> None:
     like = tiny.model_shape(tiny.LLAMA, Axis("vocab", tiny.VOCAB), learner.trainer.config)
-    model = saved.open(1).restore_model(like, axis_mapping=learner.parameter_mapping, mesh=learner.mesh)
+    model = saved.open(1).restore(like, learner.trainer.config, "model")
     tiny.assert_same_bits(model, state.model)
 
 
@@ -75,11 +75,7 @@ def test_restored_state_continues_bit_for_bit_without_compiling(tiny, learner, t
         state, _ = learner.step(state, [tiny.make_example(seed=seed)])
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     checkpoints.save(state, 2, {})
-    restored = learner.place(
-        checkpoints.open(2).restore(
-            learner.state_shape(state.model), axis_mapping=learner.parameter_mapping, mesh=learner.mesh
-        )
-    )
+    restored = learner.place(checkpoints.open(2).restore(learner.state_shape(state.model), learner.trainer.config))
     assert tiny.placements(restored) == tiny.placements(state)
     for seed in range(2, 4):
         microbatches = [tiny.make_example(seed=seed), tiny.make_example(seed=seed + 10)]
@@ -462,17 +458,17 @@ def test_another_architecture_does_not_fit(tiny, learner, saved: Checkpoints) ->
 
 def assert_does_not_fit(tiny, learner, saved: Checkpoints, config, vocab: int, complaint: str) -> None:
     shape = model_shape(config, Axis("vocab", vocab), learner.trainer.config)
-    where = {"axis_mapping": learner.parameter_mapping, "mesh": learner.mesh}
+    trainer = learner.trainer.config
     with pytest.raises(CheckpointError, match=r"does not fit the configured model and optimizer: .*" + complaint):
-        saved.open(2).restore(learner.state_shape(shape), **where)
+        saved.open(2).restore(learner.state_shape(shape), trainer)
     with pytest.raises(CheckpointError, match=r"does not fit the configured model and optimizer: .*" + complaint):
-        saved.open(2).restore_model(shape, **where)
+        saved.open(2).restore(shape, trainer, "model")
 
 
 def test_another_optimizer_does_not_fit(tiny, trainer, state, saved: Checkpoints) -> None:
     other = tiny.make_learner(trainer, optimizer=tiny.SgdConfig())
     with pytest.raises(CheckpointError, match=r"does not fit the configured model and optimizer: \.opt_state"):
-        saved.open(2).restore(other.state_shape(state.model), axis_mapping=other.parameter_mapping, mesh=other.mesh)
+        saved.open(2).restore(other.state_shape(state.model), other.trainer.config)
 
 
 @pytest.mark.parametrize(
