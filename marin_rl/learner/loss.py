@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
 from levanter.metrics import Metric, ReductionType
 from levanter.models.lm_model import LmHeadModel
 
@@ -88,17 +87,12 @@ class RlLoss:
             metrics[_LOG_RATIO + name] = Metric.from_value(value, reduction)
         total = policy_part + kl_part
         if self.critic is not None and isinstance(model, ActorCritic):
-            value_part, value_metrics = _value_part(model.values(batch, trunk), batch, self.critic)
+            values = model.values(batch, trunk).array
+            terms, clipped = value_loss_terms(values, batch.values.array, batch.returns.array, self.critic.clip)
+            value_part = jnp.sum(weights * terms)
             total = total + self.critic.coefficient * value_part
-            metrics |= value_metrics
+            metrics |= {"loss/value_avg": _sum(value_part), "val/clipfrac_avg": _mean(clipped, mask)}
         return total, metrics
-
-
-def _value_part(values: NamedArray, batch: RlExample, critic: CriticConfig) -> tuple[jax.Array, dict[str, Metric]]:
-    mask = batch.loss_mask.array
-    terms, clipped = value_loss_terms(values.array, batch.values.array, batch.returns.array, critic.clip)
-    part = jnp.sum(batch.loss_weights.array * terms)
-    return part, {"loss/value_avg": _sum(part), "val/clipfrac_avg": _mean(clipped, mask)}
 
 
 def loss_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
@@ -108,7 +102,15 @@ def loss_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
         updates: metrics of each update of the step, in order. Losses are averaged over updates, all other metrics over
             all tokens. `objective/entropy` comes from the first update alone, which uses the weights before the step.
     """
-    folded = fold_metrics([_of_update(update) for update in updates])
+
+    def averaged(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        # The parts of the loss add up over the microbatches of an update, and are averaged over the updates of a step.
+        return {
+            name: Metric.from_value(metric.value(), ReductionType.MEAN) if name.startswith("loss/") else metric
+            for name, metric in metrics.items()
+        }
+
+    folded = fold_metrics([averaged(update) for update in updates])
     ratios = _ratios(folded)
     published = {name: float(metric) for name, metric in folded.items() if not name.startswith(_LOG_RATIO)}
     return {
@@ -121,25 +123,13 @@ def loss_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
 
 
 def first_log_ratios(updates: Sequence[Mapping[str, Metric]]) -> LogRatioStatistics:
-    """Return the log-ratios of a step's first update, the only one that uses the weights before the step.
-
-    Args:
-        updates: metrics of each update of the step, in order.
-    """
+    """Return the log-ratios of a step's first update, the only one that uses the weights before the step."""
     return _ratios(updates[0])
 
 
 def _ratios(metrics: Mapping[str, Metric]) -> LogRatioStatistics:
     sums = {name.removeprefix(_LOG_RATIO): m for name, m in metrics.items() if name.startswith(_LOG_RATIO)}
     return LogRatioStatistics(**{name: jnp.float32(metric.value()) for name, metric in sums.items()})
-
-
-def _of_update(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    # The parts of the loss add up over the microbatches of an update, and are averaged over the updates of a step.
-    return {
-        name: Metric.from_value(metric.value(), ReductionType.MEAN) if name.startswith("loss/") else metric
-        for name, metric in metrics.items()
-    }
 
 
 def _mean(values: jax.Array, mask: jax.Array) -> Metric:

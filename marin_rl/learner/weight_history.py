@@ -12,24 +12,14 @@ from marin_rl.types import WeightVersion
 
 Weights = TypeVar("Weights", bound=eqx.Module)
 
-_KIND = "pinned_host"
-
 
 class WeightHistory(Generic[Weights]):
-    """Keeps copies of earlier versions of the weights.
+    """Copies of the weights of the newest `versions` versions, at least 1.
 
     Every process keeps the shards of its devices, in pinned host memory.
     """
 
     def __init__(self, versions: int) -> None:
-        """Create an empty history.
-
-        Args:
-            versions: number of versions to keep, at least 1; a new version evicts the oldest.
-
-        Raises:
-            ValueError: if `versions` is below 1.
-        """
         if versions < 1:
             raise ValueError(f"versions must be at least 1, got {versions}")
         self._versions = versions
@@ -45,7 +35,7 @@ class WeightHistory(Generic[Weights]):
             policy: weights on devices.
             version: number of training steps that produced the weights.
         """
-        self._kept[version] = _moved(policy, _KIND)
+        self._kept[version] = _move(policy, "pinned_host")
         for evicted in sorted(self._kept)[: -self._versions]:
             del self._kept[evicted]
 
@@ -57,14 +47,15 @@ class WeightHistory(Generic[Weights]):
         """
         if version not in self._kept:
             raise KeyError(f"weights of version {version} are not kept; kept versions are {sorted(self._kept)}")
-        return _moved(self._kept[version], None)
+        return _move(self._kept[version], None)
 
 
-def _moved(policy: Weights, kind: str | None) -> Weights:
+def _move(policy: Weights, kind: str | None) -> Weights:
+    """Copy arrays to memory of a kind, by default to that of their devices, with the same sharding."""
+
+    def put(array: jax.Array) -> jax.Array:
+        (device, *_) = array.sharding.device_set
+        return jax.device_put(array, array.sharding.with_memory_kind(kind or device.default_memory().kind))
+
     arrays, rest = eqx.partition(policy, eqx.is_array)
-    return eqx.combine(jax.tree.map(lambda array: _placed(array, kind), arrays), rest)
-
-
-def _placed(array: jax.Array, kind: str | None) -> jax.Array:
-    (device, *_) = array.sharding.device_set
-    return jax.device_put(array, array.sharding.with_memory_kind(kind or device.default_memory().kind))
+    return eqx.combine(jax.tree.map(put, arrays), rest)

@@ -218,16 +218,8 @@ class LossKlConfig(KlConfig):
         """Compute β times the estimator; 0 if β is 0, even if the reference log-probabilities are NaN."""
         if not self.needs_reference:
             return jnp.zeros_like(logprobs)
-        match self.estimator:
-            case KlEstimator.K1:
-                terms = kl_k1(logprobs, reference_logprobs)
-            case KlEstimator.K2:
-                terms = kl_k2(logprobs, reference_logprobs)
-            case KlEstimator.K3:
-                terms = kl_k3(logprobs, reference_logprobs)
-            case KlEstimator.K3_PLUS:
-                terms = kl_k3_plus(logprobs, reference_logprobs)
-        return self.beta * terms
+        estimators = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3, "k3_plus": kl_k3_plus}
+        return self.beta * estimators[self.estimator](logprobs, reference_logprobs)
 
 
 def _check_beta(beta: float) -> None:
