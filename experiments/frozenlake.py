@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.train_config import TrainConfig, levanter_defaults
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.objectives import AdvantageConfig, GrpoConfig, RlooConfig
 from marin_rl.training.session import run_session
 
@@ -25,7 +25,7 @@ CONFIG = Path(__file__).parent / "gigpo_frozenlake.yaml"
 def gigpo(seed: int) -> TrainConfig:
     """Return the config of the file with the given seed."""
     arguments = ["--config", str(CONFIG), "--seed", str(seed)]
-    return parse_config(TrainConfig, arguments, levanter_defaults()).config
+    return parse_config(TrainConfig, arguments).config
 
 
 VARIANTS: dict[str, AdvantageConfig] = {

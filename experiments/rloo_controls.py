@@ -17,7 +17,7 @@ import sys
 
 from experiments.rloo_in_code import rloo
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.train_config import TrainConfig, levanter_defaults
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import RandomRewardConfig
 from marin_rl.training.session import run_session
 from marin_rl.training.starting_weights import resolve_model
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--probability", type=float, default=0.5, help="probability of a reward of random_reward")
     arguments = parser.parse_args()
     if arguments.control == "random_reward":
-        experiment = parse_config(TrainConfig, ["--config", arguments.config], levanter_defaults()).config
+        experiment = parse_config(TrainConfig, ["--config", arguments.config]).config
         config = random_reward(resolve_model(experiment), arguments.seed, arguments.probability)
     else:
         config = more_warm_start(arguments.seed, arguments.steps)

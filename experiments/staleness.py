@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from marin_rl.closing import Closing
-from marin_rl.config.command_line import parse_config, to_yaml
-from marin_rl.config.train_config import TrainConfig, levanter_defaults
+from marin_rl.config.command_line import parse_config
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.yaml_text import to_yaml
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.rollout_source import FinishedGroup, run_group_requests
 from marin_rl.distributed.scheduler import GroupRequest, RolloutScheduler, StalenessLimits
@@ -112,7 +113,7 @@ def train_with_lag(config: TrainConfig, lag: int) -> None:
 def study(seed: int) -> TrainConfig:
     """Return the file's config with another seed, in one process, with more frequent measurements."""
     arguments = ["--config", str(CONFIG), "--seed", str(seed), "--mode", "sync", "--evaluation.every", "25"]
-    return parse_config(TrainConfig, arguments, levanter_defaults()).config
+    return parse_config(TrainConfig, arguments).config
 
 
 def main() -> None:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from marin_rl.config.command_line import from_yaml, parse_config
+from marin_rl.config.command_line import parse_config
 from marin_rl.config.decode import encode
 from marin_rl.config.sections import EvaluationConfig
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.yaml_text import from_yaml
 from marin_rl.config_fields import local_path
 from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
 from marin_rl.distributed.samplers import open_levanter_sampler
@@ -121,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 1 after an error.
     """
     try:
-        parsed = parse_config(EvaluateConfig, sys.argv[1:] if argv is None else argv, {}, FLAGS)
+        parsed = parse_config(EvaluateConfig, sys.argv[1:] if argv is None else argv, FLAGS)
         step, metrics = run_evaluation(parsed.config)
     except USER_ERRORS as error:
         print(f"error: {escape(str(error))}", file=sys.stderr)

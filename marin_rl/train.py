@@ -6,8 +6,9 @@
 import sys
 from collections.abc import Sequence
 
-from marin_rl.config.command_line import check_command_line, parse_config, to_yaml
+from marin_rl.config.command_line import check_command_line, parse_config
 from marin_rl.config.decode import ConfigError
+from marin_rl.config.yaml_text import to_yaml
 from marin_rl.escaping import escape
 
 FLAGS = {"dry_run": "Validate the config, print it with all defaults and the size of a step, and stop."}
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     # Imported here because jax and levanter take seconds to import, and most mistakes can be reported without them.
-    from marin_rl.config.train_config import TrainConfig, levanter_defaults
+    from marin_rl.config.train_config import TrainConfig
     from marin_rl.environments.base import Split
     from marin_rl.errors import USER_ERRORS
     from marin_rl.training.dry_run import describe_run
@@ -42,7 +43,7 @@ def _run(arguments: Sequence[str]) -> int:
     from marin_rl.training.starting_weights import resolve_model
 
     try:
-        parsed = parse_config(TrainConfig, arguments, levanter_defaults(), FLAGS)
+        parsed = parse_config(TrainConfig, arguments, FLAGS)
         if "dry_run" in parsed.flags:
             config = resolve_model(parsed.config)
             print(to_yaml(config))

@@ -24,9 +24,10 @@ import pytest
 import yaml
 
 from marin_rl import evaluate, train
-from marin_rl.config.command_line import merge, parse_config, parse_yaml
+from marin_rl.config.command_line import merge, parse_config
 from marin_rl.config.decode import ConfigError, decode
-from marin_rl.config.train_config import TrainConfig, levanter_defaults
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.yaml_text import parse_yaml
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs
@@ -80,7 +81,7 @@ def table_under(page: str, heading: str) -> list[list[str]]:
 
 def whole_config(*layers: str) -> TrainConfig:
     """Decode a config from layers of sections, later ones on top."""
-    raw = merge(TrainConfig, levanter_defaults(), WHOLE)
+    raw: Any = WHOLE
     for layer in layers:
         raw = merge(TrainConfig, raw, parse_yaml(layer, "the page"))
     return decode(TrainConfig, raw)
@@ -237,9 +238,9 @@ def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.Mon
         with pytest.raises(SystemExit):
             train.main(argv)
     elif module == "marin_rl.train":
-        assert parse_config(TrainConfig, argv, levanter_defaults(), train.FLAGS).config_path is not None
+        assert parse_config(TrainConfig, argv, train.FLAGS).config.run_dir
     else:
-        assert parse_config(evaluate.EvaluateConfig, argv, {}, evaluate.FLAGS).config.run
+        assert parse_config(evaluate.EvaluateConfig, argv, evaluate.FLAGS).config.run
 
 
 def test_every_benchmark_is_on_its_page() -> None:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from levanter.layers.attention import AttentionMask
 
-from marin_rl.config.command_line import from_yaml
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.yaml_text import from_yaml
 from marin_rl.environments.base import Split
 from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.evaluate import EvaluateConfig, main, run_evaluation

@@ -22,7 +22,7 @@ import jax
 from jax import monitoring
 
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.train_config import TrainConfig, levanter_defaults
+from marin_rl.config.train_config import TrainConfig
 
 DEFAULT_CONFIG = Path(__file__).parents[1] / "rloo.yaml"
 
@@ -50,7 +50,7 @@ def load_config(rest: Sequence[str]) -> TrainConfig:
     Args:
         rest: `--config FILE` and `--a.b value` overrides; without `--config`, experiments/rloo.yaml.
     """
-    return parse_config(TrainConfig, config_arguments(rest), levanter_defaults()).config
+    return parse_config(TrainConfig, config_arguments(rest)).config
 
 
 def timed(function: Callable[[], Any]) -> float:

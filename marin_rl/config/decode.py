@@ -12,6 +12,7 @@ Supports the types of draccus: dataclasses, choice registries and types with a r
 - Keys missing in a section are taken from the default of the section's field, not from the defaults of its class.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import enum
@@ -51,19 +52,17 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"did you mean {' or '.join(map(repr, close))}? {listing}" if close else listing
 
 
-def dotted(path: Sequence[str]) -> str:
-    """Join the parts of a key's name."""
-    return ".".join(path) or "the config"
+# Types of fields.
 
 
-def _plain_type(annotation: Any) -> Any:
+def plain_type(annotation: Any) -> Any:
     """Strip the arguments of a generic type."""
     return typing.get_origin(annotation) or annotation
 
 
 def is_section(annotation: Any) -> bool:
     """Return whether values of this type are written as a mapping with fixed keys."""
-    plain = _plain_type(annotation)
+    plain = plain_type(annotation)
     return is_choice_type(plain) or (
         isinstance(plain, type)
         and dataclasses.is_dataclass(plain)
@@ -89,39 +88,10 @@ def section_of(annotation: Any) -> Any:
     return next((member for member in members(annotation) if is_section(member)), None)
 
 
-def _choice(registry: Any, raw: Mapping[str, Any], path: Sequence[str], base: Any = None) -> tuple[Any, dict[str, Any]]:
-    """Class selected by the mapping of a choice, and the mapping without its `type`."""
-    fields = {key: value for key, value in raw.items() if key != CHOICE_TYPE_KEY}
-    options = _option_names(registry)
-    name = raw.get(CHOICE_TYPE_KEY)
-    if name is None and isinstance(base, registry):
-        return type(base), fields
-    name = registry.default_choice_name() if name is None else name
-    if name is None:
-        raise ConfigError(f"{dotted(path)} needs a type: {CHOICE_TYPE_KEY} is one of {', '.join(options)}")
-    if name not in options:
-        raise ConfigError(
-            f"{dotted((*path, CHOICE_TYPE_KEY))} is {name!r}, which is not one of its types; "
-            + nearest(str(name), options)
-        )
-    return registry.get_choice_class(name), fields
-
-
-def resolve_section(section: Any, raw: Mapping[str, Any], path: Sequence[str], base: Any = None) -> tuple[Any, dict]:
-    """Concrete dataclass of a section, and the given values of its fields.
-
-    Raises:
-        ConfigError: if the section is a choice and its `type` is missing or unknown.
-    """
-    if is_choice_type(_plain_type(section)):
-        return _choice(_plain_type(section), raw, path, base)
-    return section, dict(raw)
-
-
 @functools.cache
 def field_types(section: Any) -> dict[str, Any]:
     """Type of each constructor argument of a section's dataclass, with type variables resolved."""
-    origin = _plain_type(section)
+    origin = plain_type(section)
     known = dict(zip(getattr(origin, "__parameters__", ()), typing.get_args(section), strict=False))
     hints = typing.get_type_hints(origin)
     return {
@@ -133,10 +103,89 @@ def field_types(section: Any) -> dict[str, Any]:
 
 def default_of(section: Any, name: str, base: Any = None) -> Any:
     """Default value of a field: that of `base` if given, else the declared default, else `MISSING`."""
-    if isinstance(base, _plain_type(section)):
+    if base is not None:
         return getattr(base, name)
-    field = next(field for field in dataclasses.fields(_plain_type(section)) if field.name == name)
+    field = plain_type(section).__dataclass_fields__[name]
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def resolve_section(section: Any, raw: Mapping[str, Any], path: Sequence[str] = (), base: Any = None) -> Any:
+    """Concrete dataclass of a section.
+
+    Args:
+        section: type of the section; for a choice, `type` in `raw` selects the dataclass.
+        raw: plain values of the section.
+        path: parts of the key's name, for error messages.
+        base: default value of the section, whose class is selected if `raw` has no `type`; or None.
+
+    Raises:
+        ConfigError: if the section is a choice and its `type` is missing or unknown.
+    """
+    registry = plain_type(section)
+    if not is_choice_type(registry):
+        return section
+    name = raw.get(CHOICE_TYPE_KEY)
+    if name is None and isinstance(base, registry):
+        return type(base)
+    name = registry.default_choice_name() if name is None else name
+    options = list(registry.get_known_choices())
+    if name is None:
+        raise ConfigError(f"{_dotted(path)} needs a type: {CHOICE_TYPE_KEY} is one of {', '.join(options)}")
+    if name not in options:
+        raise ConfigError(
+            f"{_dotted((*path, CHOICE_TYPE_KEY))} is {name!r}, which is not one of its types; "
+            + nearest(str(name), options)
+        )
+    return registry.get_choice_class(name)
+
+
+_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", Any: "anything", Path: "a path"}
+
+
+def describe(annotation: Any) -> str:
+    """Description of a type, for error messages and help.
+
+    >>> describe(int | None)
+    'an integer or null'
+    >>> describe(list[str] | str)
+    'a list (each item: text) or text'
+    """
+    options = members(annotation)
+    if len(options) > 1 or options[0] is not annotation:
+        words = [describe(option) for option in options]
+        return " or ".join([*dict.fromkeys(words), *(["null"] if _allows_none(annotation) else [])])
+    plain, arguments = plain_type(annotation), typing.get_args(annotation)
+    if plain in _WORDS:
+        return _WORDS[plain]
+    if plain is typing.Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if not isinstance(plain, type):
+        return str(annotation)
+    if is_choice_type(plain):
+        return f"a section with a {CHOICE_TYPE_KEY} (one of {', '.join(cast(Any, plain).get_known_choices())})"
+    if is_section(plain):
+        return f"a section with {', '.join(field_types(annotation))}"
+    if issubclass(plain, enum.Enum):
+        return f"one of {', '.join(str(member.value) for member in plain)}"
+    if issubclass(plain, Mapping):
+        return f"a mapping (each value: {describe(arguments[1] if arguments else Any)})"
+    if _is_fixed_tuple(annotation):
+        return f"a list of {len(arguments)} ({', '.join(map(describe, arguments))})"
+    if issubclass(plain, Sequence | set | frozenset):
+        return f"a list (each item: {describe(arguments[0] if arguments else Any)})"
+    return f"a {plain.__name__}"
+
+
+def _allows_none(annotation: Any) -> bool:
+    return annotation in (Any, None, type(None)) or type(None) in typing.get_args(annotation)
+
+
+def _is_fixed_tuple(annotation: Any) -> bool:
+    arguments = typing.get_args(annotation)
+    return plain_type(annotation) is tuple and len(arguments) > 1 and arguments[1] is not Ellipsis
+
+
+# Decoding.
 
 
 def decode(annotation: Any, raw: Any, path: Sequence[str] = (), base: Any = None) -> Any:
@@ -161,49 +210,47 @@ def decode(annotation: Any, raw: Any, path: Sequence[str] = (), base: Any = None
     if len(options) > 1:
         return _decode_union(annotation, raw, path, base)
     target = options[0]
+    plain = plain_type(target)
     if is_section(target):
         return _decode_section(target, raw, path, base)
-    plain = _plain_type(target)
-    if plain is typing.Literal:
-        return _decode_literal(target, raw, path)
     if isinstance(plain, type) and issubclass(plain, Mapping):
         return _decode_mapping(target, raw, path)
     if isinstance(plain, type) and issubclass(plain, Sequence | set | frozenset) and not issubclass(plain, str | bytes):
         return _decode_items(target, raw, path)
-    return _decode_scalar(plain, raw, path)
+    return _decode_scalar(target, raw, path)
 
 
-def _allows_none(annotation: Any) -> bool:
-    return annotation in (Any, None, type(None)) or type(None) in typing.get_args(annotation)
+def _dotted(path: Sequence[str]) -> str:
+    return ".".join(path) or "the config"
 
 
 def _wrong(annotation: Any, raw: Any, path: Sequence[str], reason: str = "") -> ConfigError:
     shown = repr(raw)
     shown = shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]}..."
     given = f"{shown} ({'null' if raw is None else type(raw).__name__})"
-    return ConfigError(f"{dotted(path)} is {given}, but it takes {describe(annotation)}{reason and f': {reason}'}")
+    return ConfigError(f"{_dotted(path)} is {given}, but it takes {describe(annotation)}{reason and f': {reason}'}")
 
 
 def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> Any:
     if not isinstance(raw, Mapping):
         raise _wrong(section, raw, path)
-    concrete, given = resolve_section(section, raw, path, base)
-    base = base if type(base) is (_plain_type(concrete)) else None
+    concrete = resolve_section(section, raw, path, base)
+    base = base if type(base) is plain_type(concrete) else None
     known = field_types(concrete)
-    valid = [CHOICE_TYPE_KEY, *known] if is_choice_type(_plain_type(section)) else list(known)
+    valid = [CHOICE_TYPE_KEY, *known] if is_choice_type(plain_type(section)) else list(known)
     problems = [
-        f"unknown key {dotted((*path, str(key)))}; " + nearest(str(key), valid) for key in given if key not in known
+        f"unknown key {_dotted((*path, str(key)))}; {nearest(str(key), valid)}" for key in raw if key not in valid
     ]
     values: dict[str, Any] = {}
     for name, annotation in known.items():
         default = default_of(concrete, name, base)
-        if name in given:
+        if name in raw:
             try:
-                values[name] = decode(annotation, given[name], (*path, name), default)
+                values[name] = decode(annotation, raw[name], (*path, name), default)
             except ConfigError as error:
                 problems.extend(error.problems)
         elif default is dataclasses.MISSING:
-            problems.append(f"{dotted((*path, name))} is missing; it takes {describe(annotation)} and has no default")
+            problems.append(f"{_dotted((*path, name))} is missing; it takes {describe(annotation)} and has no default")
         elif base is not None:
             values[name] = default
     if problems:
@@ -212,7 +259,7 @@ def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> A
         return concrete(**values)
     except (ValueError, TypeError, AssertionError, ArithmeticError) as error:
         reason = str(error) or type(error).__name__
-        raise ConfigError(f"{dotted(path)}: {reason}" if path else reason) from error
+        raise ConfigError(f"{_dotted(path)}: {reason}" if path else reason) from error
 
 
 def _decode_union(annotation: Any, raw: Any, path: Sequence[str], base: Any) -> Any:
@@ -220,31 +267,21 @@ def _decode_union(annotation: Any, raw: Any, path: Sequence[str], base: Any) -> 
     candidates = [option for option in options if _has_form(option, raw)] or list(options)
     if len(candidates) == 1:
         return decode(candidates[0], raw, path, base)
-    exact = sorted(candidates, key=lambda option: option is not type(raw))
-    for option in exact:
-        try:
+    for option in sorted(candidates, key=lambda option: option is not type(raw)):
+        with contextlib.suppress(ConfigError):
             return decode(option, raw, path, base)
-        except ConfigError:
-            continue
     raise _wrong(annotation, raw, path)
 
 
 def _has_form(annotation: Any, raw: Any) -> bool:
     """Return whether a raw value has the same form (mapping, list or scalar) as values of a type."""
-    plain = _plain_type(annotation)
+    plain = plain_type(annotation)
     is_class = isinstance(plain, type)
     if isinstance(raw, Mapping):
         return is_class and (issubclass(plain, Mapping) or dataclasses.is_dataclass(plain) or is_choice_type(plain))
     if isinstance(raw, list | tuple):
         return is_class and issubclass(plain, Sequence | set | frozenset) and not issubclass(plain, str)
     return plain is type(raw)
-
-
-def _decode_literal(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
-    for value in typing.get_args(annotation):
-        if value == raw and type(value) is type(raw):
-            return value
-    raise _wrong(annotation, raw, path)
 
 
 def _decode_mapping(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
@@ -260,22 +297,20 @@ def _decode_mapping(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
 def _decode_items(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
     if not isinstance(raw, list | tuple):
         raise _wrong(annotation, raw, path)
-    plain = _plain_type(annotation)
+    plain = plain_type(annotation)
     arguments = typing.get_args(annotation) or (Any,)
+    if _is_fixed_tuple(annotation) and len(arguments) != len(raw):
+        raise _wrong(annotation, raw, path, f"{len(arguments)} items, not {len(raw)}")
+    item_types = arguments if _is_fixed_tuple(annotation) else (arguments[0],) * len(raw)
     constructor: Callable[[Iterable[Any]], Any] = plain if plain in (tuple, set, frozenset) else list
-    if plain is tuple and len(arguments) > 1 and arguments[1] is not Ellipsis:
-        if len(arguments) != len(raw):
-            raise _wrong(annotation, raw, path, f"{len(arguments)} items, not {len(raw)}")
-        item_types = arguments
-    else:
-        item_types = (arguments[0],) * len(raw)
     return constructor(
         decode(item_type, item, (*path, str(index)))
         for index, (item_type, item) in enumerate(zip(item_types, raw, strict=True))
     )
 
 
-def _decode_scalar(plain: Any, raw: Any, path: Sequence[str]) -> Any:
+def _decode_scalar(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
+    plain = plain_type(annotation)
     if plain is Any:
         return raw
     if plain is str and type(raw) in (int, float):
@@ -283,77 +318,29 @@ def _decode_scalar(plain: Any, raw: Any, path: Sequence[str]) -> Any:
     if plain is float and type(raw) is int:
         return float(raw)
     if plain in (str, int, float, bool):
-        if type(raw) is not plain or raw != raw:
-            raise _wrong(plain, raw, path, _scalar_hint(plain, raw))
-        return raw
-    if isinstance(plain, type) and issubclass(plain, enum.Enum):
-        return _decode_enum(plain, raw, path)
-    if plain is Path and not isinstance(raw, str):
-        raise _wrong(plain, raw, path)
-    try:
-        return draccus.decode(plain, raw)
-    except Exception as error:
-        raise _wrong(plain, raw, path, str(error)) from error
-
-
-def _scalar_hint(plain: type, raw: Any) -> str:
-    if plain is str and isinstance(raw, bool):
-        return "YAML reads yes, no, on, off, true and false as booleans; quote the word"
-    if raw != raw:
-        return "NaN is not allowed"
-    return ""
-
-
-def _decode_enum(plain: type[enum.Enum], raw: Any, path: Sequence[str]) -> enum.Enum:
-    for member in plain:
-        if raw in (member.value, member.name):
-            return member
-    raise _wrong(plain, raw, path)
-
-
-_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", Any: "anything", Path: "a path"}
-
-
-def describe(annotation: Any) -> str:
-    """Description of a type, for error messages and help.
-
-    >>> describe(int | None)
-    'an integer or null'
-    >>> describe(list[str] | str)
-    'a list (each item: text) or text'
-    """
-    options = members(annotation)
-    if len(options) > 1 or options[0] is not annotation:
-        words = [describe(option) for option in options]
-        return " or ".join([*dict.fromkeys(words), *(["null"] if _allows_none(annotation) else [])])
-    plain = _plain_type(annotation)
-    if plain in _WORDS:
-        return _WORDS[plain]
+        if type(raw) is plain and raw == raw:
+            return raw
+        hint = "NaN is not allowed" if raw != raw else ""
+        if plain is str and isinstance(raw, bool):
+            hint = "YAML reads yes, no, on, off, true and false as booleans; quote the word"
+        raise _wrong(plain, raw, path, hint)
     if plain is typing.Literal:
-        return f"one of {', '.join(map(str, typing.get_args(annotation)))}"
-    if not isinstance(plain, type):
-        return str(annotation)
-    if is_choice_type(plain):
-        return f"a section with a {CHOICE_TYPE_KEY} (one of {', '.join(_option_names(plain))})"
-    if is_section(plain):
-        return f"a section with {', '.join(field_types(annotation))}"
-    if issubclass(plain, enum.Enum):
-        return f"one of {', '.join(str(member.value) for member in plain)}"
-    if issubclass(plain, Mapping):
-        return f"a mapping (each value: {describe((typing.get_args(annotation) or (Any, Any))[1])})"
-    if issubclass(plain, Sequence | set | frozenset):
-        return _describe_items(plain, typing.get_args(annotation) or (Any,))
-    return f"a {plain.__name__}"
+        matching = [value for value in typing.get_args(annotation) if value == raw and type(value) is type(raw)]
+    elif isinstance(plain, type) and issubclass(plain, enum.Enum):
+        matching = [member for member in plain if raw in (member.value, member.name)]
+    elif plain is Path and not isinstance(raw, str):
+        matching = []
+    else:
+        try:
+            return draccus.decode(plain, raw)
+        except Exception as error:
+            raise _wrong(plain, raw, path, str(error)) from error
+    if not matching:
+        raise _wrong(annotation, raw, path)
+    return matching[0]
 
 
-def _option_names(registry: Any) -> list[str]:
-    return list(registry.get_known_choices())
-
-
-def _describe_items(plain: type, arguments: tuple[Any, ...]) -> str:
-    if plain is tuple and len(arguments) > 1 and arguments[1] is not Ellipsis:
-        return f"a list of {len(arguments)} ({', '.join(map(describe, arguments))})"
-    return f"a list (each item: {describe(arguments[0])})"
+# Encoding.
 
 
 def encode(value: Any, annotation: Any = Any) -> Any:
@@ -382,13 +369,13 @@ def encode(value: Any, annotation: Any = Any) -> Any:
         key_type, value_type = _arguments(annotation, Mapping) or (Any, Any)
         return {encode(key, key_type): encode(item, value_type) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        item_type = (_arguments(annotation, type(value)) or (Any,))[0]
+        item_type = (_arguments(annotation, plain) or (Any,))[0]
         return [encode(item, item_type) for item in value]
     return encode(draccus.encode(value))
 
 
 def _encode_fields(value: Any, annotation: Any) -> dict[str, Any]:
-    registries = (option for option in map(_plain_type, members(annotation)) if is_choice_type(option))
+    registries = (option for option in map(plain_type, members(annotation)) if is_choice_type(option))
     registry = next((option for option in registries if isinstance(value, option)), None)
     encoded = {} if registry is None else {CHOICE_TYPE_KEY: registry.get_choice_name(type(value))}
     return encoded | {name: encode(getattr(value, name), hint) for name, hint in field_types(type(value)).items()}
@@ -397,7 +384,7 @@ def _encode_fields(value: Any, annotation: Any) -> dict[str, Any]:
 def _arguments(annotation: Any, container: type) -> tuple[Any, ...]:
     """Type arguments of the first union member that is a subtype or supertype of `container`."""
     for option in members(annotation):
-        plain = _plain_type(option)
+        plain = plain_type(option)
         if isinstance(plain, type) and (issubclass(container, plain) or issubclass(plain, container)):
             return typing.get_args(option)
     return ()

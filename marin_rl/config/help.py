@@ -20,7 +20,16 @@ from typing import Any
 from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
-from marin_rl.config.decode import ConfigError, default_of, describe, encode, field_types, resolve_section, section_of
+from marin_rl.config.decode import (
+    ConfigError,
+    default_of,
+    describe,
+    encode,
+    field_types,
+    plain_type,
+    resolve_section,
+    section_of,
+)
 from marin_rl.config.field_docs import field_doc, section_doc
 
 MAX_WIDTH = 110
@@ -55,18 +64,16 @@ COMMON_KEYS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """Entry of the help text: a field, or the heading of a section or of an option of a choice."""
+    """Entry of the help text: a field, or the heading of an option of a choice or of the command."""
 
     key: str
-    note: str
-    """Type and default of a field; empty for a heading."""
     doc: str
     depth: int = 0
     """Number of enclosing options of choices."""
-    is_key: bool = True
-    """Whether the entry is a key of the config; False for the heading of an option."""
-    registry: Any = None
-    """Choice registry of the field, or None."""
+    annotation: Any = None
+    """Type of the field; None for a heading."""
+    default: Any = None
+    """Default as a plain value, or `MISSING`."""
 
 
 def overview_text(flags: Mapping[str, str], sections: Iterable[str]) -> str:
@@ -105,17 +112,12 @@ def overview_text(flags: Mapping[str, str], sections: Iterable[str]) -> str:
 
 
 def help_text(
-    config_class: Any,
-    defaults: Mapping[str, Any],
-    flags: Mapping[str, str] | None = None,
-    section: str = "",
-    width: int | None = None,
+    config_class: Any, flags: Mapping[str, str] | None = None, section: str = "", width: int | None = None
 ) -> str:
     """Describe the fields of a config.
 
     Args:
         config_class: dataclass of the config.
-        defaults: nested plain values that replace the defaults of the class.
         flags: flags of the command, with their descriptions.
         section: key of a section or field, or a key and an option (`model.qwen3`); `all` or empty for all fields.
         width: characters per line; None for the terminal's width, at most `MAX_WIDTH`.
@@ -127,100 +129,87 @@ def help_text(
         ConfigError: if the section does not exist.
     """
     width = width or min(shutil.get_terminal_size((100, 24)).columns, MAX_WIDTH)
+    entries = list(_walk(config_class, "", {}))
     if section not in ("", "all"):
-        return _render(_entries_of(section, config_class, defaults), width)
+        return _render(_entries_of(section, entries), width)
     options = {
         "config FILE": "YAML file with the config; --config_path is a synonym.",
         "KEY VALUE": "Override a key of the file. VALUE is YAML: a scalar, a list or a mapping.",
         "help SECTION": "Describe one section: --help trainer, --help model.qwen3. --help all describes all keys.",
         **(flags or {}),
     }
-    listed = [_Entry(f"--{name}", "", doc, is_key=False) for name, doc in options.items()]
-    return f"Options\n{_render(listed, width)}\nKeys\n{_render(_walk(config_class, '', defaults, None), width)}"
+    listed = [_Entry(f"--{name}", doc) for name, doc in options.items()]
+    return f"Options\n{_render(listed, width)}\nKeys\n{_render(entries, width)}"
 
 
 def all_keys(config_class: Any, raw: Mapping[str, Any]) -> list[str]:
     """Dotted names of all keys of a config with the choices selected in `raw`."""
-    return list(dict.fromkeys(entry.key for entry in _walk(config_class, "", raw, None) if entry.is_key))
+    return list(dict.fromkeys(entry.key for entry in _walk(config_class, "", raw) if entry.annotation is not None))
 
 
-def _entries_of(section: str, config_class: Any, defaults: Mapping[str, Any]) -> list[_Entry]:
+def _entries_of(section: str, entries: Sequence[_Entry]) -> list[_Entry]:
     """Entries of one section, or of one option of a choice."""
-    entries = list(_walk(config_class, "", defaults, None))
     selected = [entry for entry in entries if entry.key == section or entry.key.startswith(f"{section}.")]
     if selected:
         return selected
-    options = {
-        f"{entry.key}.{name}": (entry, name)
-        for entry in entries
-        if entry.registry is not None
-        for name in entry.registry.get_known_choices()
-    }
+    options: dict[str, tuple[_Entry, Any, str]] = {}
+    for entry in entries:
+        registry, _ = _section_within(entry.annotation)
+        if _is_choice(registry):
+            options |= {f"{entry.key}.{name}": (entry, registry, name) for name in registry.get_known_choices()}
     if section in options:
-        entry, name = options[section]
-        return list(_walk_option(entry.registry, name, entry.key, None, None, 0, (entry.registry,)))
+        entry, registry, name = options[section]
+        return list(_walk_option(registry, name, entry.key, {}))
     close = difflib.get_close_matches(section, [*(entry.key for entry in entries), *options], n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(close)}?" if close else "--help all lists all of them"
     raise ConfigError(f"--help {section}: this key or option does not exist; {hint}")
 
 
 def _walk(
-    section: Any, prefix: str, raw: Mapping[str, Any], base: Any, depth: int = 0, within: tuple[Any, ...] = ()
+    section: Any, prefix: str, given: Mapping[str, Any], depth: int = 0, within: tuple[Any, ...] = ()
 ) -> Iterator[_Entry]:
-    """Entries of a section's fields and of nested sections."""
+    """Entries of a section's fields and of nested sections; plain values in `given` replace the defaults."""
     for name, annotation in field_types(section).items():
-        default = default_of(section, name, base)
-        given = raw.get(name, default)
-        key, doc = f"{prefix}{name}", field_doc(section, name)
+        value = default_of(section, name)
+        value = value if value is dataclasses.MISSING else encode(value, annotation)
+        if name in given:
+            both = isinstance(value, Mapping) and isinstance(given[name], Mapping)
+            value = {**value, **given[name]} if both else given[name]
+        yield _Entry(f"{prefix}{name}", field_doc(section, name), depth, annotation, value)
         inner, place = _section_within(annotation)
-        registry = inner if _is_choice(inner) else None
-        note = (
-            ""
-            if inner is annotation and registry is None
-            else f"{_kind(annotation)}{_default(given if name in raw else _encoded(default, annotation))}"
-        )
-        yield _Entry(key, note, doc, depth, registry=registry)
         if inner is None or inner in within:
             continue
-        value, value_default = (None, None) if place else (given, default)
-        if registry is not None:
-            yield from _walk_choice(inner, f"{key}{place}", value, value_default, depth, (*within, inner))
-        else:
-            yield from _walk_section(inner, f"{key}{place}", value, value_default, depth, (*within, inner))
-
-
-def _walk_section(
-    section: Any, key: str, given: Any, default: Any, depth: int, within: tuple[Any, ...]
-) -> Iterator[_Entry]:
-    plain = typing.get_origin(section) or section
-    base = next((value for value in (given, default) if isinstance(value, plain)), None)
-    yield from _walk(section, f"{key}.", given if isinstance(given, Mapping) else {}, base, depth, within)
-
-
-def _walk_choice(
-    registry: Any, key: str, given: Any, default: Any, depth: int, within: tuple[Any, ...]
-) -> Iterator[_Entry]:
-    """Entries of all options of a choice; of a choice of levanter, those of the selected option."""
-    selected = _selected(registry, given, default)
-    for name in registry.get_known_choices():
-        if name == selected:
-            yield from _walk_option(registry, name, key, given, default, depth, within)
-        elif not registry.__module__.startswith("levanter."):
-            yield from _walk_option(registry, name, key, None, None, depth, within)
+        key, values = f"{prefix}{name}{place}", value if isinstance(value, Mapping) and not place else None
+        if not _is_choice(inner):
+            yield from _walk(inner, f"{key}.", values or {}, depth, (*within, inner))
+            continue
+        selected = _selected(inner, values)
+        for option in inner.get_known_choices():
+            if option == selected or not inner.__module__.startswith("levanter."):
+                values_of_option = (values or {}) if option == selected else {}
+                yield from _walk_option(inner, option, key, values_of_option, depth, (*within, inner))
 
 
 def _walk_option(
-    registry: Any, name: str, key: str, given: Any, default: Any, depth: int, within: tuple[Any, ...]
+    registry: Any, name: str, key: str, given: Mapping[str, Any], depth: int = 0, within: tuple[Any, ...] = ()
 ) -> Iterator[_Entry]:
     choice = registry.get_choice_class(name)
-    raw = {k: v for k, v in given.items() if k != CHOICE_TYPE_KEY} if isinstance(given, Mapping) else {}
-    base = next((value for value in (given, default) if type(value) is choice), None)
-    yield _Entry(f"{key}.{CHOICE_TYPE_KEY} {name}", "", section_doc(choice), depth, is_key=False)
-    yield from _walk(choice, f"{key}.", raw, base, depth + 1, within)
+    yield _Entry(f"{key}.{CHOICE_TYPE_KEY} {name}", section_doc(choice), depth)
+    yield from _walk(choice, f"{key}.", given, depth + 1, within or (registry,))
+
+
+def _selected(registry: Any, given: Mapping[str, Any] | None) -> str | None:
+    """Option selected by the plain value of a choice, or None."""
+    if given is None:
+        return None
+    try:
+        return registry.get_choice_name(resolve_section(registry, given))
+    except ConfigError:
+        return None
 
 
 def _is_choice(section: Any) -> bool:
-    return section is not None and is_choice_type(typing.get_origin(section) or section)
+    return section is not None and is_choice_type(plain_type(section))
 
 
 def _section_within(annotation: Any) -> tuple[Any, str]:
@@ -236,49 +225,31 @@ def _section_within(annotation: Any) -> tuple[Any, str]:
     return None, ""
 
 
-def _selected(registry: Any, given: Any, default: Any) -> str | None:
-    """Option selected by the value of a choice, or None."""
-    if isinstance(given, registry):
-        return registry.get_choice_name(type(given))
-    if not isinstance(given, Mapping):
-        return None
-    try:
-        return registry.get_choice_name(resolve_section(registry, given, (), default)[0])
-    except ConfigError:
-        return None
-
-
-def _kind(annotation: Any) -> str:
-    """Description of a type; short for sections, because their fields are listed below."""
-    inner, _ = _section_within(annotation)
-    if inner is None:
-        return describe(annotation)
-    options = f"type: {', '.join(inner.get_known_choices())}" if _is_choice(inner) else "a section"
-    return describe(annotation).replace(describe(inner), options)
-
-
-def _encoded(default: Any, annotation: Any) -> Any:
-    return default if default is dataclasses.MISSING else encode(default, annotation)
-
-
-def _default(value: Any) -> str:
-    if value is dataclasses.MISSING:
-        return "; required"
-    if isinstance(value, Mapping) and CHOICE_TYPE_KEY in value:
-        return f"; default type: {value[CHOICE_TYPE_KEY]}"
-    return f"; default: {json.dumps(value, ensure_ascii=False)}"
+def _note(entry: _Entry) -> str:
+    """Type and default of a field; none for headings and sections, because their fields are listed below."""
+    inner, _ = _section_within(entry.annotation)
+    if entry.annotation is None or (inner is entry.annotation and not _is_choice(inner)):
+        return ""
+    kind = describe(entry.annotation)
+    if inner is not None:
+        options = f"type: {', '.join(inner.get_known_choices())}" if _is_choice(inner) else "a section"
+        kind = kind.replace(describe(inner), options)
+    if entry.default is dataclasses.MISSING:
+        return f" ({kind}; required)"
+    if isinstance(entry.default, Mapping) and CHOICE_TYPE_KEY in entry.default:
+        return f" ({kind}; default type: {entry.default[CHOICE_TYPE_KEY]})"
+    return f" ({kind}; default: {json.dumps(entry.default, ensure_ascii=False)})"
 
 
 def _render(entries: Iterable[_Entry], width: int) -> str:
     """Format entries as text, in lines of at most `width` characters; long words are not broken."""
     lines: list[str] = []
     for entry in entries:
-        if lines and entry.is_key and "." not in entry.key:
+        if lines and entry.annotation is not None and "." not in entry.key:
             lines.append("")
         indent = "  " * (entry.depth + 1)
-        note = f" ({entry.note})" if entry.note else ""
         lines += textwrap.wrap(
-            f"{entry.key}{note}",
+            f"{entry.key}{_note(entry)}",
             width,
             initial_indent=indent,
             subsequent_indent=f"{indent}    ",

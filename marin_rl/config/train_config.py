@@ -12,8 +12,9 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
+from levanter.distributed import DistributedConfig, RayConfig
 from levanter.models.lm_model import LmConfig
 from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer import TrainerConfig
@@ -22,7 +23,7 @@ import marin_rl.objectives.gae
 import marin_rl.objectives.gigpo
 import marin_rl.rewards.pipeline  # noqa: F401
 from marin_rl.batching.packing import RowLayout
-from marin_rl.config.decode import decode, default_of
+from marin_rl.config.decode import default_of
 from marin_rl.config.objective_config import ObjectiveConfig, UpdateConfig
 from marin_rl.config.sections import (
     EvaluationConfig,
@@ -72,28 +73,21 @@ def compilation_cache() -> str:
     return str(Path(home) / "marin_rl" / "jax")
 
 
-def levanter_defaults() -> dict[str, Any]:
-    """Defaults of this project that differ from levanter's, as nested plain values.
+def default_trainer() -> TrainerConfig:
+    """Levanter's trainer section with this project's defaults.
 
     By default, levanter's trainer requires an accelerator, logs to wandb, writes compiler dumps and starts Ray.
     A run of this project starts on a laptop without any of these.
     """
-    return {
-        "trainer": {
-            "tracker": [],
-            "require_accelerator": False,
-            "log_jaxprs": False,
-            "log_xla_hlo": False,
-            "jax_compilation_cache_dir": compilation_cache(),
-            "distributed": {"initialize_jax_distributed": False},
-            "ray": {"auto_start_cluster": False},
-        }
-    }
-
-
-def default_trainer() -> TrainerConfig:
-    """Levanter's trainer section with this project's defaults, for experiments written in code."""
-    return decode(TrainerConfig, levanter_defaults()["trainer"])
+    return TrainerConfig(
+        tracker=(),
+        require_accelerator=False,
+        log_jaxprs=False,
+        log_xla_hlo=False,
+        jax_compilation_cache_dir=compilation_cache(),
+        distributed=DistributedConfig(initialize_jax_distributed=False),
+        ray=RayConfig(auto_start_cluster=False),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

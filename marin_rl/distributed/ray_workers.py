@@ -17,9 +17,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from marin_rl.closing import Closing
-from marin_rl.config.command_line import from_yaml, to_yaml
 from marin_rl.config.sections import module_levels
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.yaml_text import from_yaml, to_yaml
 from marin_rl.distributed.coordinator import Announcement, Assignment, CoordinatorActor, TrainerUpdate
 from marin_rl.distributed.ray_node import connected_to_local_node
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from marin_rl.atomic_files import open_atomically
-from marin_rl.config.command_line import parse_yaml
+from marin_rl.config.yaml_text import parse_yaml
 from marin_rl.errors import RunDirectoryError, writing
 
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from marin_rl import multihost
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
-from marin_rl.config.command_line import to_yaml
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.yaml_text import to_yaml
 from marin_rl.errors import RunDirectoryError, writing
 from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
 from marin_rl.training.run_directory import config_differences

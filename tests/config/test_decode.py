@@ -209,6 +209,12 @@ def test_invalid_values_are_reported_by_key(given, message):
         decode(Everything, given)
 
 
+def test_long_value_is_shortened_in_the_message():
+    with pytest.raises(ConfigError) as refused:
+        decode(Everything, {"number": "x" * 100_000})
+    assert str(refused.value) == f"number is '{'x' * 199}... (str), but it takes an integer"
+
+
 def test_all_problems_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         decode(Everything, {"nmae": "x", "share": "much", "shape": {"type": "cube"}})

@@ -84,7 +84,7 @@ def entry(text: str, key: str) -> str:
 
 
 def test_every_field_has_name_type_default_and_description():
-    text = help_text(RunConfig, {}, width=100)
+    text = help_text(RunConfig, width=100)
     assert entry(text, "name") == "name (text; required) Name of the run."
     assert entry(text, "limits") == "limits Bounds on rollouts."
     assert entry(text, "limits.length").startswith("limits.length (an integer; default: 9) Maximum tokens")
@@ -101,15 +101,8 @@ def test_every_field_has_name_type_default_and_description():
     assert "advantage.type rloo\n      Leave-one-out baseline.\n" in text
 
 
-def test_defaults_of_the_caller_are_shown():
-    text = help_text(RunConfig, {"name": "a", "limits": {"length": 3}, "trainer": {"seed": 5}}, width=100)
-    assert entry(text, "name").startswith('name (text; default: "a")')
-    assert entry(text, "limits.length").startswith("limits.length (an integer; default: 3)")
-    assert entry(text, "trainer.seed").startswith("trainer.seed (an integer; default: 5)")
-
-
 def test_all_fields_of_levanters_sections_are_listed():
-    text = help_text(RunConfig, {"model": {"type": "llama"}}, width=100)
+    text = help_text(RunConfig, width=100) + help_text(RunConfig, section="model.llama", width=100)
     for section, config in (("trainer", TrainerConfig), ("optimizer", AdamConfig)):
         for name in field_types(config):
             assert f"{section}.{name}" in text
@@ -119,7 +112,8 @@ def test_all_fields_of_levanters_sections_are_listed():
 
 
 def test_every_field_of_the_default_sections_has_a_description():
-    lines = help_text(RunConfig, {"model": {"type": "qwen3"}}, width=1000).splitlines()
+    text = help_text(RunConfig, width=1000) + help_text(RunConfig, section="model.qwen3", width=1000)
+    lines = text.splitlines()
     fields = [index for index, line in enumerate(lines) if "; default" in line or "; required" in line]
     assert len(fields) > 100
     bare = [lines[index].strip() for index in fields if indent(lines[index + 1]) != indent(lines[index]) + 4]
@@ -128,14 +122,14 @@ def test_every_field_of_the_default_sections_has_a_description():
 
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_lines_fit_the_terminal(width):
-    lines = help_text(RunConfig, {}, width=width).splitlines()
+    lines = help_text(RunConfig, width=width).splitlines()
     assert [line for line in lines if len(line) > width and " " in line.strip()] == []
 
 
 def test_help_of_a_section_or_an_option():
-    assert help_text(RunConfig, {}, section="limits", width=100).splitlines()[0] == "  limits"
-    assert "limits" not in help_text(RunConfig, {}, section="trainer.ray", width=100)
-    text = help_text(RunConfig, {}, section="model.gemma", width=100)
+    assert help_text(RunConfig, section="limits", width=100).splitlines()[0] == "  limits"
+    assert "limits" not in help_text(RunConfig, section="trainer.ray", width=100)
+    text = help_text(RunConfig, section="model.gemma", width=100)
     assert text.startswith("  model.type gemma\n")
     assert "model.hidden_dim" in text
 
@@ -146,7 +140,7 @@ def test_help_of_a_section_or_an_option():
 )
 def test_help_of_an_unknown_section_suggests_another(section, hint):
     with pytest.raises(ConfigError, match=f"--help {section}: this key or option does not exist; .*{hint}"):
-        help_text(RunConfig, {}, section=section)
+        help_text(RunConfig, section=section)
 
 
 @pytest.mark.parametrize(("key", "shown"), [(key, default) for key, default, _ in COMMON_KEYS])
@@ -162,7 +156,7 @@ def test_defaults_of_the_overview_are_those_of_the_classes(key: str, shown: str)
 
 
 def test_flags_are_listed():
-    assert "  --dry_run\n      Only check.\n" in help_text(RunConfig, {}, flags={"dry_run": "Only check."}, width=80)
+    assert "  --dry_run\n      Only check.\n" in help_text(RunConfig, flags={"dry_run": "Only check."}, width=80)
 
 
 def test_all_keys_depend_on_the_selected_choices():

@@ -13,11 +13,12 @@ from levanter.models.mistral import MistralConfig
 from levanter.optim import AdamConfig
 
 from marin_rl.batching.packing import RowLayout
-from marin_rl.config.command_line import from_yaml, parse_config, to_yaml
+from marin_rl.config.command_line import parse_config
 from marin_rl.config.decode import ConfigError
 from marin_rl.config.objective_config import UpdateConfig
 from marin_rl.config.sections import Mode, RolloutConfig
-from marin_rl.config.train_config import TrainConfig, compilation_cache, default_trainer, levanter_defaults
+from marin_rl.config.train_config import TrainConfig, compilation_cache, default_trainer
+from marin_rl.config.yaml_text import from_yaml, to_yaml
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.critic import CriticConfig
@@ -96,7 +97,7 @@ def test_command_line_and_code_build_the_same_config(tmp_path: Path):
         "num_kv_heads: 2}\n"
         "rollouts: {prompts_per_step: 4, group_size: 2, max_length: 32}\n"
     )
-    parsed = parse_config(TrainConfig, ["--config", str(file), "--rollouts.group_size", "8"], levanter_defaults())
+    parsed = parse_config(TrainConfig, ["--config", str(file), "--rollouts.group_size", "8"])
     assert parsed.config == config()
 
 

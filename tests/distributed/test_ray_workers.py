@@ -14,8 +14,8 @@ import pytest
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from marin_rl.config.command_line import to_yaml
 from marin_rl.config.sections import Mode, WorkersConfig
+from marin_rl.config.yaml_text import to_yaml
 from marin_rl.distributed import ray_workers
 from marin_rl.distributed.coordinator import CoordinatorActor, TrainerUpdate
 from marin_rl.distributed.ray_workers import (

@@ -13,7 +13,7 @@ import pytest
 
 from marin_rl.closing import Closing
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.train_config import TrainConfig, levanter_defaults
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.coordinator import Announcement
 from marin_rl.distributed.rollout_source import FinishedGroup
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, oldest_version
@@ -77,7 +77,7 @@ def make_config(folder: Path, refresh: str) -> TrainConfig:
         workers={"refresh": refresh, "decode_steps_per_weight_poll": 1},
         sampling={"max_new_tokens": 6, "max_seqs": GROUPS * ROLLOUTS},
     )
-    return parse_config(TrainConfig, run.argv, levanter_defaults(), {}).config
+    return parse_config(TrainConfig, run.argv).config
 
 
 @pytest.fixture

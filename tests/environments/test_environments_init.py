@@ -37,7 +37,7 @@ class Holder:
 
 
 def test_help_shows_every_choice():
-    shown = " ".join(help_text(Holder, {}).split())
+    shown = " ".join(help_text(Holder).split())
     for words in ("held out, by hash of their text", "Probability of reward 1 instead of 0", "Name of the task"):
         assert words in shown
 
@@ -45,7 +45,7 @@ def test_help_shows_every_choice():
 def test_command_line_reaches_nested_fields():
     flags = {"": "random_control", ".environment": "jsonl", ".environment.grader": "math_verify"}
     argv = [text for key, name in flags.items() for text in (f"--environment{key}.type", name)]
-    config = parse_config(Holder, [*argv, "--environment.environment.path", "a.jsonl"], {}).config
+    config = parse_config(Holder, [*argv, "--environment.environment.path", "a.jsonl"]).config
     assert isinstance(config.environment, RandomRewardConfig)
     assert isinstance(config.environment.environment, JsonlConfig)
     assert config.environment.environment.grader == MathVerifyConfig()

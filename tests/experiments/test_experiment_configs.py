@@ -9,15 +9,16 @@ import pytest
 from experiments.objectives import OBJECTIVES, objective, ppo
 from experiments.rloo_controls import more_warm_start, random_reward
 from experiments.rloo_in_code import rloo
-from marin_rl.config.command_line import parse_config, to_yaml
-from marin_rl.config.train_config import TrainConfig, levanter_defaults
+from marin_rl.config.command_line import parse_config
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.yaml_text import to_yaml
 from marin_rl.environments import RandomRewardConfig
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
 def read(name: str) -> TrainConfig:
-    return parse_config(TrainConfig, ["--config", str(EXPERIMENTS / name)], levanter_defaults()).config
+    return parse_config(TrainConfig, ["--config", str(EXPERIMENTS / name)]).config
 
 
 @pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.yaml")), ids=lambda path: path.name)

@@ -11,7 +11,7 @@ import pytest
 from experiments.gigpo_rewards import ROLLOUTS, Example, compute_stages, report
 from experiments.lake_rewards import wasted_moves
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.train_config import TrainConfig, levanter_defaults
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import Split
 from marin_rl.objectives.gigpo import GigpoConfig
 from marin_rl.rewards.component import FunctionRewardConfig
@@ -63,7 +63,7 @@ def test_the_page_shows_what_the_program_prints() -> None:
 @pytest.fixture(scope="module")
 def config() -> TrainConfig:
     arguments = ["--config", str(ROOT / "experiments" / "gigpo_rewards.yaml")]
-    return parse_config(TrainConfig, arguments, levanter_defaults()).config
+    return parse_config(TrainConfig, arguments).config
 
 
 def test_the_experiment_trains_with_this_function_and_estimator(config: TrainConfig) -> None:

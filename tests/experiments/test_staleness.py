@@ -10,14 +10,14 @@ import pytest
 
 from experiments.staleness import train_with_lag
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.train_config import TrainConfig, levanter_defaults
+from marin_rl.config.train_config import TrainConfig
 from tests.tiny_run import TinyRun, without_timings
 
 STEPS = 6
 
 
 def trained_with_lag(run: TinyRun, lag: int) -> list[dict[str, Any]]:
-    train_with_lag(parse_config(TrainConfig, run.argv, levanter_defaults()).config, lag)
+    train_with_lag(parse_config(TrainConfig, run.argv).config, lag)
     return [without_timings(record) for record in run.records()[1:]]
 
 

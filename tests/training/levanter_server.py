@@ -9,7 +9,7 @@ from pathlib import Path
 from haliax import Axis  # noqa: F401  before marin_rl: see tests/tiny_run.py
 
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.train_config import TrainConfig, levanter_defaults
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.samplers import open_levanter_sampler
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import load_hf_policy
@@ -22,7 +22,7 @@ RELOAD = Path(__file__).parents[2] / "experiments" / "reload_vllm.py"
 
 def config_of(run: TinyRun) -> TrainConfig:
     """The run's config, as the command line reads it."""
-    return parse_config(TrainConfig, run.argv, levanter_defaults()).config
+    return parse_config(TrainConfig, run.argv).config
 
 
 def served_by(server: CompletionsServer, folder: Path) -> dict[str, object]:

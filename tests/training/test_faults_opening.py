@@ -92,12 +92,12 @@ def shy_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 def open_it(run: TinyRun, folder: Path, report: Callable[[str], None], warm_start_steps: int = 0) -> None:
     from marin_rl.config.command_line import parse_config
-    from marin_rl.config.train_config import TrainConfig, levanter_defaults
+    from marin_rl.config.train_config import TrainConfig
     from marin_rl.training.open_run import open_run
 
     (folder / "rollouts").mkdir()
     argv = [*run.argv, "--warm_start.max_steps", str(warm_start_steps)]
-    open_run(parse_config(TrainConfig, argv, levanter_defaults(), {}).config, folder, report)
+    open_run(parse_config(TrainConfig, argv).config, folder, report)
 
 
 def test_failing_warm_start_closes_everything(shy_run: TinyRun, tmp_path: Path, watch: Watch):

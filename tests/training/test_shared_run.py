@@ -9,8 +9,8 @@ import jax
 import pytest
 
 from marin_rl import multihost
-from marin_rl.config.command_line import to_yaml
 from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
+from marin_rl.config.yaml_text import to_yaml
 from marin_rl.errors import RunDirectoryError
 from marin_rl.training.run_directory import config_differences
 from marin_rl.training.shared_run import check_config, require_same_config, require_shared_folder

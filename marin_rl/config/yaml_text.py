@@ -1,0 +1,200 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Read and write configs as YAML; errors name file, line and remedy."""
+
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from marin_rl.config.decode import ConfigError, decode, encode, nearest
+
+ConfigT = TypeVar("ConfigT")
+
+
+def to_yaml(config: Any) -> str:
+    """Convert a config with all its defaults to YAML; `from_yaml` restores an equal config.
+
+    Args:
+        config: a config dataclass.
+
+    Returns:
+        YAML text.
+    """
+    return yaml.dump(encode(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def from_yaml(config_class: type[ConfigT], text: str, source: str) -> ConfigT:
+    """Restore a config from the YAML of `to_yaml`.
+
+    Args:
+        config_class: dataclass of the config.
+        text: YAML text.
+        source: name of the text's source, for error messages.
+
+    Returns:
+        The validated config.
+
+    Raises:
+        ConfigError: if the text is not valid YAML, or a key is invalid.
+    """
+    try:
+        return decode(config_class, parse_yaml(text, source))
+    except ConfigError as error:
+        raise ConfigError(*(f"{source}: {problem}" for problem in error.problems)) from error
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Load the mapping in a YAML file.
+
+    Raises:
+        ConfigError: if the file does not exist (the message names the nearest one), is not valid YAML (the message
+            names the line), repeats a key, or does not contain a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"config file {str(path)!r} does not exist; {_nearest_file(path)}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from error
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, source: str) -> dict[str, Any]:
+    """Parse YAML text that contains a mapping; empty text is an empty mapping.
+
+    Args:
+        text: YAML text.
+        source: name of the text's source, for error messages.
+
+    Raises:
+        ConfigError: if the text is not valid YAML, repeats a key, or does not contain a mapping.
+    """
+    try:
+        value = parse_value(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        position = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+        raise ConfigError(f"{position}: not valid YAML: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {error}") from error
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{source} contains a {type(value).__name__}; a config must be a mapping of keys to values")
+    return value
+
+
+def _nearest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"neither does its folder {str(path.parent)!r}"
+    names = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml"))
+    if not names:
+        return f"there is no YAML file in {str(path.parent)!r}"
+    return nearest(path.name, names).replace("Valid here", f"In {str(path.parent)!r}")
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML loader that rejects repeated keys, does not convert dates, and reads `1e-4` as a number."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Construct the value of a node; raise a `ConstructorError` with its position if its tag does not accept it."""
+        try:
+            value = yaml.SafeLoader.construct_object(self, node, deep)
+            if isinstance(value, str):
+                # Escapes can encode half of a surrogate pair, which cannot be written to a file.
+                value.encode()
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            problem = f"the value does not fit its tag {node.tag!r}: {type(error).__name__}: {error}"
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark) from error
+        return value
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML dumper that quotes text which `_Loader` or a plain YAML loader would read as another type."""
+
+
+MAX_VALUES = 100_000
+"""Maximum values in a config with expanded aliases; the largest config of levanter has a few hundred."""
+
+
+def parse_value(text: str) -> Any:
+    """Parse YAML text to a plain value.
+
+    Raises:
+        yaml.YAMLError: if the text is not valid YAML, is nested too deeply, or has more than `MAX_VALUES` values with
+            expanded aliases.
+    """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _expanded_size(node, {}) > MAX_VALUES:
+            raise yaml.YAMLError(
+                f"its aliases expand to more than {MAX_VALUES:,} values; write out the values that you need"
+            )
+        return loader.construct_document(node)
+    except RecursionError as error:
+        raise yaml.YAMLError("it is nested too deeply") from error
+    except ValueError as error:
+        raise yaml.YAMLError(str(error)) from error
+    finally:
+        loader.dispose()
+
+
+def _expanded_size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Number of values in a node. A node with several aliases counts each time, but is visited once."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in sizes:
+        # A node that contains itself would expand forever.
+        sizes[id(node)] = MAX_VALUES + 1
+        pairs = isinstance(node, yaml.MappingNode)
+        inner = [item for pair in node.value for item in pair] if pairs else node.value
+        sizes[id(node)] = 1 + sum(_expanded_size(item, sizes) for item in inner)
+    return sizes[id(node)]
+
+
+def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    try:
+        number = loader.construct_yaml_int(node)
+    except ValueError as error:
+        problem = f"{node.value[:40]!r} is not an integer"
+        raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark) from error
+    if not -(2**63) <= number < 2**64:
+        problem = f"the integer {node.value[:40]!r}{'...' if len(node.value) > 40 else ''} does not fit into 64 bits"
+        raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
+    return number
+
+
+def _construct_mapping(loader: yaml.SafeLoader, node: yaml.Node) -> dict[Any, Any]:
+    if not isinstance(node, yaml.MappingNode):
+        problem = "the tag !!map needs keys and values"
+        raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
+    seen: dict[Hashable, int] = {}
+    for key_node, _ in node.value:
+        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+        if key in seen:
+            problem = f"key {key!r} is given twice, first in line {seen[key]}; keep one of them"
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key_node.start_mark)
+        if key is not None:
+            seen[key] = key_node.start_mark.line + 1
+    loader.flatten_mapping(node)
+    return loader.construct_mapping(node, deep=True)
+
+
+_NUMBER = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_undefined)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
