@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.environments.base import Split
-from marin_rl.splits import Problem, check_shares, split_of, split_problems, without_duplicates
+from marin_rl.splits import Problem, Split, check_shares, split_of, split_problems, without_duplicates
 from marin_rl.types import Message, Task
 
 
@@ -38,11 +37,19 @@ def test_splits_of_known_texts_are_fixed():
     assert (held_out, validation) == (["4+0=", "4+2="], ["2+1=", "2+2="])
 
 
-def test_splits_have_the_requested_shares():
-    splits = split_problems([problem(str(i)) for i in range(4000)], 0.1, 0.05, "test")
-    assert len(splits[Split.HELD_OUT]) == pytest.approx(400, abs=60)
-    assert len(splits[Split.VALIDATION]) == pytest.approx(200, abs=45)
-    assert sum(len(tasks) for tasks in splits.values()) == 4000
+@pytest.mark.parametrize(("held_out", "validation"), [(0.1, 0.05), (0.3, 0.2), (0.0, 0.0)])
+def test_splits_have_the_requested_shares(held_out: float, validation: float):
+    splits = split_problems([problem(str(i)) for i in range(10_000)], held_out, validation, "test")
+    assert len(splits[Split.HELD_OUT]) == pytest.approx(10_000 * held_out, abs=150)
+    assert len(splits[Split.VALIDATION]) == pytest.approx(10_000 * validation, abs=150)
+    assert sum(len(tasks) for tasks in splits.values()) == 10_000
+
+
+def test_a_larger_held_out_share_contains_the_smaller_one():
+    problems = [f"{a}x{b}" for a in range(50) for b in range(50)]
+    small = {problem for problem in problems if split_of(problem, 0.1, 0.0) is Split.HELD_OUT}
+    large = {problem for problem in problems if split_of(problem, 0.3, 0.0) is Split.HELD_OUT}
+    assert small < large
 
 
 def test_a_share_of_zero_gives_an_empty_split():

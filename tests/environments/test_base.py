@@ -1,7 +1,6 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-import collections
 import dataclasses
 import json
 
@@ -13,29 +12,8 @@ from marin_rl.environments import ArithmeticConfig, TextGameConfig
 from marin_rl.environments.base import EpochStream, Split, StreamState, TaskStream
 from marin_rl.environments.random_reward import RandomRewardEnvironment
 from marin_rl.environments.streams import CurriculumConfig, LessonConfig, MixtureConfig, MixturePartConfig
-from marin_rl.splits import split_of
 from marin_rl.types import Message, Task
 from tests.environments.fake_environments import Cards, CardsConfig, group
-
-
-@pytest.mark.parametrize(("held_out", "validation"), [(0.1, 0.05), (0.3, 0.2), (0.0, 0.0)])
-def test_splits_have_the_requested_shares(held_out, validation):
-    counts = collections.Counter(split_of(f"{a}+{b}", held_out, validation) for a in range(100) for b in range(100))
-    assert counts[Split.HELD_OUT] / 10_000 == pytest.approx(held_out, abs=0.015)
-    assert counts[Split.VALIDATION] / 10_000 == pytest.approx(validation, abs=0.015)
-
-
-def test_a_larger_held_out_share_contains_the_smaller_one():
-    problems = [f"{a}x{b}" for a in range(50) for b in range(50)]
-    small = {problem for problem in problems if split_of(problem, 0.1, 0.0) is Split.HELD_OUT}
-    large = {problem for problem in problems if split_of(problem, 0.3, 0.0) is Split.HELD_OUT}
-    assert small < large
-
-
-def test_split_of_a_text_is_machine_independent():
-    # Fixed values: a changed split would move training problems of older runs into the held-out split.
-    splits = [split_of(f"{n}+{n}=", 0.3, 0.3) for n in range(6)]
-    assert splits == [Split.HELD_OUT] * 5 + [Split.TRAIN]
 
 
 def test_worked_answer_is_the_default_demonstration():
