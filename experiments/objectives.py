@@ -6,8 +6,8 @@
     python -m experiments.objectives start --seed 1
     python -m experiments.objectives gspo --seed 1
 
-`start` is the warm start of that seed, which all its objectives start from. Each then takes 150 steps of 512 rollouts.
-The ratio-based objectives train on them in four minibatches, at a third of the learning rate, and RLOO in one update.
+`start` runs the warm start of a seed, from which all objectives with that seed are initialized. Each takes 150 steps of
+512 rollouts. Objectives with ratios use four minibatches and a third of the learning rate; RLOO uses one update.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from marin_rl.training.session import run_session
 
 
 def in_minibatches(config: TrainConfig, policy_loss: PolicyLossConfig) -> TrainConfig:
-    """Four updates per step, each a third as large, with a term that depends on the change of the policy."""
+    """Return the config with four updates per step, a third of the learning rate, and a term with ratios."""
     optimizer = dataclasses.replace(config.optimizer, learning_rate=1e-4)
     return dataclasses.replace(
         config, policy_loss=policy_loss, updates=UpdateConfig(minibatches=4), optimizer=optimizer
@@ -89,7 +89,7 @@ def rloo_kl(config: TrainConfig) -> TrainConfig:
 
 
 def rloo_watched(config: TrainConfig) -> TrainConfig:
-    """RLOO that measures the KL divergence with a negligible penalty, as a baseline for rloo_kl."""
+    """RLOO with a negligible KL penalty, which logs the KL divergence as a baseline for rloo_kl."""
     return dataclasses.replace(config, kl=RewardKlConfig(beta=1e-7))
 
 
@@ -127,8 +127,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Six objectives on the task of experiments/rloo.yaml.")
     parser.add_argument("objective", choices=["start", *OBJECTIVES])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=Path("runs/objectives"), help="where the runs lie")
-    parser.add_argument("--steps", type=int, default=None, help="steps, where not 150")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/objectives"), help="parent folder of the run directories"
+    )
+    parser.add_argument("--steps", type=int, default=None, help="number of steps (default: 150)")
     arguments = parser.parse_args()
     if arguments.objective == "start":
         config = start(arguments.seed, arguments.folder)

@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Has a vLLM server load a run's new weights: `sampler.reload: {path: experiments/reload_vllm.py, function: reload}`.
+"""Load new weights in a vLLM server: `sampler.reload: {path: experiments/reload_vllm.py, function: reload}`.
 
-The server serves the link `current` in `sampler.reload.folder` and, with VLLM_SERVER_DEV_MODE=1, takes the two calls
-that are made here. Whoever reaches its port can make them too: bind it to a network that you trust.
+The server serves the link `current` in `sampler.reload.folder` and, with VLLM_SERVER_DEV_MODE=1, accepts the two calls
+of this function. Any client of its port can make them too: bind it to a trusted network.
 """
 
 from pathlib import Path
@@ -12,19 +12,19 @@ from pathlib import Path
 import httpx
 
 TIMEOUT = 600.0
-"""Seconds that loading may take."""
+"""Timeout of a call in seconds."""
 
 
 def reload(folder: Path, version: int, base_url: str) -> None:
-    """Point `current` at the new weights, and have the server load them and forget what it cached under the old ones.
+    """Point `current` to the new weights, reload the server's weights and clear its prefix cache.
 
     Args:
-        folder: the weights, in Hugging Face format.
-        version: of the weights.
-        base_url: of the server, with `/v1`.
+        folder: new weights in Hugging Face format.
+        version: version of the weights.
+        base_url: address of the server, ending in `/v1`.
 
     Raises:
-        httpx.HTTPError: if the server does not answer, or refuses.
+        httpx.HTTPError: if the server does not respond or rejects a call.
     """
     link = folder.with_name(".current.new")
     link.unlink(missing_ok=True)

@@ -6,9 +6,9 @@
     python -m experiments.staleness start --seed 1
     python -m experiments.staleness 4 --seed 1
 
-`start` is the warm start of that seed, which all its runs start from. With workers, the staleness of a group depends on
-their speed, up to `replay.max_staleness`. Here every group has the maximum staleness, which is the worst case, and
-everything runs in one process, so that runs are bit-identical.
+`start` runs the warm start of a seed, from which all runs with that seed are initialized. With workers, the staleness
+of a group depends on their speed, up to `replay.max_staleness`. Here every group has the maximum staleness, which is
+the worst case, and everything runs in one process, so that runs are bit-identical.
 """
 
 import argparse
@@ -121,7 +121,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train on groups of equal staleness.")
     parser.add_argument("run", choices=["start", *map(str, LAGS)], help="the warm start, or the staleness in steps")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=Path("runs/staleness"), help="folder of the runs")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/staleness"), help="parent folder of the run directories"
+    )
     arguments = parser.parse_args()
     config, start = study(arguments.seed), arguments.folder / f"start-seed{arguments.seed}"
     if arguments.run == "start":

@@ -58,8 +58,8 @@ class Pipeline:
     max_uses: int = 1
     """`replay.max_uses`."""
     failures_per_hour: float = 0.0
-    """Failures per hour of a worker; it restarts after `silence` seconds."""
-    silence: float = 30.0
+    """Failures per hour of a worker; it restarts after `heartbeat_timeout` seconds."""
+    heartbeat_timeout: float = 30.0
     """`workers.heartbeat_timeout`."""
     steps: int = 50
     """Steps to simulate; the first fifth, in which the pipeline fills, is not counted."""
@@ -77,7 +77,7 @@ class _Worker:
     name: str
     life: int = 0
     version: WeightVersion | None = None
-    playing: int = 0
+    running: int = 0
     since: float = 0.0
     busy: float = 0.0
     is_waiting: bool = False
@@ -97,7 +97,7 @@ class Simulation:
         self._chance = random.Random(pipeline.seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._orders = RolloutScheduler(
+        self._scheduler = RolloutScheduler(
             StalenessLimits(pipeline.groups_per_step, pipeline.max_staleness, pipeline.max_uses)
         )
         self._replay = ReplayBuffer(max_staleness=pipeline.max_staleness, max_uses=pipeline.max_uses)
@@ -154,8 +154,10 @@ class Simulation:
     def _expire(self) -> None:
         stale = self._replay.expire(self._version)
         self.stale += len(stale)
-        self._orders.retry(one.task for one in stale if one.uses_left == self.pipeline.max_uses)
-        self._coordinator.submit(self._orders.request(self._version, self._replay.uses_left, len(self._replay), _tasks))
+        self._scheduler.retry(one.task for one in stale if one.uses_left == self.pipeline.max_uses)
+        self._coordinator.submit(
+            self._scheduler.request(self._version, self._replay.uses_left, len(self._replay), _tasks)
+        )
         self._wake()
 
     def _train_if_ready(self) -> None:
@@ -180,9 +182,10 @@ class Simulation:
         self._coordinator.announce(version, ["here"])
         if self.pipeline.is_in_flight:
             for worker in self._workers:
-                if worker.playing:
+                if worker.running:
                     self._after(
-                        self.pipeline.fetch_seconds, functools.partial(self._take_over, worker, worker.life, version)
+                        self.pipeline.fetch_seconds,
+                        functools.partial(self._update_weights, worker, worker.life, version),
                     )
         self._wake()
 
@@ -197,48 +200,48 @@ class Simulation:
             self._after(
                 self._chance.expovariate(self.pipeline.failures_per_hour / 3600), lambda: self._die(worker, life)
             )
-        self._ask(worker)
+        self._request_work(worker)
 
     def _die(self, worker: _Worker, life: int) -> None:
         if worker.life == life:
             self._count_time(worker)
             worker.life += 1
-            worker.playing = 0
+            worker.running = 0
             worker.is_waiting = False
-            self._after(self.pipeline.silence, lambda: self._join(worker))
+            self._after(self.pipeline.heartbeat_timeout, lambda: self._join(worker))
 
-    def _take_over(self, worker: _Worker, life: int, version: WeightVersion) -> None:
+    def _update_weights(self, worker: _Worker, life: int, version: WeightVersion) -> None:
         if worker.life == life and worker.version is not None:
             worker.version = max(worker.version, version)
 
     def _wake(self) -> None:
         for worker in self._workers:
             if worker.is_waiting:
-                self._ask(worker)
+                self._request_work(worker)
 
-    def _ask(self, worker: _Worker) -> None:
+    def _request_work(self, worker: _Worker) -> None:
         """Request work like a worker: for free slots while groups are running, and for anything when idle."""
         newest = self._coordinator.announced.version
-        if worker.playing and not self.pipeline.is_in_flight and worker.version != newest:
+        if worker.running and not self.pipeline.is_in_flight and worker.version != newest:
             return
-        room = self.pipeline.groups_together - worker.playing
-        told = self._coordinator.next_assignment(worker.name, str(worker.life), worker.version, room)
-        assert told is not None
-        fetches = not worker.playing and told.newest.version != worker.version
-        worker.is_waiting = not (worker.playing or told.requests or fetches)
+        room = self.pipeline.groups_together - worker.running
+        assignment = self._coordinator.next_assignment(worker.name, str(worker.life), worker.version, room)
+        assert assignment is not None
+        fetches = not worker.running and assignment.newest.version != worker.version
+        worker.is_waiting = not (worker.running or assignment.requests or fetches)
         if fetches:
-            worker.version = told.newest.version
+            worker.version = assignment.newest.version
         delay = self.pipeline.fetch_seconds if fetches else 0.0
-        if told.requests and not worker.playing:
+        if assignment.requests and not worker.running:
             worker.since = self.now
-        for order in told.requests:
+        for request in assignment.requests:
             assert worker.version is not None
-            worker.playing += 1
-            ends = functools.partial(self._finish, worker, worker.life, order, worker.version)
+            worker.running += 1
+            ends = functools.partial(self._finish, worker, worker.life, request, worker.version)
             self._after(delay + self._duration(), ends)
-        if fetches and not told.requests:
+        if fetches and not assignment.requests:
             life = worker.life
-            self._after(delay, lambda: self._ask(worker) if worker.life == life else None)
+            self._after(delay, lambda: self._request_work(worker) if worker.life == life else None)
 
     def _duration(self) -> float:
         spread = self.pipeline.spread
@@ -246,39 +249,39 @@ class Simulation:
 
     def _count_time(self, worker: _Worker) -> None:
         """Add a worker's busy time since the last call."""
-        if worker.playing:
+        if worker.running:
             worker.busy += self.now - max(worker.since, self._counted_from)
             worker.since = self.now
 
-    def _finish(self, worker: _Worker, life: int, order: GroupRequest, version: WeightVersion) -> None:
+    def _finish(self, worker: _Worker, life: int, request: GroupRequest, version: WeightVersion) -> None:
         if worker.life != life:
             return
         self._count_time(worker)
-        worker.playing -= 1
-        if self._coordinator.finish(worker.name, str(life), order.number, ""):
-            assert self._orders.complete(order.number)
-            self._replay.add(order.number, _group(order, version))
-        self._coordinator.take([order.number])
+        worker.running -= 1
+        if self._coordinator.finish(worker.name, str(life), request.number, ""):
+            assert self._scheduler.complete(request.number)
+            self._replay.add(request.number, _group(request, version))
+        self._coordinator.take([request.number])
         if self._waiting_since is not None:
             self._expire()
             self._train_if_ready()
-        self._ask(worker)
+        self._request_work(worker)
 
 
 def _tasks(count: int) -> list[Task]:
     return [Task("task", "simulated", ({"role": "user", "content": ""},), "")] * count
 
 
-def _group(order: GroupRequest, version: WeightVersion) -> RolloutGroup:
+def _group(request: GroupRequest, version: WeightVersion) -> RolloutGroup:
     turn = Turn((), Generation((0,), (0.0,), StopReason.STOP, version, version), (), starts_sequence=True)
-    name = order.number.group_id
-    rollout = Rollout(name, name, order.task, (turn,), RolloutStatus.COMPLETED, {"correct": 1.0})
+    name = request.number.group_id
+    rollout = Rollout(name, name, request.task, (turn,), RolloutStatus.COMPLETED, {"correct": 1.0})
     return RolloutGroup(name, [rollout])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Simulate the pipeline with each number of workers."""
-    parser = argparse.ArgumentParser(description="The asynchronous loop, played with measured durations.")
+    parser = argparse.ArgumentParser(description="Simulation of mode: async with measured durations.")
     for field in dataclasses.fields(Pipeline):
         needed = field.default is dataclasses.MISSING
         kind = {"int": int, "float": float, "str": str}[str(getattr(field.type, "__name__", field.type))]

@@ -1,10 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Writes arithmetic_words.jsonl: 200 short word problems, always the same ones.
-
-Run it as `python experiments/data/make_arithmetic_words.py`.
-"""
+"""Write arithmetic_words.jsonl, 200 distinct word problems: `python experiments/data/make_arithmetic_words.py`."""
 
 import json
 import random
@@ -29,7 +26,7 @@ _THINGS = ("apples", "books", "coins", "eggs", "keys", "shells", "stamps")
 
 
 def problems() -> Iterator[dict[str, str]]:
-    """The problems, in the order of the file; no two of them alike."""
+    """Yield the problems in file order."""
     generator = random.Random(0)
     seen: set[str] = set()
     while len(seen) < NUM_PROBLEMS:

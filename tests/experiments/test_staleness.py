@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""That groups are as old as the study says, and otherwise those of an ordinary run."""
+"""Groups have the requested staleness, and otherwise equal those of an ordinary run."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The simulated pipeline, against what can be said without it."""
+"""The simulated pipeline, compared with closed-form results."""
 
 import json
 import math
@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from experiments.benchmarks.simulate_pipeline import Pipeline, Simulation, main
 
 
-def play(**settings: float | str) -> dict[str, float]:
+def simulate(**settings: float | str) -> dict[str, float]:
     return Simulation(Pipeline(**settings)).run()
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4, 8, 16])
-def test_steady_groups_take_as_long_as_the_slower_side(workers: int) -> None:
+def test_step_time_is_that_of_the_slower_side(workers: int) -> None:
     # Eight groups of 1 s each, against 2 s of training: four workers are enough.
-    found = play(workers=workers, step_seconds=2.0, group_seconds=1.0, groups_per_step=8, max_staleness=2, steps=60)
+    found = simulate(workers=workers, step_seconds=2.0, group_seconds=1.0, groups_per_step=8, max_staleness=2, steps=60)
     assert found["seconds_per_step"] == pytest.approx(max(2.0, 8 / workers), rel=0.02)
     busy = min(1.0, (8 / workers) / 2.0)
     assert 1 - found["worker_idle_share"] == pytest.approx(busy, abs=0.05)
@@ -28,8 +28,8 @@ def test_steady_groups_take_as_long_as_the_slower_side(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_without_staleness_both_sides_take_turns(workers: int) -> None:
-    found = play(workers=workers, step_seconds=2.0, group_seconds=1.0, groups_per_step=8, max_staleness=0)
+def test_without_staleness_sampling_and_training_alternate(workers: int) -> None:
+    found = simulate(workers=workers, step_seconds=2.0, group_seconds=1.0, groups_per_step=8, max_staleness=0)
     assert found["seconds_per_step"] == pytest.approx(2.0 + 8 / workers)
     assert found["staleness_max"] == 0
 
@@ -43,10 +43,10 @@ def test_without_staleness_both_sides_take_turns(workers: int) -> None:
     refresh=st.sampled_from(["between_groups", "in_flight"]),
     seed=st.integers(0, 1000),
 )
-def test_the_bounds_hold_whatever_the_times(
+def test_bounds_hold_for_all_durations(
     workers: int, staleness: int, spread: float, failures: float, refresh: str, seed: int
 ) -> None:
-    found = play(
+    found = simulate(
         workers=workers,
         step_seconds=1.0,
         group_seconds=2.0,
@@ -57,7 +57,7 @@ def test_the_bounds_hold_whatever_the_times(
         fetch_seconds=0.1,
         publish_seconds=0.2,
         failures_per_hour=failures,
-        silence=5.0,
+        heartbeat_timeout=5.0,
         refresh=refresh,
         steps=20,
         seed=seed,
@@ -70,20 +70,22 @@ def test_the_bounds_hold_whatever_the_times(
     assert found["groups_handed_again"] == 0 or failures > 0
 
 
-def test_a_place_is_filled_again_while_others_are_played() -> None:
+def test_finished_group_is_replaced_while_others_run() -> None:
     # Without newer weights in between, two places of one worker do the work of two workers.
     times = {"step_seconds": 0.0, "group_seconds": 1.0, "spread": 1.0, "groups_per_step": 50, "steps": 40}
-    pair = play(workers=1, groups_together=2, max_staleness=8, refresh="in_flight", **times)
-    two = play(workers=2, groups_together=1, max_staleness=8, refresh="in_flight", **times)
+    pair = simulate(workers=1, groups_together=2, max_staleness=8, refresh="in_flight", **times)
+    two = simulate(workers=2, groups_together=1, max_staleness=8, refresh="in_flight", **times)
     assert pair["seconds_per_step"] == pytest.approx(two["seconds_per_step"], rel=0.1)
     assert pair["seconds_per_step"] == pytest.approx(25, rel=0.1)
     # Waiting for the slowest before newer weights are taken costs time, and the more the groups differ.
-    drained = play(workers=1, groups_together=16, max_staleness=2, **{**times, "step_seconds": 1.0})
-    flying = play(workers=1, groups_together=16, max_staleness=2, refresh="in_flight", **{**times, "step_seconds": 1.0})
+    drained = simulate(workers=1, groups_together=16, max_staleness=2, **{**times, "step_seconds": 1.0})
+    flying = simulate(
+        workers=1, groups_together=16, max_staleness=2, refresh="in_flight", **{**times, "step_seconds": 1.0}
+    )
     assert flying["seconds_per_step"] < 0.9 * drained["seconds_per_step"]
 
 
-def test_a_thousand_workers_are_played(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_thousand_workers_are_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     times = {
         "workers": 1000,
         "step_seconds": 10,
@@ -96,5 +98,5 @@ def test_a_thousand_workers_are_played(capsys: pytest.CaptureFixture[str]) -> No
     main([word for name, value in times.items() for word in (f"--{name}", str(value))])
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line)
-    # 500 groups of 60 s every 10 s are 3000 workers' work, and a third of those is there.
+    # 500 groups of 60 s every 10 s are 3000 workers' work, and a third of them exist.
     assert found["seconds_per_step"] == pytest.approx(30, rel=0.25)
