@@ -26,8 +26,10 @@ from experiments.benchmarks.measurement import (
     benchmark_parser,
     make_report,
     program_bytes,
+    ratios,
     say,
     spread,
+    take_turns,
     timed,
     without_compilation_cache,
 )
@@ -172,14 +174,13 @@ def measure_loss_shares(
 def _compare(programs: Mapping[str, jax.stages.Compiled], inputs: tuple[Array, ...], repeats: int) -> dict[str, Any]:
     """Time two programs in alternating rounds."""
     expected, found = (jax.block_until_ready(program(*inputs)) for program in programs.values())
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(repeats):
-        for name, program in programs.items():
-            seconds[name].append(timed(functools.partial(_run, program, inputs)))
+    seconds = take_turns(
+        {name: functools.partial(_run, program, inputs) for name, program in programs.items()}, repeats
+    )
     former, new = seconds.values()
     return {
         "seconds": {name: spread(values) for name, values in seconds.items()},
-        "times_faster": spread([before / after for before, after in zip(former, new, strict=True)]),
+        "times_faster": ratios(former, new),
         "max_difference": _differences(found, expected),
     }
 

@@ -19,7 +19,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.measurement import benchmark_parser, config_arguments, make_report, say, spread, timed
+from experiments.benchmarks.measurement import (
+    BenchmarkedRunError,
+    benchmark_parser,
+    config_arguments,
+    make_report,
+    ratios,
+    say,
+    spread,
+    timed,
+)
 from marin_rl.training.metrics_file import read_records
 
 MODULES = ("jax", "levanter", "marin_rl.train")
@@ -34,10 +43,6 @@ SHORT_RUN = (
 """Settings of a short run for timing its start; later arguments override these."""
 
 POLL_SECONDS = 0.02
-
-
-class BenchmarkedRunError(RuntimeError):
-    """A timed run failed; the message contains its output."""
 
 
 def measure_imports(repeats: int) -> dict[str, Any]:
@@ -78,7 +83,7 @@ def measure_first_update(train_arguments: Sequence[str], repeats: int) -> dict[s
     return {
         "cold_cache_seconds": spread(cold),
         "warm_cache_seconds": spread(warm),
-        "cold_over_warm": spread([without / with_it for without, with_it in zip(cold, warm, strict=True)]),
+        "cold_over_warm": ratios(cold, warm),
         "programs_in_cache": spread(programs),
     }
 

@@ -13,9 +13,10 @@ one ratio: RLOO on packed microbatches, as in a run, and with one row per rollou
 """
 
 import dataclasses
+import functools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import haliax as hax
@@ -36,8 +37,10 @@ from experiments.benchmarks.measurement import (
     load_config,
     make_report,
     program_bytes,
+    ratios,
     say,
     spread,
+    take_turns,
     timed,
     without_compilation_cache,
 )
@@ -251,33 +254,25 @@ def measure_training_step(
             "packing_efficiency": packed.num_tokens / packed.num_positions,
             "initial_state_seconds": state_seconds,
             "first_step_seconds": timed(updates[name].step),
+            "compiles_after_first_step": 0,
         }
         say(f"{name}: first update after {state_seconds:.1f} + {figures[name]['first_step_seconds']:.1f} s")
-    seconds = _take_turns(updates, steps, figures)
+
+    def step(name: str) -> None:
+        with counted_compiles() as compiles:
+            updates[name].step()
+        figures[name]["compiles_after_first_step"] += compiles.programs
+
+    seconds = take_turns({name: functools.partial(step, name) for name in updates}, steps)
     for name, update in updates.items():
         rates = [int(lengths.sum()) / taken for taken in seconds[name]]
         figures[name] |= {"step_seconds": spread(seconds[name]), "tokens_per_second": spread(rates)}
         if MAKERS[name][1]:
             figures[name]["microbatch_program_bytes"] = update.program_bytes()
     for name, (numerator, denominator) in RATIOS.items():
-        figures[name] = spread([a / b for a, b in zip(seconds[numerator], seconds[denominator], strict=True)])
+        figures[name] = ratios(seconds[numerator], seconds[denominator])
         say(f"{name}: {figures[name]}")
     return {"tokens": int(lengths.sum()), "mean_length": float(lengths.mean()), **figures}
-
-
-def _take_turns(updates: Mapping[str, Update], steps: int, figures: dict[str, Any]) -> dict[str, list[float]]:
-    """Return the seconds of every update after the first; the order rotates from round to round."""
-    seconds: dict[str, list[float]] = {name: [] for name in updates}
-    order = list(updates)
-    for name in order:
-        figures[name]["compiles_after_first_step"] = 0
-    for _ in range(steps):
-        for name in order:
-            with counted_compiles() as compiles:
-                seconds[name].append(timed(updates[name].step))
-            figures[name]["compiles_after_first_step"] += compiles.programs
-        order = [*order[1:], order[0]]
-    return seconds
 
 
 def lengthened(config: TrainConfig, longest: int) -> TrainConfig:

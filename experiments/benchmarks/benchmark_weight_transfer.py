@@ -41,8 +41,10 @@ from experiments.benchmarks.measurement import (
     benchmark_parser,
     load_config,
     make_report,
+    ratios,
     say,
     spread,
+    take_turns,
     timed,
     without_compilation_cache,
 )
@@ -117,11 +119,13 @@ class Server:
 
 
 @contextlib.contextmanager
-def weight_servers(token: str, shapes: dict[str, tuple[int, ...]], count: int, chunk_mb: int) -> Iterator[list[Server]]:
+def weight_servers(
+    secret: str, shapes: dict[str, tuple[int, ...]], count: int, chunk_mb: int
+) -> Iterator[list[Server]]:
     """Server processes that hold the weights together."""
     servers: list[Server] = []
     try:
-        servers += [Server(Share(token, host, count, shapes, chunk_mb)) for host in range(count)]
+        servers += [Server(Share(secret, host, count, shapes, chunk_mb)) for host in range(count)]
         yield servers
     finally:
         for server in servers:
@@ -143,38 +147,25 @@ def measure_transfer(rows: int, servers: int, rounds: int, config: ArrowFlightCo
         rounds: timed rounds, after a warm-up round.
         config: streams and chunks.
     """
-    token = make_secret()
+    secret = make_secret()
     like = {str(number): jax.ShapeDtypeStruct((rows, COLUMNS), np.float32) for number in range(ARRAYS)}
     num_bytes = ARRAYS * rows * COLUMNS * 4
     source = np.ones(num_bytes, np.uint8)
     target = np.ones(num_bytes, np.uint8)
-    with weight_servers(token, synthetic_shapes(rows), servers, config.chunk_mb) as started:
-        receiver = config.open_receiver([server.address for server in started], token)
+    with weight_servers(secret, synthetic_shapes(rows), servers, config.chunk_mb) as started:
+        receiver = config.open_receiver([server.address for server in started], secret)
         kinds: dict[str, Callable[[], object]] = {
             "transfer": lambda: jax.block_until_ready(receiver.receive(like)),
             "socket": lambda: read_all_plainly(started),
             "copy_to_fresh_memory": source.copy,
             "copy_to_used_memory": lambda: np.copyto(target, source),
         }
-        seconds = _take_turns(kinds, rounds)
+        # The first round warms up.
+        seconds = {kind: taken[1:] for kind, taken in take_turns(kinds, rounds + 1).items()}
     figures = {f"{kind}_gb_per_second": spread([num_bytes / taken / 1e9 for taken in seconds[kind]]) for kind in kinds}
     for other in ("socket", "copy_to_fresh_memory"):
-        ratios = [theirs / ours for ours, theirs in zip(seconds["transfer"], seconds[other], strict=True)]
-        figures[f"transfer_over_{other}"] = spread(ratios)
+        figures[f"transfer_over_{other}"] = ratios(seconds[other], seconds["transfer"])
     return {"bytes": num_bytes, **figures}
-
-
-def _take_turns(kinds: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each kind in every round but the first; the order rotates from round to round."""
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-    order = list(kinds)
-    for round_number in range(rounds + 1):
-        for kind in order:
-            taken = timed(kinds[kind])
-            if round_number:
-                seconds[kind].append(taken)
-        order = [*order[1:], order[0]]
-    return seconds
 
 
 def measure_files(rows: int, rounds: int) -> dict[str, Any]:
@@ -182,12 +173,12 @@ def measure_files(rows: int, rounds: int) -> dict[str, Any]:
     weights = {str(number): np.ones((rows, COLUMNS), np.float32) for number in range(ARRAYS)}
     like = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in weights.items()}
     num_bytes = sum(array.nbytes for array in weights.values())
-    token = make_secret()
+    secret = make_secret()
     rates: dict[str, list[float]] = {"publish": [], "receive": []}
     with tempfile.TemporaryDirectory() as folder:
         config = SharedFilesConfig(folder=folder)
-        sender = config.open_sender(token, TrainingHost.current())
-        receiver = config.open_receiver([sender.address], token)
+        sender = config.open_sender(secret, TrainingHost.current())
+        receiver = config.open_receiver([sender.address], secret)
         for version in range(rounds):
 
             def publish(version: int = version) -> None:
@@ -243,12 +234,12 @@ class TimedPolicy:
 
 
 @contextlib.contextmanager
-def coordinator(silence: float) -> Iterator[CoordinatorClient]:
+def coordinator(heartbeat_timeout: float) -> Iterator[CoordinatorClient]:
     """The coordinator of a run: an actor under Ray on this machine."""
     with connected_to_local_node(num_cpus=1):
         # The worker's long poll and heartbeat must not block the trainer's calls.
         coordinator_actor = cast(Any, ray.remote(CoordinatorActor)).options(num_cpus=0, max_concurrency=8)
-        yield CoordinatorClient(coordinator_actor.remote(silence), silence)
+        yield CoordinatorClient(coordinator_actor.remote(heartbeat_timeout), heartbeat_timeout)
 
 
 def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFlightConfig) -> dict[str, Any]:
@@ -260,7 +251,7 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFl
         rounds: timed rounds, after a warm-up round.
         way: streams and chunks.
     """
-    config, token = dataclasses.replace(config, weights=way), make_secret()
+    config, secret = dataclasses.replace(config, weights=way), make_secret()
     assert config.model is not None
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device, alone=True)
     vocab_size = config.tokenizer.build().vocab_size
@@ -269,12 +260,12 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFl
     num_bytes = sum(4 * math.prod(shape) for shape in shapes.values())
     with (
         coordinator(config.workers.heartbeat_timeout) as client,
-        weight_servers(token, shapes, servers, way.chunk_mb) as started,
-        contextlib.closing(ReceivedPolicy(config, vocab_size, token, client.announced)) as received,
+        weight_servers(secret, shapes, servers, way.chunk_mb) as started,
+        contextlib.closing(ReceivedPolicy(config, vocab_size, secret, client.announced)) as received,
         ThreadPoolExecutor(1, "worker") as threads,
     ):
         addresses = [server.address for server in started]
-        receiver = way.open_receiver(addresses, token)
+        receiver = way.open_receiver(addresses, secret)
         policy = TimedPolicy(received)
         worker = threads.submit(work, client, "worker-0", policy, heartbeat_timeout=config.workers.heartbeat_timeout)
         worker.add_done_callback(lambda _: policy.arrivals.put(None))
@@ -299,16 +290,16 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFl
             "socket": lambda: read_all_plainly(started),
         }
         try:
-            seconds = _take_turns(kinds, rounds)
+            seconds = take_turns(kinds, rounds + 1)
         finally:
             client.stop()
-    # Servers publish before the announcement; the first round is not timed.
-    seconds["arrival"] = arrivals[1:]
-    ratios = [whole / alone for whole, alone in zip(seconds["arrival"], seconds["transfer"], strict=True)]
+    # Servers publish before the announcement.
+    seconds["arrival"] = arrivals
+    seconds = {kind: taken[1:] for kind, taken in seconds.items()}
     return {
         "bytes": num_bytes,
         **{f"{kind}_seconds": spread(taken) for kind, taken in seconds.items()},
-        "arrival_over_transfer": spread(ratios),
+        "arrival_over_transfer": ratios(seconds["arrival"], seconds["transfer"]),
     }
 
 
@@ -360,8 +351,8 @@ def measure_publishing(config: TrainConfig, steps: int, way: WeightTransferConfi
         "bytes": num_bytes,
         "step_seconds": spread(without),
         "publish_call_seconds": spread(calls),
-        "publish_call_over_step": spread([call / alone for call, alone in zip(calls, without, strict=True)]),
-        "next_step_over_step": spread([after / alone for after, alone in zip(with_publishing, without, strict=True)]),
+        "publish_call_over_step": ratios(calls, without),
+        "next_step_over_step": ratios(with_publishing, without),
     }
 
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.measurement import benchmark_parser, make_report, say, spread
+from experiments.benchmarks.measurement import BenchmarkedRunError, benchmark_parser, make_report, say, spread
 from experiments.benchmarks.simulate_pipeline import Pipeline, Simulation
 from experiments.soak import TINY
 from marin_rl.rollouts.store import read_rollouts
@@ -31,12 +31,8 @@ ROOT = Path(__file__).parents[2]
 GROUPS, MEMBERS = 8, 4
 
 
-class BenchmarkedRunError(RuntimeError):
-    """A run failed; the message is its output."""
-
-
 def settings_of(arguments: Any, workers: int, run_dir: Path) -> dict[str, Any]:
-    """Changes to experiments/rloo_async.yaml."""
+    """Return the changes to experiments/rloo_async.yaml."""
     options = {"seconds": arguments.seconds, "spread": arguments.spread}
     return {
         **TINY,
@@ -103,7 +99,7 @@ def measured(run_dir: Path, skip: int) -> dict[str, Any]:
 
 
 def group_seconds(run_dir: Path, skip: int) -> list[float]:
-    """Return the seconds of each group, which are those of its slowest attempt."""
+    """Return the seconds of the slowest attempt of each group."""
     slowest: dict[str, float] = collections.defaultdict(float)
     for table in read_rollouts(run_dir / "rollouts", None, purposes=["training"]):
         for row in table.select(["step", "group_id", "seconds"]).to_pylist():
@@ -135,10 +131,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = benchmark_parser(__doc__ or "")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--skip", type=int, default=10, help="steps at the beginning that are not counted")
+    parser.add_argument("--skip", type=int, default=10, help="steps at the start that are excluded")
     parser.add_argument("--seconds", type=float, default=2.0, help="mean seconds of an attempt in the environment")
-    parser.add_argument("--spread", type=float, default=0.5, help="sigma of the logarithm of that, over tasks")
-    parser.add_argument("--groups_together", type=int, default=2, help="groups that a worker plays at the same time")
+    parser.add_argument("--spread", type=float, default=0.5, help="standard deviation of its logarithm over tasks")
+    parser.add_argument("--groups_together", type=int, default=2, help="groups that a worker runs concurrently")
     parser.add_argument("--max_staleness", type=int, default=2)
     given = list(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(given)

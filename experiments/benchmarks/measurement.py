@@ -24,6 +24,11 @@ from jax import monitoring
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
 
+
+class BenchmarkedRunError(RuntimeError):
+    """A timed run failed; the message contains its output."""
+
+
 DEFAULT_CONFIG = Path(__file__).parents[1] / "rloo.yaml"
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -58,6 +63,22 @@ def timed(function: Callable[[], Any]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
+
+
+def take_turns(kinds: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of every kind in each round; the order rotates from round to round."""
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    order = list(kinds)
+    for _ in range(rounds):
+        for kind in order:
+            seconds[kind].append(timed(kinds[kind]))
+        order = [*order[1:], order[0]]
+    return seconds
+
+
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float | int]:
+    """Summarize the ratios of two series, round by round."""
+    return spread([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int]:

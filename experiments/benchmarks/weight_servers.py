@@ -24,7 +24,7 @@ from marin_rl.weights.publish import Snapshot
 class Share:
     """The weights of one server."""
 
-    token: str
+    secret: str
     """Secret of the run."""
     host: int
     """Index of the training host."""
@@ -72,7 +72,7 @@ def main(share: Share) -> None:
     snapshot = make_snapshot(share)
     cache = VersionCache(1, f"host {share.host}")
     cache.put(snapshot)
-    server = WeightServer(cache, share.token, "grpc+tls://127.0.0.1:0")
+    server = WeightServer(cache, share.secret, "grpc+tls://127.0.0.1:0")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve_plainly, args=(snapshot, listener), daemon=True).start()
         num_bytes = sum(len(data) for data in snapshot.data)

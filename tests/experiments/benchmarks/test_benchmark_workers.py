@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The benchmark of rollout workers at a tiny size, and what it makes of a run. Nothing here looks at a duration."""
+"""The benchmark of rollout workers at a tiny size, and its figures of a run. No test depends on a duration."""
 
 import json
 import math
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments.benchmarks import benchmark_workers
+from experiments.benchmarks.measurement import BenchmarkedRunError
 from marin_rl.rollouts.store import read_rollouts
 from tests.tiny_run import TinyRun, copy_of
 
@@ -55,5 +56,5 @@ def test_shares_and_rates_are_over_the_steps_that_count(finished_run: TinyRun, t
 
 
 def test_a_run_that_fails_is_an_error_with_its_output(tmp_path: Path) -> None:
-    with pytest.raises(benchmark_workers.BenchmarkedRunError, match="num_stepz"):
+    with pytest.raises(BenchmarkedRunError, match="num_stepz"):
         benchmark_workers.run({"run_dir": str(tmp_path / "run"), "num_stepz": 1})

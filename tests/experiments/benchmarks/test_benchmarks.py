@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Every benchmark runs at a tiny size and prints the JSON that the docs describe. Nothing here looks at a duration."""
+"""Every benchmark runs at a tiny size and prints the documented JSON. No test depends on a duration."""
 
 import dataclasses
 import json
@@ -146,7 +146,7 @@ def test_startup(capsys: pytest.CaptureFixture[str], tiny: list[str]) -> None:
 
 
 def test_a_run_that_fails_is_an_error_with_its_output(tmp_path: Path) -> None:
-    with pytest.raises(benchmark_startup.BenchmarkedRunError, match="num_stepz"):
+    with pytest.raises(measurement.BenchmarkedRunError, match="num_stepz"):
         benchmark_startup.measure_first_update(["--num_stepz=1", *measurement.config_arguments([])], 1)
 
 
