@@ -106,11 +106,8 @@ class AdvantageConfig(draccus.ChoiceRegistry, abc.ABC):
     """Whether the estimator reads `values` and computes `value_targets`."""
     needs_turns: ClassVar[bool] = False
     """Whether the estimator compares turns, and therefore requires rollouts of several turns."""
-
-    @property
-    def is_token_level(self) -> bool:
-        """Whether the tokens of one rollout can have different advantages; False by default."""
-        return False
+    is_token_level: ClassVar[bool] = False
+    """Whether the tokens of one rollout can have different advantages."""
 
     @abc.abstractmethod
     def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:

@@ -174,7 +174,7 @@ class ReinforceConfig(AdvantageConfig):
             check_discount("advantage.gamma", self.gamma)
 
     @property
-    def is_token_level(self) -> bool:
+    def is_token_level(self) -> bool:  # pyrefly: ignore[bad-override]
         """Whether there is a discount, which gives turns different advantages."""
         return self.gamma is not None
 

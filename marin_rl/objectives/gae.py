@@ -110,7 +110,7 @@ class GaeConfig(AdvantageConfig):
 
     minimum_group_size: ClassVar[int] = 1
     needs_critic: ClassVar[bool] = True
-    is_token_level = True
+    is_token_level: ClassVar[bool] = True
 
     gamma: float = 1.0
     """γ, in [0, 1]: discount per action token."""

@@ -95,7 +95,7 @@ class GigpoConfig(AdvantageConfig):
     """Turn-level advantages without a critic: `A(i,t) = A_E(i) + ω·A_S(i,t)` on the action tokens of turn t."""
 
     needs_turns: ClassVar[bool] = True
-    is_token_level = True
+    is_token_level: ClassVar[bool] = True
 
     omega: float = 1.0
     """ω, >= 0: weight of the turn-level advantage; with 0 this is `dr_grpo` (`grpo` with `normalize: std`)."""

@@ -128,15 +128,13 @@ class KlEstimator(enum.StrEnum):
 class KlConfig(draccus.ChoiceRegistry):
     """Placement of the KL penalty, selected by `type`."""
 
-    @property
-    def coefficient(self) -> float:
-        """β, the weight of the penalty; 0 without a penalty."""
-        return 0.0
+    beta = 0.0
+    """β, the weight of the penalty; 0 without a penalty."""
 
     @property
     def needs_reference(self) -> bool:
         """Whether reference log-probabilities are used."""
-        return self.coefficient > 0
+        return self.beta > 0
 
     def reward_penalty(self, kl: Float64[np.ndarray, " tokens"]) -> Float64[np.ndarray, " tokens"]:
         """Compute the penalty subtracted from each action token's reward from its k1 under the sampling policy."""
@@ -177,16 +175,12 @@ class NoKlConfig(KlConfig):
 class RewardKlConfig(KlConfig):
     """Penalty in the reward, before the baseline: `R_i ← R_i - β Σ_t k1_t` under the sampling policy, no gradient."""
 
-    beta: float
+    # field() makes it required; a plain annotation would take the default of the base class.
+    beta: float = dataclasses.field()  # pyrefly: ignore[bad-override]
     """Weight of the penalty, in reward per nat, >= 0. With 0 no reference is needed."""
 
     def __post_init__(self) -> None:
         _check_beta(self.beta)
-
-    @property
-    def coefficient(self) -> float:
-        """The weight β of the penalty."""
-        return self.beta
 
     def reward_penalty(self, kl: Float64[np.ndarray, " tokens"]) -> Float64[np.ndarray, " tokens"]:
         """Compute β·k1 of each action token."""
@@ -198,7 +192,7 @@ class RewardKlConfig(KlConfig):
 class LossKlConfig(KlConfig):
     """Penalty in the loss: β·k_t is added to the term of each token and aggregated like the policy term."""
 
-    beta: float
+    beta: float = dataclasses.field()  # pyrefly: ignore[bad-override]
     """Weight of the penalty, in loss per nat, >= 0. With 0 no reference is needed."""
     estimator: KlEstimator = KlEstimator.K2
     """The estimator: k1 | k2 | k3 | k3_plus. k2 and k3_plus have the gradient of the reverse KL."""
@@ -206,11 +200,6 @@ class LossKlConfig(KlConfig):
     def __post_init__(self) -> None:
         convert_enum_fields(self)
         _check_beta(self.beta)
-
-    @property
-    def coefficient(self) -> float:
-        """The weight β of the penalty."""
-        return self.beta
 
     def loss_terms(
         self, logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*shape"]

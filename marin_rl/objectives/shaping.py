@@ -63,11 +63,8 @@ class TruncationConfig(draccus.ChoiceRegistry):
 
     masks: ClassVar[bool] = False
     """Whether truncated rollouts are excluded from the loss."""
-
-    @property
-    def fixed_reward(self) -> float | None:
-        """Reward that replaces the reward of truncated rollouts; None keeps their reward."""
-        return None
+    reward: ClassVar[float | None] = None
+    """Reward that replaces the rewards of truncated rollouts; None keeps them."""
 
 
 @TruncationConfig.register_subclass("keep")
@@ -89,17 +86,12 @@ class MaskTruncatedConfig(TruncationConfig):
 class RewardTruncatedConfig(TruncationConfig):
     """Truncated rollouts get a fixed reward."""
 
-    reward: float = 0.0
+    reward: float = 0.0  # pyrefly: ignore[bad-override]
     """Reward of truncated rollouts, finite."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):
             raise ValueError(f"truncation.reward is {self.reward}; it must be finite")
-
-    @property
-    def fixed_reward(self) -> float | None:
-        """The reward of truncated rollouts."""
-        return self.reward
 
 
 def shape_rewards(
@@ -124,9 +116,9 @@ def shape_rewards(
     def shaped(rollout: Rollout) -> Rollout:
         if not rollout.rewards:
             return rollout
-        if rollout.status is RolloutStatus.TRUNCATED and truncation.fixed_reward is not None:
+        if rollout.status is RolloutStatus.TRUNCATED and truncation.reward is not None:
             turns = tuple(dataclasses.replace(turn, rewards={}) for turn in rollout.turns)
-            return dataclasses.replace(rollout, rewards={TRUNCATED: truncation.fixed_reward}, turns=turns)
+            return dataclasses.replace(rollout, rewards={TRUNCATED: truncation.reward}, turns=turns)
         if not overlong.buffer:
             return rollout
         if OVERLONG in rollout.rewards:

@@ -184,7 +184,7 @@ class BatchBuilder:
         metrics = {"objective/non_score_reward": 0.0}
         if self.score_reference is not None:
             kl = float(np.mean([_k1(rollout).sum() for rollout in rollouts]))
-            metrics |= {"objective/kl": kl, "objective/non_score_reward": self.config.kl.coefficient * kl}
+            metrics |= {"objective/kl": kl, "objective/non_score_reward": self.config.kl.beta * kl}
         mean_score = float(np.mean([rollout.total_reward or 0.0 for rollout in graded]))
         metrics["objective/rlhf_reward"] = mean_score - metrics["objective/non_score_reward"]
         return metrics

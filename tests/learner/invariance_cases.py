@@ -167,10 +167,6 @@ class ChosenTerm(PolicyLossConfig):
 class ChosenKl(KlConfig):
     index: jax.Array
 
-    @property
-    def coefficient(self) -> float:
-        raise NotImplementedError
-
     def reward_penalty(self, kl):
         raise NotImplementedError
 

@@ -182,7 +182,7 @@ def test_in_loss_gradient_points_towards_the_reference(estimator):
 @pytest.mark.parametrize("config", [NoKlConfig(), RewardKlConfig(beta=0.0), LossKlConfig(beta=0.0)])
 def test_no_reference_is_needed_with_a_zero_coefficient(config):
     assert not config.needs_reference
-    assert config.coefficient == 0.0
+    assert config.beta == 0.0
     assert config.loss_terms(jnp.array(LOGPROBS), jnp.full(3, jnp.nan)).tolist() == [0.0] * 3
     assert config.reward_penalty(np.array([5.0])).tolist() == [0.0]
 

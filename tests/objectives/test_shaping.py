@@ -68,8 +68,8 @@ def test_truncation_is_selected_by_type():
     assert set(TruncationConfig.get_known_choices()) == set(choices)
     for name, (config, masks, reward) in choices.items():
         assert draccus.decode(TruncationConfig, {"type": name}) == config
-        assert (config.masks, config.fixed_reward) == (masks, reward)
-    assert draccus.decode(TruncationConfig, {"type": "reward", "reward": -1.0}).fixed_reward == -1.0
+        assert (config.masks, config.reward) == (masks, reward)
+    assert draccus.decode(TruncationConfig, {"type": "reward", "reward": -1.0}).reward == -1.0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
