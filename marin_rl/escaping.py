@@ -5,7 +5,6 @@
 
 import unicodedata
 
-_KEPT = frozenset("\n")
 _HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Control, format (bidirectional overrides, zero-width), surrogate, private, unassigned, line and paragraph
 separators."""
@@ -19,7 +18,12 @@ def escape(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(character if _is_shown(character) else _escaped(character) for character in text)
+    return "".join(
+        character
+        if character == "\n" or unicodedata.category(character) not in _HIDDEN_CATEGORIES
+        else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )
 
 
 def escape_line(text: str) -> str:
@@ -38,11 +42,3 @@ def shown_bytes(piece: bytes) -> str:
     ('5\\n', '\\xc3')
     """
     return escape_line(piece.decode("utf-8", "backslashreplace"))
-
-
-def _is_shown(character: str) -> bool:
-    return character in _KEPT or unicodedata.category(character) not in _HIDDEN_CATEGORIES
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")

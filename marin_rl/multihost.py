@@ -5,7 +5,8 @@
 
 Each training host runs one process, and all processes share the device mesh and run the same program on the
 same data. Only the main process (process 0) writes files and talks to other services. `on_main`, `gather_texts`,
-`agree` and `fetch` are collective: all processes must call them in the same order. One process alone sends nothing.
+`any_process`, `require_equal` and `fetch` are collective: all processes must call them in the same order. One process
+alone sends nothing.
 """
 
 import atexit

@@ -57,40 +57,6 @@ class Clock:
     """Sleeps for a number of seconds."""
 
 
-@dataclasses.dataclass
-class Attempts:
-    """Failed attempts of one call."""
-
-    config: RetryConfig
-    """Backoff settings."""
-    started: float
-    """Start time of the first attempt in seconds, on the clock of `pause_after`."""
-    failed: int = 0
-    """Number of failed attempts."""
-
-    def pause_after(self, error: Exception, now: float) -> float:
-        """Count a failed attempt and return the pause before the next one.
-
-        Args:
-            error: the error of the last attempt; its type must accept a message as the only argument.
-            now: the current time in seconds, on the clock of `started`.
-
-        Returns:
-            Seconds to wait.
-
-        Raises:
-            Exception: an error of the same type, if no further attempt is allowed.
-        """
-        self.failed += 1
-        spent, pause = now - self.started, self.config.pause(self.failed)
-        if spent + pause > self.config.give_up_seconds:
-            if self.failed == 1:
-                raise error
-            raise type(error)(f"{error} (given up after {self.failed} attempts in {spent:.1f} s)") from error
-        logger.warning("%s; trying again in %.1f s", error, pause)
-        return pause
-
-
 def retrying(
     config: RetryConfig,
     errors: tuple[type[Exception], ...],
@@ -101,7 +67,8 @@ def retrying(
 
     Args:
         config: backoff settings.
-        errors: error types after which to try again; all others are raised immediately.
+        errors: error types after which to try again; all others are raised immediately. They must accept a message as
+            the only argument.
         attempt: the function to call.
         clock: source of time.
 
@@ -111,21 +78,36 @@ def retrying(
     Raises:
         Exception: the error of the last attempt, if no further attempt is allowed.
     """
-    attempts = Attempts(config, clock.now())
+    started = clock.now()
+    failed = 0
     while True:
         try:
             return attempt()
         except errors as error:
-            clock.sleep(attempts.pause_after(error, clock.now()))
+            failed += 1
+            clock.sleep(_pause_after(error, failed, clock.now() - started, config))
 
 
 async def retrying_async(
     config: RetryConfig, errors: tuple[type[Exception], ...], attempt: Callable[[], Awaitable[T]]
 ) -> T:
     """Async version of [`retrying`][marin_rl.retry.retrying]."""
-    attempts = Attempts(config, time.monotonic())
+    started = time.monotonic()
+    failed = 0
     while True:
         try:
             return await attempt()
         except errors as error:
-            await asyncio.sleep(attempts.pause_after(error, time.monotonic()))
+            failed += 1
+            await asyncio.sleep(_pause_after(error, failed, time.monotonic() - started, config))
+
+
+def _pause_after(error: Exception, failed: int, spent: float, config: RetryConfig) -> float:
+    """Seconds to wait after the error of attempt `failed`; raises an error of its type if no attempt is allowed."""
+    pause = config.pause(failed)
+    if spent + pause <= config.give_up_seconds:
+        logger.warning("%s; trying again in %.1f s", error, pause)
+        return pause
+    if failed == 1:
+        raise error
+    raise type(error)(f"{error} (given up after {failed} attempts in {spent:.1f} s)") from error

@@ -61,8 +61,7 @@ def split_of(problem: str, held_out: float, validation: float) -> Split:
     >>> split_of("2+3=", 0.1, 0.1) is split_of("2+3=", 0.1, 0.1)
     True
     """
-    digest = hashlib.sha256(problem.encode()).digest()
-    position = int.from_bytes(digest[:8], "big") / 2**64
+    position = int.from_bytes(hashlib.sha256(problem.encode()).digest()[:8], "big") / 2**64
     if position < held_out:
         return Split.HELD_OUT
     if position < held_out + validation:

@@ -320,18 +320,13 @@ class Rollout:
                 f"Rollout {self.id}: status is {self.status.value} but it has no reward; neither its environment nor "
                 "a reward function (environment.rewards) gave one"
             )
-        for name, value in self.rewards.items():
-            if not abs(value) <= MAX_REWARD:
-                raise ValueError(
-                    f"Rollout {self.id}: reward {name!r} is {value}; rewards must be finite, and at most "
-                    f"{MAX_REWARD:g} in magnitude"
-                )
-        for index, turn in enumerate(self.turns):
-            for name, value in turn.rewards.items():
+        turns = ((f" of turn {index}", turn.rewards) for index, turn in enumerate(self.turns))
+        for place, rewards in (("", self.rewards), *turns):
+            for name, value in rewards.items():
                 if not abs(value) <= MAX_REWARD:
                     raise ValueError(
-                        f"Rollout {self.id}: reward {name!r} of turn {index} is {value}; rewards must be finite, and "
-                        f"at most {MAX_REWARD:g} in magnitude"
+                        f"Rollout {self.id}: reward {name!r}{place} is {value}; rewards must be finite, and at most "
+                        f"{MAX_REWARD:g} in magnitude"
                     )
 
     @property
