@@ -116,10 +116,8 @@ LEVANTER_FIELD_DOCS = {
     # Models
     "seq_len": "Maximum positions in a sequence.",
     "hidden_dim": "Width of the residual stream.",
-    "intermediate_dim": "Width of the feed-forward layer.",
     "num_layers": "Transformer layers.",
     "num_heads": "Query heads; num_kv_heads must divide it.",
-    "num_kv_heads": "Key and value heads; trainer.model_axis_size must divide it.",
     "head_dim": "Width of an attention head; null means hidden_dim / num_heads.",
     "initializer_range": "Standard deviation of the initial weights.",
     "layer_norm_epsilon": "Added to the variance in normalisations.",
@@ -151,7 +149,6 @@ LEVANTER_FIELD_DOCS = {
     "attn_logit_softcapping": "Soft cap of attention logits, through tanh; null: no cap.",
     "use_sliding_window": "Whether some layers attend only to a window of recent positions.",
     "sliding_window": "Positions in the sliding window.",
-    "cross_entropy_block_size": "Vocabulary entries in a block of levanter's loss; not used by RL.",
     # Optimizers
     "learning_rate": "Peak learning rate.",
     "lr": "Learning rate of the parameters for which this optimizer is designed.",

@@ -6,6 +6,7 @@
 import dataclasses
 
 from marin_rl.config.sections import RolloutConfig
+from marin_rl.config_fields import check_at_least
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.importance import OffPolicyCorrectionConfig
@@ -25,9 +26,7 @@ class UpdateConfig:
     """Updates per epoch, at least 1. Each rollout is in exactly one minibatch; they are shuffled in each epoch."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "minibatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"updates.{name} is {getattr(self, name)}; it must be at least 1")
+        check_at_least(self, "updates", epochs=1, minibatches=1)
 
     @property
     def per_step(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import marin_rl
-from marin_rl.config_fields import convert_enum_fields
+from marin_rl.config_fields import check_at_least, convert_enum_fields
 from marin_rl.learner.attention_kernel import AttentionKernel, round_up
 from marin_rl.rollouts.attempt import LongPrompts, StateHashingConfig
 
@@ -57,9 +57,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
-        for name in ("prompts_per_step", "group_size", "max_length", "max_turns"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"rollouts.{name} is {getattr(self, name)}; it must be at least 1")
+        check_at_least(self, "rollouts", prompts_per_step=1, group_size=1, max_length=1, max_turns=1)
         if self.max_prompt_length is not None and not 1 <= self.max_prompt_length < self.max_length:
             raise ValueError(
                 f"rollouts.max_prompt_length is {self.max_prompt_length}; it must be at least 1 and below "
@@ -163,10 +161,7 @@ class WorkersConfig:
         convert_enum_fields(self)
         if self.num_workers < 1:
             raise ValueError(f"workers.num_workers is {self.num_workers}; it must be at least 1, or mode: sync")
-        if self.decode_steps_per_weight_poll < 1:
-            raise ValueError(
-                f"workers.decode_steps_per_weight_poll is {self.decode_steps_per_weight_poll}; it must be at least 1"
-            )
+        check_at_least(self, "workers", decode_steps_per_weight_poll=1)
         if not (self.gpus_per_worker >= 0 and math.isfinite(self.gpus_per_worker)):
             raise ValueError(f"workers.gpus_per_worker is {self.gpus_per_worker}; it must be at least 0")
         for name in ("heartbeat_timeout", "no_progress_timeout"):
@@ -196,8 +191,7 @@ class ReplayConfig:
     also covers staleness."""
 
     def __post_init__(self) -> None:
-        if self.max_staleness < 0:
-            raise ValueError(f"replay.max_staleness is {self.max_staleness}; it must be at least 0")
+        check_at_least(self, "replay", max_staleness=0)
         if not 1 <= self.max_uses <= self.max_staleness + 1:
             raise ValueError(
                 f"replay.max_uses is {self.max_uses}; a group can be used once per step for "
@@ -225,9 +219,7 @@ class EvaluationConfig:
     """Also make one attempt at each task at temperature 0."""
 
     def __post_init__(self) -> None:
-        for name, minimum in (("every", 0), ("tasks", 0), ("samples", 1)):
-            if getattr(self, name) < minimum:
-                raise ValueError(f"evaluation.{name} is {getattr(self, name)}; it must be at least {minimum}")
+        check_at_least(self, "evaluation", every=0, tasks=0, samples=1)
         for k in self.pass_at:
             if not 1 <= k <= self.samples:
                 raise ValueError(
@@ -268,16 +260,11 @@ class WarmStartConfig:
     def __post_init__(self) -> None:
         if self.max_steps < 0:
             raise ValueError(f"warm_start.max_steps is {self.max_steps}; it counts updates and cannot be negative")
-        for name in ("batch_size", "check_every", "check_tasks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"warm_start.{name} is {getattr(self, name)}; it must be at least 1")
+        check_at_least(self, "warm_start", batch_size=1, check_every=1, check_tasks=1)
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"warm_start.learning_rate is {self.learning_rate}; it must be a finite number above 0")
         if not 0 < self.target_accuracy <= 1:
             raise ValueError(f"warm_start.target_accuracy is {self.target_accuracy}; it must be in (0, 1]")
-
-
-PACKAGE = "marin_rl"
 
 
 class LogLevel(enum.StrEnum):
@@ -317,7 +304,7 @@ def module_levels(levels: Mapping[str, str]) -> dict[str, int]:
     for name, level in levels.items():
         if not _exists(name):
             raise ValueError(
-                f"logging.{name} does not name a module of {PACKAGE}; use a name from log.txt, such as "
+                f"logging.{name} does not name a module of marin_rl; use a name from log.txt, such as "
                 "marin_rl.rollouts.rollout_builder, or a package, such as marin_rl.rollouts"
             )
         if level not in tuple(LogLevel):
@@ -327,7 +314,7 @@ def module_levels(levels: Mapping[str, str]) -> dict[str, int]:
 
 def _exists(module: str) -> bool:
     package, *parts = module.split(".")
-    if package != PACKAGE or not all(part.isidentifier() for part in parts):
+    if package != "marin_rl" or not all(part.isidentifier() for part in parts):
         return False
     path = Path(next(iter(marin_rl.__path__))).joinpath(*parts)
     return path.is_dir() or path.with_suffix(".py").is_file()

@@ -256,6 +256,17 @@ class TrainConfig:
                 "set it to true"
             )
 
+    def _check_row_length(self) -> None:
+        """Validate that a platform supports the row length; the run's platform is checked after jax has started."""
+        errors = []
+        for platform in PLATFORMS:
+            try:
+                self.rollouts.positions(attention_kernel(self.model, platform))
+            except ValueError as error:
+                errors.append(error)
+        if len(errors) == len(PLATFORMS):
+            raise errors[0]
+
     def _check_replay(self) -> None:
         if self.replay.capacity is not None and self.replay.capacity < self.rollouts.prompts_per_step:
             raise ValueError(
@@ -282,49 +293,36 @@ class TrainConfig:
                 "the cluster"
             )
         if self.mode is Mode.ASYNC:
-            self._check_reward_scopes()
-        if self.mode is Mode.ASYNC and isinstance(self.sampler, OpenAiSamplerConfig):
-            self._check_openai_sampler(self.sampler)
-        if self.mode is Mode.ASYNC and self.ray_address is not None and isinstance(self.weights, ArrowFlightConfig):
-            self._check_weight_address(self.ray_address, self.weights)
+            self._check_async()
 
-    def _check_reward_scopes(self) -> None:
+    def _check_async(self) -> None:
         for key, section in nested_sections(self.environment, "environment"):
             if getattr(section, "scope", None) is RewardScope.BATCH:
                 raise ValueError(
                     f"{key} has scope: batch, which needs all rollouts of a step together; with mode: async they run "
                     "at different times in different workers, so use scope: group, or mode: sync"
                 )
-
-    def _check_weight_address(self, ray_address: str, weights: ArrowFlightConfig) -> None:
-        if is_loopback(weights.host) and not is_loopback(ray_address.rpartition(":")[0]):
+        if isinstance(self.sampler, OpenAiSamplerConfig):
+            self._check_openai_sampler(self.sampler.base_url)
+        is_local = self.ray_address is None or is_loopback(self.ray_address.rpartition(":")[0])
+        if isinstance(self.weights, ArrowFlightConfig) and is_loopback(self.weights.host) and not is_local:
             raise ValueError(
-                f"weights.host is {weights.host}, which only this machine can reach, but the workers run on the Ray "
-                f"cluster at ray_address {ray_address!r}; set weights.host to an address of this machine in a trusted "
-                "network, or to 0.0.0.0. If the cluster consists of this machine only, set ray_address: 127.0.0.1:PORT"
+                f"weights.host is {self.weights.host}, which only this machine can reach, but the workers run on the "
+                f"Ray cluster at ray_address {self.ray_address!r}; set weights.host to an address of this machine in a "
+                "trusted network, or to 0.0.0.0. If the cluster consists of this machine only, set ray_address: "
+                "127.0.0.1:PORT"
             )
 
-    def _check_row_length(self) -> None:
-        """Validate that a platform supports the row length; the run's platform is checked after jax has started."""
-        errors = []
-        for platform in PLATFORMS:
-            try:
-                self.rollouts.positions(attention_kernel(self.model, platform))
-            except ValueError as error:
-                errors.append(error)
-        if len(errors) == len(PLATFORMS):
-            raise errors[0]
-
-    def _check_openai_sampler(self, server: OpenAiSamplerConfig) -> None:
+    def _check_openai_sampler(self, base_url: str) -> None:
         if self.workers.num_workers != 1:
             raise ValueError(
                 f"workers.num_workers is {self.workers.num_workers}, but several workers would overwrite each other's "
-                f"weights on the server {server.base_url}; set workers.num_workers: 1, raise sampling.max_seqs, and "
+                f"weights on the server {base_url}; set workers.num_workers: 1, raise sampling.max_seqs, and "
                 "put further engines behind that address"
             )
         if self.workers.refresh is Refresh.IN_FLIGHT:
             raise ValueError(
-                f"workers.refresh is in_flight, but if {server.base_url} loads weights during an answer, the version "
+                f"workers.refresh is in_flight, but if {base_url} loads weights during an answer, the version "
                 "that sampled each token is unknown; set workers.refresh: between_groups"
             )
 

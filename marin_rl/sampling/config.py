@@ -9,7 +9,7 @@ import urllib.parse
 
 import draccus
 
-from marin_rl.config_fields import LOCAL_PATH
+from marin_rl.config_fields import LOCAL_PATH, check_at_least
 from marin_rl.retry import RetryConfig
 
 _DEFAULT_PREFILL_TOKENS = 4096
@@ -41,9 +41,7 @@ class SamplingConfig:
     rounding (a mean of 1e-7 to 1e-5, depending on the model); with bfloat16 to about 1e-2, at half the memory."""
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "max_seqs", "page_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"sampling.{name} is {getattr(self, name)}; it must be at least 1")
+        check_at_least(self, "sampling", max_new_tokens=1, max_seqs=1, page_size=1)
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ValueError(f"sampling.temperature is {self.temperature}; training samples need one above 0")
         for name, neutral, written in (("top_p", 1.0, "1.0"), ("top_k", None, "null")):
@@ -105,8 +103,7 @@ class ReloadConfig:
     def __post_init__(self) -> None:
         if not self.folder:
             raise ValueError("sampler.reload.folder is empty; name a folder that the engine can read")
-        if self.keep < 1:
-            raise ValueError(f"sampler.reload.keep is {self.keep}; it must be at least 1")
+        check_at_least(self, "sampler.reload", keep=1)
 
 
 @SamplerConfig.register_subclass("openai")
