@@ -342,13 +342,15 @@ def from_jsonl(path: Path, columns: Sequence[str]) -> pa.Table:
         ValueError: if a column is missing, has another type or a forbidden null, or if lists over the same tokens
             differ in length; names the column. Arrow and JSON raise further errors for files that they cannot read.
     """
-    rows = [json.loads(line, object_hook=_from_jsonable) for line in path.read_bytes().splitlines()]
-    for number, row in enumerate(rows, start=1):
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        row = json.loads(line)
         if not isinstance(row, dict):
             raise ValueError(f"line {number} is not a JSON object")
         _check_version(row.pop("version", None))
         if absent := [name for name in SCHEMA.names if name not in row]:
             raise ValueError(f"line {number} has no column {absent[0]!r}")
+        rows.append({field.name: _from_jsonable(row[field.name], field) for field in SCHEMA})
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
     _check_columns(table, SCHEMA.names)
     return table.select(list(columns))
@@ -368,20 +370,23 @@ def _jsonable(value: Any) -> Any:
     return [_jsonable(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _from_jsonable(row: dict[str, Any]) -> dict[str, Any]:
-    """Invert `_jsonable` for one object."""
-    for name, value in row.items():
-        # A number with such a name is a metric.
-        if name in ("rewards", "metrics", "seconds") and isinstance(value, dict):
-            row[name] = [(key, float(number)) for key, number in value.items()]
-        elif name in ("rewards", "metrics", "seconds") and isinstance(value, list):
-            # Arrow aborts the process on a map with items that are not pairs.
-            raise ValueError(f"{name!r} is a list, expected an object of numbers")
-        elif name in ("observation_pieces", "pieces") and isinstance(value, list):
-            row[name] = [
-                piece.encode("utf-8") if isinstance(piece, str) else bytes.fromhex(piece["hex"]) for piece in value
-            ]
-    return row
+def _from_jsonable(value: Any, field: pa.Field) -> Any:
+    """Invert `_jsonable` for a value of a column or of a field in it."""
+    kind = field.type
+    if isinstance(value, dict) and pa.types.is_struct(kind):
+        return {inner.name: _from_jsonable(value.get(inner.name), inner) for inner in kind}
+    if isinstance(value, dict) and pa.types.is_map(kind):
+        return [(name, float(number)) for name, number in value.items()]
+    if isinstance(value, list) and pa.types.is_map(kind):
+        # Arrow aborts the process on a map with items that are not pairs.
+        raise ValueError(f"{field.name!r} is a list, expected an object of numbers")
+    if isinstance(value, list) and pa.types.is_list(kind):
+        # Most lists are numbers of tokens, which need no conversion.
+        is_plain = all(type(item) in (int, float, bool) for item in value)
+        return value if is_plain else [_from_jsonable(item, kind.value_field) for item in value]
+    if pa.types.is_binary(kind):
+        return value.encode("utf-8") if isinstance(value, str) else bytes.fromhex(value["hex"])
+    return float(value) if isinstance(value, str) and pa.types.is_floating(kind) else value
 
 
 def _check_version(version: object) -> None:

@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -109,6 +110,17 @@ def test_json_lines_are_strict_json(tmp_path):
     [back] = rows(tmp_path)
     assert back["metrics"][0] == ("worst", -math.inf)
     assert math.isnan(back["metrics"][1][1])
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_nonfinite_scores_of_tokens_are_restored(tmp_path, kind):
+    scores = StoredAdvantages(np.ones(2), learner_logprobs=np.array([math.nan, -math.inf]))
+    write(tmp_path, 7, [RolloutGroup("g", [rollout_of("g-0", error="NaN")])], {"g-0": scores}, format=kind)
+    [row] = rows(tmp_path)
+    first, second = row["turns"][0]["learner_logprobs"]
+    assert math.isnan(first)
+    assert second == -math.inf
+    assert row["error"] == "NaN"
 
 
 @given(st.lists(st.tuples(st.text(), st.binary(max_size=4)), max_size=5), st.sampled_from(["parquet", "jsonl"]))
