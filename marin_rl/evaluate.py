@@ -25,6 +25,7 @@ from marin_rl.escaping import escape, escape_line
 from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.scoring import Scorer
+from marin_rl.logs import warnings_to_stderr
 from marin_rl.training.evaluation import evaluate, first_of_each, reference_loss
 from marin_rl.training.run_directory import RunDirectory, open_existing
 from marin_rl.training.starting_weights import restore_policy
@@ -122,8 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 1 after an error.
     """
     try:
-        parsed = parse_config(EvaluateConfig, sys.argv[1:] if argv is None else argv, FLAGS)
-        step, metrics = run_evaluation(parsed.config)
+        with warnings_to_stderr():
+            parsed = parse_config(EvaluateConfig, sys.argv[1:] if argv is None else argv, FLAGS)
+            step, metrics = run_evaluation(parsed.config)
     except USER_ERRORS as error:
         print(f"error: {escape(str(error))}", file=sys.stderr)
         return 1

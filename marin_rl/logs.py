@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Log messages of this package: format and log files."""
+"""Log messages of this package: format, stderr and log files."""
 
 import contextlib
 import logging
@@ -11,6 +11,22 @@ from pathlib import Path
 
 from marin_rl.errors import writing
 from marin_rl.escaping import escape
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+@contextlib.contextmanager
+def warnings_to_stderr() -> Iterator[None]:
+    """Print warnings and errors of this package to stderr until a log file is open, in the format of the log file."""
+    logger, handler = logging.getLogger("marin_rl"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogFormatter(FORMAT))
+    handler.setLevel(logging.WARNING)
+    handler.addFilter(lambda record: not any(isinstance(other, _LogFile) for other in logger.handlers))
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 @contextlib.contextmanager
@@ -26,7 +42,7 @@ def log_to(file: Path, level: int = logging.INFO, modules: Mapping[str, int] | N
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         handler = _LogFile(file)
-    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(LogFormatter(FORMAT))
     handler.setLevel(min(level, *modules.values(), level))
     former = {name: logging.getLogger(name).level for name in ("marin_rl", *modules)}
     logger.setLevel(min(level, logger.level or level))

@@ -10,6 +10,7 @@ from marin_rl.config.command_line import check_command_line, parse_config
 from marin_rl.config.decode import ConfigError
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.escaping import escape
+from marin_rl.logs import warnings_to_stderr
 
 FLAGS = {"dry_run": "Validate the config, print it with all defaults and the size of a step, and stop."}
 
@@ -25,12 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         before a checkpoint could be saved.
     """
     arguments = sys.argv[1:] if argv is None else argv
-    try:
-        check_command_line(arguments, FLAGS, "marin_rl.config.train_config", "TrainConfig")
-    except ConfigError as error:
-        print(f"error: {escape(str(error))}", file=sys.stderr)
-        return 1
-    return _run(arguments)
+    with warnings_to_stderr():
+        try:
+            check_command_line(arguments, FLAGS, "marin_rl.config.train_config", "TrainConfig")
+        except ConfigError as error:
+            print(f"error: {escape(str(error))}", file=sys.stderr)
+            return 1
+        return _run(arguments)
 
 
 def _run(arguments: Sequence[str]) -> int:

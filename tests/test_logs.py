@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from marin_rl.errors import RunDirectoryError
-from marin_rl.logs import log_to
+from marin_rl.logs import log_to, warnings_to_stderr
 
 
 def test_log_is_appended_and_closed(tmp_path):
@@ -88,6 +88,22 @@ def test_invalid_log_call_is_not_reported_as_a_full_disk(tmp_path, monkeypatch, 
     with log_to(file):
         logging.getLogger("marin_rl.somewhere").error("%d", "no number")
     assert "TypeError" in capfd.readouterr().err
+
+
+def test_warnings_before_the_log_opens_are_formatted_on_stderr(tmp_path, monkeypatch, capfd):
+    # Pytest's handlers receive the records too.
+    monkeypatch.setattr(logging.getLogger("marin_rl"), "propagate", False)
+    logger = logging.getLogger("marin_rl.somewhere")
+    with warnings_to_stderr():
+        logger.info("hidden")
+        logger.warning("early \x1b[31m\nforged")
+        with log_to(tmp_path / "log.txt"):
+            logger.warning("in the file")
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.endswith(r"WARNING marin_rl.somewhere: early \x1b[31m")
+    assert second == "    forged"
+    assert (tmp_path / "log.txt").read_text().splitlines()[0].endswith("WARNING marin_rl.somewhere: in the file")
+    assert logging.getLogger("marin_rl").handlers == []
 
 
 def test_log_that_cannot_be_opened_is_named(tmp_path):

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import json
+import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -127,6 +129,26 @@ def test_errors_are_escaped(new_run: Callable[..., TinyRun], monkeypatch: pytest
     assert capfd.readouterr().err == "error: task \\x1b[2J\nis wrong\n"
     assert main(["--x\x1b[2J", "3"]) == 1
     assert "\x1b" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_early_warnings_have_the_format_of_the_log(
+    new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: Capture, command: str
+):
+    from marin_rl import evaluate
+
+    def warn(*arguments: object) -> None:
+        logging.getLogger("marin_rl.models").warning("key \x1b[2J is ignored")
+        raise ValueError("stopped")
+
+    # As in a process without pytest's handlers.
+    monkeypatch.setattr(logging.getLogger("marin_rl"), "propagate", False)
+    monkeypatch.setattr("marin_rl.training.session.run_session", warn)
+    monkeypatch.setattr(evaluate, "run_evaluation", warn)
+    assert (new_run().train() if command == "train" else evaluate.main(["--run", "r"])) == 1
+    warning, error = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d [\d:,]+ WARNING marin_rl\.models: key \\x1b\[2J is ignored", warning)
+    assert error == "error: stopped"
 
 
 def test_internal_errors_keep_their_traceback(new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch):
