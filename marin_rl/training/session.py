@@ -43,7 +43,7 @@ from marin_rl.training.metrics_file import append_record, read_records, truncate
 from marin_rl.training.open_run import open_run
 from marin_rl.training.run_directory import RunDirectory, create_or_open, flatten, lock
 from marin_rl.training.shared_run import require_same_config, require_shared_folder
-from marin_rl.training.starting_weights import resolve_model
+from marin_rl.training.starting_weights import check_weight_files, resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
         stream: console output.
 
     Raises:
+        PolicyModelError: if `initialize_from` cannot be loaded; its files are checked before devices start.
         NoClusterError: if no Ray cluster answers at `ray_address`; the run directory is not created.
         RunDirectoryError: if the directory belongs to another config, is in use, cannot be written, or differs between
             the training processes.
@@ -63,6 +64,7 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
         NonFiniteUpdateError: if training diverged; the last checkpoint precedes the divergence.
     """
     config = resolve_model(config)
+    check_weight_files(config)
     directory = RunDirectory(Path(config.run_dir))
     join_processes(config.trainer)
     with contextlib.ExitStack() as resources, multihost.exit_on_error():

@@ -18,6 +18,7 @@ from marin_rl.learner.checkpoint import Checkpoint
 from marin_rl.learner.critic import with_critic
 from marin_rl.learner.policy_model import initialize_policy, load_hf_policy, model_shape, read_hf_architecture
 from marin_rl.learner.train_step import Learner
+from marin_rl.models.hf_tensors import read_tensor_shapes
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
 
@@ -41,6 +42,21 @@ def resolve_model(config: TrainConfig) -> TrainConfig:
         return config
     model = read_hf_architecture(hf_folder(config.initialize_from), config.model)
     return config if config.model is not None else dataclasses.replace(config, model=model)
+
+
+def check_weight_files(config: TrainConfig) -> None:
+    """Check that the weight files of a local `initialize_from` exist and have valid headers, without using a device.
+
+    A run with a checkpoint does not read them again.
+
+    Raises:
+        PolicyModelError: if a file is missing or damaged, or does not hold floating-point weights.
+    """
+    if config.initialize_from is None or any(Path(config.run_dir, "checkpoints").glob("step-*")):
+        return
+    folder = Path(hf_folder(config.initialize_from))
+    if folder.is_dir():
+        read_tensor_shapes(str(folder.absolute()))
 
 
 def hf_folder(source: str) -> str:

@@ -7,6 +7,7 @@ import errno
 import io
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -262,6 +263,32 @@ def test_failed_export_keeps_previous_export(
     assert again.train() == 0
     assert contents(again.path / "hf") == before
     assert not (again.path / ".hf.partial").exists()
+
+
+@pytest.mark.parametrize("damage", ["missing", "header"])
+def test_weight_files_are_checked_before_devices_start(
+    finished_run: TinyRun,
+    new_run: Callable[..., TinyRun],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    damage: str,
+):
+    def start(*arguments: object) -> None:
+        raise AssertionError("devices were started")
+
+    weights = tmp_path / "weights"
+    shutil.copytree(finished_run.path / "hf", weights)
+    if damage == "missing":
+        (weights / "model.safetensors").unlink()
+    else:
+        (weights / "model.safetensors").write_bytes(b"\xff" * 100)
+    monkeypatch.setattr(session, "join_processes", start)
+    run = new_run(model=None, initialize_from=str(weights))
+    assert run.train() == 1
+    error = capfd.readouterr().err
+    assert f"error: the weights in '{weights}' are missing or damaged: model.safetensors: " in error
+    assert not run.path.exists()
 
 
 def test_second_process_is_rejected(
