@@ -3,7 +3,6 @@
 
 """`curves.png`: plots of the most important metrics of a run over its steps."""
 
-import dataclasses
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,36 +13,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from marin_rl.training.metrics_file import read_records
+from marin_rl.training.metrics_file import PANELS, Panel, read_records
 from marin_rl.training.run_directory import write_atomically
 
 COLORS = ("#1f5fa8", "#d1701f", "#2f8f5b", "#9a3b7a", "#7a6a2f", "#555555")
 GRID = "#e4e4e4"
-
-
-@dataclasses.dataclass(frozen=True)
-class Panel:
-    """Definition of one plot."""
-
-    title: str
-    names: Mapping[str, str]
-    """Labels by metric name; metrics without values are omitted."""
-    smooth: bool = True
-    """Whether to draw a running mean over the values, which are then drawn faintly."""
-    unit: str = ""
-    """Unit of the vertical axis."""
-
-
-PANELS = (
-    Panel("Reward per rollout", {"train/rewards": "reward", "train/correct_rewards": "correct"}),
-    Panel("Entropy", {"policy/entropy_avg": "entropy"}, unit="nats per token"),
-    Panel("KL to the reference", {"objective/kl": "KL"}, unit="nats per rollout"),
-    Panel("Size of an update (approximate KL)", {"policy/approxkl_avg": "change"}, unit="nats per token"),
-    Panel("Loss", {"loss/policy_avg": "policy"}),
-    Panel("Output length", {"train/output_length": "tokens"}, unit="tokens"),
-    Panel("Gradient norm", {"grad_norm": "before clipping"}),
-    Panel("Groups without signal", {"groups/all_good_share": "all solved", "groups/all_bad_share": "none solved"}),
-)
 
 
 def plot_curves(metrics_path: Path, out_png: Path, title: str = "") -> bool:
@@ -62,7 +36,9 @@ def plot_curves(metrics_path: Path, out_png: Path, title: str = "") -> bool:
     """
     records = read_records(metrics_path)
     panels = [
-        panel for panel in (_accuracy_panel(records), *PANELS) if any(_has(records, name) for name in panel.names)
+        panel
+        for panel in (_accuracy_panel(records) if "eval/*" in panel.names else panel for panel in PANELS)
+        if any(_has(records, name) for name in panel.names)
     ]
     if not panels:
         return False
@@ -91,7 +67,7 @@ def _accuracy_panel(records: Sequence[Mapping[str, int | float]]) -> Panel:
         _, environment, kind = name.split("/", 2)
         kind = kind.removeprefix("accuracy_")
         labels[name] = f"{environment}, {kind}" if several else kind
-    return Panel("Held-out accuracy", labels, smooth=False)
+    return Panel("Held-out accuracy", labels)
 
 
 def _has(records: Sequence[Mapping[str, int | float]], name: str) -> bool:
@@ -106,16 +82,17 @@ def _series(records: Sequence[Mapping[str, int | float]], name: str) -> tuple[np
 
 
 def _draw(axes: Axes, panel: Panel, records: Sequence[Mapping[str, int | float]], *, is_lowest: bool) -> None:
+    is_evaluation = any(name.startswith("eval/") for name in panel.names)
     shown = [(label, *_series(records, name)) for name, label in panel.names.items() if _has(records, name)]
     for (label, steps, values), color in zip(shown, COLORS * len(shown), strict=False):
-        if panel.smooth and len(values) >= 20:
+        if len(values) >= 20 and not is_evaluation:
             axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
             axes.plot(steps, running_mean(values, len(values) // 20), color=color, linewidth=1.8, label=label)
         else:
             axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=3.5, label=label)
     axes.set_title(panel.title, fontsize=10, fontweight="bold", loc="left")
     axes.set_ylabel(panel.unit, fontsize=8, color="#555555")
-    if len(shown) > 1 or (panel.title == "Held-out accuracy"):
+    if len(shown) > 1 or is_evaluation:
         axes.legend(fontsize=8, frameon=False)
     if is_lowest:
         axes.set_xlabel("step", fontsize=8, color="#555555")

@@ -1,12 +1,13 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""`metrics.jsonl`: one JSON object per training step, sorted by `step`.
+"""`metrics.jsonl`: one JSON object per training step, sorted by `step`; and the plots of its metrics.
 
 NaN and infinities, which JSON numbers cannot represent, are written as the strings `"NaN"`, `"Infinity"` and
 `"-Infinity"`.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -16,6 +17,38 @@ from typing import Any
 
 from marin_rl.errors import RunDirectoryError, writing
 from marin_rl.training.run_directory import write_atomically
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """Definition of one plot of `curves.png` and of the HTML page."""
+
+    title: str
+    """Title of the plot."""
+    names: Mapping[str, str]
+    """Labels by metric name; a trailing `*` matches any suffix. Metrics without values are omitted."""
+    unit: str = ""
+    """Unit of the vertical axis."""
+
+
+PANELS = (
+    Panel(
+        "Reward per rollout",
+        {"train/rewards": "reward", "train/correct_rewards": "correct", "train/format_rewards": "format"},
+    ),
+    Panel("Held-out accuracy", {"eval/*": ""}),
+    Panel("Entropy", {"policy/entropy_avg": "entropy"}, "nats per token"),
+    Panel("KL to the reference", {"objective/kl": "KL"}, "nats per rollout"),
+    Panel("Size of an update (approximate KL)", {"policy/approxkl_avg": "change"}, "nats per token"),
+    Panel("Sampler against learner, log-probs", {"mismatch/logprob_difference_max": "largest difference"}, "nats"),
+    Panel("Loss", {"loss/policy_avg": "policy", "loss/value_avg": "value"}),
+    Panel("Output length", {"train/output_length": "tokens"}, "tokens"),
+    Panel("Gradient norm", {"grad_norm": "before clipping"}),
+    Panel(
+        "Groups without signal", {"groups/all_good_share": "all solved", "groups/all_bad_share": "none solved"}, "share"
+    ),
+)
+"""Plots of every run, if it has their metrics."""
 
 
 def format_record(step: int, metrics: Mapping[str, int | float]) -> str:

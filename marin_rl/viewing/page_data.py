@@ -4,14 +4,13 @@
 """Data of the HTML page as plain values: curves, phase timings, rollouts with their tokens."""
 
 import codecs
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from marin_rl.escaping import escape
 from marin_rl.rollouts.store import StoredFile, read_file
-from marin_rl.training.metrics_file import read_records
+from marin_rl.training.metrics_file import PANELS, read_records
 from marin_rl.viewing.selection import Row, Selection, StoredRollouts, logprob_differences
 
 MAX_STEPS = 10
@@ -24,33 +23,6 @@ MAX_BARS = 60
 """Maximum bars of the phase timings; in longer runs each bar is the mean of consecutive steps."""
 
 Record = Mapping[str, int | float]
-
-
-@dataclasses.dataclass(frozen=True)
-class Panel:
-    """Definition of one plot."""
-
-    title: str
-    """Title of the plot."""
-    names: tuple[str, ...]
-    """Metric names; a trailing `*` matches any suffix."""
-    unit: str = ""
-    """Unit of the vertical axis."""
-
-
-PANELS = (
-    Panel("Reward per rollout", ("train/rewards", "train/correct_rewards", "train/format_rewards")),
-    Panel("Held-out accuracy", ("eval/*",)),
-    Panel("Entropy", ("policy/entropy_avg",), "nats per token"),
-    Panel("KL to the reference", ("objective/kl",), "nats per rollout"),
-    Panel("Size of an update (approximate KL)", ("policy/approxkl_avg",), "nats per token"),
-    Panel("Sampler against learner, log-probs", ("mismatch/logprob_difference_max",), "nats"),
-    Panel("Loss", ("loss/policy_avg", "loss/value_avg")),
-    Panel("Output length", ("train/output_length",), "tokens"),
-    Panel("Gradient norm", ("grad_norm",)),
-    Panel("Groups without signal", ("groups/all_good_share", "groups/all_bad_share"), "share"),
-)
-"""Plots of every page, if the run has their metrics; other metrics can be selected on the page."""
 
 
 def page_data(source: StoredRollouts, selection: Selection, max_rollouts: int) -> dict[str, Any]:
@@ -78,7 +50,7 @@ def page_data(source: StoredRollouts, selection: Selection, max_rollouts: int) -
         "steps": int(records[-1]["step"]) if records else 0,
         "notes": notes,
         "curves": _curves(thinned),
-        "panels": [dataclasses.asdict(panel) for panel in PANELS],
+        "panels": [{"title": panel.title, "names": list(panel.names), "unit": panel.unit} for panel in PANELS],
         "phases": _phases(records),
         "rollouts": rollouts,
     }
