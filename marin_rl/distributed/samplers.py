@@ -32,12 +32,7 @@ def open_trainer_sampler(
 ) -> Sampler:
     """Open the trainer's sampler: the configured one in `mode: sync`, otherwise levanter's.
 
-    Args:
-        config: selects the sampler; limits and sizes.
-        model: the learner's weights.
-        tokenizer: provides the stop tokens.
-        trainer: mesh, axis mapping and compute precision.
-        version: number of training steps that produced the weights.
+    The arguments are those of `open_worker_sampler`.
     """
     if multihost.is_multihost():
         return NoSampler()

@@ -301,15 +301,14 @@ def _format(values: np.ndarray) -> str:
 
 
 def _failed_inputs(rollout: Rollout) -> AdvantageInputs:
-    empty = np.zeros(0)
     return AdvantageInputs(
         id=rollout.id,
         score=None,
         turn_rewards=np.zeros(len(rollout.turns)),
         anchors=tuple(turn.anchor_state for turn in rollout.turns),
         turn_ids=np.zeros(0, np.int32),
-        penalties=empty,
-        values=empty,
+        penalties=np.zeros(0),
+        values=np.zeros(0),
     )
 
 

@@ -11,7 +11,6 @@ from haliax import Axis
 
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
-from marin_rl.learner.critic import CriticConfig
 from marin_rl.learner.devices import microbatch_rows
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -38,6 +37,9 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
     block = min(config.logprob_block_size, positions)
     prompts = rollouts.prompts_per_step * config.num_steps
     resampling = f", {config.filter.max_batches} times that with resampling" if config.filter.max_batches > 1 else ""
+    critic = "none"
+    if config.critic is not None:
+        critic = "one output on the policy's trunk" if config.critic.shared_trunk else "a separate trunk"
     lines = [
         ("parameters", f"{parameters:,}, vocabulary {tokenizer.vocab_size:,}"),
         (
@@ -66,7 +68,7 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
         ),
         ("evaluations", f"{_evaluations(config):,}, of {config.evaluation.tasks:,} held-out tasks"),
         ("reference model", "yes" if config.kl.needs_reference else "not loaded, the KL coefficient is 0"),
-        ("critic", _critic(config.critic)),
+        ("critic", critic),
     ]
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
@@ -82,12 +84,6 @@ def _positions(config: TrainConfig) -> tuple[int, str]:
     first = next(iter(by_platform.values()))
     others = [f"{count:,} positions on {platform}" for platform, count in by_platform.items() if count != first]
     return first, "".join(f"; {other}" for other in others)
-
-
-def _critic(critic: CriticConfig | None) -> str:
-    if critic is None:
-        return "none"
-    return "one output on the policy's trunk" if critic.shared_trunk else "a separate trunk"
 
 
 def _evaluations(config: TrainConfig) -> int:

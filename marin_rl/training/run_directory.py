@@ -47,11 +47,6 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
-    def has_begun(self) -> bool:
-        """Whether the run has metrics or a checkpoint, so that its config must not change."""
-        return self.metrics.exists() or any(self.checkpoints.glob("step-*"))
-
-    @property
     def rollouts(self) -> Path:
         """Folder of sampled rollouts."""
         return self.path / "rollouts"
@@ -97,7 +92,7 @@ def create_or_open(path: Path, config_yaml: str, may_differ: Sequence[str] = ())
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
         if directory.config.exists():
-            if directory.has_begun:
+            if directory.metrics.exists() or any(directory.checkpoints.glob("step-*")):
                 _require_same_config(directory, config_yaml, may_differ)
         elif directory.metrics.exists() or directory.checkpoints.exists():
             raise RunDirectoryError(

@@ -184,22 +184,13 @@ class StepRecords:
     """
 
     def __init__(self, path: Path, tracker: Tracker):
-        """Open the metrics file; recording continues after its last step.
-
-        Args:
-            path: `metrics.jsonl`, without records of steps that will be repeated.
-            tracker: tracker that also receives the metrics; see `make_tracker`.
-        """
+        """Open `metrics.jsonl`, which holds no records of steps that will be repeated, and continue after its end."""
         self._path = path
         self._tracker = tracker
         self._last_step = max((int(record["step"]) for record in read_records(path)), default=-1)
 
     def record(self, step: int, metrics: Mapping[str, int | float]) -> None:
         """Write the metrics of one step.
-
-        Args:
-            step: number of the step, greater than that of the last record.
-            metrics: values by name.
 
         Raises:
             ValueError: if the step is not greater than that of the last record.

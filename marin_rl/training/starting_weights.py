@@ -119,7 +119,7 @@ def restore_state(checkpoint: Checkpoint, config: TrainConfig, learner: Learner)
 
     Args:
         checkpoint: checkpoint of the run.
-        config: training config of the run; `model` is set.
+        config: training config of the run.
         learner: learner of the run; defines the structure and sharding of the state.
 
     Raises:

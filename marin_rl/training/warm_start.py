@@ -86,7 +86,8 @@ def warm_start(
         rng = np.random.default_rng(derive_seed(seed, "warm start", step))
         drawn = [example(int(index)) for index in rng.integers(len(tasks), size=config.batch_size)]
         examples = _require_fitting(drawn, runner)
-        token_advantages = [_unit_advantages(processed) for processed in examples]
+        counts = [processed.num_loss_tokens for processed in examples]
+        token_advantages = [TokenAdvantages(np.ones(count), np.zeros(count)) for count in counts]
         batch = pack_batch(examples, token_advantages, TokenMeanConfig(), layout, pad_token_id=pad)
         state, metrics = learner.step(state, batch.microbatches)
         if step % config.check_every == 0 or step == config.max_steps:
@@ -136,11 +137,6 @@ def _require_fitting(examples: Sequence[ProcessedRollout | None], runner: Rollou
             f"{runner.limits.max_length} tokens; raise rollouts.max_length, or set warm_start.max_steps: 0"
         )
     return fitting
-
-
-def _unit_advantages(example: ProcessedRollout) -> TokenAdvantages:
-    tokens = example.num_loss_tokens
-    return TokenAdvantages(np.ones(tokens), np.zeros(tokens))
 
 
 def _accuracy(runner: RolloutRunner, tasks: Sequence[Task], temperature: float, seed: int) -> float:

@@ -147,7 +147,7 @@ def test_workers_sample_ahead_and_interrupted_run_resumes(
     names = [name for step in groups.values() for name in step]
     assert len(set(names)) == len(names)
     later = {name for step, of_step in groups.items() if step > died_after for name in of_step}
-    assert {f"train-{number.step}-{number.index}" for number in waiting._waiting} <= later | set(pending)
+    assert {entry.group.id for entry in waiting.expire(10**9)} <= later | set(pending)
     records = run.records()[1:]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
     assert max(record["staleness/max"] for record in records) in (1, 2)

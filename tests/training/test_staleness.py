@@ -241,7 +241,7 @@ def test_random_faults_never_break_group_invariants(filter_config: object, data:
 def accounted_for(run: BareRun, trained: dict[str, str]) -> collections.Counter[str]:
     """Count the tasks of groups that were trained on, are buffered, are pending, or will be requested again."""
     state = run.state.scheduler.state
-    waiting = {entry.group.id: entry.task.id for entry in run.state.replay._waiting.values()}
+    waiting = {entry.group.id: entry.task.id for entry in run.state.replay.copy().expire(10**9)}
     pending = [order.task.id for order in run.state.scheduler.outstanding]
     return collections.Counter([*{**trained, **waiting}.values(), *pending, *(task["id"] for task in state["again"])])
 
