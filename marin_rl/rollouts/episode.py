@@ -4,10 +4,8 @@
 """One rollout: the conversation between policy and environment, turn by turn."""
 
 import asyncio
-import contextlib
 import logging
-import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from typing import TypeVar
 
 from marin_rl.environments.base import AbstractEnvironment, Episode
@@ -54,16 +52,17 @@ async def run_episode(
     if (task := asyncio.current_task()) is not None:
         # The log messages of environments name the rollout by the task's name.
         task.set_name(f"rollout {attempt.id}")
-    clock = _Clock(limits.max_seconds, builder.seconds)
     episode: Episode | None = None
     try:
-        episode = await clock.limit(environment.start(attempt.task, attempt.start_seed))
+        episode = await _await_environment(
+            environment.start(attempt.task, attempt.start_seed), builder, limits.max_seconds
+        )
         while not builder.over:
-            with clock.count("sample"):
+            with builder.count_seconds("sample"):
                 generation = await batcher.sample(builder.request())
             reply = builder.add_generation(generation)
             if not builder.over:
-                builder.add_observation(await clock.limit(episode.step(reply)))
+                builder.add_observation(await _await_environment(episode.step(reply), builder, limits.max_seconds))
     except EnvironmentFault as error:
         builder.fail(error.status, str(error))
     finally:
@@ -73,35 +72,20 @@ async def run_episode(
     return builder
 
 
-class _Clock:
-    """Counts the seconds of a rollout and limits the environment's share."""
-
-    def __init__(self, max_seconds: float, seconds: dict[str, float]) -> None:
-        self._max_seconds = max_seconds
-        self._seconds = seconds
-
-    @contextlib.contextmanager
-    def count(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] += time.perf_counter() - start
-
-    async def limit(self, work: Awaitable[Result]) -> Result:
-        """Wait for the environment, at most for the remaining time."""
-        timeout = asyncio.timeout(max(self._max_seconds - self._seconds["environment"], 0.0))
-        try:
-            with self.count("environment"):
-                async with timeout:
-                    return await work
-        except (Exception, *_ENDS) as error:
-            if _is_cancelled(error):
-                raise
-            if timeout.expired():
-                message = f"its environment took longer than {self._max_seconds:g} s (rollouts.max_seconds)"
-                raise EnvironmentFault(RolloutStatus.TIMED_OUT, message) from error
-            raise EnvironmentFault(RolloutStatus.FAILED, f"{type(error).__name__}: {error}") from error
+async def _await_environment(work: Awaitable[Result], builder: RolloutBuilder, max_seconds: float) -> Result:
+    """Wait for the environment, at most for the rest of its time; its errors become `EnvironmentFault`."""
+    timeout = asyncio.timeout(max(max_seconds - builder.seconds["environment"], 0.0))
+    try:
+        with builder.count_seconds("environment"):
+            async with timeout:
+                return await work
+    except (Exception, *_ENDS) as error:
+        if _is_cancelled(error):
+            raise
+        if timeout.expired():
+            message = f"its environment took longer than {max_seconds:g} s (rollouts.max_seconds)"
+            raise EnvironmentFault(RolloutStatus.TIMED_OUT, message) from error
+        raise EnvironmentFault(RolloutStatus.FAILED, f"{type(error).__name__}: {error}") from error
 
 
 def _is_cancelled(error: BaseException) -> bool:

@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -87,6 +88,15 @@ class RolloutBuilder:
     def has_failed(self) -> bool:
         """Whether the rollout failed and so has no reward."""
         return self._failure is not None
+
+    @contextlib.contextmanager
+    def count_seconds(self, phase: str) -> Iterator[None]:
+        """Add the time of a `with` block to a phase."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - start
 
     def request(self) -> SampleRequest:
         """Build the sample request of the next turn."""

@@ -144,7 +144,7 @@ def test_max_seconds_limits_the_environment_over_the_whole_rollout(monkeypatch: 
         allowed.append(delay)
         return timeout(delay)
 
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
+    monkeypatch.setattr("time.perf_counter", lambda: now)
     monkeypatch.setattr(module.asyncio, "timeout", recorded)
     environment, batcher = Turning([CONTINUES, CONTINUES, CONTINUES, None]), FakeBatcher()
     rollout = run(environment, batcher, dataclasses.replace(LIMITS, max_seconds=1.0)).finish()
