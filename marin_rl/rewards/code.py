@@ -94,11 +94,7 @@ class CodeReward:
         self._sandbox = sandbox
 
     async def check(self) -> None:
-        """Check that the sandbox can run programs.
-
-        Raises:
-            RewardConfigError: if it cannot.
-        """
+        """Check that the sandbox can run programs."""
         result = await self._sandbox.run_python("print(6 * 7)")
         if result.stdout != "42\n":
             raise RewardConfigError(
@@ -106,11 +102,7 @@ class CodeReward:
             )
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
-        """Return one result per rollout; rollouts with invalid tests have no valid score.
-
-        Raises:
-            RewardCallError: if the sandbox itself failed.
-        """
+        """Return one result per rollout; rollouts with invalid tests have no valid score."""
         return list(await asyncio.gather(*(self._score_rollout(request) for request in requests)))
 
     async def close(self) -> None:
@@ -191,11 +183,10 @@ async def run_tests(sandbox: Sandbox, code: str, tests: CodeTests) -> list[bool]
 
 async def _run_case(sandbox: Sandbox, code: str, case: StdinCase) -> bool:
     result = await _run(sandbox, code, case.stdin)
-    return result.failure is None and _lines(result.stdout) == _lines(case.stdout)
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    printed, expected = (
+        [line.rstrip() for line in text.rstrip().splitlines()] for text in (result.stdout, case.stdout)
+    )
+    return result.failure is None and printed == expected
 
 
 async def _run(sandbox: Sandbox, code: str, stdin: str) -> PythonResult:

@@ -159,11 +159,7 @@ class FunctionReward:
         self.scope: RewardScope | None = None
 
     async def check(self) -> None:
-        """Load the file in a worker and check that it defines the function with a suitable mode and parameters.
-
-        Raises:
-            RewardConfigError: if it does not.
-        """
+        """Load the file in a worker and check that it defines the function with a suitable mode and parameters."""
         if not Path(self._function.file).is_file():
             raise RewardConfigError(
                 f"reward {self.name!r}: the file {self._function.file} does not exist; correct `path`"
@@ -175,11 +171,7 @@ class FunctionReward:
         self.scope = _resolve_scope(self._config, functions)
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
-        """Score all rollouts in one call and return one result per rollout.
-
-        Raises:
-            RewardCallError: if the call failed.
-        """
+        """Score all rollouts in one call."""
         return await self._sandbox.call(self._function, requests, self._config.options)
 
     async def close(self) -> None:

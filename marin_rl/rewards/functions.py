@@ -64,8 +64,7 @@ class StepOutput(pydantic.BaseModel):
     base_reward: Reward
     """Reward of this step, before the component's weight; finite."""
     metrics: dict[MetricName, Number] = pydantic.Field(default_factory=dict)
-    """Further numbers to log, by name; at most 64 names in the results of one call. A name has at most 100 letters,
-    digits and characters of `_-./`."""
+    """Further numbers to log, by name, like those of `EvaluateResult`."""
     reason: str | None = None
     """Explanation of the reward; stored with the rollout."""
 
@@ -286,21 +285,19 @@ def _decorate(function: Callable[..., Any], mode: str) -> RewardFunction:
         raise RewardFunctionError(f"{name}: mode must be 'pointwise' or 'batch', got {mode!r}")
     if inspect.iscoroutinefunction(function):
         raise RewardFunctionError(f"{name} is async; use a plain def, because calls run in separate processes")
-    parameters = inspect.signature(function).parameters
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    missing = [
-        parameter
-        for parameter in ("messages", "ground_truth")
-        if parameter not in parameters or parameters[parameter].kind not in by_name
-    ]
-    if missing or not takes_any:
+    signature = inspect.signature(function)
+    by_name = {name for name, parameter in signature.parameters.items() if parameter.kind in _BY_NAME}
+    missing = [parameter for parameter in ("messages", "ground_truth") if parameter not in by_name]
+    if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+        missing.append("**kwargs")
+    if missing:
         raise RewardFunctionError(
-            f"{name}{inspect.signature(function)} lacks {', '.join([*missing, *([] if takes_any else ['**kwargs'])])}; "
-            "a reward function takes messages, ground_truth and **kwargs"
+            f"{name}{signature} lacks {', '.join(missing)}; a reward function takes messages, ground_truth and **kwargs"
         )
     return RewardFunction(function, RewardMode(mode))
 
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 STANDARD_KEYWORDS = ("messages", "ground_truth", "task_id", "environment", "status", "num_prompt_messages")
 """Keyword arguments that every reward function receives; a component's options must have other names."""
@@ -317,9 +314,7 @@ def required_options(function: RewardFunction) -> list[str]:
     return [
         name
         for name, parameter in inspect.signature(function.function).parameters.items()
-        if name not in STANDARD_KEYWORDS
-        and parameter.default is inspect.Parameter.empty
-        and parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        if name not in STANDARD_KEYWORDS and parameter.default is inspect.Parameter.empty and parameter.kind in _BY_NAME
     ]
 
 

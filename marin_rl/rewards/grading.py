@@ -142,11 +142,7 @@ class ExactConfig(GraderConfig):
         return self
 
     def check(self, answer: str) -> None:
-        """Check that the answer is not empty.
-
-        Raises:
-            GroundTruthError: if it is empty.
-        """
+        """Check that the answer is not empty."""
         if not answer.strip():
             raise GroundTruthError(f"the ground truth {answer!r} is empty; correct the answer column or drop the row")
 
@@ -201,11 +197,7 @@ class MathVerifyGrader:
         self._stop: weakref.finalize | None = None
 
     def check(self, answer: str) -> None:
-        """Check that math-verify can parse the answer.
-
-        Raises:
-            GroundTruthError: if it cannot.
-        """
+        """Check that math-verify can parse the answer."""
         if not _PLAIN_NUMBER.fullmatch(answer):
             self._ask({"answer": answer})
 
@@ -213,9 +205,6 @@ class MathVerifyGrader:
         """Return 1 if reply and answer are mathematically equal, else 0.
 
         A reply that exceeds the time limit or the worker's memory scores 0 and is logged as a warning.
-
-        Raises:
-            GroundTruthError: if the answer cannot be parsed.
         """
         if _PLAIN_NUMBER.fullmatch(answer) and reply == answer:
             return 1.0

@@ -155,19 +155,11 @@ class LlmJudge:
         self._client: httpx.AsyncClient | None = None
 
     async def check(self) -> None:
-        """Check that the API key is set; the endpoint may still be starting.
-
-        Raises:
-            RewardConfigError: if it is not set.
-        """
+        """Check that the API key is set; the endpoint may still be starting."""
         self._headers()
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
-        """Return one result per rollout, from concurrent calls for each rollout or one call for the group.
-
-        Raises:
-            RewardCallError: if a call got no valid answer after all retries.
-        """
+        """Return one result per rollout, from concurrent calls for each rollout or one call for the group."""
         if self._config.scope is RewardScope.GROUP:
             return await self._compare(requests)
         return list(await asyncio.gather(*(self._score_rollout(request) for request in requests)))

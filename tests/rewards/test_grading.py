@@ -22,6 +22,7 @@ from marin_rl.rewards.grading import (
     extract_last,
 )
 from marin_rl.rewards.math_worker import GroundTruthError
+from marin_rl.rewards.sandbox.processes import list_descendants
 
 
 def test_last_match_counts():
@@ -135,22 +136,22 @@ def test_interrupted_exchange_does_not_shift_the_answers(grader: MathVerifyGrade
 
 
 def test_a_worker_that_ended_between_replies_is_replaced(grader: MathVerifyGrader):
+    before = set(list_descendants(os.getpid()))
     assert grader.grade("0.5", "1/2") == 1.0
-    assert grader._worker is not None
-    os.kill(grader._worker.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, grader._worker.pid, os.WEXITED | os.WNOWAIT)
+    [worker] = set(list_descendants(os.getpid())) - before
+    os.kill(worker, signal.SIGKILL)
+    os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
     assert grader.grade("0.5", "1/2") == 1.0
 
 
 def test_worker_ends_with_its_grader():
+    before = set(list_descendants(os.getpid()))
     made = MathVerifyConfig().build()
     made.grade("it is 46", "46")
-    worker = made._worker
-    assert worker is not None
-    assert worker.poll() is None
+    [worker] = set(list_descendants(os.getpid())) - before
     del made
     gc.collect()
-    assert worker.poll() is not None
+    assert worker not in list_descendants(os.getpid())
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan")])

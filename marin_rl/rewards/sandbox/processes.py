@@ -115,11 +115,7 @@ def exceeded_count(processes: int, threads: int) -> str | None:
 
 
 def reap(spare: int | None) -> None:
-    """Reap the children of this process that have ended.
-
-    Args:
-        spare: a child that is reaped elsewhere, if any.
-    """
+    """Reap the children of this process that have ended, except `spare`, which is reaped elsewhere."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if ended.si_pid == spare:

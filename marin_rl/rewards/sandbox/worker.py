@@ -156,11 +156,7 @@ class Worker:
     def _adopt_forkserver(self, process: int) -> str | None:
         """Kill the process that loaded the file, with its threads and children, and use the forkserver it forked.
 
-        Args:
-            process: process id of the forkserver, as reported by untrusted code.
-
-        Returns:
-            An error message, or None.
+        The process id is reported by untrusted code. Returns an error message or None.
         """
         assert self._connection is not None
         if IS_LINUX:
