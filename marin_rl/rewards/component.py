@@ -20,7 +20,8 @@ import draccus
 
 from marin_rl.config_fields import LOCAL_PATH, convert_enum_fields
 from marin_rl.rewards.functions import STANDARD_KEYWORDS, EvaluateResult, RewardMode, RewardRequest
-from marin_rl.rewards.sandbox.pool import FunctionDescription, Sandbox, UserFileError, UserFunction
+from marin_rl.rewards.sandbox.pool import FunctionDescription, Sandbox, UserFunction
+from marin_rl.user_code import UserFileError
 
 
 class RewardConfigError(ValueError):

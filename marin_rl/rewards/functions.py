@@ -206,6 +206,8 @@ class RewardFunction:
         self.mode = mode
         """Whether one call scores one rollout or several."""
         functools.update_wrapper(self, function)
+        self.name = getattr(function, "__name__", "the reward function")
+        """Name of the function."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the function and validate its result.
@@ -228,11 +230,6 @@ class RewardFunction:
                 "with one result per rollout, in their order"
             )
         return [self._result(item) for item in answer]
-
-    @property
-    def name(self) -> str:
-        """Name of the function."""
-        return getattr(self.function, "__name__", "the reward function")
 
     def _result(self, answer: Any) -> EvaluateResult:
         if isinstance(answer, numbers.Real):

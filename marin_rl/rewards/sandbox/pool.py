@@ -41,6 +41,7 @@ from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import OLDEST_LANDLOCK, SELF_TEST, Isolation, find_holes, landlock_version
 from marin_rl.rewards.sandbox.seccomp import seccomp_is_supported
 from marin_rl.rewards.sandbox.worker_process import WorkerLostError, WorkerProcess, failure_of, worker_spec
+from marin_rl.user_code import UserFileError
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +54,6 @@ ATTEMPTS = 3
 
 class IsolationError(UserError):
     """The machine offers less isolation than required, or the sandbox is used before it was started."""
-
-
-class UserFileError(ValueError):
-    """A user's file cannot be loaded; the message names the file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,12 +126,10 @@ class Sandbox:
         self._sources: dict[str, bytes] = {}
 
     async def __aenter__(self) -> Self:
-        """Start the sandbox."""
         await self.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close the sandbox."""
         await self.close()
 
     async def start(self) -> None:

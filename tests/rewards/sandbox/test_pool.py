@@ -19,9 +19,10 @@ import pytest
 from marin_rl.rewards.functions import RewardCallError, RewardFailure, RewardMode
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
-from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox, UserFileError, UserFunction
+from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox, UserFunction
 from marin_rl.rewards.sandbox.processes import list_descendants
 from marin_rl.rewards.sandbox.worker_process import PACKAGE_ROOT, WorkerProcess
+from marin_rl.user_code import UserFileError
 from tests.rewards.sandbox.conftest import (
     CONFINED_LEVELS,
     HOSTILE,
