@@ -43,7 +43,7 @@ class Isolation(enum.StrEnum):
         return (Isolation.NONE, Isolation.PARTIAL, Isolation.FULL).index(self)
 
 
-SELF_TEST = """
+_SELF_TEST = """
 import json, os, socket
 
 def works(attempt):
@@ -65,19 +65,27 @@ print(json.dumps({
     "sees a file outside": os.path.exists(SECRET),
 }))
 """
-"""Program that tries to escape from the sandbox; `SECRET` is the path of a file outside, which must not be readable."""
+
+
+def self_test(secret: str) -> str:
+    """Return a program that tries to escape from the sandbox.
+
+    Args:
+        secret: path of a file outside, which must not be readable.
+    """
+    return f"SECRET = {secret!r}\n{_SELF_TEST}"
 
 
 def find_holes(printed: str, processes: int, has_namespaces: bool) -> list[str]:
-    """Return the forbidden actions that succeeded in the self-test.
+    """Return the forbidden actions that succeeded in the program `self_test`.
 
     Args:
-        printed: the standard output of `SELF_TEST`.
+        printed: the standard output of the program.
         processes: number of processes that the sandbox allows.
         has_namespaces: whether the file must not even be visible.
 
     Raises:
-        ValueError: if the output is not that of the program.
+        ValueError: if the output is not JSON.
     """
     allowed = {"starts processes"} if processes else set()
     if not has_namespaces:

@@ -38,7 +38,7 @@ from marin_rl.rewards.functions import (
     check_metric_names,
 )
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rewards.sandbox.isolation import OLDEST_LANDLOCK, SELF_TEST, Isolation, find_holes, landlock_version
+from marin_rl.rewards.sandbox.isolation import OLDEST_LANDLOCK, Isolation, find_holes, landlock_version, self_test
 from marin_rl.rewards.sandbox.seccomp import seccomp_is_supported
 from marin_rl.rewards.sandbox.worker_process import WorkerLostError, WorkerProcess, failure_of, worker_spec
 from marin_rl.user_code import UserFileError
@@ -335,7 +335,7 @@ class Sandbox:
             secret = Path(folder) / "outside"
             secret.write_text("readable", encoding="utf-8")
             worker = await self._start_worker(None, level)
-            request = {"kind": "python", "code": f"SECRET = {str(secret)!r}\n{SELF_TEST}", "stdin": ""}
+            request = {"kind": "python", "code": self_test(str(secret)), "stdin": ""}
             try:
                 report = await worker.ask(request, self._timeout(worker))
             except WorkerLostError as error:

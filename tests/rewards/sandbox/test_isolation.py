@@ -15,12 +15,12 @@ from marin_rl.rewards.sandbox import isolation
 from marin_rl.rewards.sandbox.isolation import (
     IS_LINUX,
     OLDEST_LANDLOCK,
-    SELF_TEST,
     Isolation,
     address_space,
     counts_threads_by_namespace,
     find_holes,
     landlock_version,
+    self_test,
 )
 
 linux = pytest.mark.skipif(not IS_LINUX, reason="these are calls of Linux")
@@ -31,8 +31,8 @@ def test_levels_are_ordered():
 
 
 def run_self_test(secret: Path) -> str:
-    program = f"SECRET = {str(secret)!r}\n{SELF_TEST}"
-    return subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-I", "-c", self_test(str(secret))]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def test_unconfined_program_finds_every_hole(tmp_path: Path):
