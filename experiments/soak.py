@@ -311,7 +311,7 @@ FAULTS: dict[str, Callable[[LiveRun], None]] = {
     "all workers are killed": lambda run: _send(_workers(run), signal.SIGKILL),
     "a worker is paused": lambda run: pause(_workers(run)[:1], 2 * SILENCE),
     "all workers are paused": lambda run: pause(_workers(run), 2 * SILENCE),
-    "the coordinator is killed": lambda run: _send(run.named("ray::CoordinatorActor"), signal.SIGKILL),
+    "the coordinator is killed": lambda run: _send(run.named("ray::Coordinator"), signal.SIGKILL),
     "Ray's node is killed": lambda run: _send(run.named("raylet"), signal.SIGKILL),
     "the trainer is killed": lambda run: run.kill(),
     "the weight server is killed during a transfer": kill_in_transfer,

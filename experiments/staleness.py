@@ -24,7 +24,7 @@ from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.distributed.replay_buffer import ReplayBuffer
-from marin_rl.distributed.rollout_source import FinishedGroup, run_group_requests
+from marin_rl.distributed.rollout_source import FinishedGroup, LocalRollouts
 from marin_rl.distributed.scheduler import GroupRequest, RolloutScheduler, StalenessLimits
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.weight_history import WeightHistory
@@ -68,7 +68,9 @@ class FixedLagRollouts:
         self._requests = [request for request in self._requests if request.number.step != step]
         version = requests[0].min_version
         run.runner.sampler.update_weights(self._history.get(version), version)
-        groups = run_group_requests(run.config, dataclasses.replace(run.runner, timer=timer), requests)
+        rollouts = LocalRollouts(run.config, run.runner)
+        rollouts.submit(requests)
+        groups = rollouts.wait(timer)
         run.runner.sampler.update_weights(policy_of(run.trainer_state.model), run.state.progress.step)
         return groups
 

@@ -50,18 +50,13 @@ from experiments.benchmarks.measurement import (
 )
 from experiments.benchmarks.weight_servers import Share
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.coordinator import CoordinatorActor
+from marin_rl.distributed.coordinator import Coordinator, CoordinatorClient
 from marin_rl.distributed.ray_node import connected_to_local_node
-from marin_rl.distributed.ray_workers import CoordinatorClient
-from marin_rl.distributed.rollout_source import FinishedGroup
-from marin_rl.distributed.scheduler import GroupRequest
-from marin_rl.distributed.worker import WorkerPolicy, work
-from marin_rl.distributed.worker_policy import ReceivedPolicy
+from marin_rl.distributed.worker import RolloutWorker, WorkerPolicy
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy, model_shape
 from marin_rl.learner.train_step import Learner
 from marin_rl.training.open_run import make_loss
-from marin_rl.types import WeightVersion
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig
 from marin_rl.weights.manifest import make_secret
 from marin_rl.weights.publish import TrainingHost
@@ -191,46 +186,18 @@ def measure_files(rows: int, rounds: int) -> dict[str, Any]:
     return {f"{name}_gb_per_second": spread(measured) for name, measured in rates.items()}
 
 
-class TimedPolicy:
+class TimedPolicy(WorkerPolicy):
     """A worker's policy that records when its sampler gets new weights."""
 
-    def __init__(self, policy: WorkerPolicy) -> None:
-        """Start without records.
-
-        Args:
-            policy: fetches weights and samples.
-        """
-        self._policy = policy
-        self.arrivals: queue.Queue[float | None] = queue.Queue()
-        """Times of weight updates, in the clock of `time.perf_counter`; None at the end of the worker."""
-
-    @property
-    def version(self) -> WeightVersion | None:
-        """See `WorkerPolicy`."""
-        return self._policy.version
-
-    @property
-    def room(self) -> int:
-        """See `WorkerPolicy`."""
-        return self._policy.room
-
-    @property
-    def is_in_flight(self) -> bool:
-        """See `WorkerPolicy`."""
-        return self._policy.is_in_flight
+    arrivals: queue.Queue[float | None]
+    """Times of weight updates, in the clock of `time.perf_counter`; None at the end of the worker."""
 
     def fetch(self, addresses: Sequence[str]) -> bool:
-        """See `WorkerPolicy`."""
-        arrived = self._policy.fetch(addresses)
+        """Fetch the newest weights; see `WorkerPolicy`."""
+        arrived = super().fetch(addresses)
         if arrived:
             self.arrivals.put(time.perf_counter())
         return arrived
-
-    def run(
-        self, requests: Sequence[GroupRequest], on_group_done: Callable[[FinishedGroup], Sequence[GroupRequest]]
-    ) -> None:
-        """See `WorkerPolicy`."""
-        self._policy.run(requests, on_group_done)
 
 
 @contextlib.contextmanager
@@ -238,7 +205,7 @@ def coordinator(heartbeat_timeout: float) -> Iterator[CoordinatorClient]:
     """The coordinator of a run: an actor under Ray on this machine."""
     with connected_to_local_node(num_cpus=1):
         # The worker's long poll and heartbeat must not block the trainer's calls.
-        coordinator_actor = cast(Any, ray.remote(CoordinatorActor)).options(num_cpus=0, max_concurrency=8)
+        coordinator_actor = cast(Any, ray.remote(Coordinator)).options(num_cpus=0, max_concurrency=8)
         yield CoordinatorClient(coordinator_actor.remote(heartbeat_timeout), heartbeat_timeout)
 
 
@@ -261,13 +228,15 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFl
     with (
         coordinator(config.workers.heartbeat_timeout) as client,
         weight_servers(secret, shapes, servers, way.chunk_mb) as started,
-        contextlib.closing(ReceivedPolicy(config, vocab_size, secret, client.announced)) as received,
+        contextlib.closing(
+            TimedPolicy(config, vocab_size, secret, lambda: client.call(Coordinator.announced))
+        ) as policy,
         ThreadPoolExecutor(1, "worker") as threads,
     ):
         addresses = [server.address for server in started]
         receiver = way.open_receiver(addresses, secret)
-        policy = TimedPolicy(received)
-        worker = threads.submit(work, client, "worker-0", policy, heartbeat_timeout=config.workers.heartbeat_timeout)
+        policy.arrivals = queue.Queue()
+        worker = threads.submit(RolloutWorker(client, "worker-0", policy).run, config.workers.heartbeat_timeout)
         worker.add_done_callback(lambda _: policy.arrivals.put(None))
         versions = itertools.count(2)
 
@@ -276,7 +245,7 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFl
             for server in started:
                 server.publish(version)
             announced = time.perf_counter()
-            client.announce(version, addresses)
+            client.call(Coordinator.announce, version, addresses)
             arrived = policy.arrivals.get()
             if arrived is None:
                 worker.result()
@@ -292,7 +261,7 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFl
         try:
             seconds = take_turns(kinds, rounds + 1)
         finally:
-            client.stop()
+            client.call(Coordinator.stop)
     # Servers publish before the announcement.
     seconds["arrival"] = arrivals
     seconds = {kind: taken[1:] for kind, taken in seconds.items()}

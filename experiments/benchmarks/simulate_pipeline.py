@@ -12,6 +12,7 @@ durations, so thousands of workers take seconds. Prints one JSON line per number
 """
 
 import argparse
+import asyncio
 import dataclasses
 import functools
 import heapq
@@ -77,7 +78,7 @@ class _Worker:
     name: str
     life: int = 0
     version: WeightVersion | None = None
-    running: int = 0
+    running: set[RequestNumber] = dataclasses.field(default_factory=set)
     since: float = 0.0
     busy: float = 0.0
     is_waiting: bool = False
@@ -101,7 +102,7 @@ class Simulation:
             StalenessLimits(pipeline.groups_per_step, pipeline.max_staleness, pipeline.max_uses)
         )
         self._replay = ReplayBuffer(max_staleness=pipeline.max_staleness, max_uses=pipeline.max_uses)
-        self._coordinator = Coordinator(lambda: self.now, heartbeat_timeout=math.inf)
+        self._coordinator = Coordinator(math.inf, lambda: self.now)
         self._coordinator.announce(0, ["here"])
         self._groups: dict[RequestNumber, RolloutGroup] = {}
         self._workers = [_Worker(f"worker-{index}") for index in range(pipeline.workers)]
@@ -130,7 +131,7 @@ class Simulation:
             "staleness_mean": sum(self.ages) / len(self.ages),
             "staleness_max": max(self.ages),
             "groups_too_old": self.stale,
-            "groups_handed_again": self._coordinator.counts["handed_again"],
+            "groups_handed_again": asyncio.run(self._coordinator.take()).counts["handed_again"],
         }
 
     @property
@@ -206,7 +207,7 @@ class Simulation:
         if worker.life == life:
             self._count_time(worker)
             worker.life += 1
-            worker.running = 0
+            worker.running.clear()
             worker.is_waiting = False
             self._after(self.pipeline.heartbeat_timeout, lambda: self._join(worker))
 
@@ -221,11 +222,13 @@ class Simulation:
 
     def _request_work(self, worker: _Worker) -> None:
         """Request work like a worker: for free slots while groups are running, and for anything when idle."""
-        newest = self._coordinator.announced.version
+        newest = self._coordinator.announced().version
         if worker.running and not self.pipeline.is_in_flight and worker.version != newest:
             return
-        room = self.pipeline.groups_together - worker.running
-        assignment = self._coordinator.next_assignment(worker.name, str(worker.life), worker.version, room)
+        room = self.pipeline.groups_together - len(worker.running)
+        assignment = asyncio.run(
+            self._coordinator.next_assignment(worker.name, str(worker.life), worker.version, room, worker.running)
+        )
         assert assignment is not None
         fetches = not worker.running and assignment.newest.version != worker.version
         worker.is_waiting = not (worker.running or assignment.requests or fetches)
@@ -236,7 +239,7 @@ class Simulation:
             worker.since = self.now
         for request in assignment.requests:
             assert worker.version is not None
-            worker.running += 1
+            worker.running.add(request.number)
             ends = functools.partial(self._finish, worker, worker.life, request, worker.version)
             self._after(delay + self._duration(), ends)
         if fetches and not assignment.requests:
@@ -257,11 +260,11 @@ class Simulation:
         if worker.life != life:
             return
         self._count_time(worker)
-        worker.running -= 1
+        worker.running.remove(request.number)
         if self._coordinator.finish(worker.name, str(life), request.number, ""):
             assert self._scheduler.complete(request.number)
             self._replay.add(request.number, _group(request, version))
-        self._coordinator.take([request.number])
+        asyncio.run(self._coordinator.take([request.number]))
         if self._waiting_since is not None:
             self._expire()
             self._train_if_ready()

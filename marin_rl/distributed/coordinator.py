@@ -1,23 +1,34 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Coordinator: assigns group requests to rollout workers and returns finished groups to the trainer.
+"""Coordinator: assigns group requests to rollout workers and returns finished groups to the trainer."""
 
-`Coordinator` has no threads and takes its clock as an argument, so tests can simulate any order of events. The trainer
-keeps all pending requests and submits them again when a coordinator is restarted.
-"""
-
+import asyncio
 import bisect
+import contextlib
 import dataclasses
 import itertools
-import threading
+import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, overload
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError
 
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
+from marin_rl.errors import UserError
 from marin_rl.types import WeightVersion
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.5
+"""Seconds between calls to a coordinator that is down."""
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class Announcement(NamedTuple):
@@ -56,7 +67,8 @@ class TrainerUpdate(NamedTuple):
     workers: dict[str, int]
     """Number of finished groups by worker."""
     counts: dict[str, int]
-    """Event counts; see `Coordinator.counts`."""
+    """Numbers of workers that `joined`, of workers that were `lost` (dropped), of requests `handed_again` (reassigned
+    from dropped workers), and of `late_groups` (that arrived after another copy)."""
     seconds: dict[str, float]
     """Worker-seconds so far: `present` in total, `busy` with at least one group."""
 
@@ -71,14 +83,19 @@ class _Worker:
 
 
 class Coordinator:
-    """Assigns group requests to rollout workers."""
+    """Assigns group requests to rollout workers.
 
-    def __init__(self, clock: Callable[[], float], *, heartbeat_timeout: float) -> None:
+    Runs as an asyncio actor under Ray: all calls run in one event loop, so they need no locks. A response may be lost
+    and the call repeated, so all calls are idempotent. The trainer keeps all pending requests and submits them again
+    when a coordinator is restarted.
+    """
+
+    def __init__(self, heartbeat_timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Start without requests and workers.
 
         Args:
-            clock: Monotonic time in seconds.
             heartbeat_timeout: Seconds without a call after which a worker is dropped and its requests are reassigned.
+            clock: Monotonic time in seconds.
         """
         self.incarnation = uuid.uuid4().hex
         self._clock = clock
@@ -88,14 +105,12 @@ class Coordinator:
         """Unassigned requests, sorted."""
         self._finished: dict[RequestNumber, str] = {}
         self._workers: dict[str, _Worker] = {}
-        self._version: WeightVersion = 0
-        self._addresses: tuple[str, ...] = ()
+        self._announced = Announcement(0, ())
         self._stop = False
         self._failure: str | None = None
-        self.counts = {"joined": 0, "lost": 0, "handed_again": 0, "late_groups": 0}
-        """Workers that joined; workers that were dropped; requests reassigned from dropped workers; groups that arrived
-        after another copy."""
+        self._counts = {"joined": 0, "lost": 0, "handed_again": 0, "late_groups": 0}
         self._seconds = {"present": 0.0, "busy": 0.0}
+        self._changed = asyncio.Event()
 
     # Methods for the trainer.
 
@@ -105,6 +120,7 @@ class Coordinator:
             if request.number not in self._finished and request.number not in self._requests:
                 self._requests[request.number] = request
                 bisect.insort(self._waiting, request.number)
+        self._notify()
 
     def announce(self, version: WeightVersion, addresses: Sequence[str]) -> None:
         """Announce that weights are available at all addresses; older versions are ignored.
@@ -112,41 +128,41 @@ class Coordinator:
         Announcements may arrive out of order: after a restart of the coordinator, one thread of the trainer repeats the
         last announcement while another may send the next.
         """
-        if version >= self._version:
-            self._version, self._addresses = version, tuple(addresses)
+        if version >= self._announced.version:
+            self._announced = Announcement(version, tuple(addresses))
+            self._notify()
 
-    def take(self, acknowledged: Sequence[RequestNumber] = ()) -> TrainerUpdate:
+    async def take(self, acknowledged: Sequence[RequestNumber] = (), seconds: float = 0.0) -> TrainerUpdate:
         """Return the finished groups.
 
         Args:
             acknowledged: Groups that the trainer has received; they are removed.
+            seconds: Time to wait for a change if no group is finished.
         """
         for number in acknowledged:
             self._finished.pop(number, None)
-        self.drop_silent_workers()
+        if not self._finished:
+            await self._change(seconds)
+        self._drop_silent_workers()
         self._count_seconds()
         return TrainerUpdate(
             self.incarnation,
             sorted(self._finished.items()),
             self._failure,
-            self.workers,
-            dict(self.counts),
+            {name: worker.finished for name, worker in sorted(self._workers.items())},
+            dict(self._counts),
             dict(self._seconds),
         )
 
     def stop(self) -> None:
         """Stop all workers at their next request for work."""
         self._stop = True
+        self._notify()
 
-    # Methods for workers.
+    # Methods for workers. Each start of a worker has a random id, its incarnation.
 
     def join(self, worker: str, incarnation: str) -> None:
-        """Register a worker. The requests of its previous incarnation are reassigned.
-
-        Args:
-            worker: Name of the worker.
-            incarnation: Random id of this start of the worker.
-        """
+        """Register a worker. The requests of its previous incarnation are reassigned."""
         record = self._workers.get(worker)
         if record is not None and record.incarnation == incarnation:
             # The response was lost and the call was repeated.
@@ -154,10 +170,17 @@ class Coordinator:
         if record is not None:
             self._drop(worker)
         self._workers[worker] = _Worker(incarnation, self._clock(), self._clock())
-        self.counts["joined"] += 1
+        self._counts["joined"] += 1
+        self._notify()
 
-    def next_assignment(
-        self, worker: str, incarnation: str, version: WeightVersion | None, room: int
+    async def next_assignment(
+        self,
+        worker: str,
+        incarnation: str,
+        version: WeightVersion | None,
+        room: int,
+        running: Collection[RequestNumber],
+        seconds: float = 0.0,
     ) -> Assignment | None:
         """Assign the oldest waiting requests that accept weights of this version.
 
@@ -166,6 +189,8 @@ class Coordinator:
             incarnation: Random id of this start of the worker.
             version: Version of its weights; None for no weights.
             room: Maximum number of requests to assign.
+            running: Requests that the worker runs. Its other assignments were lost in transit and are reassigned.
+            seconds: Time to wait for a change if there are no such requests, no newer weights and no stop.
 
         Returns:
             The assignment; None if this incarnation is not registered and must join again without its requests.
@@ -173,26 +198,13 @@ class Coordinator:
         record = self._register_call(worker, incarnation)
         if record is None:
             return None
-        self.drop_silent_workers()
-        ready = (number for number in self._waiting if self._requests[number].min_version <= (version or 0))
-        numbers = [] if version is None else list(itertools.islice(ready, room))
-        self._count_seconds()
-        for number in numbers:
-            self._waiting.remove(number)
-        record.requests |= set(numbers)
-        return Assignment([self._requests[number] for number in numbers], self.announced, self._stop)
-
-    def set_running(self, worker: str, incarnation: str, numbers: Collection[RequestNumber]) -> None:
-        """Set the requests that a worker runs. Its other assignments were lost in transit and are reassigned."""
+        self._set_running(record, running)
+        assignment = self._assign(record, version, room)
+        if assignment.requests or assignment.stop or assignment.newest.is_newer_than(version):
+            return assignment
+        await self._change(seconds)
         record = self._register_call(worker, incarnation)
-        if record is None:
-            return
-        self._count_seconds()
-        taken = {number for number in numbers if number in self._waiting}
-        self._waiting = [number for number in self._waiting if number not in taken]
-        for number in record.requests.difference(numbers):
-            bisect.insort(self._waiting, number)
-        record.requests = record.requests.intersection(numbers) | taken
+        return None if record is None else self._assign(record, version, room)
 
     def finish(self, worker: str, incarnation: str, number: RequestNumber, group: str) -> bool:
         """Accept a finished group. The first result of a request counts, from any worker.
@@ -206,46 +218,35 @@ class Coordinator:
             record.requests.discard(number)
             record.finished += 1
         if self._requests.pop(number, None) is None:
-            self.counts["late_groups"] += 1
+            self._counts["late_groups"] += 1
             return False
         if number in self._waiting:
             self._waiting.remove(number)
         for other in self._workers.values():
             other.requests.discard(number)
         self._finished[number] = group
+        self._notify()
         return True
 
     def heartbeat(self, worker: str, incarnation: str) -> bool:
         """Keep a worker registered. Return False if this incarnation is not registered."""
         return self._register_call(worker, incarnation) is not None
 
+    def announced(self) -> Announcement:
+        """Return the newest weights."""
+        return self._announced
+
     def fail(self, worker: str, error: str) -> None:
         """Report an error that ended a worker to the trainer."""
         self._failure = f"{worker}: {error}"
+        self._notify()
 
     def leave(self, worker: str, incarnation: str) -> None:
         """Unregister a worker and reassign its unfinished requests."""
         if self._register_call(worker, incarnation) is not None:
             self._count_seconds()
-            self._reassign(self._workers.pop(worker))
-
-    @property
-    def announced(self) -> Announcement:
-        """The newest weights."""
-        return Announcement(self._version, self._addresses)
-
-    def drop_silent_workers(self) -> None:
-        """Drop workers without a call within the heartbeat timeout."""
-        now = self._clock()
-        for name in [
-            name for name, worker in self._workers.items() if now - worker.last_call > self._heartbeat_timeout
-        ]:
-            self._drop(name)
-
-    @property
-    def workers(self) -> dict[str, int]:
-        """Number of finished groups by worker."""
-        return {name: worker.finished for name, worker in sorted(self._workers.items())}
+            self._reassign(self._workers.pop(worker).requests)
+            self._notify()
 
     def _register_call(self, worker: str, incarnation: str) -> _Worker | None:
         record = self._workers.get(worker)
@@ -254,6 +255,23 @@ class Coordinator:
         record.last_call = self._clock()
         return record
 
+    def _set_running(self, record: _Worker, running: Collection[RequestNumber]) -> None:
+        self._count_seconds()
+        taken = {number for number in running if number in self._waiting}
+        self._waiting = [number for number in self._waiting if number not in taken]
+        self._reassign(record.requests.difference(running))
+        record.requests = record.requests.intersection(running) | taken
+
+    def _assign(self, record: _Worker, version: WeightVersion | None, room: int) -> Assignment:
+        self._drop_silent_workers()
+        ready = (number for number in self._waiting if self._requests[number].min_version <= (version or 0))
+        numbers = [] if version is None else list(itertools.islice(ready, room))
+        self._count_seconds()
+        for number in numbers:
+            self._waiting.remove(number)
+        record.requests |= set(numbers)
+        return Assignment([self._requests[number] for number in numbers], self._announced, self._stop)
+
     def _count_seconds(self) -> None:
         now = self._clock()
         for worker in self._workers.values():
@@ -261,110 +279,124 @@ class Coordinator:
             self._seconds["busy"] += now - worker.counted if worker.requests else 0.0
             worker.counted = now
 
+    def _drop_silent_workers(self) -> None:
+        now = self._clock()
+        for name, worker in list(self._workers.items()):
+            if now - worker.last_call > self._heartbeat_timeout:
+                self._drop(name)
+
     def _drop(self, worker: str) -> None:
         self._count_seconds()
         dropped = self._workers.pop(worker)
-        self.counts["lost"] += 1
-        self.counts["handed_again"] += len(dropped.requests)
-        self._reassign(dropped)
+        self._counts["lost"] += 1
+        self._counts["handed_again"] += len(dropped.requests)
+        self._reassign(dropped.requests)
 
-    def _reassign(self, worker: _Worker) -> None:
-        for number in worker.requests:
+    def _reassign(self, numbers: Collection[RequestNumber]) -> None:
+        for number in numbers:
             bisect.insort(self._waiting, number)
 
+    def _notify(self) -> None:
+        """Wake all waiting calls."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
-class CoordinatorActor:
-    """Thread-safe coordinator with blocking calls, for use as a Ray actor."""
+    async def _change(self, seconds: float) -> None:
+        """Wait for a change, for a limited time."""
+        if seconds:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), seconds)
 
-    def __init__(self, heartbeat_timeout: float) -> None:
-        """Make the coordinator.
+
+class RayLostError(UserError):
+    """Raised when Ray has ended on this machine and cannot restart anything; the message names the remedy."""
+
+
+class CoordinatorClient:
+    """Blocking calls of trainer and workers to the coordinator; safe to use from several threads.
+
+    Ray restarts a coordinator that is down, and calls are retried until then. Actors call each other directly, so they
+    may continue for a while after Ray's node has died; but then no actor is restarted.
+    """
+
+    def __init__(
+        self, coordinator: ActorHandle, no_progress_timeout: float, workers: Mapping[str, Any] | None = None
+    ) -> None:
+        """Make a client.
 
         Args:
-            heartbeat_timeout: See [`Coordinator`][marin_rl.distributed.coordinator.Coordinator].
+            coordinator: The actor.
+            no_progress_timeout: Seconds of retries while the coordinator is down.
+            workers: Ray reference to the result of each worker, by name; only for the trainer.
         """
-        self._coordinator = Coordinator(time.monotonic, heartbeat_timeout=heartbeat_timeout)
-        self._changed = threading.Condition()
+        self._coordinator = coordinator
+        self._no_progress_timeout = no_progress_timeout
+        self._workers = workers or {}
 
-    def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """See `Coordinator`."""
-        with self._changed:
-            self._coordinator.submit(requests)
-            self._changed.notify_all()
-
-    def announce(self, version: WeightVersion, addresses: Sequence[str]) -> None:
-        """See `Coordinator`."""
-        with self._changed:
-            self._coordinator.announce(version, addresses)
-            self._changed.notify_all()
-
-    def take(self, acknowledged: Sequence[RequestNumber], seconds: float) -> TrainerUpdate:
-        """See `Coordinator`; waits up to `seconds` for a change if no group is finished."""
-        with self._changed:
-            update = self._coordinator.take(acknowledged)
-            if not update.groups and self._changed.wait(seconds):
-                update = self._coordinator.take()
-            return update
-
-    def stop(self) -> None:
-        """See `Coordinator`."""
-        with self._changed:
-            self._coordinator.stop()
-            self._changed.notify_all()
-
-    def join(self, worker: str, incarnation: str) -> None:
-        """See `Coordinator`."""
-        with self._changed:
-            self._coordinator.join(worker, incarnation)
-            self._changed.notify_all()
-
-    def next_assignment(
+    @overload
+    def call(
         self,
-        worker: str,
-        incarnation: str,
-        version: WeightVersion | None,
-        room: int,
-        running: Collection[RequestNumber],
-        seconds: float,
-    ) -> Assignment | None:
-        """See `Coordinator`; waits up to `seconds` for requests, newer weights or the end of the run.
+        method: Callable[Concatenate[Coordinator, Arguments], Coroutine[Any, Any, Result]],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Result: ...
 
-        A response may be lost and the call repeated, so the call lists the requests that the worker runs.
+    @overload
+    def call(
+        self,
+        method: Callable[Concatenate[Coordinator, Arguments], Result],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Result: ...
+
+    def call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Call a method of the coordinator and return its result.
+
+        Args:
+            method: The method, such as `Coordinator.heartbeat`.
+            *arguments: Its arguments.
+            **named: Its named arguments.
+
+        Raises:
+            RayActorError: If the coordinator is down and not restarted within the timeout.
+            RayLostError: If it is down and Ray has ended on this machine.
         """
-        with self._changed:
-            self._coordinator.set_running(worker, incarnation, running)
-            assignment = self._coordinator.next_assignment(worker, incarnation, version, room)
-            if assignment is not None and not (
-                assignment.requests or assignment.stop or assignment.newest.is_newer_than(version)
-            ):
-                self._changed.wait(seconds)
-                assignment = self._coordinator.next_assignment(worker, incarnation, version, room)
-            return assignment
+        deadline = time.monotonic() + self._no_progress_timeout
+        while True:
+            try:
+                return ray.get(getattr(self._coordinator, method.__name__).remote(*arguments, **named))
+            except RayActorError:
+                if time.monotonic() > deadline:
+                    raise
+                check_node()
+                logger.warning("the coordinator is down; retrying")
+                time.sleep(RETRY_SECONDS)
 
-    def finish(self, worker: str, incarnation: str, number: RequestNumber, group: str) -> bool:
-        """See `Coordinator`."""
-        with self._changed:
-            was_pending = self._coordinator.finish(worker, incarnation, number, group)
-            self._changed.notify_all()
-            return was_pending
+    def find_failure(self) -> str | None:
+        """Return the error of a worker that ended with one. A worker that fails to start cannot report it itself.
 
-    def heartbeat(self, worker: str, incarnation: str) -> bool:
-        """See `Coordinator`."""
-        with self._changed:
-            return self._coordinator.heartbeat(worker, incarnation)
+        Raises:
+            RayLostError: If Ray has ended on this machine.
+        """
+        check_node()
+        for name, end in self._workers.items():
+            ended, _ = ray.wait([end], timeout=0)
+            try:
+                ray.get(ended)
+            except RayError as error:
+                return f"{name}: {str(error).strip().splitlines()[-1]}"
+        return None
 
-    def announced(self) -> Announcement:
-        """See `Coordinator`."""
-        with self._changed:
-            return self._coordinator.announced
 
-    def fail(self, worker: str, error: str) -> None:
-        """See `Coordinator`."""
-        with self._changed:
-            self._coordinator.fail(worker, error)
-            self._changed.notify_all()
+def check_node() -> None:
+    """Check that Ray's node of this process is alive.
 
-    def leave(self, worker: str, incarnation: str) -> None:
-        """See `Coordinator`."""
-        with self._changed:
-            self._coordinator.leave(worker, incarnation)
-            self._changed.notify_all()
+    Raises:
+        RayLostError: If it is not. Ray needs some seconds to notice.
+    """
+    own = ray.get_runtime_context().get_node_id()
+    if not any(node["NodeID"] == own and node["Alive"] for node in ray.nodes()):
+        raise RayLostError(
+            f"Ray's node {own[:8]} on this machine has died, so failed workers cannot be restarted; check whether the "
+            "machine ran out of memory, and run the same command again to resume from the last checkpoint"
+        )

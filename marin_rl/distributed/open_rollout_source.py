@@ -16,7 +16,7 @@ from marin_rl.distributed.ray_workers import ray_workers
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.distributed.scheduler import StalenessLimits
-from marin_rl.distributed.worker_pool import SharedWorkerPool, WorkerPool
+from marin_rl.distributed.worker_pool import WorkerPool
 from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.weights.manifest import make_secret
@@ -99,19 +99,19 @@ def open_rollout_source(
     if len(addresses) > 1 and multihost.is_main():
         receiver = config.weights.open_receiver(addresses, secret)
         sender = MultiHostSender(sender, receiver.newest, timeout=config.workers.no_progress_timeout)
-    if not multihost.is_main():
-        return SharedWorkerPool(None, sender)
-    # Workers are stopped before their weight server.
-    client = opened.enter_context(ray_workers(config, vocab_size, secret))
+    client = None
+    if multihost.is_main():
+        # Workers are stopped before their weight server.
+        client = opened.enter_context(ray_workers(config, vocab_size, secret))
     rollout_source = WorkerPool(
         client,
         sender,
-        no_progress_timeout=config.workers.no_progress_timeout,
         addresses=addresses,
         counts=worker_counts,
+        no_progress_timeout=config.workers.no_progress_timeout,
     )
     opened.enter_context(Closing(rollout_source.close))
-    return rollout_source if len(addresses) == 1 else SharedWorkerPool(rollout_source, sender)
+    return rollout_source
 
 
 def make_staleness_limits(config: TrainConfig) -> StalenessLimits:

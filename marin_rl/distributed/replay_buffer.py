@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from marin_rl.atomic_files import open_atomically
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, oldest_version
 from marin_rl.rollouts.group_codec import decode_group, encode_group
 from marin_rl.seeds import derive_seed
@@ -190,7 +189,7 @@ class ReplayBuffer:
         return [item.age(version) for item in self._in_order()]
 
     def save(self, file: Path) -> None:
-        """Write the buffer to a Parquet file atomically."""
+        """Write the buffer to a Parquet file of a checkpoint, whose folder is written atomically."""
         rows = self._in_order()
         table = pa.table(
             [
@@ -201,7 +200,8 @@ class ReplayBuffer:
             ],
             schema=_SCHEMA,
         )
-        with open_atomically(file) as stream:
+        # Through Python's file, whose errors name the cause, such as a full disk.
+        with file.open("wb") as stream:
             pq.write_table(table, stream, compression="zstd")
 
     def load(self, file: Path) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
-from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, run_requests, stream_requests
+from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, run_requests
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup, WeightVersion
 
@@ -98,7 +98,16 @@ class LocalRollouts:
         """Run all submitted requests; see `RolloutSource`. A stop takes effect after a round of sampling."""
         requests, self._requests = self._requests, []
         runner = dataclasses.replace(self._runner, timer=timer, interrupt=lambda: raise_if(stop_requested))
-        return run_group_requests(self._config, runner, requests)
+        groups = run_requests(
+            runner,
+            [
+                GroupInput(request.number.group_id, request.task, request.seed_parts(self._config.seed))
+                for request in requests
+            ],
+            group_size=self._config.rollouts.group_size,
+            temperature=self._config.sampling.temperature,
+        )
+        return [FinishedGroup(request.number, group) for request, group in zip(requests, groups, strict=True)]
 
     def publish(self, model: object, version: WeightVersion) -> None:
         """Do nothing: the sampler already has the weights."""
@@ -111,59 +120,3 @@ class LocalRollouts:
     def counts(self) -> dict[str, int]:
         """No counts."""
         return {}
-
-
-def run_group_requests(
-    config: TrainConfig, runner: RolloutRunner, requests: Sequence[GroupRequest]
-) -> list[FinishedGroup]:
-    """Run group requests. A group depends only on its request and the weights, not on the other requests.
-
-    Args:
-        config: Group size, temperature and seed.
-        runner: Runs the rollouts.
-        requests: Any number of requests.
-
-    Returns:
-        The finished groups, in the order of `requests`.
-    """
-    groups = run_requests(
-        runner,
-        [_request(config, request) for request in requests],
-        group_size=config.rollouts.group_size,
-        temperature=config.sampling.temperature,
-    )
-    return [FinishedGroup(request.number, group) for request, group in zip(requests, groups, strict=True)]
-
-
-def stream_group_requests(
-    config: TrainConfig,
-    runner: RolloutRunner,
-    requests: Sequence[GroupRequest],
-    on_group_done: Callable[[FinishedGroup], Sequence[GroupRequest]],
-) -> None:
-    """Run groups as `run_group_requests` does, and start further groups as others finish.
-
-    Args:
-        config: Group size, temperature and seed.
-        runner: Runs the rollouts.
-        requests: The first requests.
-        on_group_done: Called in a separate thread with each finished group; returns the requests to start in its place.
-    """
-    numbers = {request.number.group_id: request.number for request in requests}
-
-    def finish(group: RolloutGroup) -> list[GroupInput]:
-        further = on_group_done(FinishedGroup(numbers.pop(group.id), group))
-        numbers.update({request.number.group_id: request.number for request in further})
-        return [_request(config, request) for request in further]
-
-    stream_requests(
-        runner,
-        [_request(config, request) for request in requests],
-        group_size=config.rollouts.group_size,
-        temperature=config.sampling.temperature,
-        on_group_done=finish,
-    )
-
-
-def _request(config: TrainConfig, request: GroupRequest) -> GroupInput:
-    return GroupInput(request.number.group_id, request.task, (config.seed, "train", *request.number))

@@ -8,214 +8,358 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, cast
 
-from marin_rl.distributed.coordinator import Announcement, Assignment
-from marin_rl.distributed.rollout_source import FinishedGroup
+import jax
+from haliax import Axis, NamedArray
+from haliax.partitioning import pspec_for_axis
+from jax.sharding import NamedSharding
+from levanter.models.lm_model import LmHeadModel
+from levanter.trainer import TrainerConfig
+
+from marin_rl.closing import Closing
+from marin_rl.config.sections import Refresh
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.coordinator import Announcement, Coordinator, CoordinatorClient
+from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
+from marin_rl.distributed.samplers import open_worker_sampler
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
+from marin_rl.learner.devices import start_devices
+from marin_rl.learner.policy_model import model_shape
 from marin_rl.rollouts.group_codec import encode_group
-from marin_rl.types import WeightVersion
+from marin_rl.rollouts.run_rollouts import GroupInput, stream_requests
+from marin_rl.sampling.sampler import Sampler, WeightPoll
+from marin_rl.types import RolloutGroup, WeightVersion
+from marin_rl.weights.fetch import WeightReceiver
+from marin_rl.weights.protocol import CorruptTransferError, NoWeightsError, ServerLostError, VersionGoneError
 
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
 """Seconds between attempts of a worker that cannot fetch weights."""
+TRANSIENT_ERRORS = (ServerLostError, CorruptTransferError, NoWeightsError, VersionGoneError)
+"""Errors that a retry may resolve. Until then a worker continues with its weights; the replay buffer drops groups that
+become too old.
+"""
+
+OnGroupDone = Callable[[RolloutGroup], Sequence[GroupRequest]]
+"""Called from any thread with each finished group; returns the requests to start in its place."""
 
 
-@runtime_checkable
-class WorkerClient(Protocol):
-    """Worker interface of a coordinator.
-
-    A call may be repeated if its response is lost; all calls are idempotent.
-    """
-
-    def join(self, worker: str, incarnation: str) -> None:
-        """Register a worker."""
-        ...
-
-    def next_assignment(
-        self,
-        worker: str,
-        incarnation: str,
-        version: WeightVersion | None,
-        room: int,
-        running: Collection[RequestNumber],
-        seconds: float,
-    ) -> Assignment | None:
-        """Return the next assignment; None if the worker must join again."""
-        ...
-
-    def announced(self) -> Announcement:
-        """Return the newest weights."""
-        ...
-
-    def finish(self, worker: str, incarnation: str, number: RequestNumber, group: str) -> bool:
-        """Return a finished group."""
-        ...
-
-    def heartbeat(self, worker: str, incarnation: str) -> bool:
-        """Keep the worker registered."""
-        ...
-
-    def fail(self, worker: str, error: str) -> None:
-        """Report an error that ends the worker."""
-        ...
-
-    def leave(self, worker: str, incarnation: str) -> None:
-        """Unregister the worker."""
-        ...
-
-
-@runtime_checkable
-class WorkerPolicy(Protocol):
-    """Sampler, environment and weights of a worker."""
-
-    @property
-    def version(self) -> WeightVersion | None:
-        """Version of the weights; None before the first fetch."""
-        ...
-
-    @property
-    def room(self) -> int:
-        """Number of groups to run concurrently."""
-        ...
-
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether weights are updated while groups run."""
-        ...
-
-    def fetch(self, addresses: Sequence[str]) -> bool:
-        """Fetch the newest weights at these addresses. Return False if they are not available now."""
-        ...
-
-    def run(
-        self, requests: Sequence[GroupRequest], on_group_done: Callable[[FinishedGroup], Sequence[GroupRequest]]
-    ) -> None:
-        """Run groups until none is left.
-
-        Args:
-            requests: The first requests.
-            on_group_done: Called from any thread with each finished group; returns the requests to start in its place.
-        """
-        ...
-
-
-def work(client: WorkerClient, name: str, policy: WorkerPolicy, *, heartbeat_timeout: float, poll: float = 5.0) -> None:
-    """Run a worker until the run ends.
+def run_worker(config: TrainConfig, vocab_size: int, secret: str, client: CoordinatorClient, name: str) -> None:
+    """Run a worker until the run ends. An error that ends it is logged and reported to the trainer.
 
     Args:
+        config: Config of the run.
+        vocab_size: Vocabulary size of the model.
+        secret: The run's secret.
         client: Client of the coordinator.
         name: Name of the worker, unique in the run.
-        policy: Runs the groups.
-        heartbeat_timeout: Seconds without a call after which the coordinator drops a worker. Heartbeats are sent four
-            times as often.
-        poll: Seconds that one call to the coordinator may wait.
-
-    Raises:
-        Exception: Any error that ends the worker; it is reported to the trainer.
-    """
-    incarnation = uuid.uuid4().hex
-    client.join(name, incarnation)
-    with reporting_errors(client, name), _Heartbeat(lambda: client.heartbeat(name, incarnation), heartbeat_timeout / 4):
-        _work(client, name, incarnation, policy, poll)
-    client.leave(name, incarnation)
-
-
-@contextlib.contextmanager
-def reporting_errors(client: WorkerClient, name: str) -> Iterator[None]:
-    """Report an error that ends the worker to the trainer.
-
-    Args:
-        client: Client of the coordinator.
-        name: Name of the worker.
     """
     try:
-        yield
-    except Exception as error:
-        client.fail(name, f"{type(error).__name__}: {error}")
+        policy = WorkerPolicy(config, vocab_size, secret, lambda: client.call(Coordinator.announced))
+        with Closing(policy.close):
+            RolloutWorker(client, name, policy).run(config.workers.heartbeat_timeout)
+    except BaseException as error:
+        logger.exception("worker %s ends with an error", name)
+        if isinstance(error, Exception):
+            client.call(Coordinator.fail, name, f"{type(error).__name__}: {error}")
         raise
 
 
-def _work(client: WorkerClient, name: str, incarnation: str, policy: WorkerPolicy, poll: float) -> None:
-    weights_unavailable = False
-    while True:
-        assignment = client.next_assignment(
-            name, incarnation, policy.version, 0 if weights_unavailable else policy.room, (), poll
-        )
-        if assignment is None:
-            logger.warning("worker %s was dropped; joining again", name)
-            client.join(name, incarnation)
-            continue
-        if assignment.stop:
-            return
-        weights_unavailable = assignment.newest.is_newer_than(policy.version) and not policy.fetch(
-            assignment.newest.addresses
-        )
-        if weights_unavailable:
-            # The next call lists no running groups, so the coordinator reassigns the requests of this worker.
-            time.sleep(min(poll, RETRY_SECONDS))
-        elif assignment.requests:
-            policy.run(
-                assignment.requests, _GroupStream(client, name, incarnation, policy, assignment.requests).on_group_done
-            )
+class RolloutWorker:
+    """One start of a worker: requests groups, runs them with a policy, and requests further ones as they finish."""
 
+    def __init__(self, client: CoordinatorClient, name: str, policy: "WorkerPolicy", *, poll: float = 5.0) -> None:
+        """Start without groups.
 
-class _GroupStream:
-    """Tracks the running groups of a worker and requests further ones as they finish."""
-
-    def __init__(
-        self, client: WorkerClient, name: str, incarnation: str, policy: WorkerPolicy, requests: Sequence[GroupRequest]
-    ) -> None:
+        Args:
+            client: Client of the coordinator.
+            name: Name of the worker.
+            policy: Runs the groups.
+            poll: Seconds that one call to the coordinator may wait.
+        """
         self._client = client
         self._name = name
-        self._incarnation = incarnation
         self._policy = policy
-        self._running = {request.number for request in requests}
+        self._poll = poll
+        self._incarnation = uuid.uuid4().hex
+        self._running: dict[str, RequestNumber] = {}
+        """Running groups by id."""
         self._lock = threading.Lock()
 
-    def on_group_done(self, finished: FinishedGroup) -> list[GroupRequest]:
+    def run(self, heartbeat_timeout: float) -> None:
+        """Run groups until the run ends.
+
+        Args:
+            heartbeat_timeout: Seconds without a call after which the coordinator drops a worker. Heartbeats are sent
+                four times as often.
+        """
+        self._client.call(Coordinator.join, self._name, self._incarnation)
+        with self._heartbeats(heartbeat_timeout / 4):
+            self._run()
+        self._client.call(Coordinator.leave, self._name, self._incarnation)
+
+    def _run(self) -> None:
+        policy, weights_unavailable = self._policy, False
+        while True:
+            room = 0 if weights_unavailable else policy.room
+            assignment = self._client.call(
+                Coordinator.next_assignment, self._name, self._incarnation, policy.version, room, (), self._poll
+            )
+            if assignment is None:
+                logger.warning("worker %s was dropped; joining again", self._name)
+                self._client.call(Coordinator.join, self._name, self._incarnation)
+                continue
+            if assignment.stop:
+                return
+            newest = assignment.newest
+            weights_unavailable = newest.is_newer_than(policy.version) and not policy.fetch(newest.addresses)
+            if weights_unavailable:
+                # The next call lists no running groups, so the coordinator reassigns the requests of this worker.
+                time.sleep(min(self._poll, RETRY_SECONDS))
+            elif assignment.requests:
+                self._running = {request.number.group_id: request.number for request in assignment.requests}
+                policy.run(assignment.requests, self._on_group_done)
+
+    def _on_group_done(self, group: RolloutGroup) -> list[GroupRequest]:
         """Return a group to the coordinator and request as many groups as there is room for."""
-        self._client.finish(self._name, self._incarnation, finished.number, encode_group(finished.group))
+        number, text = self._running[group.id], encode_group(group)
+        self._client.call(Coordinator.finish, self._name, self._incarnation, number, text)
         with self._lock:
-            self._running.remove(finished.number)
+            del self._running[group.id]
             requests = self._next_requests()
-            self._running |= {request.number for request in requests}
+            self._running |= {request.number.group_id: request.number for request in requests}
             return requests
 
     def _next_requests(self) -> list[GroupRequest]:
         version = self._policy.version
         # With `between_groups`, start no further groups until all have finished and the weights are updated.
-        if not self._policy.is_in_flight and self._client.announced().is_newer_than(version):
+        if not self._policy.is_in_flight and self._client.call(Coordinator.announced).is_newer_than(version):
             return []
-        room = self._policy.room - len(self._running)
-        assignment = self._client.next_assignment(
-            self._name, self._incarnation, version, room, sorted(self._running), 0.0
+        room, running = self._policy.room - len(self._running), sorted(self._running.values())
+        assignment = self._client.call(
+            Coordinator.next_assignment, self._name, self._incarnation, version, room, running
         )
         return [] if assignment is None or assignment.stop else assignment.requests
 
+    @contextlib.contextmanager
+    def _heartbeats(self, seconds: float) -> Iterator[None]:
+        """Send heartbeats from a background thread during the block."""
+        end = threading.Event()
 
-class _Heartbeat:
-    """Sends heartbeats from a background thread."""
+        def send() -> None:
+            while not end.wait(seconds):
+                try:
+                    self._client.call(Coordinator.heartbeat, self._name, self._incarnation)
+                except Exception:
+                    # The next call of the main thread handles the error.
+                    logger.warning("the coordinator does not respond", exc_info=True)
 
-    def __init__(self, beat: Callable[[], object], seconds: float) -> None:
-        self._beat = beat
-        self._seconds = seconds
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        thread = threading.Thread(target=send, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            end.set()
+            thread.join()
 
-    def _run(self) -> None:
-        while not self._end.wait(self._seconds):
-            try:
-                self._beat()
-            except Exception:
-                # The next call of the main thread handles the error.
-                logger.warning("the coordinator does not respond", exc_info=True)
 
-    def __enter__(self) -> None:
-        self._thread.start()
+class WorkerPolicy:
+    """Sampler and environment of a worker: runs groups with the newest weights that it has fetched."""
 
-    def __exit__(self, *error: object) -> None:
-        self._end.set()
-        self._thread.join()
+    def __init__(
+        self, config: TrainConfig, vocab_size: int, secret: str, announced: Callable[[], Announcement]
+    ) -> None:
+        """Start devices, environment and reward functions; the first `fetch` loads the weights.
+
+        Args:
+            config: Config of the run.
+            vocab_size: Vocabulary size of the model, which may be larger than the tokenizer's.
+            secret: The run's secret.
+            announced: Returns the newest weights; called while groups run with `workers.refresh: in_flight`.
+        """
+        assert config.model is not None
+        self.version: WeightVersion | None = None
+        """Version of the weights; None before the first fetch."""
+        self.room = max(config.sampling.max_seqs // config.rollouts.group_size, 1)
+        """Number of groups that fill the sampler; at least 1."""
+        self.is_in_flight = config.workers.refresh is Refresh.IN_FLIGHT
+        """Whether weights are updated while groups run."""
+        self._config = config
+        self._secret = secret
+        self._announced = announced
+        self._trainer = start_devices(
+            config.trainer_config(), rows_per_device=config.rollouts.rows_per_device, alone=True
+        )
+        self._like = placed_shape(model_shape(config.model, Axis("vocab", vocab_size), self._trainer), self._trainer)
+        self._tokenizer = config.tokenizer.build()
+        self._environment = config.environment.build()
+        self._receiver: WeightReceiver | None = None
+        self._addresses: tuple[str, ...] = ()
+        self._sampler: Sampler | None = None
+        self._prefetcher = WeightPrefetcher(self._fetch_newer)
+        with contextlib.ExitStack() as opened:
+            self._reward_functions, self._loop = open_reward_functions(config, self._environment, opened)
+            opened.enter_context(Closing(self._prefetcher.close))
+            self._opened = opened.pop_all()
+
+    def fetch(self, addresses: Sequence[str]) -> bool:
+        """Fetch the newest weights at these addresses, or use newer ones that are already being fetched.
+
+        Returns:
+            Whether the weights arrived. If not, they may be available to other workers, and the caller retries.
+
+        Raises:
+            ServerLostError: If the first fetch fails, which indicates a configuration error; likewise the other errors
+                of a weight transfer.
+        """
+        try:
+            received = self._prefetcher.complete() or self._receive(addresses)
+        except TRANSIENT_ERRORS as error:
+            if self.version is None:
+                raise
+            logger.warning("newer weights did not arrive (%s); retrying", error)
+            return False
+        self._use(received)
+        return True
+
+    def run(self, requests: Sequence[GroupRequest], on_group_done: OnGroupDone) -> None:
+        """Run groups concurrently, return each when it is finished, and start the next ones in its place.
+
+        Args:
+            requests: The first requests.
+            on_group_done: Called in a separate thread with each finished group; returns the requests to start next.
+        """
+        config = self._config
+        assert self._sampler is not None, "call fetch first"
+
+        def inputs(requests: Sequence[GroupRequest]) -> list[GroupInput]:
+            return [
+                GroupInput(request.number.group_id, request.task, request.seed_parts(config.seed))
+                for request in requests
+            ]
+
+        stream_requests(
+            make_runner(config, self._environment, self._tokenizer, self._sampler, self._loop, self._reward_functions),
+            inputs(requests),
+            group_size=config.rollouts.group_size,
+            temperature=config.sampling.temperature,
+            on_group_done=lambda group: inputs(on_group_done(group)),
+        )
+
+    def close(self) -> None:
+        """Stop weight prefetching, reward workers and the event loop."""
+        self._opened.close()
+
+    def _use(self, weights: "Weights") -> None:
+        model, version = weights
+        if self._sampler is None:
+            steps = self._config.workers.decode_steps_per_weight_poll
+            weight_poll = WeightPoll(self._poll_weights, steps) if self.is_in_flight else None
+            self._sampler = open_worker_sampler(
+                self._config, model, self._tokenizer, self._trainer, version, weight_poll
+            )
+        else:
+            self._sampler.update_weights(model, version)
+        self.version = version
+
+    def _poll_weights(self) -> None:
+        received = self._prefetcher.poll(self.version)
+        if received is not None:
+            logger.info("updating weights in flight from version %s to %s", self.version, received.version)
+            self._use(received)
+
+    def _fetch_newer(self, version: WeightVersion | None) -> "Weights | None":
+        announced = self._announced()
+        return self._receive(announced.addresses) if announced.is_newer_than(version) else None
+
+    def _receive(self, addresses: Sequence[str]) -> "Weights":
+        if tuple(addresses) != self._addresses or self._receiver is None:
+            self._receiver = self._config.weights.open_receiver(addresses, self._secret)
+            self._addresses = tuple(addresses)
+        model, version = self._receiver.receive(self._like)
+        return Weights(model, version)
+
+
+class Weights(NamedTuple):
+    """Received weights."""
+
+    model: LmHeadModel
+    """The policy."""
+    version: WeightVersion
+    """Number of training steps."""
+
+
+class WeightPrefetcher:
+    """Fetches newer weights in a background thread, so that sampling continues during the transfer.
+
+    At most one fetch is pending and its result is kept until the next poll, so there is at most one copy of the weights
+    in addition to the one in use.
+    """
+
+    def __init__(self, fetch: Callable[[WeightVersion | None], Weights | None]) -> None:
+        """Start without a fetch.
+
+        Args:
+            fetch: Returns newer weights than the given version, or None.
+        """
+        self._fetch = fetch
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="newer-weights")
+        self._pending: Future[Weights | None] | None = None
+
+    def poll(self, version: WeightVersion | None) -> Weights | None:
+        """Return the result of the last fetch if it is done, and start the next one. Does not block.
+
+        Args:
+            version: Version of the weights in use.
+
+        Returns:
+            Newer weights; None if none arrived and the next poll retries.
+
+        Raises:
+            Exception: An error that a retry cannot resolve.
+        """
+        if self._pending is not None and not self._pending.done():
+            return None
+        received = self.complete()
+        self._pending = self._thread.submit(self._fetch, version if received is None else received.version)
+        return received
+
+    def complete(self) -> Weights | None:
+        """Wait for the pending fetch, if any, and return its result as `poll` does."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        try:
+            return pending.result()
+        except TRANSIENT_ERRORS as error:
+            logger.warning("newer weights did not arrive (%s); continuing with the current weights and retrying", error)
+            return None
+
+    def close(self) -> None:
+        """Wait for the pending fetch, ignore its result, and end the thread."""
+        self._thread.shutdown()
+
+
+def placed_shape(shape: LmHeadModel, trainer: TrainerConfig) -> LmHeadModel:
+    """Return shapes and dtypes with the shardings of the trainer's mesh and parameter mapping.
+
+    Args:
+        shape: Shapes of a model.
+        trainer: Trainer config, completed by `start_devices`.
+    """
+    mesh, mapping = trainer.device_mesh, trainer.parameter_axis_mapping
+
+    def place(leaf: object) -> object:
+        if isinstance(leaf, NamedArray):
+            sharding = NamedSharding(mesh, pspec_for_axis(leaf.axes, mapping))
+            array = jax.ShapeDtypeStruct(leaf.array.shape, leaf.array.dtype, sharding=sharding)
+            return NamedArray(cast(jax.Array, array), leaf.axes)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, jax.P()))
+        return leaf
+
+    return jax.tree.map(place, shape, is_leaf=lambda node: isinstance(node, NamedArray))

@@ -14,7 +14,7 @@ from marin_rl import multihost
 from marin_rl.config.sections import Mode, ReplayConfig, WorkersConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed import open_rollout_source as module
-from marin_rl.distributed.coordinator import CoordinatorActor
+from marin_rl.distributed.coordinator import Coordinator, CoordinatorClient
 from marin_rl.distributed.open_rollout_source import (
     WorkerDevicesError,
     check_worker_devices,
@@ -25,7 +25,7 @@ from marin_rl.distributed.open_rollout_source import (
 )
 from marin_rl.distributed.rollout_source import LocalRollouts
 from marin_rl.distributed.scheduler import RequestNumber, StalenessLimits
-from marin_rl.distributed.worker_pool import SharedWorkerPool, WorkerPool
+from marin_rl.distributed.worker_pool import WorkerPool
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.objectives.importance import MaskMismatchConfig
 from marin_rl.rollouts.filters import KeepGroupsConfig, ResampleGroupsConfig
@@ -34,6 +34,7 @@ from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig
 from marin_rl.weights.fetch import WeightReceiver
 from marin_rl.weights.protocol import WeightSender
 from marin_rl.weights.publish import TrainingHost
+from tests.distributed.local_client import LocalClient
 from tests.rollouts.rollout_cases import group_of
 from tests.training.bare_run import make_config, make_runner
 
@@ -92,12 +93,12 @@ def workers_of(said: list[str], fail: bool = False) -> Any:
     """Fake of `ray_workers`."""
 
     @contextlib.contextmanager
-    def workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[CoordinatorActor]:
+    def workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[CoordinatorClient]:
         if fail:
             raise OSError("no workers to be had")
         said.append(f"workers of a model of {vocab_size} tokens begin")
         try:
-            yield CoordinatorActor(60.0)
+            yield LocalClient(Coordinator(60.0))
         finally:
             said.append("workers end")
 
@@ -168,7 +169,7 @@ def test_main_process_uses_senders_of_all_hosts(monkeypatch: pytest.MonkeyPatch)
     two_hosts(monkeypatch, main=True)
     monkeypatch.setattr(module, "ray_workers", workers_of(weights.said))
     with contextlib.ExitStack() as opened:
-        assert isinstance(open_it(asynchronous(weights), opened), SharedWorkerPool)
+        assert isinstance(open_it(asynchronous(weights), opened), WorkerPool)
     assert weights.said == [
         "sender opens",
         "receiver of here and there opens",
@@ -185,7 +186,7 @@ def test_other_processes_publish_and_have_no_workers(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "ray_workers", workers_of(weights.said))
     with contextlib.ExitStack() as opened:
         rollout_source = open_it(asynchronous(weights), opened)
-        assert isinstance(rollout_source, SharedWorkerPool)
+        assert isinstance(rollout_source, WorkerPool)
         assert rollout_source.metrics() == {}
     assert weights.said == ["sender opens", "sender closes"]
 

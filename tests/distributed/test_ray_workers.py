@@ -11,34 +11,32 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from marin_rl.config.sections import Mode, WorkersConfig
 from marin_rl.config.yaml_text import to_yaml
-from marin_rl.distributed import ray_workers
-from marin_rl.distributed.coordinator import CoordinatorActor, TrainerUpdate
-from marin_rl.distributed.ray_workers import (
+from marin_rl.distributed import coordinator, ray_workers
+from marin_rl.distributed.coordinator import (
+    Coordinator,
     CoordinatorClient,
-    NoClusterError,
     RayLostError,
     check_node,
-    find_cluster,
-    join_cluster,
 )
+from marin_rl.distributed.ray_workers import NoClusterError, find_cluster, join_cluster
 from tests.free_port import free_port
 from tests.training.bare_run import make_config
 
-NOTHING = TrainerUpdate("one", [], None, {}, {}, {})
 
-
-class Coordinator(ActorHandle):
-    """Fake actor handle; a call returns its arguments."""
-
-    take = stop = run = SimpleNamespace(remote=lambda *arguments: arguments)
+class Actor(ActorHandle):
+    """Fake actor handle; a call returns its method and arguments."""
 
     def __init__(self) -> None:
         pass
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments, **named: (name, *arguments))
 
     def __del__(self) -> None:
         pass
@@ -50,10 +48,10 @@ class Cluster:
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
         self.nodes = [{"NodeID": "here" * 8, "Alive": True}, {"NodeID": "there" * 8, "Alive": True}]
-        self.calls = 0
+        self.questions: list[Any] = []
 
     def get(self, question: Any) -> Any:
-        self.calls += 1
+        self.questions.append(question)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -62,66 +60,51 @@ class Cluster:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    fake = Cluster(NOTHING)
+    fake = Cluster(None)
     context = SimpleNamespace(get_node_id=lambda: "here" * 8)
-    monkeypatch.setattr(ray_workers.ray, "get", fake.get)
-    monkeypatch.setattr(ray_workers.ray, "nodes", lambda: fake.nodes)
-    monkeypatch.setattr(ray_workers.ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(ray_workers, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(ray, "get", fake.get)
+    monkeypatch.setattr(ray, "nodes", lambda: fake.nodes)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(coordinator, "RETRY_SECONDS", 0.0)
     return fake
 
 
 def test_call_is_retried_until_coordinator_returns(cluster: Cluster) -> None:
-    cluster.answers = [RayActorError(), RayActorError(), NOTHING]
-    assert CoordinatorClient(Coordinator(), 60.0).take([], 1.0) == NOTHING
-    assert cluster.calls == 3
-
-
-def test_heartbeat_reaches_the_coordinator(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    method = SimpleNamespace(remote=lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(Coordinator, CoordinatorActor.heartbeat.__name__, method, raising=False)
-    calls: list[tuple[str, ...]] = []
-    cluster.answers = [True]
-    assert CoordinatorClient(Coordinator(), 60.0).heartbeat("worker-0", "first")
-    assert calls == [("worker-0", "first")]
+    cluster.answers = [RayActorError(), RayActorError(), True]
+    assert CoordinatorClient(Actor(), 60.0).call(Coordinator.heartbeat, "worker-0", "first")
+    assert cluster.questions == [("heartbeat", "worker-0", "first")] * 3
 
 
 def test_call_fails_after_no_progress_timeout(cluster: Cluster) -> None:
     cluster.answers = [RayActorError()]
     with pytest.raises(RayActorError):
-        CoordinatorClient(Coordinator(), 0.01).stop()
+        CoordinatorClient(Actor(), 0.01).call(Coordinator.stop)
 
 
-@pytest.mark.parametrize(
-    "nodes", [[], [{"NodeID": "here" * 8, "Alive": False}, {"NodeID": "there" * 8, "Alive": True}]]
-)
-@pytest.mark.parametrize("answer", [RayActorError(), NOTHING])
-def test_call_fails_at_once_when_ray_node_is_dead(cluster: Cluster, nodes: list[Any], answer: Any) -> None:
-    cluster.answers, cluster.nodes = [answer], nodes
-    with pytest.raises(
-        RayLostError, match=r"Ray's node herehere on this machine has died, .* run the same command again"
-    ):
-        CoordinatorClient(Coordinator(), 1e9).take([], 1.0)
-    assert cluster.calls == 1
+DEAD = {"NodeID": "here" * 8, "Alive": False}
 
 
-def test_worker_that_fails_to_start_is_reported(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("nodes", [[], [DEAD, {"NodeID": "there" * 8, "Alive": True}]])
+def test_call_fails_at_once_when_ray_node_is_dead(cluster: Cluster, nodes: list[Any]) -> None:
+    cluster.answers, cluster.nodes = [RayActorError()], nodes
+    client = CoordinatorClient(Actor(), 1e9)
+    message = r"Ray's node herehere on this machine has died, .* run the same command again"
+    with pytest.raises(RayLostError, match=message):
+        client.call(Coordinator.take)
+    assert len(cluster.questions) == 1
+    with pytest.raises(RayLostError, match=message):
+        client.find_failure()
+
+
+def test_worker_that_fails_to_start_is_found(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = RayActorError(error_msg="The actor died because of an error in its creation\nImportError: no such thing\n")
-    monkeypatch.setattr(ray_workers.ray, "wait", lambda ends, timeout: ([end for end in ends if end], []))
-    client = CoordinatorClient(Coordinator(), 60.0)
-    client.watch({"worker-0": None, "worker-1": "its end"})
-    # Responses to: the poll, the result of worker-0, and the result of worker-1.
-    cluster.answers = [NOTHING, [], lost]
-    assert client.take([], 1.0).failure == "worker-1: ImportError: no such thing"
-    # An error that the worker itself reported takes precedence.
-    cluster.answers = [NOTHING._replace(failure="worker-1: OSError: no disk")]
-    assert client.take([], 1.0).failure == "worker-1: OSError: no disk"
-
-
-def test_node_is_not_checked_while_groups_arrive(cluster: Cluster) -> None:
-    finished = NOTHING._replace(groups=[((1, 0), "group")])
-    cluster.answers, cluster.nodes = [finished], []
-    assert CoordinatorClient(Coordinator(), 1.0).take([], 1.0) == finished
+    monkeypatch.setattr(ray, "wait", lambda ends, timeout: ([end for end in ends if end], []))
+    client = CoordinatorClient(Actor(), 60.0, {"worker-0": None, "worker-1": "its end"})
+    # Responses to: the result of worker-0, which still runs, and the result of worker-1.
+    cluster.answers = [[], lost]
+    assert client.find_failure() == "worker-1: ImportError: no such thing"
+    cluster.answers = [[]]
+    assert client.find_failure() is None
 
 
 def test_dead_nodes_of_other_machines_are_ignored(cluster: Cluster) -> None:
@@ -136,12 +119,12 @@ def actors(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> dict[type, dict
 
     def actor(kind: type, **options: Any) -> Any:
         options_by_class[kind] = options
-        return SimpleNamespace(remote=lambda *arguments: Coordinator())
+        return SimpleNamespace(remote=lambda *arguments: Actor())
 
     monkeypatch.setattr(ray_workers, "_actor", actor)
     monkeypatch.setattr(ray_workers, "connected_to_local_node", contextlib.nullcontext)
     for name, answer in (("init", None), ("shutdown", None), ("kill", None), ("wait", ([], []))):
-        monkeypatch.setattr(ray_workers.ray, name, lambda *arguments, answer=answer, **named: answer)
+        monkeypatch.setattr(ray, name, lambda *arguments, answer=answer, **named: answer)
     return options_by_class
 
 
@@ -149,7 +132,7 @@ def test_coordinator_concurrency_exceeds_number_of_workers(actors: dict[type, di
     config = make_config(mode=Mode.ASYNC, workers=WorkersConfig(num_workers=500))
     with ray_workers.ray_workers(config, 10, "token"):
         # Each worker may have a waiting call and still send heartbeats and groups.
-        assert actors[CoordinatorActor]["max_concurrency"] > 500
+        assert actors[Coordinator]["max_concurrency"] > 500
 
 
 def test_shutdown_does_not_wait_for_a_dead_coordinator(
@@ -173,15 +156,12 @@ def test_worker_start_error_is_logged_and_reported(
         logging.getLogger("marin_rl.rollouts.rollout_builder").debug("a step")
         raise OSError("there is no bubblewrap")
 
-    reported: list[tuple[str, str]] = []
-    fail = SimpleNamespace(remote=lambda *arguments: reported.append(arguments))
-    monkeypatch.setattr(Coordinator, "fail", fail, raising=False)
-    monkeypatch.setattr(ray_workers.ray, "get_actor", lambda name: Coordinator())
-    monkeypatch.setattr(ray_workers, "ReceivedPolicy", no_policy)
+    monkeypatch.setattr(ray, "get_actor", lambda name: Actor())
+    monkeypatch.setattr("marin_rl.distributed.worker.WorkerPolicy", no_policy)
     config = make_config(mode=Mode.ASYNC, run_dir=str(tmp_path), logging={"marin_rl.environments": "debug"})
     with pytest.raises(OSError, match="there is no bubblewrap"):
         ray_workers.Worker(to_yaml(config), 10, "token", "worker-0", "coordinator").run()
-    assert reported == [("worker-0", "OSError: there is no bubblewrap")]
+    assert cluster.questions == [("fail", "worker-0", "OSError: there is no bubblewrap")]
     log = (tmp_path / "workers" / "worker-0.txt").read_text()
     assert "there is no bubblewrap" in log
     # Workers use the log levels of the config.
@@ -193,7 +173,7 @@ def test_unreachable_cluster_is_named_immediately(monkeypatch: pytest.MonkeyPatc
     def init(**settings: Any) -> None:
         raise ConnectionError("there is none")
 
-    monkeypatch.setattr(ray_workers.ray, "init", init)
+    monkeypatch.setattr(ray, "init", init)
     free = f"127.0.0.1:{free_port()}"
     for address, reason in ((free, "Connection refused"), ("auto", "there is none")):
         with pytest.raises(NoClusterError, match=f"no Ray cluster responds at ray_address '{address}' .*{reason}.*"):

@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 
 from marin_rl.config.sections import RolloutConfig
-from marin_rl.distributed.rollout_source import FinishedGroup, LocalRollouts, stream_group_requests
+from marin_rl.distributed.rollout_source import LocalRollouts
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import Split
@@ -80,12 +80,3 @@ def test_group_does_not_depend_on_worker_or_other_requests() -> None:
     for one in ORDERS:
         rollout_source.submit([one])
         assert [answers(group) for _, group in rollout_source.wait(PhaseTimer())] == [wanted[one.number]]
-
-    waiting, found = list(ORDERS[1:]), {}
-
-    def on_group_done(played: FinishedGroup) -> list[GroupRequest]:
-        found[played.number] = answers(played.group)
-        return [waiting.pop()] if waiting else []
-
-    stream_group_requests(CONFIG, runner(), ORDERS[:1], on_group_done)
-    assert found == wanted

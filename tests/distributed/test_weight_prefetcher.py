@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from marin_rl.distributed.weight_prefetcher import WeightPrefetcher, Weights
+from marin_rl.distributed.worker import WeightPrefetcher, Weights
 from marin_rl.types import WeightVersion
 from marin_rl.weights.protocol import (
     CorruptTransferError,
@@ -41,7 +41,7 @@ class Trainer:
 
 @pytest.fixture
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.distributed.weight_prefetcher.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr("marin_rl.distributed.worker.ThreadPoolExecutor", InlineExecutor)
 
 
 @pytest.mark.usefixtures("inline")

@@ -15,9 +15,8 @@ from marin_rl.closing import Closing
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.coordinator import Announcement
-from marin_rl.distributed.rollout_source import FinishedGroup
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, oldest_version
-from marin_rl.distributed.worker_policy import ReceivedPolicy
+from marin_rl.distributed.worker import WorkerPolicy
 from marin_rl.environments.base import Split
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy
@@ -38,8 +37,9 @@ class Trainer:
 
     def __init__(self, config: TrainConfig) -> None:
         self._trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
-        self._config = config
-        self._tokenizer = config.tokenizer.build()
+        self.config = config
+        self.tokenizer = config.tokenizer.build()
+        self.vocab_size = len(self.tokenizer.tokenizer)
         self.sender: WeightSender = config.weights.open_sender(TOKEN, TrainingHost.current())
         self.version: WeightVersion = -1
         self.polls = 0
@@ -47,9 +47,9 @@ class Trainer:
 
     def publish(self) -> None:
         self.version += 1
-        assert self._config.model is not None
+        assert self.config.model is not None
         model = initialize_policy(
-            self._config.model, self._tokenizer, self._trainer, key=jax.random.PRNGKey(self.version)
+            self.config.model, self.tokenizer, self._trainer, key=jax.random.PRNGKey(self.version)
         )
         self.sender.publish(model, self.version)
         # Announced when available, as by a trainer.
@@ -63,7 +63,7 @@ class Trainer:
 
 @pytest.fixture(autouse=True)
 def known_moments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.distributed.weight_prefetcher.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr("marin_rl.distributed.worker.ThreadPoolExecutor", InlineExecutor)
     # All generations are sampled in one round, independent of the speed of the machine.
     client = functools.partial(RequestBatcher, max_wait=600.0)
     monkeypatch.setattr("marin_rl.rollouts.run_rollouts.RequestBatcher", client)
@@ -81,11 +81,10 @@ def make_config(folder: Path, refresh: str) -> TrainConfig:
 
 
 @pytest.fixture
-def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Trainer, ReceivedPolicy]]:
+def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Trainer, WorkerPolicy]]:
     config = make_config(tmp_path, getattr(request, "param", "in_flight"))
     trainer = Trainer(config)
-    vocab_size = len(config.tokenizer.build().tokenizer)
-    policy = ReceivedPolicy(config, vocab_size, TOKEN, trainer.announced)
+    policy = WorkerPolicy(config, trainer.vocab_size, TOKEN, trainer.announced)
     trainer.publish()
     policy.fetch([trainer.sender.address])
     yield trainer, policy
@@ -93,17 +92,17 @@ def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Tra
     trainer.sender.close()
 
 
-def run_groups(policy: ReceivedPolicy) -> list[RolloutGroup]:
-    tasks = policy._environment.tasks(Split.TRAIN)
-    orders = [GroupRequest(RequestNumber(1, index), tasks[index], 0) for index in range(GROUPS)]
-    received: dict[RequestNumber, RolloutGroup] = {}
+def run_groups(trainer: Trainer, policy: WorkerPolicy) -> list[RolloutGroup]:
+    tasks = trainer.config.environment.build().tasks(Split.TRAIN)
+    requests = [GroupRequest(RequestNumber(1, index), tasks[index], 0) for index in range(GROUPS)]
+    received: dict[str, RolloutGroup] = {}
 
-    def on_group_done(played: FinishedGroup) -> tuple[GroupRequest, ...]:
-        received[played.number] = played.group
+    def on_group_done(group: RolloutGroup) -> tuple[GroupRequest, ...]:
+        received[group.id] = group
         return ()
 
-    policy.run(orders, on_group_done)
-    return [received[order.number] for order in orders]
+    policy.run(requests, on_group_done)
+    return [received[request.number.group_id] for request in requests]
 
 
 def generations(groups: list[RolloutGroup]) -> list[Generation]:
@@ -111,15 +110,15 @@ def generations(groups: list[RolloutGroup]) -> list[Generation]:
 
 
 def test_in_flight_weights_sample_the_following_tokens(
-    opened: tuple[Trainer, ReceivedPolicy],
+    opened: tuple[Trainer, WorkerPolicy],
 ) -> None:
     trainer, policy = opened
-    before = generations(run_groups(policy))
+    before = generations(run_groups(trainer, policy))
     assert {(one.first_version, one.last_version) for one in before} == {(0, 0)}
     # Poll 1 precedes the prefill, polls 2, 3, ... follow tokens 1, 2, .... A poll starts a fetch and the next poll
     # returns its result; the first poll of this call returns the result of the last poll of the previous call.
     trainer.polls, trainer.at = 0, {2: trainer.publish}
-    groups = run_groups(policy)
+    groups = run_groups(trainer, policy)
     for old, new in zip(before, generations(groups), strict=True):
         assert new.token_ids[:2] == old.token_ids[:2]
         assert new.logprobs[:2] == old.logprobs[:2]
@@ -130,18 +129,18 @@ def test_in_flight_weights_sample_the_following_tokens(
 
 
 @pytest.mark.parametrize("opened", ["between_groups"], indirect=True)
-def test_between_groups_no_weights_are_fetched_during_rollouts(opened: tuple[Trainer, ReceivedPolicy]) -> None:
+def test_between_groups_no_weights_are_fetched_during_rollouts(opened: tuple[Trainer, WorkerPolicy]) -> None:
     trainer, policy = opened
     trainer.publish()
-    assert {(one.first_version, one.last_version) for one in generations(run_groups(policy))} == {(0, 0)}
+    assert {(one.first_version, one.last_version) for one in generations(run_groups(trainer, policy))} == {(0, 0)}
     assert trainer.polls == 0
     policy.fetch([trainer.sender.address])
-    assert {(one.first_version, one.last_version) for one in generations(run_groups(policy))} == {(1, 1)}
+    assert {(one.first_version, one.last_version) for one in generations(run_groups(trainer, policy))} == {(1, 1)}
 
 
 @pytest.mark.parametrize("opened", ["between_groups"], indirect=True)
 def test_failed_fetch_keeps_weights_and_fails_without_any(
-    opened: tuple[Trainer, ReceivedPolicy], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    opened: tuple[Trainer, WorkerPolicy], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer, policy = opened
     nobody = f"grpc+tls://127.0.0.1:{free_port()}"
@@ -151,23 +150,23 @@ def test_failed_fetch_keeps_weights_and_fails_without_any(
     trainer.publish()
     assert policy.fetch([trainer.sender.address])
     assert policy.version == 1
-    fresh = ReceivedPolicy(policy._config, len(policy._tokenizer.tokenizer), TOKEN, trainer.announced)
+    fresh = WorkerPolicy(trainer.config, trainer.vocab_size, TOKEN, trainer.announced)
     with Closing(fresh.close), pytest.raises(ServerLostError, match=re.escape(nobody)):
         fresh.fetch([nobody])
 
 
 def test_failed_prefetch_keeps_the_weights(
-    opened: tuple[Trainer, ReceivedPolicy], caplog: pytest.LogCaptureFixture
+    opened: tuple[Trainer, WorkerPolicy], caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer, policy = opened
-    before = generations(run_groups(policy))
+    before = generations(run_groups(trainer, policy))
 
     def lose_the_server() -> None:
         trainer.publish()
         trainer.sender.close()
 
     trainer.polls, trainer.at = 0, {2: lose_the_server}
-    assert generations(run_groups(policy)) == before
+    assert generations(run_groups(trainer, policy)) == before
     assert policy.version == 0
     assert trainer.polls > 2, "it asks again"
     assert "newer weights did not arrive (weight server grpc" in caplog.text

@@ -5,14 +5,17 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from marin_rl import multihost
-from marin_rl.distributed.coordinator import TrainerUpdate
+from marin_rl.distributed import worker_pool
+from marin_rl.distributed.coordinator import CoordinatorClient, TrainerUpdate
 from marin_rl.distributed.rollout_source import StopRequestedError
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
-from marin_rl.distributed.worker_pool import NoWorkersError, SharedWorkerPool, WorkerFailedError, WorkerPool
+from marin_rl.distributed.worker_pool import NoWorkersError, WorkerFailedError, WorkerPool
 from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup, Task, WeightVersion
@@ -31,12 +34,19 @@ def with_groups(*numbers: tuple[int, int], **changes: object) -> TrainerUpdate:
     return NOTHING._replace(groups=groups, **changes)
 
 
-@dataclasses.dataclass
-class FakeCoordinator:
-    """Fake coordinator with prepared responses, of which the last is repeated; records all calls."""
+class Client(CoordinatorClient):
+    """Fake client with prepared responses to `take`, of which the last is repeated; records all calls."""
 
-    calls: list[str]
-    responses: list[TrainerUpdate] = dataclasses.field(default_factory=lambda: [NOTHING])
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+        self.responses = [NOTHING]
+        self.failure: str | None = None
+
+    def call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        return getattr(self, method.__name__)(*arguments)
+
+    def find_failure(self) -> str | None:
+        return self.failure
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         self.calls.append("submit " + " ".join(one.number.group_id for one in requests))
@@ -76,8 +86,8 @@ def calls() -> list[str]:
 
 
 @pytest.fixture
-def client(calls: list[str]) -> FakeCoordinator:
-    return FakeCoordinator(calls)
+def client(calls: list[str]) -> Client:
+    return Client(calls)
 
 
 @pytest.fixture
@@ -86,12 +96,23 @@ def sender(calls: list[str]) -> Sender:
 
 
 @pytest.fixture
-def rollout_source(client: FakeCoordinator, sender: Sender) -> WorkerPool:
-    return WorkerPool(client, sender, no_progress_timeout=600.0)
+def rollout_source(client: Client, sender: Sender) -> WorkerPool:
+    return make_pool(client, sender)
+
+
+def make_pool(client: CoordinatorClient | None, sender: Sender, **changes: Any) -> WorkerPool:
+    return WorkerPool(client, sender, **{"addresses": ["here"], "counts": {}, "no_progress_timeout": 600.0, **changes})
 
 
 def wait(rollout_source: WorkerPool) -> list[tuple[RequestNumber, str]]:
     return [(number, group.id) for number, group in rollout_source.wait(PhaseTimer())]
+
+
+def poll(rollout_source: WorkerPool) -> None:
+    """Poll once without a finished group."""
+    stops = iter((False, True))
+    with pytest.raises(StopRequestedError):
+        rollout_source.wait(PhaseTimer(), lambda: next(stops))
 
 
 def test_weights_are_announced_after_flush(rollout_source: WorkerPool, calls: list[str]) -> None:
@@ -101,22 +122,20 @@ def test_weights_are_announced_after_flush(rollout_source: WorkerPool, calls: li
     assert calls == ["publish 0", "flush", "announce 0 at here", "publish 1", "flush", "announce 1 at here"]
 
 
-def test_the_addresses_of_all_training_hosts_are_announced(client: FakeCoordinator, sender: Sender) -> None:
-    rollout_source = WorkerPool(client, sender, no_progress_timeout=600.0, addresses=["here", "there"])
+def test_the_addresses_of_all_training_hosts_are_announced(client: Client, sender: Sender) -> None:
+    rollout_source = make_pool(client, sender, addresses=["here", "there"])
     rollout_source.publish({}, 3)
     rollout_source.close()
     assert client.calls[-1] == "announce 3 at here there"
 
 
-def test_publication_error_is_raised_by_wait(
-    client: FakeCoordinator, sender: Sender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_publication_error_is_raised_by_wait(client: Client, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise OSError("the network is down")
 
     monkeypatch.setattr("marin_rl.background_job.ThreadPoolExecutor", InlineExecutor)
     sender.when_flushed = fail
-    rollout_source = WorkerPool(client, sender, no_progress_timeout=600.0)
+    rollout_source = make_pool(client, sender)
     rollout_source.submit([request(1, 0)])
     rollout_source.publish({}, 0)
     client.responses = [with_groups((1, 0))]
@@ -131,7 +150,7 @@ def test_empty_submission_makes_no_call(rollout_source: WorkerPool, calls: list[
 
 
 def test_groups_are_acknowledged_by_the_next_poll_and_returned_once(
-    rollout_source: WorkerPool, client: FakeCoordinator, calls: list[str]
+    rollout_source: WorkerPool, client: Client, calls: list[str]
 ) -> None:
     rollout_source.submit([request(1, 0), request(1, 1)])
     client.responses = [with_groups((1, 0)), with_groups((1, 0)), with_groups((1, 0), (1, 1))]
@@ -147,7 +166,7 @@ def test_groups_are_acknowledged_by_the_next_poll_and_returned_once(
 
 
 def test_restarted_coordinator_receives_weights_and_pending_requests(
-    rollout_source: WorkerPool, client: FakeCoordinator, calls: list[str], caplog: pytest.LogCaptureFixture
+    rollout_source: WorkerPool, client: Client, calls: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     rollout_source.publish({}, 4)
     rollout_source.submit([request(5, 1), request(5, 0), request(6, 0)])
@@ -167,7 +186,7 @@ def test_restarted_coordinator_receives_weights_and_pending_requests(
 
 
 def test_state_is_sent_again_after_the_first_response(
-    rollout_source: WorkerPool, client: FakeCoordinator, calls: list[str]
+    rollout_source: WorkerPool, client: Client, calls: list[str]
 ) -> None:
     rollout_source.publish({}, 0)
     rollout_source.submit([request(1, 0)])
@@ -179,9 +198,7 @@ def test_state_is_sent_again_after_the_first_response(
     assert calls == ["take, acknowledge ", "announce 0 at here", "submit train-1-0", "take, acknowledge "]
 
 
-def test_counts_persist_over_restarts_and_shares_are_per_interval(
-    rollout_source: WorkerPool, client: FakeCoordinator
-) -> None:
+def test_counts_persist_over_restarts_and_shares_are_per_interval(rollout_source: WorkerPool, client: Client) -> None:
     def after(present: float, busy: float, joined: int, incarnation: str) -> dict[str, float]:
         client.responses = [
             NOTHING._replace(
@@ -191,7 +208,7 @@ def test_counts_persist_over_restarts_and_shares_are_per_interval(
                 seconds={"present": present, "busy": busy},
             )
         ]
-        rollout_source.poll_groups(rollout_source.deadline())
+        poll(rollout_source)
         return rollout_source.metrics()
 
     assert rollout_source.metrics() == {"workers/alive": 0.0, "workers/busy_share": 0.0}
@@ -203,18 +220,16 @@ def test_counts_persist_over_restarts_and_shares_are_per_interval(
     assert after(4.0, 3.0, 2, "two") == {**expected, "workers/busy_share": 0.0, "workers/joined": 5.0}
 
 
-def test_counts_continue_in_a_resumed_run(client: FakeCoordinator, sender: Sender) -> None:
-    rollout_source = WorkerPool(client, sender, no_progress_timeout=600.0, counts={"joined": 4, "lost": 1})
+def test_counts_continue_in_a_resumed_run(client: Client, sender: Sender) -> None:
+    rollout_source = make_pool(client, sender, counts={"joined": 4, "lost": 1})
     assert rollout_source.metrics()["workers/joined"] == 4.0
     for incarnation, joined in (("one", 6), ("two", 8)):
         client.responses = [NOTHING._replace(incarnation=incarnation, counts={"joined": 2, "lost": 0})]
-        rollout_source.poll_groups(rollout_source.deadline())
+        poll(rollout_source)
         assert rollout_source.counts == {"joined": joined, "lost": 1}
 
 
-def test_worker_error_is_raised_after_all_groups_are_received(
-    rollout_source: WorkerPool, client: FakeCoordinator
-) -> None:
+def test_worker_error_is_raised_after_all_groups_are_received(rollout_source: WorkerPool, client: Client) -> None:
     rollout_source.submit([request(1, 0), request(1, 1)])
     client.responses = [
         with_groups((1, 0), failure="worker-0: KeyError: 'x'"),
@@ -225,14 +240,28 @@ def test_worker_error_is_raised_after_all_groups_are_received(
         wait(rollout_source)
 
 
+def test_error_of_a_worker_that_failed_to_start_is_raised(rollout_source: WorkerPool, client: Client) -> None:
+    rollout_source.submit([request(1, 0)])
+    client.failure = "worker-0: ImportError: no such thing"
+    client.responses = [with_groups((1, 0)), NOTHING]
+    assert wait(rollout_source) == [((1, 0), "train-1-0")]
+    with pytest.raises(WorkerFailedError, match=r"worker-0: ImportError: no such thing\."):
+        wait(rollout_source)
+    # An error that the worker itself reported takes precedence.
+    client.responses = [NOTHING._replace(failure="worker-0: OSError: no disk")]
+    with pytest.raises(WorkerFailedError, match=r"worker-0: OSError: no disk\."):
+        wait(rollout_source)
+
+
 def test_timeout_error_lists_pending_groups_and_remedy(
-    client: FakeCoordinator, sender: Sender, calls: list[str]
+    client: Client, sender: Sender, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rollout_source = WorkerPool(client, sender, no_progress_timeout=1.5)
+    rollout_source = make_pool(client, sender, no_progress_timeout=1.5)
     rollout_source.submit([request(2, index) for index in reversed(range(7))])
     calls.clear()
+    monkeypatch.setattr(worker_pool, "time", SimpleNamespace(monotonic=iter((0.0, 1.6)).__next__))
     with pytest.raises(NoWorkersError) as raised:
-        rollout_source.poll_groups(deadline=0.0)
+        rollout_source.wait(PhaseTimer())
     assert str(raised.value) == (
         "no rollout worker finished a group in 1.5 s (workers.no_progress_timeout); 7 are pending (train-2-0, "
         "train-2-1, train-2-2, train-2-3, train-2-4, ...), "
@@ -263,6 +292,15 @@ def test_stop_ends_the_wait_in_a_process_without_workers(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(multihost, "on_main", from_main)
     with pytest.raises(StopRequestedError):
-        SharedWorkerPool(None, sender).wait(PhaseTimer(), stop_requested)
+        make_pool(None, sender).wait(PhaseTimer(), stop_requested)
     # The main process makes the same exchanges in the same order.
     assert exchanges == ["stop", "groups", "stop", "groups", "stop"]
+
+
+def test_other_processes_only_publish_weights(sender: Sender, calls: list[str]) -> None:
+    rollout_source = make_pool(None, sender, counts={"lost": 3})
+    rollout_source.submit([request(1, 0)])
+    rollout_source.publish({}, 1)
+    rollout_source.close()
+    assert calls == ["publish 1"]
+    assert rollout_source.metrics() == rollout_source.counts == {}

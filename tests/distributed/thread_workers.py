@@ -7,29 +7,21 @@ import concurrent.futures
 import contextlib
 from collections.abc import Iterator
 
-from marin_rl.closing import Closing
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.coordinator import CoordinatorActor
-from marin_rl.distributed.worker import reporting_errors, work
-from marin_rl.distributed.worker_policy import ReceivedPolicy
+from marin_rl.distributed.coordinator import Coordinator, CoordinatorClient
+from marin_rl.distributed.worker import run_worker
+from tests.distributed.local_client import LocalClient
 
 
 @contextlib.contextmanager
-def thread_workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[CoordinatorActor]:
+def thread_workers(config: TrainConfig, vocab_size: int, secret: str) -> Iterator[CoordinatorClient]:
     """Replacement of `marin_rl.distributed.ray_workers.ray_workers`."""
-    coordinator_actor = CoordinatorActor(config.workers.heartbeat_timeout)
-
-    def run(name: str) -> None:
-        with reporting_errors(coordinator_actor, name):
-            policy = ReceivedPolicy(config, vocab_size, token, coordinator_actor.announced)
-        with Closing(policy.close):
-            work(coordinator_actor, name, policy, heartbeat_timeout=config.workers.heartbeat_timeout, poll=0.5)
-
-    with concurrent.futures.ThreadPoolExecutor(config.workers.num_workers, "worker") as pool:
-        running = [pool.submit(run, f"worker-{index}") for index in range(config.workers.num_workers)]
+    client, count = LocalClient(Coordinator(config.workers.heartbeat_timeout)), config.workers.num_workers
+    with concurrent.futures.ThreadPoolExecutor(count, "worker") as pool:
+        running = [pool.submit(run_worker, config, vocab_size, secret, client, f"worker-{i}") for i in range(count)]
         try:
-            yield coordinator_actor
+            yield client
         finally:
-            coordinator_actor.stop()
+            client.call(Coordinator.stop)
             # Errors of workers are reported to the trainer.
             concurrent.futures.wait(running)

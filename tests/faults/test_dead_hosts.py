@@ -33,7 +33,7 @@ def test_dead_training_host_ends_the_run_which_resumes(killed: int, tmp_path: Pa
         children = main.children() | training[1].children()
         kill_in_transfer(training[killed])
         assert left.end() != 0
-        all_end([child for child in children if child.name.startswith(("ray::Worker", "ray::CoordinatorActor"))])
+        all_end([child for child in children if child.name.startswith(("ray::Worker", "ray::Coordinator"))])
     said = left.output.read_text()
     # Jax may end the other process before its collective operation fails.
     assert EXPLAINED in said or (killed == 0 and JAX_ENDS in said), said

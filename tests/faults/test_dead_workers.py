@@ -58,7 +58,7 @@ def test_run_survives_killed_and_paused_workers_and_coordinator(
         pause(run.named("ray::Worker"), 2 * SILENCE)
         trains_on(run)
         assert run.records()[-1]["workers/lost"] > given_up
-        (coordinator,) = run.named("ray::CoordinatorActor")
+        (coordinator,) = run.named("ray::Coordinator")
         os.kill(coordinator, signal.SIGKILL)
         trains_on(run)
         children = run.children()

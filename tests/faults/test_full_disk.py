@@ -211,4 +211,4 @@ def test_full_disk_stops_an_async_run_without_losing_waiting_groups(finished_run
         assert running.end() == 0, running.output.read_text()[-5000:]
     assert whole_and_once(running, groups=GROUPS, members=MEMBERS, staleness=STALENESS) == STEPS
     trained = {row for table in read_rollouts(run.path / "rollouts") for row in table["group_id"].to_pylist()}
-    assert {number.group_id for number in waiting._waiting} <= trained
+    assert {entry.number.group_id for entry in waiting.expire(100)} <= trained

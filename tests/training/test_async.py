@@ -8,22 +8,21 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed import worker_policy
-from marin_rl.distributed.coordinator import CoordinatorActor
+from marin_rl.distributed import worker
+from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.replay_buffer import ReplayBuffer
-from marin_rl.distributed.scheduler import GroupRequest
-from marin_rl.distributed.worker_policy import ReceivedPolicy
 from marin_rl.rollouts.request_batcher import RequestBatcher
-from marin_rl.rollouts.run_rollouts import RolloutRunner
+from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner
 from marin_rl.rollouts.store import read_rollouts
 from tests.distributed.inline_executor import InlineExecutor
+from tests.distributed.local_client import LocalClient
 from tests.distributed.thread_workers import thread_workers
 from tests.tiny_run import TinyRun, outcome, without_timings
 
@@ -74,24 +73,23 @@ def test_sigterm_while_workers_are_busy_saves_last_finished_step(
 ) -> None:
     run = new_run(mode="async", replay__max_staleness=0, checkpoint__keep_every=1, checkpoint__every=1, num_steps=3)
     over = threading.Event()
-    stream_group_requests, stop = worker_policy.stream_group_requests, CoordinatorActor.stop
+    stream_requests, stop = worker.stream_requests, Coordinator.stop
 
-    def hold_step_3(
-        config: TrainConfig, runner: RolloutRunner, orders: Sequence[GroupRequest], on_group_done: Any
-    ) -> None:
-        if min(order.number.step for order in orders) < 3:
-            stream_group_requests(config, runner, orders, on_group_done)
-        else:
+    def hold_step_3(runner: RolloutRunner, requests: Sequence[GroupInput], **settings: Any) -> None:
+        if any(request.group_id.startswith("train-3-") for request in requests):
             os.kill(os.getpid(), signal.SIGTERM)
             over.wait()
+        else:
+            stream_requests(runner, requests, **settings)
 
-    def stop_holding(coordinator_actor: CoordinatorActor) -> None:
-        stop(coordinator_actor)
+    @functools.wraps(stop)
+    def stop_holding(coordinator: Coordinator) -> None:
+        stop(coordinator)
         over.set()
 
     with monkeypatch.context() as patched:
-        patched.setattr(worker_policy, "stream_group_requests", hold_step_3)
-        patched.setattr(CoordinatorActor, "stop", stop_holding)
+        patched.setattr(worker, "stream_requests", hold_step_3)
+        patched.setattr(Coordinator, "stop", stop_holding)
         assert run.train("--checkpoint.every", "0") == 0
     assert run.steps() == [0, 2]
     assert run.train() == 0
@@ -186,24 +184,22 @@ def test_in_flight_generations_continue_with_new_weights(
         warm_start__max_steps=0,
         evaluation={"tasks": 2, "greedy": False, "every": 0},
     )
-    polls = 0
-    poll_weights = ReceivedPolicy._poll_weights
+    polls, call = 0, LocalClient.call
 
-    def poll_when_step_1_is_trained(policy: ReceivedPolicy) -> None:
+    def poll_when_step_1_is_trained(client: LocalClient, method: Any, *arguments: Any, **named: Any) -> Any:
         # Polls 1 to 3 belong to the first four groups, which step 1 trains on; poll 5 follows the first tokens of the
         # groups that replace them.
         nonlocal polls
-        polls += 1
-        if polls == 5:
-            coordinator_actor = cast(Any, policy._announced).__self__
-            with coordinator_actor._changed:
-                assert coordinator_actor._changed.wait_for(
-                    lambda: coordinator_actor._coordinator.announced.version >= 1, 120
-                )
-        poll_weights(policy)
+        if method is Coordinator.announced:
+            polls += 1
+            deadline = time.monotonic() + 120
+            while polls == 5 and call(client, method).version < 1:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        return call(client, method, *arguments, **named)
 
-    monkeypatch.setattr(ReceivedPolicy, "_poll_weights", poll_when_step_1_is_trained)
-    monkeypatch.setattr("marin_rl.distributed.weight_prefetcher.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr(LocalClient, "call", poll_when_step_1_is_trained)
+    monkeypatch.setattr("marin_rl.distributed.worker.ThreadPoolExecutor", InlineExecutor)
     monkeypatch.setattr(
         "marin_rl.rollouts.run_rollouts.RequestBatcher", functools.partial(RequestBatcher, max_wait=600.0)
     )
@@ -234,7 +230,7 @@ def test_worker_error_ends_run(
         evaluation={"tasks": 2, "greedy": False, "every": 0},
     )
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("marin_rl.distributed.worker_policy.stream_group_requests", lambda *arguments: 1 / 0)
+        patched.setattr(worker, "stream_requests", lambda *arguments, **settings: 1 / 0)
         assert run.train() == 1
     output = capfd.readouterr().err
     assert "error: a rollout worker ended with an error: worker-0: ZeroDivisionError: division by zero" in output
@@ -250,7 +246,7 @@ def test_trainer_times_out_on_silent_workers(new_run: Callable[..., TinyRun], ca
         evaluation={"tasks": 2, "greedy": False, "every": 0},
     )
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("marin_rl.distributed.worker._work", lambda *arguments: None)
+        patched.setattr(worker.RolloutWorker, "run", lambda *arguments: None)
         assert run.train() == 1
     output = capfd.readouterr().err
     assert (

@@ -10,15 +10,16 @@ Invariants: every step gets complete groups, within the maximum staleness, each 
 import collections
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from marin_rl.config.sections import Mode, ReplayConfig, RolloutConfig
-from marin_rl.distributed.coordinator import Coordinator, TrainerUpdate
+from marin_rl.distributed.coordinator import Coordinator, CoordinatorClient, TrainerUpdate
 from marin_rl.distributed.open_rollout_source import make_staleness_limits
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, RolloutScheduler
@@ -28,6 +29,8 @@ from marin_rl.rollouts.filters import DropGroupsConfig, KeepGroupsConfig, Resamp
 from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.training.run_state import Progress, RunState
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn, WeightVersion
+from tests.distributed.inline_executor import InlineExecutor
+from tests.distributed.local_client import result_of
 from tests.training.bare_run import BareRun, bare_run, make_config
 
 GROUPS = 3
@@ -58,7 +61,7 @@ class RolloutRunner:
     paused: bool = False
 
 
-class World:
+class World(CoordinatorClient):
     """Simulated coordinator and workers; advances by one random event whenever the trainer waits."""
 
     def __init__(self, chance: random.Random, workers: int, equal_share: float) -> None:
@@ -66,13 +69,12 @@ class World:
         self.now = 0.0
         self.equal_share = equal_share
         self.lives = 0
-        self.announced: tuple[int, tuple[str, ...]] = (0, ())
         self.played: collections.Counter[RequestNumber] = collections.Counter()
         self.coordinator = self.new_coordinator()
         self.workers = [self.born(f"w{index}") for index in range(workers)]
 
     def new_coordinator(self) -> Coordinator:
-        return Coordinator(lambda: self.now, heartbeat_timeout=SILENCE)
+        return Coordinator(SILENCE, lambda: self.now)
 
     def born(self, name: str) -> RolloutRunner:
         self.lives += 1
@@ -82,19 +84,20 @@ class World:
 
     # Interface used by the trainer.
 
-    def submit(self, requests: Sequence[GroupRequest]) -> None:
-        self.coordinator.submit(requests)
+    def call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        if method is Coordinator.take:
+            return self.take(*arguments)
+        return method(self.coordinator, *arguments)
 
-    def announce(self, version: WeightVersion, addresses: Sequence[str]) -> None:
-        self.announced = (version, tuple(addresses))
-        self.coordinator.announce(version, addresses)
+    def find_failure(self) -> None:
+        return None
 
     def take(self, acknowledged: Sequence[RequestNumber], seconds: float) -> TrainerUpdate:
-        update = self.coordinator.take(acknowledged)
+        update = result_of(self.coordinator.take(acknowledged))
         while not update.groups:
             incarnation = self.coordinator.incarnation
             self.event()
-            update = self.coordinator.take()
+            update = result_of(self.coordinator.take())
             if self.coordinator.incarnation != incarnation:
                 # A new coordinator has no requests until the trainer submits them again.
                 return update
@@ -120,9 +123,9 @@ class World:
             self.ask(worker)
 
     def ask(self, worker: RolloutRunner) -> None:
-        self.coordinator.set_running(worker.name, worker.incarnation, worker.playing)
-        told = self.coordinator.next_assignment(
-            worker.name, worker.incarnation, worker.version, self.chance.randint(1, 4)
+        room = self.chance.randint(1, 4)
+        told = result_of(
+            self.coordinator.next_assignment(worker.name, worker.incarnation, worker.version, room, worker.playing)
         )
         if self.chance.random() < 0.05:
             # The response is lost.
@@ -155,6 +158,12 @@ class World:
         return RolloutGroup(order.number.group_id, rollouts)
 
 
+@pytest.fixture(autouse=True)
+def inline_announcements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Announce weights in the calling thread, so that schedules are deterministic."""
+    monkeypatch.setattr("marin_rl.background_job.ThreadPoolExecutor", InlineExecutor)
+
+
 class Sender:
     """Publishes weights immediately."""
 
@@ -179,16 +188,12 @@ def async_run(replay: ReplayConfig, filter_config: object, world: World) -> Bare
         rollouts=RolloutConfig(prompts_per_step=GROUPS, group_size=2, max_length=64, row_length=64),
     )
     run = bare_run(config, Numbers())
-    run.rollout_source = WorkerPool(world, Sender(), no_progress_timeout=600.0, poll=1.0)
+    run.rollout_source = WorkerPool(world, Sender(), addresses=["here"], counts={}, no_progress_timeout=600.0)
     return run
 
 
 def publish(run: BareRun) -> None:
-    rollout_source = run.rollout_source
-    assert isinstance(rollout_source, WorkerPool)
-    rollout_source.publish(SimpleNamespace(), run.progress.step)
-    # The announcement runs in a thread; wait for it so that schedules are deterministic.
-    rollout_source._announcing.flush()
+    run.rollout_source.publish(SimpleNamespace(), run.progress.step)
 
 
 @pytest.mark.parametrize("filter_config", [KeepGroupsConfig(), DropGroupsConfig(), ResampleGroupsConfig(max_batches=3)])
