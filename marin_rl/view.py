@@ -98,7 +98,12 @@ def _show(arguments: argparse.Namespace, source: StoredRollouts) -> None:
     if steps is None and not source.is_file:
         newest = newest_step(source, evaluation=arguments.evaluation)
         if newest is None:
-            console.print(_empty_message(source, arguments.evaluation), markup=False, soft_wrap=True)
+            kind = "evaluation rollouts" if arguments.evaluation else "rollouts"
+            message = (
+                f"{source.path} has no stored {kind} yet: its first step has not finished, or rollout_store.every is 0 "
+                "in its config.yaml"
+            )
+            console.print(message, markup=False, soft_wrap=True)
             return
         steps = range(newest, newest + 1)
     listing = list_rollouts(
@@ -127,14 +132,6 @@ def _selection(arguments: argparse.Namespace, steps: range | None) -> Selection:
         arguments.status,
         arguments.min_reward,
         arguments.max_reward,
-    )
-
-
-def _empty_message(source: StoredRollouts, evaluation: bool) -> str:
-    kind = "evaluation rollouts" if evaluation else "rollouts"
-    return (
-        f"{source.path} has no stored {kind} yet: its first step has not finished, or rollout_store.every is 0 in its "
-        "config.yaml"
     )
 
 

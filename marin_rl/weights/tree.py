@@ -26,20 +26,16 @@ def named_leaves(tree: object) -> dict[str, Any]:
     leaves = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-            name = jax.tree_util.keystr(path)
-            if not _is_plain(leaf):
+            name, dtype = jax.tree_util.keystr(path), leaf.dtype
+            is_number = jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
+            if not (is_number and dtype.isnative):
                 raise ValueError(
-                    f"{name} has dtype {leaf.dtype}; only plain numbers can be transferred: remove it from the tree"
+                    f"{name} has dtype {dtype}; only plain numbers can be transferred: remove it from the tree"
                 )
             if name in leaves:
                 raise ValueError(f"two arrays of the tree have the same key path {name}; use different keys")
             leaves[name] = leaf
     return leaves
-
-
-def _is_plain(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
-    dtype = leaf.dtype
-    return (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)) and dtype.isnative
 
 
 def replace_leaves(tree: T, arrays: Mapping[str, jax.Array | np.ndarray]) -> T:

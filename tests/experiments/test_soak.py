@@ -29,7 +29,7 @@ from experiments.soak_train import hold_transfers, reached
 from marin_rl.weights.arrow_flight import FlightSource
 from marin_rl.weights.protocol import ServerLostError
 from tests.tiny_run import TinyRun, copy_of
-from tests.weights.ends import SECRET
+from tests.weights.endpoints import SECRET
 
 
 def ended(run: TinyRun) -> LiveRun:

@@ -63,6 +63,11 @@ class Browser:
         message, _, self._buffer = self._buffer.partition(b"\0")
         return json.loads(message)
 
+    def close(self) -> None:
+        """End the browser."""
+        self._session = None
+        self.call("Browser.close")
+
     def open(self, page: Path, *, width: int = 1200, height: int = 900, dark: bool = False, address: str = "") -> None:
         """Load a page and wait until its script has finished."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
@@ -138,8 +143,7 @@ def browser(profile: Path) -> Iterator[Browser]:
     try:
         tab = Browser(command_write, answer_read)
         yield tab
-        tab._session = None
-        tab.call("Browser.close")
+        tab.close()
     finally:
         os.close(command_write)
         os.close(answer_read)

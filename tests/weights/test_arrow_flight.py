@@ -35,7 +35,7 @@ from marin_rl.weights.protocol import (
     WrongSecretError,
 )
 from marin_rl.weights.publish import ShardedSender, TrainingHost
-from tests.weights.ends import (
+from tests.weights.endpoints import (
     ONCE,
     SECRET,
     HookedSource,

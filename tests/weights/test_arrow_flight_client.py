@@ -12,7 +12,7 @@ import pytest
 from marin_rl.retry import RetryConfig
 from marin_rl.weights.arrow_flight import FlightSource, WeightServer
 from marin_rl.weights.protocol import CorruptTransferError, ServerLostError
-from tests.weights.ends import SECRET, assert_same, receiver_of, serving, snapshot_of, source_of
+from tests.weights.endpoints import SECRET, assert_same, receiver_of, serving, snapshot_of, source_of
 
 WEIGHTS = {"w": np.arange(3000, dtype=np.float32), "b": np.float32([[1], [2]])}
 

@@ -11,7 +11,7 @@ from marin_rl.weights.config import (
     WeightTransferConfig,
 )
 from marin_rl.weights.publish import TrainingHost
-from tests.weights.ends import SECRET
+from tests.weights.endpoints import SECRET
 
 
 def decode(fields: dict[str, object]) -> WeightTransferConfig:

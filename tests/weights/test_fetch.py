@@ -18,8 +18,8 @@ from marin_rl.weights.manifest import Bounds, Chunk, Manifest, Piece, slices_wit
 from marin_rl.weights.plan import PieceKey, make_plan, target_arrays
 from marin_rl.weights.protocol import CorruptTransferError, MismatchedWeightsError
 from marin_rl.weights.publish import Snapshot
-from tests.weights.cut_array import FULL, NAME, Hosts, box
-from tests.weights.ends import assert_same, receiver_of, snapshot_of, split
+from tests.weights.endpoints import assert_same, receiver_of, snapshot_of, split
+from tests.weights.partitioned_array import FULL, NAME, Hosts, box
 
 # Buffers of one array.
 

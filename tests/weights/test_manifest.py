@@ -24,7 +24,7 @@ from marin_rl.weights.manifest import (
     whole,
 )
 from marin_rl.weights.protocol import CorruptTransferError
-from tests.weights.ends import snapshot_of
+from tests.weights.endpoints import snapshot_of
 
 SHAPE = (5, 4)
 

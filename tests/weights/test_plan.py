@@ -9,7 +9,7 @@ import pytest
 
 from marin_rl.weights.plan import PieceKey, make_plan, target_arrays
 from marin_rl.weights.protocol import MismatchedWeightsError
-from tests.weights.cut_array import LIKE, NAME, Hosts, box
+from tests.weights.partitioned_array import LIKE, NAME, Hosts, box
 
 
 def test_error_names_array_and_indices_of_a_gap():

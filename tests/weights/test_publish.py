@@ -24,7 +24,7 @@ from marin_rl.weights.publish import (
     copy_arrays,
     take_snapshot,
 )
-from tests.weights.ends import SECRET, assert_same, closing, snapshot_of
+from tests.weights.endpoints import SECRET, assert_same, closing, snapshot_of
 
 # Copies on the devices.
 

@@ -14,7 +14,7 @@ from marin_rl.weights.manifest import make_secret
 from marin_rl.weights.protocol import CorruptTransferError, ServerLostError, VersionGoneError, WrongSecretError
 from marin_rl.weights.publish import ShardedSender, TrainingHost
 from marin_rl.weights.shared_files import FolderBackend, FolderSource, fingerprint
-from tests.weights.ends import SECRET, HookedSource, assert_same, closing, receiver_of
+from tests.weights.endpoints import SECRET, HookedSource, assert_same, closing, receiver_of
 
 PERSISTENT = RetryConfig(give_up_seconds=1000.0)
 

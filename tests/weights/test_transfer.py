@@ -37,7 +37,7 @@ from marin_rl.weights.protocol import (
     WeightSender,
 )
 from marin_rl.weights.publish import TrainingHost
-from tests.weights.ends import ONCE, SECRET, assert_same
+from tests.weights.endpoints import ONCE, SECRET, assert_same
 
 WAYS = ["arrow_flight", "shared_files", "object_store"]
 
