@@ -10,7 +10,6 @@ that score groups run when all rollouts of a group have ended, and components th
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Mapping, Sequence
 
 from marin_rl.closing import Closing
@@ -92,12 +91,10 @@ class RewardFunctions:
 
     async def _score(self, scope: RewardScope, builders: Sequence[RolloutBuilder]) -> None:
         async def score_together(components: Sequence[RewardComponent], builders: Sequence[RolloutBuilder]) -> None:
-            start = time.perf_counter()
-            try:
-                results = await score_rollouts(components, scope, [builder.reward_request() for builder in builders])
-            finally:
+            with contextlib.ExitStack() as timing:
                 for builder in builders:
-                    builder.seconds["reward"] += time.perf_counter() - start
+                    timing.enter_context(builder.count_seconds("reward"))
+                results = await score_rollouts(components, scope, [builder.reward_request() for builder in builders])
             for builder, evaluations in zip(builders, results, strict=True):
                 builder.add_rewards(evaluations)
 
