@@ -46,7 +46,7 @@ def is_live(stream: TextIO, environment: Mapping[str, str]) -> bool:
     return stream.isatty() and environment.get("TERM") != "dumb" and not environment.get("CI")
 
 
-class Progress:
+class ProgressDisplay:
     """Progress display of a run. Used as a context manager."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Progress:
         self._shown: dict[str, str] = {}
         self._live = Live(console=self.console, get_renderable=self._draw, refresh_per_second=4)
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressDisplay":
         if self._live_lines:
             self._live.start()
         return self

@@ -37,7 +37,7 @@ from marin_rl.learner.critic import policy_of
 from marin_rl.learner.devices import join_processes
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.logs import log_to
-from marin_rl.training.console import Progress, print_closing_table
+from marin_rl.training.console import ProgressDisplay, print_closing_table
 from marin_rl.training.loop import TrainingRun, train
 from marin_rl.training.metrics_file import append_record, read_records, truncate_records
 from marin_rl.training.open_run import open_run
@@ -78,10 +78,10 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
         file = directory.log if main else directory.path / "processes" / f"{jax.process_index()}.txt"
         log = log_to(file, config.log_level.number, module_levels(config.logging))
         console = stream if main else resources.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
-        with log, logged_errors(), multihost.explain_errors(), Progress(config.num_steps, console) as progress:
-            finished = _train(config, directory, progress)
+        with log, logged_errors(), multihost.explain_errors(), ProgressDisplay(config.num_steps, console) as display:
+            finished = _train(config, directory, display)
         if main and finished is not None:
-            _print_summary(progress, finished, directory)
+            _print_summary(display, finished, directory)
 
 
 def _lock(directory: RunDirectory, config: TrainConfig, resources: contextlib.ExitStack) -> None:
@@ -90,9 +90,9 @@ def _lock(directory: RunDirectory, config: TrainConfig, resources: contextlib.Ex
     resources.enter_context(lock(directory))
 
 
-def _train(config: TrainConfig, directory: RunDirectory, progress: Progress) -> TrainingRun | None:
+def _train(config: TrainConfig, directory: RunDirectory, display: ProgressDisplay) -> TrainingRun | None:
     """Train, plot and export; return the run if it is complete."""
-    report = functools.partial(_report, progress)
+    report = functools.partial(_report, display)
     run = open_run(config, directory.path, report)
     with Closing(run.close), stop_on_signals(report) as stop:
         # Only the main process writes records.
@@ -100,7 +100,7 @@ def _train(config: TrainConfig, directory: RunDirectory, progress: Progress) -> 
 
         def record(step: int, metrics: dict[str, float]) -> None:
             multihost.on_main(lambda: cast(StepRecords, records).record(step, metrics))
-            progress.update(step, metrics)
+            display.update(step, metrics)
 
         complete = train(run, record, lambda: multihost.any_process(stop.is_set()))
     if records is not None:
@@ -120,9 +120,9 @@ def _train(config: TrainConfig, directory: RunDirectory, progress: Progress) -> 
     return run if complete else None
 
 
-def _report(progress: Progress, message: str) -> None:
+def _report(display: ProgressDisplay, message: str) -> None:
     logger.info("%s", message)
-    progress.say(message)
+    display.say(message)
 
 
 @contextlib.contextmanager
@@ -282,12 +282,12 @@ def _export(run: TrainingRun, directory: RunDirectory) -> None:
             multihost.on_main(lambda: replace_folder(directory.hf, partial))
 
 
-def _print_summary(progress: Progress, run: TrainingRun, directory: RunDirectory) -> None:
+def _print_summary(display: ProgressDisplay, run: TrainingRun, directory: RunDirectory) -> None:
     records = read_records(directory.metrics)
     prefix = "seconds/"
     names = dict.fromkeys(name for name in itertools.chain(*records) if name.startswith(prefix))
     seconds = {name.removeprefix(prefix): sum(record.get(name, 0.0) for record in records) for name in names}
     seconds.pop("total", None)
-    state = run.state.progress
-    totals = {"updates": state.updates, "rollouts": state.episodes, "tokens sampled": state.sampled_tokens}
-    print_closing_table(progress.console, directory.path, state.evaluations, seconds, totals)
+    progress = run.state.progress
+    totals = {"updates": progress.updates, "rollouts": progress.episodes, "tokens sampled": progress.sampled_tokens}
+    print_closing_table(display.console, directory.path, progress.evaluations, seconds, totals)

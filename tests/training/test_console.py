@@ -10,7 +10,7 @@ from rich.console import Console
 
 from marin_rl.training.console import (
     MAX_PLAIN_LINES,
-    Progress,
+    ProgressDisplay,
     format_seconds,
     is_live,
     print_closing_table,
@@ -48,7 +48,7 @@ EVALUATIONS = {
 
 def plain(total: int, steps, metrics=METRICS, clock=None) -> list[str]:
     stream = Stream()
-    with Progress(total, stream, clock=clock or itertools.count(0, 2).__next__) as progress:
+    with ProgressDisplay(total, stream, clock=clock or itertools.count(0, 2).__next__) as progress:
         for step in steps:
             progress.update(step, metrics)
     return stream.getvalue().splitlines()
@@ -91,7 +91,7 @@ def test_run_prints_about_fifty_lines_with_the_first_and_last(total):
 
 def test_evaluations_are_always_printed_and_not_repeated():
     stream = Stream()
-    with Progress(1000, stream) as progress:
+    with ProgressDisplay(1000, stream) as progress:
         progress.update(7, METRICS | ACCURACY)
         progress.update(20, METRICS)
         progress.update(21, METRICS)
@@ -114,7 +114,7 @@ def test_remaining_time_is_zero_after_the_last_update():
 
 def test_plain_output_has_no_control_characters():
     stream = Stream()
-    with Progress(10, stream, width=40) as progress:
+    with ProgressDisplay(10, stream, width=40) as progress:
         progress.say("held-out [bold]accuracy[/bold] " + "x" * 100)
         progress.update(1, METRICS)
     text = stream.getvalue()
@@ -127,7 +127,7 @@ def test_plain_output_has_no_control_characters():
 def test_live_lines_fit_and_keep_the_most_important_metrics(width):
     # Rich does not detect a terminal, so it draws the lines once, at the end, without control characters.
     stream = Stream()
-    with Progress(10, stream, live=True, width=width, clock=itertools.count(0, 2).__next__) as progress:
+    with ProgressDisplay(10, stream, live=True, width=width, clock=itertools.count(0, 2).__next__) as progress:
         progress.update(1, METRICS | ACCURACY)
         progress.update(2, METRICS)
     bar, line = stream.getvalue().splitlines()
@@ -144,7 +144,7 @@ def test_live_lines_fit_and_keep_the_most_important_metrics(width):
 
 def test_permanent_lines_are_printed_above_live_lines():
     stream = Terminal()
-    with Progress(10, stream, live=True, width=100) as progress:
+    with ProgressDisplay(10, stream, live=True, width=100) as progress:
         progress.update(1, METRICS)
         progress.say("a line that stays")
     assert "a line that stays" in stream.getvalue()
@@ -191,7 +191,7 @@ def test_seconds_round_up_to_minutes():
 
 def test_names_and_messages_are_escaped():
     stream = Stream()
-    progress = Progress(10, stream, live=False, width=200)
+    progress = ProgressDisplay(10, stream, live=False, width=200)
     progress.say("warming up on '\x1b]0;title\x07ascii'\nand more")
     hostile = {"eval/\x1b[31mred[bold]/accuracy_greedy": 0.5, "eval/plain/accuracy_greedy": 0.5}
     print_closing_table(Console(file=stream, width=200), Path("runs/\x1b[2J\x07"), {"before RL": hostile}, {}, {})
