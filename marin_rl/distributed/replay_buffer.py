@@ -49,35 +49,26 @@ class WaitingGroup:
         return 0 if self.oldest_version is None else version - self.oldest_version
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class ReplayBuffer:
     """Buffer of groups between rollout source and trainer.
 
     A request is added once; a duplicate is an error.
     """
 
-    def __init__(self, *, max_staleness: int, max_uses: int = 1, half_life: float | None = None, seed: int = 0) -> None:
-        """Make an empty buffer.
-
-        Args:
-            max_staleness: Maximum versions between the oldest token and the updated weights.
-            max_uses: Number of batches that use a group.
-            half_life: Versions after which a group is half as likely to be drawn; None draws the oldest first.
-            seed: Seed of the draws.
-        """
-        self._max_staleness = max_staleness
-        self._uses = max_uses
-        self._half_life = half_life
-        self._seed = seed
-        self._waiting: dict[RequestNumber, WaitingGroup] = {}
+    max_staleness: int
+    """Maximum versions between the oldest token and the updated weights."""
+    max_uses: int = 1
+    """Number of batches that use a group."""
+    half_life: float | None = None
+    """Versions after which a group is half as likely to be drawn; None draws the oldest first."""
+    seed: int = 0
+    """Seed of the draws."""
+    _waiting: dict[RequestNumber, WaitingGroup] = dataclasses.field(default_factory=dict, init=False)
 
     def copy(self) -> "ReplayBuffer":
         """Return an independent buffer with the same settings and groups."""
-        copied = ReplayBuffer(
-            max_staleness=self._max_staleness,
-            max_uses=self._uses,
-            half_life=self._half_life,
-            seed=self._seed,
-        )
+        copied = dataclasses.replace(self)
         copied._waiting = dict(self._waiting)
         return copied
 
@@ -97,7 +88,7 @@ class ReplayBuffer:
         """
         if number in self._waiting:
             raise ValueError(f"group {group.id} is already in the replay buffer; each request is added once")
-        self._waiting[number] = WaitingGroup(number, group, self._uses, oldest_version(group))
+        self._waiting[number] = WaitingGroup(number, group, self.max_uses, oldest_version(group))
 
     def expire(self, version: WeightVersion, max_staleness: int | None = None) -> list[WaitingGroup]:
         """Remove the groups that are too old to update weights of this version.
@@ -109,7 +100,7 @@ class ReplayBuffer:
         Returns:
             The removed groups, in order.
         """
-        bound = self._max_staleness if max_staleness is None else max_staleness
+        bound = self.max_staleness if max_staleness is None else max_staleness
         stale = [item for item in self._in_order() if item.age(version) > bound]
         for item in stale:
             del self._waiting[item.number]
@@ -156,13 +147,13 @@ class ReplayBuffer:
         """
         candidates = self._in_order()
         for item in candidates:
-            if item.age(version) > self._max_staleness:
+            if item.age(version) > self.max_staleness:
                 raise ValueError(
                     f"group {item.group.id} has tokens of version {item.oldest_version}, too old for weights of "
-                    f"version {version} with max_staleness {self._max_staleness}; expire it first"
+                    f"version {version} with max_staleness {self.max_staleness}; expire it first"
                 )
-        if self._half_life is not None:
-            candidates = self._recent_first(candidates, self._half_life, version)
+        if self.half_life is not None:
+            candidates = self._recent_first(candidates, self.half_life, version)
         left = dict(mix)
         drawn = []
         for item in candidates:
@@ -179,7 +170,7 @@ class ReplayBuffer:
     def _recent_first(
         self, candidates: Sequence[WaitingGroup], half_life: float, version: WeightVersion
     ) -> list[WaitingGroup]:
-        generator = np.random.default_rng(derive_seed(self._seed, "replay", version))
+        generator = np.random.default_rng(derive_seed(self.seed, "replay", version))
         ages = np.array([item.age(version) for item in candidates], np.float64)
         keys = np.log(generator.uniform(size=len(candidates))) * np.exp2(ages / half_life)
         return [candidates[index] for index in np.argsort(-keys, kind="stable")]
