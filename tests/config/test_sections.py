@@ -1,12 +1,18 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import logging
 import math
+from typing import Any
 
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
 from marin_rl.config.decode import ConfigError, decode
-from marin_rl.config.sections import Refresh, WorkersConfig
+from marin_rl.config.sections import LogLevel, Refresh, RolloutConfig, WorkersConfig, module_levels
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.learner.attention_kernel import attention_kernel
+from marin_rl.rollouts.attempt import LongPrompts
 
 
 def test_refresh_modes_are_selected_by_name() -> None:
@@ -33,3 +39,78 @@ def test_refresh_modes_are_selected_by_name() -> None:
 def test_invalid_settings_are_refused(changes: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         WorkersConfig(**changes)
+
+
+@pytest.mark.parametrize("name", ["prompts_per_step", "group_size", "max_length", "max_turns"])
+def test_sizes_are_at_least_one(name: str):
+    with pytest.raises(ValueError, match=rf"rollouts\.{name} is 0; it must be at least 1"):
+        RolloutConfig(**{name: 0})
+
+
+@pytest.mark.parametrize("length", [0, 512, 600])
+def test_max_prompt_length_must_be_below_max_length(length: int):
+    with pytest.raises(ValueError, match=f"rollouts.max_prompt_length is {length}; .* below rollouts.max_length"):
+        RolloutConfig(max_prompt_length=length)
+    assert RolloutConfig(max_prompt_length=511, long_prompts=LongPrompts.SKIP).long_prompts is LongPrompts.SKIP
+
+
+@pytest.mark.parametrize("seconds", [0.0, float("nan"), float("inf"), 1e10])
+def test_max_seconds_must_be_positive_and_at_most_1e9(seconds: float):
+    with pytest.raises(ValueError, match=r"rollouts.max_seconds is .* above 0 and at most 1e9"):
+        RolloutConfig(max_seconds=seconds)
+
+
+def test_rollouts_per_step():
+    assert RolloutConfig(prompts_per_step=3, group_size=5).rollouts_per_step == 15
+
+
+@pytest.mark.parametrize(
+    ("settings", "positions", "rows"),
+    [
+        ({"max_length": 12}, 128, 8),
+        ({"max_length": 512}, 512, 2),
+        ({"max_length": 513}, 640, 1),
+        ({"max_length": 1100}, 1280, 1),
+        ({"max_length": 1100, "packing": False}, 1280, 1),
+        ({"max_length": 1100, "row_length": 1152}, 1152, 1),
+        ({"max_length": 4096}, 4096, 1),
+        ({"max_length": 12, "packing": False}, 12, 85),
+        ({"max_length": 12, "row_length": 32}, 32, 32),
+        ({"max_length": 12, "row_length": 32, "packing": False}, 32, 32),
+    ],
+)
+def test_default_microbatch_has_about_a_thousand_tokens(settings: dict, positions: int, rows: int):
+    built = RolloutConfig(**settings)
+    assert (built.positions(attention_kernel(None, "cpu")), built.rows_per_device) == (positions, rows)
+
+
+def test_log_levels_are_read_from_the_config():
+    base = {"environment": {"type": "arithmetic"}, "run_dir": "r", "initialize_from": "m"}
+    assert (decode(TrainConfig, base).log_level, decode(TrainConfig, base).logging) == (LogLevel.INFO, {})
+    config = decode(
+        TrainConfig, {**base, "log_level": "DEBUG", "logging": {"marin_rl.rollouts.rollout_builder": "warning"}}
+    )
+    assert config.log_level is LogLevel.DEBUG
+    assert module_levels(config.logging) == {"marin_rl.rollouts.rollout_builder": logging.WARNING}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"log_level": "loud"}, "log_level.*debug, info, warning, error"),
+        (
+            {"logging": {"marin_rl.rolouts": "debug"}},
+            "logging.marin_rl.rolouts does not name a module of marin_rl",
+        ),
+        ({"logging": {"levanter": "debug"}}, "logging.levanter does not name"),
+        ({"logging": {"marin_rl/../x": "debug"}}, "logging.marin_rl/../x does not name"),
+        (
+            {"logging": {"marin_rl.rollouts": "loud"}},
+            "logging.marin_rl.rollouts is 'loud'; it must be one of debug, info",
+        ),
+    ],
+)
+def test_unknown_levels_and_modules_are_refused_by_key(changes: dict[str, Any], message: str):
+    base = {"environment": {"type": "arithmetic"}, "run_dir": "r", "initialize_from": "m"}
+    with pytest.raises(ConfigError, match=message):
+        decode(TrainConfig, {**base, **changes})

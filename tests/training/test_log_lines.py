@@ -1,10 +1,9 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Log levels, and the lines that a run logs at each level."""
+"""Lines that a run logs at each level."""
 
 import dataclasses
-import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from marin_rl.config.decode import ConfigError, decode
 from marin_rl.config.sections import LogLevel, RolloutConfig, module_levels
-from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import ArithmeticConfig, Split, ToolUseConfig
 from marin_rl.environments.tool_use import ToolDescription
 from marin_rl.learner.critic import CriticConfig
@@ -153,35 +150,3 @@ def test_log_level_of_a_single_package(tmp_path: Path):
     lines, _ = log_step(tmp_path / "log.txt", GigpoConfig(), logging={"marin_rl.environments": "debug"})
     assert len(lines) == 4
     assert sum("tool calculator called" in line for line in lines) == 2
-
-
-def test_log_levels_are_read_from_the_config():
-    base = {"environment": {"type": "arithmetic"}, "run_dir": "r", "initialize_from": "m"}
-    assert (decode(TrainConfig, base).log_level, decode(TrainConfig, base).logging) == (LogLevel.INFO, {})
-    config = decode(
-        TrainConfig, {**base, "log_level": "DEBUG", "logging": {"marin_rl.rollouts.rollout_builder": "warning"}}
-    )
-    assert config.log_level is LogLevel.DEBUG
-    assert module_levels(config.logging) == {"marin_rl.rollouts.rollout_builder": logging.WARNING}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"log_level": "loud"}, "log_level.*debug, info, warning, error"),
-        (
-            {"logging": {"marin_rl.rolouts": "debug"}},
-            "logging.marin_rl.rolouts does not name a module of marin_rl",
-        ),
-        ({"logging": {"levanter": "debug"}}, "logging.levanter does not name"),
-        ({"logging": {"marin_rl/../x": "debug"}}, "logging.marin_rl/../x does not name"),
-        (
-            {"logging": {"marin_rl.rollouts": "loud"}},
-            "logging.marin_rl.rollouts is 'loud'; it must be one of debug, info",
-        ),
-    ],
-)
-def test_unknown_levels_and_modules_are_refused_by_key(changes: dict[str, Any], message: str):
-    base = {"environment": {"type": "arithmetic"}, "run_dir": "r", "initialize_from": "m"}
-    with pytest.raises(ConfigError, match=message):
-        decode(TrainConfig, {**base, **changes})
