@@ -404,31 +404,23 @@ def _check_columns(table: pa.Table, columns: Sequence[str]) -> None:
         if actual != expected:
             raise ValueError(f"column {name!r} has the type {actual}, expected {expected}")
         for chunk in table[name].chunks:
-            _check_nulls(name, name, chunk)
-            if name == "turns":
-                _check_per_token(name, chunk.flatten())
-            if name == "last_observation":
-                _check_per_token(name, chunk.drop_null())
+            _check_array(name, name, chunk)
 
 
-def _check_nulls(path: str, name: str, array: pa.Array) -> None:
+def _check_array(path: str, name: str, array: pa.Array) -> None:
     if array.null_count and name not in _NULLABLE:
         raise ValueError(f"{path!r} contains null")
     if isinstance(array, pa.MapArray):
-        _check_nulls(path, "value", array.items)
+        _check_array(path, "value", array.items)
     elif isinstance(array, pa.ListArray):
-        _check_nulls(path, "item", array.flatten())
+        _check_array(path, "item", array.flatten())
     elif isinstance(array, pa.StructArray):
         present = array.drop_null()
-        for index, field in enumerate(present.type):
-            _check_nulls(f"{path}.{field.name}", field.name, present.field(index))
-
-
-def _check_per_token(path: str, array: pa.StructArray) -> None:
-    lists = {field.name: array.field(at) for at, field in enumerate(array.type) if pa.types.is_list(field.type)}
-    for tokens, names in _PER_TOKEN.items():
-        expected = lists[tokens].value_lengths().to_pylist() if tokens in lists else []
-        for name in names:
-            lengths = lists[name].value_lengths().to_pylist() if name in lists else []
-            if any(length not in (None, other) for length, other in zip(lengths, expected, strict=False)):
-                raise ValueError(f"'{path}.{name}' differs in length from '{path}.{tokens}'")
+        fields = {field.name: present.field(index) for index, field in enumerate(present.type)}
+        for inner, values in fields.items():
+            _check_array(f"{path}.{inner}", inner, values)
+        for tokens, names in _PER_TOKEN.items():
+            for inner in (inner for inner in names if inner in fields):
+                expected, lengths = (fields[each].value_lengths().to_pylist() for each in (tokens, inner))
+                if any(length not in (None, other) for length, other in zip(lengths, expected, strict=True)):
+                    raise ValueError(f"'{path}.{inner}' differs in length from '{path}.{tokens}'")
