@@ -106,13 +106,11 @@ def check_at_least(section: object, name: str, **minimums: int) -> None:
 
 
 def convert_enum_fields(config: Any) -> None:
-    """Replace the values of enum fields by enum members. Every config class with enum fields calls this on creation.
+    """Replace the values of fields of type `E` or `E | None` by members of the enum `E`.
 
-    In a config that is built in Python code, `GigpoConfig(normalize="std")` would otherwise contain a string, and a
-    comparison with `is` would silently take the wrong branch.
-
-    Args:
-        config: an instance of a frozen dataclass; fields of type `E` or `E | None` with an enum `E` are converted.
+    Every config class with enum fields calls this on creation. In a config that is built in Python code,
+    `GigpoConfig(normalize="std")` would otherwise contain a string, and a comparison with `is` would silently take the
+    wrong branch.
 
     Raises:
         ValueError: if a value is not the value of a member; the message names class, field, value and choices.

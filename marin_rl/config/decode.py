@@ -71,16 +71,14 @@ def is_section(annotation: Any) -> bool:
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """Members of a union without None, flattened; `(annotation,)` if it is not a union.
+    """Members of a union without None; `(annotation,)` if it is not a union.
 
     >>> members(int | None)
     (<class 'int'>,)
     """
     if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
         return (annotation,)
-    return tuple(
-        inner for member in typing.get_args(annotation) if member is not type(None) for inner in members(member)
-    )
+    return tuple(member for member in typing.get_args(annotation) if member is not type(None))
 
 
 def section_of(annotation: Any) -> Any:

@@ -15,6 +15,7 @@ import ast
 import functools
 import inspect
 import io
+import itertools
 import re
 import textwrap
 import tokenize
@@ -54,21 +55,15 @@ def _field_docs(cls: type) -> dict[str, str]:
     lines, comments = source.splitlines(), _comments(source)
     body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
     docs: dict[str, str] = {}
-    for index, node in enumerate(body):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            below = _docstring(body[index + 1]) if index + 1 < len(body) else ""
-            end = node.end_lineno or node.lineno
-            inline = " ".join(comments[number] for number in range(node.lineno, end + 1) if number in comments)
-            alone = end >= len(lines) or not lines[end].strip()
-            above = _comment_above(node.lineno, lines, comments) if alone else ""
-            docs[node.target.id] = _paragraph(below or inline or above)
+    for node, following in itertools.zip_longest(body, body[1:]):
+        match node, following:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                docs[name] = _paragraph(doc)
+            case ast.AnnAssign(target=ast.Name(id=name), lineno=first, end_lineno=int(last)), _:
+                inline = " ".join(comments[line] for line in range(first, last + 1) if line in comments)
+                is_followed = last < len(lines) and lines[last].strip()
+                docs[name] = _paragraph(inline or ("" if is_followed else _comment_above(first, lines, comments)))
     return docs
-
-
-def _docstring(node: ast.stmt) -> str:
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-        return node.value.value
-    return ""
 
 
 def _comments(source: str) -> dict[int, str]:

@@ -81,10 +81,7 @@ class RolloutConfig:
         return self.prompts_per_step * self.group_size
 
     def positions(self, kernel: AttentionKernel) -> int:
-        """Positions of a batch row.
-
-        Args:
-            kernel: attention kernel that processes the rows.
+        """Positions of a batch row that an attention kernel processes.
 
         Raises:
             ValueError: if the kernel does not support the configured `row_length`.
@@ -286,14 +283,7 @@ class LogLevel(enum.StrEnum):
 
 
 def module_levels(levels: Mapping[str, str]) -> dict[str, int]:
-    """Convert the configured log levels to levels of Python's `logging`.
-
-    Args:
-        levels: `logging` of the config: level by module or package name, such as `marin_rl.rollouts`. A package
-            covers its modules.
-
-    Returns:
-        Numeric level by module or package name.
+    """Convert log levels by module or package name to levels of Python's `logging`. A package covers its modules.
 
     Raises:
         ValueError: if a module or level does not exist; the message names the key.

@@ -69,15 +69,13 @@ from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig, is_
 
 def compilation_cache() -> str:
     """Folder of compiled programs that are reused between runs, in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return str(Path(home) / "marin_rl" / "jax")
+    return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "marin_rl" / "jax")
 
 
 def default_trainer() -> TrainerConfig:
-    """Levanter's trainer section with this project's defaults.
+    """Levanter's trainer section with defaults for any machine.
 
-    By default, levanter's trainer requires an accelerator, logs to wandb, writes compiler dumps and starts Ray.
-    A run of this project starts on a laptop without any of these.
+    Levanter's own defaults require an accelerator, log to wandb, write compiler dumps and start Ray.
     """
     return TrainerConfig(
         tracker=(),
@@ -336,10 +334,7 @@ class TrainConfig:
         )
 
     def row_layout(self, trainer: TrainerConfig) -> RowLayout:
-        """Shape of the microbatches.
-
-        Args:
-            trainer: trainer section completed by `start_devices`.
+        """Shape of the microbatches, for a trainer section completed by `start_devices`.
 
         Raises:
             ValueError: if the attention kernel of the trainer's platform does not support `rollouts.row_length`.
@@ -353,9 +348,6 @@ class TrainConfig:
 
     def trained_model(self, trainer: TrainerConfig) -> LmConfig:
         """Model config with the attention kernel of the trainer's platform and a block size that divides the rows.
-
-        Args:
-            trainer: trainer section completed by `start_devices`.
 
         Raises:
             ValueError: if the attention kernel of the trainer's platform does not support `rollouts.row_length`.

@@ -16,14 +16,7 @@ ConfigT = TypeVar("ConfigT")
 
 
 def to_yaml(config: Any) -> str:
-    """Convert a config with all its defaults to YAML; `from_yaml` restores an equal config.
-
-    Args:
-        config: a config dataclass.
-
-    Returns:
-        YAML text.
-    """
+    """Convert a config with all its defaults to YAML; `from_yaml` restores an equal config."""
     return yaml.dump(encode(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 

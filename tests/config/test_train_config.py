@@ -161,16 +161,6 @@ def test_invalid_settings_are_refused(changes: dict, message: str):
             "set workers.refresh: between_groups, or keep_sampling_weights: false",
         ),
         (
-            {"sampling": "{top_p: 0.9}", "policy_loss": "{type: ppo_clip}"},
-            "sampling.top_p is 0.9, but truncated sampling .* biases every log-ratio of the objectives",
-            "set sampling.top_p: 1.0 and change sampling.temperature instead",
-        ),
-        (
-            {"sampling": "{top_k: 50}"},
-            "sampling.top_k is 50, but truncated sampling .* biases every log-ratio of the objectives",
-            "set sampling.top_k: null and change sampling.temperature instead",
-        ),
-        (
             {"rollouts": "{max_length: 32, row_length: 31}"},
             "rollouts.row_length is 31, but a sequence may have rollouts.max_length = 32 tokens",
             "raise row_length or lower max_length",
