@@ -28,6 +28,7 @@ from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.rl_example import RlExample
+from marin_rl.learner.devices import start_devices
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.learner.train_step import Learner
@@ -57,7 +58,6 @@ def make_trainer(rows: int = ROWS, *, model_axis: int = 1, policy: str = "f32") 
     """Return levanter's section as a run completes it for the available devices, with microbatches of `rows` rows."""
     config = TrainerConfig(
         id="test",
-        train_batch_size=rows,
         model_axis_size=model_axis,
         tensor_parallel_axes=["mlp", "heads"] if model_axis > 1 else None,
         mp=jmp.get_policy(policy),
@@ -68,9 +68,7 @@ def make_trainer(rows: int = ROWS, *, model_axis: int = 1, policy: str = "f32") 
         distributed=DistributedConfig(initialize_jax_distributed=False),
         ray=RayConfig(auto_start_cluster=False),
     )
-    config._initialize_jax_config()
-    config._validate_and_set_defaults()
-    return config
+    return start_devices(config, rows_per_device=rows * model_axis // jax.device_count())
 
 
 def make_model(trainer: TrainerConfig, config: LmConfig = LLAMA, *, seed: int = 0) -> LmHeadModel:
