@@ -16,7 +16,7 @@ from levanter.trainer import TrainerConfig
 from marin_rl import multihost
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout
-from marin_rl.batching.rl_example import PackedBatch, RlExample, pack_to_score
+from marin_rl.batching.rl_example import RlExample, pack_to_score
 from marin_rl.learner.critic import ActorCritic, policy_of
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from marin_rl.learner.train_step import place
@@ -71,12 +71,10 @@ class Scorer:
         with self._trainer.use_device_mesh():
             mesh, mapping = self._trainer.device_mesh, self._trainer.compute_axis_mapping
             scored = [self._score(model, place(batch, mesh, mapping)) for batch in packed.microbatches]
-        logprobs = _on_host(packed, [part[0] for part in scored])
-        values = _on_host(packed, [part[1] for part in scored])
+        axes = packed.microbatches[0].input_ids.axes
+        logprobs, values = (
+            packed.unpack([multihost.fetch(array.rearrange(axes).array) for array in arrays])
+            for arrays in zip(*scored, strict=True)
+        )
         # Rounding may lift the log-probability of a near-certain token above 0.
         return [Scores(np.minimum(a, 0.0), b) for a, b in zip(logprobs, values, strict=True)]
-
-
-def _on_host(packed: PackedBatch, arrays: Sequence[NamedArray]) -> list[np.ndarray]:
-    axes = packed.microbatches[0].input_ids.axes
-    return packed.unpack([multihost.fetch(array.rearrange(axes).array) for array in arrays])
