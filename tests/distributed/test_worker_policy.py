@@ -1,12 +1,16 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Versions of the sampled tokens while the trainer publishes weights."""
+"""Versions of the sampled tokens while the trainer publishes weights, and fetches in the background."""
 
 import functools
 import re
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import pytest
@@ -16,13 +20,21 @@ from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.coordinator import Announcement
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, oldest_version
-from marin_rl.distributed.worker import WorkerPolicy
+from marin_rl.distributed.worker import WeightPrefetcher, Weights, WorkerPolicy
 from marin_rl.environments.base import Split
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.types import Generation, RolloutGroup, WeightVersion
-from marin_rl.weights.protocol import ServerLostError, WeightSender
+from marin_rl.weights.protocol import (
+    CorruptTransferError,
+    MismatchedWeightsError,
+    NoWeightsError,
+    ServerLostError,
+    VersionGoneError,
+    WeightSender,
+    WrongSecretError,
+)
 from marin_rl.weights.publish import TrainingHost
 from tests.distributed.inline_executor import InlineExecutor
 from tests.free_port import free_port
@@ -170,3 +182,85 @@ def test_failed_prefetch_keeps_the_weights(
     assert policy.version == 0
     assert trainer.polls > 2, "it asks again"
     assert "newer weights did not arrive (weight server grpc" in caplog.text
+
+
+def weights(version: WeightVersion) -> Weights:
+    return Weights(cast(Any, SimpleNamespace()), version)
+
+
+class Source:
+    """Fake source of weights that records calls."""
+
+    def __init__(self) -> None:
+        self.newest: WeightVersion = 0
+        self.asked: list[WeightVersion | None] = []
+        self.error: Exception | None = None
+
+    def fetch(self, version: WeightVersion | None) -> Weights | None:
+        self.asked.append(version)
+        if self.error is not None:
+            raise self.error
+        return weights(self.newest) if version is None or self.newest > version else None
+
+
+def test_poll_returns_last_result_and_fetches_newer_weights() -> None:
+    source = Source()
+    prefetcher = WeightPrefetcher(source.fetch)
+    in_use, found = 0, []
+    for newest in (0, 3, 3, 3, 4):
+        source.newest = newest
+        received = prefetcher.poll(in_use)
+        in_use = in_use if received is None else received.version
+        found.append(in_use)
+    assert found == [0, 0, 3, 3, 3]
+    assert source.asked == [0, 0, 3, 3, 3]
+    settled = prefetcher.complete()
+    assert settled is not None
+    assert settled.version == 4
+    assert prefetcher.complete() is None
+    prefetcher.close()
+
+
+def test_poll_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("marin_rl.distributed.worker.ThreadPoolExecutor", ThreadPoolExecutor)
+    arrived = threading.Event()
+    asked = []
+
+    def slow(version: WeightVersion | None) -> Weights:
+        asked.append(version)
+        assert arrived.wait(60)
+        return weights(1)
+
+    prefetcher = WeightPrefetcher(slow)
+    # If one of these calls blocked, it would wait until the thread times out.
+    assert [prefetcher.poll(0) for _ in range(3)] == [None] * 3
+    arrived.set()
+    received = prefetcher.complete()
+    assert received is not None
+    assert received.version == 1
+    prefetcher.close()
+    assert asked == [0]
+
+
+@pytest.mark.parametrize("error", [ServerLostError, CorruptTransferError, NoWeightsError, VersionGoneError])
+def test_transient_error_is_logged_and_retried(error: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
+    source = Source()
+    source.newest, source.error = 2, error("the server at here is gone")
+    prefetcher = WeightPrefetcher(source.fetch)
+    assert [prefetcher.poll(0), prefetcher.poll(0)] == [None, None]
+    assert "newer weights did not arrive (the server at here is gone); continuing" in caplog.text
+    source.error = None
+    assert prefetcher.poll(0) is None
+    received = prefetcher.poll(0)
+    assert received is not None
+    assert received.version == 2
+
+
+@pytest.mark.parametrize("error", [MismatchedWeightsError, WrongSecretError, KeyError])
+def test_permanent_error_is_raised_by_next_poll(error: type[Exception]) -> None:
+    source = Source()
+    source.error = error("for good")
+    prefetcher = WeightPrefetcher(source.fetch)
+    prefetcher.poll(0)
+    with pytest.raises(error, match="for good"):
+        prefetcher.poll(0)
