@@ -17,6 +17,7 @@ INTERNAL = {
     "ToolTimeoutError": "reported to the policy",
     "EnvironmentFault": "fails a rollout",
     "RewardCallError": "fails a reward",
+    "_RetryableError": "makes a judge ask again",
     "WorkerLostError": "makes the sandbox start another worker",
     "RewardFunctionError": "reported by the sandbox worker that loads the user's file",
     "StopRequestedError": "ends the step; the training loop saves and stops",
