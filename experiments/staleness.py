@@ -55,6 +55,7 @@ class FixedLagRollouts:
         self._run = run
         self._history: WeightHistory[Any] = WeightHistory(lag + 1)
         self._requests: list[GroupRequest] = []
+        self.counts: dict[str, int] = {}
         self.publish(policy_of(run.trainer_state.model), run.state.progress.step)
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -80,11 +81,6 @@ class FixedLagRollouts:
 
     def metrics(self) -> dict[str, float]:
         """Return no metrics; there are no workers."""
-        return {}
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Return no counts; there are no workers."""
         return {}
 
 

@@ -37,6 +37,9 @@ class FinishedGroup(NamedTuple):
 class RolloutSource(Protocol):
     """Runs group requests."""
 
+    counts: dict[str, int]
+    """Event counts since the start of the run; part of the run state."""
+
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Submit requests."""
         ...
@@ -70,11 +73,6 @@ class RolloutSource(Protocol):
         """Return the metrics of this step."""
         ...
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """Event counts since the start of the run; part of the run state."""
-        ...
-
 
 class LocalRollouts:
     """Runs groups with the trainer's sampler during `wait`."""
@@ -89,6 +87,8 @@ class LocalRollouts:
         self._config = config
         self._runner = runner
         self._requests: list[GroupRequest] = []
+        self.counts: dict[str, int] = {}
+        """Always empty."""
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """See `RolloutSource`."""
@@ -114,9 +114,4 @@ class LocalRollouts:
 
     def metrics(self) -> dict[str, float]:
         """Return no metrics."""
-        return {}
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """No counts."""
         return {}
