@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import pathlib
+import threading
 
 import numpy as np
 import pytest
@@ -177,12 +178,14 @@ def _no_space(*arguments: object, **options: object) -> None:
     raise OSError("no space left")
 
 
+@pytest.mark.medium
 @settings(max_examples=20)
 @given(schedule=st.lists(st.sampled_from([0, 1, None]), max_size=30))
 def test_received_arrays_are_of_one_version(tmp_path_factory, schedule: list[int | None]):
     folder = tmp_path_factory.mktemp("weights")
     moves = list(schedule)
     versions = [0, 0]
+    moving = threading.Lock()  # the pieces of the two hosts are read in two threads
     with (
         closing(open_sender(folder, host=0, hosts=2)) as first,
         closing(open_sender(folder, host=1, hosts=2)) as second,
@@ -193,9 +196,10 @@ def test_received_arrays_are_of_one_version(tmp_path_factory, schedule: list[int
             publish((first, second)[host], versions[host])
 
         def move(point: str) -> None:
-            host = moves.pop(0) if moves else None
-            if host is not None:
-                step(host)
+            with moving:
+                host = moves.pop(0) if moves else None
+                if host is not None:
+                    step(host)
 
         def catch_up(seconds: float) -> None:
             for host in range(2):
