@@ -3,7 +3,7 @@
 
 """Run all checks and tests: `python -m tests.check`. Stops at the first failure.
 
-With `--quick`, docs and slow tests are left out.
+With `--quick`, docs and tests marked `medium` or `slow` are left out.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def commands(site: str, *, quick: bool) -> list[tuple[str, list[str]]]:
 
     Args:
         site: folder for the built docs.
-        quick: whether to leave out docs and slow tests.
+        quick: whether to leave out docs and longer tests.
     """
     python = sys.executable
     # xdist would run the files with the fewest tests last, but these are the slowest; tests/conftest.py sorts them. A
@@ -36,7 +36,7 @@ def commands(site: str, *, quick: bool) -> list[tuple[str, list[str]]]:
         ("layers", [str(BIN / "lint-imports")]),
     ]
     if quick:
-        return [*checks, ("tests", [*pytest, "-m", "not slow"])]
+        return [*checks, ("tests", [*pytest, "-m", "not slow and not medium"])]
     docs = [python, "-m", "mkdocs", "build", "--strict", "-q", "-f", "docs/mkdocs.yml", "-d", site]
     return [*checks, ("docs", docs), ("tests", [*pytest, "--durations", "40"])]
 
@@ -48,7 +48,7 @@ def main() -> int:
         The exit status of the first failed check, or 0.
     """
     parser = argparse.ArgumentParser(description="Run all checks and tests; stop at the first failure.")
-    parser.add_argument("--quick", action="store_true", help="leave out docs and slow tests")
+    parser.add_argument("--quick", action="store_true", help="leave out docs and tests of more than 2 seconds")
     quick = parser.parse_args().quick
     with tempfile.TemporaryDirectory() as site:
         for name, command in commands(site, quick=quick):

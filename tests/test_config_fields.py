@@ -161,6 +161,7 @@ def test_settings_that_accept_addresses():
     assert train_config(trainer=trainer, weights=weights, sampler=sampler).trainer is trainer
 
 
+@pytest.mark.medium
 def test_keys_that_may_change_on_resume_exist():
     keys = changeable_keys(TrainConfig)
     assert {"ray_address", "rollout_store", "workers.num_workers", "trainer.tracker"} <= set(keys)

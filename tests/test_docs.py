@@ -466,6 +466,7 @@ NOT_ON_A_CPU = {"mfu"}
 STARTING_POINT = "before_warm_start/"
 
 
+@pytest.mark.medium
 def test_runs_log_exactly_the_defined_metrics(
     finished_run: TinyRun,
     everything: list[dict[str, Any]],

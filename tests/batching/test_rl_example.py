@@ -185,6 +185,7 @@ def lay_out_by_hand(
     return microbatches
 
 
+@pytest.mark.medium
 @settings(deadline=None)
 @given(batches(), LAYOUTS, st.sampled_from(AGGREGATIONS))
 def test_equals_a_layout_by_hand(rollouts, layout: RowLayout, aggregation: AggregationConfig) -> None:
@@ -447,6 +448,7 @@ def activations_of(model: LmHeadModel, example: RlExample) -> np.ndarray:
     return np.asarray(values.rearrange(("batch", "position", "embed")).array)
 
 
+@pytest.mark.medium
 def test_packed_and_unpacked_rows_have_the_same_activations(model: LmHeadModel) -> None:
     packed = pack(ROLLOUTS, PACKED)
     unpacked_batch = pack(ROLLOUTS, RowLayout(9, 2, packed=False))

@@ -176,6 +176,7 @@ def test_help_of_a_section(capsys):
     assert "advantage" not in printed
 
 
+@pytest.mark.medium
 def test_parsing_uses_no_device():
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"

@@ -128,6 +128,7 @@ def actors(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> dict[type, dict
     return options_by_class
 
 
+@pytest.mark.medium
 def test_coordinator_concurrency_exceeds_number_of_workers(actors: dict[type, dict[str, Any]]) -> None:
     config = make_config(mode=Mode.ASYNC, workers=WorkersConfig(num_workers=500))
     with ray_workers.ray_workers(config, 10, "token"):

@@ -79,6 +79,7 @@ def pair(finished_run: TinyRun, server: CompletionsServer, tmp_path_factory: pyt
     return Pair(own, served, loader, server)
 
 
+@pytest.mark.medium
 def test_run_with_a_server_equals_run_with_levanter(pair: Pair):
     """Return all records, rollouts, weights and optimizer moments."""
     own, served = outcome(pair.own), outcome(pair.served)
@@ -107,6 +108,7 @@ def test_newest_two_versions_are_kept(pair: Pair):
     ).read_bytes()
 
 
+@pytest.mark.medium
 def test_interrupted_run_resumes_exactly(pair: Pair, tmp_path: Path):
     interrupted = interrupted_after(pair.served, 1, tmp_path / "again")
     # Another address of the same server is the same run.
@@ -120,6 +122,7 @@ def test_interrupted_run_resumes_exactly(pair: Pair, tmp_path: Path):
     assert loader.loaded == ["version-1", "version-2", "version-3"]
 
 
+@pytest.mark.medium
 def test_worker_with_a_server_equals_worker_with_levanter(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Without staleness; the trainer evaluates with the in-process sampler."""
     monkeypatch.setattr("marin_rl.distributed.open_rollout_source.ray_workers", thread_workers)
@@ -204,6 +207,7 @@ def test_server_generations_equal_levanter_generations(opened: TrainingRun):
     assert opened.runner.sampler.batch_size == own.batch_size
 
 
+@pytest.mark.medium
 def test_updates_change_samples_and_recorded_versions(opened: TrainingRun, finished_run: TinyRun, tmp_path: Path):
     in_process = reopen(copy_of(finished_run, tmp_path / "in_process"))
     for run in (opened, in_process):

@@ -121,6 +121,7 @@ def generations(groups: list[RolloutGroup]) -> list[Generation]:
     return [turn.generation for group in groups for rollout in group.rollouts for turn in rollout.turns]
 
 
+@pytest.mark.medium
 def test_in_flight_weights_sample_the_following_tokens(
     opened: tuple[Trainer, WorkerPolicy],
 ) -> None:

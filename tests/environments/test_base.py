@@ -62,6 +62,7 @@ def play(stream: TaskStream, state: StreamState, rounds: range) -> tuple[list[Ta
     return drawn, state
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", STREAMS)
 @given(cut=st.integers(0, 40))
 def test_a_resumed_stream_draws_the_same_tasks(name: str, cut: int):

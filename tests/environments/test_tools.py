@@ -136,6 +136,7 @@ def test_a_tool_from_a_file(tmp_path: Path):
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), st.lists, max_leaves=4)
 
 
+@pytest.mark.medium
 @given(
     before=st.text("abc \n<>/", max_size=10),
     calls=st.lists(st.tuples(st.text("abcde", min_size=1), st.dictionaries(st.text(max_size=4), JSON)), max_size=3),

@@ -62,6 +62,7 @@ def test_the_numpy_forward_pass_is_levanters(llama) -> None:
     assert np.ptp(expected) > 1
 
 
+@pytest.mark.medium
 def test_sampler_and_learner_deviate_from_float64_by_rounding(llama) -> None:
     _, folder = llama
     differences = measure(str(folder), prompts=("12+3=", "a"), max_new_tokens=4)

@@ -32,12 +32,14 @@ def lagging_run(finished_run: TinyRun, new_run: Callable[..., TinyRun]) -> Calla
     return make
 
 
+@pytest.mark.medium
 def test_without_a_lag_it_is_the_ordinary_run(lagging_run: Callable[..., TinyRun]) -> None:
     ordinary = lagging_run()
     assert ordinary.train() == 0
     assert trained_with_lag(lagging_run(), 0) == [without_timings(record) for record in ordinary.records()[1:]]
 
 
+@pytest.mark.medium
 def test_every_group_is_as_old_as_its_bound_allows(lagging_run: Callable[..., TinyRun]) -> None:
     records = trained_with_lag(lagging_run(), 2)
     for name in ("staleness/min", "staleness/mean", "staleness/max"):
@@ -45,6 +47,7 @@ def test_every_group_is_as_old_as_its_bound_allows(lagging_run: Callable[..., Ti
     assert [record["mismatch/k3"] > 1e-6 for record in records] == [False, *[True] * 5]
 
 
+@pytest.mark.medium
 def test_groups_that_are_as_old_as_the_run_know_nothing_of_its_training(lagging_run: Callable[..., TinyRun]) -> None:
     trained = trained_with_lag(lagging_run(), STEPS)
     still = trained_with_lag(lagging_run(optimizer__learning_rate=0.0), 0)

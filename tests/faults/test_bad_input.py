@@ -97,6 +97,7 @@ def error(capfd: Capture) -> str:
 # Before files are created: the config and its references.
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -311,6 +312,7 @@ def test_run_stops_when_every_rollout_fails(
     assert run.steps() == [0]
 
 
+@pytest.mark.medium
 def test_nan_loss_stops_before_the_update(
     quick: dict[str, Any], new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:

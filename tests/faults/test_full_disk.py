@@ -41,6 +41,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
+@pytest.mark.medium
 def test_full_disk_stops_the_run_without_loss(
     finished_run: TinyRun,
     disk: Path,

@@ -188,6 +188,7 @@ def damage(path: Path) -> None:
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
+@pytest.mark.medium
 def test_leftovers_of_a_killed_process_are_ignored(
     finished_run: TinyRun, tmp_path: Path, no_curves: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,6 +236,7 @@ def test_run_stops_when_every_checkpoint_is_damaged(
     assert contents(run.checkpoints) == before
 
 
+@pytest.mark.medium
 def test_interrupt_finishes_the_update_saves_and_prints_how_to_resume(
     finished_run: TinyRun,
     tmp_path: Path,
@@ -271,6 +273,7 @@ def test_interrupt_finishes_the_update_saves_and_prints_how_to_resume(
             assert any(f": rollout train-{step}-0-0 turn 0: {words}" in line for line in debug), words
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["in_loss", "in_reward"])
 def test_resume_with_kl_penalty(
     kind: str, finished_run: TinyRun, new_run: Callable[..., TinyRun], tmp_path: Path, no_curves: None

@@ -69,6 +69,7 @@ def test_restore_of_a_model_restores_only_weights(tiny, learner, state, saved: C
     tiny.assert_same_bits(model, state.model)
 
 
+@pytest.mark.medium
 def test_restored_state_continues_bit_for_bit_without_compiling(tiny, learner, tmp_path: Path) -> None:
     state = tiny.fresh_state(learner)
     for seed in range(2):

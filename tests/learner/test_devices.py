@@ -21,6 +21,7 @@ def outcomes() -> dict[str, str]:
     return json.loads(completed.stdout)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("case", "rows"),
     [

@@ -48,6 +48,7 @@ def llama(trainer) -> Matrix:
     return Matrix(trainer, make_actor_critic(trainer))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("aggregation", "term", "kl"), COMBINATIONS)
 def test_arrangements_do_not_change_an_update(matrix: Matrix, aggregation: str, term: str, kl: str) -> None:
     expected = matrix.update(BASE, aggregation, term, kl)
@@ -55,6 +56,7 @@ def test_arrangements_do_not_change_an_update(matrix: Matrix, aggregation: str, 
         assert_same(matrix.update(arrangement, aggregation, term, kl), expected, name)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("aggregation", "term", "kl"), COMBINATIONS)
 def test_arrangements_do_not_change_an_update_of_a_llama_with_critic(
     llama: Matrix, aggregation: str, term: str, kl: str

@@ -121,6 +121,7 @@ def masks(draw: st.DrawFn) -> np.ndarray:
     return np.stack(rows)
 
 
+@pytest.mark.medium
 @settings(max_examples=100, deadline=None)
 @given(
     mask=masks(),
@@ -307,6 +308,7 @@ def test_memory_at_a_large_vocabulary_is_that_of_a_block() -> None:
     assert program.memory_analysis().temp_size_in_bytes < bound < 4 * batch * positions * vocab / 10
 
 
+@pytest.mark.medium
 def test_any_mesh_gives_equal_results_and_loops_exchange_only_vocabulary_reductions(
     tmp_path: Path,
 ) -> None:
@@ -429,6 +431,7 @@ def test_logprobs_use_the_right_positions(config: LmConfig) -> None:
         np.testing.assert_allclose(entropies[row, position], -(np.exp(said) * said).sum(), atol=1e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_packed_sequences_are_scored_like_separate_rows(config: LmConfig) -> None:
     first, second, third = random_sequences(5, 9, 8)

@@ -251,6 +251,7 @@ COMBINATIONS = [
 """Combinations of the two parts; test_invariance.py tests all of them."""
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("policy", "kl", "aggregation"), COMBINATIONS)
 def test_value_and_gradient_agree_with_loops_in_float64(policy: str, kl: str, aggregation: str) -> None:
     case = make_case()
@@ -293,6 +294,7 @@ def value_oracle(case: Case, weight: np.ndarray, bias: float, trunk: np.ndarray,
     return part, clipped
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("clip", [0.4, None])
 def test_the_critics_loss_agrees_with_loops_in_float64(shared: bool, clip: float | None) -> None:
@@ -369,6 +371,7 @@ def in_microbatches(count: int) -> tuple[float, dict[str, Metric]]:
     return sum(float(part[0]) for part in parts), fold_metrics([part[1] for part in parts])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("count", [2, 4])
 def test_microbatches_change_neither_loss_nor_metrics(count: int) -> None:
     whole_loss, whole = in_microbatches(1)

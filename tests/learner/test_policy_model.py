@@ -396,6 +396,7 @@ def loaded_logprobs(tiny, trainer, chat):
     return compute
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("case", sorted(CASES.keys() - set(ARCHITECTURES)))
 def test_log_probabilities_equal_those_of_transformers(tmp_path, loaded_logprobs, case: str) -> None:
@@ -403,6 +404,7 @@ def test_log_probabilities_equal_those_of_transformers(tmp_path, loaded_logprobs
     np.testing.assert_allclose(found, record(case)["logprobs"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("compiled_quickly")
 # Levanter's mixture of experts calls a function that haliax has renamed.
 @pytest.mark.filterwarnings("ignore:`_get_mesh` is deprecated:DeprecationWarning")
@@ -449,6 +451,7 @@ def test_unused_tensors_are_rejected_at_loading(trainer, chat, tmp_path) -> None
         load_hf_policy(folder, chat, trainer, None)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", ARCHITECTURES)
 def test_export_has_the_tensors_of_the_checkpoint(trainer, chat, tmp_path, case: str) -> None:
     source = write_checkpoint(tmp_path, case)

@@ -40,6 +40,7 @@ def assert_same_update(found, expected) -> None:
         np.testing.assert_allclose(found[1][name], gradient, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.medium
 def test_microbatches_change_neither_loss_nor_gradient_nor_metrics(one_device) -> None:
     assert_same_update(one_device[4], one_device[1])
 
@@ -162,6 +163,7 @@ def test_nonfinite_update_raises(tiny, learner) -> None:
     learner.step(tiny.fresh_state(learner), [tiny.make_example()])
 
 
+@pytest.mark.medium
 def test_nonfinite_gradient_leaves_weights_and_moments(tiny, learner) -> None:
     state, _ = learner.step(tiny.fresh_state(learner), [tiny.make_example()])
     gradient = jax.tree.map(lambda leaf: leaf + np.nan, eqx.filter(state.model, eqx.is_inexact_array))

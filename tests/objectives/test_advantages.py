@@ -152,6 +152,7 @@ def deviation(values):
     return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else 0.0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "normalize"),
     [("grpo", None), ("reinforce", None), *itertools.product(["rloo", "dr_grpo"], Normalization)],

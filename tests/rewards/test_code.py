@@ -66,6 +66,7 @@ def test_partly_right_code_passes_in_part(grading: Grading):
     assert grading.passed("print(5)", SUMS) == [True, False]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "code",
     [

@@ -58,6 +58,7 @@ def checked(config: FunctionRewardConfig) -> RewardScope | None:
     return asyncio.run(run())
 
 
+@pytest.mark.medium
 def test_function_components_are_checked_early(tmp_path: Path):
     file = tmp_path / "my_rewards.py"
     file.write_text(REWARDS)

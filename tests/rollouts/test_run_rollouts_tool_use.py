@@ -116,6 +116,7 @@ def run(
     return group.rollouts[0], requests
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(
     policy_replies=replies(),

@@ -121,6 +121,7 @@ def make_requests(lengths: list[int], temperature: float = 1.0, max_new_tokens: 
 LENGTHS = [1, 2, 5, 7, 8, 9, 15, 16, 17, 23, 24, 31, 33, 38, 39, 3, 8, 12, 20, 26]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_logprobs_are_those_of_the_full_forward_pass(sampler: LevanterSampler, model: LmHeadModel, temperature: float):
     requests = make_requests(LENGTHS, temperature)
@@ -181,6 +182,7 @@ def test_greedy_equals_a_naive_argmax_loop(sampler: LevanterSampler, model: LmHe
     assert [generation.token_ids for generation in sampler.sample(requests)] == expected
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_first_tokens_follow_the_softmax(sampler: LevanterSampler, model: LmHeadModel, temperature: float):
     prompt = (5, 9, 33)

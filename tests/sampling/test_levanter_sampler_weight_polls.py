@@ -99,6 +99,7 @@ REQUESTS = [
 ]
 
 
+@pytest.mark.medium
 def test_polls_without_new_weights_change_nothing(model: LmHeadModel, watch: Watch) -> None:
     requests = make_requests([*LENGTHS, *[3] * (2 * SLOTS)])
     wanted = make_sampler(model).sample(requests)
@@ -202,6 +203,7 @@ def mixed_logprobs(tokens: Sequence[int], parts: Sequence[tuple[LmHeadModel, int
     return log_softmax(np.concatenate(found))
 
 
+@pytest.mark.medium
 def test_after_an_update_of_all_weights_tokens_use_the_old_cache(
     watch: Watch, model: LmHeadModel, other: LmHeadModel
 ) -> None:

@@ -116,6 +116,7 @@ def test_no_requests_give_no_generations(server: CompletionsServer):
     assert server.received == []
 
 
+@pytest.mark.medium
 @given(
     drawn=st.lists(
         st.tuples(
@@ -444,6 +445,7 @@ def test_check_detects_missing_fields(server: CompletionsServer):
         check(server, 1.0)
 
 
+@pytest.mark.medium
 @given(st.lists(st.floats(-4.0, 4.0), min_size=2, max_size=8), st.booleans())
 @settings(max_examples=40)
 def test_check_distinguishes_raw_and_processed_log_probs(served: CompletionsServer, logits: list[float], raw: bool):

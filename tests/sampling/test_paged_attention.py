@@ -110,6 +110,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 @settings(max_examples=12)

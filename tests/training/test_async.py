@@ -48,6 +48,7 @@ def trained_groups(run: TinyRun) -> dict[int, list[str]]:
     return found
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("refresh", ["between_groups", "in_flight"])
 def test_async_without_staleness_equals_sync(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], refresh: str
@@ -68,6 +69,7 @@ def test_async_without_staleness_equals_sync(
     assert found["state"] == expected["state"]
 
 
+@pytest.mark.medium
 def test_sigterm_while_workers_are_busy_saves_last_finished_step(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +101,7 @@ def test_sigterm_while_workers_are_busy_saves_last_finished_step(
     ]
 
 
+@pytest.mark.medium
 def test_workers_sample_ahead_and_interrupted_run_resumes(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +155,7 @@ def test_workers_sample_ahead_and_interrupted_run_resumes(
     assert all(record["workers/alive"] == 2 for record in records)
 
 
+@pytest.mark.medium
 def test_kept_weights_remove_version_mismatch(finished_run: TinyRun, new_run: Callable[..., TinyRun]) -> None:
     run = new_run(
         mode="async",
@@ -237,6 +241,7 @@ def test_worker_error_ends_run(
     assert not list((tmp_path / "weights").rglob("*.*"))
 
 
+@pytest.mark.medium
 def test_trainer_times_out_on_silent_workers(new_run: Callable[..., TinyRun], capfd) -> None:
     run = new_run(
         mode="async",

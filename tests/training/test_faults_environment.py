@@ -80,6 +80,7 @@ def play(runs: ShortRuns, **faults: str) -> TinyRun:
     return runs.run(environment={**environment, "options": {"faults": faults}})
 
 
+@pytest.mark.medium
 def test_failing_and_hanging_episodes_affect_only_themselves(runs: ShortRuns):
     undisturbed = play(runs)
     assert_trained(undisturbed, [{}, {}])
@@ -106,6 +107,7 @@ def test_failing_and_hanging_episodes_affect_only_themselves(runs: ShortRuns):
     assert "closing its episode failed: RuntimeError: it crashed before" in (run.path / "log.txt").read_text()
 
 
+@pytest.mark.medium
 def test_fully_failed_group_is_dropped(runs: ShortRuns, tmp_path: Path):
     # All attempts at one task of each step fail.
     code = ENVIRONMENT.replace("self.started[task.id] == 2", "self.started[task.id] > 0")

@@ -96,6 +96,7 @@ class Killer:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("bubblewrap", [True, False], ids=["the best isolation", "without bubblewrap"])
 def test_killed_reward_workers_lose_only_their_own_calls(
     runs: ShortRuns, undisturbed: TinyRun, bubblewrap: bool, monkeypatch: pytest.MonkeyPatch

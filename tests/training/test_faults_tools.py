@@ -155,6 +155,7 @@ def answers(row: Row) -> list[str]:
     return [message["content"] for turn in row["turns"] for message in turn["messages"] if message["role"] == "tool"]
 
 
+@pytest.mark.medium
 def test_tool_failure_is_returned_to_the_policy(runs: ShortRuns, undisturbed: TinyRun):
     # At most the first episode that calls it belongs to the preceding evaluation.
     run = runs.run(environment=environment(runs.folder, {"2": "raise", "4": "kill"}))
@@ -175,6 +176,7 @@ def test_tool_failure_is_returned_to_the_policy(runs: ShortRuns, undisturbed: Ti
     assert {row["not_trained"] for row in found.values()} == {None}
 
 
+@pytest.mark.medium
 def test_killed_sandbox_worker_fails_one_rollout(
     runs: ShortRuns, undisturbed: TinyRun, monkeypatch: pytest.MonkeyPatch
 ):

@@ -107,6 +107,7 @@ def test_evaluations_run_before_rl_periodically_and_at_the_end(finished_run: Tin
     assert "before_warm_start/eval/ones/accuracy_sampled" in finished_run.records()[0]
 
 
+@pytest.mark.medium
 def test_evaluation_of_record_n_uses_weights_after_step_n(finished_run: TinyRun) -> None:
     measured = {}
     for step in (0, 2, 3, 6):
@@ -163,6 +164,7 @@ def test_stored_evaluations_match_records(finished_run: TinyRun) -> None:
         assert {turn["last_version"] for row in rows for turn in row["turns"]} == {step}
 
 
+@pytest.mark.medium
 def test_storing_learner_logprobs_does_not_affect_training(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,6 +333,7 @@ def test_step_without_kept_groups_is_recorded_and_keeps_weights(finished_run: Ti
     assert [(row["advantage"], row["not_trained"]) for row in rows] == [(None, "filtered")] * 32
 
 
+@pytest.mark.medium
 def test_runs_are_deterministic_in_config_and_seed(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,6 +471,7 @@ def test_no_mfu_if_peak_is_unknown(monkeypatch: pytest.MonkeyPatch):
     assert model_flops_utilization(MODEL, 264, [batch(8)], 1.0) == {}
 
 
+@pytest.mark.medium
 def test_no_mfu_without_updates(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("marin_rl.training.loop.device_hardware_flops", lambda device: 1e6)
     assert model_flops_utilization(MODEL, 264, [], 1.0) == {}

@@ -83,6 +83,7 @@ def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
 @pytest.mark.parametrize("step", [1, 2])
 def test_resumed_run_equals_uninterrupted_run(name: str, step: int, train: Callable[[str], Trained], tmp_path: Path):

@@ -84,6 +84,7 @@ def functions_only(new_run: Callable[..., TinyRun]) -> Callable[..., TinyRun]:
     return make
 
 
+@pytest.mark.medium
 def test_components_are_weighted_and_logged_by_name(functions_only: Callable[..., TinyRun], rewards: Any):
     run = functions_only(
         rewards("has_one", weight=2.0, options={"bonus": 0.5}, name="one"),
@@ -103,6 +104,7 @@ def test_components_are_weighted_and_logged_by_name(functions_only: Callable[...
         assert record["rollouts/failed"] == 0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("function", "cause", "words"),
     [("picky", "raised", "ValueError: I do not like twos"), ("deadly", "exited", "its process exited with status 7")],

@@ -168,6 +168,7 @@ def test_sigterm_requests_stop_and_handlers_are_restored():
     assert signal.getsignal(signal.SIGTERM) is former
 
 
+@pytest.mark.medium
 def test_sigterm_during_blocked_step_saves_last_finished_step(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
@@ -196,6 +197,7 @@ def test_sigterm_during_blocked_step_saves_last_finished_step(
     assert outcome(run) == outcome(finished_run)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("step", [3, 6])
 def test_sigterm_during_evaluation_saves_step_and_resume_repeats_evaluation(
     finished_run: TinyRun,

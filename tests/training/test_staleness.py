@@ -196,6 +196,7 @@ def publish(run: BareRun) -> None:
     run.rollout_source.publish(SimpleNamespace(), run.progress.step)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("filter_config", [KeepGroupsConfig(), DropGroupsConfig(), ResampleGroupsConfig(max_batches=3)])
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())

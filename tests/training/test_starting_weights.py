@@ -94,6 +94,7 @@ def test_weights_without_sampler_support_are_rejected(tmp_path: Path):
         resolve_model(config)
 
 
+@pytest.mark.medium
 def test_qwen2_checkpoint_is_trained_and_exported(new_run: Callable[..., TinyRun], tmp_path: Path):
     checkpoint = write_checkpoint(tmp_path / "start", "qwen2_yarn")
     run = new_run(model=None, initialize_from=checkpoint, num_steps=1, warm_start__max_steps=0, evaluation__every=0)
@@ -215,6 +216,7 @@ def plain_step(plain: TrainConfig, plain_scores) -> dict[str, float]:
     return train_one_step(plain, plain_scores[0])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("max_length", [1100, 1536, 2560])
 def test_long_rows_train_like_short_rows(max_length: int, plain_scores, plain_step):
     found = train_one_step(long_run(max_length), plain_scores[0])

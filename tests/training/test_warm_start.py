@@ -119,6 +119,7 @@ def run(
 WORKED = [task(f"{index}+1", str(index + 1)) for index in range(6)]
 
 
+@pytest.mark.medium
 def test_trains_to_last_step_below_target_accuracy(trainer: TrainerConfig):
     watch = Watch()
     made = runner(WORKED, right=1)
@@ -175,6 +176,7 @@ def test_too_long_worked_answers_raise(trainer: TrainerConfig):
         run(trainer, runner(WORKED, length=7), Watch())
 
 
+@pytest.mark.medium
 def test_packing_and_microbatches_do_not_change_result(trainer: TrainerConfig):
     config = dataclasses.replace(CONFIG, max_steps=2)
     unpacked = run(trainer, runner(WORKED), Watch(), config)

@@ -406,6 +406,7 @@ def test_stalled_worker_takes_newest_and_keeps_no_version_alive():
 # Several training hosts.
 
 
+@pytest.mark.medium
 @settings(max_examples=25)
 @given(schedule=st.lists(st.sampled_from(["first", "second", "nothing"]), max_size=40), seed=st.integers(0, 2**16))
 def test_received_arrays_are_of_one_version(schedule: list[str], seed: int):

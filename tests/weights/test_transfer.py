@@ -264,6 +264,7 @@ def test_concurrent_workers_receive_during_publication(config: WeightTransferCon
     assert (last["a"] == 14).all()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("way", ["arrow_flight", "shared_files"])
 def test_weights_are_resharded_from_four_hosts_to_other_meshes(way: str, tmp_path):
     script = pathlib.Path(__file__).with_name("resharding.py")

@@ -9,6 +9,7 @@ from experiments.benchmarks import benchmark_sandbox
 from marin_rl.rewards.sandbox.isolation import Isolation
 
 
+@pytest.mark.medium
 def test_figures(capsys: pytest.CaptureFixture[str]):
     benchmark_sandbox.main(["--calls", "3", "--characters", "10", "--imports", "json"])
     report = json.loads(capsys.readouterr().out)

@@ -79,6 +79,7 @@ def test_lengths_have_a_mean_of_a_quarter_of_the_longest(count: int) -> None:
     assert lengths.mean() == pytest.approx(128, rel=0.02)
 
 
+@pytest.mark.medium
 def test_all_training_steps_do_the_same_work(tiny: list[str]) -> None:
     """With an advantage of 1 and a mean over tokens the RL loss is cross-entropy, so the baseline can be checked."""
     config = measurement.load_config([*tiny, "--aggregation.type=token_mean", "--trainer.per_device_parallelism=2"])

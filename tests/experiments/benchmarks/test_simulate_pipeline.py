@@ -34,6 +34,7 @@ def test_without_staleness_sampling_and_training_alternate(workers: int) -> None
     assert found["staleness_max"] == 0
 
 
+@pytest.mark.medium
 @settings(max_examples=25)
 @given(
     workers=st.integers(1, 30),
@@ -70,6 +71,7 @@ def test_bounds_hold_for_all_durations(
     assert found["groups_handed_again"] == 0 or failures > 0
 
 
+@pytest.mark.medium
 def test_finished_group_is_replaced_while_others_run() -> None:
     # Without newer weights in between, two places of one worker do the work of two workers.
     times = {"step_seconds": 0.0, "group_seconds": 1.0, "spread": 1.0, "groups_per_step": 50, "steps": 40}
@@ -85,6 +87,7 @@ def test_finished_group_is_replaced_while_others_run() -> None:
     assert flying["seconds_per_step"] < 0.9 * drained["seconds_per_step"]
 
 
+@pytest.mark.medium
 def test_a_thousand_workers_are_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     times = {
         "workers": 1000,

@@ -31,11 +31,13 @@ def secret(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["loops_for_ever", "ignores_signals_and_loops"])
 def test_cpu_time(hasty: Attack, name: str):
     assert hasty.cause(name) is RewardFailure.CPU
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["sleeps_for_ever", "ignores_signals_and_sleeps"])
 def test_wall_clock(impatient: Attack, name: str):
     assert impatient.cause(name) is RewardFailure.TIMEOUT
@@ -163,6 +165,7 @@ def test_system_folders(confined: Attack, name: str, path: str):
     assert confined.cause(name, path=path) is RewardFailure.RAISED
 
 
+@pytest.mark.medium
 def test_environment_of_the_trainer(attack: Attack, monkeypatch: pytest.MonkeyPatch):
     # The pool's processes started earlier; the test checks inherited and readable variables.
     assert os.environ["PYTEST_CURRENT_TEST"]
@@ -271,11 +274,13 @@ def test_many_files(attack: Attack):
         assert failure.detail == "its folder is larger than four times sandbox.file_mb"
 
 
+@pytest.mark.medium
 def test_many_hidden_files(lenient: Attack):
     expected = RewardFailure.RAISED if lenient.level is Isolation.FULL else RewardFailure.FILE_SIZE
     assert lenient.cause("hides_many_files") is expected
 
 
+@pytest.mark.medium
 def test_folders_nested_deeply_are_removed(lenient: Attack):
     assert lenient.call("nests_folders").score == 1.0
     lenient.is_well()
@@ -378,11 +383,13 @@ def test_attacks_on_the_trainer(confined: Attack, name: str):
     assert failure.cause is RewardFailure.RAISED
 
 
+@pytest.mark.medium
 def test_deep_recursion(attack: Attack):
     # CPython may detect the lack of memory and raise.
     assert attack.cause("recurses") in (RewardFailure.MEMORY, RewardFailure.SIGNAL, RewardFailure.RAISED)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["overflows_the_stack", "crashes"])
 def test_crashes(attack: Attack, name: str):
     failure = attack.failure(name)

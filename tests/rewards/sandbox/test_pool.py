@@ -73,6 +73,7 @@ async def load(sandbox: Sandbox) -> None:
     await asyncio.gather(*calls)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("level", LEVELS)
 def test_all_workers_killed_during_a_batch(level: Isolation):
     require(level)
@@ -100,6 +101,7 @@ def test_all_workers_killed_during_a_batch(level: Isolation):
     asyncio.run(run())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("level", LEVELS)
 def test_killed_idle_worker_causes_no_failure(level: Isolation):
     require(level)
@@ -149,6 +151,7 @@ def test_failed_worker_start_fails_only_its_call(monkeypatch: pytest.MonkeyPatch
     asyncio.run(run())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("level", LEVELS)
 def test_close_leaves_no_processes_or_files(level: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     require(level)
@@ -173,6 +176,7 @@ def test_close_leaves_no_processes_or_files(level: Isolation, tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("level", LEVELS)
 def test_hanging_worker_is_replaced(level: Isolation, monkeypatch: pytest.MonkeyPatch):
     require(level)
@@ -207,6 +211,7 @@ def test_hanging_worker_is_replaced(level: Isolation, monkeypatch: pytest.Monkey
     asyncio.run(run())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("level", LEVELS)
 def test_cancelled_call_ends(level: Isolation):
     require(level)
@@ -248,6 +253,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("level", LEVELS)
 def test_killed_trainer_leaves_no_process_and_no_file(level: Isolation, tmp_path: Path):
     require(level)
@@ -268,6 +274,7 @@ def test_killed_trainer_leaves_no_process_and_no_file(level: Isolation, tmp_path
     assert list(tmp_path.glob("marin_rl_calls_*")) == []
 
 
+@pytest.mark.medium
 def test_workers_are_shared_between_files():
     async def run() -> None:
         config = SandboxConfig(require=Isolation.NONE, workers=2)
@@ -308,6 +315,7 @@ def say(message):
 """
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("level", CONFINED_LEVELS)
 @pytest.mark.parametrize(
     ("code", "message"),
@@ -414,6 +422,7 @@ os.fork = fork
 """
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("level", LEVELS)
 def test_forkserver_with_threads_is_replaced(
     level: Isolation, attacks: Attacks, tmp_path: Path, caplog: pytest.LogCaptureFixture
