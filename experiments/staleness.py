@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from marin_rl.closing import Closing
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.rollout_source import FinishedGroup, LocalRollouts
 from marin_rl.distributed.scheduler import GroupRequest, RolloutScheduler, StalenessLimits
+from marin_rl.errors import Closing
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.timing import PhaseTimer

@@ -1,12 +1,15 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Errors that command lines report by their message, without a traceback."""
+"""Errors that command lines report by their message, without a traceback; closing and writing with such errors."""
 
 import contextlib
+import dataclasses
 import errno
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 
 
 class UserError(RuntimeError):
@@ -41,3 +44,37 @@ def writing(path: Path) -> Iterator[None]:
         else:
             reason = f"{error.strerror or error}; choose a run_dir on a writable disk"
         raise RunDirectoryError(f"cannot write {str(path)!r}: {reason}") from error
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Closing:
+    """Call `close` at the end of a `with` block.
+
+    If the block raises, its error propagates, and an error of `close` is only logged.
+
+    >>> with Closing(lambda: print("closed")):
+    ...     print("at work")
+    at work
+    closed
+    """
+
+    close: Callable[[], None]
+    """Called once, at the end of the block."""
+
+    def __enter__(self) -> None:
+        """Enter the block."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Call `close`; log its error if the block raised one."""
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception:
+            logger.exception("closing after an error (%s: %s) failed too", type(error).__name__, error)

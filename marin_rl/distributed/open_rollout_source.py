@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl import multihost
-from marin_rl.closing import Closing
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.ray_workers import ray_workers
@@ -17,6 +16,7 @@ from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.distributed.scheduler import StalenessLimits
 from marin_rl.distributed.worker_pool import WorkerPool
+from marin_rl.errors import Closing
 from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.weights.manifest import make_secret

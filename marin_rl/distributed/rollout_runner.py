@@ -5,9 +5,9 @@
 
 import contextlib
 
-from marin_rl.closing import Closing
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import AbstractEnvironment
+from marin_rl.errors import Closing
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.attempt import Limits, default_state_hash
 from marin_rl.rollouts.event_loop import BackgroundLoop

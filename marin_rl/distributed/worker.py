@@ -19,13 +19,13 @@ from jax.sharding import NamedSharding
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
-from marin_rl.closing import Closing
 from marin_rl.config.sections import Refresh
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.coordinator import Announcement, Coordinator, CoordinatorClient
 from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
 from marin_rl.distributed.samplers import open_worker_sampler
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
+from marin_rl.errors import Closing
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.rollouts.group_codec import encode_group

@@ -4,9 +4,16 @@
 """Environments. Importing this package registers all of them, without importing jax."""
 
 from marin_rl.environments.arithmetic import ArithmeticConfig
-from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split, Step, TaskStream
+from marin_rl.environments.base import (
+    AbstractEnvironment,
+    EnvironmentConfig,
+    Episode,
+    FileConfig,
+    Split,
+    Step,
+    TaskStream,
+)
 from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig
-from marin_rl.environments.from_file import FileConfig
 from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.environments.reasoning_gym import ReasoningGymConfig
 from marin_rl.environments.streams import CurriculumConfig, MixtureConfig

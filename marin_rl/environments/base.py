@@ -1,21 +1,28 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Interfaces of environments: tasks in three disjoint splits, and episodes that exchange messages."""
+"""Interfaces of environments: tasks in three disjoint splits, and episodes that exchange messages.
+
+Also the two general environments: one question with one reply, and an environment from the user's Python file.
+"""
 
 import abc
+import asyncio
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, runtime_checkable
 
 import draccus
 
+from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.rewards.component import RewardComponentConfig
+from marin_rl.rewards.grading import FormatConfig, extract_last
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.seeds import derive_seed
-from marin_rl.splits import Split
+from marin_rl.splits import Split, TaskSplits
 from marin_rl.types import Info, Message, RolloutGroup, Task
+from marin_rl.user_code import UserFileError, load_from_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,3 +233,114 @@ class EnvironmentConfig(draccus.ChoiceRegistry, abc.ABC):
                 f"{key}.type is {self.get_choice_name(type(inner))!r}, which cannot be nested in an "
                 f"environment of type {self.get_choice_name(type(self))!r}; use one of {allowed}"
             )
+
+
+CORRECT = "correct"
+"""Reward component: 1 if the reply is right."""
+FORMAT = "format"
+"""Reward component: 1 if the reply has the required format; absent if no format is required."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SingleTurnEnvironment(AbstractEnvironment):
+    """Environment whose episodes end after one reply."""
+
+    name: str
+    splits: TaskSplits
+    score: Callable[[Task, str], float] | None
+    """Returns the reward `correct` of a reply to a task; None if only reward functions score replies."""
+    format: FormatConfig | None = None
+    """Optional reward `format`, for the complete reply."""
+    reply_regex: str | None = None
+    """Group 1 of its last match in the reply is scored; a reply without a match is wrong."""
+    blocks: bool = False
+    """Whether `score` may block, so that it must run in a thread."""
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """Return the tasks of a split in a fixed order."""
+        return self.splits[split]
+
+    async def start(self, task: Task, seed: int) -> Episode:
+        """Start an attempt; the seed is unused because nothing is random."""
+        if task.environment != self.name:
+            raise ValueError(f"environment {self.name!r} cannot grade task {task.id!r} of {task.environment!r}")
+        return SingleTurnEpisode(self, task)
+
+    def rewards(self, task: Task, reply: str) -> dict[str, float]:
+        """Return the rewards of a reply by component."""
+        rewards = {}
+        if self.score is not None:
+            scored = reply if self.reply_regex is None else extract_last(self.reply_regex, reply)
+            rewards[CORRECT] = 0.0 if scored is None else self.score(task, scored)
+        if self.format is not None:
+            rewards[FORMAT] = self.format.reward(reply)
+        return rewards
+
+
+@dataclasses.dataclass
+class SingleTurnEpisode:
+    """One attempt, which ends after one reply."""
+
+    environment: SingleTurnEnvironment
+    task: Task
+    over: bool = False
+
+    async def step(self, reply: str) -> Step:
+        """Score the reply; exceptions of the grader propagate.
+
+        Raises:
+            RuntimeError: if the episode has ended.
+        """
+        if self.over:
+            raise RuntimeError(f"task {self.task.id!r}: the episode ended after one reply; start another")
+        self.over = True
+        if self.environment.blocks:
+            return Step(rewards=await asyncio.to_thread(self.environment.rewards, self.task, reply))
+        return Step(rewards=self.environment.rewards(self.task, reply))
+
+    async def close(self) -> None:
+        """Do nothing; there are no resources."""
+
+
+@EnvironmentConfig.register_subclass("file")
+@dataclasses.dataclass(frozen=True)
+class FileConfig(EnvironmentConfig):
+    """Environment from a class or function in a Python file.
+
+    The file runs in the training process without isolation; reward functions run in the sandbox.
+    """
+
+    path: str = dataclasses.field(metadata=LOCAL_PATH)
+    """Path of the file, relative to the working directory."""
+    name: str
+    """Name in the file: a dataclass that extends `EnvironmentConfig`, or a function that returns an environment
+    or such a config."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of the class, or arguments of the function."""
+
+    def build(self) -> AbstractEnvironment:
+        """Import the file and build the environment.
+
+        Raises:
+            UserFileError: if the file or name is invalid.
+            ValueError: if the options are invalid.
+        """
+        where = f"{self.name!r} of {self.path}"
+        factory = load_from_file(self.path, self.name)
+        if not callable(factory):
+            raise UserFileError(
+                f"{where} is {type(factory).__name__}; it must be a function that returns an environment, or a class "
+                "that extends EnvironmentConfig"
+            )
+        try:
+            is_config = isinstance(factory, type) and issubclass(factory, EnvironmentConfig)
+            built = draccus.decode(cast(Any, factory), self.options) if is_config else factory(**self.options)
+        except Exception as error:
+            raise UserFileError(f"{where} rejects options {self.options}: {type(error).__name__}: {error}") from error
+        environment = built.build() if isinstance(built, EnvironmentConfig) else built
+        if not isinstance(environment, AbstractEnvironment):
+            raise UserFileError(
+                f"{where} returned {type(environment).__name__}, which is not an environment: extend "
+                "AbstractEnvironment"
+            )
+        return environment

@@ -15,8 +15,15 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split, StreamState, TaskStream
-from marin_rl.environments.single_turn import CORRECT
+from marin_rl.environments.base import (
+    CORRECT,
+    AbstractEnvironment,
+    EnvironmentConfig,
+    Episode,
+    Split,
+    StreamState,
+    TaskStream,
+)
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.seeds import derive_seed

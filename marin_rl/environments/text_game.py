@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from marin_rl.config_fields import convert_enum_fields
-from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split, Step
+from marin_rl.environments.base import CORRECT, FORMAT, AbstractEnvironment, EnvironmentConfig, Episode, Split, Step
 from marin_rl.environments.games import Board, Prototype, Start, View, draw_start
-from marin_rl.environments.single_turn import CORRECT, FORMAT
 from marin_rl.rewards.grading import check_pattern, extract_last
 from marin_rl.seeds import derive_seed
 from marin_rl.splits import Problem, TaskSplits, check_shares, problem_id, split_problems, without_duplicates

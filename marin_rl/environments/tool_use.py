@@ -13,8 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from marin_rl.config_fields import convert_enum_fields
-from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, NoSandboxError, Split, Step
-from marin_rl.environments.single_turn import CORRECT
+from marin_rl.environments.base import (
+    CORRECT,
+    AbstractEnvironment,
+    EnvironmentConfig,
+    Episode,
+    NoSandboxError,
+    Split,
+    Step,
+)
 from marin_rl.environments.tools import (
     CalculatorConfig,
     PythonTool,

@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 
-from marin_rl.closing import Closing
+from marin_rl.errors import Closing
 from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardScope
 from marin_rl.rewards.pipeline import build_components, score_rollouts
 from marin_rl.rewards.sandbox.config import SandboxConfig

@@ -32,7 +32,7 @@ class ChatTokenizer:
         ChatTemplateError: if the tokenizer has no chat template, or its template cannot render a plain exchange.
         ValueError: if the tokenizer is not a fast one, or has no token that ends a generation.
 
-    >>> from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
+    >>> from marin_rl.tokenization.load import byte_tokenizer
     >>> chat = ChatTokenizer(byte_tokenizer())
     >>> chat.prompt_tokens([{"role": "user", "content": "2+3="}])
     (259, 50, 43, 51, 61, 257, 260)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Loading of tokenizers (built-in, from a folder or the Hugging Face hub), and the bytes of their tokens."""
+"""Tokenizers: the built-in byte-level one, those of folders and the Hugging Face hub, and the bytes of their tokens."""
 
 import contextlib
 import dataclasses
@@ -10,14 +10,80 @@ import re
 from pathlib import Path
 from typing import cast
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 from transformers.utils.hub import cached_file
 
 from marin_rl.config_fields import LOCAL_PATH
-from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
+
+PAD = "<|pad|>"
+END = "<|end|>"
+SPECIAL_TOKENS = (
+    PAD,
+    END,
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|tool|>",
+    # Reserved tokens make the vocabulary a multiple of 8, divisible by meshes and kernels.
+    "<|reserved_0|>",
+    "<|reserved_1|>",
+)
+"""Special tokens in the order of their ids, from 256."""
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}
+{{- raise_exception("role '" + message['role'] + "' is none of system, user, assistant, tool") -}}
+{%- endif -%}
+{{- '<|' + message['role'] + '|>' -}}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}
+{{- message['content'] + '<|end|>' -}}
+{%- endgeneration -%}
+{%- else -%}
+{{- message['content'] + '<|end|>' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|assistant|>' -}}
+{%- endif -%}
+"""
+"""Role token, content, end token; the end token of a reply is inside its generation block."""
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Create the byte-level tokenizer: id b is the byte b, and ids 256 to 263 are special tokens.
+
+    Any text that UTF-8 can encode survives encoding and decoding unchanged.
+
+    Returns:
+        A new Hugging Face tokenizer of 264 tokens, with eos, pad and a chat template.
+
+    >>> tokenizer = byte_tokenizer()
+    >>> tokenizer("2+3=")["input_ids"]
+    [50, 43, 51, 61]
+    >>> tokenizer.apply_chat_template([{"role": "user", "content": "2+3="}], add_generation_prompt=True, tokenize=False)
+    '<|user|>2+3=<|end|><|assistant|>'
+    """
+    vocab = {character: byte for byte, character in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        name_or_path="the built-in byte-level tokenizer",
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in (PAD, END)],
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -193,7 +259,7 @@ class TokenPieces:
     For byte-level tokenizers (GPT-2, Llama 3, Qwen) and those with byte fallback (Llama 2, Gemma) the bytes are exact,
     even if a token is only part of a character. Other tokenizers decode the single token.
 
-    >>> from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
+    >>> from marin_rl.tokenization.load import byte_tokenizer
     >>> piece = TokenPieces(byte_tokenizer())
     >>> piece(53), piece(0xC3), piece(257)
     (b'5', b'\xc3', b'<|end|>')

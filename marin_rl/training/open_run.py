@@ -16,7 +16,6 @@ from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.packing import RowLayout
-from marin_rl.closing import Closing
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.open_rollout_source import (
@@ -30,7 +29,7 @@ from marin_rl.distributed.rollout_runner import make_runner, open_reward_functio
 from marin_rl.distributed.samplers import open_trainer_sampler
 from marin_rl.distributed.scheduler import RolloutScheduler
 from marin_rl.environments.base import AbstractEnvironment
-from marin_rl.errors import writing
+from marin_rl.errors import Closing, writing
 from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from marin_rl.learner.critic import attach_critic, policy_of
 from marin_rl.learner.devices import start_devices

@@ -25,14 +25,13 @@ from levanter.tracker.tensorboard import TensorboardConfig
 
 from marin_rl import multihost
 from marin_rl.atomic_files import replace_folder
-from marin_rl.closing import Closing
 from marin_rl.config.decode import encode
 from marin_rl.config.sections import Mode, module_levels
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.config_fields import changeable_keys
 from marin_rl.distributed.ray_workers import find_cluster
-from marin_rl.errors import writing
+from marin_rl.errors import Closing, writing
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.devices import join_processes
 from marin_rl.learner.policy_model import save_hf_policy

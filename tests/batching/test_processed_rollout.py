@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from marin_rl.batching.processed_rollout import process_conversation, process_rollout, without_loss
-from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Generation, Observation, Rollout, RolloutStatus, StopReason, Task, Turn
 
 PAD = 99

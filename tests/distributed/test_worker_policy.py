@@ -15,13 +15,13 @@ from typing import Any, cast
 import jax
 import pytest
 
-from marin_rl.closing import Closing
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.coordinator import Announcement
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, oldest_version
 from marin_rl.distributed.worker import WeightPrefetcher, Weights, WorkerPolicy
 from marin_rl.environments.base import Split
+from marin_rl.errors import Closing
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.rollouts.request_batcher import RequestBatcher

@@ -20,8 +20,8 @@ from marin_rl.rewards.sandbox.config import Isolation, SandboxConfig
 from marin_rl.rewards.sandbox.pool import IsolationError, PythonResult, Sandbox
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.reward_functions import RewardFunctions
-from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Message, Task
 
 QUESTIONS = ArithmeticConfig(size=200)

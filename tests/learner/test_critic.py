@@ -23,8 +23,8 @@ from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.policy_model import model_shape, save_hf_policy
 from marin_rl.objectives.kl import NoKlConfig
 from marin_rl.objectives.policy_loss import ReinforceLossConfig
-from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

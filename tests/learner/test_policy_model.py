@@ -38,9 +38,8 @@ from marin_rl.models.hf_tensors import BASE_PREFIX
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.levanter_sampler import LevanterSampler
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.tokenization.load import TokenizerConfig
+from marin_rl.tokenization.load import TokenizerConfig, byte_tokenizer
 from tests.models.hf_checkpoint import record, write_checkpoint
 from tests.models.hf_oracle.make_oracle import CASES, VOCAB, loss_weights, summarize_gradient, token_ids
 

@@ -9,8 +9,8 @@ from marin_rl.environments import Split, TextGameConfig
 from marin_rl.environments.games import View
 from marin_rl.rollouts.attempt import Limits, StateHash, StateHashingConfig, default_state_hash
 from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, run_requests
-from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Message, Rollout, RolloutStatus
 from marin_rl.user_code import UserFileError
 from tests.scripted_sampler import ScriptedSampler

@@ -17,8 +17,8 @@ from marin_rl.rollouts.episode import run_episode
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Generation, Message, RolloutStatus, StopReason, Task
 
 TOKENIZER = ChatTokenizer(byte_tokenizer())

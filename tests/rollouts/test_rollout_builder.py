@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from marin_rl.environments.base import Step
 from marin_rl.rollouts.attempt import Attempt, Limits
 from marin_rl.rollouts.rollout_builder import EnvironmentFault, RolloutBuilder
-from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import (
     Generation,
     Message,

@@ -28,8 +28,8 @@ from marin_rl.rollouts.run_rollouts import (
 )
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.seeds import derive_seed
-from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Message, Rollout, RolloutGroup, RolloutStatus, StopReason, Task
 from tests.scripted_sampler import ScriptedSampler
 

@@ -17,8 +17,8 @@ from marin_rl.environments.tool_use import ToolDescription
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_groups
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Rollout
 from tests.scripted_sampler import ScriptedSampler
 from tests.tokenization.conftest import CHATML, THINKING, chatml_tokenizer, llama_tokenizer

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from marin_rl.tokenization.byte_tokenizer import SPECIAL_TOKENS, byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer, truncate_at_reply
 from marin_rl.tokenization.chat_template import ChatTemplateError
-from marin_rl.tokenization.load import plain_template
+from marin_rl.tokenization.load import SPECIAL_TOKENS, byte_tokenizer, plain_template
 
 BYTE_CHAT = ChatTokenizer(byte_tokenizer())
 

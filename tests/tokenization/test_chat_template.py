@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from marin_rl.tokenization.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.chat_template import ChatTemplate, ChatTemplateError, TemplateEncoder, unused_mark
+from marin_rl.tokenization.load import CHAT_TEMPLATE, byte_tokenizer
 
 TEMPLATE = ChatTemplate(CHAT_TEMPLATE, {}, "the test's tokenizer")
 

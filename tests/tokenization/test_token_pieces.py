@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
-from marin_rl.tokenization.load import TokenPieces
+from marin_rl.tokenization.load import TokenPieces, byte_tokenizer
 
 BYTES = TokenPieces(byte_tokenizer())
 

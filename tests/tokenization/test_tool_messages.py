@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marin_rl.tokenization.byte_tokenizer import CHAT_TEMPLATE
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.chat_template import ChatTemplate, ToolSchema, fit_conversation
+from marin_rl.tokenization.load import CHAT_TEMPLATE
 from marin_rl.types import Message
 from tests.tokenization.conftest import chatml_tokenizer, llama_tokenizer
 from tests.tokenization.tool_templates import LLAMA, QWEN3, SILENT, STRICT

@@ -25,8 +25,8 @@ from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.timing import PhaseTimer
-from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.training.batch_builder import BatchBuilder
 from marin_rl.training.collect import Collected, GroupCollector
 from marin_rl.training.run_state import Progress, RunState

@@ -14,8 +14,8 @@ from marin_rl.learner.scoring import Scores
 from marin_rl.rollouts.attempt import Limits, LongPrompts
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.training.evaluation import describe_accuracy, evaluate, first_of_each, reference_loss
 from marin_rl.types import Message, Task
 from tests.scripted_sampler import ScriptedSampler

@@ -73,7 +73,7 @@ def save_tokenizer(folder: Path) -> None:
     """Save the built-in tokenizer with the two calls in place of its two reserved tokens."""
     from transformers import PreTrainedTokenizerFast
 
-    from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
+    from marin_rl.tokenization.load import byte_tokenizer
 
     source = json.loads(byte_tokenizer().backend_tokenizer.to_str())
     for token, call in zip(source["added_tokens"][-2:], CALLS, strict=True):

@@ -26,8 +26,8 @@ from marin_rl.rollouts.run_rollouts import run_groups
 from marin_rl.rollouts.stored_rollout import as_row
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer
-from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.training.batch_builder import BatchBuilder, TrainingBatch
 from marin_rl.types import Message, Rollout, RolloutGroup, Task
 from tests.training.bare_run import END, NEWEST, TOKENIZER, USER, bare_builder, make_config, make_runner

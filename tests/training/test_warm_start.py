@@ -18,14 +18,13 @@ from levanter.trainer import TrainerConfig
 from marin_rl.batching.packing import RowLayout
 from marin_rl.config.sections import WarmStartConfig
 from marin_rl.config.train_config import default_trainer
-from marin_rl.environments.base import Split
-from marin_rl.environments.single_turn import SingleTurnEnvironment
+from marin_rl.environments.base import SingleTurnEnvironment, Split
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.tokenization.byte_tokenizer import byte_tokenizer
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.training.warm_start import WarmStartError, warm_start
 from marin_rl.types import Message, Task
 from tests.scripted_sampler import ScriptedSampler

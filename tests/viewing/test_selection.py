@@ -8,7 +8,7 @@ import pytest
 from marin_rl.errors import RunDirectoryError
 from marin_rl.rollouts.store import RolloutStoreError, list_files, read_file
 from marin_rl.types import RolloutStatus
-from marin_rl.viewing.page_data import page_data
+from marin_rl.viewing.html_page import page_data
 from marin_rl.viewing.selection import (
     RolloutNotFoundError,
     Selection,
