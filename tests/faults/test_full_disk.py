@@ -108,10 +108,10 @@ def test_full_disk_at_the_end_keeps_the_previous_export(
 
 # Asynchronous run.
 
-BULK = 100_000
+BULK = 200_000
 """Characters of a worked answer, which is stored with a waiting group but not with a rollout."""
 SMALL = 100_000
-"""Bytes that suffice for rollouts, record and log of a step, but not for two waiting groups."""
+"""Bytes that suffice for rollouts, record and log of a step, but not for one waiting group; others may expire."""
 STEPS, GROUPS, MEMBERS, STALENESS = 40, 4, 4, 3
 
 
