@@ -266,6 +266,7 @@ def test_every_object_of_the_reference_exists() -> None:
         assert hasattr(importlib.import_module(module), attribute), name
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "cls", sorted(config_classes(), key=lambda cls: cls.__qualname__), ids=lambda cls: cls.__qualname__
 )
@@ -537,6 +538,7 @@ def test_episodes_include_dropped_groups(everything: list[dict[str, Any]]) -> No
     assert any(record["filter/replaced"] > 0 for record in everything[1:])
 
 
+@pytest.mark.medium
 def test_table_of_choices_lists_the_registered_types() -> None:
     from marin_rl.objectives.aggregation import AggregationConfig
     from marin_rl.objectives.importance import OffPolicyCorrectionConfig

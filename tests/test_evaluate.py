@@ -30,6 +30,7 @@ def evaluations(record: dict) -> dict[str, float]:
     return {name: value for name, value in record.items() if name.startswith("eval/")}
 
 
+@pytest.mark.medium
 def test_newest_checkpoint_is_evaluated_without_side_effects(finished_run: TinyRun, capfd: Capture):
     before = contents(finished_run.path)
     assert main(["--run", str(finished_run.path), "--json"]) == 0
@@ -91,6 +92,7 @@ def test_environment_override(finished_run: TinyRun, tmp_path: Path, capfd: Capt
     assert contents(finished_run.path) == before
 
 
+@pytest.mark.medium
 def test_loss_of_worked_answers(finished_run: TinyRun, tmp_path: Path):
     environment = JsonlConfig(str(sums(tmp_path)), held_out=0.5, validation=0.0)
     _, found = run_evaluation(EvaluateConfig(str(finished_run.path), environment=environment))

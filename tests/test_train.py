@@ -90,6 +90,7 @@ def test_resumed_run_prints_the_summary(finished_run: TinyRun, tmp_path: Path, c
     assert "--initialize_from" in output
 
 
+@pytest.mark.medium
 def test_training_starts_from_the_weights_of_a_finished_run(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ):

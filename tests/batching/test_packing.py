@@ -129,6 +129,7 @@ def log_normal_lengths(seed: int, sigma: float, *, count: int = 512, longest: in
     return [[max(int(length), 1)] for length in np.minimum(low * drawn, longest)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("sigma", [0.25, 0.5, 1.0, 1.5])
 @pytest.mark.parametrize("seed", range(5))
 def test_realistic_lengths_fill_at_least_95_percent(seed: int, sigma: float) -> None:

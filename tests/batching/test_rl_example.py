@@ -236,6 +236,7 @@ def test_padding_positions_have_the_padding_token_and_zeros(rollouts, layout: Ro
     assert (batch.num_tokens, batch.num_positions) == (tokens, slots)
 
 
+@pytest.mark.medium
 @settings(deadline=None)
 @given(batches(), LAYOUTS, LAYOUTS, st.sampled_from(AGGREGATIONS), st.randoms(use_true_random=False))
 def test_token_values_do_not_depend_on_layout_or_rollout_order(rollouts, first, second, aggregation, random) -> None:
@@ -464,6 +465,7 @@ def test_packed_and_unpacked_rows_have_the_same_activations(model: LmHeadModel) 
     assert np.std(packed_activations[0]) > 0.1
 
 
+@pytest.mark.medium
 def test_segments_do_not_attend_to_each_other(model: LmHeadModel) -> None:
     example = pack(ROLLOUTS, PACKED).microbatches[0]
     segments, ids = np.asarray(example.segment_ids.array), np.asarray(example.input_ids.array)

@@ -141,6 +141,7 @@ def test_in_flight_weights_sample_the_following_tokens(
     assert policy.version == 1
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("opened", ["between_groups"], indirect=True)
 def test_between_groups_no_weights_are_fetched_during_rollouts(opened: tuple[Trainer, WorkerPolicy]) -> None:
     trainer, policy = opened

@@ -38,6 +38,7 @@ def test_training_rewards_depend_on_the_probability_and_not_the_answer():
         assert sum(reward["random"] for reward in given) / len(given) == pytest.approx(0.3, abs=0.045)
 
 
+@pytest.mark.medium
 def test_rewards_are_deterministic_and_depend_on_the_seed():
     assert rewards(0.5) == rewards(0.5)
     assert rewards(0.5, seed=0) != rewards(0.5, seed=1)

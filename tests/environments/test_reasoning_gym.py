@@ -29,6 +29,7 @@ def two_digit_task(environment: AbstractEnvironment):
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "task",
     [

@@ -25,6 +25,7 @@ def write_run(run: Path) -> Path:
     return run
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("report", "names", "line"),
     [

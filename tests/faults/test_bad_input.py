@@ -281,6 +281,7 @@ def with_judge(config: str, whim: str) -> str:
     return f"{head}environment: {{type: judge, whim: {whim}}}\n{''.join(lines[after:])}"
 
 
+@pytest.mark.medium
 def test_reward_failures_are_recorded_and_the_run_continues(
     judge: None, quick: dict[str, Any], new_run: Callable[..., TinyRun]
 ) -> None:
@@ -342,6 +343,7 @@ def test_nan_loss_stops_before_the_update(
     assert outcome(run) == outcome(whole)
 
 
+@pytest.mark.medium
 def test_diverging_weights_stop_the_run(quick: dict[str, Any], new_run: Callable[..., TinyRun], capfd: Capture) -> None:
     run = new_run(**{**quick, "optimizer__learning_rate": 1e30, "checkpoint__every": 0})
     assert run.train() == 1
@@ -352,6 +354,7 @@ def test_diverging_weights_stop_the_run(quick: dict[str, Any], new_run: Callable
 # Paths that cannot be written.
 
 
+@pytest.mark.medium
 def test_error_names_a_run_directory_that_cannot_be_created(
     new_run: Callable[..., TinyRun], tmp_path: Path, capfd: Capture
 ) -> None:

@@ -207,6 +207,7 @@ def test_leftovers_of_a_killed_process_are_ignored(
     assert not list(run.path.rglob("half"))
 
 
+@pytest.mark.medium
 def test_damaged_checkpoints_are_skipped_and_named(
     finished_run: TinyRun, tmp_path: Path, no_curves: None, capfd: pytest.CaptureFixture[str]
 ) -> None:

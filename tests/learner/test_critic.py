@@ -152,6 +152,7 @@ def test_separate_trunk_has_no_unused_head(tiny: ModuleType, trainer: TrainerCon
     assert jax.tree.structure(trunk) == jax.tree.structure(gpt2)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("config", [SHARED, SEPARATE], ids=["shared", "separate"])
 def test_critic_loss_updates_the_policy_only_through_a_shared_trunk(
     tiny: ModuleType, model: LmHeadModel, batch: RlExample, config: CriticConfig

@@ -106,6 +106,7 @@ def two(folder: Path) -> Iterator[list[Process]]:
         yield processes
 
 
+@pytest.mark.medium
 def test_each_process_holds_its_share_of_the_same_mesh(alone: Process, two: list[Process]) -> None:
     assert alone.facts["devices"] == [4, 4]
     assert alone.facts["own elements"] == alone.facts["elements"]
@@ -174,6 +175,7 @@ def test_each_process_keeps_its_share_of_old_weights(alone: Process, two: list[P
         assert process.facts["kept"] == alone.facts["kept"] > 5
 
 
+@pytest.mark.medium
 def test_each_server_serves_its_own_shards_and_a_worker_assembles_them(
     tiny: Any, model: Any, two: list[Process]
 ) -> None:

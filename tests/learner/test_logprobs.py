@@ -94,6 +94,7 @@ def test_the_gradient_of_the_oracle_is_the_slope_of_its_value() -> None:
     np.testing.assert_allclose((value(1) - value(-1)) / (2 * step), expected, rtol=1e-8)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("block_size", range(1, POSITIONS + 2))
 def test_any_block_size_agrees_with_full_logits(block_size: int) -> None:
     case = inputs()
@@ -166,6 +167,7 @@ def test_new_masks_do_not_recompile(tiny) -> None:
     assert compiled == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("fullest", "blocks"), [(0, 0), (1, 1), (3, 1), (4, 2), (6, 2), (9, 3)])
 def test_the_head_runs_on_as_many_blocks_as_the_fullest_row_fills(
     monkeypatch: pytest.MonkeyPatch, fullest: int, blocks: int
@@ -211,6 +213,7 @@ def test_an_offset_common_to_all_logits_changes_nothing(block_size: int) -> None
     np.testing.assert_allclose(found[1], entropies, atol=5e-4)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("block_size", [2, POSITIONS])
 def test_entropy_is_true_at_its_extremes_and_carries_no_gradient(block_size: int) -> None:
     _, head, targets, _ = inputs()
@@ -232,6 +235,7 @@ def test_entropy_is_true_at_its_extremes_and_carries_no_gradient(block_size: int
 LONG = 96
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("share", [0.3, 1.0])
 @pytest.mark.parametrize("block_size", [1, 32, LONG])
 def test_bfloat16_inputs_accumulate_in_float32(block_size: int, share: float) -> None:
@@ -412,6 +416,7 @@ def scored(model: LmHeadModel, batch: RlExample, temperature: float = 1.0) -> tu
     return tuple(values.rearrange(batch.input_ids.axes).array for values in found)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_logprobs_use_the_right_positions(config: LmConfig) -> None:
     """Compare log-probs with the model's logits, one token at a time."""

@@ -180,6 +180,7 @@ def test_the_export_names_its_precision(tiny, chat, tmp_path, policy: str, dtype
         assert tensors.get_slice("lm_head.weight").get_dtype() == {"float32": "F32", "bfloat16": "BF16"}[dtype]
 
 
+@pytest.mark.medium
 def test_the_exported_files_alone_give_the_same_greedy_generations(speakers, chat, trainer, spoken) -> None:
     """Compare with a loop over full forward passes that stops at the tokens in generation_config.json."""
     _, folder = speakers["llama"]
@@ -348,6 +349,7 @@ def test_code_in_a_checkpoint_is_never_run(tmp_path: Path, monkeypatch) -> None:
     assert not proof.exists()
 
 
+@pytest.mark.medium
 def test_initialized_policy_matches_model_shape(tiny, chat) -> None:
     trainer = tiny.make_trainer(policy="p=bf16,c=bf16")
     model = initialize_policy(tiny.LLAMA, chat, trainer, key=jax.random.PRNGKey(0))

@@ -113,6 +113,7 @@ def assert_scores(found: list[Scores], expected: list[Scores]) -> None:
             np.testing.assert_allclose(getattr(one, name), array, atol=1e-5, err_msg=f"rollout {index}: {name}")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_scores_as_a_full_forward_pass_does(trainer, rollouts, critic, expected, name: str) -> None:
     layout = LAYOUTS[name]

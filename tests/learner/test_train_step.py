@@ -99,6 +99,7 @@ def test_any_mesh_gives_the_same_loss_and_gradient(one_device, tmp_path: Path) -
     assert facts["compiled after the restore"] == 0
 
 
+@pytest.mark.medium
 def test_later_steps_with_any_microbatch_count_do_not_compile(tiny, learner) -> None:
     def step(state, seeds):
         state, measured = learner.step(state, [tiny.make_example(seed=seed) for seed in seeds])
@@ -181,6 +182,7 @@ def test_the_shape_of_a_state_is_that_of_the_state(tiny, learner) -> None:
         assert (found.shape, found.dtype) == (leaf.shape, leaf.dtype)
 
 
+@pytest.mark.medium
 def test_bfloat16_compute_trains_close_to_float32(tiny, learner) -> None:
     mixed = tiny.make_learner(tiny.make_trainer(policy="p=f32,c=bf16"))
     state, exact = tiny.fresh_state(mixed), tiny.fresh_state(learner)

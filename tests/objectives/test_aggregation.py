@@ -55,6 +55,7 @@ def batches(draw):
     return rng.normal(size=(rows, positions)), mask, ids
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("config", CONFIGS)
 @given(batch=batches())
 def test_matches_the_definition(config, batch):

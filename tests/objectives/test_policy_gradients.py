@@ -129,6 +129,7 @@ PAIRS = [(config, name) for config in TOKEN_LEVEL for name in PER_TOKEN]
 PAIRS += [(config, name) for config in SEQUENCE_LEVEL for name in UNIFORM]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("config", "name"), PAIRS)
 def test_the_expected_gradient_is_the_policy_gradient(config, name):
     """Up to the share of a rollout in its own baseline."""

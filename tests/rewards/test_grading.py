@@ -90,6 +90,7 @@ def test_math_verify(grader: MathVerifyGrader, reply: str, answer: str, reward: 
     assert grader.grade(reply, answer) == reward
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("reply", ["9**9**9**9", "$9^{387420489}$"])
 def test_endless_reply_is_wrong_and_the_next_is_graded(grader: MathVerifyGrader, reply: str, caplog):
     assert grader.grade(reply, "46") == 0.0

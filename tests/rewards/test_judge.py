@@ -135,6 +135,7 @@ def test_judged_text_is_data(endpoint: Endpoint, request_of):
     assert json.loads(conversation)[1] == {"role": "assistant", "content": hostile}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("first", "problem"),
     [

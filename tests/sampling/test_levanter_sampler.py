@@ -137,6 +137,7 @@ def test_logprobs_with_mixed_temperatures(sampler: LevanterSampler, model: LmHea
     assert largest_error(model, requests, sampler.sample(requests)) < 1e-5
 
 
+@pytest.mark.medium
 def test_qwen3_logprobs_are_those_of_the_full_forward_pass():
     model = build(QWEN3)
     requests = make_requests(LENGTHS)
@@ -152,6 +153,7 @@ def compiled_quickly() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", before)
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("compiled_quickly")
 def test_qwen2_logprobs_with_yarn_are_those_of_the_full_forward_pass():
     """A model with biases, and with positions beyond the context that YaRN extends."""

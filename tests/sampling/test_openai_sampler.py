@@ -195,6 +195,7 @@ LOST = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("reply", "problem"), LOST)
 def test_transient_failures_are_retried(server: CompletionsServer, reply: Raw, problem: str):
     [expected] = sampler_of(server).sample([REQUEST])

@@ -173,6 +173,7 @@ def test_rows_do_not_depend_on_the_rest_of_the_batch() -> None:
     np.testing.assert_array_equal(attend(together, None)[9:26], attend(alone, None)[:17])
 
 
+@pytest.mark.medium
 def test_swapping_the_attention_shares_every_array() -> None:
     model = LlamaConfig(
         seq_len=16, hidden_dim=16, intermediate_dim=16, num_layers=2, num_heads=2, num_kv_heads=1

@@ -175,6 +175,7 @@ def test_kept_weights_remove_version_mismatch(finished_run: TinyRun, new_run: Ca
     assert max(abs(record["val/ratio"] - 1) for record in records) > 1e-4
 
 
+@pytest.mark.medium
 def test_in_flight_generations_continue_with_new_weights(
     new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:

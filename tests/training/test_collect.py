@@ -279,6 +279,7 @@ def test_only_a_fully_failed_first_batch_raises():
         next_step(run, make_runner(run.config, reply_a, run.environment))
 
 
+@pytest.mark.medium
 def test_resumed_run_samples_same_groups():
     changes = {"filter": RESAMPLE}
     exam = ["mixed", "equal", "equal", "mixed", "equal", "broken", "mixed"] * 2

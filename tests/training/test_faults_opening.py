@@ -131,6 +131,7 @@ def test_interrupt_in_first_evaluation_and_failing_store_close(
     assert "the disk is full" in caplog.text
 
 
+@pytest.mark.medium
 def test_failing_first_checkpoint_closes_everything(
     shy_run: TinyRun, tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ):

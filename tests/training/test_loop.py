@@ -248,6 +248,7 @@ def test_evaluation_has_no_side_effects(after_two: TrainingRun, finished_run: Ti
     assert contents(finished_run.path) == files
 
 
+@pytest.mark.medium
 def test_stop_request_saves_finished_step(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,6 +123,7 @@ def test_failed_reward_affects_one_rollout_and_is_counted(
     assert "sandbox: isolation" in log
 
 
+@pytest.mark.medium
 def test_accuracy_uses_reward_functions(functions_only: Callable[..., TinyRun], rewards: Any):
     run = functions_only(rewards("has_one", options={"bonus": 0.0}, name="correct"), num_steps=1)
     assert run.train() == 0

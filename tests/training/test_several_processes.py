@@ -63,6 +63,7 @@ def comparable(run: TinyRun) -> list[dict[str, object]]:
     return [{name: value for name, value in record.items() if "workers/" not in name} for record in records]
 
 
+@pytest.mark.medium
 def test_two_processes_train_like_one(shared: TinyRun, tmp_path: Path) -> None:
     alone = make(tmp_path / "alone")
     train(alone, 1)
@@ -90,6 +91,7 @@ def test_only_main_process_prints_and_writes(shared: TinyRun) -> None:
     assert [file.name for file in (shared.path / "processes").iterdir()] == ["1.txt"]
 
 
+@pytest.mark.medium
 def test_killed_run_resumes_bit_for_bit(shared: TinyRun, tmp_path: Path) -> None:
     killed = interrupted_after(shared, 1, tmp_path / "killed")
     train(killed, 2)
@@ -102,6 +104,7 @@ def test_killed_run_resumes_bit_for_bit(shared: TinyRun, tmp_path: Path) -> None
         assert found[part] == expected[part], part
 
 
+@pytest.mark.medium
 def test_error_in_main_process_ends_all_processes(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     with lock(RunDirectory(run.path)):
@@ -111,6 +114,7 @@ def test_error_in_main_process_ends_all_processes(tmp_path: Path) -> None:
     assert f"error: the main training process ended with an error: RunDirectoryError: {error}" in second
 
 
+@pytest.mark.medium
 def test_hosts_without_shared_file_system_are_rejected(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     run.config.write_text(run.config.read_text().replace(str(run.path), "runs/apart"))

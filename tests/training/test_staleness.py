@@ -287,6 +287,7 @@ def test_schedule_does_not_matter_without_staleness() -> None:
         assert batches(seed, workers) == first
 
 
+@pytest.mark.medium
 def test_max_staleness_bounds_group_age() -> None:
     # Without the check in the buffer, the same schedules produce groups that are too old.
     def oldest(checked: bool) -> int:

@@ -230,6 +230,7 @@ def test_long_rows_score_like_short_rows(plain_scores):
         np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
+@pytest.mark.medium
 def test_all_policies_of_a_run_use_same_attention_blocks(finished_run: TinyRun):
     """Covers random weights, weights of a folder, and weights of a checkpoint (as in evaluation and reference)."""
     config = config_of(finished_run)

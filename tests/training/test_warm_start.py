@@ -143,6 +143,7 @@ def test_stops_at_target_accuracy(trainer: TrainerConfig):
     assert watch.messages[0].endswith("validation accuracy 0.500")
 
 
+@pytest.mark.medium
 def test_last_step_is_checked_and_weights_depend_only_on_seed(trainer: TrainerConfig):
     config = dataclasses.replace(CONFIG, max_steps=3)
     watches = Watch(), Watch(), Watch()
@@ -159,6 +160,7 @@ def test_no_worked_answers_raises(trainer: TrainerConfig):
         run(trainer, runner([task("1+1", None)]), Watch())
 
 
+@pytest.mark.medium
 def test_tasks_without_worked_answers_are_ignored(trainer: TrainerConfig):
     config = dataclasses.replace(CONFIG, max_steps=1)
     mixed = [*WORKED, *(task(f"no{index}", None) for index in range(50))]

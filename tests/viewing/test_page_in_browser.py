@@ -55,6 +55,7 @@ def choose(tab: Browser, selector: str, value: str) -> None:
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [360, 1200])
 def test_page_loads_nothing_has_no_errors_and_fits_the_width(tab, small, dark, width):

@@ -110,6 +110,7 @@ def peak_memory(process: subprocess.Popen[str]) -> int:
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
+@pytest.mark.medium
 def test_server_reads_no_message_without_the_secret():
     other = tls_identity(make_secret())
     strangers = {
@@ -346,6 +347,7 @@ def start(script: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
 
 
+@pytest.mark.medium
 def test_receiver_recovers_from_killed_server(caplog):
     like = {"w": np.zeros(2**20, np.float32)}
     first = start("killed_server.py", "0", "1", "gated")
@@ -378,6 +380,7 @@ def test_receiver_recovers_from_killed_server(caplog):
     assert f"weight server grpc+tls://127.0.0.1:{port} does not respond" in caplog.text
 
 
+@pytest.mark.medium
 def test_stalled_worker_takes_newest_and_keeps_no_version_alive():
     with gated() as (cache, server):
         cache.put(snapshot_of(filled(1), 1))

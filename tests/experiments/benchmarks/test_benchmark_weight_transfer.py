@@ -34,6 +34,7 @@ def test_the_servers_share_every_array():
     assert sum(data.nbytes for snapshot in snapshots for data in snapshot.data) == 4 * (24 + 7 + 6 + 1)
 
 
+@pytest.mark.medium
 def test_a_worker_gets_what_the_servers_hold():
     with benchmark_weight_transfer.weight_servers("t" * 32, synthetic_shapes(4), 2, 1) as servers:
         for server in servers:

@@ -31,6 +31,7 @@ def test_a_tiny_pipeline_is_measured_and_simulated(capsys: pytest.CaptureFixture
     assert report["figures"]["1"]["simulated"]["seconds_per_step"] > 0
 
 
+@pytest.mark.medium
 def test_shares_and_rates_are_over_the_steps_that_count(finished_run: TinyRun, tmp_path: Path) -> None:
     run = copy_of(finished_run, tmp_path / "copy")
     records = run.records()

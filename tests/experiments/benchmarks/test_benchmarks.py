@@ -115,6 +115,7 @@ def test_sampling(capsys: pytest.CaptureFixture[str], tiny: list[str]) -> None:
         assert 0 < figures[name]["tokens_per_call"]["max"] <= figures[name]["shape"]["requests"] * 8
 
 
+@pytest.mark.medium
 def test_logprobs(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"batch": 2, "position": 12, "embed": 8, "vocab": 2000}
     flags = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]

@@ -17,6 +17,7 @@ def simulate(**settings: float | str) -> dict[str, float]:
     return Simulation(Pipeline(**settings)).run()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("workers", [1, 2, 4, 8, 16])
 def test_step_time_is_that_of_the_slower_side(workers: int) -> None:
     # Eight groups of 1 s each, against 2 s of training: four workers are enough.
