@@ -132,16 +132,19 @@ class _FreeRows:
         self._microbatches = 0
         self._free = np.full((capacity, layout.rows_per_microbatch), layout.row_length)
         self._sequences = np.zeros((capacity, layout.rows_per_microbatch), np.int64)
+        self._last_single = (0, 0)
+        """Space and row of the last rollout of one sequence."""
 
     def place(self, name: str, lengths: Sequence[int]) -> tuple[Slot, ...]:
         """Reserve space for all of `lengths` in the first microbatch, and its first rows, with enough space."""
         needed = [length if self._layout.packed else self._layout.row_length for length in lengths]
+        if len(lengths) == 1:
+            return (self._place_single(lengths[0], needed[0]),)
         free = self._free[: self._microbatches]
         candidates = (free.max(axis=1) >= max(needed)) & (free.sum(axis=1) >= sum(needed))
         for microbatch_index in [*np.flatnonzero(candidates).tolist(), self._microbatches]:
             rows = _fit(self._free[microbatch_index], needed)
             if rows is not None:
-                self._microbatches = max(self._microbatches, microbatch_index + 1)
                 places = zip(rows, lengths, needed, strict=True)
                 return tuple(self._reserve(microbatch_index, row, length, space) for row, length, space in places)
         rows_needed = len(set(_fit(np.full(len(needed), self._layout.row_length), needed) or ()))
@@ -152,7 +155,18 @@ class _FreeRows:
             "increase rows_per_microbatch"
         )
 
+    def _place_single(self, length: int, space: int) -> Slot:
+        """Reserve space for a rollout of one sequence in the first row with enough space."""
+        last_space, last_row = self._last_single
+        # Rows before the last one have less than `last_space`, because the free space of a row never grows.
+        begin = last_row if space >= last_space else 0
+        end = (self._microbatches + 1) * self._layout.rows_per_microbatch
+        row = begin + int(np.argmax(self._free.reshape(-1)[begin:end] >= space))
+        self._last_single = (space, row)
+        return self._reserve(*divmod(row, self._layout.rows_per_microbatch), length, space)
+
     def _reserve(self, microbatch_index: int, row: int, length: int, space: int) -> Slot:
+        self._microbatches = max(self._microbatches, microbatch_index + 1)
         start = self._layout.row_length - int(self._free[microbatch_index, row])
         self._free[microbatch_index, row] -= space
         self._sequences[microbatch_index, row] += 1

@@ -10,13 +10,14 @@ belongs to `input_ids[t]`. A causal language model predicts token `t` at positio
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 
@@ -207,8 +208,6 @@ def pack_batch(
     }
     for name, arrays in per_action.items():
         _check_per_action(name, arrays, rollouts)
-    for name in ("policy_logprobs", "reference_logprobs", "values"):
-        per_action[name] = [getattr(rollout, name)[rollout.loss_mask] for rollout in rollouts]
     slots = pack_sequences([rollout.lengths for rollout in rollouts], layout, [rollout.id for rollout in rollouts])
     arrays = _scatter(rollouts, per_action, aggregation, slots, layout, pad_token_id)
     axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.row_length))
@@ -245,44 +244,81 @@ def _scatter(
     pad_token_id: int,
 ) -> dict[str, np.ndarray]:
     """Return the arrays of all microbatches, `[microbatch, row, position]`."""
-    table = [(rollout, *slot) for rollout, sequences in enumerate(slots) for slot in sequences]
-    sequences = np.array(table, np.int64).reshape(len(table), 6)
-    length = sequences[:, 5]
-    # One entry per token from here on, by rollout and then by sequence.
-    rollout, microbatch, row, start, segment, _ = np.repeat(sequences, length, axis=0).T
-    position = np.arange(rollout.size) - np.repeat(np.cumsum(length) - length, length)
-    place = (microbatch * layout.rows_per_microbatch + row) * layout.row_length + start + position
-    token_ids = _join([rollout.input_ids[rollout.segment_ids != 0] for rollout in rollouts], np.int32)
-    loss = _join([rollout.loss_mask[rollout.segment_ids != 0] for rollout in rollouts], np.bool_)
     shape = (count_microbatches(slots), layout.rows_per_microbatch, layout.row_length)
+    places = _Places(slots, shape)
+    tokens = places.spread(np.ones_like(places.length), 0, np.bool_)
+    rows = [(rollouts[rollout], row) for rollout, row in zip(places.rollout.tolist(), places.row.tolist(), strict=True)]
 
-    def put(name: str, values: np.ndarray, place: np.ndarray = place, *, padding: int = 0) -> np.ndarray:
-        array = np.full(shape, padding, PER_TOKEN_DTYPES[name])
-        array.reshape(-1)[place] = values
+    def gather(name: str, padding: int = 0) -> np.ndarray:
+        """Put the tokens of every sequence at its place."""
+        array = np.full(tokens.shape, padding, PER_TOKEN_DTYPES[name])
+        lengths = places.length.tolist()
+        array[tokens] = _join(
+            [getattr(rollout, name)[row, :length] for (rollout, row), length in zip(rows, lengths, strict=True)],
+            array.dtype,
+        )
         return array
 
-    loss_mask = put("loss_mask", loss)
+    loss_mask = gather("loss_mask")
+    actions = places.action_slices(loss_mask)
+
+    def put_actions(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        array = np.zeros(tokens.shape, PER_TOKEN_DTYPES[name])
+        values = _join(arrays, np.float64)
+        array[loss_mask] = _join([values[part] for part in actions], np.float64)
+        return array
+
     # The denominators are those of the whole batch, independent of the split into microbatches.
-    ids, rows = put("rollout_ids", rollout, padding=NO_ROLLOUT), (-1, layout.row_length)
-    weights = aggregation.loss_weights(loss_mask.reshape(rows), ids.reshape(rows))
-    return {
-        "input_ids": put("input_ids", token_ids, padding=pad_token_id),
+    rollout_of_token = places.spread(places.rollout, NO_ROLLOUT, np.int32)
+    by_row = (-1, layout.row_length)
+    weights = aggregation.loss_weights(loss_mask.reshape(by_row), rollout_of_token.reshape(by_row))
+    position = np.arange(tokens.size, dtype=np.int32) - places.spread(places.start, 0, np.int32)
+    arrays = {
+        "input_ids": gather("input_ids", pad_token_id),
         "loss_mask": loss_mask,
-        "segment_ids": put("segment_ids", segment),
-        "position_ids": put("position_ids", position),
-        "rollout_ids": put("rollout_ids", _number_within_microbatches(microbatch, rollout), padding=NO_ROLLOUT),
-        "loss_weights": weights.reshape(shape),
-        **{name: put(name, _join(arrays, np.float64), place[loss]) for name, arrays in per_action.items()},
+        "segment_ids": places.spread(places.segment, 0, np.int32),
+        "position_ids": np.where(tokens, position, 0),
+        "rollout_ids": places.spread(places.number, NO_ROLLOUT, np.int32),
+        "loss_weights": weights,
+        **{name: put_actions(name, values) for name, values in per_action.items()},
+        **{name: np.where(loss_mask, gather(name), 0) for name in ("policy_logprobs", "reference_logprobs", "values")},
     }
+    return {name: array.reshape(shape) for name, array in arrays.items()}
 
 
-def _number_within_microbatches(
-    microbatch: Int64[np.ndarray, " tokens"], rollout: Int64[np.ndarray, " tokens"]
-) -> Int64[np.ndarray, " tokens"]:
-    """Number the rollouts of each microbatch from 0, and return the number of each token's rollout."""
-    distinct, number = np.unique(np.stack([microbatch, rollout]), axis=1, return_inverse=True)
-    before = np.searchsorted(distinct[0], distinct[0])  # rollouts of earlier microbatches
-    return number.reshape(-1) - before[number.reshape(-1)]
+class _Places:
+    """The sequences of a batch in the order of their positions in the microbatches, as arrays `[sequences]`."""
+
+    def __init__(self, slots: Sequence[Sequence[Slot]], shape: tuple[int, int, int]):
+        table = [(rollout, row, *slot) for rollout, own in enumerate(slots) for row, slot in enumerate(own)]
+        columns = np.array(table, np.int64).reshape(len(table), 7)
+        start = np.ravel_multi_index(tuple(columns[:, 2:5].T), shape)
+        order = np.argsort(start)
+        self.rollout, self.row, microbatch, _, _, self.segment, self.length = columns[order].T
+        self.start = start[order]
+        """Flat index of the first token."""
+        distinct, number = np.unique(np.stack([microbatch, self.rollout]), axis=1, return_inverse=True)
+        self.number = number.reshape(-1) - np.searchsorted(distinct[0], microbatch)
+        """Number of the rollout among those of its microbatch."""
+        edges = np.stack([self.start, self.start + self.length], axis=1).reshape(-1)
+        # Padding, sequence, padding, sequence, ..., padding.
+        self._run_lengths = np.diff(edges, prepend=0, append=np.prod(shape))
+
+    def spread(
+        self, values: Int64[np.ndarray, " sequences"], padding: int, dtype: Any
+    ) -> Shaped[np.ndarray, " positions"]:
+        """Repeat the value of each sequence for all its tokens."""
+        runs = np.full(self._run_lengths.size, padding, dtype)
+        runs[1::2] = values
+        return np.repeat(runs, self._run_lengths)
+
+    def action_slices(self, loss_mask: Bool[np.ndarray, " positions"]) -> list[slice]:
+        """Return the part of each sequence in arrays over the loss tokens of all rollouts, row by row."""
+        count = np.add.reduceat(loss_mask, self.start, dtype=np.int64)
+        by_rollout = np.lexsort((self.row, self.rollout))
+        end = np.empty_like(count)
+        end[by_rollout] = np.cumsum(count[by_rollout])
+        return [slice(*bounds) for bounds in zip((end - count).tolist(), end.tolist(), strict=True)]
 
 
 def _check_per_action(name: str, arrays: Sequence[np.ndarray], rollouts: Sequence[ProcessedRollout]) -> None:
@@ -298,6 +334,6 @@ def _check_per_action(name: str, arrays: Sequence[np.ndarray], rollouts: Sequenc
             )
 
 
-def _join(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+def _join(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
     """Concatenate arrays; also works for an empty list."""
     return np.concatenate([np.zeros(0, dtype), *arrays])

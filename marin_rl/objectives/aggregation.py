@@ -185,8 +185,9 @@ def _count(loss_mask: LossMask, rollout_ids: RolloutIds) -> tuple[Integer[np.nda
             f"the loss token at row {row}, position {position} has rollout id {rollout_ids[row, position]}; "
             "the rollout id of a loss token must be at least 0"
         )
-    _, rollout, lengths = np.unique(rollout_ids[loss_mask], return_inverse=True, return_counts=True)
-    return lengths[rollout], lengths.size
+    rollouts = rollout_ids[loss_mask]
+    lengths = np.bincount(rollouts)
+    return lengths[rollouts], int(np.count_nonzero(lengths))
 
 
 def _scatter(weights: Float64[np.ndarray, " loss_tokens"], loss_mask: LossMask) -> LossWeights:

@@ -112,6 +112,41 @@ def test_single_sequences_match_textbook_first_fit_decreasing(lengths: list[int]
     assert count_microbatches(slots) == max(-(-len(room) // rows_per_microbatch), 1)
 
 
+def place_by_hand(lengths: Lengths, layout: RowLayout) -> list[list[tuple[int, int]]]:
+    """Try every microbatch and every row in order; per rollout, the microbatch and row of each sequence."""
+
+    def priority(index: int) -> tuple[bool, int, list[int]]:
+        own = lengths[index]
+        return len(own) == 1, -sum(own), sorted(-length for length in own)
+
+    order = sorted(range(len(lengths)), key=priority)
+    microbatches: list[list[int]] = []
+    places: list[list[tuple[int, int]]] = [[] for _ in lengths]
+    for index in order:
+        own = lengths[index] if layout.packed else [layout.row_length] * len(lengths[index])
+        for number in range(len(microbatches) + 1):
+            free = [layout.row_length] * layout.rows_per_microbatch
+            free = list(microbatches[number]) if number < len(microbatches) else free
+            rows = [-1] * len(own)
+            for sequence in sorted(range(len(own)), key=lambda i: -own[i]):
+                rows[sequence] = next((row for row, left in enumerate(free) if left >= own[sequence]), -1)
+                if rows[sequence] < 0:
+                    break
+                free[rows[sequence]] -= own[sequence]
+            if own and min(rows) >= 0:
+                microbatches[number:] = [free, *microbatches[number + 1 :]]
+                places[index] = [(number, row) for row in rows]
+                break
+    return places
+
+
+@given(problems())
+def test_places_match_first_fit_by_hand(problem: tuple[Lengths, RowLayout]) -> None:
+    lengths, layout = problem
+    slots = pack_sequences(lengths, layout)
+    assert [[(slot.microbatch_index, slot.row) for slot in own] for own in slots] == place_by_hand(lengths, layout)
+
+
 @given(st.lists(st.integers(1, 24), max_size=40))
 def test_no_two_rows_fit_into_one(lengths: list[int]) -> None:
     slots = pack_sequences([[length] for length in lengths], RowLayout(24, 1, packed=True))
