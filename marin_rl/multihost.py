@@ -176,17 +176,17 @@ def _end() -> None:
     os._exit(1)
 
 
-def put(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+def put(array: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
     """Place an array with a sharding.
 
     Args:
-        array: sharded over the same processes, or the same whole array in each process.
+        array: sharded over the same processes, or the same whole array on the host or devices of each process.
         sharding: a sharding over devices of these processes.
 
     Returns:
         The array with that sharding.
     """
-    if sharding.is_fully_addressable or not array.is_fully_addressable:
+    if sharding.is_fully_addressable or (isinstance(array, jax.Array) and not array.is_fully_addressable):
         return jax.device_put(array, sharding)
     # `device_put` would first compare the array across all processes, with one collective per array.
     whole = np.asarray(array)

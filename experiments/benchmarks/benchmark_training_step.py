@@ -65,7 +65,7 @@ class Update(Protocol):
         ...
 
     def program_bytes(self) -> dict[str, int | None]:
-        """Return the memory of the forward and backward program, from the compiler's memory analysis."""
+        """Return the memory of the compiled update, from the compiler's memory analysis."""
         ...
 
 
@@ -84,8 +84,8 @@ class RlooStep:
         return {name: float(metric) for name, metric in measured.items()}["loss/total"]
 
     def program_bytes(self) -> dict[str, int | None]:
-        """Return the memory of the program of one microbatch."""
-        return program_bytes(self._learner.lower_microbatch(self._state.model, self._microbatches[0]).compile())
+        """Return the memory of the update, which is one program."""
+        return program_bytes(self._learner.lower(self._state, self._microbatches).compile())
 
 
 class LmStep:
@@ -268,7 +268,7 @@ def measure_training_step(
         rates = [int(lengths.sum()) / taken for taken in seconds[name]]
         figures[name] |= {"step_seconds": spread(seconds[name]), "tokens_per_second": spread(rates)}
         if MAKERS[name][1]:
-            figures[name]["microbatch_program_bytes"] = update.program_bytes()
+            figures[name]["program_bytes"] = update.program_bytes()
     for name, (numerator, denominator) in RATIOS.items():
         figures[name] = ratios(seconds[numerator], seconds[denominator])
         say(f"{name}: {figures[name]}")

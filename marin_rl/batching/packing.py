@@ -32,6 +32,14 @@ class RowLayout:
             if getattr(self, name) < 1:
                 raise ValueError(f"RowLayout.{name} is {getattr(self, name)}; it must be at least 1")
 
+    def microbatches(self, rollouts: int) -> int:
+        """Return the number of microbatches of rollouts of one sequence each if no two of them share a row.
+
+        >>> RowLayout(row_length=8, rows_per_microbatch=4, packed=True).microbatches(9)
+        3
+        """
+        return -(-rollouts // self.rows_per_microbatch)
+
 
 class Slot(NamedTuple):
     """Location of one sequence in the microbatches of a batch."""

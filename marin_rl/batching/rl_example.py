@@ -10,10 +10,11 @@ belongs to `input_ids[t]`. A causal language model predicts token `t` at positio
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import haliax as hax
+import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
@@ -212,7 +213,8 @@ def pack_batch(
     arrays = _scatter(rollouts, per_action, aggregation, slots, layout, pad_token_id)
     axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.row_length))
     microbatches = tuple(
-        RlExample(**{name: hax.named(array[index], axes) for name, array in arrays.items()})
+        # On the host: `hax.named` would put every array on the default device.
+        RlExample(**{name: NamedArray(cast(jax.Array, array[index]), axes) for name, array in arrays.items()})
         for index in range(count_microbatches(slots))
     )
     positions = tuple(rollout.input_ids.shape[1] for rollout in rollouts)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import haliax as hax
+import jax
+import jax.numpy as jnp
 import numpy as np
-from haliax import NamedArray
 from jaxtyping import Float32
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
@@ -19,7 +20,7 @@ from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import RlExample, pack_to_score
 from marin_rl.learner.critic import ActorCritic, policy_of
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
-from marin_rl.learner.train_step import place
+from marin_rl.learner.train_step import place, stack_microbatches, take_microbatch
 
 
 class Scores(NamedTuple):
@@ -38,13 +39,32 @@ class Scorer:
     """
 
     def __init__(
-        self, trainer: TrainerConfig, layout: RowLayout, *, pad_token_id: int, temperature: float, block_size: int
+        self,
+        trainer: TrainerConfig,
+        layout: RowLayout,
+        *,
+        pad_token_id: int,
+        temperature: float,
+        block_size: int,
+        capacity: int = 1,
     ):
+        """Build the program that scores a batch.
+
+        Args:
+            trainer: mesh, precision and sharding.
+            layout: shape of a microbatch.
+            pad_token_id: token id of padding.
+            temperature: divides the logits, above 0.
+            block_size: as for [`token_logprobs`][marin_rl.learner.logprobs.token_logprobs].
+            capacity: microbatches that the program has room for, as for
+                [`Learner`][marin_rl.learner.train_step.Learner].
+        """
         self._trainer = trainer
         self._layout = layout
         self._pad_token_id = pad_token_id
+        self._capacity = capacity
 
-        def score(model: LmHeadModel | ActorCritic, batch: RlExample) -> tuple[NamedArray, NamedArray]:
+        def score(model: LmHeadModel | ActorCritic, batch: RlExample) -> tuple[jax.Array, jax.Array]:
             with hax.axis_mapping(trainer.compute_axis_mapping):
                 model = trainer.mp.cast_to_compute(model)
                 policy = policy_of(model)
@@ -53,9 +73,20 @@ class Scorer:
                     trunk, policy.get_lm_head(), batch, temperature=temperature, block_size=block_size
                 )
                 values = model.values(batch, trunk) if isinstance(model, ActorCritic) else hax.zeros_like(logprobs)
-            return logprobs, values
+            axes = batch.input_ids.axes
+            return logprobs.rearrange(axes).array, values.rearrange(axes).array
 
-        self._score = hax.named_jit(score, axis_resources=trainer.parameter_axis_mapping)
+        def score_microbatches(
+            model: LmHeadModel | ActorCritic, batch: RlExample, count: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            def add(index: jax.Array, scored: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                logprobs, values = score(model, take_microbatch(batch, index))
+                return scored[0].at[index].set(logprobs), scored[1].at[index].set(values)
+
+            zeros = jnp.zeros(batch.input_ids.array.shape, jnp.float32)
+            return jax.lax.fori_loop(0, count, add, (zeros, zeros))
+
+        self._score = hax.named_jit(score_microbatches, axis_resources=trainer.parameter_axis_mapping)
 
     def score(self, model: LmHeadModel | ActorCritic, rollouts: Sequence[ProcessedRollout]) -> list[Scores]:
         """Compute log-probabilities and values of every token on the loss mask.
@@ -70,11 +101,8 @@ class Scorer:
         packed = pack_to_score(rollouts, self._layout, pad_token_id=self._pad_token_id)
         with self._trainer.use_device_mesh():
             mesh, mapping = self._trainer.device_mesh, self._trainer.compute_axis_mapping
-            scored = [self._score(model, place(batch, mesh, mapping)) for batch in packed.microbatches]
-        axes = packed.microbatches[0].input_ids.axes
-        logprobs, values = (
-            packed.unpack([multihost.fetch(array.rearrange(axes).array) for array in arrays])
-            for arrays in zip(*scored, strict=True)
-        )
+            batch, count = stack_microbatches(packed.microbatches, self._capacity), len(packed.microbatches)
+            scored = self._score(model, place(batch, mesh, mapping), jnp.int32(count))
+        logprobs, values = (packed.unpack([*multihost.fetch(array)[:count]]) for array in scored)
         # Rounding may lift the log-probability of a near-certain token above 0.
         return [Scores(np.minimum(a, 0.0), b) for a, b in zip(logprobs, values, strict=True)]

@@ -4,6 +4,7 @@
 """The learner: sharded gradients summed over microbatches, and one optimizer update from the sum."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -11,8 +12,9 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from haliax import NamedArray
+from haliax import Axis, NamedArray
 from haliax.partitioning import ResourceMapping, pspec_for_axis
 from haliax.tree_util import hashable_combine, hashable_partition
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -44,29 +46,44 @@ class MicrobatchSums(NamedTuple):
     """Metrics of the batch, each folded by its reduction."""
 
 
-class _Structures(NamedTuple):
-    """Tree structures of a microbatch's inputs; hashable, as a static argument of the compiled program."""
+class PendingUpdate(NamedTuple):
+    """An update that was dispatched, and may still run on the devices."""
 
-    model: jax.tree_util.PyTreeDef
-    constants: Hashable
-    batch: jax.tree_util.PyTreeDef
-    sums: jax.tree_util.PyTreeDef
+    number: jax.Array
+    """Number of this update, from 1 on."""
+    finite: jax.Array
+    """Whether the loss and the gradient were finite."""
+    metrics: dict[str, Metric]
+    """Metrics of the update, as in [`Learner.step`][marin_rl.learner.train_step.Learner.step]."""
+
+    def wait(self) -> dict[str, Metric]:
+        """Wait for the update and return its metrics, on the host.
+
+        Raises:
+            NonFiniteUpdateError: if the loss or the gradient is not finite. The weights are unchanged.
+        """
+        number, finite, metrics = jax.device_get(self)
+        if not finite:
+            raise NonFiniteUpdateError(
+                f"update {number}: loss {float(metrics['loss/total'])}, gradient norm {float(metrics['grad_norm'])}; "
+                "the weights are unchanged. Lower the learning rate, or inspect the last rollouts"
+            )
+        return metrics
 
 
-def _flatten(
-    model: eqx.Module, batch: RlExample, sums: MicrobatchSums
-) -> tuple[_Structures, list[jax.Array], list[jax.Array], list[jax.Array]]:
-    arrays, constants = hashable_partition(model, eqx.is_array)
-    (of_model, like_model), (of_batch, like_batch), (of_sums, like_sums) = map(jax.tree.flatten, (arrays, batch, sums))
-    return _Structures(like_model, constants, like_batch, like_sums), of_model, of_batch, of_sums
+class _Constants(NamedTuple):
+    """Everything but the arrays of a tree; hashable, as a static argument of a compiled program."""
+
+    structure: jax.tree_util.PyTreeDef
+    rest: Hashable
 
 
 class Learner:
     """Computes gradients and updates the weights.
 
-    One compiled program adds the gradient of each microbatch to a sum; another updates the weights from the sum. The
-    loss is a plain sum over tokens, so the split into microbatches does not change the gradient, and the number of
-    microbatches may vary without recompilation.
+    One compiled program runs a whole update: a loop over the microbatches sums their gradients, and the optimizer
+    updates the weights from the sum. The loss is a plain sum over tokens, so the split into microbatches does not
+    change the gradient. The number of microbatches is an argument of the program, so it may vary without recompilation.
 
     Attributes:
         trainer: levanter's trainer, which provides mesh, precision and sharding.
@@ -79,17 +96,26 @@ class Learner:
         loss: Callable[..., tuple[jax.Array, dict[str, Metric]]],
         *,
         num_updates: int,
+        capacity: int = 1,
     ):
+        """Build the optimizer and the trainer.
+
+        Args:
+            config: mesh, precision and sharding.
+            optimizer: optimizer and learning-rate schedule.
+            loss: function of model and microbatch that returns the microbatch's part of the loss and its metrics.
+            num_updates: updates of the run, the length of the learning-rate schedule.
+            capacity: microbatches that the compiled program has room for, at least 1. A larger batch doubles it as
+                often as necessary, which compiles again.
+        """
         quiet = dataclasses.replace(
             config, tracker=(), num_train_steps=num_updates, crash_on_nan=False, crash_on_inf=False
         )
         self._learning_rate = optimizer.lr_scheduler(num_updates)
+        self._capacity = capacity
         wrapped = skip_nonfinite_updates(optimizer.build(num_updates))
         self.trainer = Trainer(quiet, wrapped, cast(ComputeLossFunction, loss), add_default_hooks=False)
-        mapping = self.trainer.parameter_axis_mapping
-        self._zeros = hax.named_jit(self._make_zeros, axis_resources=mapping)
-        self._add = jax.jit(self._add_leaves, static_argnums=0, donate_argnums=3)
-        self._update = hax.named_jit(self._take_step, axis_resources=mapping, donate_args=(True, False))
+        self._program = functools.cache(self._make_program)
 
     def initial_state(self, model: eqx.Module, key: jax.Array) -> TrainerState:
         """Create a training state with zeroed optimizer moments.
@@ -121,7 +147,7 @@ class Learner:
         return hax.shard(state, trainer.parameter_axis_mapping)
 
     def step(self, state: TrainerState, microbatches: Sequence[RlExample]) -> tuple[TrainerState, dict[str, Metric]]:
-        """Run one update.
+        """Run one update and wait for it.
 
         Args:
             state: **donated**; use the returned state.
@@ -134,52 +160,63 @@ class Learner:
         Raises:
             NonFiniteUpdateError: if the loss or the gradient is not finite. The weights are unchanged.
         """
+        state, update = self.dispatch(state, microbatches)
+        return state, update.wait()
+
+    def dispatch(self, state: TrainerState, microbatches: Sequence[RlExample]) -> tuple[TrainerState, PendingUpdate]:
+        """Start one update and return without waiting for the devices.
+
+        Args:
+            state: **donated**; use the returned state.
+            microbatches: the batch, split into microbatches of one shape; at least one.
+
+        Returns:
+            The new state, which the next update may take at once, and the update's metrics.
+        """
         with self.trainer:
-            batches = [self._place(batch) for batch in microbatches]
-            sums = self._sum_microbatches(state.model, batches)
-            state, loss, metrics = self._update(state, sums)
-        optimizer_state = cast(SkipState, state.opt_state)
-        update = int(state.step)
-        rate = jnp.asarray(self._learning_rate(update - 1))
+            constants, leaves = _flatten(state)
+            program = self._program(constants, tuple(leaf.sharding for leaf in leaves))
+            leaves, update = program(leaves, *self._place(microbatches))
+        return _unflatten(constants, leaves), update
+
+    def lower(self, state: TrainerState, microbatches: Sequence[RlExample]) -> jax.stages.Lowered:
+        """Lower the program of an update without compiling it, for analysis of its memory and cost."""
+        with self.trainer:
+            constants, leaves = _flatten(state)
+            program = self._program(constants, tuple(leaf.sharding for leaf in leaves))
+            return program.lower(leaves, *self._place(microbatches))
+
+    def _place(self, microbatches: Sequence[RlExample]) -> tuple[RlExample, np.int32]:
+        """Put the stacked microbatches on the devices; also return their number."""
+        stacked = stack_microbatches(microbatches, self._capacity)
+        mesh, mapping = self.trainer.device_mesh, self.trainer.compute_axis_mapping
+        return place(stacked, mesh, mapping), np.int32(len(microbatches))
+
+    def _make_program(self, constants: _Constants, shardings: tuple[jax.sharding.Sharding, ...]) -> jax.stages.Wrapped:
+        # Flat arguments, because jax compares the structure of its arguments in every call, in Python for modules.
+        def run(leaves: list[jax.Array], batch: RlExample, count: jax.Array) -> tuple[list[jax.Array], PendingUpdate]:
+            with hax.axis_mapping(self.trainer.parameter_axis_mapping):
+                state, update = self._update(_unflatten(constants, leaves), batch, count)
+            return _flatten(state)[1], update
+
+        return jax.jit(run, donate_argnums=0, out_shardings=(list(shardings), None))
+
+    def _update(self, state: TrainerState, batch: RlExample, count: jax.Array) -> tuple[TrainerState, PendingUpdate]:
+        def add(index: jax.Array, sums: MicrobatchSums) -> MicrobatchSums:
+            return self._add_microbatch(state.model, take_microbatch(batch, index), sums)
+
+        sums = jax.lax.fori_loop(0, count, add, self._make_zeros(state.model, take_microbatch(batch, 0)))
+        # The forward pass is deterministic, so the key does not change.
+        new_state, _ = state.take_step(sums.gradient, loss=cast(float, sums.loss), key=state.training_key)
+        optimizer_state = cast(SkipState, new_state.opt_state)
+        rate = jnp.asarray(self._learning_rate(state.step), jnp.float32)
         metrics = {
-            **metrics,
-            "loss/total": Metric.from_value(loss, ReductionType.MEAN),
+            **sums.metrics,
+            "loss/total": Metric.from_value(sums.loss, ReductionType.MEAN),
             "grad_norm": Metric.from_value(optimizer_state.grad_norm, ReductionType.MEAN),
             "lr": Metric.from_value(rate, ReductionType.LAST),
         }
-        if not bool(optimizer_state.finite):
-            raise NonFiniteUpdateError(
-                f"update {update}: loss {float(loss)}, gradient norm {float(optimizer_state.grad_norm)}; "
-                "the weights are unchanged. Lower the learning rate, or inspect the last rollouts"
-            )
-        return state, metrics
-
-    def lower_microbatch(self, model: eqx.Module, batch: RlExample) -> jax.stages.Lowered:
-        """Lower the microbatch program without compiling it, for analysis of its memory and cost."""
-        with self.trainer:
-            placed = self._place(batch)
-            return self._add.lower(*_flatten(model, placed, self._zeros(model, placed)))
-
-    def _place(self, batch: RlExample) -> RlExample:
-        return place(batch, self.trainer.device_mesh, self.trainer.compute_axis_mapping)
-
-    def _sum_microbatches(self, model: eqx.Module, batches: Sequence[RlExample]) -> MicrobatchSums:
-        # Flatten the model once for all microbatches: flattening costs more than dispatching a program.
-        structures, leaves, _, sums = _flatten(model, batches[0], self._zeros(model, batches[0]))
-        for batch in batches:
-            sums = self._add(structures, leaves, jax.tree.leaves(batch), sums)
-        return jax.tree.unflatten(structures.sums, sums)
-
-    def _add_leaves(
-        self, structures: "_Structures", model: list[jax.Array], batch: list[jax.Array], sums: list[jax.Array]
-    ) -> list[jax.Array]:
-        with hax.axis_mapping(self.trainer.parameter_axis_mapping):
-            added = self._add_microbatch(
-                hashable_combine(jax.tree.unflatten(structures.model, model), structures.constants),
-                jax.tree.unflatten(structures.batch, batch),
-                jax.tree.unflatten(structures.sums, sums),
-            )
-        return jax.tree.leaves(added)
+        return new_state, PendingUpdate(jnp.asarray(new_state.step), optimizer_state.finite, metrics)
 
     def _make_zeros(self, model: eqx.Module, batch: RlExample) -> MicrobatchSums:
         like = eqx.filter_eval_shape(self._gradient, model, batch)
@@ -190,6 +227,7 @@ class Learner:
             for name, reduction in reductions.items()
         }
         gradient = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like.gradient)
+        gradient = hax.shard(gradient, self.trainer.parameter_axis_mapping)
         return MicrobatchSums(gradient, jnp.zeros(()), metrics)
 
     def _gradient(self, model: eqx.Module, batch: RlExample) -> MicrobatchSums:
@@ -206,12 +244,44 @@ class Learner:
             fold_metrics([sums.metrics, part.metrics]),
         )
 
-    def _take_step(
-        self, state: TrainerState, sums: MicrobatchSums
-    ) -> tuple[TrainerState, jax.Array, dict[str, Metric]]:
-        # The forward pass is deterministic, so the key does not change.
-        new_state, _ = state.take_step(sums.gradient, loss=cast(float, sums.loss), key=state.training_key)
-        return new_state, sums.loss, sums.metrics
+
+def _flatten(tree: Any) -> tuple[_Constants, list[jax.Array]]:
+    arrays, rest = hashable_partition(tree, eqx.is_array)
+    leaves, structure = jax.tree.flatten(arrays)
+    return _Constants(structure, rest), leaves
+
+
+def _unflatten(constants: _Constants, leaves: list[jax.Array]) -> Any:
+    return hashable_combine(jax.tree.unflatten(constants.structure, leaves), constants.rest)
+
+
+def stack_microbatches(microbatches: Sequence[RlExample], capacity: int) -> RlExample:
+    """Stack microbatches of one shape along a new first axis `microbatch`, on the host.
+
+    Args:
+        microbatches: at least one.
+        capacity: size of the new axis, doubled until all microbatches fit. The rest is zeros.
+    """
+    while capacity < len(microbatches):
+        capacity *= 2
+
+    def stack(*parts: NamedArray) -> NamedArray:
+        stacked = np.zeros((capacity, *parts[0].array.shape), parts[0].dtype)
+        for index, part in enumerate(parts):
+            stacked[index] = part.array
+        return NamedArray(cast(jax.Array, stacked), (Axis("microbatch", capacity), *parts[0].axes))
+
+    return jax.tree.map(stack, *microbatches, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+
+
+def take_microbatch(batch: RlExample, index: jax.Array | int) -> RlExample:
+    """Return one microbatch of stacked ones."""
+
+    def take(stacked: NamedArray) -> NamedArray:
+        array = jax.lax.dynamic_index_in_dim(stacked.array, index, keepdims=False)
+        return NamedArray(array, stacked.axes[1:])
+
+    return jax.tree.map(take, batch, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
 
 
 def place(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:

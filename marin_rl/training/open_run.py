@@ -5,6 +5,7 @@
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -163,7 +164,8 @@ def _open_parts(config: TrainConfig, folder: Path, resources: contextlib.ExitSta
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
     # A run with 0 steps only warms up and exports, but a learning rate schedule needs at least one step.
     num_updates = max(config.num_steps, 1) * config.updates.per_step
-    learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=num_updates)
+    capacity = layout.microbatches(math.ceil(config.rollouts.rollouts_per_step / config.updates.minibatches))
+    learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=num_updates, capacity=capacity)
     return _Parts(trainer, layout, tokenizer, environment, reward_functions, loop, store, checkpoints, learner)
 
 
@@ -239,6 +241,7 @@ def _make_batch_builder(config: TrainConfig, parts: _Parts, history: WeightHisto
         pad_token_id=parts.tokenizer.pad_token_id,
         temperature=config.sampling.temperature,
         block_size=config.logprob_block_size,
+        capacity=parts.layout.microbatches(config.rollouts.rollouts_per_step),
     )
     score_reference = None
     if config.kl.needs_reference:

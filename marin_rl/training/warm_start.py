@@ -80,7 +80,8 @@ def warm_start(
         return _worked_example(tasks[index], runner)
 
     pad = runner.tokenizer.pad_token_id
-    learner = Learner(trainer, optimizer, loss, num_updates=config.max_steps)
+    capacity = layout.microbatches(config.batch_size)
+    learner = Learner(trainer, optimizer, loss, num_updates=config.max_steps, capacity=capacity)
     state = learner.initial_state(model, jax.random.PRNGKey(derive_seed(seed, "warm start") % 2**32))
     for step in range(1, config.max_steps + 1):
         rng = np.random.default_rng(derive_seed(seed, "warm start", step))

@@ -86,9 +86,11 @@ def pack(
     importance_weights: Sequence[np.ndarray] | None = None,
 ) -> PackedBatch:
     advantages = [token_advantages(rollout) for rollout in rollouts]
-    return pack_batch(
+    packed = pack_batch(
         rollouts, advantages, aggregation, layout, pad_token_id=PAD, importance_weights=importance_weights
     )
+    # On the device, because parts of haliax and levanter need jax arrays outside compiled functions.
+    return dataclasses.replace(packed, microbatches=jax.tree.map(jnp.asarray, packed.microbatches))
 
 
 def arrays(batch: PackedBatch, name: str) -> list[np.ndarray]:
@@ -391,6 +393,11 @@ def test_attention_is_causal_within_each_segment() -> None:
     segment = [1, 1, 1, 2, 2, 0]
     expected = [[key <= query and segment[key] == segment[query] for key in range(6)] for query in range(6)]
     assert allowed["batch", 0].rearrange(("position", "key_position")).array.tolist() == expected
+
+
+def test_packed_arrays_stay_on_the_host() -> None:
+    packed = pack_batch([ONE_ROW], [token_advantages(ONE_ROW)], AGGREGATIONS[2], PACKED, pad_token_id=PAD)
+    assert all(isinstance(array, np.ndarray) for array in jax.tree.leaves(packed.microbatches))
 
 
 def test_different_axes_raise_an_error_that_names_the_array() -> None:

@@ -146,7 +146,9 @@ def adam(learning_rate: float = 1e-2) -> AdamConfig:
 
 
 def make_learner(trainer: TrainerConfig, *, optimizer: OptimizerConfig | None = None, num_updates: int = 10) -> Learner:
-    return Learner(trainer, adam() if optimizer is None else optimizer, make_loss(), num_updates=num_updates)
+    return Learner(
+        trainer, adam() if optimizer is None else optimizer, make_loss(), num_updates=num_updates, capacity=4
+    )
 
 
 def fresh_state(learner: Learner, *, seed: int = 0) -> TrainerState:

@@ -103,7 +103,7 @@ def expected(critic: ActorCritic, rollouts: list[ProcessedRollout]) -> list[Scor
 
 
 def make_scorer(trainer, layout: RowLayout) -> Scorer:
-    return Scorer(trainer, layout, pad_token_id=0, temperature=TEMPERATURE, block_size=5)
+    return Scorer(trainer, layout, pad_token_id=0, temperature=TEMPERATURE, block_size=5, capacity=8)
 
 
 def assert_scores(found: list[Scores], expected: list[Scores]) -> None:

@@ -15,7 +15,13 @@ import pytest
 from levanter.layers.attention import AttentionMask
 
 from marin_rl.learner.loss import loss_metrics
-from marin_rl.learner.train_step import NonFiniteUpdateError, SkipState, skip_nonfinite_updates
+from marin_rl.learner.train_step import (
+    NonFiniteUpdateError,
+    SkipState,
+    skip_nonfinite_updates,
+    stack_microbatches,
+    take_microbatch,
+)
 from marin_rl.objectives.kl import KlEstimator
 
 
@@ -100,6 +106,32 @@ def test_any_mesh_gives_the_same_loss_and_gradient(one_device, tmp_path: Path) -
 
 
 @pytest.mark.medium
+def test_a_batch_above_the_capacity_compiles_once(tiny, learner) -> None:
+    examples = [tiny.make_example(seed=seed) for seed in range(8)]
+    state, _ = learner.step(tiny.fresh_state(learner), examples[:4])
+    with tiny.counted_compiles() as compiled:
+        state, _ = learner.step(state, examples[:5])
+    assert len(compiled) == 1
+    with tiny.counted_compiles() as compiled:
+        learner.step(state, examples)
+    assert compiled == []
+
+
+def test_stacked_microbatches_are_those_of_the_batch_then_zeros(tiny) -> None:
+    examples = [tiny.make_example(seed=seed) for seed in range(3)]
+    stacked = stack_microbatches(examples, 1)
+    for name, value in vars(stacked).items():
+        assert isinstance(value.array, np.ndarray), name  # not on a device yet
+        assert [axis.name for axis in value.axes] == ["microbatch", "batch", "position"]
+        parts = [np.asarray(getattr(example, name).array) for example in examples]
+        np.testing.assert_array_equal(value.array, [*parts, np.zeros_like(parts[0])], err_msg=name)
+        assert value.dtype == parts[0].dtype
+    second = take_microbatch(stacked, 1)
+    assert jax.tree.structure(second) == jax.tree.structure(examples[1])
+    tiny.assert_same_bits(jax.tree.map(jnp.asarray, second), examples[1])
+
+
+@pytest.mark.medium
 def test_later_steps_with_any_microbatch_count_do_not_compile(tiny, learner) -> None:
     def step(state, seeds):
         state, measured = learner.step(state, [tiny.make_example(seed=seed) for seed in seeds])
@@ -108,7 +140,7 @@ def test_later_steps_with_any_microbatch_count_do_not_compile(tiny, learner) -> 
 
     state = step(tiny.fresh_state(learner), [0])
     with tiny.counted_compiles() as compiled:
-        for microbatches in (1, 3, 2):
+        for microbatches in (1, 3, 4, 2):
             state = step(state, range(microbatches))
     assert compiled == []
     with tiny.counted_compiles() as compiled:
@@ -162,6 +194,20 @@ def test_nonfinite_update_raises(tiny, learner) -> None:
         learner.step(state, [tiny.replace_arrays(tiny.make_example(), loss_weights=weights)])
     # The learner is still usable.
     learner.step(tiny.fresh_state(learner), [tiny.make_example()])
+
+
+def test_a_dispatched_update_reports_nonfinite_numbers_when_it_is_waited_for(tiny, learner) -> None:
+    before, _ = learner.step(tiny.fresh_state(learner), [tiny.make_example()])
+    kept = jax.tree.map(jnp.copy, before)
+    weights = np.array(tiny.make_example().loss_weights.array)
+    weights[weights > 0] = np.nan
+    state, update = learner.dispatch(before, [tiny.replace_arrays(tiny.make_example(), loss_weights=weights)])
+    tiny.assert_same_bits((state.model, state.opt_state.inner), (kept.model, kept.opt_state.inner))
+    # A later update may already be running, and donates the state.
+    _, later = learner.dispatch(state, [tiny.make_example()])
+    with pytest.raises(NonFiniteUpdateError, match="update 2: loss nan"):
+        update.wait()
+    assert np.isfinite(float(later.wait()["loss/total"]))
 
 
 @pytest.mark.medium

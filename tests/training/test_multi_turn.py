@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -156,7 +157,7 @@ def test_logprobs_sum_over_all_turns(tokenizer: ChatTokenizer):
     shape = (builder.layout.rows_per_microbatch, 64)
     learner = [-rng.random(shape).astype(np.float32) for _ in packed.microbatches]
     loss = 0.0
-    for part, logprobs in zip(packed.microbatches, learner, strict=True):
+    for part, logprobs in zip(jax.tree.map(jnp.asarray, packed.microbatches), learner, strict=True):
         tokens = TokenBatch(
             jnp.asarray(logprobs),
             part.policy_logprobs.array,
@@ -181,7 +182,7 @@ def test_rollout_ratio_covers_all_turns(config, mean: bool, tokenizer: ChatToken
     change = [np.random.default_rng(index).normal(0, 0.05, (4, 64)).astype(np.float32) for index in range(9)]
     change = change[: len(packed.microbatches)]
     found = []
-    for part, moved in zip(packed.microbatches, change, strict=True):
+    for part, moved in zip(jax.tree.map(jnp.asarray, packed.microbatches), change, strict=True):
         policy = part.policy_logprobs.array
         mask, ids = part.loss_mask.array, part.rollout_ids.array
         # With an advantage of -1 the term equals the ratio.

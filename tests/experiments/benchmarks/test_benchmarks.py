@@ -63,7 +63,7 @@ def test_training_step(capsys: pytest.CaptureFixture[str], tiny: list[str]) -> N
             assert {numerator, denominator} <= set(measured)
             assert 0 < measured[name]["min"] <= measured[name]["median"] <= measured[name]["max"]
         for kind in ("rloo", "lm_packed"):
-            assert measured[kind]["microbatch_program_bytes"]["temporaries"] > 0
+            assert measured[kind]["program_bytes"]["temporaries"] > 0
     assert figures["config"]["tokens"] == 16 * 12
     efficiency = [figures["log_normal"][kind]["packing_efficiency"] for kind in ("rloo", "rloo_unpacked")]
     assert efficiency[0] >= 2 * efficiency[1]
