@@ -25,7 +25,7 @@ from safetensors.numpy import load_file
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.samplers import open_levanter_sampler
+from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.environments import ReasoningGymConfig
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
@@ -91,7 +91,7 @@ def sample_and_score(config: TrainConfig, prompts: Sequence[str]) -> list[Sample
         )
         for seed, prompt in enumerate(prompts)
     ]
-    generations = open_levanter_sampler(config, model, tokenizer, trainer, 0).sample(requests)
+    generations = open_group_sampler(config, model, tokenizer, trainer, 0).sample(requests)
     rollouts = [
         _rollout(request.prompt_tokens + generation.token_ids, len(request.prompt_tokens))
         for request, generation in zip(requests, generations, strict=True)

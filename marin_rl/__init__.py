@@ -4,5 +4,4 @@
 import os
 
 # Equinox's runtime checks are host callbacks, and programs with host callbacks are not kept in the compilation cache.
-# Only levanter's inference engine contains such checks, and the sampler validates the engine's results itself.
 os.environ.setdefault("EQX_ON_ERROR", "off")

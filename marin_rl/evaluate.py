@@ -18,7 +18,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml
 from marin_rl.config_fields import local_path
 from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
-from marin_rl.distributed.samplers import open_levanter_sampler
+from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.errors import USER_ERRORS
 from marin_rl.escaping import escape, escape_line
@@ -88,7 +88,7 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     )
     model = restore_policy(checkpoint, train_config, trainer)
     tokenizer = train_config.tokenizer.build()
-    sampler = open_levanter_sampler(train_config, model, tokenizer, trainer, checkpoint.step)
+    sampler = open_group_sampler(train_config, model, tokenizer, trainer, checkpoint.step)
     environment = train_config.environment.build()
     evaluation = config.evaluation or train_config.evaluation
     with contextlib.ExitStack() as opened:

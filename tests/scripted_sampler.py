@@ -5,14 +5,57 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.sampling.sampler import Sampler, SampleRequest
 from marin_rl.types import Generation, StopReason, WeightVersion
 
 Script = Mapping[tuple[int, ...], Sequence[int]] | Callable[[SampleRequest], Sequence[int]]
 """Reply tokens by prompt tokens, or a function from the request to the reply tokens."""
 
 
-class ScriptedSampler:
+class BatchSampler(Sampler):
+    """A sampler without slots, which answers the oldest requests in batches."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._count = 0
+        self._waiting: list[tuple[int, SampleRequest]] = []
+
+    def answer(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+        """Answer a batch of requests."""
+        raise NotImplementedError
+
+    @property
+    def batch_size(self) -> int:
+        """Maximum number of requests in a batch."""
+        return self._batch_size
+
+    def start(self, requests: Sequence[SampleRequest]) -> list[int]:
+        """Accept requests."""
+        numbers = list(range(self._count, self._count + len(requests)))
+        self._count += len(requests)
+        self._waiting += zip(numbers, requests, strict=True)
+        return numbers
+
+    def advance(self) -> list[tuple[int, Generation]]:
+        """Answer a batch of the oldest requests."""
+        batch, self._waiting = self._waiting[: self._batch_size], self._waiting[self._batch_size :]
+        if not batch:
+            return []
+        numbers, requests = zip(*batch, strict=True)
+        return list(zip(numbers, self.answer(requests), strict=True))
+
+    def end_conversation(self, conversation: str) -> None:
+        """Do nothing."""
+
+    def reset(self) -> None:
+        """Drop the requests that have no answer yet."""
+        self._waiting = []
+
+    def update_weights(self, model: object, version: WeightVersion) -> None:
+        """Do nothing."""
+
+
+class ScriptedSampler(BatchSampler):
     """Answers prompts from a script and records the requests.
 
     >>> sampler = ScriptedSampler({(1, 2): (3, 0)}, stop_token_ids=[0])
@@ -40,14 +83,14 @@ class ScriptedSampler:
             batch_size: number of requests that are answered together.
         """
         self.version = version
-        self.batch_size = batch_size
+        super().__init__(batch_size)
         self.requests: list[SampleRequest] = []
         self._script = script
         self._stop_token_ids = frozenset(stop_token_ids)
         self._logprob = logprob
 
-    def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
-        """Answer every prompt, in order.
+    def answer(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+        """Record and answer requests.
 
         Raises:
             ValueError: if the script has no reply to a prompt, or one that ends before a stop token

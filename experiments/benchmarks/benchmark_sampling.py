@@ -29,7 +29,7 @@ from experiments.benchmarks.measurement import (
     without_compilation_cache,
 )
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.samplers import open_levanter_sampler
+from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.sampling.sampler import SampleRequest
@@ -68,7 +68,7 @@ def measure_sampling(config: TrainConfig, calls: int) -> dict[str, Any]:
     trainer = start_devices(config.trainer_config(), rows_per_device=shape.requests)
     tokenizer = config.tokenizer.build()
     model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
-    sampler = open_levanter_sampler(config, model, tokenizer, trainer, version=0)
+    sampler = open_group_sampler(config, model, tokenizer, trainer, version=0)
     prompts = np.random.default_rng(0).integers(tokenizer.vocab_size, size=(shape.requests, shape.prompt_tokens))
     sampled: list[int] = []
 

@@ -225,6 +225,11 @@ class TrainConfig:
                 raise ValueError(f"trainer.{name} is {given!r}, but this setting has no effect: {remedy}")
 
     def _check_model(self) -> None:
+        if self.sampling.stop and isinstance(self.sampler, OpenAiSamplerConfig):
+            raise ValueError(
+                f"sampling.stop is {list(self.sampling.stop)}, which sampler openai does not support; remove it, or "
+                "use sampler: {type: levanter}"
+            )
         if self.model is None and self.initialize_from is None:
             raise ValueError(
                 "neither model nor initialize_from is set: name an architecture to start from scratch "
@@ -249,10 +254,7 @@ class TrainConfig:
                 max_length=self.rollouts.max_length,
             )
         if getattr(self.model, "scan_layers", True) is False:
-            raise ValueError(
-                "model.scan_layers is false, but levanter's inference engine supports scanned layers only; "
-                "set it to true"
-            )
+            raise ValueError("model.scan_layers is false, but the learner supports scanned layers only; set it to true")
 
     def _check_row_length(self) -> None:
         """Validate that a platform supports the row length; the run's platform is checked after jax has started."""

@@ -15,7 +15,7 @@ from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig
-from marin_rl.sampling.levanter_sampler import LevanterSampler
+from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import Sampler, SampleRequest, WeightPoll
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -30,14 +30,14 @@ def open_trainer_sampler(
     trainer: TrainerConfig,
     version: WeightVersion,
 ) -> Sampler:
-    """Open the trainer's sampler: the configured one in `mode: sync`, otherwise levanter's.
+    """Open the trainer's sampler: the configured one in `mode: sync`, otherwise the built-in one.
 
     The arguments are those of `open_worker_sampler`.
     """
     if multihost.is_multihost():
         return NoSampler()
     if config.mode is Mode.ASYNC:
-        return open_levanter_sampler(config, model, tokenizer, trainer, version)
+        return open_group_sampler(config, model, tokenizer, trainer, version)
     return open_worker_sampler(config, model, tokenizer, trainer, version)
 
 
@@ -65,7 +65,7 @@ def open_worker_sampler(
     """
     server = config.sampler
     if not isinstance(server, OpenAiSamplerConfig):
-        return open_levanter_sampler(config, model, tokenizer, trainer, version, weight_poll)
+        return open_group_sampler(config, model, tokenizer, trainer, version, weight_poll)
     sampler = OpenAiSampler(
         server,
         config=config.sampling,
@@ -79,19 +79,20 @@ def open_worker_sampler(
     return sampler
 
 
-def open_levanter_sampler(
+def open_group_sampler(
     config: TrainConfig,
     model: LmHeadModel,
     tokenizer: ChatTokenizer,
     trainer: TrainerConfig,
     version: WeightVersion,
     weight_poll: WeightPoll | None = None,
-) -> LevanterSampler:
+) -> GroupSampler:
     """Open a sampler in this process, with the learner's weights on its mesh; see `open_worker_sampler`."""
-    return LevanterSampler(
+    texts = [tokenizer.tokenizer(text, add_special_tokens=False)["input_ids"] for text in config.sampling.stop]
+    return GroupSampler(
         model,
         config=config.sampling,
-        stop_token_ids=tokenizer.stop_token_ids,
+        stop_sequences=[*([token] for token in tokenizer.stop_token_ids), *texts],
         max_context=config.rollouts.max_length,
         version=version,
         weight_poll=weight_poll,
@@ -99,22 +100,36 @@ def open_levanter_sampler(
     )
 
 
-class NoSampler:
+class NoSampler(Sampler):
     """Placeholder for the trainer's sampler, which does not support several processes."""
 
-    batch_size = 1
-    """See `marin_rl.sampling.sampler.Sampler`."""
+    @property
+    def batch_size(self) -> int:
+        """See `Sampler.batch_size`."""
+        return 1
+
+    def start(self, requests: Sequence[SampleRequest]) -> list[int]:
+        """Fail if there is a request.
+
+        Raises:
+            RuntimeError: if there is a request.
+        """
+        if requests:
+            raise RuntimeError("the trainer cannot sample when it runs in several processes")
+        return []
+
+    def advance(self) -> list[tuple[int, Generation]]:
+        """Return nothing."""
+        return []
+
+    def end_conversation(self, conversation: str) -> None:
+        """Do nothing."""
+
+    def reset(self) -> None:
+        """Do nothing."""
 
     def update_weights(self, model: object, version: WeightVersion) -> None:
         """Ignore the weights."""
-
-    def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
-        """Fail.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("the trainer cannot sample when it runs in several processes")
 
 
 class WeightReloader:

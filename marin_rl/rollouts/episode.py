@@ -42,7 +42,7 @@ async def run_episode(
         attempt: the inputs of the rollout.
         environment: the environment of the task.
         tokenizer: tokenizer of messages and replies.
-        batcher: batches the sample requests; the episode leaves it after the last one.
+        batcher: takes the sample requests; the episode leaves it after the last one.
         limits: limits of the rollout.
 
     Returns:
@@ -66,7 +66,7 @@ async def run_episode(
     except EnvironmentFault as error:
         builder.fail(error.status, str(error))
     finally:
-        batcher.leave()
+        batcher.leave(attempt.id)
         if episode is not None:
             await _close(episode, attempt.id)
     return builder

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Batching of the sample requests of concurrent episodes for the thread that owns the sampler."""
+"""Sample requests of concurrent episodes, for the thread that owns the sampler."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ from marin_rl.timing import PhaseTimer
 from marin_rl.types import Generation
 
 MAX_WAIT = 0.05
-"""Seconds for which an incomplete batch waits for the next request; a batch takes the same time for any size."""
+"""Seconds for which an idle sampler waits for the next request before it starts an incomplete batch."""
 INTERRUPT_INTERVAL = 0.5
 """Seconds between two checks for an interrupt while there are no requests."""
 
@@ -25,25 +25,26 @@ class _Pending(NamedTuple):
 
 
 class RequestBatcher:
-    """Batches the sample requests of concurrent episodes.
+    """Passes the sample requests of concurrent episodes to the sampler, and its generations back.
 
-    A batch is sampled if it is full, if all episodes wait for it, or if no request was added for `max_wait` seconds, so
-    that an episode with a slow tool does not delay the others. The result of a request does not depend on its batch
-    (see [`SampleRequest`][marin_rl.sampling.sampler.SampleRequest]), so timing affects only the speed.
+    New requests join those in progress. An idle sampler starts when the requests fill it, when all episodes wait for
+    it, or when no request was added for `max_wait` seconds. The result of a request does not depend on others (see
+    [`SampleRequest`][marin_rl.sampling.sampler.SampleRequest]), so timing affects only the speed.
     """
 
     def __init__(self, batch_size: int, episodes: int, max_wait: float = MAX_WAIT) -> None:
         """Accept requests.
 
         Args:
-            batch_size: maximum number of requests in a batch.
+            batch_size: number of requests that fill the sampler.
             episodes: number of episodes that may send requests; each must call `leave` once.
-            max_wait: seconds without a new request after which an incomplete batch is sampled.
+            max_wait: seconds without a new request after which an idle sampler starts.
         """
         self._max_wait = max_wait
         self._batch_size = batch_size
         self._changed = threading.Condition()
         self._pending: list[_Pending] = []
+        self._ended: list[str] = []
         self._num_episodes = episodes
         self._closed = False
 
@@ -52,10 +53,15 @@ class RequestBatcher:
         with self._changed:
             self._num_episodes += episodes
 
-    def leave(self) -> None:
-        """Remove an episode, which sends no further requests."""
+    def leave(self, conversation: str) -> None:
+        """Remove an episode, which sends no further requests.
+
+        Args:
+            conversation: the `conversation` of its requests.
+        """
         with self._changed:
             self._num_episodes -= 1
+            self._ended.append(conversation)
             self._changed.notify()
 
     async def sample(self, request: SampleRequest) -> Generation:
@@ -80,37 +86,48 @@ class RequestBatcher:
         check_after: float,
         interrupt: Callable[[], None],
     ) -> None:
-        """Sample batches until the batcher is closed. Call it in the thread that owns the sampler.
+        """Sample until the batcher is closed; the sampler is reset at the end. Call it in the thread that owns it.
 
         Args:
-            sampler: samples each batch; its errors propagate.
+            sampler: samples the requests; its errors propagate.
             timer: counts `sample`, and as `reward` the time without requests.
             check: called after `check_after` seconds without requests, and at the end; may raise.
             check_after: time in seconds.
-            interrupt: called before every batch, and every half second while there are no requests; an error that it
-                raises ends the call.
+            interrupt: called regularly; an error that it raises ends the call.
         """
-        while not self._closed:
-            interrupt()
-            with timer.phase("reward"):
-                batch = self._next_batch(check_after, interrupt)
-                if not batch:
-                    check()
-            if batch:
+        running: dict[int, _Pending] = {}
+        try:
+            while not self._closed:
+                interrupt()
+                if not running:
+                    with timer.phase("reward"):
+                        if not self._wait_for_requests(check_after, interrupt):
+                            check()
                 with timer.phase("sample"):
-                    generations = sampler.sample([pending.request for pending in batch])
-                batch[0].answer.get_loop().call_soon_threadsafe(_deliver, batch, generations)
+                    running |= self._start(sampler)
+                    ended = [(running.pop(number), generation) for number, generation in sampler.advance()]
+                if ended:
+                    ended[0][0].answer.get_loop().call_soon_threadsafe(_deliver, ended)
+        finally:
+            sampler.reset()
 
-    def _next_batch(self, check_after: float, interrupt: Callable[[], None]) -> list[_Pending]:
-        """The next requests; empty if nothing changed for `check_after` seconds, or if the batcher is closed."""
+    def _start(self, sampler: Sampler) -> dict[int, _Pending]:
+        """Pass new requests and ended conversations to the sampler; return the requests by number."""
+        with self._changed:
+            # Requests that are pending when the batcher closes were cancelled.
+            pending = [] if self._closed else self._pending
+            ended, self._ended, self._pending = self._ended, [], []
+        for conversation in ended:
+            sampler.end_conversation(conversation)
+        return dict(zip(sampler.start([one.request for one in pending]), pending, strict=True))
+
+    def _wait_for_requests(self, check_after: float, interrupt: Callable[[], None]) -> bool:
+        """Wait until an idle sampler should start; return whether there are requests."""
         with self._changed:
             while not (self._closed or self._is_complete):
                 if not self._wait(self._max_wait if self._pending else check_after, interrupt):
                     break
-            # Requests that are pending when the batcher closes were cancelled.
-            batch = [] if self._closed else self._pending[: self._batch_size]
-            del self._pending[: len(batch)]
-            return batch
+            return bool(self._pending)
 
     def _wait(self, seconds: float, interrupt: Callable[[], None]) -> bool:
         """Wait at most `seconds` for a change; return whether there was one."""
@@ -127,7 +144,7 @@ class RequestBatcher:
         return number >= self._batch_size or 0 < number >= self._num_episodes
 
 
-def _deliver(batch: Sequence[_Pending], generations: Sequence[Generation]) -> None:
-    for pending, generation in zip(batch, generations, strict=True):
+def _deliver(ended: Sequence[tuple[_Pending, Generation]]) -> None:
+    for pending, generation in ended:
         if not pending.answer.done():
             pending.answer.set_result(generation)

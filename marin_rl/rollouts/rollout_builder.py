@@ -107,6 +107,7 @@ class RolloutBuilder:
             seed=derive_seed(self._attempt.seed, len(self._turns)),
             max_new_tokens=min(self._limits.max_new_tokens, room, self._tokens_left),
             temperature=self._attempt.temperature,
+            conversation=self._attempt.id,
         )
 
     def add_generation(self, generation: Generation) -> str:

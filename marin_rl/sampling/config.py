@@ -12,13 +12,10 @@ import draccus
 from marin_rl.config_fields import LOCAL_PATH, check_at_least
 from marin_rl.retry import RetryConfig
 
-_DEFAULT_PREFILL_TOKENS = 4096
-"""Cap on the default of `max_prefill_tokens`: the engine computes logits for every prefill token."""
-
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """Sampling settings of the training data, and sizes of the engine."""
+    """Sampling settings of the training data, and sizes of the sampler."""
 
     max_new_tokens: int = 64
     """Maximum number of new tokens per request, the stop token included. At least 1."""
@@ -28,20 +25,22 @@ class SamplingConfig:
     """Must be 1.0 (no truncation): the log-ratios in every objective need the full distribution."""
     top_k: int | None = None
     """Must be null (no truncation), like `top_p`."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a reply, which then includes them. A reply ends when its last tokens are those of the text, so
+    choose texts that the tokenizer does not merge with their surroundings."""
     max_seqs: int = 64
     """Number of sequences that are decoded together. The KV cache holds `max_seqs` times the maximum context. Every
-    decode step costs as much as a full one; additional requests wait for free slots."""
-    page_size: int = 16
-    """Tokens per page of the KV cache. Use 128 on TPU; on other devices small pages make short contexts cheaper."""
-    max_prefill_tokens: int | None = None
-    """Number of prompt tokens that are processed together; every prefill costs as much as a full one. At least the
-    maximum context. By default enough for `max_seqs` prompts that leave room for `max_new_tokens`, at most 4096."""
-    kv_cache_dtype: str = "float32"
-    """Floating-point type of the KV cache. With float32, log-probabilities agree with the learner's to float32
-    rounding (a mean of 1e-7 to 1e-5, depending on the model); with bfloat16 to about 1e-2, at half the memory."""
+    decode step costs as much as a full one; additional requests wait for free slots. An episode of several turns keeps
+    its slot until it ends."""
+    kv_cache_dtype: str | None = None
+    """Type of the KV cache, float32 or bfloat16; null is float32 on CPU, bfloat16 on accelerators. With float32,
+    log-probabilities agree with the learner's to float32 rounding (a mean of 1e-7 to 1e-5, depending on the model);
+    with bfloat16 to about 1e-2, at half the memory."""
+    max_cache_gib: float | None = None
+    """Upper bound of the KV cache of each device, in GiB; a config that needs more is refused. Null: no bound."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, "sampling", max_new_tokens=1, max_seqs=1, page_size=1)
+        check_at_least(self, "sampling", max_new_tokens=1, max_seqs=1)
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ValueError(f"sampling.temperature is {self.temperature}; training samples need one above 0")
         for name, neutral, written in (("top_p", 1.0, "1.0"), ("top_k", None, "null")):
@@ -51,27 +50,16 @@ class SamplingConfig:
                     "distribution, which biases every log-ratio of the objectives, so the sampler does not support it; "
                     f"set sampling.{name}: {written} and change sampling.temperature instead"
                 )
-        if self.kv_cache_dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"sampling.kv_cache_dtype is {self.kv_cache_dtype!r}; use float32 or bfloat16")
+        if "" in self.stop:
+            raise ValueError("sampling.stop has an empty text, which would end every reply; remove it")
+        if self.kv_cache_dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"sampling.kv_cache_dtype is {self.kv_cache_dtype!r}; use float32, bfloat16 or null")
+        if self.max_cache_gib is not None and not self.max_cache_gib > 0:
+            raise ValueError(f"sampling.max_cache_gib is {self.max_cache_gib}; it must be above 0, or null")
 
-    def prefill_tokens(self, max_context: int) -> int:
-        """Return the number of prompt tokens per prefill for a context of `max_context` tokens.
-
-        Raises:
-            ValueError: if the longest prompt would not fit.
-
-        >>> SamplingConfig(max_new_tokens=6, max_seqs=512).prefill_tokens(14)
-        4096
-        """
-        if self.max_prefill_tokens is None:
-            prompt_room = max(max_context - self.max_new_tokens, 1)
-            return max(max_context, min(self.max_seqs * prompt_room, _DEFAULT_PREFILL_TOKENS))
-        if self.max_prefill_tokens < max_context:
-            raise ValueError(
-                f"sampling.max_prefill_tokens is {self.max_prefill_tokens}, but a prompt may have up to "
-                f"{max_context} tokens (the context); raise it to at least that"
-            )
-        return self.max_prefill_tokens
+    def cache_dtype(self, platform: str) -> str:
+        """Return the type of the KV cache on a platform: `cpu`, `gpu` or `tpu`."""
+        return self.kv_cache_dtype or ("float32" if platform == "cpu" else "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +70,7 @@ class SamplerConfig(draccus.ChoiceRegistry):
 @SamplerConfig.register_subclass("levanter")
 @dataclasses.dataclass(frozen=True)
 class LevanterSamplerConfig(SamplerConfig):
-    """Levanter's engine, in this process and on the learner's arrays."""
+    """The built-in sampler, in this process and on the learner's arrays."""
 
 
 @dataclasses.dataclass(frozen=True)

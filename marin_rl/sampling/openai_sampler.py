@@ -12,23 +12,21 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import httpx
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.retry import retrying_async
 from marin_rl.sampling.config import OpenAiSamplerConfig, SamplingConfig
-from marin_rl.sampling.sampler import LOGPROB_ROUNDING, SampleRequest, SamplerError, allowed_tokens
+from marin_rl.sampling.sampler import LOGPROB_ROUNDING, Sampler, SampleRequest, SamplerError, allowed_tokens
 from marin_rl.types import Generation, StopReason, WeightVersion
 
 logger = logging.getLogger(__name__)
 # httpx logs a line for each request.
 logging.getLogger("httpx").setLevel(logging.WARNING)
-
-T = TypeVar("T")
 
 _RETRIED_STATUSES = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS})
 """Client error statuses that are retried, in addition to all server errors (5xx)."""
@@ -38,6 +36,9 @@ _REMEDIES: dict[int, str] = {
     HTTPStatus.FORBIDDEN: "name the environment variable that holds the key in sampler.api_key_env",
     HTTPStatus.NOT_FOUND: "correct sampler.model, or sampler.base_url, which ends in /v1 for most servers",
 }
+
+_ADVANCE_SECONDS = 0.05
+"""Longest wait for a generation before further requests can start."""
 
 _ABORTED = "abort"
 """The finish reason of vLLM and SGLang for an aborted request, for example before a weight reload."""
@@ -55,7 +56,7 @@ class ServerLostError(SamplerError):
     """The server did not respond, or is temporarily unavailable. The request is retried."""
 
 
-class OpenAiSampler:
+class OpenAiSampler(Sampler):
     """Continues prompts on a server, with many concurrent requests.
 
     Call it from a thread without a running event loop.
@@ -97,21 +98,18 @@ class OpenAiSampler:
         self._key = _read_key(server.api_key_env)
         # Created once, because it reads the system's certificates.
         self._tls = httpx.create_ssl_context()
+        self._count = 0
+        self._runner: asyncio.Runner | None = None
+        self._tasks: dict[asyncio.Task[Generation], int] = {}
+        """Requests in progress, by number; they proceed during `advance`."""
 
     @property
     def batch_size(self) -> int:
         """Number of concurrent requests."""
         return self._config.max_seqs
 
-    def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
-        """Continue every prompt; generations are in the order of the requests.
-
-        Raises:
-            PromptTooLongError: if a prompt leaves no room for a new token; nothing was sent.
-            ValueError: if a request is malformed; nothing was sent.
-            SamplerError: if the server rejects a request, returns an invalid response, or does not respond within the
-                limits of `retry`. All other requests of the call are cancelled.
-        """
+    def start(self, requests: Sequence[SampleRequest]) -> list[int]:
+        """Accept requests, which `advance` sends; see `Sampler.start`."""
         allowed = [
             allowed_tokens(
                 index,
@@ -122,24 +120,74 @@ class OpenAiSampler:
             )
             for index, request in enumerate(requests)
         ]
-        version = self.version
+        numbers = list(range(self._count, self._count + len(requests)))
+        self._count += len(requests)
+        if self._runner is None and requests:
+            self._runner = asyncio.Runner()
+            self._client, self._free = self._open_client(), asyncio.Semaphore(self.batch_size)
+        for number, request, limit in zip(numbers, requests, allowed, strict=True):
+            assert self._runner is not None
+            task = self._runner.get_loop().create_task(self._continue(number, request, limit, self.version))
+            self._tasks[task] = number
+        return numbers
 
-        async def continue_one(client: httpx.AsyncClient, index: int) -> Generation:
-            request, limit = requests[index], allowed[index]
-            response = await self._post(
-                client, index, completion_body(self._server.model, request, limit, self._stop_ids)
-            )
-            return read_completion(
-                response,
-                index,
-                request,
-                allowed=limit,
-                stop_token_ids=self._stop_ids,
-                vocab_size=self._vocab_size,
-                version=version,
-            )
+    async def _continue(self, number: int, request: SampleRequest, allowed: int, version: WeightVersion) -> Generation:
+        async with self._free:
+            body = completion_body(self._server.model, request, allowed, self._stop_ids)
+            response = await self._post(self._client, number, body)
+        return read_completion(
+            response,
+            number,
+            request,
+            allowed=allowed,
+            stop_token_ids=self._stop_ids,
+            vocab_size=self._vocab_size,
+            version=version,
+        )
 
-        return self._run_all(continue_one, len(requests))
+    def advance(self) -> list[tuple[int, Generation]]:
+        """Wait for generations, at most 50 ms, so that further requests can start; see `Sampler.advance`.
+
+        Raises:
+            SamplerError: if the server rejects a request, returns an invalid response, or does not respond within the
+                limits of `retry`. All other requests are cancelled.
+        """
+        if self._runner is None or not self._tasks:
+            return []
+        try:
+            ended, _ = self._runner.run(
+                asyncio.wait(self._tasks, timeout=_ADVANCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            )
+            return [(self._tasks.pop(task), task.result()) for task in sorted(ended, key=self._tasks.__getitem__)]
+        except BaseException:
+            self.reset()
+            raise
+
+    def end_conversation(self, conversation: str) -> None:
+        """Do nothing: the server has its own cache."""
+
+    def reset(self) -> None:
+        """Cancel all requests, and close the connections."""
+        if self._runner is None:
+            return
+        runner, self._runner = self._runner, None
+        tasks, self._tasks = list(self._tasks), {}
+        for task in tasks:
+            task.cancel()
+        with runner:
+            runner.run(self._close(tasks))
+
+    async def _close(self, tasks: Sequence[asyncio.Task[Generation]]) -> None:
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._client.aclose()
+
+    def _open_client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            timeout=self._server.timeout,
+            verify=self._tls,
+            headers={} if self._key is None else {"Authorization": f"Bearer {self._key}"},
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        )
 
     def update_weights(self, model: LmHeadModel, version: WeightVersion) -> None:
         """Make the server load weights; returns when they are loaded.
@@ -169,7 +217,11 @@ class OpenAiSampler:
             body = completion_body(self._server.model, request, 1, self._stop_ids)
             return most_likely_logprob(await self._post(client, index, body), index)
 
-        plain, warm = self._run_all(most_likely, 2)
+        async def most_likely_of_both() -> list[float | None]:
+            async with self._open_client() as client:
+                return [await most_likely(client, index) for index in range(2)]
+
+        plain, warm = asyncio.run(most_likely_of_both())
         if plain is None or warm is None or plain > -_EXTREME or abs(plain + math.log(self._vocab_size)) < _EXTREME:
             logger.warning(
                 "could not verify that the log-probs of %s are those at the sampling temperature; check the metrics "
@@ -183,31 +235,6 @@ class OpenAiSampler:
                 "be those of the sampled distribution; start vLLM with --logprobs-mode processed_logprobs, or set "
                 "sampling.temperature: 1.0"
             )
-
-    def _run_all(self, call: Callable[[httpx.AsyncClient, int], Awaitable[T]], count: int) -> list[T]:
-        """Run `call` for indices below `count`, with at most `batch_size` calls at a time."""
-
-        async def run() -> list[T]:
-            slots = asyncio.Semaphore(self.batch_size)
-
-            async def one(client: httpx.AsyncClient, index: int) -> T:
-                async with slots:
-                    return await call(client, index)
-
-            client = httpx.AsyncClient(
-                timeout=self._server.timeout,
-                verify=self._tls,
-                headers={} if self._key is None else {"Authorization": f"Bearer {self._key}"},
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            )
-            async with client, asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(client, index)) for index in range(count)]
-            return [task.result() for task in tasks]
-
-        try:
-            return asyncio.run(run())
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors.exceptions[0].__cause__
 
     async def _post(self, client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> object:
         attempt = functools.partial(self._post_once, client, index, body)

@@ -3,10 +3,10 @@
 
 """The sampler interface: prompts of token ids as input, generations of token ids as output."""
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 from levanter.models.lm_model import LmHeadModel
 
@@ -30,25 +30,51 @@ class SampleRequest:
     """Maximum number of tokens to sample, the stop token included. At least one."""
     temperature: float = 1.0
     """0 is greedy. Log-probabilities are computed at this temperature (at 1 if greedy)."""
+    conversation: str | None = None
+    """Identifies the turns of one conversation, so that a further turn can reuse the work of earlier ones, until
+    `Sampler.end_conversation`. A turn is requested after the previous one has ended. None: a request on its own."""
 
 
-@runtime_checkable
-class Sampler(Protocol):
+class Sampler(abc.ABC):
     """Continues prompts under the current weights."""
 
     @property
+    @abc.abstractmethod
     def batch_size(self) -> int:
         """Number of requests that are processed together; additional ones wait."""
-        ...
 
-    def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
-        """Continue every prompt; generations are in the order of the requests.
+    @abc.abstractmethod
+    def start(self, requests: Sequence[SampleRequest]) -> list[int]:
+        """Accept requests, which `advance` processes.
+
+        Returns:
+            A number for each request, unique for this sampler.
 
         Raises:
-            PromptTooLongError: if a prompt leaves no room for a new token.
+            PromptTooLongError: if a prompt leaves no room for a new token; no request is accepted.
+            ValueError: if a request is malformed; no request is accepted.
         """
-        ...
 
+    @abc.abstractmethod
+    def advance(self) -> list[tuple[int, Generation]]:
+        """Process the accepted requests for a short time.
+
+        Returns:
+            Number and generation of each request that has ended. May be empty; is empty without requests.
+
+        Raises:
+            SamplerError: if a result is invalid. After any error all requests and conversations are dropped.
+        """
+
+    @abc.abstractmethod
+    def end_conversation(self, conversation: str) -> None:
+        """Release the resources of a conversation, which sends no further requests. It need not have sent any."""
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Drop all requests and conversations, and release resources that the next request would allocate again."""
+
+    @abc.abstractmethod
     def update_weights(self, model: LmHeadModel, version: WeightVersion) -> None:
         """Use new weights for later tokens.
 
@@ -56,7 +82,23 @@ class Sampler(Protocol):
             model: the new weights.
             version: number of training steps that produced them.
         """
-        ...
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+        """Continue every prompt, then reset; generations are in the order of the requests.
+
+        Raises:
+            PromptTooLongError: if a prompt leaves no room for a new token; nothing is sampled.
+            ValueError: if a request is malformed; nothing is sampled.
+            SamplerError: if a result is invalid.
+        """
+        try:
+            numbers = self.start(requests)
+            generations: dict[int, Generation] = {}
+            while len(generations) < len(numbers):
+                generations.update(self.advance())
+            return [generations[number] for number in numbers]
+        finally:
+            self.reset()
 
 
 class PromptTooLongError(ValueError):
@@ -72,8 +114,8 @@ class WeightPoll:
     """Polls for newer weights between decode steps."""
 
     poll: Callable[[], None]
-    """Called before each prefill and then between decode steps, in the thread that samples. It may call
-    `update_weights`; an exception ends the call of `sample`."""
+    """Called before every few decode steps, in the thread that samples. It may call
+    `update_weights`; an exception ends the call of `advance`."""
     decode_steps: int
     """Number of decode steps between two polls; each samples one token per sequence. At least 1."""
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from haliax import Axis  # noqa: F401  before marin_rl: see tests/tiny_run.py
 
-from marin_rl.distributed.samplers import WeightReloader, open_levanter_sampler, open_trainer_sampler
+from marin_rl.distributed.samplers import WeightReloader, open_group_sampler, open_trainer_sampler
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy, load_hf_policy
-from marin_rl.sampling.config import ReloadConfig
+from marin_rl.sampling.config import LevanterSamplerConfig, ReloadConfig
 from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import Sampler, SampleRequest, SamplerError
 from marin_rl.training.loop import TrainingRun
@@ -181,6 +181,7 @@ def opened(pair: Pair, tmp_path: Path) -> Iterator[TrainingRun]:
     run.close()
 
 
+LEVANTER = LevanterSamplerConfig()
 REQUESTS = [SampleRequest((259, 50, 257, 260), seed, 3, (0.0, 0.7, 1.0)[seed % 3]) for seed in range(20)]
 
 
@@ -195,12 +196,26 @@ def test_trainer_does_not_sample_with_several_processes(opened: TrainingRun, mon
     )
     engine.update_weights(opened.trainer_state.model, 1)
     with pytest.raises(RuntimeError, match="the trainer cannot sample when it runs in several processes"):
-        engine.sample([])
+        engine.sample(REQUESTS)
+
+
+def test_reply_ends_with_a_stop_text(opened: TrainingRun):
+    run = opened.config, opened.trainer_state.model, opened.runner.tokenizer, opened.learner.trainer.config, 3
+    # A byte is a token here. The digits sampled without stop texts are cut at the first of them.
+    free = open_group_sampler(*run).sample(REQUESTS)
+    token = free[2].token_ids[0]
+    stop = opened.runner.tokenizer.tokenizer.decode([token])
+    config = dataclasses.replace(run[0], sampling=dataclasses.replace(run[0].sampling, stop=(stop,)), sampler=LEVANTER)
+    stopped = open_group_sampler(config, *run[1:]).sample(REQUESTS)
+    for one, whole in zip(stopped, free, strict=True):
+        length = whole.token_ids.index(token) + 1 if token in whole.token_ids else len(whole.token_ids)
+        assert one.token_ids == whole.token_ids[:length]
+    assert stopped[2].token_ids == (token,)
 
 
 def test_server_generations_equal_levanter_generations(opened: TrainingRun):
     assert isinstance(opened.runner.sampler, OpenAiSampler)
-    own = open_levanter_sampler(
+    own = open_group_sampler(
         opened.config, opened.trainer_state.model, opened.runner.tokenizer, opened.learner.trainer.config, 3
     )
     assert sampled(opened.runner.sampler) == sampled(own)

@@ -36,7 +36,7 @@ from marin_rl.models.conversion import check_same_function
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.hf_tensors import BASE_PREFIX
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.sampling.levanter_sampler import LevanterSampler
+from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenizerConfig, byte_tokenizer
@@ -129,8 +129,10 @@ def prompts() -> list[tuple[int, ...]]:
 
 def greedy(model: LmHeadModel, stop_token_ids: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return greedy generations as in evaluation."""
-    config = SamplingConfig(max_new_tokens=NEW_TOKENS, max_seqs=len(prompts()), page_size=8)
-    sampler = LevanterSampler(model, config=config, stop_token_ids=stop_token_ids, max_context=CONTEXT)
+    config = SamplingConfig(max_new_tokens=NEW_TOKENS, max_seqs=len(prompts()))
+    sampler = GroupSampler(
+        model, config=config, stop_sequences=[[token] for token in stop_token_ids], max_context=CONTEXT
+    )
     generations = sampler.sample([SampleRequest(prompt, 0, NEW_TOKENS, 0.0) for prompt in prompts()])
     return [generation.token_ids for generation in generations]
 

@@ -43,7 +43,8 @@ class FakeBatcher(RequestBatcher):
         self._do()
         return Generation((53, 257), (-0.5, -0.5), StopReason.STOP, 0, 0)
 
-    def leave(self) -> None:
+    def leave(self, conversation: str) -> None:
+        assert conversation == ATTEMPT.id
         self.left += 1
 
 

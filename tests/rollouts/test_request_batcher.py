@@ -13,24 +13,22 @@ from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Generation, StopReason
+from tests.scripted_sampler import BatchSampler
 
 
-class RecordingSampler:
+class RecordingSampler(BatchSampler):
     """A sampler that returns the prompts and records its batches."""
 
     def __init__(self, batch_size: int, before: Callable[[Sequence[int]], None] = lambda names: None) -> None:
-        self.batch_size = batch_size
+        super().__init__(batch_size)
         self.batches: list[list[int]] = []
         self._before = before
 
-    def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+    def answer(self, requests: Sequence[SampleRequest]) -> list[Generation]:
         names = [request.prompt_tokens[0] for request in requests]
         self.batches.append(names)
         self._before(names)
         return [Generation((name,), (-1.0,), StopReason.STOP, 0, 0) for name in names]
-
-    def update_weights(self, model: object, version: int) -> None:
-        raise NotImplementedError
 
 
 def request(name: int) -> SampleRequest:
@@ -56,7 +54,7 @@ def serve(
         try:
             return await episode(batcher)
         finally:
-            batcher.leave()
+            batcher.leave("")
 
     running = loop.submit(everything())
     running.add_done_callback(lambda _: batcher.close())
@@ -126,7 +124,7 @@ def test_a_batch_waits_for_episodes_that_join_later():
         try:
             return [first, *await asyncio.gather(requests(2)(batcher), requests(3)(batcher))]
         finally:
-            batcher.leave()
+            batcher.leave("")
 
     sampler = RecordingSampler(batch_size=100)
     assert serve(sampler, brings_another) == [[1, [2], [3]]]
@@ -204,3 +202,47 @@ def test_an_interrupt_ends_sampling_between_two_batches():
     with pytest.raises(InterruptedError):
         serve(sampler, requests(1, 2, 3), interrupt=interrupt)
     assert sampler.batches == [[1]]
+
+
+def test_new_requests_join_those_in_progress():
+    """The first request ends only after the second one, which is sent while it is in progress, was accepted."""
+    in_progress = threading.Event()
+
+    class Continuous(RecordingSampler):
+        def advance(self) -> list[tuple[int, Generation]]:
+            in_progress.set()
+            return super().advance() if self.accepted == 2 else []
+
+        def start(self, requests: Sequence[SampleRequest]) -> list[int]:
+            self.accepted += len(requests)
+            return super().start(requests)
+
+        accepted = 0
+
+    async def late(batcher: RequestBatcher) -> list[int]:
+        await asyncio.to_thread(in_progress.wait)
+        return [(await batcher.sample(request(2))).token_ids[0]]
+
+    sampler = Continuous(batch_size=4)
+    assert serve(sampler, requests(1), late, max_wait=0.01) == [[1], [2]]
+    assert sampler.batches == [[1, 2]]
+
+
+def test_batcher_ends_conversations_and_resets_the_sampler():
+    calls = []
+
+    class Watched(RecordingSampler):
+        def end_conversation(self, conversation: str) -> None:
+            calls.append(conversation)
+
+        def reset(self) -> None:
+            calls.append("reset")
+
+    async def second(batcher: RequestBatcher) -> None:
+        await batcher.sample(request(1))
+        batcher.join(1)
+        batcher.leave("first")
+        await batcher.sample(request(2))
+
+    serve(Watched(batch_size=4), second)
+    assert calls == ["first", "reset"]

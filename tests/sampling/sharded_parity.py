@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Run by test_levanter_sampler.py on 8 fake CPU devices in a separate process; prints one line of JSON."""
+"""Run by test_group_sampler.py on 8 fake CPU devices in a separate process; prints one line of JSON."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ def measure(model_axis_size: int) -> dict[str, float]:
     from levanter.trainer import TrainerConfig
 
     from marin_rl.sampling.config import SamplingConfig
-    from marin_rl.sampling.levanter_sampler import LevanterSampler
+    from marin_rl.sampling.group_sampler import GroupSampler
     from marin_rl.sampling.sampler import SampleRequest
 
     compiles = []
@@ -45,11 +45,12 @@ def measure(model_axis_size: int) -> dict[str, float]:
                 Axis("vocab", 64), key=jax.random.PRNGKey(0)
             )
         with hax.axis_mapping(trainer.compute_axis_mapping):
-            sampler = LevanterSampler(
+            sampler = GroupSampler(
                 model,
-                config=SamplingConfig(max_new_tokens=6, max_seqs=8, page_size=8),
-                stop_token_ids=[62, 63],
+                config=SamplingConfig(max_new_tokens=6, max_seqs=8),
+                stop_sequences=[[62], [63]],
                 max_context=32,
+                trainer=trainer,
             )
             first = sampler.sample(requests)
             warm = len(compiles)

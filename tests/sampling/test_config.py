@@ -7,8 +7,6 @@ from typing import Any
 
 import draccus
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from marin_rl.sampling.config import (
     LevanterSamplerConfig,
@@ -27,13 +25,15 @@ GOOD = OpenAiSamplerConfig(base_url="http://localhost:8000/v1", model="policy", 
     [
         ({"max_new_tokens": 0}, r"sampling.max_new_tokens is 0; it must be at least 1"),
         ({"max_seqs": 0}, r"sampling.max_seqs is 0; it must be at least 1"),
-        ({"page_size": -1}, r"sampling.page_size is -1; it must be at least 1"),
+        ({"stop": ("</answer>", "")}, r"sampling.stop has an empty text"),
+        ({"max_cache_gib": 0.0}, r"sampling.max_cache_gib is 0.0; it must be above 0"),
+        ({"max_cache_gib": math.nan}, r"sampling.max_cache_gib is nan; it must be above 0"),
         ({"temperature": 0.0}, r"sampling.temperature is 0.0"),
         ({"temperature": math.inf}, r"sampling.temperature is inf"),
         ({"temperature": math.nan}, r"sampling.temperature is nan"),
         ({"top_p": 0.9}, r"sampling.top_p is 0.9.*set sampling.top_p: 1.0"),
         ({"top_k": 50}, r"sampling.top_k is 50.*set sampling.top_k: null"),
-        ({"kv_cache_dtype": "int8"}, r"sampling.kv_cache_dtype is 'int8'; use float32 or bfloat16"),
+        ({"kv_cache_dtype": "int8"}, r"sampling.kv_cache_dtype is 'int8'; use float32, bfloat16 or null"),
     ],
 )
 def test_invalid_sampling_settings_are_rejected(fields: dict[str, Any], problem: str):
@@ -41,17 +41,12 @@ def test_invalid_sampling_settings_are_rejected(fields: dict[str, Any], problem:
         SamplingConfig(**fields)
 
 
-@given(context=st.integers(2, 40_000), new=st.integers(1, 40_000), seqs=st.integers(1, 600))
-def test_default_prefill_tokens_fit_the_prompts_up_to_a_cap(context: int, new: int, seqs: int):
-    tokens = SamplingConfig(max_new_tokens=new, max_seqs=seqs).prefill_tokens(context)
-    assert context <= tokens <= max(context, 4096)
-    longest = min(max(context - new, 1), context - 1)
-    assert tokens >= min(seqs * longest, 4096)
-
-
-@pytest.mark.parametrize(("said", "context"), [(40, 40), (90, 40)])
-def test_configured_prefill_tokens_are_used(said: int, context: int):
-    assert SamplingConfig(max_prefill_tokens=said).prefill_tokens(context) == said
+@pytest.mark.parametrize(
+    ("dtype", "platform", "expected"),
+    [(None, "cpu", "float32"), (None, "gpu", "bfloat16"), (None, "tpu", "bfloat16"), ("float32", "tpu", "float32")],
+)
+def test_cache_is_float32_on_cpu_by_default(dtype: str | None, platform: str, expected: str):
+    assert SamplingConfig(kv_cache_dtype=dtype).cache_dtype(platform) == expected
 
 
 def test_sampler_is_selected_by_type():

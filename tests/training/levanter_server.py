@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A completions server in front of levanter's engine, which serves a tiny run's exported weights."""
+"""A completions server in front of the built-in sampler, which serves a tiny run's exported weights."""
 
 import dataclasses
 from pathlib import Path
@@ -10,10 +10,10 @@ from haliax import Axis  # noqa: F401  before marin_rl: see tests/tiny_run.py
 
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.samplers import open_levanter_sampler
+from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import load_hf_policy
-from marin_rl.sampling.levanter_sampler import LevanterSampler
+from marin_rl.sampling.group_sampler import GroupSampler
 from tests.sampling.completions_server import CompletionsServer, SamplerEngine
 from tests.tiny_run import TinyRun
 
@@ -47,7 +47,7 @@ class Loader:
     """The link."""
     loaded: list[str] = dataclasses.field(default_factory=list)
     """Names of the folders that were loaded."""
-    sampler: LevanterSampler | None = None
+    sampler: GroupSampler | None = None
     """The engine."""
 
     def __call__(self) -> SamplerEngine:
@@ -57,7 +57,7 @@ class Loader:
         model = load_hf_policy(str(self.current), tokenizer, trainer, config.model)
         self.loaded.append(self.current.resolve().name)
         if self.sampler is None:
-            self.sampler = open_levanter_sampler(config, model, tokenizer, trainer, 0)
+            self.sampler = open_group_sampler(config, model, tokenizer, trainer, 0)
         else:
             self.sampler.update_weights(model, 0)
         stop_token_ids = sorted(tokenizer.stop_token_ids)

@@ -16,17 +16,17 @@ import pytest
 from haliax import NamedArray
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.sampling.levanter_sampler import LevanterSampler
+from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest, WeightPoll
 from marin_rl.types import Generation
-from tests.sampling.test_levanter_sampler import (
+from tests.sampling.test_group_sampler import (
     CONFIG,
     CONTEXT,
     LENGTHS,
     LLAMA,
     MAX_NEW,
     SLOTS,
-    STOP_IDS,
+    STOPS,
     build,
     full_logits,
     log_softmax,
@@ -34,9 +34,9 @@ from tests.sampling.test_levanter_sampler import (
     make_sampler,
 )
 
-ROUNDS = 3
-BEFORE = 1 + 2 * ROUNDS
-"""Tokens of a sequence at poll 3: one from the prefill, and those of two calls of the decode loop."""
+ROUNDS = 2
+BEFORE = 3 * ROUNDS
+"""Tokens of a sequence at poll 3."""
 
 
 class Watch:
@@ -46,10 +46,10 @@ class Watch:
         self.model = model
         self.weight_poll = 0
         self.at: dict[int, Callable[[], None]] = {}
-        self.sampler = LevanterSampler(
+        self.sampler = GroupSampler(
             model,
             config=CONFIG,
-            stop_token_ids=STOP_IDS,
+            stop_sequences=STOPS,
             max_context=CONTEXT,
             weight_poll=WeightPoll(self.poll, ROUNDS),
         )
@@ -81,7 +81,7 @@ def watch(model: LmHeadModel) -> Watch:
 
 @pytest.fixture(scope="module")
 def alone(model: LmHeadModel) -> list[Generation]:
-    """Return the generations of `REQUESTS` under the first weights, from one call of the decode loop."""
+    """Return the generations of `REQUESTS` under the first weights, without polls."""
     return make_sampler(model).sample(REQUESTS)
 
 
@@ -94,7 +94,7 @@ def other() -> LmHeadModel:
 REQUESTS = [
     dataclasses.replace(request, max_new_tokens=limit)
     for request, limit in zip(
-        make_requests([1, 7, 8, 9, 15, 16, 17, 24]), [1, 4, BEFORE, BEFORE + 1, 12, 12, 12, 12], strict=True
+        make_requests([1, 7, 8, 9, 15, 16, 17, 24]), [1, 3, BEFORE, BEFORE + 1, 4, 12, 12, 12], strict=True
     )
 ]
 
@@ -105,15 +105,15 @@ def test_polls_without_new_weights_change_nothing(model: LmHeadModel, watch: Wat
     wanted = make_sampler(model).sample(requests)
     for _ in range(2):
         assert watch.sample(requests) == wanted
-    assert watch.weight_poll > len(requests) / SLOTS * (MAX_NEW - 1) / ROUNDS
+    assert watch.weight_poll >= len(requests) / SLOTS
 
 
-def test_sampler_polls_before_prefill_and_then_every_n_decode_steps(watch: Watch) -> None:
-    for limit in (1, 2, ROUNDS + 1, ROUNDS + 2, MAX_NEW):
+def test_sampler_polls_every_n_decode_steps(watch: Watch) -> None:
+    for limit in (1, ROUNDS, ROUNDS + 1, 2 * ROUNDS + 1, MAX_NEW):
         found = watch.sample([SampleRequest((5, 9), seed, limit) for seed in range(SLOTS)])
         longest = max(len(one.token_ids) for one in found)
         assert longest == limit, "one of the seeds does not stop early"
-        assert watch.weight_poll == 1 + math.ceil((longest - 1) / ROUNDS)
+        assert watch.weight_poll == math.ceil(longest / ROUNDS)
 
 
 def test_weights_from_the_poll_before_prefill_sample_every_token(watch: Watch, other: LmHeadModel) -> None:
@@ -131,7 +131,7 @@ def test_tokens_before_an_update_use_the_old_weights_and_versions_are_exact(
         assert one.logprobs[:BEFORE] == old.logprobs[:BEFORE]
         assert (one.first_version, one.last_version) == (0, 7 if len(one.token_ids) > BEFORE else 0)
     ended, went_on = ([one for one in found if one.last_version == version] for version in (0, 7))
-    assert {len(one.token_ids) for one in ended} >= {1, 4, BEFORE}
+    assert {len(one.token_ids) for one in ended} >= {1, 3, 4, BEFORE}
     assert min(len(one.token_ids) for one in went_on) == BEFORE + 1
     assert [one.token_ids for one in found] != [one.token_ids for one in alone]
 
@@ -141,8 +141,8 @@ def test_last_version_is_that_of_the_last_update_before_the_end(
 ) -> None:
     found = watch.sample(REQUESTS, poll1=watch.swap(other, 2), poll2=watch.swap(model, 3), poll4=watch.swap(other, 5))
     for one in found:
-        # Polls 1, 2 and 4 come after 1, 4 and 10 tokens.
-        wanted = 5 if len(one.token_ids) > 10 else 3 if len(one.token_ids) > 4 else 2 if len(one.token_ids) > 1 else 0
+        # Polls 1, 2 and 4 come after 2, 4 and 8 tokens.
+        wanted = 5 if len(one.token_ids) > 8 else 3 if len(one.token_ids) > 4 else 2 if len(one.token_ids) > 2 else 0
         assert (one.first_version, one.last_version) == (0, wanted)
     assert {one.last_version for one in found} == {0, 2, 3, 5}
 
@@ -159,7 +159,7 @@ def test_after_an_update_of_the_head_tokens_match_the_full_forward_pass(
     for row, (request, one) in enumerate(zip(REQUESTS, found, strict=True)):
         for index, (token, value) in enumerate(zip(one.token_ids, one.logprobs, strict=True)):
             place = len(request.prompt_tokens) - 1 + index
-            version = int(index >= 1 + ROUNDS)
+            version = int(index >= 2 * ROUNDS)
             compared[version] += 1
             assert value == pytest.approx(versions[version][row, place, token], abs=1e-5)
             assert abs(value - versions[1 - version][row, place, token]) > 1e-4

@@ -1,0 +1,291 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The compiled programs of the sampler: prefill of prompts, copies of their cache, and decoding.
+
+With a mesh, each data shard runs the programs on its own slots, and no data moves between shards; the model's heads are
+sharded over the model axis.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import jmp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, UInt32
+from levanter.models.lm_model import LmConfig, LmHeadModel
+from levanter.trainer import TrainerConfig
+
+from marin_rl.sampling.cached_model import Cache, CachedModel, Tokens, einsum_in_float32, empty_cache, with_cache
+
+_SMALL_BLOCK = 64
+_LARGE_BLOCK = 512
+
+
+class Slots(NamedTuple):
+    """State of every slot before a call of `decode`."""
+
+    active: Bool[Array, " slots"]
+    """Whether tokens are sampled."""
+    lengths: Int[Array, " slots"]
+    """Number of tokens in the cache."""
+    last_tokens: Int[Array, " slots"]
+    """The token after those in the cache: the last one of the prompt, or the last sampled one."""
+    recent: Int[Array, "slots recent"]
+    """The last sampled tokens, from which stop sequences of several tokens are recognized; -1 before the first."""
+    remaining: Int[Array, " slots"]
+    """Number of tokens that may still be sampled."""
+    keys: UInt32[Array, "slots 2"]
+    """Key of the random numbers; the counter is the position."""
+    temperatures: Float[Array, " slots"]
+    """Divides the logits; 0 is greedy."""
+
+
+class Decoded(NamedTuple):
+    """Output of a call of `decode`."""
+
+    tokens: Int[Array, "steps slots"]
+    """Sampled tokens; -1 after the end of a sequence."""
+    logprobs: Float[Array, "steps slots"]
+    """Their log-probabilities, in nats."""
+    stopped: Bool[Array, " slots"]
+    """Whether the sequence ended with a stop sequence."""
+
+
+def prefill(model: CachedModel, cache: Cache, tokens: Tokens) -> Cache:
+    """Add prompt tokens to the cache."""
+    return model.run(tokens, cache, all_slots=False)[1]
+
+
+def copy_slots(
+    cache: Cache, sources: Int[Array, " slots"], targets: Int[Array, " slots"], count: Int[Array, " one"]
+) -> Cache:
+    """Copy the cache of slot `sources[i]` to slot `targets[i]`, for the first `count` pairs in order."""
+
+    def copy(index: Int[Array, ""], cache: Cache) -> Cache:
+        def copy_array(array: Array) -> Array:
+            row = jax.lax.dynamic_slice_in_dim(array, sources[index], 1)
+            return jax.lax.dynamic_update_slice_in_dim(array, row, targets[index], 0)
+
+        return jax.tree.map(copy_array, cache)
+
+    return jax.lax.fori_loop(0, count[0], copy, cache)
+
+
+class _DecodeCarry(NamedTuple):
+    step: Int[Array, ""]
+    cache: Cache
+    slots: Slots
+    decoded: Decoded
+
+
+def decode(
+    model: CachedModel,
+    cache: Cache,
+    slots: Slots,
+    stop_sequences: Int[Array, "stops recent_and_one"],
+    exit_after: Int[Array, ""],
+    *,
+    steps: int,
+) -> tuple[Cache, Decoded]:
+    """Sample up to `steps` tokens in every active slot.
+
+    Args:
+        model: the model in the layout for decoding.
+        cache: the cache of each layer.
+        slots: state of the slots.
+        stop_sequences: tokens that end a sequence, aligned at the end; -1 matches any token.
+        exit_after: number of sequences that end before the call does, so that their slots can be refilled.
+        steps: maximum number of tokens per slot.
+
+    Returns:
+        The new cache, and the sampled tokens.
+    """
+    num_slots = slots.lengths.shape[0]
+    context = cache[0].keys.shape[2]
+    started = jnp.sum(slots.active)
+
+    def unfinished(carry: _DecodeCarry) -> Bool[Array, ""]:
+        active = jnp.sum(carry.slots.active)
+        return (carry.step < steps) & (active > 0) & (started - active < exit_after)
+
+    def advance(carry: _DecodeCarry) -> _DecodeCarry:
+        slots, active = carry.slots, carry.slots.active
+        positions = jnp.where(active, slots.lengths, context)
+        inputs = Tokens(slots.last_tokens[:, None], jnp.arange(num_slots), positions[:, None])
+        activations, cache = model.run(inputs, carry.cache, all_slots=True)
+        logits = einsum_in_float32("se,ev->sv", activations[:, 0], model.lm_head)
+        tokens, logprobs = draw(logits, slots.temperatures, _uniform(slots.keys, slots.lengths))
+        window = jnp.concatenate([slots.recent, tokens[:, None]], axis=1)
+        matches = (stop_sequences == window[:, None]) | (stop_sequences == -1)
+        stops = active & jnp.any(jnp.all(matches, axis=-1), axis=-1)
+        remaining = slots.remaining - active
+        return _DecodeCarry(
+            carry.step + 1,
+            cache,
+            slots._replace(
+                active=active & (remaining > 0) & ~stops,
+                lengths=slots.lengths + active,
+                last_tokens=jnp.where(active, tokens, slots.last_tokens),
+                recent=jnp.where(active[:, None], window[:, 1:], slots.recent),
+                remaining=remaining,
+            ),
+            Decoded(
+                carry.decoded.tokens.at[carry.step].set(jnp.where(active, tokens, -1)),
+                carry.decoded.logprobs.at[carry.step].set(logprobs),
+                carry.decoded.stopped | stops,
+            ),
+        )
+
+    start = Decoded(
+        jnp.full((steps, num_slots), -1, jnp.int32), jnp.zeros((steps, num_slots)), jnp.zeros(num_slots, bool)
+    )
+    end = jax.lax.while_loop(unfinished, advance, _DecodeCarry(jnp.zeros((), jnp.int32), cache, slots, start))
+    return end.cache, end.decoded
+
+
+def draw(
+    logits: Float[Array, "slots vocab"], temperatures: Float[Array, " slots"], uniforms: Float[Array, " slots"]
+) -> tuple[Int[Array, " slots"], Float[Array, " slots"]]:
+    """Draw a token from `softmax(logits / temperature)` by inversion of its cumulative distribution.
+
+    The inversion has two levels, a block of tokens and a token in it, so that sums of float32 stay short. At
+    temperature 0 the most probable token is chosen.
+
+    Args:
+        logits: logits of each slot.
+        temperatures: divides the logits; 0 is greedy.
+        uniforms: a number in [0, 1) for each slot.
+
+    Returns:
+        The tokens, and their log-probabilities (at temperature 1 if greedy).
+    """
+    rows, vocab = logits.shape
+    block = _SMALL_BLOCK if vocab <= _SMALL_BLOCK**2 else _LARGE_BLOCK
+    logits = logits / jnp.where(temperatures > 0, temperatures, 1.0)[:, None]
+    padded = jnp.pad(logits, ((0, 0), (0, -vocab % block)), constant_values=-jnp.inf)
+    largest = padded.max(axis=-1, keepdims=True)
+    weights = jnp.exp(padded - largest).reshape(rows, -1, block)
+    sums = jnp.cumsum(weights.sum(axis=-1), axis=-1)
+    targets = uniforms * sums[:, -1]
+    # Rounding may leave the target beyond the last block or token with a positive probability.
+    blocks = jnp.minimum(jnp.sum(sums <= targets[:, None], axis=-1), jnp.sum(sums < sums[:, -1:], axis=-1))
+    before = jnp.where(blocks > 0, _pick(sums, blocks - 1), 0.0)
+    inside = jnp.cumsum(jnp.take_along_axis(weights, blocks[:, None, None], axis=1)[:, 0], axis=-1)
+    last = jnp.sum(inside < inside[:, -1:], axis=-1)
+    offsets = jnp.minimum(jnp.sum(inside <= (targets - before)[:, None], axis=-1), last)
+    tokens = jnp.where(temperatures > 0, blocks * block + offsets, jnp.argmax(logits, axis=-1))
+    return tokens, _pick(logits, tokens) - largest[:, 0] - jnp.log(sums[:, -1])
+
+
+def _pick(array: Float[Array, "rows columns"], index: Int[Array, " rows"]) -> Float[Array, " rows"]:
+    return jnp.take_along_axis(array, index[:, None], axis=1, mode="clip")[:, 0]
+
+
+def _uniform(keys: UInt32[Array, "slots 2"], counters: Int[Array, " slots"]) -> Float[Array, " slots"]:
+    """Return a number in [0, 1) for each slot, a function of its key and counter."""
+
+    def one(key: Array, counter: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), counter))
+
+    return jax.vmap(one)(keys, counters)
+
+
+class Programs(NamedTuple):
+    """The compiled programs; with a trainer, each data shard of its mesh has its own slots.
+
+    `decode` returns the cache and the fields of `Decoded`.
+    """
+
+    prepare: Callable[[LmHeadModel], CachedModel]
+    empty: Callable[[], Cache]
+    prefill: Callable[[CachedModel, Cache, Tokens], Cache]
+    copy_slots: Callable[..., Cache]
+    decode: Callable[..., tuple[Cache, tuple[jax.Array, jax.Array, jax.Array]]]
+
+
+def compile_programs(
+    trainer: TrainerConfig | None, model: LmConfig, *, slots: int, context: int, dtype: jnp.dtype, steps: int
+) -> Programs:
+    """Return the programs; each is compiled at its first call, once per process for equal arguments.
+
+    Args:
+        trainer: mesh, axis mapping and compute precision; None uses one device and the model's precision.
+        model: architecture.
+        slots: number of slots, of all data shards together.
+        context: maximum number of tokens of a sequence.
+        dtype: type of the cache.
+        steps: maximum number of tokens per slot in one call of `decode`.
+    """
+    if trainer is None:
+        return _programs(None, None, (), None, model, slots, context, dtype, steps)
+    mapping = {name: axes for name, axes in trainer.compute_axis_mapping.items() if name != trainer.batch_axis}
+    batch_axes = cast(tuple[str, ...], trainer.compute_axis_mapping[cast(str, trainer.batch_axis)])
+    entries = tuple((name, axes if isinstance(axes, str) else tuple(axes)) for name, axes in mapping.items())
+    return _programs(trainer.device_mesh, entries, batch_axes, trainer.mp, model, slots, context, dtype, steps)
+
+
+@functools.cache
+def _programs(
+    mesh: jax.sharding.Mesh | None,
+    mapping: tuple[tuple[str, Any], ...] | None,
+    batch_axes: tuple[str, ...],
+    precision: jmp.Policy | None,
+    model: LmConfig,
+    slots: int,
+    context: int,
+    dtype: jnp.dtype,
+    steps: int,
+) -> Programs:
+    """`mesh` is a part of the cache key; the programs run under the current mesh."""
+
+    def run_decode(*arguments: Any) -> tuple[Cache, tuple[jax.Array, ...]]:
+        cache, decoded = decode(*arguments, steps=steps)
+        return cache, tuple(decoded)
+
+    if mapping is None:
+        return Programs(
+            jax.jit(functools.partial(with_cache, context=context)),
+            jax.jit(functools.partial(empty_cache, model, slots, context, dtype)),
+            jax.jit(prefill, donate_argnums=1),
+            jax.jit(copy_slots, donate_argnums=0),
+            jax.jit(run_decode, donate_argnums=1),
+        )
+    axis_mapping = dict(mapping)
+    by_slot, whole, by_step_and_slot = PartitionSpec(batch_axes), PartitionSpec(), PartitionSpec(None, batch_axes)
+
+    def per_shard(
+        function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any, donate: int
+    ) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            with hax.axis_mapping(axis_mapping):
+                return function(*arguments)
+
+        mapped = jax.shard_map(run, in_specs=inputs, out_specs=outputs, axis_names=set(batch_axes), check_vma=False)
+        return jax.jit(mapped, donate_argnums=donate)
+
+    def prepare(model: LmHeadModel) -> CachedModel:
+        assert precision is not None
+        with hax.axis_mapping(axis_mapping):
+            return with_cache(hax.shard(precision.cast_to_compute(model), axis_mapping), context)
+
+    def empty() -> Cache:
+        with hax.axis_mapping({**axis_mapping, "slot": batch_axes}):
+            return empty_cache(model, slots, context, dtype)
+
+    return Programs(
+        jax.jit(prepare),
+        jax.jit(empty),
+        per_shard(prefill, (whole, by_slot, by_slot), by_slot, 1),
+        per_shard(copy_slots, (by_slot, by_slot, by_slot, by_slot), by_slot, 0),
+        per_shard(
+            run_decode,
+            (whole, by_slot, by_slot, whole, whole),
+            (by_slot, (by_step_and_slot, by_step_and_slot, by_slot)),
+            1,
+        ),
+    )
