@@ -90,6 +90,7 @@ class CodeReward:
         self.name = config.name
         self.weight = config.weight
         self.scope: RewardScope | None = RewardScope.POINTWISE
+        self.waits_for_group = False
         self._score = config.score
         self._sandbox = sandbox
 

@@ -19,7 +19,13 @@ from typing import Any, Protocol, runtime_checkable
 import draccus
 
 from marin_rl.config_fields import LOCAL_PATH, convert_enum_fields
-from marin_rl.rewards.functions import STANDARD_KEYWORDS, EvaluateResult, RewardMode, RewardRequest
+from marin_rl.rewards.functions import (
+    STANDARD_KEYWORDS,
+    EvaluateResult,
+    RewardCallError,
+    RewardMode,
+    RewardRequest,
+)
 from marin_rl.rewards.sandbox.pool import FunctionDescription, Sandbox, UserFunction
 from marin_rl.user_code import UserFileError
 
@@ -32,7 +38,7 @@ class RewardScope(enum.StrEnum):
     """Set of rollouts that a component scores at once."""
 
     POINTWISE = "pointwise"
-    """A single rollout, as soon as it has ended."""
+    """Each rollout on its own."""
     GROUP = "group"
     """All rollouts of one prompt."""
     BATCH = "batch"
@@ -50,6 +56,11 @@ class RewardComponent(Protocol):
     scope: RewardScope | None
     """Set of rollouts that it scores at once; None if `check` determines it."""
 
+    @property
+    def waits_for_group(self) -> bool:
+        """Whether a pointwise component scores a rollout when its group is complete, not as soon as it has ended."""
+        ...
+
     async def check(self) -> None:
         """Check that the component is usable, before any rollout is sampled.
 
@@ -58,11 +69,11 @@ class RewardComponent(Protocol):
         """
         ...
 
-    async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
-        """Return one result per rollout, in their order.
+    async def score(self, requests: Sequence[RewardRequest]) -> Sequence[EvaluateResult | RewardCallError]:
+        """Return one result per rollout, in their order, or the failure of a call that concerns only that rollout.
 
         Raises:
-            RewardCallError: if the call failed.
+            RewardCallError: if a call for all of the rollouts failed.
         """
         ...
 
@@ -171,8 +182,15 @@ class FunctionReward:
             raise RewardConfigError(f"reward {self.name!r}: {error}") from error
         self.scope = _resolve_scope(self._config, functions)
 
-    async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
-        """Score all rollouts in one call."""
+    @property
+    def waits_for_group(self) -> bool:
+        """Whether its calls share processes, and so start when a group is complete."""
+        return self.scope is RewardScope.POINTWISE and self._sandbox.shares_processes(self._function)
+
+    async def score(self, requests: Sequence[RewardRequest]) -> Sequence[EvaluateResult | RewardCallError]:
+        """Score the rollouts with one call for each if the function is pointwise, else with one call for all."""
+        if self.scope is RewardScope.POINTWISE:
+            return await self._sandbox.call_each(self._function, requests, self._config.options)
         return await self._sandbox.call(self._function, requests, self._config.options)
 
     async def close(self) -> None:

@@ -200,11 +200,13 @@ class RewardFunctionError(TypeError):
 class RewardFunction:
     """A decorated reward function, called with keyword arguments like in the sandbox."""
 
-    def __init__(self, function: Callable[..., Any], mode: RewardMode):
+    def __init__(self, function: Callable[..., Any], mode: RewardMode, own_process: bool = False):
         self.function = function
         """The undecorated function."""
         self.mode = mode
         """Whether one call scores one rollout or several."""
+        self.own_process = own_process
+        """Whether each call runs in a separate process."""
         functools.update_wrapper(self, function)
         self.name = getattr(function, "__name__", "the reward function")
         """Name of the function."""
@@ -244,10 +246,14 @@ class RewardFunction:
 @overload
 def reward_function(function: Callable[..., Any], /) -> RewardFunction: ...
 @overload
-def reward_function(*, mode: str = "pointwise") -> Callable[[Callable[..., Any]], RewardFunction]: ...
+def reward_function(
+    *, mode: str = "pointwise", own_process: bool = False
+) -> Callable[[Callable[..., Any]], RewardFunction]: ...
 
 
-def reward_function(function: Callable[..., Any] | None = None, /, *, mode: str = "pointwise") -> Any:
+def reward_function(
+    function: Callable[..., Any] | None = None, /, *, mode: str = "pointwise", own_process: bool = False
+) -> Any:
     """Decorate a reward function.
 
     In pointwise mode the function receives the `messages` of one rollout and its `ground_truth`; in batch mode, lists
@@ -258,6 +264,9 @@ def reward_function(function: Callable[..., Any] | None = None, /, *, mode: str 
     Args:
         function: the function, if the decorator is used without parentheses.
         mode: `pointwise` or `batch`.
+        own_process: run each call in a separate process. Set it for a function that lets model-written text change the
+            state of its process, or that depends on state which its calls change. By default several pointwise calls
+            share a process in the sandbox; calls in batch mode never do.
 
     Returns:
         The `RewardFunction`, or a decorator if `function` is None.
@@ -272,11 +281,11 @@ def reward_function(function: Callable[..., Any] | None = None, /, *, mode: str 
     1.0
     """
     if function is None:
-        return functools.partial(_decorate, mode=mode)
-    return _decorate(function, mode=mode)
+        return functools.partial(_decorate, mode=mode, own_process=own_process)
+    return _decorate(function, mode, own_process)
 
 
-def _decorate(function: Callable[..., Any], mode: str) -> RewardFunction:
+def _decorate(function: Callable[..., Any], mode: str, own_process: bool) -> RewardFunction:
     name = getattr(function, "__name__", repr(function))
     if mode not in tuple(RewardMode):
         raise RewardFunctionError(f"{name}: mode must be 'pointwise' or 'batch', got {mode!r}")
@@ -291,7 +300,7 @@ def _decorate(function: Callable[..., Any], mode: str) -> RewardFunction:
         raise RewardFunctionError(
             f"{name}{signature} lacks {', '.join(missing)}; a reward function takes messages, ground_truth and **kwargs"
         )
-    return RewardFunction(function, RewardMode(mode))
+    return RewardFunction(function, RewardMode(mode), own_process)
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -150,6 +150,7 @@ class LlmJudge:
         self.name = config.name
         self.weight = config.weight
         self.scope: RewardScope | None = config.scope
+        self.waits_for_group = False
         self._config = config
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._client: httpx.AsyncClient | None = None

@@ -52,7 +52,8 @@ async def score_rollouts(
     Args:
         components: components of all scopes.
         scope: scope of the components to call.
-        requests: a single rollout, the rollouts of one prompt or those of a step, according to the scope.
+        requests: rollouts to score: those of one prompt or of a step for the scopes `group` and `batch`, any for
+            `pointwise`.
 
     Returns:
         The results for each rollout, in the order of the components.
@@ -70,7 +71,11 @@ async def _call(component: RewardComponent, requests: Sequence[RewardRequest]) -
     return [_result(component, *pair) for pair in zip(requests, results, strict=True)]
 
 
-def _result(component: RewardComponent, request: RewardRequest, result: EvaluateResult) -> RewardResult:
+def _result(
+    component: RewardComponent, request: RewardRequest, result: EvaluateResult | RewardCallError
+) -> RewardResult:
+    if isinstance(result, RewardCallError):
+        return _failed(component, request, result.cause, result.detail)
     if not result.is_score_valid:
         detail = result.error or result.reason or "the function returned is_score_valid=False"
         return _failed(component, request, RewardFailure.INVALID_SCORE, detail)

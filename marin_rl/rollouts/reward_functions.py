@@ -3,14 +3,15 @@
 
 """Scoring of rollouts by reward functions, after a rollout has ended and before advantages are computed.
 
-Components that score single rollouts run as soon as a rollout has ended, while others are still sampled. Components
-that score groups run when all rollouts of a group have ended, and components that score batches at the end.
+Pointwise components run as soon as a rollout has ended, while others are still sampled. If their calls share processes,
+they run when all rollouts of the group have ended, so that the group alone determines which calls share a process.
+Components that score groups run after them, and components that score batches at the end.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from marin_rl.errors import Closing
 from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardScope
@@ -69,6 +70,13 @@ class RewardFunctions:
         """Whether rollouts of different groups are scored together, so that no group is complete before all are."""
         return any(component.scope is RewardScope.BATCH for component in self._components())
 
+    @property
+    def rollouts_per_process(self) -> int:
+        """Maximum number of rollouts whose calls share a process; 1 if no calls do."""
+        if any(component.waits_for_group for component in self._components()):
+            return self._sandbox.config.calls_per_process
+        return 1
+
     def _components(self) -> list[RewardComponent]:
         return [component for components in self._by_environment.values() for component in components]
 
@@ -78,8 +86,34 @@ class RewardFunctions:
             await component.check()
 
     async def score_rollout(self, builder: RolloutBuilder) -> None:
-        """Score a rollout that has ended, and add the rewards to its builder."""
-        await self._score(RewardScope.POINTWISE, [builder])
+        """Score a rollout that has ended with the pointwise components that do not wait for its group."""
+        early = [component for component in self._pointwise(builder) if not component.waits_for_group]
+        await self._score_pointwise([(component, [builder]) for component in early])
+
+    async def score_rollouts(self, builders: Sequence[RolloutBuilder]) -> None:
+        """Score the rollouts of complete groups with the remaining pointwise components, and add the rewards of all.
+
+        Args:
+            builders: the rollouts in order, which determines the calls that share a process.
+        """
+
+        def missing(environment: str, component: RewardComponent) -> list[RolloutBuilder]:
+            present = [one for one in builders if one.task.environment == environment and not one.has_failed]
+            return [one for one in present if component.name not in one.pointwise_results]
+
+        await self._score_pointwise(
+            [
+                (component, missing(name, component))
+                for name, components in self._by_environment.items()
+                for component in components
+                if component.scope is RewardScope.POINTWISE
+            ]
+        )
+        for builder in builders:
+            # In the order of the config, regardless of timing.
+            results = [builder.pointwise_results[component.name] for component in self._pointwise(builder)]
+            if results:
+                builder.add_rewards(results)
 
     async def score_group(self, builders: Sequence[RolloutBuilder]) -> None:
         """Score the attempts at one prompt together."""
@@ -89,11 +123,24 @@ class RewardFunctions:
         """Score all rollouts of a step together."""
         await self._score(RewardScope.BATCH, builders)
 
+    def _pointwise(self, builder: RolloutBuilder) -> list[RewardComponent]:
+        """The pointwise components that score a rollout."""
+        components = [] if builder.has_failed else self._by_environment.get(builder.task.environment, [])
+        return [component for component in components if component.scope is RewardScope.POINTWISE]
+
+    async def _score_pointwise(self, calls: Sequence[tuple[RewardComponent, Sequence[RolloutBuilder]]]) -> None:
+        async def score(component: RewardComponent, builders: Sequence[RolloutBuilder]) -> None:
+            requests = [builder.reward_request() for builder in builders]
+            results = await score_rollouts([component], RewardScope.POINTWISE, requests)
+            for builder, [result] in zip(builders, results, strict=True):
+                builder.pointwise_results[component.name] = result
+
+        with _count_seconds(builder for _, builders in calls for builder in builders):
+            await asyncio.gather(*(score(component, builders) for component, builders in calls))
+
     async def _score(self, scope: RewardScope, builders: Sequence[RolloutBuilder]) -> None:
         async def score_together(components: Sequence[RewardComponent], builders: Sequence[RolloutBuilder]) -> None:
-            with contextlib.ExitStack() as timing:
-                for builder in builders:
-                    timing.enter_context(builder.count_seconds("reward"))
+            with _count_seconds(builders):
                 results = await score_rollouts(components, scope, [builder.reward_request() for builder in builders])
             for builder, evaluations in zip(builders, results, strict=True):
                 builder.add_rewards(evaluations)
@@ -119,3 +166,12 @@ class RewardFunctions:
             closing.push_async_callback(self._sandbox.close)
             for component in self._components():
                 closing.push_async_callback(component.close)
+
+
+@contextlib.contextmanager
+def _count_seconds(builders: Iterable[RolloutBuilder]) -> Iterator[None]:
+    """Count the time of a `with` block as reward time of each of the builders, once."""
+    with contextlib.ExitStack() as timing:
+        for builder in dict.fromkeys(builders):
+            timing.enter_context(builder.count_seconds("reward"))
+        yield

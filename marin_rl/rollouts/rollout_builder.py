@@ -61,6 +61,8 @@ class RolloutBuilder:
         """Whether the rollout has no further turns."""
         self.seconds = {"sample": 0.0, "environment": 0.0, "reward": 0.0}
         """Seconds spent in each phase."""
+        self.pointwise_results: dict[str, RewardResult] = {}
+        """Results of pointwise components by name, until `add_rewards` has added all of them."""
         self._attempt, self._tokenizer, self._limits = attempt, tokenizer, limits
         # The observation of the next turn: its messages, tokens, the tokens before them (none if the observation starts
         # a sequence), and its state.

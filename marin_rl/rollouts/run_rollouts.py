@@ -28,6 +28,7 @@ from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import RolloutGroup, Task
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -105,13 +106,25 @@ def run_groups(
     """
     name = "-".join(str(part) for part in seed_parts[1:])
     requests = [GroupInput(f"{name}-{number}", task, (*seed_parts, number)) for number, task in enumerate(tasks)]
-    groups = run_requests(runner, requests, group_size=group_size, temperature=temperature)
+    groups = run_requests(
+        runner,
+        requests,
+        group_size=group_size,
+        temperature=temperature,
+        # No group is needed before all have ended.
+        groups_per_block=max(runner.reward_functions.rollouts_per_process // group_size, 1),
+    )
     require_one_success(groups)
     return groups
 
 
 def run_requests(
-    runner: RolloutRunner, requests: Sequence[GroupInput], *, group_size: int, temperature: float
+    runner: RolloutRunner,
+    requests: Sequence[GroupInput],
+    *,
+    group_size: int,
+    temperature: float,
+    groups_per_block: int = 1,
 ) -> list[RolloutGroup]:
     """Run all attempts of the groups concurrently, as `stream_requests` does.
 
@@ -120,6 +133,7 @@ def run_requests(
         requests: the groups to run.
         group_size: attempts per task.
         temperature: sampling temperature; 0 is greedy.
+        groups_per_block: see `stream_requests`.
 
     Returns:
         One group per request, in order.
@@ -130,7 +144,14 @@ def run_requests(
         finished[group.id] = group
         return ()
 
-    stream_requests(runner, requests, group_size=group_size, temperature=temperature, on_group_done=keep)
+    stream_requests(
+        runner,
+        requests,
+        group_size=group_size,
+        temperature=temperature,
+        on_group_done=keep,
+        groups_per_block=groups_per_block,
+    )
     return [finished[request.group_id] for request in requests]
 
 
@@ -141,6 +162,7 @@ def stream_requests(
     group_size: int,
     temperature: float,
     on_group_done: OnGroupDone,
+    groups_per_block: int = 1,
 ) -> None:
     """Run groups, pass each complete group to a callback, and run the groups that it returns, until none are left.
 
@@ -158,6 +180,8 @@ def stream_requests(
         temperature: sampling temperature; 0 is greedy.
         on_group_done: called with each group in a separate thread while other groups still run. An error that it raises
             ends the call.
+        groups_per_block: number of consecutive groups whose reward functions start when all of them are complete, and
+            can share processes.
 
     Raises:
         PromptTooLongError: if a task's prompt is too long and may not be truncated.
@@ -172,7 +196,7 @@ def stream_requests(
     if not groups:
         return
     batcher = RequestBatcher(runner.sampler.batch_size, sum(map(len, groups)))
-    running = runner.loop.submit(_run_batches(runner, batcher, groups, on_group_done, attempts_of))
+    running = runner.loop.submit(_run_batches(runner, batcher, groups, on_group_done, attempts_of, groups_per_block))
     running.add_done_callback(lambda _: batcher.close())
     try:
         batcher.serve(
@@ -211,22 +235,23 @@ async def _run_batches(
     groups: Sequence[Sequence[Attempt]],
     on_group_done: OnGroupDone,
     attempts_of: Callable[[GroupInput], Sequence[Attempt]],
+    groups_per_block: int,
 ) -> None:
     """Run groups, and those that the callback returns, until none are left."""
     try:
         async with asyncio.TaskGroup() as tasks:
 
             async def run(batch: Sequence[Sequence[Attempt]]) -> None:
-                requests = await _run_batch(runner, batcher, batch, on_group_done)
+                requests = await _run_batch(runner, batcher, batch, on_group_done, groups_per_block)
                 further = [attempts_of(request) for request in requests]
                 batcher.join(sum(map(len, further)))
                 start(further)
 
             def start(groups: Sequence[Sequence[Attempt]]) -> None:
                 # Only rewards over a batch need groups that end together.
-                for batch in [groups] if runner.reward_functions.has_batch_scope else [[group] for group in groups]:
-                    if batch:
-                        tasks.create_task(run(batch))
+                size = len(groups) if runner.reward_functions.has_batch_scope else groups_per_block
+                for batch in _split(groups, size):
+                    tasks.create_task(run(batch))
 
             start(groups)
     except ExceptionGroup as errors:
@@ -238,6 +263,7 @@ async def _run_batch(
     batcher: RequestBatcher,
     batch: Sequence[Sequence[Attempt]],
     on_group_done: OnGroupDone,
+    groups_per_block: int,
 ) -> list[GroupInput]:
     """Run and score groups, pass them to the callback, and return the inputs of the next groups."""
 
@@ -246,18 +272,25 @@ async def _run_batch(
         await runner.reward_functions.score_rollout(builder)
         return builder
 
-    async def run_group(attempts: Sequence[Attempt]) -> list[RolloutBuilder]:
-        builders = await _together(map(run_attempt, attempts))
-        await runner.reward_functions.score_group(builders)
-        return builders
+    async def run_block(block: Sequence[Sequence[Attempt]]) -> list[list[RolloutBuilder]]:
+        groups = await _together(_together(map(run_attempt, attempts)) for attempts in block)
+        await runner.reward_functions.score_rollouts([builder for builders in groups for builder in builders])
+        await _together(map(runner.reward_functions.score_group, groups))
+        return groups
 
     async def finish(builders: Sequence[RolloutBuilder]) -> Sequence[GroupInput]:
         rollouts = [builder.finish() for builder in builders]
         return await asyncio.to_thread(on_group_done, RolloutGroup(rollouts[0].group_id, rollouts))
 
-    groups = await _together(map(run_group, batch))
+    blocks = await _together(map(run_block, _split(batch, groups_per_block)))
+    groups = [builders for block in blocks for builders in block]
     await runner.reward_functions.score_batch([builder for builders in groups for builder in builders])
     return [request for requests in await _together(map(finish, groups)) for request in requests]
+
+
+def _split(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    """Split a sequence into parts of at most `size`."""
+    return [items[start : start + size] for start in range(0, len(items), max(size, 1))]
 
 
 def _check_event_loop(runner: RolloutRunner) -> None:

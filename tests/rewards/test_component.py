@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from marin_rl.rewards.component import FunctionRewardConfig, RewardConfigError, RewardScope, check_component
+from marin_rl.rewards.functions import EvaluateResult
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
@@ -81,6 +82,42 @@ def test_function_components_are_checked_early(tmp_path: Path):
     file.write_text("def accuracy(messages, ground_truth, **kwargs): ...")
     with pytest.raises(RewardConfigError, match="functions: none; decorate the function"):
         checked(config("accuracy"))
+
+
+SHARING = """
+from marin_rl.rewards import reward_function
+
+@reward_function
+def shares(messages, ground_truth, **kwargs): return 1.0
+
+@reward_function(own_process=True)
+def own(messages, ground_truth, **kwargs): return 1.0
+
+@reward_function(mode="batch")
+def batch(messages, ground_truth, **kwargs): return [1.0 for _ in messages]
+"""
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("calls_per_process", "waiting"), [(2, ["shares"]), (1, [])])
+def test_functions_whose_calls_share_processes_wait_for_the_group(
+    calls_per_process: int, waiting: list[str], tmp_path: Path, request_of: Any
+):
+    file = tmp_path / "my_rewards.py"
+    file.write_text(SHARING)
+    names = ["shares", "own", "batch"]
+
+    async def run() -> list[str]:
+        sandbox_config = SandboxConfig(require=Isolation.NONE, workers=1, calls_per_process=calls_per_process)
+        async with Sandbox(sandbox_config, strongest=Isolation.NONE) as sandbox:
+            components = [FunctionRewardConfig(path=str(file), function=name).build(sandbox) for name in names]
+            for component in components:
+                await component.check()
+                results = await component.score([request_of(), request_of()])
+                assert [result.score for result in results if isinstance(result, EvaluateResult)] == [1.0, 1.0]
+            return [component.name for component in components if component.waits_for_group]
+
+    assert asyncio.run(run()) == waiting
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,8 @@ def test_pointwise_outside_the_sandbox(request_of):
         return abs(float(messages[-1]["content"]) - float(ground_truth)) <= tolerance
 
     assert (exact.name, exact.mode, exact.__doc__) == ("exact", RewardMode.POINTWISE, "Doc.")
+    assert not exact.own_process
+    assert reward_function(own_process=True)(exact.function).own_process
     assert required_options(exact) == ["tolerance"]
     requests = [request_of("46"), request_of("47")]
     assert [result.score for result in evaluate(exact, requests, {"tolerance": 0})] == [1.0, 0.0]

@@ -36,6 +36,8 @@ from marin_rl.types import Message, RewardResult, TurnReward
 class Scripted:
     """A component with a scripted result."""
 
+    waits_for_group = False
+
     def __init__(self, name: str, answer: Any, scope: RewardScope = RewardScope.POINTWISE, weight: float = 1.0):
         self.name, self.weight, self.scope = name, weight, scope
         self.answer = answer
@@ -43,7 +45,7 @@ class Scripted:
 
     async def check(self) -> None: ...
 
-    async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
+    async def score(self, requests: Sequence[RewardRequest]) -> Sequence[EvaluateResult | RewardCallError]:
         self.asked.append([request.rollout_id for request in requests])
         if isinstance(self.answer, RewardCallError):
             raise self.answer
@@ -76,6 +78,18 @@ def test_components_of_each_scope_are_called_once(request_of):
     for scope, results in zip(RewardScope, asyncio.run(run()), strict=True):
         assert results == [[RewardResult(scope.value, 1.0, 1.0)]] * 3
     assert [part.asked for part in parts] == [[["r0"], ["r1"], ["r2"]], [["r0", "r1", "r2"]], [["r0", "r1", "r2"]]]
+
+
+def test_a_component_can_fail_for_single_rollouts(request_of):
+    class Partial(Scripted):
+        async def score(self, requests: Sequence[RewardRequest]) -> Sequence[EvaluateResult | RewardCallError]:
+            return [self.answer if request.rollout_id == "r1" else TIMEOUT for request in requests]
+
+    requests = [request_of(rollout_id=f"r{index}") for index in range(3)]
+    part = Partial("style", EvaluateResult(score=0.5))
+    results = asyncio.run(score_rollouts([part], RewardScope.POINTWISE, requests))
+    failed = RewardResult("style", 1.0, score=None, error="timeout: no answer", failure="timeout")
+    assert results == [[failed], [RewardResult("style", 1.0, 0.5)], [failed]]
 
 
 def test_result_of_a_component(request_of):

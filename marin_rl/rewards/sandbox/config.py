@@ -20,6 +20,9 @@ class SandboxConfig:
     """Minimum isolation: `full`, `partial` or `none`. The run does not start on a machine that offers less."""
     workers: int = 2
     """Number of worker processes, and so of concurrent calls; at least 1."""
+    calls_per_process: int = 64
+    """Maximum number of calls of a pointwise function that share a process; at least 1. With 1 each call has a
+    separate process and starts as soon as its rollout has ended, else when its group is complete."""
     wall_seconds: float = 10.0
     """Seconds from the start of a call to its answer; above 0."""
     cpu_seconds: float = 10.0
@@ -48,6 +51,7 @@ class SandboxConfig:
         convert_enum_fields(self)
         for field, minimum in (
             ("workers", 1),
+            ("calls_per_process", 1),
             ("memory_mb", 64),
             ("processes", 0),
             ("threads", 1),

@@ -1,14 +1,15 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Forkserver: loads a user's file once and forks a child process for every call.
+"""Forkserver: loads a user's file once and forks a child process for every call, or for several pointwise calls.
 
-A call therefore pays for no import, has its own limits, and cannot affect later calls. The file is loaded in a separate
-process, which forks the forkserver. The worker then kills the loading process with all threads and processes that the
-file started.
+A process therefore pays for no import, has its own limits, and cannot affect later ones. The file is loaded in a
+separate process, which forks the forkserver. The worker then kills the loading process with all threads and processes
+that the file started.
 """
 
 import contextlib
+import functools
 import gc
 import importlib.util
 import json
@@ -24,7 +25,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from marin_rl.rewards.sandbox import protocol
+from marin_rl.rewards.sandbox import protocol, shared_calls
 from marin_rl.rewards.sandbox.isolation import IS_LINUX, confine_call, confine_import, exit_with_parent
 from marin_rl.rewards.sandbox.protocol import WorkerSpec
 
@@ -203,6 +204,9 @@ def _be_child(
         if request["kind"] == "python":
             os.close(_ANSWER)
             status = _run_program(request["code"], spec)
+        elif request["kind"] == "calls":
+            _run_calls(spec, request, functions)
+            status = 0
         else:
             protocol.write(_ANSWER, _answer(request, functions).encode("utf-8", errors="replace"))
             status = 0
@@ -233,11 +237,28 @@ def _describe(functions: Mapping[str, Any]) -> str:
     return json.dumps(
         {
             "functions": {
-                name: {"mode": function.mode.value, "required": required_options(function)}
+                name: {
+                    "mode": function.mode.value,
+                    "required": required_options(function),
+                    "own_process": function.own_process,
+                }
                 for name, function in functions.items()
             }
         }
     )
+
+
+def _run_calls(spec: WorkerSpec, request: dict[str, Any], functions: Mapping[str, Any]) -> None:
+    def write(line: str) -> None:
+        protocol.write(_ANSWER, line.encode("utf-8", errors="replace") + b"\n")
+
+    function = functions.get(request["function"])
+    if function is not None and function.own_process:
+        write('{"own_process": "the function is declared with own_process=True"}')
+        return
+    calls = [{**request, "kind": "call", "requests": [fields]} for fields in request["requests"]]
+    answers = [functools.partial(_answer, call, functions) for call in calls]
+    shared_calls.run_calls(answers, write, spec, request["seconds"])
 
 
 def _run_function(request: dict[str, Any], functions: Mapping[str, Any]) -> str:

@@ -4,12 +4,12 @@
 """Sandbox of the trainer: a pool of worker processes for user code and model-written programs.
 
 ```
-trainer ── bubblewrap ── worker ── forkserver ── one child a call
+trainer ── bubblewrap ── worker ── forkserver ── one child per call, or per chunk of pointwise calls
 ```
 
 The worker (trusted, never runs user code) enforces the limits on time, output, processes and threads. A separate
 process loads the user's file, forks the forkserver and is killed, with every thread and process that the file started.
-The forkserver is stopped between calls. The child runs one call under the kernel's limits and exits. Answers are sent
+The forkserver is stopped between calls. The child runs its calls under the kernel's limits and exits. Answers are sent
 as JSON and validated here.
 """
 
@@ -17,7 +17,9 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import itertools
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -32,11 +34,10 @@ from marin_rl.rewards.functions import (
     EvaluateResult,
     RewardCallError,
     RewardFailure,
-    RewardFunctionError,
     RewardMode,
     RewardRequest,
-    check_metric_names,
 )
+from marin_rl.rewards.sandbox.answers import shared_results, validated
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import OLDEST_LANDLOCK, Isolation, find_holes, landlock_version, self_test
 from marin_rl.rewards.sandbox.seccomp import seccomp_is_supported
@@ -47,6 +48,9 @@ logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 20.0
 """Seconds to wait for a worker's answer after the worker's own deadline."""
+
+SHARED_SECONDS = 2.0
+"""Time limit in seconds of a process of several calls. Calls that it does not answer run in separate processes."""
 
 ATTEMPTS = 3
 """Attempts to run a call when workers die before they start it."""
@@ -75,6 +79,8 @@ class FunctionDescription(pydantic.BaseModel):
     """Whether one call scores one rollout or several."""
     required: tuple[str, ...]
     """Names of its required options."""
+    own_process: bool
+    """Whether each call runs in a separate process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,16 +95,6 @@ class PythonResult:
     """Why it was terminated or exited with another status than 0; None if it succeeded."""
     seconds: float
     """Wall-clock time from its start to its end."""
-
-
-class _Answer(pydantic.BaseModel):
-    """Answer of a call's process, as it writes it."""
-
-    model_config = pydantic.ConfigDict(extra="forbid")
-
-    results: list[EvaluateResult] | None = None
-    raised: str | None = None
-    memory: bool = False
 
 
 class Sandbox:
@@ -124,6 +120,7 @@ class Sandbox:
         self._workers: set[WorkerProcess] = set()
         self._starting = 0
         self._sources: dict[str, bytes] = {}
+        self._own_process: set[UserFunction] = set()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -198,17 +195,26 @@ class Sandbox:
             answer = await self._ask(file, {"kind": "load"})
             if "not_loaded" in answer:
                 raise UserFileError(f"{file} cannot be loaded: {answer['not_loaded']}")
-            return {
+            found = {
                 name: FunctionDescription.model_validate(description, strict=False)
                 for name, description in answer["loaded"].items()
             }
         except (RewardCallError, pydantic.ValidationError) as error:
             raise UserFileError(f"{file} cannot be loaded: {error}") from error
+        self._own_process |= {UserFunction(file, name) for name, one in found.items() if one.own_process}
+        return found
+
+    def shares_processes(self, function: UserFunction) -> bool:
+        """Whether several calls of a pointwise function run in one process.
+
+        This can change to false: if a call does what must not affect other calls, and if calls are slow.
+        """
+        return self.config.calls_per_process > 1 and function not in self._own_process
 
     async def call(
         self, function: UserFunction, requests: Sequence[RewardRequest], options: Mapping[str, Any]
     ) -> list[EvaluateResult]:
-        """Score rollouts with a user's function.
+        """Score rollouts with one call of a user's function, in a separate process.
 
         Args:
             function: the reward function.
@@ -221,23 +227,84 @@ class Sandbox:
         Raises:
             RewardCallError: if the call failed; the failure is counted in `failures`.
         """
-        request = {
-            "kind": "call",
-            "function": function.name,
-            "requests": [dataclasses.asdict(request) for request in requests],
-            "options": dict(options),
-        }
         with self._counting_failures():
-            report = await self._ask(function.file, request)
-            if "not_loaded" in report:
-                raise RewardCallError(RewardFailure.WORKER, f"{function.file} cannot be loaded: {report['not_loaded']}")
-            for stream in ("stdout", "stderr"):
-                if report[stream]:
-                    logger.debug("%s wrote to %s: %s", function.name, stream, report[stream])
-            failure = failure_of(report, self.config.cpu_seconds)
-            if failure is not None:
-                raise failure
-            return _validated(report["answer"], len(requests))
+            answer = await self._answer(function, {"kind": "call"}, requests, options)
+            return validated(answer, len(requests))
+
+    async def call_each(
+        self, function: UserFunction, requests: Sequence[RewardRequest], options: Mapping[str, Any]
+    ) -> list[EvaluateResult | RewardCallError]:
+        """Score rollouts with one call of a pointwise function for each, up to `calls_per_process` in one process.
+
+        The order of the requests alone determines which calls share a process. A call without a valid result is
+        repeated in a separate process; the failures that are returned are those of such calls.
+
+        Args:
+            function: the reward function.
+            requests: the rollouts.
+            options: further keyword arguments of the function; JSON values.
+
+        Returns:
+            The result of each request, or the failure of its call, which is counted in `failures`.
+        """
+        count = max(math.ceil(len(requests) / self.config.calls_per_process), 1)
+        bounds = [len(requests) * chunk // count for chunk in range(count + 1)]
+        chunks = [requests[start:end] for start, end in itertools.pairwise(bounds)]
+        outcomes = await asyncio.gather(*(self._call_chunk(function, chunk, options) for chunk in chunks))
+        return [outcome for chunk in outcomes for outcome in chunk]
+
+    async def _call_chunk(
+        self, function: UserFunction, requests: Sequence[RewardRequest], options: Mapping[str, Any]
+    ) -> list[EvaluateResult | RewardCallError]:
+        async def call_alone(request: RewardRequest) -> EvaluateResult | RewardCallError:
+            try:
+                [result] = await self.call(function, [request], options)
+            except RewardCallError as error:
+                return error
+            return result
+
+        shared: Sequence[EvaluateResult | None] = [None] * len(requests)
+        if len(requests) > 1 and self.shares_processes(function):
+            shared = await self._call_together(function, requests, options)
+        missing = [request for request, result in zip(requests, shared, strict=True) if result is None]
+        repeated = iter(await asyncio.gather(*map(call_alone, missing)))
+        return [next(repeated) if result is None else result for result in shared]
+
+    async def _call_together(
+        self, function: UserFunction, requests: Sequence[RewardRequest], options: Mapping[str, Any]
+    ) -> list[EvaluateResult | None]:
+        """Return the results of calls in one process; None for calls without a valid one."""
+        seconds = min(SHARED_SECONDS, self.config.wall_seconds)
+        try:
+            answer = await self._answer(function, {"kind": "calls", "seconds": seconds}, requests, options)
+        except RewardCallError as error:
+            logger.debug("repeating %d calls of %s one by one: %s", len(requests), function.name, error)
+            return [None] * len(requests)
+        results, reason = shared_results(answer, len(requests))
+        if reason is not None and function not in self._own_process:
+            self._own_process.add(function)
+            logger.info("%s: each call has its own process from now on, because %.200s", function.name, reason)
+        return results
+
+    async def _answer(
+        self,
+        function: UserFunction,
+        request: dict[str, Any],
+        rollouts: Sequence[RewardRequest],
+        options: Mapping[str, Any],
+    ) -> str:
+        """Return what a process wrote as its answer; raises a `RewardCallError` if the process failed."""
+        arguments = {"requests": [vars(rollout) for rollout in rollouts], "options": dict(options)}
+        report = await self._ask(function.file, {**request, "function": function.name, **arguments})
+        if "not_loaded" in report:
+            raise RewardCallError(RewardFailure.WORKER, f"{function.file} cannot be loaded: {report['not_loaded']}")
+        for stream in ("stdout", "stderr"):
+            if report[stream]:
+                logger.debug("%s wrote to %s: %s", function.name, stream, report[stream])
+        failure = failure_of(report, self.config.cpu_seconds)
+        if failure is not None:
+            raise failure
+        return report["answer"]
 
     async def run_python(self, code: str, stdin: str = "") -> PythonResult:
         """Run a program that a model wrote, as `python main.py` would.
@@ -351,25 +418,3 @@ class Sandbox:
             return f"a test program {', '.join(holes)}"
         self._idle.append(worker)
         return None
-
-
-def _validated(answer: str, count: int) -> list[EvaluateResult]:
-    if not answer:
-        raise RewardCallError(RewardFailure.EXITED, "its process exited without an answer")
-    try:
-        parsed = _Answer.model_validate_json(answer)
-    except pydantic.ValidationError as error:
-        raise RewardCallError(
-            RewardFailure.INVALID_ANSWER, f"{answer[:200]!r} is not a valid answer: {error}"
-        ) from error
-    if parsed.memory:
-        raise RewardCallError(RewardFailure.MEMORY, "more memory than sandbox.memory_mb")
-    if parsed.raised is not None:
-        raise RewardCallError(RewardFailure.RAISED, parsed.raised)
-    if parsed.results is None or len(parsed.results) != count:
-        raise RewardCallError(RewardFailure.INVALID_ANSWER, f"{answer[:200]!r} does not hold {count} results")
-    try:
-        check_metric_names(parsed.results)
-    except RewardFunctionError as error:
-        raise RewardCallError(RewardFailure.INVALID_ANSWER, str(error)) from error
-    return parsed.results

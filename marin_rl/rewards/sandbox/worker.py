@@ -110,7 +110,7 @@ class Worker:
                 return {"not_loaded": failure}
         if request["kind"] == "load":
             return {"loaded": self._functions}
-        return self._call(request, time.monotonic() + self._spec.limits.wall_seconds)
+        return self._call(request, time.monotonic() + request.get("seconds", self._spec.limits.wall_seconds))
 
     def _start_forkserver(self) -> str | None:
         """Load the user's file in a forkserver; returns an error message or None."""

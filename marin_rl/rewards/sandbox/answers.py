@@ -1,0 +1,90 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Answers of the processes of calls, which are untrusted: parsed and validated in the trainer."""
+
+import contextlib
+
+import pydantic
+
+from marin_rl.rewards.functions import (
+    EvaluateResult,
+    RewardCallError,
+    RewardFailure,
+    RewardFunctionError,
+    check_metric_names,
+)
+
+
+class _Answer(pydantic.BaseModel):
+    """Answer of a call's process, as it writes it."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    results: list[EvaluateResult] | None = None
+    raised: str | None = None
+    memory: bool = False
+    own_process: str | None = None
+    """Reason for which the process ran no further calls."""
+
+
+def validated(answer: str, count: int) -> list[EvaluateResult]:
+    """Parse the untrusted answer of a call.
+
+    Args:
+        answer: what the call's process wrote.
+        count: number of rollouts that the call scored.
+
+    Raises:
+        RewardCallError: if it does not hold `count` valid results.
+    """
+    if not answer:
+        raise RewardCallError(RewardFailure.EXITED, "its process exited without an answer")
+    try:
+        parsed = _Answer.model_validate_json(answer)
+    except pydantic.ValidationError as error:
+        raise RewardCallError(
+            RewardFailure.INVALID_ANSWER, f"{answer[:200]!r} is not a valid answer: {error}"
+        ) from error
+    if parsed.memory:
+        raise RewardCallError(RewardFailure.MEMORY, "more memory than sandbox.memory_mb")
+    if parsed.raised is not None:
+        raise RewardCallError(RewardFailure.RAISED, parsed.raised)
+    if parsed.results is None or len(parsed.results) != count:
+        raise RewardCallError(RewardFailure.INVALID_ANSWER, f"{answer[:200]!r} does not hold {count} results")
+    try:
+        check_metric_names(parsed.results)
+    except RewardFunctionError as error:
+        raise RewardCallError(RewardFailure.INVALID_ANSWER, str(error)) from error
+    return parsed.results
+
+
+def shared_results(answer: str, count: int) -> tuple[list[EvaluateResult | None], str | None]:
+    """Parse the untrusted answers of a process of several calls, one per line.
+
+    Args:
+        answer: the lines; the last can be the reason for which the process ran no further calls.
+        count: number of calls.
+
+    Returns:
+        The result of each call, or None if it has none; and the reason, or None.
+    """
+    *lines, rest = answer.split("\n")
+    reason = _own_process_reason(lines[-1]) if lines else None
+    if reason is not None:
+        lines.pop()
+    if rest or len(lines) > count or (reason is None and len(lines) < count):
+        # Lines are missing or were added, so their order does not identify the calls.
+        return [None] * count, None
+    results: list[EvaluateResult | None] = [None] * count
+    for index, line in enumerate(lines):
+        with contextlib.suppress(RewardCallError):
+            [results[index]] = validated(line, 1)
+    return results, reason
+
+
+def _own_process_reason(line: str) -> str | None:
+    try:
+        return _Answer.model_validate_json(line).own_process
+    except pydantic.ValidationError:
+        return None

@@ -1,0 +1,142 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Several calls of a pointwise reward function in one process, one after another.
+
+The calls share the state of the file's module, so a call must not be able to change the results of its neighbours.
+Sharing therefore ends, and the remaining calls run in separate processes, before a call runs code that is not part
+of the installed modules (`exec`, `eval`, unpickling, other programs), and after a call that leaves threads, processes,
+files, open files or a timer. This runs in the process of the calls, after it was confined.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from marin_rl.rewards.sandbox.protocol import WorkerSpec
+
+_RUNS_CODE = frozenset(
+    (
+        "exec",
+        "function.__new__",
+        "pickle.find_class",
+        "ctypes.dlopen",
+        "cpython.PyInterpreterState_New",
+        "os.exec",
+        "os.fork",
+        "os.forkpty",
+        "os.posix_spawn",
+        "os.system",
+        "subprocess.Popen",
+    )
+)
+"""Audit events (PEP 578) before a process runs further code; `exec` is also the event of `eval`."""
+
+
+def run_calls(
+    answers: Sequence[Callable[[], str]], write: Callable[[str], None], spec: WorkerSpec, seconds: float
+) -> None:
+    """Run calls in order and write one line for each. The working directory must be empty.
+
+    If the rest of the calls must not share this process, it exits with status 0 after the line
+    `{"own_process": "the reason"}`.
+
+    Args:
+        answers: the calls; each returns its answer as JSON.
+        write: writes a line to the worker.
+        spec: settings of the worker; modules in its readable paths may be imported during a call.
+        seconds: time limit of the process in seconds. No call starts after half of it.
+    """
+
+    def end(reason: str) -> NoReturn:
+        write(json.dumps({"own_process": reason}))
+        os._exit(0)
+
+    _end_before_code(end, spec)
+    started = _Started(os.getcwd(), _lowest_free_descriptor())
+    numpy = sys.modules.get("numpy.random")
+    state = None if numpy is None else numpy.get_state()
+    last_start = time.monotonic() + seconds / 2
+    for index, answer in enumerate(answers):
+        if index and time.monotonic() > last_start:
+            end("its calls are slow")
+        if numpy is not None:
+            # As in separate processes, which start with the same state of numpy's global generator.
+            numpy.set_state(state)
+        write(answer())
+        left = _left_behind(started)
+        if left is not None:
+            end(f"a call {left}")
+
+
+def _end_before_code(end: Callable[[str], NoReturn], spec: WorkerSpec) -> None:
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in _RUNS_CODE and not _is_import(event, arguments, spec):
+            end(f"a call ran code (audit event {event})")
+
+    sys.addaudithook(hook)
+
+
+def _is_import(event: str, arguments: tuple[Any, ...], spec: WorkerSpec) -> bool:
+    """Return whether an event belongs to the import of a module from the readable paths."""
+    file = arguments[0].co_filename if event == "exec" else ""
+    # The caller of the function that raised the event.
+    frame = sys._getframe(2)
+    while frame is not None:
+        caller = frame.f_code.co_filename
+        if caller.startswith("<frozen importlib"):
+            return _is_below(file, spec.read) and not _is_below(file, (spec.scratch,))
+        frame, file = frame.f_back, caller
+    return False
+
+
+def _is_below(file: str, folders: Sequence[str]) -> bool:
+    return file.startswith("<frozen ") or any(file == folder or file.startswith(folder + "/") for folder in folders)
+
+
+def _lowest_free_descriptor() -> int:
+    descriptor = os.dup(0)
+    os.close(descriptor)
+    return descriptor
+
+
+class _Started(NamedTuple):
+    """State of a process before its first call."""
+
+    folder: str
+    """Its working directory."""
+    descriptor: int
+    """Its lowest free descriptor."""
+
+
+def _left_behind(started: _Started) -> str | None:
+    """Return what a call left in the process that could affect later calls, or None."""
+    if threading.active_count() > 1:
+        return "left threads"
+    if _has_children():
+        return "left processes"
+    if _lowest_free_descriptor() != started.descriptor:
+        return "left files open"
+    try:
+        if os.getcwd() != started.folder:
+            return "changed the working directory"
+        if os.listdir():
+            return "left files"
+    except FileNotFoundError:
+        return "removed the working directory"
+    if signal.getitimer(signal.ITIMER_REAL)[0]:
+        return "left a timer"
+    return None
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
