@@ -17,7 +17,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 
 from marin_rl.errors import UserError
 
-Result = TypeVar("Result", bound=str | None)
+Result = TypeVar("Result", bound=str | bytes | None)
 
 
 class MainProcessError(UserError):
@@ -73,16 +73,19 @@ def on_main(work: Callable[[], Result]) -> Result:
     if not is_multihost():
         return work()
     if not is_main():
-        message = json.loads(_broadcast(""))
+        header, newline, data = _broadcast(b"").partition(b"\n")
+        message = json.loads(header)
         if "error" in message:
             raise MainProcessError(f"the main training process ended with an error: {message['error']}")
-        return message["result"]
+        return cast(Result, data if newline else message["result"])
     try:
         result = work()
     except BaseException as error:
-        _broadcast(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        _broadcast(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         raise
-    _broadcast(json.dumps({"result": result}))
+    # One line of JSON; bytes follow it.
+    is_bytes = isinstance(result, bytes)
+    _broadcast(b"{}\n" + result if is_bytes else json.dumps({"result": result}).encode())
     return result
 
 
@@ -97,7 +100,7 @@ def gather_texts(text: str) -> tuple[str, ...]:
     data = text.encode()
     sizes = multihost_utils.process_allgather(np.int32(len(data)))
     rows = multihost_utils.process_allgather(_padded(data, int(sizes.max())))
-    return tuple(_unpadded(row, int(size)) for row, size in zip(rows, sizes, strict=True))
+    return tuple(_unpadded(row, int(size)).decode() for row, size in zip(rows, sizes, strict=True))
 
 
 def any_process(flag: bool) -> bool:
@@ -204,8 +207,7 @@ def fetch(array: jax.Array) -> np.ndarray:
     return multihost_utils.process_allgather(array, tiled=True)
 
 
-def _broadcast(text: str) -> str:
-    data = text.encode()
+def _broadcast(data: bytes) -> bytes:
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
     return _unpadded(multihost_utils.broadcast_one_to_all(_padded(data, size)), size)
 
@@ -216,5 +218,5 @@ def _padded(data: bytes, size: int) -> np.ndarray:
     return np.frombuffer(data.ljust(room, b"\0"), np.uint8)
 
 
-def _unpadded(data: np.ndarray, size: int) -> str:
-    return np.asarray(data).tobytes()[:size].decode()
+def _unpadded(data: np.ndarray, size: int) -> bytes:
+    return np.asarray(data).tobytes()[:size]

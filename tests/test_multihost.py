@@ -65,6 +65,17 @@ def test_messages_are_padded_to_few_sizes_and_unchanged(first_of_two: Wire) -> N
     assert len({array.shape for array in first_of_two.sent[1::2]}) <= 5
 
 
+@pytest.mark.parametrize("result", ["text\n\ud83d", None, b"", bytes(range(256)) + b"\n{}"])
+def test_the_other_processes_receive_the_result(
+    first_of_two: Wire, result: str | bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert multihost.on_main(lambda: result) == result
+    sent = iter(first_of_two.sent)
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda array: next(sent))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert multihost.on_main(raising(AssertionError("called in the main process only"))) == result
+
+
 @pytest.mark.parametrize(
     ("count", "error", "is_explained"),
     [

@@ -54,7 +54,7 @@ class ThreadedCoordinator:
         """See `Coordinator`."""
         self._change(lambda: self._coordinator.join(worker, incarnation))
 
-    def finish(self, worker: str, incarnation: str, number: RequestNumber, group: str) -> bool:
+    def finish(self, worker: str, incarnation: str, number: RequestNumber, group: bytes) -> bool:
         """See `Coordinator`."""
         return self._change(lambda: self._coordinator.finish(worker, incarnation, number, group))
 
@@ -126,7 +126,7 @@ class Form:
         submitted = time.perf_counter()
         ray.get(self._actor.submit.remote([GroupRequest(number, TASK, 0)]))
         seconds = received.result() - submitted
-        ray.get(self._actor.finish.remote("busy", "1", number, "text"))
+        ray.get(self._actor.finish.remote("busy", "1", number, b"group"))
         return seconds
 
     def close(self) -> None:

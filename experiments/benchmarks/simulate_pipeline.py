@@ -261,7 +261,7 @@ class Simulation:
             return
         self._count_time(worker)
         worker.running.remove(request.number)
-        if self._coordinator.finish(worker.name, str(life), request.number, ""):
+        if self._coordinator.finish(worker.name, str(life), request.number, b""):
             assert self._scheduler.complete(request.number)
             self._replay.add(request.number, _group(request, version))
         asyncio.run(self._coordinator.take([request.number]))

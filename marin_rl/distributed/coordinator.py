@@ -60,7 +60,7 @@ class TrainerUpdate(NamedTuple):
 
     incarnation: str
     """Random id of this coordinator; a restarted coordinator has a new id and no state."""
-    groups: list[tuple[RequestNumber, str]]
+    groups: list[tuple[RequestNumber, bytes]]
     """Finished groups, encoded; each is returned until it is acknowledged."""
     failure: str | None
     """Error that ended a worker, if any."""
@@ -103,7 +103,7 @@ class Coordinator:
         self._requests: dict[RequestNumber, GroupRequest] = {}
         self._waiting: list[RequestNumber] = []
         """Unassigned requests, sorted."""
-        self._finished: dict[RequestNumber, str] = {}
+        self._finished: dict[RequestNumber, bytes] = {}
         self._workers: dict[str, _Worker] = {}
         self._announced = Announcement(0, ())
         self._stop = False
@@ -206,7 +206,7 @@ class Coordinator:
         record = self._register_call(worker, incarnation)
         return None if record is None else self._assign(record, version, room)
 
-    def finish(self, worker: str, incarnation: str, number: RequestNumber, group: str) -> bool:
+    def finish(self, worker: str, incarnation: str, number: RequestNumber, group: bytes) -> bool:
         """Accept a finished group. The first result of a request counts, from any worker.
 
         Returns:

@@ -7,18 +7,19 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, oldest_version
-from marin_rl.rollouts.group_codec import decode_group, encode_group
+from marin_rl.rollouts.group_codec import OtherFormatError, decode_group, encode_group
 from marin_rl.seeds import derive_seed
 from marin_rl.types import RolloutGroup, Task, WeightVersion
 
 _SCHEMA = pa.schema(
-    [("step", pa.int64()), ("index", pa.int64()), ("uses_left", pa.int64()), ("group", pa.large_string())]
+    [("step", pa.int64()), ("index", pa.int64()), ("uses_left", pa.int64()), ("group", pa.large_binary())]
 )
 
 
@@ -202,11 +203,16 @@ class ReplayBuffer:
             ReplayFileError: If the file does not exist or is not a saved buffer.
         """
         try:
-            rows: Sequence[Mapping[str, object]] = pq.read_table(file, schema=_SCHEMA, use_threads=False).to_pylist()
+            rows: Sequence[Mapping[str, Any]] = pq.read_table(file, schema=_SCHEMA, use_threads=False).to_pylist()
             for row in rows:
-                number = RequestNumber(int(str(row["step"])), int(str(row["index"])))
-                self.add(number, decode_group(str(row["group"])))
-                self._waiting[number] = dataclasses.replace(self._waiting[number], uses_left=int(str(row["uses_left"])))
+                number = RequestNumber(row["step"], row["index"])
+                self.add(number, decode_group(row["group"]))
+                self._waiting[number] = dataclasses.replace(self._waiting[number], uses_left=row["uses_left"])
+        except OtherFormatError as error:
+            raise ReplayFileError(
+                f"the replay buffer in {file} was written by another version of marin_rl: {error}; resume with that "
+                "version, or delete the checkpoint that contains the file"
+            ) from error
         except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
             raise ReplayFileError(
                 f"the replay buffer in {file} cannot be read: {error}; delete the checkpoint that contains it"

@@ -126,8 +126,8 @@ class RolloutWorker:
 
     def _on_group_done(self, group: RolloutGroup) -> list[GroupRequest]:
         """Return a group to the coordinator and request as many groups as there is room for."""
-        number, text = self._running[group.id], encode_group(group)
-        self._client.call(Coordinator.finish, self._name, self._incarnation, number, text)
+        number, data = self._running[group.id], encode_group(group)
+        self._client.call(Coordinator.finish, self._name, self._incarnation, number, data)
         with self._lock:
             del self._running[group.id]
             requests = self._next_requests()

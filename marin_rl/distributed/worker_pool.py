@@ -103,9 +103,9 @@ class WorkerPool:
         deadline = time.monotonic() + self._no_progress_timeout
         raise_if(stop_requested)
         # Broadcast the result of every poll, so that no process waits long in one exchange.
-        while not (groups := json.loads(multihost.on_main(lambda: json.dumps(self._poll_groups(deadline))))):
+        while not (groups := _split(multihost.on_main(lambda: _join(self._poll_groups(deadline))))):
             raise_if(stop_requested)
-        return [FinishedGroup(RequestNumber(*number), decode_group(text)) for number, text in groups]
+        return [FinishedGroup(number, decode_group(data)) for number, data in groups]
 
     def metrics(self) -> dict[str, float]:
         """Return worker metrics: alive, busy share since the last call, and counts. Empty without a client."""
@@ -124,7 +124,7 @@ class WorkerPool:
         """Wait for the pending announcement."""
         self._announcing.close()
 
-    def _poll_groups(self, deadline: float) -> list[tuple[RequestNumber, str]]:
+    def _poll_groups(self, deadline: float) -> list[tuple[RequestNumber, bytes]]:
         """Return finished pending groups, encoded; empty if none is finished within `poll` seconds."""
         assert self._client is not None
         if time.monotonic() > deadline:
@@ -139,7 +139,7 @@ class WorkerPool:
         update = self._client.call(Coordinator.take, self._received, self._poll)
         self._received = [number for number, _ in update.groups]
         self._update_state(self._client, update)
-        finished = [(number, text) for number, text in update.groups if self._pending.pop(number, None)]
+        finished = [(number, data) for number, data in update.groups if self._pending.pop(number, None)]
         if not finished:
             unreported = self._client.find_failure()
             if failure := update.failure or unreported:
@@ -166,3 +166,19 @@ class WorkerPool:
         self._seconds = update.seconds
         before = self._counts_before
         self.counts = {name: count + before.get(name, 0) for name, count in update.counts.items()}
+
+
+def _join(groups: Sequence[tuple[RequestNumber, bytes]]) -> bytes:
+    """Encode numbered groups as one message: a line of JSON with numbers and sizes, then the groups."""
+    sizes = json.dumps([[*number, len(data)] for number, data in groups])
+    return b"".join((sizes.encode(), b"\n", *(data for _, data in groups)))
+
+
+def _split(message: bytes) -> list[tuple[RequestNumber, bytes]]:
+    """Invert `_join`."""
+    sizes, _, joined = message.partition(b"\n")
+    groups, at = [], 0
+    for step, index, size in json.loads(sizes):
+        groups.append((RequestNumber(step, index), joined[at : at + size]))
+        at += size
+    return groups

@@ -1,22 +1,44 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Lossless JSON encoding of tasks and groups, for checkpoints and rollout workers.
+"""Lossless encoding of tasks and groups, for checkpoints and rollout workers.
 
-The records of [`types`][marin_rl.types] define the format: an object per record, with its fields by name. The rollout
-store ([`store`][marin_rl.rollouts.store]) is for viewing and analysis; this format is for the run itself.
+The records of [`types`][marin_rl.types] define the format. A task is a JSON object with its fields by name. A group is
+a binary message:
+
+```
+rollout-group-2    format, with a line feed
+u64 u64 u64        bytes of JSON, number of token ids, number of log-probs
+JSON               the group as an object, with the length of each list of token ids or log-probs in its place
+i32 ...            the token ids of all lists
+f64 ...            the log-probs of all lists
+```
+
+Numbers are little-endian. The lists of a record come before those of the records inside it, in the order of fields. The
+rollout store ([`store`][marin_rl.rollouts.store]) is for viewing and analysis; this format is for the run itself.
 """
 
 import dataclasses
 import enum
 import functools
 import json
+import struct
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from marin_rl.types import RolloutGroup, Task
+from marin_rl.types import Generation, Observation, RewardResult, Rollout, RolloutGroup, Task, Turn, TurnReward
+
+_FORMAT = b"rollout-group-2\n"
+_SIZES = struct.Struct("<QQQ")
+_TOKENS, _LOGPROBS = tuple[int, ...], tuple[float, ...]
+"""The types of fields that are lists of token ids, or of log-probs."""
+_RECORDS = frozenset({RolloutGroup, Rollout, Task, Turn, Generation, Observation, RewardResult, TurnReward})
+
+
+class OtherFormatError(ValueError):
+    """An encoded group has another format."""
 
 
 def encode_task(task: Task) -> dict[str, Any]:
@@ -25,53 +47,135 @@ def encode_task(task: Task) -> dict[str, Any]:
     Raises:
         ValueError: if its anchor state is not a JSON value; the message names the task.
     """
-    return json.loads(_encode(task, f"task {task.id!r}", allow_nan=False))
+    try:
+        return json.loads(json.dumps(task, default=functools.partial(_json_fields, {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"task {task.id!r} cannot be saved: {error}") from error
 
 
 def decode_task(values: Mapping[str, Any]) -> Task:
     """Invert `encode_task`."""
-    return _decoder(Task)(values)
+    return _decoder(Task)(values, {})
 
 
-def encode_group(group: RolloutGroup) -> str:
-    """Encode a group as one line of JSON, in which non-finite metrics are `NaN` or `Infinity`.
+def encode_group(group: RolloutGroup) -> bytes:
+    """Encode a group.
 
     Raises:
-        ValueError: if the group contains a value that is not JSON; the message names the group.
+        ValueError: if the group contains a value that is not JSON, a token id that is not a 32-bit integer, or a
+            log-prob that is not a number; the message names the group.
     """
-    return _encode(group, f"group {group.id!r}", allow_nan=True)
-
-
-def decode_group(text: str) -> RolloutGroup:
-    """Invert `encode_group`."""
-    return _decoder(RolloutGroup)(json.loads(text))
-
-
-def _encode(record: Task | RolloutGroup, name: str, *, allow_nan: bool) -> str:
+    lists: dict[Any, list[Any]] = {_TOKENS: [], _LOGPROBS: []}
     try:
-        return json.dumps(dataclasses.asdict(record), allow_nan=allow_nan, separators=(",", ":"))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} cannot be saved: {error}") from error
+        text = json.dumps(group, default=functools.partial(_json_fields, lists), separators=(",", ":")).encode()
+        tokens, logprobs = lists[_TOKENS], lists[_LOGPROBS]
+        arrays = struct.pack(f"<{len(tokens)}i", *tokens), struct.pack(f"<{len(logprobs)}d", *logprobs)
+    except (TypeError, ValueError, struct.error) as error:
+        raise ValueError(f"group {group.id!r} cannot be saved: {error}") from error
+    return b"".join((_FORMAT, _SIZES.pack(len(text), len(tokens), len(logprobs)), text, *arrays))
+
+
+def decode_group(data: bytes) -> RolloutGroup:
+    """Invert `encode_group`.
+
+    Raises:
+        OtherFormatError: if another version of marin_rl encoded the group.
+        ValueError: if the data is damaged.
+    """
+    if not data.startswith(_FORMAT):
+        raise OtherFormatError(f"a group is not in the format {_FORMAT.decode().strip()!r} of this version")
+    try:
+        at = len(_FORMAT) + _SIZES.size
+        text_size, num_tokens, num_logprobs = _SIZES.unpack_from(data, len(_FORMAT))
+        if len(data) != at + text_size + 4 * num_tokens + 8 * num_logprobs:
+            raise ValueError(f"it has {len(data)} bytes")
+        values = json.loads(data[at : at + text_size])
+        at += text_size
+        lists = {
+            _TOKENS: _Reader(struct.unpack_from(f"<{num_tokens}i", data, at)),
+            _LOGPROBS: _Reader(struct.unpack_from(f"<{num_logprobs}d", data, at + 4 * num_tokens)),
+        }
+        group = _decoder(RolloutGroup)(values, lists)
+        if not all(each.is_read for each in lists.values()):
+            raise ValueError("the lengths of its lists differ from its arrays")
+    except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+        raise ValueError(f"an encoded group is damaged: {error}") from error
+    return group
+
+
+class _Reader:
+    """Splits an array into lists."""
+
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        self._values, self._at = values, 0
+
+    def take(self, count: int) -> tuple[Any, ...]:
+        start, self._at = self._at, self._at + count
+        return self._values[start : self._at]
+
+    @property
+    def is_read(self) -> bool:
+        return self._at == len(self._values)
+
+
+def _json_fields(lists: Mapping[Any, list[Any]], record: object) -> dict[str, Any]:
+    """Return a record's fields for JSON; token ids and log-probs are moved to `lists`."""
+    if type(record) not in _RECORDS:
+        raise TypeError(f"{type(record).__name__} is not a JSON value")
+    fields = dict(vars(record))
+    for name, kind in _list_fields(type(record)):
+        lists[kind].extend(fields[name])
+        fields[name] = len(fields[name])
+    return fields
 
 
 @functools.cache
-def _decoder(kind: Any) -> Callable[[Any], Any]:
-    """Return a function that converts JSON values to an annotated type, such as `tuple[Turn, ...]`."""
+def _list_fields(kind: Any) -> list[tuple[str, Any]]:
+    """The fields of a record that are lists of token ids or log-probs, with their types in `lists`."""
+    return [(field.name, field.type) for field in dataclasses.fields(kind) if field.type in (_TOKENS, _LOGPROBS)]
+
+
+Decode = Callable[[Any, Mapping[Any, _Reader]], Any]
+"""Converts JSON values to a type; lists of token ids and log-probs are taken from readers."""
+
+
+@functools.cache
+def _decoder(kind: Any) -> Decode:
+    """Return the conversion to an annotated type, such as `tuple[Turn, ...]`."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        fields = {field.name: _decoder(field.type) for field in dataclasses.fields(kind)}
-        return lambda values: kind(**{name: fields[name](value) for name, value in values.items()})
+    if kind in _RECORDS:
+        return _record_decoder(kind)
+    if isinstance(kind, enum.EnumType):
+        members = {member.value: member for member in kind}
+        return lambda value, lists: members[value]
+    if origin not in (types.UnionType, tuple, Sequence):
+        return _unchanged
+    item = _decoder(arguments[0])
     if origin is types.UnionType:
         # Every union is `X | None`.
-        present = _decoder(arguments[0])
-        return lambda value: None if value is None else present(value)
-    if origin in (tuple, Sequence):
-        item, build = _decoder(arguments[0]), tuple if origin is tuple else list
-        return lambda values: build(values if item is _unchanged else map(item, values))
-    if isinstance(kind, enum.EnumType):
-        return kind
-    return _unchanged
+        return item if item is _unchanged else lambda value, lists: None if value is None else item(value, lists)
+    build = tuple if origin is tuple else list
+    if item is _unchanged:
+        return lambda values, lists: build(values)
+    return lambda values, lists: build([item(value, lists) for value in values])
 
 
-def _unchanged(value: Any) -> Any:
+def _record_decoder(kind: Any) -> Decode:
+    list_fields = _list_fields(kind)
+    names = {name for name, _ in list_fields}
+    others = [(field.name, _decoder(field.type)) for field in dataclasses.fields(kind) if field.name not in names]
+    converted = [(name, decode) for name, decode in others if decode is not _unchanged]
+
+    def decode(values: Mapping[str, Any], lists: Mapping[Any, _Reader]) -> Any:
+        fields = dict(values)
+        for name, list_kind in list_fields:
+            fields[name] = lists[list_kind].take(fields[name])
+        for name, decode_field in converted:
+            fields[name] = decode_field(fields[name], lists)
+        return kind(**fields)
+
+    return decode
+
+
+def _unchanged(value: Any, lists: Mapping[Any, _Reader]) -> Any:
     return value

@@ -80,9 +80,9 @@ def test_present_and_busy_seconds_are_counted(coordinator: Coordinator, clock: C
     next_assignment(coordinator, "a1", 0, 2)
     clock.now = 3.0
     assert take(coordinator).seconds == {"present": 6.0, "busy": 2.0}
-    coordinator.finish("a", "a1", RequestNumber(1, 0), "")
+    coordinator.finish("a", "a1", RequestNumber(1, 0), b"")
     clock.now = 4.0
-    coordinator.finish("a", "a1", RequestNumber(1, 1), "")
+    coordinator.finish("a", "a1", RequestNumber(1, 1), b"")
     clock.now = 5.0
     assert take(coordinator).seconds == {"present": 10.0, "busy": 3.0}
     coordinator.leave("b", "b1")
@@ -118,11 +118,11 @@ def test_workers_receive_announcements_and_stop(coordinator: Coordinator) -> Non
 
 def test_group_is_returned_until_acknowledged(coordinator: Coordinator) -> None:
     next_assignment(coordinator, "a1", 0, 2)
-    assert coordinator.finish("a", "a1", RequestNumber(1, 1), "later")
-    assert coordinator.finish("a", "a1", RequestNumber(1, 0), "earlier")
+    assert coordinator.finish("a", "a1", RequestNumber(1, 1), b"later")
+    assert coordinator.finish("a", "a1", RequestNumber(1, 0), b"earlier")
     for _ in range(2):
-        assert take(coordinator).groups == [((1, 0), "earlier"), ((1, 1), "later")]
-    assert take(coordinator, (1, 0)).groups == [((1, 1), "later")]
+        assert take(coordinator).groups == [((1, 0), b"earlier"), ((1, 1), b"later")]
+    assert take(coordinator, (1, 0)).groups == [((1, 1), b"later")]
     assert take(coordinator, (1, 1)).groups == []
 
 
@@ -136,9 +136,9 @@ def test_requests_of_a_silent_worker_are_reassigned_and_first_result_counts(
     assert assigned(coordinator, "b1", 0, 1) == [(1, 0)]
     assert take(coordinator).counts == {"joined": 2, "lost": 1, "handed_again": 2, "late_groups": 0}
     # The dropped worker was only paused: its result counts, and that of b is late.
-    assert coordinator.finish("a", "a1", RequestNumber(1, 0), "from a")
-    assert not coordinator.finish("b", "b1", RequestNumber(1, 0), "from b")
-    assert take(coordinator).groups == [((1, 0), "from a")]
+    assert coordinator.finish("a", "a1", RequestNumber(1, 0), b"from a")
+    assert not coordinator.finish("b", "b1", RequestNumber(1, 0), b"from b")
+    assert take(coordinator).groups == [((1, 0), b"from a")]
     assert take(coordinator).counts["late_groups"] == 1
     # It must join again before it gets an assignment.
     assert not coordinator.heartbeat("a", "a1")
@@ -191,7 +191,7 @@ def test_requests_of_a_leaving_worker_are_reassigned(coordinator: Coordinator) -
 
 def test_duplicate_submission_is_ignored(coordinator: Coordinator) -> None:
     next_assignment(coordinator, "a1", 0, 1)
-    coordinator.finish("a", "a1", RequestNumber(1, 0), "text")
+    coordinator.finish("a", "a1", RequestNumber(1, 0), b"text")
     coordinator.submit([request(1, 0), request(1, 1)])
     assert assigned(coordinator, "b1", 0, 5) == [(1, 1)]
 
@@ -204,7 +204,7 @@ def test_worker_error_is_reported_to_the_trainer(coordinator: Coordinator) -> No
 
 def test_workers_are_listed_with_their_group_counts(coordinator: Coordinator) -> None:
     next_assignment(coordinator, "a1", 0, 2)
-    coordinator.finish("a", "a1", RequestNumber(1, 1), "text")
+    coordinator.finish("a", "a1", RequestNumber(1, 1), b"text")
     assert take(coordinator).workers == {"a": 1, "b": 0}
 
 
@@ -235,10 +235,10 @@ def test_waiting_trainer_is_woken_by_a_finished_group(coordinator: Coordinator) 
     async def wait() -> TrainerUpdate:
         call = asyncio.create_task(coordinator.take((), seconds=600.0))
         await asyncio.sleep(0)
-        coordinator.finish("a", "a1", RequestNumber(1, 0), "text")
+        coordinator.finish("a", "a1", RequestNumber(1, 0), b"text")
         return await call
 
-    assert asyncio.run(wait()).groups == [((1, 0), "text")]
+    assert asyncio.run(wait()).groups == [((1, 0), b"text")]
 
 
 def test_wait_ends_after_the_given_time(coordinator: Coordinator) -> None:

@@ -9,6 +9,8 @@ import math
 import random
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -182,6 +184,20 @@ def test_empty_buffer_file_roundtrip(tmp_path: Path) -> None:
     restored = ReplayBuffer(max_staleness=0)
     restored.load(tmp_path / "replay.parquet")
     assert len(restored) == 0
+
+
+@pytest.mark.parametrize("groups", [[], ['{"id":"train-1-0","rollouts":[]}']])
+def test_groups_of_another_format_are_refused(tmp_path: Path, groups: list[str]) -> None:
+    numbers = pa.array([0] * len(groups), pa.int64())
+    columns = {"step": numbers, "index": numbers, "uses_left": numbers, "group": pa.array(groups, pa.large_string())}
+    pq.write_table(pa.table(columns), tmp_path / "replay.parquet")
+    restored = ReplayBuffer(max_staleness=0)
+    if not groups:
+        restored.load(tmp_path / "replay.parquet")
+        assert len(restored) == 0
+        return
+    with pytest.raises(ReplayFileError, match=r"replay\.parquet was written by another version of marin_rl"):
+        restored.load(tmp_path / "replay.parquet")
 
 
 def test_error_names_a_damaged_file(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def finished(request: GroupRequest) -> RolloutGroup:
 
 def delivered(client: LocalClient) -> list[str]:
     """Return the ids of the groups that the trainer would receive."""
-    return [decode_group(text).id for _, text in client.call(Coordinator.take).groups]
+    return [decode_group(data).id for _, data in client.call(Coordinator.take).groups]
 
 
 def run(client: LocalClient, policy: Policy) -> None:

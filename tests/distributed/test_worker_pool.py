@@ -282,9 +282,9 @@ def test_stop_ends_a_wait_without_groups(rollout_source: WorkerPool, calls: list
 def test_stop_ends_the_wait_in_a_process_without_workers(monkeypatch: pytest.MonkeyPatch, sender: Sender) -> None:
     exchanges: list[str] = []
 
-    def from_main(work: Callable[[], str]) -> str:
+    def from_main(work: Callable[[], bytes]) -> bytes:
         exchanges.append("groups")
-        return "[]"
+        return b"[]\n"
 
     def stop_requested() -> bool:
         exchanges.append("stop")
