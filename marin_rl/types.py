@@ -157,9 +157,11 @@ class Generation:
             raise ValueError(
                 f"Generation: token_ids has length {len(self.token_ids)} but logprobs has length {len(self.logprobs)}"
             )
-        for index, value in enumerate(self.logprobs):
-            if not math.isfinite(value) or value > 0.0:
-                raise ValueError(f"Generation: logprobs[{index}] is {value}; a log-probability is finite and <= 0")
+        # The sum is not finite if any log-prob is not; then, or after an overflow, find the first invalid one.
+        if self.logprobs and not (math.isfinite(sum(self.logprobs)) and max(self.logprobs) <= 0.0):
+            for index, value in enumerate(self.logprobs):
+                if not math.isfinite(value) or value > 0.0:
+                    raise ValueError(f"Generation: logprobs[{index}] is {value}; a log-probability is finite and <= 0")
         if self.last_version < self.first_version:
             raise ValueError(
                 f"Generation: last_version {self.last_version} is older than first_version {self.first_version}"

@@ -73,6 +73,15 @@ def test_tokens_and_logprobs_have_one_length():
 def test_logprobs_are_finite_and_at_most_zero(value: float):
     with pytest.raises(ValueError, match=r"logprobs\[1\] is"):
         generation(logprobs=(0.0, value))
+    for position in range(3):
+        logprobs = [-1.0, 0.0, -math.inf if value == math.inf else -2.0]
+        logprobs[position] = value
+        with pytest.raises(ValueError, match=rf"logprobs\[{position}\] is {value}"):
+            generation(token_ids=(1, 2, 3), logprobs=tuple(logprobs))
+
+
+def test_finite_logprobs_with_an_infinite_sum_are_valid():
+    assert sum(generation(logprobs=(-1.7e308, -1.7e308)).logprobs) == -math.inf
 
 
 def test_versions_do_not_decrease():
