@@ -3,8 +3,8 @@
 
 """A language model with a KV cache: levanter's layers, one after another, with attention over cached keys and values.
 
-Works for every levanter model that has a stack of layers with a module `self_attn`. Each layer has its cache in one
-contiguous array, which XLA updates in place; a scan over stacked layers would copy it at each step.
+Works for every levanter model that has a stack of layers with a module `self_attn`. Each layer has its own cache, which
+XLA updates in place; a scan over stacked layers would copy it at each step.
 """
 
 import math
@@ -12,34 +12,17 @@ from typing import Any, NamedTuple, cast
 
 import equinox as eqx
 import haliax as hax
-import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn.scan import BlockSeq, ScanCheckpointPolicy
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 from levanter.layers.attention import Attention, AttentionConfig
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
-
-class LayerCache(NamedTuple):
-    """Keys (after rotary embedding) and values of one layer."""
-
-    keys: Float[Array, "slots kv_heads context head_size"]
-    values: Float[Array, "slots kv_heads context head_size"]
-
+from marin_rl.sampling.attention import AttentionForm, LayerCache, Tokens
 
 Cache = tuple[LayerCache, ...]
 """The cache of every layer."""
-
-
-class Tokens(NamedTuple):
-    """New tokens of some slots: `queries` consecutive positions of each row's slot."""
-
-    ids: Int[Array, "rows queries"]
-    slots: Int[Array, " rows"]
-    """Slot of each row; out of range for padding."""
-    positions: Int[Array, "rows queries"]
-    """Position of each token in its sequence; `context` for padding, which is not written to the cache."""
 
 
 class CachedModel(NamedTuple):
@@ -72,43 +55,41 @@ class CachedModel(NamedTuple):
         return activations.array.reshape(rows, queries, -1), tuple(layers.cache)
 
 
-def empty_cache(model: LmConfig, slots: int, context: int, dtype: jnp.dtype) -> Cache:
+def empty_cache(model: LmConfig, form: AttentionForm, slots: int, context: int, dtype: jnp.dtype) -> Cache:
     """Return an empty cache for each layer, sharded as the current axis mapping shards heads.
 
     Args:
         model: architecture.
+        form: attention, which determines the layout.
         slots: number of sequences.
         context: maximum number of tokens of a sequence.
         dtype: type of keys and values.
     """
-    axes = _cache_axes(model, slots, context)
+    arrays = form.cache_axes(cast(Any, model).attention_config(), slots, context)
     return tuple(
-        LayerCache(*(hax.auto_sharded(hax.zeros(axes, dtype)).array for _ in LayerCache._fields))
+        tuple(hax.auto_sharded(hax.zeros(axes, dtype)).array for axes in arrays)
         for _ in range(cast(Any, model).num_layers)
     )
 
 
-def cache_bytes(model: LmConfig, slots: int, context: int, dtype: jnp.dtype) -> int:
+def cache_bytes(model: LmConfig, form: AttentionForm, slots: int, context: int, dtype: jnp.dtype) -> int:
     """Return the size of the cache in bytes; the arguments are those of `empty_cache`."""
-    elements = math.prod(axis.size for axis in _cache_axes(model, slots, context))
-    return len(LayerCache._fields) * cast(Any, model).num_layers * elements * jnp.dtype(dtype).itemsize
+    arrays = form.cache_axes(cast(Any, model).attention_config(), slots, context)
+    elements = sum(math.prod(axis.size for axis in axes) for axes in arrays)
+    return cast(Any, model).num_layers * elements * jnp.dtype(dtype).itemsize
 
 
-def _cache_axes(model: LmConfig, slots: int, context: int) -> tuple[Axis, ...]:
-    config = cast(Any, model).attention_config()
-    return Axis("slot", slots), config.KVHeads, Axis("context", context), config.HeadSize
-
-
-def with_cache(model: LmHeadModel, context: int) -> CachedModel:
+def with_cache(model: LmHeadModel, form: AttentionForm, context: int) -> CachedModel:
     """Return the model in the layout for decoding; run it under `jit` once per update of the weights.
 
     Args:
         model: the learner's model.
+        form: attention over the cache.
         context: maximum number of tokens of a sequence.
     """
     stacked = cast(Any, model).transformer.layers
     layers = [
-        eqx.tree_at(lambda layer: layer.self_attn, layer, _CachedAttention(_with_table(layer.self_attn, context)))
+        eqx.tree_at(lambda layer: layer.self_attn, layer, _CachedAttention(_with_table(layer.self_attn, context), form))
         for layer in stacked.unstacked()
     ]
     unstacked = BlockSeq(layers, stacked.Block, ScanCheckpointPolicy._mk(False))
@@ -130,70 +111,28 @@ class _CachedLayers:
         self._all_slots = all_slots
         self._layer = 0
 
-    def attend(self, query: NamedArray, key: NamedArray, value: NamedArray, config: AttentionConfig) -> NamedArray:
+    def attend(
+        self, form: AttentionForm, query: NamedArray, key: NamedArray, value: NamedArray, config: AttentionConfig
+    ) -> NamedArray:
         """Write the next layer's keys and values, and attend to its cache."""
         tokens, layer = self._tokens, self._layer
-        rows, queries = tokens.ids.shape
-        cache = self.cache[layer]
-        order = ("position", "kv_head", "head_size")
-
-        def write(cached: Array, new: NamedArray) -> Array:
-            new_array = new.rearrange(order).array.reshape(rows, queries, *cached.shape[1::2]).astype(cached.dtype)
-            return cached.at[tokens.slots[:, None], :, tokens.positions].set(
-                new_array, mode="drop", unique_indices=True
-            )
-
-        cache = LayerCache(write(cache.keys, key), write(cache.values, value))
-        self.cache[layer] = cache
         self._layer += 1
-        keys, values = cache if self._all_slots else (array.at[tokens.slots].get(mode="clip") for array in cache)
+
+        def by_row(array: NamedArray, *axes: str) -> Array:
+            ordered = array.rearrange(("position", *axes)).array
+            return ordered.reshape(*tokens.ids.shape, *ordered.shape[1:])
+
         query = query.rearrange(("position", "kv_head", "q_heads_per_group", "head_size"))
-        result = attend_to_cache(
-            query.array.reshape(rows, queries, *query.array.shape[1:]), keys, values, tokens.positions, config
+        attended, self.cache[layer] = form.attend(
+            by_row(query, "kv_head", "q_heads_per_group", "head_size"),
+            by_row(key, "kv_head", "head_size"),
+            by_row(value, "kv_head", "head_size"),
+            self.cache[layer],
+            tokens,
+            config,
+            all_slots=self._all_slots,
         )
-        return hax.named(result.reshape(query.array.shape), query.axes)
-
-
-def attend_to_cache(
-    query: Float[Array, "rows queries kv_heads group head_size"],
-    keys: Float[Array, "rows kv_heads context head_size"],
-    values: Float[Array, "rows kv_heads context head_size"],
-    positions: Int[Array, "rows queries"],
-    config: AttentionConfig,
-) -> Float[Array, "rows queries kv_heads group head_size"]:
-    """Attend to the cached positions up to each query's, in float32.
-
-    `out_i = Σ_j softmax_j(scale·q_i·k_j)·v_j` over `j <= positions_i`. With a soft cap `c`, scores are
-    `c·tanh(score/c)`.
-
-    Args:
-        query: queries of each row.
-        keys: cached keys of each row's sequence.
-        values: cached values.
-        positions: position of each query.
-        config: scale and soft cap.
-    """
-    scale = 1 / math.sqrt(query.shape[-1]) if config.scaling_factor is None else config.scaling_factor
-    scaled = (query.astype(jnp.float32) * scale).astype(keys.dtype)
-    scores = einsum_in_float32("rqhgd,rhcd->rhqgc", scaled, keys)
-    if config.logits_soft_cap is not None:
-        scores = config.logits_soft_cap * jnp.tanh(scores / config.logits_soft_cap)
-    visible: Bool[Array, "rows queries context"] = jnp.arange(keys.shape[2]) <= positions[..., None]
-    scores = jnp.where(visible[:, None, :, None], scores, -jnp.inf)
-    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-    total = weights.sum(axis=-1)
-    summed = einsum_in_float32("rhqgc,rhcd->rqhgd", weights.astype(values.dtype), values)
-    return summed / jnp.moveaxis(total, 2, 1)[..., None]
-
-
-def einsum_in_float32(equation: str, first: Array, second: Array) -> Array:
-    """Return `jnp.einsum` with float32 sums; a CPU has no such product of bfloat16 arrays, and converts them first."""
-    return jax.lax.platform_dependent(
-        first,
-        second,
-        cpu=lambda *arrays: jnp.einsum(equation, *(array.astype(jnp.float32) for array in arrays)),
-        default=lambda *arrays: jnp.einsum(equation, *arrays, preferred_element_type=jnp.float32),
-    )
+        return hax.named(attended.reshape(query.array.shape), query.axes)
 
 
 class _RotaryTable(eqx.Module):
@@ -228,11 +167,12 @@ class _CachedAttention(eqx.Module):
     """An attention module that reads and writes the cache of the call."""
 
     attention: Attention
+    form: AttentionForm = eqx.field(static=True)
 
     def __call__(
         self, x: NamedArray, mask: _CachedLayers, *, key: None = None, pos_ids: NamedArray | None = None
     ) -> NamedArray:
         query, new_key, new_value = self.attention._compute_qkv(x, key=None, pos_ids=mask.positions)
-        attended = mask.attend(query, new_key, new_value, self.attention.config)
+        attended = mask.attend(self.form, query, new_key, new_value, self.attention.config)
         heads = attended.flatten_axes(("kv_head", "q_heads_per_group"), "heads")
         return self.attention.o_proj(heads.astype(x.dtype))

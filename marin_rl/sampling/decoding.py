@@ -20,7 +20,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer import TrainerConfig
 
-from marin_rl.sampling.cached_model import Cache, CachedModel, Tokens, einsum_in_float32, empty_cache, with_cache
+from marin_rl.sampling.attention import PADDING, AttentionForm, Tokens, einsum_in_float32
+from marin_rl.sampling.cached_model import Cache, CachedModel, empty_cache, with_cache
 
 _SMALL_BLOCK = 64
 _LARGE_BLOCK = 512
@@ -106,7 +107,6 @@ def decode(
         The new cache, and the sampled tokens.
     """
     num_slots = slots.lengths.shape[0]
-    context = cache[0].keys.shape[2]
     started = jnp.sum(slots.active)
 
     def unfinished(carry: _DecodeCarry) -> Bool[Array, ""]:
@@ -115,7 +115,7 @@ def decode(
 
     def advance(carry: _DecodeCarry) -> _DecodeCarry:
         slots, active = carry.slots, carry.slots.active
-        positions = jnp.where(active, slots.lengths, context)
+        positions = jnp.where(active, slots.lengths, PADDING)
         inputs = Tokens(slots.last_tokens[:, None], jnp.arange(num_slots), positions[:, None])
         activations, cache = model.run(inputs, carry.cache, all_slots=True)
         logits = einsum_in_float32("se,ev->sv", activations[:, 0], model.lm_head)
@@ -209,24 +209,32 @@ class Programs(NamedTuple):
 
 
 def compile_programs(
-    trainer: TrainerConfig | None, model: LmConfig, *, slots: int, context: int, dtype: jnp.dtype, steps: int
+    trainer: TrainerConfig | None,
+    model: LmConfig,
+    form: AttentionForm,
+    *,
+    slots: int,
+    context: int,
+    dtype: jnp.dtype,
+    steps: int,
 ) -> Programs:
     """Return the programs; each is compiled at its first call, once per process for equal arguments.
 
     Args:
         trainer: mesh, axis mapping and compute precision; None uses one device and the model's precision.
         model: architecture.
+        form: attention over the cache.
         slots: number of slots, of all data shards together.
         context: maximum number of tokens of a sequence.
         dtype: type of the cache.
         steps: maximum number of tokens per slot in one call of `decode`.
     """
     if trainer is None:
-        return _programs(None, None, (), None, model, slots, context, dtype, steps)
+        return _programs(None, None, (), None, model, form, slots, context, dtype, steps)
     mapping = {name: axes for name, axes in trainer.compute_axis_mapping.items() if name != trainer.batch_axis}
     batch_axes = cast(tuple[str, ...], trainer.compute_axis_mapping[cast(str, trainer.batch_axis)])
     entries = tuple((name, axes if isinstance(axes, str) else tuple(axes)) for name, axes in mapping.items())
-    return _programs(trainer.device_mesh, entries, batch_axes, trainer.mp, model, slots, context, dtype, steps)
+    return _programs(trainer.device_mesh, entries, batch_axes, trainer.mp, model, form, slots, context, dtype, steps)
 
 
 @functools.cache
@@ -236,6 +244,7 @@ def _programs(
     batch_axes: tuple[str, ...],
     precision: jmp.Policy | None,
     model: LmConfig,
+    form: AttentionForm,
     slots: int,
     context: int,
     dtype: jnp.dtype,
@@ -249,8 +258,8 @@ def _programs(
 
     if mapping is None:
         return Programs(
-            jax.jit(functools.partial(with_cache, context=context)),
-            jax.jit(functools.partial(empty_cache, model, slots, context, dtype)),
+            jax.jit(functools.partial(with_cache, form=form, context=context)),
+            jax.jit(functools.partial(empty_cache, model, form, slots, context, dtype)),
             jax.jit(prefill, donate_argnums=1),
             jax.jit(copy_slots, donate_argnums=0),
             jax.jit(run_decode, donate_argnums=1),
@@ -271,11 +280,11 @@ def _programs(
     def prepare(model: LmHeadModel) -> CachedModel:
         assert precision is not None
         with hax.axis_mapping(axis_mapping):
-            return with_cache(hax.shard(precision.cast_to_compute(model), axis_mapping), context)
+            return with_cache(hax.shard(precision.cast_to_compute(model), axis_mapping), form, context)
 
     def empty() -> Cache:
         with hax.axis_mapping({**axis_mapping, "slot": batch_axes}):
-            return empty_cache(model, slots, context, dtype)
+            return empty_cache(model, form, slots, context, dtype)
 
     return Programs(
         jax.jit(prepare),

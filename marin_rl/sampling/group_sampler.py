@@ -24,7 +24,8 @@ import numpy as np
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
-from marin_rl.sampling.cached_model import Cache, CachedModel, Tokens, cache_bytes
+from marin_rl.sampling.attention import PADDING, AttentionForm, Tokens, attention_form
+from marin_rl.sampling.cached_model import Cache, CachedModel, cache_bytes
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.decoding import Slots, compile_programs
 from marin_rl.sampling.sampler import (
@@ -125,13 +126,14 @@ class GroupSampler(Sampler):
         self._shards = 1 if trainer is None else trainer.data_axis_size
         self._shard_slots = -(-config.max_seqs // self._shards)
         self._num_slots = self._shard_slots * self._shards
-        platform = (jax.devices() if trainer is None else list(trainer.device_mesh.devices.flat))[0].platform
-        dtype = jnp.dtype(config.cache_dtype(platform))
-        _check_cache_size(model, config, self._shard_slots, max_context, dtype, trainer)
-        self._prefill = prefill_shape(platform, self._shard_slots, max_context, config.max_new_tokens)
+        device = (jax.devices() if trainer is None else list(trainer.device_mesh.devices.flat))[0]
+        form = attention_form(device.platform, device.device_kind)
+        dtype = jnp.dtype(config.cache_dtype(device.platform))
+        _check_cache_size(model, form, config, self._shard_slots, max_context, dtype, trainer)
+        self._prefill = prefill_shape(device.platform, self._shard_slots, max_context, config.max_new_tokens)
         steps = DECODE_STEPS if weight_poll is None else min(weight_poll.decode_steps, DECODE_STEPS)
         self._programs = compile_programs(
-            trainer, model.config, slots=self._num_slots, context=max_context, dtype=dtype, steps=steps
+            trainer, model.config, form, slots=self._num_slots, context=max_context, dtype=dtype, steps=steps
         )
         self._source = model
         self._count = 0
@@ -380,7 +382,7 @@ class GroupSampler(Sampler):
                     waiting[slot // self._shard_slots].append(part)
         while any(waiting):
             ids = np.zeros((self._shards, rows, chunk), np.int32)
-            positions = np.full(ids.shape, self._max_context, np.int32)
+            positions = np.full(ids.shape, PADDING, np.int32)
             slots = np.full(ids.shape[:2], self._shard_slots, np.int32)
             for shard, parts in enumerate(waiting):
                 taken: set[int] = set()
@@ -503,6 +505,7 @@ def _stop_table(sequences: Sequence[Sequence[int]], vocab_size: int) -> np.ndarr
 
 def _check_cache_size(
     model: LmHeadModel,
+    form: AttentionForm,
     config: SamplingConfig,
     shard_slots: int,
     max_context: int,
@@ -515,7 +518,7 @@ def _check_cache_size(
         heads = trainer.compute_axis_mapping.get("kv_head", ())
         names = (heads,) if isinstance(heads, str) else heads
         shards = int(np.prod([trainer.device_mesh.shape[name] for name in names], dtype=np.int64))
-    gib = cache_bytes(model.config, shard_slots, max_context, dtype) / shards / 2**30
+    gib = cache_bytes(model.config, form, shard_slots, max_context, dtype) / shards / 2**30
     if config.max_cache_gib is not None and gib > config.max_cache_gib:
         raise ValueError(
             f"the KV cache of {config.max_seqs} sequences (sampling.max_seqs) of {max_context} tokens takes {gib:.2f} "

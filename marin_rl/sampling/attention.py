@@ -1,0 +1,389 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Attention over cached keys and values, by platform.
+
+Each form has its own layout of the cache. `attention_form` chooses the form from the device that the programs run on,
+which need not be present: programs can be compiled for other platforms.
+
+| platform | decode | prefill | cache of one layer |
+|---|---|---|---|
+| CPU | dense | dense | keys and values `[slots, kv_heads, context, head_size]` |
+| GPU | jax's Pallas decode attention (flash decoding) | blocks of the context | the same, in blocks of 128 positions |
+| TPU | jax's ragged paged attention | the same | `[slots, pages, page_size, 2 * kv_heads, head_size]` |
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from haliax import Axis
+from haliax.partitioning import physical_axis_name
+from jax.experimental.pallas.ops.gpu.decode_attention import gqa
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+from levanter.layers.attention import AttentionConfig
+
+PADDING = 2**30
+"""Position of padding tokens, which are not written to the cache."""
+
+LayerCache = tuple[Array, ...]
+"""The cache of one layer: one or more arrays, whose first axis is the slot."""
+
+
+class Tokens(NamedTuple):
+    """New tokens of some slots: `queries` consecutive positions of each row's slot."""
+
+    ids: Int[Array, "rows queries"]
+    slots: Int[Array, " rows"]
+    """Slot of each row; out of range for padding."""
+    positions: Int[Array, "rows queries"]
+    """Position of each token in its sequence; `PADDING` for padding, which follows a row's tokens."""
+
+
+@runtime_checkable
+class AttentionForm(Protocol):
+    """One way to store a layer's keys and values, and to attend to them."""
+
+    def cache_axes(self, config: AttentionConfig, slots: int, context: int) -> tuple[tuple[Axis, ...], ...]:
+        """Return the axes of each array of a layer's cache; the first is `slot`.
+
+        Args:
+            config: number and size of the heads.
+            slots: number of sequences.
+            context: maximum number of tokens of a sequence.
+        """
+        ...
+
+    def attend(
+        self,
+        query: Float[Array, "rows queries kv_heads group head_size"],
+        key: Float[Array, "rows queries kv_heads head_size"],
+        value: Float[Array, "rows queries kv_heads head_size"],
+        cache: LayerCache,
+        tokens: Tokens,
+        config: AttentionConfig,
+        *,
+        all_slots: bool,
+    ) -> tuple[Float[Array, "rows queries kv_heads group head_size"], LayerCache]:
+        """Write new keys and values to a layer's cache, and attend to the positions up to each query's.
+
+        `out_i = Σ_j softmax_j(scale·q_i·k_j)·v_j` over `j <= positions_i`. With a soft cap `c`, scores are
+        `c·tanh(score/c)`. The output at padding is arbitrary.
+
+        Args:
+            query: queries of the new tokens.
+            key: keys of the new tokens.
+            value: values of the new tokens.
+            cache: the layer's cache.
+            tokens: slot and position of each token.
+            config: scale, soft cap and heads.
+            all_slots: whether row `i` is slot `i` for all slots.
+
+        Returns:
+            The output, and the cache with the new tokens.
+        """
+        ...
+
+
+def attention_form(platform: str, device_kind: str) -> AttentionForm:
+    """Return the form for a kind of device, which need not be present.
+
+    Args:
+        platform: `cpu`, `gpu` or `tpu`.
+        device_kind: jax's name of the chip, such as `TPU v5 lite`.
+    """
+    if platform == "tpu":
+        return PagedAttention(*_TPU_BLOCKS.get(device_kind, _SMALLEST_TPU_BLOCKS))
+    return BlockAttention() if platform == "gpu" else DenseAttention()
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseAttention:
+    """Batched attention with all scores in memory, in float32."""
+
+    def cache_axes(self, config: AttentionConfig, slots: int, context: int) -> tuple[tuple[Axis, ...], ...]:
+        """Keys (after rotary embedding) and values; see `AttentionForm.cache_axes`."""
+        return ((Axis("slot", slots), config.KVHeads, Axis("context", context), config.HeadSize),) * 2
+
+    def attend(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        cache: LayerCache,
+        tokens: Tokens,
+        config: AttentionConfig,
+        *,
+        all_slots: bool,
+    ) -> tuple[Array, LayerCache]:
+        """See `AttentionForm.attend`."""
+        cache = _write(cache, (key, value), tokens)
+        keys, values = _rows(cache, tokens, all_slots)
+        scores = _scores(query, keys, config)
+        visible: Bool[Array, "rows queries context"] = jnp.arange(keys.shape[2]) <= tokens.positions[..., None]
+        scores = jnp.where(visible[:, None, :, None], scores, -jnp.inf)
+        weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+        total = weights.sum(axis=-1)
+        summed = einsum_in_float32("rhqgc,rhcd->rqhgd", weights.astype(values.dtype), values)
+        return summed / jnp.moveaxis(total, 2, 1)[..., None], cache
+
+
+def _write(cache: LayerCache, new: Sequence[Array], tokens: Tokens) -> LayerCache:
+    return tuple(
+        cached.at[tokens.slots[:, None], :, tokens.positions].set(
+            array.astype(cached.dtype), mode="drop", unique_indices=True
+        )
+        for cached, array in zip(cache, new, strict=True)
+    )
+
+
+def _rows(cache: LayerCache, tokens: Tokens, all_slots: bool) -> LayerCache:
+    return cache if all_slots else tuple(array.at[tokens.slots].get(mode="clip") for array in cache)
+
+
+def _scores(query: Array, keys: Array, config: AttentionConfig) -> Float[Array, "rows kv_heads queries group context"]:
+    scaled = (query.astype(jnp.float32) * _scale(config)).astype(keys.dtype)
+    scores = einsum_in_float32("rqhgd,rhcd->rhqgc", scaled, keys)
+    cap = config.logits_soft_cap
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+
+def _scale(config: AttentionConfig) -> float:
+    return 1 / math.sqrt(config.HeadSize.size) if config.scaling_factor is None else config.scaling_factor
+
+
+def einsum_in_float32(equation: str, first: Array, second: Array) -> Array:
+    """Return `jnp.einsum` with float32 sums; a CPU has no such product of bfloat16 arrays, and converts them first."""
+    return jax.lax.platform_dependent(
+        first,
+        second,
+        cpu=lambda *arrays: jnp.einsum(equation, *(array.astype(jnp.float32) for array in arrays)),
+        default=lambda *arrays: jnp.einsum(equation, *arrays, preferred_element_type=jnp.float32),
+    )
+
+
+_GPU_BLOCK = 128
+_GPU_SPLITS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockAttention:
+    """Flash decoding over the cached positions of each slot, and prefill in blocks of the context.
+
+    Decode reads only blocks that hold tokens. With a soft cap, which the kernel lacks, decode uses the form of prefill.
+    """
+
+    interpret: bool = False
+    """Whether to interpret the kernel, which works without a GPU, slowly."""
+
+    def cache_axes(self, config: AttentionConfig, slots: int, context: int) -> tuple[tuple[Axis, ...], ...]:
+        """Keys (after rotary embedding) and values, in whole blocks; see `AttentionForm.cache_axes`."""
+        return DenseAttention().cache_axes(config, slots, -(-context // _GPU_BLOCK) * _GPU_BLOCK)
+
+    def attend(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        cache: LayerCache,
+        tokens: Tokens,
+        config: AttentionConfig,
+        *,
+        all_slots: bool,
+    ) -> tuple[Array, LayerCache]:
+        """See `AttentionForm.attend`."""
+        cache = _write(cache, (key, value), tokens)
+        if not all_slots or query.shape[1] > 1 or config.logits_soft_cap is not None:
+            keys, values = _rows(cache, tokens, all_slots)
+            return _attend_in_blocks(query, keys, values, tokens.positions, config), cache
+        lengths = jnp.where(tokens.positions[:, 0] == PADDING, 0, tokens.positions[:, 0] + 1)
+        decode = functools.partial(_flash_decode, scale=_scale(config), interpret=self.interpret)
+        sharded = _on_each_shard(decode, config.KVHeads, heads_at=(1, 1, 1, None))
+        return sharded(query[:, 0].astype(cache[0].dtype), *cache, lengths)[:, None], cache
+
+
+def _flash_decode(
+    query: Float[Array, "slots kv_heads group head_size"],
+    keys: Float[Array, "slots kv_heads context head_size"],
+    values: Float[Array, "slots kv_heads context head_size"],
+    lengths: Int[Array, " slots"],
+    *,
+    scale: float,
+    interpret: bool,
+) -> Float[Array, "slots kv_heads group head_size"]:
+    # The kernel's own order of axes; it swaps them back.
+    by_position = (jnp.swapaxes(array, 1, 2) for array in (keys, values))
+    splits = math.gcd(keys.shape[2] // _GPU_BLOCK, _GPU_SPLITS)
+    flat = query.reshape(query.shape[0], -1, query.shape[-1])
+    attended = gqa(
+        flat,
+        *by_position,
+        kv_seq_len=lengths,
+        sm_scale=scale,
+        block_k=_GPU_BLOCK,
+        k_splits=splits,
+        interpret=interpret,
+    )
+    return attended.reshape(query.shape)
+
+
+class _Softmax(NamedTuple):
+    """A softmax-weighted sum over the blocks so far: Milakov and Gimelshein (2018)."""
+
+    largest: Float[Array, "rows kv_heads queries group"]
+    total: Float[Array, "rows kv_heads queries group"]
+    summed: Float[Array, "rows kv_heads queries group head_size"]
+
+
+def _attend_in_blocks(
+    query: Float[Array, "rows queries kv_heads group head_size"],
+    keys: Float[Array, "rows kv_heads context head_size"],
+    values: Float[Array, "rows kv_heads context head_size"],
+    positions: Int[Array, "rows queries"],
+    config: AttentionConfig,
+) -> Float[Array, "rows queries kv_heads group head_size"]:
+    """Attend to blocks of the context up to the last block with a visible position."""
+
+    def add(index: Int[Array, ""], before: _Softmax) -> _Softmax:
+        start = index * _GPU_BLOCK
+        block_keys, block_values = (
+            jax.lax.dynamic_slice_in_dim(array, start, _GPU_BLOCK, axis=2) for array in (keys, values)
+        )
+        visible = start + jnp.arange(_GPU_BLOCK) <= positions[..., None]
+        scores = jnp.where(visible[:, None, :, None], _scores(query, block_keys, config), -jnp.inf)
+        largest = jnp.maximum(before.largest, scores.max(axis=-1))
+        weights = jnp.exp(scores - largest[..., None])
+        decay = jnp.exp(before.largest - largest)
+        added = einsum_in_float32("rhqgc,rhcd->rhqgd", weights.astype(values.dtype), block_values)
+        return _Softmax(largest, decay * before.total + weights.sum(axis=-1), decay[..., None] * before.summed + added)
+
+    shape = jnp.moveaxis(query, 1, 2).shape
+    # A finite start, so that a block without visible positions has weights of 0 and not NaN.
+    start = _Softmax(jnp.full(shape[:-1], -1e30), jnp.zeros(shape[:-1]), jnp.zeros(shape))
+    last = jnp.max(jnp.where(positions == PADDING, -1, positions))
+    end = jax.lax.fori_loop(0, last // _GPU_BLOCK + 1, add, start)
+    return jnp.moveaxis(end.summed / end.total[..., None], 2, 1)
+
+
+PAGE_SIZE = 128
+_LANES = 128
+
+# Pages of keys and queries per block, by `device_kind`, that fit VMEM with 8 heads of 128 on each chip.
+_SMALLEST_TPU_BLOCKS = (4, 16)
+_TPU_BLOCKS = {
+    "TPU v5 lite": (4, 16),
+    "TPU v5": (4, 16),
+    "TPU v6 lite": (8, 32),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedAttention:
+    """jax's ragged paged attention for TPUs, with a fixed page table: slot `s` owns pages `s·P` to `(s+1)·P - 1`.
+
+    The cache is allocated at the head size that the kernel reads, a multiple of 128, so that it is never copied.
+    """
+
+    pages_per_block: int
+    """Pages of keys and values that the kernel processes at a time."""
+    queries_per_block: int
+    """Queries that the kernel processes at a time."""
+
+    def cache_axes(self, config: AttentionConfig, slots: int, context: int) -> tuple[tuple[Axis, ...], ...]:
+        """Pages of alternating keys and values; see `AttentionForm.cache_axes`."""
+        pages = Axis("page", -(-context // PAGE_SIZE))
+        heads = config.KVHeads.resize(2 * config.KVHeads.size)
+        size = Axis("head_size", -(-config.HeadSize.size // _LANES) * _LANES)
+        return ((Axis("slot", slots), pages, Axis("page_position", PAGE_SIZE), heads, size),)
+
+    def attend(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        cache: LayerCache,
+        tokens: Tokens,
+        config: AttentionConfig,
+        *,
+        all_slots: bool,
+    ) -> tuple[Array, LayerCache]:
+        """See `AttentionForm.attend`; `all_slots` makes no difference."""
+        run = functools.partial(self._run, scale=_scale(config), soft_cap=config.logits_soft_cap)
+        sharded = _on_each_shard(run, config.KVHeads, heads_at=(2, 2, 2, 3, None, None), outputs_at=(2, 3))
+        attended, pages = sharded(query, key, value, *cache, tokens.slots, tokens.positions)
+        return attended, (pages,)
+
+    def _run(
+        self,
+        query: Float[Array, "rows queries kv_heads group head_size"],
+        key: Float[Array, "rows queries kv_heads head_size"],
+        value: Float[Array, "rows queries kv_heads head_size"],
+        cache: Float[Array, "slots pages page_size combined_heads padded_head_size"],
+        slots: Int[Array, " rows"],
+        positions: Int[Array, "rows queries"],
+        *,
+        scale: float,
+        soft_cap: float | None,
+    ) -> tuple[Array, Array]:
+        num_slots, pages = cache.shape[:2]
+        rows, queries = positions.shape
+        padding = [(0, 0)] * (query.ndim - 1) + [(0, cache.shape[-1] - query.shape[-1])]
+        new = jnp.stack([key, value], axis=3).reshape(rows, queries, -1, key.shape[-1])
+        cache = cache.at[slots[:, None], positions // PAGE_SIZE, positions % PAGE_SIZE].set(
+            jnp.pad(new, padding[1:]).astype(cache.dtype), mode="drop", unique_indices=True
+        )
+        padded = jnp.pad(query, padding).astype(cache.dtype)
+        # Queries at padding see the positions after the sequence, and their output is not used.
+        first = positions[:, 0]
+        attended = ragged_paged_attention(
+            padded.reshape(rows * queries, -1, cache.shape[-1]),
+            cache.reshape(num_slots * pages, *cache.shape[2:]),
+            jnp.where(first == PADDING, 0, first) + queries,
+            jnp.clip(slots, 0, num_slots - 1)[:, None] * pages + jnp.arange(pages, dtype=jnp.int32),
+            jnp.arange(rows + 1, dtype=jnp.int32) * queries,
+            jnp.array([rows], jnp.int32),
+            sm_scale=scale,
+            soft_cap=soft_cap,
+            num_kv_pages_per_block=min(self.pages_per_block, pages),
+            num_queries_per_block=self.queries_per_block,
+        )
+        return attended.reshape(padded.shape)[..., : query.shape[-1]], cache
+
+
+def _on_each_shard(
+    function: Callable[..., Any],
+    KVHeads: Axis,
+    *,
+    heads_at: tuple[int | None, ...],
+    outputs_at: int | tuple[int, ...] = 1,
+) -> Callable[..., Any]:
+    """Run a function with a Pallas kernel, which XLA cannot partition, on each shard of the heads.
+
+    Args:
+        function: function of arrays.
+        KVHeads: axis whose mapping to mesh axes shards the heads.
+        heads_at: index of the heads axis of each argument; None if it has no such axis.
+        outputs_at: index of the heads axis of each output.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = set(mesh.axis_names) - set(mesh.manual_axes)
+    if not automatic:
+        return function
+    shards = physical_axis_name(KVHeads)
+
+    def spec(index: int | None) -> PartitionSpec:
+        return PartitionSpec() if index is None else PartitionSpec(*[None] * index, shards)
+
+    return jax.shard_map(
+        function,
+        in_specs=tuple(map(spec, heads_at)),
+        out_specs=jax.tree.map(spec, outputs_at),
+        axis_names=automatic,
+        check_vma=False,
+    )
