@@ -9,7 +9,9 @@
 Weights and prompts are random, which does not affect the time per token.
 """
 
+import asyncio
 import dataclasses
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -32,15 +34,20 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy
+from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.timing import PhaseTimer
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingShape:
     """The requests of one call."""
 
-    requests: int
-    """Prompts, each continued once."""
+    prompts: int
+    """Different prompts."""
+    group_size: int
+    """Samples of each prompt."""
     prompt_tokens: int
     """Tokens of every prompt."""
     new_tokens: int
@@ -50,7 +57,8 @@ class SamplingShape:
 def shape_of(config: TrainConfig) -> SamplingShape:
     """Return the requests of one update: all its rollouts, with the longest prompts that leave room for an answer."""
     new_tokens = config.sampling.max_new_tokens
-    return SamplingShape(config.rollouts.rollouts_per_step, config.rollouts.max_length - new_tokens, new_tokens)
+    rollouts = config.rollouts
+    return SamplingShape(rollouts.prompts_per_step, rollouts.group_size, rollouts.max_length - new_tokens, new_tokens)
 
 
 def measure_sampling(config: TrainConfig, calls: int) -> dict[str, Any]:
@@ -65,19 +73,19 @@ def measure_sampling(config: TrainConfig, calls: int) -> dict[str, Any]:
     """
     assert config.model is not None
     shape = shape_of(config)
-    trainer = start_devices(config.trainer_config(), rows_per_device=shape.requests)
+    trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
     tokenizer = config.tokenizer.build()
     model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
     sampler = open_group_sampler(config, model, tokenizer, trainer, version=0)
-    prompts = np.random.default_rng(0).integers(tokenizer.vocab_size, size=(shape.requests, shape.prompt_tokens))
+    prompts = np.random.default_rng(0).integers(tokenizer.vocab_size, size=(shape.prompts, shape.prompt_tokens))
     sampled: list[int] = []
 
     def sample(call: int) -> None:
+        seeds = itertools.count(call * shape.prompts * shape.group_size)
         requests = [
-            SampleRequest(
-                tuple(prompt), call * shape.requests + index, shape.new_tokens, temperature=config.sampling.temperature
-            )
-            for index, prompt in enumerate(prompts.tolist())
+            SampleRequest(tuple(prompt), next(seeds), shape.new_tokens, temperature=config.sampling.temperature)
+            for prompt in prompts.tolist()
+            for _ in range(shape.group_size)
         ]
         sampled.append(sum(len(generation.token_ids) for generation in sampler.sample(requests)))
 
@@ -92,7 +100,62 @@ def measure_sampling(config: TrainConfig, calls: int) -> dict[str, Any]:
         "call_seconds": spread(seconds),
         "tokens_per_second": spread([tokens / spent for tokens, spent in zip(sampled[1:], seconds, strict=True)]),
         "tokens_per_call": spread(sampled[1:]),
+        "prompt_tokens_per_call": sampler.work.prefilled_tokens / (calls + 1),
+        "slots_in_use": sampler.work.sampled_tokens / sampler.work.slot_steps,
         "compiles_after_first_call": compiles.programs,
+    }
+
+
+def measure_turns(config: TrainConfig, *, episodes: int, turns: int, longest: int, seconds: float) -> dict[str, Any]:
+    """Run conversations of several turns with replies of random lengths, through the batcher of episodes.
+
+    Args:
+        config: model and the sampler's sizes; the context must have room for an episode.
+        episodes: conversations, all of which wait for a slot at the start.
+        turns: turns of each.
+        longest: maximum number of new tokens of a reply; the minimum is a fifth of it.
+        seconds: time that the environment takes for a turn.
+
+    Returns:
+        Figures as in docs/pages/benchmarks.md.
+    """
+    assert config.model is not None
+    trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
+    tokenizer = config.tokenizer.build()
+    model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
+    sampler = open_group_sampler(config, model, tokenizer, trainer, version=0)
+    batcher, loop = RequestBatcher(sampler.batch_size, episodes), BackgroundLoop()
+    rng = np.random.default_rng(0)
+    while_queued: dict[str, int] = {}
+    ended = itertools.count(1)
+
+    async def run(name: str) -> None:
+        prompt: tuple[int, ...] = ()
+        for turn in range(turns):
+            prompt += tuple(rng.integers(tokenizer.vocab_size, size=10).tolist())
+            reply = int(rng.integers(max(longest // 5, 1), longest + 1))
+            prompt += (await batcher.sample(SampleRequest(prompt, turn, reply, conversation=name))).token_ids
+            await asyncio.sleep(seconds)
+        batcher.leave(name)
+        if next(ended) == episodes - sampler.batch_size:
+            while_queued.update(dataclasses.asdict(sampler.work))
+
+    async def run_all() -> None:
+        await asyncio.gather(*(run(str(index)) for index in range(episodes)))
+
+    running = loop.submit(run_all())
+    running.add_done_callback(lambda _: batcher.close())
+    spent = timed(lambda: batcher.serve(sampler, PhaseTimer(), lambda: None, 60.0, lambda: None))
+    running.result()
+    loop.close()
+    return {
+        "shape": {"episodes": episodes, "turns": turns, "longest_reply": longest, "environment_seconds": seconds},
+        "decoded_together": sampler.batch_size,
+        "seconds_with_compilation": spent,
+        "sampled_tokens": sampler.work.sampled_tokens,
+        "prompt_tokens": sampler.work.prefilled_tokens,
+        "slots_in_use_while_queued": while_queued["sampled_tokens"] / while_queued["slot_steps"],
+        "slots_in_use": sampler.work.sampled_tokens / sampler.work.slot_steps,
     }
 
 
@@ -104,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--longer_length", type=int, default=128, help="tokens of prompt and answer, longer shape")
     parser.add_argument("--longer_new_tokens", type=int, default=64, help="those of the answer")
     parser.add_argument("--longer_prompts", type=int, default=8, help="prompts, each in a group of rollouts.group_size")
+    parser.add_argument("--turns_slots", type=int, default=64, help="slots of the shape with 5 turns per episode")
     arguments, rest = parser.parse_known_args(argv)
     longer = [
         f"--model.seq_len={arguments.longer_length}",
@@ -112,8 +176,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"--sampling.max_new_tokens={arguments.longer_new_tokens}",
     ]
     configs = {"config": load_config(rest), "longer": load_config([*rest, *longer])}
+    with_turns = load_config([*rest, *longer, f"--sampling.max_seqs={arguments.turns_slots}"])
     without_compilation_cache()
     figures = {name: measure_sampling(config, arguments.calls) for name, config in configs.items()}
+    longest = (arguments.longer_length - 5 * 10) // 5
+    figures["turns"] = measure_turns(
+        with_turns, episodes=4 * arguments.turns_slots, turns=5, longest=longest, seconds=0.001
+    )
     print(
         make_report(
             "benchmark_sampling",

@@ -105,14 +105,20 @@ def test_all_training_steps_do_the_same_work(tiny: list[str]) -> None:
 
 @pytest.mark.slow
 def test_sampling(capsys: pytest.CaptureFixture[str], tiny: list[str]) -> None:
-    longer = ["--longer_length", "24", "--longer_new_tokens", "8", "--longer_prompts", "2"]
+    longer = ["--longer_length", "70", "--longer_new_tokens", "8", "--longer_prompts", "2", "--turns_slots", "4"]
     benchmark_sampling.main(["--calls", "2", *longer, *tiny])
     figures = printed_report(capsys, "benchmark_sampling")
-    assert figures["config"]["shape"] == {"requests": 16, "prompt_tokens": 9, "new_tokens": 3}
-    assert figures["longer"]["shape"] == {"requests": 8, "prompt_tokens": 16, "new_tokens": 8}
+    assert figures["config"]["shape"] == {"prompts": 4, "group_size": 4, "prompt_tokens": 9, "new_tokens": 3}
+    assert figures["longer"]["shape"] == {"prompts": 2, "group_size": 4, "prompt_tokens": 62, "new_tokens": 8}
     for name in ("config", "longer"):
         assert figures[name]["compiles_after_first_call"] == 0
-        assert 0 < figures[name]["tokens_per_call"]["max"] <= figures[name]["shape"]["requests"] * 8
+        shape = figures[name]["shape"]
+        assert 0 < figures[name]["tokens_per_call"]["max"] <= shape["prompts"] * shape["group_size"] * 8
+        assert figures[name]["prompt_tokens_per_call"] == shape["prompts"] * (shape["prompt_tokens"] - 1)
+        assert 0 < figures[name]["slots_in_use"] <= 1
+    # The first turn adds its prompt but the last token, a further one the last reply's last token in exchange.
+    assert figures["turns"]["prompt_tokens"] == 16 * (9 + 4 * 10)
+    assert 0 < figures["turns"]["slots_in_use"] <= figures["turns"]["slots_in_use_while_queued"] * 1.5
 
 
 @pytest.mark.medium
