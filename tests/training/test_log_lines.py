@@ -36,7 +36,7 @@ CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</t
 class ConstantReward:
     """A reward component with step rewards: 0.25 for each reply."""
 
-    name, weight, scope = "calls", 2.0, RewardScope.POINTWISE
+    name, weight, scope, waits_for_group = "calls", 2.0, RewardScope.POINTWISE, False
 
     async def check(self) -> None:
         pass

@@ -3,7 +3,7 @@
 
 """Answers of the processes of calls, which are untrusted: parsed and validated in the trainer."""
 
-import contextlib
+from typing import NamedTuple
 
 import pydantic
 
@@ -59,28 +59,41 @@ def validated(answer: str, count: int) -> list[EvaluateResult]:
     return parsed.results
 
 
-def shared_results(answer: str, count: int) -> tuple[list[EvaluateResult | None], str | None]:
+class SharedResults(NamedTuple):
+    """Results of the calls of one process."""
+
+    results: list[EvaluateResult | None]
+    """The result of each call; None if it has no valid one."""
+    failure: RewardCallError | None
+    """The first failure of a call that was made; None if all succeeded."""
+    own_process: str | None
+    """Reason for which the process made no further calls; None if it made all."""
+
+
+def shared_results(answer: str, count: int) -> SharedResults:
     """Parse the untrusted answers of a process of several calls, one per line.
 
     Args:
-        answer: the lines; the last can be the reason for which the process ran no further calls.
+        answer: the lines; the last can be the reason for which the process made no further calls.
         count: number of calls.
 
-    Returns:
-        The result of each call, or None if it has none; and the reason, or None.
+    Raises:
+        RewardCallError: if lines are missing or were added, so that their order does not identify the calls.
     """
     *lines, rest = answer.split("\n")
     reason = _own_process_reason(lines[-1]) if lines else None
     if reason is not None:
         lines.pop()
     if rest or len(lines) > count or (reason is None and len(lines) < count):
-        # Lines are missing or were added, so their order does not identify the calls.
-        return [None] * count, None
+        raise RewardCallError(RewardFailure.INVALID_ANSWER, f"{len(lines)} answers of {count} calls")
     results: list[EvaluateResult | None] = [None] * count
+    failure = None
     for index, line in enumerate(lines):
-        with contextlib.suppress(RewardCallError):
+        try:
             [results[index]] = validated(line, 1)
-    return results, reason
+        except RewardCallError as error:
+            failure = failure or error
+    return SharedResults(results, failure, reason)
 
 
 def _own_process_reason(line: str) -> str | None:

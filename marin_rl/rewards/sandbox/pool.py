@@ -263,28 +263,40 @@ class Sandbox:
                 return error
             return result
 
-        shared: Sequence[EvaluateResult | None] = [None] * len(requests)
-        if len(requests) > 1 and self.shares_processes(function):
-            shared = await self._call_together(function, requests, options)
+        if len(requests) == 1 or not self.shares_processes(function):
+            return await asyncio.gather(*map(call_alone, requests))
+        shared, failure = await self._call_together(function, requests, options)
         missing = [request for request, result in zip(requests, shared, strict=True) if result is None]
-        repeated = iter(await asyncio.gather(*map(call_alone, missing)))
-        return [next(repeated) if result is None else result for result in shared]
+        repeated = await asyncio.gather(*map(call_alone, missing))
+        if failure is not None and not any(isinstance(outcome, RewardCallError) for outcome in repeated):
+            self._stop_sharing(function, f"calls failed that succeed in separate processes ({failure})")
+        repetitions = iter(repeated)
+        return [next(repetitions) if result is None else result for result in shared]
 
     async def _call_together(
         self, function: UserFunction, requests: Sequence[RewardRequest], options: Mapping[str, Any]
-    ) -> list[EvaluateResult | None]:
-        """Return the results of calls in one process; None for calls without a valid one."""
+    ) -> tuple[list[EvaluateResult | None], RewardCallError | None]:
+        """Make calls in one process.
+
+        Returns:
+            The result of each call, or None if it has no valid one; and the first failure of a call, if any, or that of
+            the process.
+        """
         seconds = min(SHARED_SECONDS, self.config.wall_seconds)
         try:
             answer = await self._answer(function, {"kind": "calls", "seconds": seconds}, requests, options)
+            shared = shared_results(answer, len(requests))
         except RewardCallError as error:
-            logger.debug("repeating %d calls of %s one by one: %s", len(requests), function.name, error)
-            return [None] * len(requests)
-        results, reason = shared_results(answer, len(requests))
-        if reason is not None and function not in self._own_process:
+            # A worker can die for reasons that have nothing to do with the calls.
+            return [None] * len(requests), None if error.cause is RewardFailure.WORKER else error
+        if shared.own_process is not None:
+            self._stop_sharing(function, shared.own_process)
+        return shared.results, shared.failure
+
+    def _stop_sharing(self, function: UserFunction, reason: str) -> None:
+        if function not in self._own_process:
             self._own_process.add(function)
-            logger.info("%s: each call has its own process from now on, because %.200s", function.name, reason)
-        return results
+            logger.info("%s: each call has its own process from now on, because %.300s", function.name, reason)
 
     async def _answer(
         self,

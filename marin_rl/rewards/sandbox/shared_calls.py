@@ -13,8 +13,8 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -37,6 +37,8 @@ _RUNS_CODE = frozenset(
 )
 """Audit events (PEP 578) before a process runs further code; `exec` is also the event of `eval`."""
 
+_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+
 
 def run_calls(
     answers: Sequence[Callable[[], str]], write: Callable[[str], None], spec: WorkerSpec, seconds: float
@@ -57,8 +59,8 @@ def run_calls(
         write(json.dumps({"own_process": reason}))
         os._exit(0)
 
-    _end_before_code(end, spec)
     started = _Started(os.getcwd(), _lowest_free_descriptor())
+    _end_before_code(end, spec.read, (spec.scratch, started.folder))
     numpy = sys.modules.get("numpy.random")
     state = None if numpy is None else numpy.get_state()
     last_start = time.monotonic() + seconds / 2
@@ -74,29 +76,34 @@ def run_calls(
             end(f"a call {left}")
 
 
-def _end_before_code(end: Callable[[str], NoReturn], spec: WorkerSpec) -> None:
+def _end_before_code(end: Callable[[str], NoReturn], readable: Sequence[str], writable: Sequence[str]) -> None:
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in _RUNS_CODE and not _is_import(event, arguments, spec):
+        if event not in _RUNS_CODE:
+            return
+        module = _imported_module(arguments[0] if event == "exec" else None, sys._getframe().f_back)
+        if module is None or not _is_below(module, readable) or _is_below(module, writable):
             end(f"a call ran code (audit event {event})")
 
     sys.addaudithook(hook)
 
 
-def _is_import(event: str, arguments: tuple[Any, ...], spec: WorkerSpec) -> bool:
-    """Return whether an event belongs to the import of a module from the readable paths."""
-    file = arguments[0].co_filename if event == "exec" else ""
-    # The caller of the function that raised the event.
-    frame = sys._getframe(2)
+def _imported_module(code: types.CodeType | None, frame: types.FrameType | None) -> str | None:
+    """Return the file of the module that is being imported, or None if there is none.
+
+    Args:
+        code: the code that is about to run, if known.
+        frame: the frame that runs it.
+    """
     while frame is not None:
-        caller = frame.f_code.co_filename
-        if caller.startswith("<frozen importlib"):
-            return _is_below(file, spec.read) and not _is_below(file, (spec.scratch,))
-        frame, file = frame.f_back, caller
-    return False
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            # Loaders can be written in Python, so only the code of a module itself counts.
+            return code.co_filename if code is not None and code.co_name == "<module>" else None
+        code, frame = frame.f_code, frame.f_back
+    return None
 
 
 def _is_below(file: str, folders: Sequence[str]) -> bool:
-    return file.startswith("<frozen ") or any(file == folder or file.startswith(folder + "/") for folder in folders)
+    return any(file == folder or file.startswith(folder + "/") for folder in folders)
 
 
 def _lowest_free_descriptor() -> int:
@@ -116,7 +123,8 @@ class _Started(NamedTuple):
 
 def _left_behind(started: _Started) -> str | None:
     """Return what a call left in the process that could affect later calls, or None."""
-    if threading.active_count() > 1:
+    # Unlike `threading.active_count`, this includes threads that `_thread.start_new_thread` started.
+    if len(sys._current_frames()) > 1:
         return "left threads"
     if _has_children():
         return "left processes"
@@ -129,7 +137,7 @@ def _left_behind(started: _Started) -> str | None:
             return "left files"
     except FileNotFoundError:
         return "removed the working directory"
-    if signal.getitimer(signal.ITIMER_REAL)[0]:
+    if any(signal.getitimer(timer)[0] for timer in _TIMERS):
         return "left a timer"
     return None
 

@@ -3,7 +3,9 @@
 
 """Reward functions that do what the reply says, for calls that share a process. Run them only in a sandbox."""
 
+import _thread
 import code
+import importlib.abc
 import importlib.util
 import os
 import pickle
@@ -49,6 +51,38 @@ def is_killed(text):
 
 def sleeps(text):
     time.sleep(float(text))
+    return 1.0
+
+
+def hangs_once(path):
+    if os.path.exists(path):
+        os.remove(path)
+        time.sleep(1e6)
+    return 1.0
+
+
+def fails_together(text):
+    """Fails in a process that has made another call."""
+    CALLS.append(text)
+    if len(CALLS) > 1:
+        raise OSError("too many open files")
+    return 1.0
+
+
+def prints_much(text):
+    print("x" * 30_000)
+    return 1.0
+
+
+def starts_a_low_level_thread(text):
+    started = threading.Event()
+    _thread.start_new_thread(lambda: (started.set(), time.sleep(1e6)), ())
+    started.wait()
+    return 1.0
+
+
+def leaves_a_virtual_timer(text):
+    signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
     return 1.0
 
 
@@ -192,6 +226,57 @@ def on_the_path(text):
     import solution
 
     return solution.score
+
+
+class StringLoader:
+    """Finds and loads a module that consists of a text."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def find_spec(self, name, path=None, target=None):
+        return importlib.util.spec_from_loader(name, self) if name == "solution" else None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        exec(self.text, module.__dict__)
+
+
+def through_a_loader(text):
+    sys.meta_path.append(StringLoader(text))
+    import solution
+
+    return solution.score
+
+
+class SourceLoader(importlib.abc.SourceLoader):
+    """Loads a text in the way of a source file."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def get_filename(self, name):
+        return "<frozen importlib._bootstrap>"
+
+    def get_data(self, path):
+        return self.text.encode()
+
+
+def through_a_source_loader(text):
+    module = types.ModuleType("solution")
+    module.__spec__ = importlib.util.spec_from_loader("solution", None)
+    SourceLoader(text).exec_module(module)
+    return module.score
+
+
+def in_a_thread_without_frames(text):
+    space = {}
+    _thread.start_new_thread(exec, (text, space))
+    while "score" not in space:
+        time.sleep(0.001)
+    return space["score"]
 
 
 class Reduced:

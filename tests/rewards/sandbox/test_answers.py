@@ -3,6 +3,8 @@
 
 """Parsing of answers that hostile processes may have written."""
 
+from typing import Any
+
 import pytest
 
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure
@@ -10,38 +12,50 @@ from marin_rl.rewards.sandbox.answers import shared_results, validated
 
 GOOD = '{"results": [{"score": 1}]}'
 RAISED = '{"raised": "ValueError: no"}'
+PAIR = '{"results": [{"score": 1}, {"score": 1}]}'
 MEMORY = '{"memory": true}'
 ENDED = '{"own_process": "it is slow"}'
 ONE = EvaluateResult(score=1.0)
 
 
 @pytest.mark.parametrize(
-    ("lines", "expected"),
+    ("lines", "results", "failure", "reason"),
     [
-        ([GOOD, GOOD, GOOD], ([ONE, ONE, ONE], None)),
-        ([GOOD, RAISED, GOOD], ([ONE, None, ONE], None)),
-        ([MEMORY, GOOD, GOOD], ([None, ONE, ONE], None)),
-        ([GOOD, "nonsense", GOOD], ([ONE, None, ONE], None)),
-        ([GOOD, '{"results": [{"score": 1}, {"score": 1}]}', GOOD], ([ONE, None, ONE], None)),
-        ([GOOD, '{"results": [{"score": 1e31}]}', GOOD], ([ONE, None, ONE], None)),
-        ([GOOD, ENDED], ([ONE, None, None], "it is slow")),
-        ([ENDED], ([None, None, None], "it is slow")),
-        ([GOOD, GOOD, GOOD, ENDED], ([ONE, ONE, ONE], "it is slow")),
-        ([], ([None, None, None], None)),
-        # Lines are missing, or were added.
-        ([GOOD, GOOD], ([None, None, None], None)),
-        ([GOOD, GOOD, GOOD, GOOD], ([None, None, None], None)),
-        ([GOOD, GOOD, GOOD, GOOD, ENDED], ([None, None, None], None)),
-        ([GOOD, ENDED, GOOD], ([ONE, None, ONE], None)),
+        ([GOOD, GOOD, GOOD], [ONE, ONE, ONE], None, None),
+        ([GOOD, RAISED, MEMORY], [ONE, None, None], RewardFailure.RAISED, None),
+        ([MEMORY, GOOD, GOOD], [None, ONE, ONE], RewardFailure.MEMORY, None),
+        ([GOOD, "nonsense", GOOD], [ONE, None, ONE], RewardFailure.INVALID_ANSWER, None),
+        ([GOOD, PAIR, GOOD], [ONE, None, ONE], RewardFailure.INVALID_ANSWER, None),
+        ([GOOD, '{"results": [{"score": 1e31}]}', GOOD], [ONE, None, ONE], RewardFailure.INVALID_ANSWER, None),
+        ([GOOD, ENDED, GOOD], [ONE, None, ONE], RewardFailure.INVALID_ANSWER, None),
+        ([GOOD, ENDED], [ONE, None, None], None, "it is slow"),
+        ([ENDED], [None, None, None], None, "it is slow"),
+        ([GOOD, GOOD, GOOD, ENDED], [ONE, ONE, ONE], None, "it is slow"),
     ],
 )
-def test_lines_of_several_calls(lines: list[str], expected: object):
-    assert shared_results("".join(f"{line}\n" for line in lines), 3) == expected
+def test_lines_of_several_calls(
+    lines: list[str], results: list[Any], failure: RewardFailure | None, reason: str | None
+):
+    found = shared_results("".join(f"{line}\n" for line in lines), 3)
+    assert (found.results, found.failure and found.failure.cause, found.own_process) == (results, failure, reason)
 
 
-@pytest.mark.parametrize("text", [f"{GOOD}\n{GOOD}\n{GOOD}", f"{GOOD}\n{GOOD}\n{GOOD}\nmore", "\n\n", "more"])
-def test_incomplete_lines(text: str):
-    assert shared_results(text, 3) == ([None, None, None], None)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "more",
+        f"{GOOD}\n",
+        f"{GOOD}\n{GOOD}\n",
+        f"{GOOD}\n{GOOD}\n{GOOD}",
+        f"{GOOD}\n{GOOD}\n{GOOD}\nmore",
+        f"{GOOD}\n{GOOD}\n{GOOD}\n{GOOD}\n",
+        f"{GOOD}\n{GOOD}\n{GOOD}\n{GOOD}\n{ENDED}\n",
+    ],
+)
+def test_lines_that_do_not_identify_their_calls(text: str):
+    with pytest.raises(RewardCallError, match=r"invalid_answer: \d answers of 3 calls"):
+        shared_results(text, 3)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,11 @@
 
 """Calls that share a process give the results of calls in processes of their own, whatever one of them does."""
 
+import asyncio
 import dataclasses
+import os
 import re
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 import numpy
 import pytest
 
-from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure
+from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.sandbox import pool
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import UserFunction
@@ -26,8 +29,12 @@ def _slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "SHARED_SECONDS", 60.0)
 
 
+def request_of(reply: str) -> RewardRequest:
+    return dataclasses.replace(REQUEST, messages=({"role": "assistant", "content": reply},))
+
+
 def outcomes(attack: Attack, name: str, replies: Sequence[str]) -> list[EvaluateResult | RewardCallError]:
-    requests = [dataclasses.replace(REQUEST, messages=({"role": "assistant", "content": one},)) for one in replies]
+    requests = [request_of(reply) for reply in replies]
     return attack.wait(attack.sandbox.call_each(UserFunction(FILE, name), requests, {}))
 
 
@@ -100,6 +107,7 @@ def test_a_failure_is_that_of_its_own_call(name: str, level: Isolation, attacks:
         assert failed.cause is cause
         assert detail in failed.detail
     assert attack.sandbox.failures == {cause: 2}
+    assert attack.sandbox.shares_processes(UserFunction(FILE, f"acts_{name}"))
 
 
 def test_a_killed_process(attacks: Attacks):
@@ -121,6 +129,46 @@ def test_a_call_that_hangs_delays_the_others_by_the_limit_of_a_shared_process(
     assert scores(outcomes(attack, "acts_sleeps", ["sleeps 0.6", "1"])) == [1.0, 1.0]
 
 
+def test_a_killed_worker_loses_no_shared_call(attacks: Attacks, tmp_path: Path):
+    attack = shared(attacks, Isolation.NONE)
+    marker = tmp_path / "marker"
+    marker.touch()
+
+    async def kill() -> None:
+        while marker.exists():
+            await asyncio.sleep(0.01)
+        for worker in attack.sandbox.worker_pids:
+            os.kill(worker, signal.SIGKILL)
+
+    async def run() -> list[EvaluateResult | RewardCallError]:
+        calls = [request_of(reply) for reply in ("0", f"hangs_once {marker}", "2")]
+        called = attack.sandbox.call_each(UserFunction(FILE, "acts_hangs_once"), calls, {})
+        found, _ = await asyncio.gather(called, kill())
+        return found
+
+    assert scores(attack.wait(run())) == [0.0, 1.0, 2.0]
+    assert not attack.sandbox.failures
+    # The calls were not the cause.
+    assert attack.sandbox.shares_processes(UserFunction(FILE, "acts_hangs_once"))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("fails_together", "raised: OSError: too many open files"), ("prints_much", "output: more output")],
+)
+def test_calls_that_fail_only_together_stop_to_share(
+    name: str, reason: str, level: Isolation, attacks: Attacks, caplog: pytest.LogCaptureFixture
+):
+    attack = shared(attacks, level)
+    with caplog.at_level("INFO", logger="marin_rl.rewards.sandbox.pool"):
+        found = outcomes(attack, f"acts_{name}", ["0", name, name, name, "4"])
+    assert scores(found) == [0.0, 1.0, 1.0, 1.0, 4.0]
+    assert f"because calls failed that succeed in separate processes ({reason}" in caplog.text
+    assert not attack.sandbox.failures
+    assert not attack.sandbox.shares_processes(UserFunction(FILE, f"acts_{name}"))
+
+
 def test_slow_calls_do_not_share_processes(attacks: Attacks, caplog: pytest.LogCaptureFixture):
     attack = shared(attacks, Isolation.NONE)
     function = UserFunction(FILE, "acts_takes_long")
@@ -136,9 +184,11 @@ def test_slow_calls_do_not_share_processes(attacks: Attacks, caplog: pytest.LogC
 
 LEAVING = {
     "leaves_a_thread": "left threads",
+    "starts_a_low_level_thread": "left threads",
     "leaves_a_file": "left files",
     "leaves_a_file_open": "left files open",
     "leaves_a_timer": "left a timer",
+    "leaves_a_virtual_timer": "left a timer",
     "changes_its_folder": "changed the working directory",
     "removes_its_folder": "removed the working directory",
 }
@@ -177,6 +227,9 @@ RUNNING = [
     "from_a_file",
     "as_a_module",
     "on_the_path",
+    "through_a_loader",
+    "through_a_source_loader",
+    "in_a_thread_without_frames",
     "from_a_pickle",
 ]
 HACK = """
