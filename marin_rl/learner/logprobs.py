@@ -3,13 +3,15 @@
 
 """Per-token log-probabilities and entropy, computed in blocks and only on the loss mask.
 
-`[batch, position, vocab]` is never materialized. Positions that predict a token on the loss mask are gathered at the
-front of their row, and the head runs over them in blocks, as many as the fullest row needs. The backward pass
-recomputes the logits of each block instead of storing them.
+`[batch, position, vocab]` is never materialized. The positions on each device that predict a token on the loss mask are
+gathered, and the head runs over them in blocks. The backward pass recomputes the logits of each block instead of
+storing them.
 """
 
 import functools
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 import haliax as hax
 import jax
@@ -21,6 +23,11 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample, to_predictors, to_tokens
+
+Carry = TypeVar("Carry")
+
+SMALL_BLOCKS = 8
+"""The tokens after the last whole block run in blocks of this fraction of its size."""
 
 
 def policy_activations(model: LmHeadModel, batch: RlExample) -> NamedArray:
@@ -57,7 +64,7 @@ def token_logprobs(
         lm_head: `{embed, vocab}`, the model's head.
         batch: the tokens and their loss mask.
         temperature: divides the logits, above 0; the temperature at which the rollouts were sampled.
-        block_size: positions per row with logits in memory at the same time, at least 1.
+        block_size: tokens per device with logits in memory at the same time, at least 1.
 
     Returns:
         Log-probabilities and entropies (nats), both `{batch, position}` float32, aligned with the tokens; 0 off the
@@ -92,11 +99,12 @@ def blockwise_logprobs(
 ) -> tuple[Float32[Array, "batch position"], Float32[Array, "batch position"]]:
     """Compute log-probabilities of `targets` and entropies on `mask`, one block of positions at a time.
 
-    The head runs on `batch · block_size · ceil(n / block_size)` positions, with `n` the largest number of masked
-    positions in a row. The number of blocks is computed at run time, so a new mask never triggers compilation.
-    `batch · block_size · vocab` logits are in memory at a time, forward and backward. Products are accumulated and
-    logits reduced in float32 for every input dtype. The gradient of the head is rounded to the head's dtype once,
-    after the last block.
+    The head runs on the `n` masked positions of each shard, with `n` that of the fullest shard: in blocks of
+    `block_size`, and then in blocks of an eighth of it for the rest, so that few logits are computed in vain. The
+    number of blocks is computed at run time, so a new mask never triggers compilation. `block_size · vocab` logits of
+    each shard are in memory at a time, forward and backward. Every block reads and writes the gradient of the head,
+    `embed · vocab` numbers, once. Products are accumulated and logits reduced in
+    float32 for every input dtype. The gradient of the head is rounded to the head's dtype once, after the last block.
 
     Args:
         activations: `[batch, position, embed]`; off the mask any value, NaN included.
@@ -104,7 +112,7 @@ def blockwise_logprobs(
         targets: `[batch, position]`, ids below `vocab`.
         mask: `[batch, position]`, True at positions to score.
         temperature: divides the logits; above 0.
-        block_size: positions in a block, at least 1.
+        block_size: positions of a shard in a block, at least 1.
         shards: number of devices over which the rows are split; a divisor of `batch`. It does not change results:
             every shard sums its own gradient of the head, and only the totals are communicated.
 
@@ -114,47 +122,47 @@ def blockwise_logprobs(
     """
 
     def split(array: Array) -> Array:
-        return array.reshape(shards, array.shape[0] // shards, *array.shape[1:])
+        return array.reshape(shards, -1, *array.shape[2:])
 
-    block_size = min(block_size, mask.shape[1])
+    block_size = min(block_size, mask.size // shards)
     logprobs, entropies = _logprobs(split(activations), lm_head, split(targets), split(mask), temperature, block_size)
     return logprobs.reshape(mask.shape), entropies.reshape(mask.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _logprobs(
-    activations: Float[Array, "shard row position embed"],
+    activations: Float[Array, "shard token embed"],
     lm_head: Float[Array, "embed vocab"],
-    targets: Int[Array, "shard row position"],
-    mask: Bool[Array, "shard row position"],
+    targets: Int[Array, "shard token"],
+    mask: Bool[Array, "shard token"],
     temperature: float,
     block_size: int,
-) -> tuple[Float32[Array, "shard row position"], Float32[Array, "shard row position"]]:
+) -> tuple[Float32[Array, "shard token"], Float32[Array, "shard token"]]:
     return _forward(activations, lm_head, targets, mask, temperature, block_size)[0]
 
 
 def _forward(
-    activations: Float[Array, "shard row position embed"],
+    activations: Float[Array, "shard token embed"],
     lm_head: Float[Array, "embed vocab"],
-    targets: Int[Array, "shard row position"],
-    mask: Bool[Array, "shard row position"],
+    targets: Int[Array, "shard token"],
+    mask: Bool[Array, "shard token"],
     temperature: float,
     block_size: int,
-) -> tuple[tuple[Float32[Array, "shard row position"], Float32[Array, "shard row position"]], tuple[Array, ...]]:
-    slots = _masked_positions(mask, block_size)
+) -> tuple[tuple[Float32[Array, "shard token"], Float32[Array, "shard token"]], tuple[Array, ...]]:
+    slots = _masked_tokens(mask, block_size)
 
-    def score(block: Int32[Array, ""], results: tuple[Array, ...]) -> tuple[Array, ...]:
-        block_slots = _get_block(slots, block, block_size)
+    def score(start: Int32[Array, ""], size: int, results: tuple[Array, ...]) -> tuple[Array, ...]:
+        block_slots = _get_block(slots, start, size)
         logits = _logits(_gather(activations, block_slots), lm_head, temperature)
         normalizers = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, _gather(targets, block_slots)[..., None], axis=-1)[..., 0]
         # Not logsumexp(z) - Σ p z: for logits far from 0 that is the small difference of two large numbers.
         logs = logits - normalizers[..., None]
         scored = (chosen - normalizers, -jnp.sum(jnp.exp(logs) * logs, axis=-1), normalizers)
-        return tuple(_set_block(result, part, block, block_size) for result, part in zip(results, scored, strict=True))
+        return tuple(_set_block(result, part, start) for result, part in zip(results, scored, strict=True))
 
     zeros = jnp.zeros(slots.shape, jnp.float32)
-    logprobs, entropies, normalizers = jax.lax.fori_loop(0, _count_blocks(mask, block_size), score, (zeros,) * 3)
+    logprobs, entropies, normalizers = _over_blocks(mask, block_size, score, (zeros,) * 3)
     residuals = (activations, lm_head, targets, mask, normalizers)
     return (_scatter(logprobs, mask), _scatter(entropies, mask)), residuals
 
@@ -163,15 +171,15 @@ def _backward(
     temperature: float, block_size: int, residuals: tuple[Array, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None, None]:
     activations, lm_head, targets, mask, normalizers = residuals
-    slots = _masked_positions(mask, block_size)
+    slots = _masked_tokens(mask, block_size)
     scaled_cotangents = cotangents[0] / temperature
 
-    def add(block: Int32[Array, ""], gradients: tuple[Array, Array]) -> tuple[Array, Array]:
+    def add(start: Int32[Array, ""], size: int, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
         of_activations, of_head = gradients
-        block_slots = _get_block(slots, block, block_size)
+        block_slots = _get_block(slots, start, size)
         inputs = _gather(activations, block_slots)
         logits = _logits(inputs, lm_head, temperature)
-        probabilities = jnp.exp(logits - _flatten(_get_block(normalizers, block, block_size))[..., None])
+        probabilities = jnp.exp(logits - _get_block(normalizers, start, size)[..., None])
         # A comparison instead of a scatter, so that devices that shard the vocabulary need not exchange logits.
         is_target = _gather(targets, block_slots)[..., None] == jnp.arange(lm_head.shape[1])
         slopes = (is_target - probabilities) * _gather(scaled_cotangents, block_slots)[..., None]
@@ -179,13 +187,13 @@ def _backward(
         slopes = slopes.astype(lm_head.dtype)
         to_inputs = jnp.einsum("stv,ev->ste", slopes, lm_head, preferred_element_type=jnp.float32)
         to_head = jnp.einsum("ste,stv->sev", inputs, slopes, preferred_element_type=jnp.float32)
-        return _set_block(of_activations, to_inputs, block, block_size), of_head + to_head
+        return _set_block(of_activations, to_inputs, start), of_head + to_head
 
-    start = (
+    zeros = (
         jnp.zeros((*slots.shape, activations.shape[-1]), activations.dtype),
         jnp.zeros((mask.shape[0], *lm_head.shape), jnp.float32),
     )
-    of_activations, of_head = jax.lax.fori_loop(0, _count_blocks(mask, block_size), add, start)
+    of_activations, of_head = _over_blocks(mask, block_size, add, zeros)
     return _scatter(of_activations, mask), jnp.sum(of_head, axis=0).astype(lm_head.dtype), None, None
 
 
@@ -193,60 +201,61 @@ _logprobs.defvjp(_forward, _backward)
 
 
 def _logits(
-    activations: Float[Array, "shard token embed"], lm_head: Float[Array, "embed vocab"], temperature: float
-) -> Float32[Array, "shard token vocab"]:
+    activations: Float[Array, "shard block embed"], lm_head: Float[Array, "embed vocab"], temperature: float
+) -> Float32[Array, "shard block vocab"]:
     return jnp.einsum("ste,ev->stv", activations, lm_head, preferred_element_type=jnp.float32) / temperature
 
 
-def _count_blocks(mask: Bool[Array, "shard row position"], block_size: int) -> Int32[Array, ""]:
+def _over_blocks(
+    mask: Bool[Array, "shard token"],
+    block_size: int,
+    run: Callable[[Int32[Array, ""], int, Carry], Carry],
+    carry: Carry,
+) -> Carry:
+    """Run a function of first slot, number of slots and carry over the slots of all masked tokens, block by block."""
     fullest = jnp.max(jnp.sum(mask, axis=-1, dtype=jnp.int32))
-    return (fullest + block_size - 1) // block_size
+    whole, small = fullest // block_size, max(block_size // SMALL_BLOCKS, 1)
+    rest = (fullest - whole * block_size + small - 1) // small
+    carry = jax.lax.fori_loop(0, whole, lambda index, carry: run(index * block_size, block_size, carry), carry)
+    first = whole * block_size
+    return jax.lax.fori_loop(0, rest, lambda index, carry: run(first + index * small, small, carry), carry)
 
 
-def _masked_positions(mask: Bool[Array, "shard row position"], block_size: int) -> Int32[Array, "shard row slot"]:
-    """Return the positions on the mask in order, padded with an out-of-range position to whole blocks."""
-    positions = mask.shape[-1]
-    masked = jnp.sort(jnp.where(mask, jnp.arange(positions, dtype=jnp.int32), positions), axis=-1)
-    return jnp.pad(masked, ((0, 0), (0, 0), (0, -positions % block_size)), constant_values=positions)
+def _masked_tokens(mask: Bool[Array, "shard token"], block_size: int) -> Int32[Array, "shard slot"]:
+    """Return the indices of the tokens on the mask in order, padded with an out-of-range index."""
+    tokens = mask.shape[-1]
+    masked = jnp.sort(jnp.where(mask, jnp.arange(tokens, dtype=jnp.int32), tokens), axis=-1)
+    # Room for the last block, whole or small.
+    return jnp.pad(masked, ((0, 0), (0, block_size)), constant_values=tokens)
 
 
 def _gather(
-    per_position: Shaped[Array, "shard row position *rest"], slots: Int32[Array, "shard row block"]
-) -> Shaped[Array, "shard token *rest"]:
-    """Gather values at `slots`, with the rows flattened; out-of-range slots read 0."""
-    indices = jax.lax.expand_dims(slots, range(3, per_position.ndim))
-    return _flatten(jnp.take_along_axis(per_position, indices, axis=2, mode="fill", fill_value=0))
-
-
-def _flatten(per_slot: Shaped[Array, "shard row block *rest"]) -> Shaped[Array, "shard token *rest"]:
-    shard, row, block, *rest = per_slot.shape
-    return per_slot.reshape(shard, row * block, *rest)
+    per_token: Shaped[Array, "shard token *rest"], slots: Int32[Array, "shard block"]
+) -> Shaped[Array, "shard block *rest"]:
+    """Gather values at `slots`; out-of-range slots read 0."""
+    indices = jax.lax.expand_dims(slots, range(2, per_token.ndim))
+    return jnp.take_along_axis(per_token, indices, axis=1, mode="fill", fill_value=0)
 
 
 def _get_block(
-    per_slot: Shaped[Array, "shard row slot *rest"], block: Int32[Array, ""], block_size: int
-) -> Shaped[Array, "shard row block *rest"]:
-    return jax.lax.dynamic_slice_in_dim(per_slot, block * block_size, block_size, axis=2)
+    per_slot: Shaped[Array, "shard slot *rest"], start: Int32[Array, ""], size: int
+) -> Shaped[Array, "shard block *rest"]:
+    return jax.lax.dynamic_slice_in_dim(per_slot, start, size, axis=1)
 
 
 def _set_block(
-    per_slot: Shaped[Array, "shard row slot *rest"],
-    part: Shaped[Array, "shard token *rest"],
-    block: Int32[Array, ""],
-    block_size: int,
-) -> Shaped[Array, "shard row slot *rest"]:
-    shard, row, _, *rest = per_slot.shape
-    part = part.reshape(shard, row, block_size, *rest).astype(per_slot.dtype)
-    return jax.lax.dynamic_update_slice_in_dim(per_slot, part, block * block_size, axis=2)
+    per_slot: Shaped[Array, "shard slot *rest"], part: Shaped[Array, "shard block *rest"], start: Int32[Array, ""]
+) -> Shaped[Array, "shard slot *rest"]:
+    return jax.lax.dynamic_update_slice_in_dim(per_slot, part.astype(per_slot.dtype), start, axis=1)
 
 
 def _scatter(
-    per_slot: Shaped[Array, "shard row slot *rest"], mask: Bool[Array, "shard row position"]
-) -> Shaped[Array, "shard row position *rest"]:
-    """Move values from the front of each row back to the positions on the mask; 0 off it."""
+    per_slot: Shaped[Array, "shard slot *rest"], mask: Bool[Array, "shard token"]
+) -> Shaped[Array, "shard token *rest"]:
+    """Move values from the first slots back to the tokens on the mask; 0 off it."""
     slot = jnp.maximum(jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
-    extra = range(3, per_slot.ndim)
-    values = jnp.take_along_axis(per_slot, jax.lax.expand_dims(slot, extra), axis=2, mode="clip")
+    extra = range(2, per_slot.ndim)
+    values = jnp.take_along_axis(per_slot, jax.lax.expand_dims(slot, extra), axis=1, mode="clip")
     return jnp.where(jax.lax.expand_dims(mask, extra), values, 0)
 
 
