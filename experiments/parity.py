@@ -101,7 +101,7 @@ def sample_and_score(config: TrainConfig, prompts: Sequence[str]) -> list[Sample
         config.row_layout(trainer),
         pad_token_id=tokenizer.pad_token_id,
         temperature=1.0,
-        block_size=config.logprob_block_size,
+        block_size=config.logprob_block(trainer),
     )
     return [
         Sampled(

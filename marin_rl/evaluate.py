@@ -106,7 +106,7 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
             train_config.row_layout(trainer),
             pad_token_id=tokenizer.pad_token_id,
             temperature=1.0,
-            block_size=train_config.logprob_block_size,
+            block_size=train_config.logprob_block(trainer),
         )
         tasks = first_of_each(environment.tasks(config.split), evaluation.tasks, runner)
         metrics |= reference_loss(runner, tasks, lambda rollouts: scorer.score(model, rollouts))

@@ -73,7 +73,7 @@ class RlooStep:
     """The update of a run."""
 
     def __init__(self, config: TrainConfig, trainer: TrainerConfig, model: LmHeadModel, packed: PackedBatch) -> None:
-        self._learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=1_000_000)
+        self._learner = Learner(trainer, config.optimizer, make_loss(config, trainer), num_updates=1_000_000)
         self._state = self._learner.initial_state(model, jax.random.PRNGKey(1))
         self._microbatches = packed.microbatches
 
@@ -197,12 +197,13 @@ def pack(
     rollouts: Sequence[ProcessedRollout],
     advantages: Sequence[float],
     *,
-    packed: bool,
+    packed: bool | None,
 ) -> PackedBatch:
-    """Return the batch in a run's layout, with or without packing, in microbatches of about equal token counts."""
+    """Return the batch in a run's layout, with or without packing, or with the run's choice if `packed` is None."""
     sections = dataclasses.replace(config.rollouts, packing=packed)
     whole = dataclasses.replace(config, rollouts=sections)
-    rows = microbatch_rows(config.trainer, sections.rows_per_device) * trainer.data_axis_size
+    default = sections.rows_per_device(jax.default_backend(), trainer.data_axis_size)
+    rows = microbatch_rows(config.trainer, default) * trainer.data_axis_size
     layout = whole.row_layout(dataclasses.replace(trainer, train_batch_size=rows))
     token_advantages_list = [
         TokenAdvantages(np.full(rollout.num_loss_tokens, advantage), np.zeros(rollout.num_loss_tokens))

@@ -292,7 +292,7 @@ def measure_publishing(config: TrainConfig, steps: int, way: WeightTransferConfi
     )
     advantages = np.random.default_rng(0).normal(size=len(rollouts)).tolist()
     passes = pack(config, trainer, rollouts, advantages, packed=config.rollouts.packing).microbatches
-    learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=1_000_000)
+    learner = Learner(trainer, config.optimizer, make_loss(config, trainer), num_updates=1_000_000)
     model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
     state = learner.initial_state(model, jax.random.PRNGKey(1))
     sender = way.open_sender(make_secret(), TrainingHost.current())

@@ -26,6 +26,10 @@ class RowLayout:
     """Whether several sequences may share a row; if False, each sequence has a separate row."""
     whole_rollouts: bool = True
     """Whether all sequences of a rollout must be in one microbatch, as required by ratios of whole rollouts."""
+    row_cost: float = 0.0
+    """Relative cost of one row, to compare layouts."""
+    unpacked: "RowLayout | None" = None
+    """Layout of batches that cost less with one sequence per row; None if there are none."""
 
     def __post_init__(self) -> None:
         for name in ("row_length", "rows_per_microbatch"):
@@ -38,7 +42,12 @@ class RowLayout:
         >>> RowLayout(row_length=8, rows_per_microbatch=4, packed=True).microbatches(9)
         3
         """
-        return -(-rollouts // self.rows_per_microbatch)
+        own = -(-rollouts // self.rows_per_microbatch)
+        return own if self.unpacked is None else max(own, self.unpacked.microbatches(rollouts))
+
+    def cost(self, microbatches: int) -> float:
+        """Return the cost of a number of microbatches, in units of `row_cost`."""
+        return microbatches * self.rows_per_microbatch * self.row_cost
 
 
 class Slot(NamedTuple):
@@ -101,6 +110,37 @@ def pack_sequences(
         if lengths[index]:
             slots[index] = rows.place(names[index], lengths[index])
     return tuple(slots)
+
+
+def choose_layout(
+    lengths: Sequence[Sequence[int]], layout: RowLayout, ids: Sequence[str] | None = None
+) -> tuple[RowLayout, tuple[tuple[Slot, ...], ...]]:
+    """Pack a batch, or give each sequence a row if that costs less. Depends on the lengths only.
+
+    Args:
+        lengths: per rollout, the number of tokens of each sequence.
+        layout: layout of packed rows; its `unpacked` is the other candidate.
+        ids: rollout ids for error messages; indices by default.
+
+    Returns:
+        The chosen layout, and per rollout the slot of each sequence.
+
+    Raises:
+        ValueError: as for `pack_sequences`.
+
+    >>> separate = RowLayout(row_length=6, rows_per_microbatch=1, packed=False, row_cost=6)
+    >>> layout = RowLayout(row_length=8, rows_per_microbatch=1, packed=True, row_cost=9, unpacked=separate)
+    >>> [choose_layout([[n], [n], [n]], layout)[0].packed for n in (2, 4, 6)]
+    [True, True, False]
+    """
+    slots = pack_sequences(lengths, layout, ids)
+    separate, rows = layout.unpacked, sum(len(sequences) for sequences in lengths)
+    if not rows or separate is None or max(len(sequences) for sequences in lengths) > separate.rows_per_microbatch:
+        return layout, slots
+    # A lower bound: whole rollouts may need a few microbatches more.
+    if layout.cost(count_microbatches(slots)) <= separate.cost(-(-rows // separate.rows_per_microbatch)):
+        return layout, slots
+    return separate, pack_sequences(lengths, separate, ids)
 
 
 def count_microbatches(slots: Sequence[Sequence[Slot]]) -> int:

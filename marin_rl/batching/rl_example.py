@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 
-from marin_rl.batching.packing import RowLayout, Slot, count_microbatches, pack_sequences
+from marin_rl.batching.packing import RowLayout, Slot, choose_layout, count_microbatches
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import NO_ROLLOUT, AggregationConfig, TokenMeanConfig
@@ -209,7 +209,9 @@ def pack_batch(
     }
     for name, arrays in per_action.items():
         _check_per_action(name, arrays, rollouts)
-    slots = pack_sequences([rollout.lengths for rollout in rollouts], layout, [rollout.id for rollout in rollouts])
+    layout, slots = choose_layout(
+        [rollout.lengths for rollout in rollouts], layout, [rollout.id for rollout in rollouts]
+    )
     arrays = _scatter(rollouts, per_action, aggregation, slots, layout, pad_token_id)
     axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.row_length))
     microbatches = tuple(

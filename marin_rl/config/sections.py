@@ -17,8 +17,9 @@ from marin_rl.rollouts.attempt import LongPrompts, StateHashingConfig
 
 ROW_MULTIPLE = 128
 """The default length of a packed row is rounded up to a multiple of this."""
-TOKENS_PER_MICROBATCH = 1024
-"""Positions of a microbatch on each device if the config does not set the number of rows."""
+TOKENS_PER_MICROBATCH = {"cpu": 768, "gpu": 8192, "tpu": 8192}
+"""Positions of a microbatch on each device, by platform, if the config does not set the number of rows. On a CPU the
+activations of a small microbatch stay in the cache; an accelerator needs a large one to be busy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +48,11 @@ class RolloutConfig:
     state_hashing: StateHashingConfig | None = None
     """A user function that maps turns to states, for `advantage: {type: gigpo}`; null: a hash of the environment's
     anchor state or, without one, of the messages shown."""
-    packing: bool = True
+    packing: bool | None = None
     """Whether a batch row holds several sequences, in segments that do not attend to one another; false: one sequence
-    per row."""
+    per row; null: chosen for each batch from the lengths of its sequences, by cost."""
     row_length: int | None = None
-    """Positions of a batch row, at least `max_length`; null: `max_length`, with packing rounded up to a multiple of
+    """Positions of a batch row, at least `max_length`; null: `max_length`, for packed rows rounded up to a multiple of
     128, and further if the attention kernel requires it. `trainer.per_device_parallelism` sets the rows per
     microbatch."""
 
@@ -102,16 +103,29 @@ class RolloutConfig:
             )
         return self.row_length
 
-    @property
-    def rows_per_device(self) -> int:
-        """Default rows per microbatch on each device, about `TOKENS_PER_MICROBATCH` tokens."""
-        return max(TOKENS_PER_MICROBATCH // self._shortest_row, 1)
+    def rows_per_device(self, platform: str, devices: int = 1) -> int:
+        """Return the default rows per microbatch on each device: about `TOKENS_PER_MICROBATCH` tokens.
+
+        They are at most those of a step, and divide a step of full rows into microbatches of about equal size.
+
+        Args:
+            platform: `cpu`, `gpu` or `tpu`.
+            devices: number of data-parallel devices.
+
+        >>> [RolloutConfig(max_length=96, packing=packing).rows_per_device("cpu") for packing in (True, False)]
+        [6, 8]
+        >>> RolloutConfig(prompts_per_step=16, max_length=96, packing=False).rows_per_device("gpu")
+        64
+        """
+        most = max(TOKENS_PER_MICROBATCH[platform] // self._shortest_row, 1)
+        rows = -(-self.rollouts_per_step // devices)
+        return -(-rows // -(-rows // most))
 
     @property
     def _shortest_row(self) -> int:
         if self.row_length is not None:
             return self.row_length
-        return round_up(self.max_length, ROW_MULTIPLE) if self.packing else self.max_length
+        return self.max_length if self.packing is False else round_up(self.max_length, ROW_MULTIPLE)
 
 
 class Mode(enum.StrEnum):

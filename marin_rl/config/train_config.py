@@ -49,6 +49,7 @@ from marin_rl.environments.base import EnvironmentConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, AttentionKernel, attention_kernel
 from marin_rl.learner.checkpoint import CheckpointConfig
 from marin_rl.learner.critic import CriticConfig
+from marin_rl.learner.devices import microbatch_rows
 from marin_rl.models.conversion import check_model
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.advantages import RlooConfig
@@ -65,6 +66,9 @@ from marin_rl.rollouts.store import RolloutStoreConfig
 from marin_rl.sampling.config import LevanterSamplerConfig, OpenAiSamplerConfig, SamplerConfig, SamplingConfig
 from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig, is_loopback
+
+LOGPROB_BLOCK_SIZE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
+"""Tokens on each device whose logits are in memory at once, by platform, if the config does not set their number."""
 
 
 def compilation_cache() -> str:
@@ -157,8 +161,9 @@ class TrainConfig:
         metadata=may_change("host", "port", "streams", "keep", "call_seconds", "retry"),
     )
     """Weight transfer from the trainer to the workers, for `mode: async`."""
-    logprob_block_size: int = 128
-    """Positions of a row whose logits are in memory at once. At least 1."""
+    logprob_block_size: int | None = None
+    """Tokens on each device whose logits are in memory at once. At least 1; null: 256 on a CPU, 1,024 on an
+    accelerator."""
     warm_start: WarmStartConfig = WarmStartConfig()
     """Supervised training before RL."""
     evaluation: EvaluationConfig = dataclasses.field(default=EvaluationConfig(), metadata=may_change("every"))
@@ -212,8 +217,8 @@ class TrainConfig:
             raise ValueError(
                 f"optimizer.learning_rate is {self.optimizer.learning_rate}; it must be a finite number of at least 0"
             )
-        if self.logprob_block_size < 1:
-            raise ValueError(f"logprob_block_size is {self.logprob_block_size}; it must be at least 1 position")
+        if self.logprob_block_size is not None and self.logprob_block_size < 1:
+            raise ValueError(f"logprob_block_size is {self.logprob_block_size}; it must be at least 1 token, or null")
 
     def _check_trainer(self) -> None:
         cache = self.trainer.jax_compilation_cache_dir
@@ -338,15 +343,35 @@ class TrainConfig:
     def row_layout(self, trainer: TrainerConfig) -> RowLayout:
         """Shape of the microbatches, for a trainer section completed by `start_devices`.
 
+        A row of R positions costs `R · (1 + R / (6 · hidden size))`: the second term is attention, whose products have
+        that share of the flops of the linear layers of a transformer.
+
         Raises:
             ValueError: if the attention kernel of the trainer's platform does not support `rollouts.row_length`.
         """
+        kernel, rollouts = self._kernel(trainer), self.rollouts
+        layout = self._layout(rollouts.positions(kernel), cast(int, trainer.train_batch_size))
+        separate = dataclasses.replace(rollouts, packing=False)
+        if rollouts.packing is not None or separate.positions(kernel) == layout.row_length:
+            return layout
+        platform, devices = self._platform(trainer), trainer.data_axis_size
+        rows = microbatch_rows(self.trainer, separate.rows_per_device(platform, devices)) * devices
+        unpacked = dataclasses.replace(self._layout(separate.positions(kernel), rows), packed=False)
+        return dataclasses.replace(layout, unpacked=unpacked)
+
+    def _layout(self, row_length: int, rows: int) -> RowLayout:
+        hidden = 1024 if self.model is None else self.model.Embed.size
         return RowLayout(
-            self.rollouts.positions(self._kernel(trainer)),
-            cast(int, trainer.train_batch_size),
-            self.rollouts.packing,
+            row_length,
+            rows,
+            packed=self.rollouts.packing is not False,
             whole_rollouts=self.policy_loss.is_sequence_level,
+            row_cost=row_length * (1 + row_length / (6 * hidden)),
         )
+
+    def logprob_block(self, trainer: TrainerConfig) -> int:
+        """Tokens per device whose logits are in memory at once, for a trainer section of started devices."""
+        return self.logprob_block_size or LOGPROB_BLOCK_SIZE[self._platform(trainer)]
 
     def trained_model(self, trainer: TrainerConfig) -> LmConfig:
         """Model config with the attention kernel of the trainer's platform and a block size that divides the rows.
@@ -359,4 +384,7 @@ class TrainConfig:
         return kernel.configure(self.model, self.rollouts.positions(kernel))
 
     def _kernel(self, trainer: TrainerConfig) -> AttentionKernel:
-        return attention_kernel(self.model, trainer.device_mesh.devices.flat[0].platform)
+        return attention_kernel(self.model, self._platform(trainer))
+
+    def _platform(self, trainer: TrainerConfig) -> str:
+        return trainer.device_mesh.devices.flat[0].platform

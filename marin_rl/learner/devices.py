@@ -4,6 +4,7 @@
 """JAX initialization for a run, and validation of mesh and batch size against the devices."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 from levanter.trainer import TrainerConfig
@@ -26,7 +27,9 @@ def join_processes(config: TrainerConfig) -> None:
         config.distributed.initialize()
 
 
-def start_devices(config: TrainerConfig, *, rows_per_device: int, alone: bool = False) -> TrainerConfig:
+def start_devices(
+    config: TrainerConfig, *, rows_per_device: int | Callable[[str, int], int], alone: bool = False
+) -> TrainerConfig:
     """Apply the trainer's JAX settings, initialize `jax.distributed`, and fill in the batch size.
 
     This is the device-related part of levanter's `TrainerConfig.initialize`. The run directory replaces
@@ -34,7 +37,8 @@ def start_devices(config: TrainerConfig, *, rows_per_device: int, alone: bool = 
 
     Args:
         config: levanter's trainer config; not modified.
-        rows_per_device: microbatch rows on each data-parallel device if `per_device_parallelism` is not set.
+        rows_per_device: microbatch rows on each data-parallel device if `per_device_parallelism` is not set; a number,
+            or a function of the platform (`cpu`, `gpu` or `tpu`) and the number of data-parallel devices.
         alone: whether this process is separate from the trainer and must not join its distributed runtime.
 
     Returns:
@@ -57,6 +61,8 @@ def start_devices(config: TrainerConfig, *, rows_per_device: int, alone: bool = 
     if config.require_accelerator and jax.default_backend() == "cpu":
         raise DeviceError("trainer.require_accelerator is true, but jax found only a CPU; set it to false to use that")
     _check_mesh(config)
+    if not isinstance(rows_per_device, int):
+        rows_per_device = rows_per_device(jax.default_backend(), config.data_axis_size)
     config.per_device_parallelism = microbatch_rows(config, rows_per_device)
     config.train_batch_size = config.per_device_parallelism * config.data_axis_size
     config._validate_and_set_defaults()

@@ -9,7 +9,7 @@ import math
 import jax
 from haliax import Axis
 
-from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.train_config import LOGPROB_BLOCK_SIZE, TrainConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.learner.devices import microbatch_rows
 from marin_rl.learner.policy_model import model_shape
@@ -32,9 +32,10 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
     shape = model_shape(config.model, Axis("vocab", tokenizer.vocab_size), config.trainer)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shape))
     per_step, updates = rollouts.rollouts_per_step, config.updates
-    rows = microbatch_rows(config.trainer, rollouts.rows_per_device)
-    positions, elsewhere = _positions(config)
-    block = min(config.logprob_block_size, positions)
+    (platform, (rows, positions)), *others = _microbatches(config).items()
+    elsewhere = "".join(f"; {count:,} x {length:,} on {name}" for name, (count, length) in others)
+    share = {True: "several sequences", False: "one sequence", None: "one or several sequences"}[rollouts.packing]
+    block = min(config.logprob_block_size or LOGPROB_BLOCK_SIZE[platform], rows * positions)
     prompts = rollouts.prompts_per_step * config.num_steps
     resampling = f", {config.filter.max_batches} times that with resampling" if config.filter.max_batches > 1 else ""
     critic = "none"
@@ -54,7 +55,7 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
         (
             "one microbatch",
             f"{rows:,} rows x {positions:,} positions = {rows * positions:,} tokens on each data-parallel device, "
-            f"{'several sequences' if rollouts.packing else 'one sequence'} in a row{elsewhere}",
+            f"{share} in a row{elsewhere}",
         ),
         (
             "the run",
@@ -64,7 +65,7 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
         ),
         (
             "logits at a time",
-            f"{rows:,} x {block:,} x {tokenizer.vocab_size:,} floats on each data-parallel device",
+            f"{block:,} tokens x {tokenizer.vocab_size:,} floats on each data-parallel device",
         ),
         ("evaluations", f"{_evaluations(config):,}, of {config.evaluation.tasks:,} held-out tasks"),
         ("reference model", "yes" if config.kl.needs_reference else "not loaded, the KL coefficient is 0"),
@@ -74,16 +75,16 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
 
 
-def _positions(config: TrainConfig) -> tuple[int, str]:
-    """Positions per row on the first supported platform, and a remark on platforms with a different number."""
-    by_platform: dict[str, int] = {}
+def _microbatches(config: TrainConfig) -> dict[str, tuple[int, int]]:
+    """Rows on each device and positions per row of a microbatch, on every supported platform."""
+    by_platform: dict[str, tuple[int, int]] = {}
     for platform in PLATFORMS:
         # Config validation has already rejected a row length that no platform supports.
         with contextlib.suppress(ValueError):
-            by_platform[platform] = config.rollouts.positions(attention_kernel(config.model, platform))
-    first = next(iter(by_platform.values()))
-    others = [f"{count:,} positions on {platform}" for platform, count in by_platform.items() if count != first]
-    return first, "".join(f"; {other}" for other in others)
+            positions = config.rollouts.positions(attention_kernel(config.model, platform))
+            rows = microbatch_rows(config.trainer, config.rollouts.rows_per_device(platform))
+            by_platform[platform] = (rows, positions)
+    return by_platform
 
 
 def _evaluations(config: TrainConfig) -> int:

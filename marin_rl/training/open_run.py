@@ -123,13 +123,13 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
         )
 
 
-def make_loss(config: TrainConfig) -> RlLoss:
-    """Build the configured loss."""
+def make_loss(config: TrainConfig, trainer: TrainerConfig) -> RlLoss:
+    """Build the configured loss, for a trainer section of started devices."""
     return RlLoss(
         policy_loss=config.policy_loss,
         kl=config.kl,
         temperature=config.sampling.temperature,
-        block_size=config.logprob_block_size,
+        block_size=config.logprob_block(trainer),
         critic=config.critic,
     )
 
@@ -165,7 +165,7 @@ def _open_parts(config: TrainConfig, folder: Path, resources: contextlib.ExitSta
     # A run with 0 steps only warms up and exports, but a learning rate schedule needs at least one step.
     num_updates = max(config.num_steps, 1) * config.updates.per_step
     capacity = layout.microbatches(math.ceil(config.rollouts.rollouts_per_step / config.updates.minibatches))
-    learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=num_updates, capacity=capacity)
+    learner = Learner(trainer, config.optimizer, make_loss(config, trainer), num_updates=num_updates, capacity=capacity)
     return _Parts(trainer, layout, tokenizer, environment, reward_functions, loop, store, checkpoints, learner)
 
 
@@ -215,7 +215,7 @@ def _start(config: TrainConfig, parts: _Parts, report: Report) -> tuple[TrainerS
             parts.trainer,
             parts.layout,
             seed=config.seed,
-            block_size=config.logprob_block_size,
+            block_size=config.logprob_block(parts.trainer),
             temperature=config.sampling.temperature,
             report=report,
         )
@@ -240,7 +240,7 @@ def _make_batch_builder(config: TrainConfig, parts: _Parts, history: WeightHisto
         parts.layout,
         pad_token_id=parts.tokenizer.pad_token_id,
         temperature=config.sampling.temperature,
-        block_size=config.logprob_block_size,
+        block_size=config.logprob_block(parts.trainer),
         capacity=parts.layout.microbatches(config.rollouts.rollouts_per_step),
     )
     score_reference = None

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.batching.packing import RowLayout, Slot, count_microbatches, pack_sequences
+from marin_rl.batching.packing import RowLayout, Slot, choose_layout, count_microbatches, pack_sequences
 
 Lengths = list[list[int]]
 
@@ -256,3 +256,38 @@ def test_sequences_of_a_rollout_may_share_a_row() -> None:
 def test_empty_layouts_are_invalid(name: str, shape: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=f"RowLayout.{name} is 0"):
         RowLayout(*shape, packed=True)
+
+
+SEPARATE = RowLayout(row_length=96, rows_per_microbatch=8, packed=False, whole_rollouts=False, row_cost=96 * 1.125)
+SHARED = RowLayout(128, 6, packed=True, whole_rollouts=False, row_cost=128 * 1.167, unpacked=SEPARATE)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "packed"), [([96] * 128, False), ([64] * 128, True), ([65] * 128, False), ([30] * 128, True)]
+)
+def test_the_cheaper_layout_is_chosen(lengths: list[int], packed: bool):
+    layout, slots = choose_layout([[length] for length in lengths], SHARED)
+    assert layout == (SHARED if packed else SEPARATE)
+    assert slots == pack_sequences([[length] for length in lengths], layout)
+
+
+def test_the_choice_does_not_depend_on_the_order_of_rollouts():
+    lengths = np.random.default_rng(0).integers(40, 97, 100).tolist()
+    chosen = {
+        choose_layout([[length] for length in np.roll(lengths, shift).tolist()], SHARED)[0].packed for shift in range(5)
+    }
+    assert len(chosen) == 1
+
+
+def test_a_rollout_with_more_sequences_than_unpacked_rows_is_packed():
+    layout, _ = choose_layout([[96] * 9, [96] * 9], SHARED)
+    assert layout == SHARED
+
+
+def test_a_batch_of_no_rollouts_is_packed():
+    assert choose_layout([], SHARED) == (SHARED, ())
+
+
+def test_errors_name_the_rollout_in_both_layouts():
+    with pytest.raises(ValueError, match="rollout r7 has a sequence of 129 tokens"):
+        choose_layout([[129]], SHARED, ["r7"])

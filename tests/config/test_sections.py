@@ -67,21 +67,31 @@ def test_rollouts_per_step():
 @pytest.mark.parametrize(
     ("settings", "positions", "rows"),
     [
-        ({"max_length": 12}, 128, 8),
-        ({"max_length": 512}, 512, 2),
+        ({"max_length": 12}, 128, 6),
+        ({"max_length": 128}, 128, 6),
+        ({"max_length": 512}, 512, 1),
         ({"max_length": 513}, 640, 1),
         ({"max_length": 1100}, 1280, 1),
         ({"max_length": 1100, "packing": False}, 1280, 1),
         ({"max_length": 1100, "row_length": 1152}, 1152, 1),
         ({"max_length": 4096}, 4096, 1),
-        ({"max_length": 12, "packing": False}, 12, 85),
-        ({"max_length": 12, "row_length": 32}, 32, 32),
-        ({"max_length": 12, "row_length": 32, "packing": False}, 32, 32),
+        ({"max_length": 12, "packing": False}, 12, 64),
+        ({"max_length": 12, "row_length": 32}, 32, 24),
+        ({"max_length": 12, "row_length": 32, "packing": False}, 32, 24),
+        ({"max_length": 12, "packing": False, "prompts_per_step": 5, "group_size": 13}, 12, 33),
+        ({"max_length": 12, "prompts_per_step": 2, "group_size": 2}, 128, 4),
     ],
 )
-def test_default_microbatch_has_about_a_thousand_tokens(settings: dict, positions: int, rows: int):
+def test_default_microbatch_on_a_cpu_has_at_most_768_tokens(settings: dict, positions: int, rows: int):
     built = RolloutConfig(**settings)
-    assert (built.positions(attention_kernel(None, "cpu")), built.rows_per_device) == (positions, rows)
+    assert (built.positions(attention_kernel(None, "cpu")), built.rows_per_device("cpu")) == (positions, rows)
+
+
+def test_default_microbatch_of_an_accelerator_is_larger_but_not_larger_than_a_step():
+    built = RolloutConfig(max_length=512)
+    assert [built.rows_per_device(platform) for platform in ("cpu", "gpu", "tpu")] == [1, 16, 16]
+    # 512 rollouts on 64 devices: 8 rows on each.
+    assert built.rows_per_device("tpu", devices=64) == 8
 
 
 def test_log_levels_are_read_from_the_config():

@@ -12,7 +12,6 @@ from levanter.models.llama import LlamaConfig
 from levanter.models.mistral import MistralConfig
 from levanter.optim import AdamConfig
 
-from marin_rl.batching.packing import RowLayout
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.decode import ConfigError
 from marin_rl.config.sections import Mode, RolloutConfig
@@ -20,6 +19,7 @@ from marin_rl.config.train_config import TrainConfig, compilation_cache, default
 from marin_rl.config.yaml_text import from_yaml, to_yaml
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.learner.attention_kernel import attention_kernel
+from marin_rl.learner.devices import start_devices
 from marin_rl.objectives import (
     GrpoConfig,
     ReinforceConfig,
@@ -265,9 +265,37 @@ def test_trained_model_sets_only_the_attention_block_size():
 def test_layout_of_a_microbatch():
     trainer = dataclasses.replace(default_trainer(), train_batch_size=6)
     layout = config().row_layout(trainer)
-    assert layout == RowLayout(row_length=128, rows_per_microbatch=6, packed=True, whole_rollouts=False)
+    shape = (layout.row_length, layout.rows_per_microbatch, layout.packed, layout.whole_rollouts)
+    assert shape == (128, 6, True, False)
     for loss in (GspoLossConfig(), RlooSequenceLossConfig()):
         assert config(policy_loss=loss).row_layout(trainer).whole_rollouts
+
+
+def test_packing_is_chosen_between_rows_of_both_lengths():
+    trainer = start_devices(default_trainer(), rows_per_device=6)
+    unpacked = config(rollouts=RolloutConfig(max_length=32)).row_layout(trainer).unpacked
+    assert unpacked is not None
+    assert (unpacked.row_length, unpacked.rows_per_microbatch, unpacked.packed) == (32, 24, False)
+    # Longer rows cost more per position, because of attention.
+    layout = config(rollouts=RolloutConfig(max_length=32)).row_layout(trainer)
+    assert layout.row_cost / 128 > unpacked.row_cost / 32 > 1
+    rows = dataclasses.replace(default_trainer(), per_device_parallelism=5)
+    unpacked = config(rollouts=RolloutConfig(max_length=32), trainer=rows).row_layout(trainer).unpacked
+    assert unpacked is not None
+    assert unpacked.rows_per_microbatch == 5
+    # There is nothing to choose between rows of one length, or if the config decides.
+    for rollouts in (
+        RolloutConfig(max_length=32, packing=True),
+        RolloutConfig(max_length=32, packing=False),
+        RolloutConfig(max_length=32, row_length=64),
+    ):
+        assert config(rollouts=rollouts).row_layout(trainer).unpacked is None
+
+
+def test_default_logprob_block_depends_on_the_platform():
+    trainer = start_devices(default_trainer(), rows_per_device=6)
+    assert config().logprob_block(trainer) == 256
+    assert config(logprob_block_size=7).logprob_block(trainer) == 7
 
 
 @pytest.mark.parametrize(

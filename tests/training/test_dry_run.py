@@ -49,12 +49,13 @@ def test_counts_of_a_run():
     assert found["one step"] == "8 prompts x 4 attempts = 32 rollouts"
     assert found["sampled per step"] == "at most 576 tokens"
     assert found["updates per step"].startswith("1 = 1 x 1 ")
-    # Rows of 50 tokens are rounded up to 128 positions; 8 rows have about a thousand.
-    assert found["one microbatch"].startswith(
-        "8 rows x 128 positions = 1,024 tokens on each data-parallel device, several"
+    # Rows of 50 tokens are rounded up to 128 positions; 6 rows have 768. A step has 32 rollouts.
+    assert found["one microbatch"] == (
+        "6 rows x 128 positions = 768 tokens on each data-parallel device, one or several sequences in a row; "
+        "32 x 128 on gpu; 32 x 128 on tpu"
     )
     assert found["the run"] == "100 steps, 100 updates, 3,200 rollouts, each of 400 training tasks 2.00 times"
-    assert found["logits at a time"].startswith("8 x 16 x 264 floats")
+    assert found["logits at a time"].startswith("16 tokens x 264 floats")
     assert found["reference model"] == "not loaded, the KL coefficient is 0"
     assert found["critic"] == "none"
 
@@ -90,7 +91,7 @@ def test_row_positions_differ_on_tpu():
     model = dataclasses.replace(CONFIG.model, seq_len=2048)
     found = lines(dataclasses.replace(CONFIG, model=model, rollouts=RolloutConfig(max_length=1100)))
     assert found["one microbatch"].startswith("1 rows x 1,280 positions = 1,280 tokens on each data-parallel device")
-    assert found["one microbatch"].endswith("; 1,536 positions on tpu")
+    assert found["one microbatch"].endswith("; 7 x 1,280 on gpu; 7 x 1,536 on tpu")
 
 
 @pytest.mark.parametrize(("shared", "words"), [(True, "one output on the policy's trunk"), (False, "a separate trunk")])
@@ -116,5 +117,7 @@ def test_reference_is_described():
     assert lines(dataclasses.replace(CONFIG, kl=LossKlConfig(beta=0.0)))["reference model"].startswith("not loaded")
 
 
-def test_logit_block_is_at_most_the_row():
-    assert lines(dataclasses.replace(CONFIG, logprob_block_size=512))["logits at a time"].startswith("8 x 128 x 264")
+@pytest.mark.parametrize(("size", "tokens"), [(None, "256"), (512, "512"), (4096, "768")])
+def test_logit_block_is_at_most_the_microbatch(size: int | None, tokens: str):
+    found = lines(dataclasses.replace(CONFIG, logprob_block_size=size))["logits at a time"]
+    assert found.startswith(f"{tokens} tokens x 264 floats")

@@ -21,6 +21,7 @@ from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.learner import checkpoint
 from marin_rl.learner.checkpoint import CheckpointError
 from marin_rl.learner.critic import CriticConfig
+from marin_rl.learner.devices import start_devices
 from marin_rl.objectives import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
@@ -130,7 +131,7 @@ def test_make_loss_uses_config(finished_run: TinyRun):
         sampling=SamplingConfig(temperature=0.7),
         logprob_block_size=5,
     )
-    loss = make_loss(config)
+    loss = make_loss(config, start_devices(config.trainer_config(), rows_per_device=1))
     assert (loss.policy_loss, loss.kl, loss.critic) == (config.policy_loss, config.kl, config.critic)
     assert (loss.temperature, loss.block_size) == (0.7, 5)
 

@@ -193,7 +193,7 @@ def train_one_step(config: TrainConfig, policy_logprobs: np.ndarray) -> dict[str
         rollout.policy_logprobs[rollout.loss_mask] = logprobs
     token_advantages_list = [TokenAdvantages(np.linspace(-1, 1, 16), np.zeros(16)) for _ in rollouts]
     batch = pack_batch(rollouts, token_advantages_list, config.aggregation, config.row_layout(trainer), pad_token_id=0)
-    learner = Learner(trainer, config.optimizer, make_loss(config), num_updates=1)
+    learner = Learner(trainer, config.optimizer, make_loss(config, trainer), num_updates=1)
     state = learner.initial_state(long_model(config, trainer), jax.random.PRNGKey(0))
     _, measured = learner.step(state, batch.microbatches)
     ratios = first_log_ratios([measured])
