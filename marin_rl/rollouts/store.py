@@ -33,7 +33,7 @@ from marin_rl.rollouts.stored_rollout import (
     StoredAdvantages,
     as_jsonl,
     as_parquet,
-    as_row,
+    as_table,
     from_jsonl,
     from_parquet,
 )
@@ -305,11 +305,8 @@ class RolloutStore:
         purpose: str,
         stale_ids: Collection[str],
     ) -> None:
-        rows = [
-            as_row(rollout, step, purpose, advantages.get(rollout.id), self._piece, rollout.group_id in stale_ids)
-            for rollout in rollouts
-        ]
-        data = as_jsonl(rows) if self._config.format is StoredFormat.JSONL else as_parquet(rows)
+        table = as_table(rollouts, step, purpose, advantages, self._piece, stale_ids)
+        data = as_jsonl(table) if self._config.format is StoredFormat.JSONL else as_parquet(table)
         target = self.folder / f"{_PREFIX[purpose]}-{step:08d}.{self._config.format.value}"
         with open_atomically(target) as file:
             file.write(data)

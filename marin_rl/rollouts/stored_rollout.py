@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The record of a stored rollout: its columns, the conversion of a rollout to a row, and the two file formats.
+"""The record of a stored rollout: its columns, the conversion of rollouts to a table, and the two file formats.
 
 One row is one rollout. Lists of a turn have one item per token: those over the sampled tokens (`token_ids`, `pieces`,
 `logprobs`, …) have one length, those over the observation's tokens another. Null means that the run did not compute
@@ -9,20 +9,20 @@ the value. `SCHEMA` defines both formats, Parquet and JSON lines.
 """
 
 import dataclasses
-import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 
 from marin_rl.objectives.advantage_inputs import TurnAdvantages
-from marin_rl.types import Info, Message, Observation, Rollout, RolloutStatus, Turn
+from marin_rl.types import Info, Message, Rollout, RolloutStatus
 
 SCHEMA_VERSION = 3
 """Increased with every change of the columns; files of other versions are refused."""
@@ -159,103 +159,162 @@ class StoredAdvantages:
         return {name: array for name, array in vars(self).items() if name in _SCORES and array is not None}
 
 
-def as_row(
-    rollout: Rollout,
+def as_table(
+    rollouts: Sequence[Rollout],
     step: int,
     purpose: str,
-    stored: StoredAdvantages | None,
+    stored: Mapping[str, StoredAdvantages],
     piece: PieceOf,
-    is_stale: bool = False,
-) -> dict[str, Any]:
-    """Convert a rollout to a row of `SCHEMA`, in Python values.
+    stale_groups: Collection[str] = (),
+) -> pa.Table:
+    """Convert rollouts to a table with the columns of `SCHEMA`.
 
     Args:
-        rollout: the rollout.
-        step: the update trained on the rollout, or the update before an evaluation.
+        rollouts: the rollouts.
+        step: the update trained on the rollouts, or the update before an evaluation.
         purpose: `training` or `evaluation`.
-        stored: advantages of the rollout; None if it was not trained on.
-        piece: maps a token id to its bytes.
-        is_stale: whether the rollout was dropped for its age before training.
+        stored: advantages by rollout id, for the rollouts that were trained on.
+        piece: maps a token id to its bytes; called once per distinct id.
+        stale_groups: ids of groups that were dropped for their age before training.
 
     Returns:
-        The values by column.
+        The table, with one row per rollout.
 
     Raises:
-        ValueError: if an array does not have the rollout's length; names both lengths.
+        ValueError: if an array does not have the rollout's length, or a token id is not a 32-bit integer; names the
+            rollout.
     """
-    _check_lengths(rollout, stored)
-    values = {
-        **vars(rollout),
-        "step": step,
-        "purpose": purpose,
-        "task_id": rollout.task.id,
-        "environment": rollout.task.environment,
-        "answer": rollout.task.answer,
-        "not_trained": _why_not_trained(rollout, purpose, stored, is_stale),
-        "reward": rollout.total_reward,
-        "advantage": None if stored is None else stored.mean_advantage,
-        "num_turns": len(rollout.turns),
-        "num_tokens": rollout.num_tokens,
-        "num_generated_tokens": rollout.num_generated_tokens,
-        "info": _info_text(rollout.info),
-        "turns": _turn_values(rollout.turns, stored, piece),
-        "last_observation": _observation_values(rollout.last_observation, piece),
+    own = [stored.get(rollout.id) for rollout in rollouts]
+    for rollout, advantages in zip(rollouts, own, strict=True):
+        _check_lengths(rollout, advantages)
+    pairs = list(zip(rollouts, own, strict=True))
+    columns: dict[str, list[Any]] = {
+        "step": [step] * len(pairs),
+        "purpose": [purpose] * len(pairs),
+        "task_id": [rollout.task.id for rollout in rollouts],
+        "environment": [rollout.task.environment for rollout in rollouts],
+        "answer": [rollout.task.answer for rollout in rollouts],
+        "not_trained": [
+            _why_not_trained(rollout, purpose, advantages, rollout.group_id in stale_groups)
+            for rollout, advantages in pairs
+        ],
+        "reward": [rollout.total_reward for rollout in rollouts],
+        "advantage": [None if advantages is None else advantages.mean_advantage for advantages in own],
+        "num_turns": [len(rollout.turns) for rollout in rollouts],
+        "info": [_info_text(rollout.info) for rollout in rollouts],
+        "turns": [_turn_values(rollout, advantages) for rollout, advantages in pairs],
+        "last_observation": [_observation_values(rollout) for rollout in rollouts],
     }
-    return {field.name: _as_stored(values[field.name], field.type) for field in SCHEMA}
+    others = [name for name in SCHEMA.names if name not in columns]
+    columns |= {name: [getattr(rollout, name) for rollout in rollouts] for name in others}
+    arrays = [_column(columns[field.name], field.type, piece) for field in SCHEMA]
+    return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
 
-def _as_stored(value: Any, kind: pa.DataType) -> Any:
-    """Convert a value to one that Arrow accepts; the fields of a record are those of `kind`, by name."""
-    if value is None:
-        return None
+def _column(values: Sequence[Any], kind: pa.DataType, piece: PieceOf) -> pa.Array:
+    """Convert one value per row, None for null, to an Arrow array of a type of `SCHEMA`.
+
+    Structures are objects or dictionaries with the fields of `kind`, and the pieces of tokens are given as token ids.
+    """
     if pa.types.is_struct(kind):
-        values = value if isinstance(value, Mapping) else vars(value)
-        return {field.name: _as_stored(values.get(field.name), field.type) for field in kind}
-    if pa.types.is_list(kind) and pa.types.is_struct(kind.value_type):
-        return [_as_stored(item, kind.value_type) for item in value]
-    if pa.types.is_map(kind):
-        return [(name, float(number)) for name, number in value.items()]
-    if pa.types.is_string(kind):
+        rows = [value if value is None or isinstance(value, dict) else vars(value) for value in values]
+        children = [
+            _column([None if row is None else row.get(field.name) for row in rows], field.type, piece) for field in kind
+        ]
+        return pa.StructArray.from_arrays(children, fields=list(kind), mask=_null_mask(values))
+    if pa.types.is_map(kind) or pa.types.is_list(kind):
+        present = [value for value in values if value is not None]
+        lengths = [0 if value is None else len(value) for value in values]
+        offsets, mask = pa.array(np.cumsum([0, *lengths], dtype=np.int32)), _null_mask(values)
+        if pa.types.is_map(kind):
+            names = _strings([name for value in present for name in value])
+            numbers = pa.array([float(number) for value in present for number in value.values()], pa.float64())
+            return pa.MapArray.from_arrays(offsets, names, numbers, type=kind, mask=mask)
+        return pa.ListArray.from_arrays(offsets, _items(present, kind.value_type, piece), type=kind, mask=mask)
+    return _strings(values) if pa.types.is_string(kind) else pa.array(values, kind)
+
+
+def _items(lists: Sequence[Any], kind: pa.DataType, piece: PieceOf) -> pa.Array:
+    """Convert the items of lists to one Arrow array."""
+    if pa.types.is_struct(kind):
+        return _column([item for items in lists for item in items], kind, piece)
+    if pa.types.is_binary(kind):
+        tokens = _items(lists, pa.int32(), piece).dictionary_encode()
+        pieces = pa.array([piece(token) for token in tokens.dictionary.to_pylist()], kind)
+        return pieces.take(tokens.indices)
+    dtype = kind.to_pandas_dtype()
+    with np.errstate(over="ignore"):
+        return pa.array(np.concatenate([np.zeros(0, dtype), *lists], dtype=dtype, casting="same_kind"), kind)
+
+
+def _null_mask(values: Sequence[Any]) -> pa.Array | None:
+    """True for None; None if there is no None."""
+    mask = [value is None for value in values]
+    return pa.array(mask, pa.bool_()) if any(mask) else None
+
+
+def _strings(values: Sequence[str | None]) -> pa.Array:
+    try:
+        return pa.array(values, pa.string())
+    except UnicodeEncodeError:
         # UTF-8 cannot represent lone surrogates, which texts of reward functions may contain.
-        return value.encode("utf-8", "backslashreplace").decode("utf-8")
-    return value
+        escaped = [
+            value if value is None else value.encode("utf-8", "backslashreplace").decode("utf-8") for value in values
+        ]
+        return pa.array(escaped, pa.string())
 
 
-def _turn_values(turns: Sequence[Turn], stored: StoredAdvantages | None, piece: PieceOf) -> list[dict[str, Any]]:
+def _turn_values(rollout: Rollout, stored: StoredAdvantages | None) -> list[dict[str, Any]]:
     rows = []
     start = 0
-    for index, turn in enumerate(turns):
-        token_ids = turn.generation.token_ids
-        end = start + len(token_ids)
+    scores = {} if stored is None else stored.arrays
+    has_loss = stored is not None and stored.advantages is not None
+    for index, turn in enumerate(rollout.turns):
+        generation = turn.generation
+        observed = _token_array(rollout, turn.observation_tokens)
+        sampled = _token_array(rollout, generation.token_ids)
+        end = start + sampled.size
         row = {
             **vars(turn),
-            **vars(turn.generation),
+            **vars(generation),
             "messages": [_message_values(message) for message in turn.messages],
             "reward": turn.reward,
             "info": _info_text(turn.info),
-            "observation_pieces": [piece(token) for token in turn.observation_tokens],
-            "pieces": [piece(token) for token in token_ids],
-            "loss_mask": [stored is not None and stored.advantages is not None] * len(token_ids),
+            "observation_tokens": observed,
+            "observation_pieces": observed,
+            "token_ids": sampled,
+            "pieces": sampled,
+            "loss_mask": np.full(sampled.size, has_loss),
+            "logprobs": np.array(generation.logprobs, np.float64),
+            **{name: array[start:end] for name, array in scores.items()},
         }
-        if stored is not None:
-            row |= {name: array[start:end].tolist() for name, array in stored.arrays.items()}
-            if (parts := stored.turn_advantages) is not None:
-                row["episode_advantage"] = parts.episode_advantage
-                row["step_return"] = float(parts.returns[index])
-                row["step_advantage"] = float(parts.step_advantages[index])
+        if stored is not None and (parts := stored.turn_advantages) is not None:
+            row["episode_advantage"] = parts.episode_advantage
+            row["step_return"] = float(parts.returns[index])
+            row["step_advantage"] = float(parts.step_advantages[index])
         rows.append(row)
         start = end
     return rows
 
 
-def _observation_values(observation: Observation | None, piece: PieceOf) -> dict[str, Any] | None:
+def _token_array(rollout: Rollout, tokens: Sequence[int]) -> Int32[np.ndarray, " tokens"]:
+    try:
+        # Faster than numpy, which would truncate other numbers.
+        return np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), np.int32)
+    except struct.error as error:
+        raise ValueError(f"rollout {rollout.id}: token ids must be integers of 32 bits ({error})") from error
+
+
+def _observation_values(rollout: Rollout) -> dict[str, Any] | None:
+    observation = rollout.last_observation
     if observation is None:
         return None
+    tokens = _token_array(rollout, observation.tokens)
     return {
         "messages": [_message_values(message) for message in observation.messages],
         "starts_sequence": observation.starts_sequence,
-        "observation_tokens": observation.tokens,
-        "observation_pieces": [piece(token) for token in observation.tokens],
+        "observation_tokens": tokens,
+        "observation_pieces": tokens,
     }
 
 
@@ -299,17 +358,15 @@ class OtherVersionError(ValueError):
     """A file has another schema version."""
 
 
-def as_parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Convert rows to the content of a Parquet file."""
-    buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), buffer, compression="zstd", write_statistics=False)
-    return buffer.getvalue()
+def as_parquet(table: pa.Table) -> pa.Buffer:
+    """Convert a table to the content of a Parquet file."""
+    content = pa.BufferOutputStream()
+    pq.write_table(table, content, compression="zstd", write_statistics=False)
+    return content.getvalue()
 
 
-def as_jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Convert rows to JSON lines, with a token's bytes as text, or as `{"hex": …}` if they are not valid UTF-8."""
-    # The conversion by Arrow gives both formats the same values with the same rounding.
-    table = pa.Table.from_pylist(list(rows), schema=SCHEMA)
+def as_jsonl(table: pa.Table) -> bytes:
+    """Convert a table to JSON lines, with a token's bytes as text, or as `{"hex": …}` if they are not valid UTF-8."""
     stored = table.to_pylist(maps_as_pydicts="strict")
     lines = [json.dumps(_jsonable({"version": SCHEMA_VERSION, **row}), ensure_ascii=False) for row in stored]
     return "".join(f"{line}\n" for line in lines).encode()

@@ -26,7 +26,7 @@ from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.rollouts.filters import ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import run_groups
 from marin_rl.rollouts.store import read_rollouts
-from marin_rl.rollouts.stored_rollout import as_row
+from marin_rl.rollouts.stored_rollout import as_table
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.training.loop import PHASES, TrainingRun, model_flops_utilization, throughput_metrics, train
 from marin_rl.training.starting_weights import restore_policy
@@ -136,8 +136,8 @@ def test_rollouts_of_record_n_are_sampled_with_weights_before_step_n(
     )
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     piece = TokenPieces(after_two.runner.tokenizer.tokenizer)
-    for rollout, row in zip(rollouts, rows_of(finished_run, 3), strict=True):
-        again = as_row(rollout, 3, "training", None, piece)
+    repeated_rows = as_table(rollouts, 3, "training", {}, piece).to_pylist()
+    for row, again in zip(rows_of(finished_run, 3), repeated_rows, strict=True):
         for name in ("id", "group_id", "task_id", "answer", "status", "reward", "rewards", "evaluations"):
             assert row[name] == again[name]
         for turn, repeated in zip(row["turns"], again["turns"], strict=True):

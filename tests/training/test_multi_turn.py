@@ -24,7 +24,7 @@ from marin_rl.objectives.policy_loss import (
     TokenBatch,
 )
 from marin_rl.rollouts.run_rollouts import run_groups
-from marin_rl.rollouts.stored_rollout import as_row
+from marin_rl.rollouts.stored_rollout import as_table
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -273,7 +273,7 @@ def test_gigpo_components_are_logged_per_turn(caplog: pytest.LogCaptureFixture):
 
 def test_gigpo_components_are_stored_per_turn():
     _, group, batch = run_paths(worked_example(), advantage=GigpoConfig())
-    rows = [as_row(rollout, 1, "training", batch.stored[rollout.id], lambda token: b"x") for rollout in group.rollouts]
+    rows = as_table(group.rollouts, 1, "training", batch.stored, lambda token: b"x").to_pylist()
     assert [row["turns"][0]["episode_advantage"] for row in rows] == pytest.approx(EPISODE)
     assert [[turn["step_advantage"] for turn in row["turns"]] for row in rows] == [
         pytest.approx(list(one)) for one in STEPS
@@ -371,5 +371,5 @@ def test_gae_rewards_at_turn_ends_across_observations():
         np.testing.assert_allclose(token_advantages.advantages, expected, rtol=1e-12, atol=1e-12)
         values = processed.values[processed.loss_mask].astype(np.float64)
         np.testing.assert_allclose(token_advantages.value_targets, expected + values, rtol=1e-12, atol=1e-12)
-        stored = as_row(rollout, 1, "training", batch.stored[rollout.id], lambda token: b"x")
+        [stored] = as_table([rollout], 1, "training", batch.stored, lambda token: b"x").to_pylist()
         assert [value for turn in stored["turns"] for value in turn["values"]] == values.tolist()

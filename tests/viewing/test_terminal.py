@@ -7,11 +7,10 @@ import dataclasses
 import io
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from rich.console import Console
 
-from marin_rl.rollouts.stored_rollout import SCHEMA, StoredAdvantages, as_row
+from marin_rl.rollouts.stored_rollout import StoredAdvantages, as_table
 from marin_rl.types import Message, Rollout
 from marin_rl.viewing.selection import Listing
 from marin_rl.viewing.terminal import number, print_listing, print_rollout, print_side_by_side
@@ -20,7 +19,8 @@ from tests.rollouts.rollout_cases import piece, rich_rollout, rich_signal, rollo
 
 def row_of(rollout: Rollout, signal: StoredAdvantages | None = None) -> dict[str, Any]:
     """Row of a rollout as it is read back, with null for missing columns."""
-    [row] = pa.Table.from_pylist([as_row(rollout, 3, "training", signal, piece)], SCHEMA).to_pylist()
+    signals = {} if signal is None else {rollout.id: signal}
+    [row] = as_table([rollout], 3, "training", signals, piece).to_pylist()
     return row
 
 
