@@ -4,8 +4,9 @@
 """Conversion of rollouts to padded arrays."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
@@ -60,34 +61,40 @@ class ProcessedRollout:
                 raise ValueError(f"ProcessedRollout {self.id}: {name} has shape {array.shape}, input_ids has {shape}")
             if array.dtype != dtype:
                 raise ValueError(f"ProcessedRollout {self.id}: {name} is {array.dtype}, expected {np.dtype(dtype)}")
-        tokens = self.segment_ids == 1
-        if np.any(~tokens & (self.segment_ids != 0)) or np.any(~tokens[:, :-1] & tokens[:, 1:]):
+        if self.input_ids.size:
+            self._check_values()
+
+    def _check_values(self) -> None:
+        segments, turns = self.segment_ids, self.turn_ids
+        if segments.min() < 0 or segments.max() > 1 or (segments[:, :-1] < segments[:, 1:]).any():
             raise ValueError(
                 f"ProcessedRollout {self.id}: segment_ids must be 1 for the tokens of a row and 0 for the padding after"
             )
-        if np.any(self.loss_mask & ~tokens):
+        if (self.loss_mask > segments).any():
             raise ValueError(f"ProcessedRollout {self.id}: loss_mask includes padding")
-        if np.any(self.loss_mask[:, 0]):
+        if self.loss_mask[:, 0].any():
             raise ValueError(
                 f"ProcessedRollout {self.id}: loss_mask includes the first token of a row, which is never predicted"
             )
+        # The extremes of an array with NaN are NaN, for which every comparison is false.
         for name in ("policy_logprobs", "reference_logprobs"):
             array = getattr(self, name)
-            if not np.all(np.isfinite(array)) or np.any(array > 0):
+            if not (array.min() > -np.inf and array.max() <= 0):
                 raise ValueError(f"ProcessedRollout {self.id}: {name} must be finite and <= 0")
-        if not np.all(np.isfinite(self.values)):
+        if not (self.values.min() > -np.inf and self.values.max() < np.inf):
             raise ValueError(f"ProcessedRollout {self.id}: values must be finite")
-        if np.any((self.turn_ids >= 0) != self.loss_mask):
+        if ((turns >= 0) != self.loss_mask).any():
             raise ValueError(f"ProcessedRollout {self.id}: turn_ids must be >= 0 for loss tokens and -1 elsewhere")
-        if np.any(np.diff(self.turn_ids[self.loss_mask]) < 0):
+        sampled = turns[self.loss_mask]
+        if (sampled[:-1] > sampled[1:]).any():
             raise ValueError(f"ProcessedRollout {self.id}: turn_ids must not decrease")
 
-    @property
+    @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
         """Number of tokens of each sequence."""
-        return tuple(np.count_nonzero(self.segment_ids, axis=1).tolist())
+        return tuple(self.segment_ids.sum(axis=1).tolist())
 
-    @property
+    @functools.cached_property
     def num_loss_tokens(self) -> int:
         """Number of loss tokens over all sequences, which is the length of arrays over action tokens."""
         return int(np.count_nonzero(self.loss_mask))
@@ -107,15 +114,36 @@ def process_rollout(rollout: Rollout, *, length: int, pad_token_id: int) -> Proc
     Raises:
         ValueError: if a sequence is longer than `length`; the message gives the rollout and both lengths.
     """
-    sequences: list[_Sequence] = []
+    lengths = sequence_lengths(rollout)
+    if (longest := max(lengths, default=0)) > length:
+        raise ValueError(
+            f"rollout {rollout.id}: a sequence of {longest} tokens does not fit into rows of {length} positions; "
+            "raise rollouts.max_length"
+        )
+    arrays = _padding(len(lengths), length, pad_token_id)
+    row, end = -1, 0
     for index, turn in enumerate(rollout.turns):
         if turn.starts_sequence:
-            sequences.append(_Sequence([], [], []))
-        observed, sampled = turn.observation_tokens, turn.generation
-        sequences[-1].token_ids.extend([*observed, *sampled.token_ids])
-        sequences[-1].turn_ids.extend([_NO_TURN] * len(observed) + [index] * len(sampled.token_ids))
-        sequences[-1].logprobs.extend([*[0.0] * len(observed), *sampled.logprobs])
-    return _pad_sequences(sequences, rollout.task.environment, rollout.id, length, pad_token_id)
+            row, end = row + 1, 0
+        start, sampled = end + len(turn.observation_tokens), turn.generation
+        arrays["input_ids"][row, end:start] = np.array(turn.observation_tokens, np.int32)
+        end = start + len(sampled.token_ids)
+        arrays["input_ids"][row, start:end] = np.array(sampled.token_ids, np.int32)
+        arrays["policy_logprobs"][row, start:end] = np.array(sampled.logprobs, np.float32)
+        arrays["turn_ids"][row, start:end] = index
+        arrays["loss_mask"][row, start:end] = True
+        arrays["segment_ids"][row, :end] = 1
+    return ProcessedRollout(source=rollout.task.environment, id=rollout.id, **arrays)
+
+
+def sequence_lengths(rollout: Rollout) -> list[int]:
+    """Return the number of tokens of each sequence of a rollout."""
+    lengths: list[int] = []
+    for turn in rollout.turns:
+        if turn.starts_sequence:
+            lengths.append(0)
+        lengths[-1] += turn.num_tokens
+    return lengths
 
 
 def process_conversation(
@@ -171,35 +199,19 @@ def _truncate_and_pad(
     if truncated is None:
         return None
     truncated_ids, truncated_mask = truncated
+    arrays, end = _padding(1, length, pad_token_id), len(truncated_ids)
     loss_mask = np.asarray(truncated_mask, np.bool_)
     starts_reply = loss_mask & ~np.concatenate([[False], loss_mask[:-1]])
-    turn_ids = np.where(loss_mask, np.cumsum(starts_reply) - 1, _NO_TURN)
-    sequence = _Sequence(list(truncated_ids), turn_ids.tolist(), [0.0] * len(truncated_ids))
-    return _pad_sequences([sequence], source, id, length, pad_token_id)
-
-
-class _Sequence(NamedTuple):
-    token_ids: list[int]
-    turn_ids: list[int]
-    logprobs: list[float]
-
-
-def _pad_sequences(
-    sequences: Sequence[_Sequence], source: str, id: str, length: int, pad_token_id: int
-) -> ProcessedRollout:
-    arrays = {name: np.zeros((len(sequences), length), dtype) for name, dtype in _DTYPES.items()}
-    arrays["input_ids"][:] = pad_token_id
-    arrays["turn_ids"][:] = _NO_TURN
-    for row, sequence in enumerate(sequences):
-        used = len(sequence.token_ids)
-        if used > length:
-            raise ValueError(
-                f"rollout {id}: a sequence of {used} tokens does not fit into rows of {length} positions; "
-                "raise rollouts.max_length"
-            )
-        arrays["input_ids"][row, :used] = sequence.token_ids
-        arrays["turn_ids"][row, :used] = sequence.turn_ids
-        arrays["policy_logprobs"][row, :used] = sequence.logprobs
-        arrays["segment_ids"][row, :used] = 1
-    arrays["loss_mask"] = arrays["turn_ids"] != _NO_TURN
+    arrays["input_ids"][0, :end] = truncated_ids
+    arrays["turn_ids"][0, :end] = np.where(loss_mask, np.cumsum(starts_reply) - 1, _NO_TURN)
+    arrays["loss_mask"][0, :end] = loss_mask
+    arrays["segment_ids"][0, :end] = 1
     return ProcessedRollout(source=source, id=id, **arrays)
+
+
+def _padding(rows: int, length: int, pad_token_id: int) -> dict[str, Any]:
+    """Return the arrays of a rollout without tokens."""
+    arrays = {name: np.zeros((rows, length), dtype) for name, dtype in _DTYPES.items()}
+    arrays["input_ids"].fill(pad_token_id)
+    arrays["turn_ids"].fill(_NO_TURN)
+    return arrays

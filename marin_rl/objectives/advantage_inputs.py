@@ -59,10 +59,10 @@ class AdvantageInputs:
             )
         for name in ("turn_rewards", "penalties", "values"):
             array = getattr(self, name)
-            bad = np.flatnonzero(~np.isfinite(array))
-            if bad.size:
+            if not np.isfinite(array).all():
+                bad = np.flatnonzero(~np.isfinite(array))
                 raise ValueError(f"rollout {self.id}: {name}[{bad[0]}] is {array[bad[0]]}; it must be finite")
-        if np.any(np.diff(self.turn_ids) < 0):
+        if (self.turn_ids[:-1] > self.turn_ids[1:]).any():
             raise ValueError(f"rollout {self.id}: turn_ids must not decrease")
         for turn in (*self.turn_ids[:1].tolist(), *self.turn_ids[-1:].tolist(), *self.unrewarded_turns):
             if not 0 <= turn < turns:
@@ -71,7 +71,9 @@ class AdvantageInputs:
     @property
     def total_return(self) -> float | None:
         """`R = score - Σ_t penalties_t`; None if the rollout failed."""
-        return None if self.score is None else self.score - math.fsum(self.penalties)
+        if self.score is None:
+            return None
+        return self.score - math.fsum(self.penalties.tolist()) if self.penalties.any() else self.score
 
 
 class TurnAdvantages(NamedTuple):

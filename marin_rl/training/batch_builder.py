@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from marin_rl.batching.packing import RowLayout
-from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollout, without_loss
+from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollout, sequence_lengths, without_loss
 from marin_rl.batching.rl_example import PackedBatch, pack_batch
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.scoring import Scores
@@ -84,7 +84,7 @@ class BatchBuilder:
             return TrainingBatch((), (), (), {}, {})
         with timer.phase("batch"):
             rollouts = [
-                process_rollout(rollout, length=config.rollouts.max_length, pad_token_id=self.pad_token_id)
+                process_rollout(rollout, length=self._row_length(rollout), pad_token_id=self.pad_token_id)
                 for rollout in graded
             ]
         with timer.phase("reference"):
@@ -144,6 +144,10 @@ class BatchBuilder:
                         pad_token_id=self.pad_token_id,
                         importance_weights=[batch.importance_weights[index] for index in indices],
                     )
+
+    def _row_length(self, rollout: Rollout) -> int:
+        """Return the length of the longest sequence, so that arrays have little padding, or the maximum if exceeded."""
+        return min(max(sequence_lengths(rollout)), self.config.rollouts.max_length)
 
     def _score(
         self, rollouts: Sequence[ProcessedRollout], model: Any, step: int, versions: Sequence[WeightVersion]
@@ -245,8 +249,9 @@ def _mask_truncated(
 
 
 def _k1(rollout: ProcessedRollout) -> Tokens:
-    difference = rollout.policy_logprobs.astype(np.float64) - rollout.reference_logprobs
-    return np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)[rollout.loss_mask]
+    mask = rollout.loss_mask
+    difference = rollout.policy_logprobs[mask].astype(np.float64) - rollout.reference_logprobs[mask]
+    return difference.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _advantage_inputs(rollout: Rollout, processed: ProcessedRollout, penalties: Tokens) -> AdvantageInputs:
@@ -255,15 +260,16 @@ def _advantage_inputs(rollout: Rollout, processed: ProcessedRollout, penalties: 
     if not mask.any():
         # Its tokens have no loss, but its return, including penalties, still counts in the baseline of the group.
         score, penalties = score - math.fsum(penalties), np.zeros(0)
+    rewards = [turn.reward for turn in rollout.turns]
     return AdvantageInputs(
         id=rollout.id,
         score=score,
-        turn_rewards=np.array([turn.reward or 0.0 for turn in rollout.turns], np.float64),
+        turn_rewards=np.array([reward or 0.0 for reward in rewards], np.float64),
         anchors=tuple(turn.anchor_state for turn in rollout.turns),
         turn_ids=processed.turn_ids[mask],
         penalties=penalties,
         values=processed.values[mask].astype(np.float64),
-        unrewarded_turns=tuple(index for index, turn in enumerate(rollout.turns) if turn.reward is None),
+        unrewarded_turns=tuple(index for index, reward in enumerate(rewards) if reward is None),
     )
 
 

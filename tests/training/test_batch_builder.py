@@ -242,6 +242,18 @@ def test_extreme_log_ratios_are_clamped():
     assert inputs_of(recorder)["a"].penalties.tolist() == [20.0, 20.0]
 
 
+def test_arrays_are_as_long_as_the_longest_sequence():
+    batch = build(bare_builder(make_config()), rollout("a", 5.0), rollout("b", 1.0, turn(), turn(3), turn(1)))
+    assert [processed.input_ids.shape for processed in batch.rollouts] == [(1, 6), (3, 7)]
+
+
+def test_a_sequence_longer_than_the_maximum_is_refused():
+    with pytest.raises(
+        ValueError, match=r"rollout a: a sequence of 65 tokens does not fit .*raise rollouts.max_length"
+    ):
+        build(bare_builder(make_config()), rollout("a", 5.0, turn(61)))
+
+
 # The critic.
 
 
@@ -253,7 +265,7 @@ def test_values_and_targets_in_estimator_batch_and_metrics():
             policy_loss=PpoClipLossConfig(),
         ),
         # 1, 2, 3 on the tokens of the reply, after a prompt of four.
-        values=lambda processed: np.broadcast_to(np.arange(64.0) - 3, processed.input_ids.shape),
+        values=lambda processed: np.arange(processed.input_ids.size) - 3.0,
     )
     batch = build(builder, rollout("a", 5.0, turn(3)))
     # The worked example of OBJECTIVES.md.
@@ -298,7 +310,7 @@ def test_ratios_use_sampler_logprobs_without_correction():
 def test_correction_weights_tokens_and_ratios_use_learner_logprobs(config, first: float, second: float):
     # log w is -1 and 2, with a sum of 1.
     def learner(processed):
-        return processed.policy_logprobs + np.where(np.arange(64) == 4, -1.0, 2.0)
+        return processed.policy_logprobs + np.where(np.arange(processed.input_ids.size) == 4, -1.0, 2.0)
 
     builder = bare_builder(make_config(off_policy_correction=config, policy_loss=PpoClipLossConfig()), learner=learner)
     answer = Generation((49, 49), (-0.5, -3.0), StopReason.STOP, 0, 0)

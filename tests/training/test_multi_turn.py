@@ -355,7 +355,7 @@ def test_gae_rewards_at_turn_ends_across_observations():
     )
     row = np.sin(np.arange(64.0)).astype(np.float32)
     environment = Maze(paths)
-    builder = bare_builder(config, values=lambda made: np.broadcast_to(row, made.input_ids.shape), rows=4)
+    builder = bare_builder(config, values=lambda made: row[: made.input_ids.size], rows=4)
     [group] = run_groups(
         make_runner(config, answer, environment),
         environment.tasks(Split.TRAIN),
